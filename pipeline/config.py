@@ -1,0 +1,228 @@
+"""The configuration's types. Every key of `configs/` is declared here; Hydra refuses any other.
+
+A run composes YAML into these frozen dataclasses once (`run_config`); no dict travels further. What one value says
+about another (a layer that the model lacks, rows that do not divide) is checked in `plan.py`.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pipeline.errors import ConfigError
+
+
+class ComputeDtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class StorageDtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Attention(StrEnum):
+    auto = "auto"
+    xla = "xla"
+
+
+class Weights(StrEnum):
+    auto = "auto"
+    replicated = "replicated"
+
+
+class Init(StrEnum):
+    checkpoint = "checkpoint"
+    random = "random"
+
+
+class Packing(StrEnum):
+    pack = "pack"
+    pad = "pad"
+
+
+class LongDocuments(StrEnum):
+    split = "split"
+    cut = "cut"
+
+
+class OnError(StrEnum):
+    fail = "fail"
+    skip = "skip"
+
+
+class SpecialTokens(StrEnum):
+    tokenizer = "tokenizer"
+    none = "none"
+
+
+class Compression(StrEnum):
+    none = "none"
+    zstd = "zstd"
+
+
+class Template(StrEnum):
+    plain = "plain"
+    chat = "chat"
+
+
+class Geometry(StrEnum):
+    none = "none"
+    rotations = "rotations"
+    dihedral = "dihedral"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = MISSING  # a directory, a remote path (gs://...), or a Hub id
+    revision: str | None = None  # of a Hub id
+    dtype: ComputeDtype = ComputeDtype.bfloat16
+    attention: Attention = Attention.auto
+    weights: Weights = Weights.auto
+    init: Init = Init.checkpoint  # random: only config.json (and the tokenizer) are read
+    seed: int = 0  # of init=random
+    tokenizer: str | None = None  # a directory or Hub id, when it is not the model's
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What every source has. `source` names the class in `data/`."""
+
+    source: str = MISSING
+    num_streams: int | None = None  # null: chosen by Plan for a new store, kept for an old one
+    seed: int = 0
+    on_error: OnError = OnError.fail
+    special_tokens: SpecialTokens = SpecialTokens.tokenizer  # what the tokenizer adds by itself (BOS, CLS ... SEP)
+    prefix: str | None = None  # one token's text, put before every document (e.g. <|endoftext|>)
+    suffix: str | None = None  # one token's text, put after every document
+
+
+@dataclass(frozen=True)
+class ParquetData(DataConfig):
+    """FineWeb's schema in parquet files: local, remote, or of a Hub data set."""
+
+    path: str | None = None  # a file, directory or glob, local or remote (gs://, s3://, hf://); null: the Hub's
+    repo: str = MISSING  # Hub data set, used when path is null
+    subset: str = MISSING  # of the Hub data set, e.g. sample/10BT
+    revision: str | None = None
+    text_column: str = "text"
+    id_column: str = "id"
+
+
+@dataclass(frozen=True)
+class ArcData(DataConfig):
+    """ARC-AGI grid tasks as prompts."""
+
+    path: str = MISSING  # a directory of task files, a *_challenges.json, a .jsonl, or hf://datasets/owner/name
+    split: str = "train"  # of a Hub data set
+    revision: str | None = None
+    solutions: str | None = None  # path of *_solutions.json
+    encoder: str = "digits"  # digits | separated | repeated | symbols
+    symbols: str = "0123456789"  # ten characters, of encoder=symbols
+    repeat: int = 2  # of encoder=repeated
+    row_numbers: bool = False
+    shape_header: bool = False
+    code_block: bool = False
+    template: Template = Template.plain
+    include_solution: bool = False  # whether the test output, where known, ends the prompt
+    augmentations: int = 1  # documents per task; the first is the task itself
+    geometry: Geometry = Geometry.dihedral  # what augmented documents may do to the grids
+    permute_colors: bool = True
+    permute_examples: bool = True
+    tasks_per_shard: int = 64
+
+
+@dataclass(frozen=True)
+class HfData(DataConfig):
+    """Any data set that `datasets` can stream, by a text template."""
+
+    path: str = MISSING  # a Hub id, a local directory, or a loader's name (json, csv, parquet, text)
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    data_files: Any = None  # str or list of str: what `datasets.load_dataset(data_files=...)` takes
+    text: str = "{text}"  # str.format over the row's columns; {choices.text[0]} reaches into nested ones
+    id_column: str | None = None
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    rows: int = 8  # per step, over all processes of a worker
+    length: int = 1024
+    packing: Packing = Packing.pack
+    long_documents: LongDocuments = LongDocuments.split
+
+
+@dataclass(frozen=True)
+class CaptureConfig:
+    layers: Any = MISSING  # list of layer numbers, or "all"
+    sites: list[str] = field(default_factory=lambda: ["resid_post"])
+    dtype: StorageDtype = StorageDtype.bfloat16
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    path: str = MISSING
+    shard_mib: float = 64.0  # target size of one activation array's store shard
+    compression: Compression = Compression.none
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    data: int | None = None  # null: all devices
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    max_tokens: int | None = None  # valid tokens to store; null: all of the data
+    worker_index: int = 0
+    worker_count: int = 1
+    max_inflight_mib: float = 512.0  # activations on their way from device to host
+    progress: bool = True
+    metrics_interval_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: Any = MISSING  # ParquetData | ArcData | HfData
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    run: RunOptions = field(default_factory=RunOptions)
+
+
+def _writable(node: DictConfig) -> DictConfig:
+    """Lets Hydra merge into a config made from frozen dataclasses, which OmegaConf marks read-only."""
+    node._set_flag("readonly", None)
+    for key in node:
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none()):
+            _writable(child)
+    return node
+
+
+def register() -> None:
+    """Puts the schemas where the YAML files' `defaults` find them."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=_writable(OmegaConf.structured(RunConfig)))
+    for name, cls in {"parquet": ParquetData, "arc": ArcData, "hf": HfData}.items():
+        store.store(group="data", name=f"{name}_schema", node=_writable(OmegaConf.structured(cls)))
+
+
+def run_config(composed: DictConfig) -> RunConfig:
+    """The typed, frozen configuration. Raises ConfigError for a mandatory key without a value."""
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        raise ConfigError(f"no value for {', '.join(missing)}. Give one on the command line, e.g. {missing[0]}=...")
+    try:
+        return OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the configuration does not compose: {error}") from error

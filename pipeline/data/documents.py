@@ -1,0 +1,104 @@
+"""The types that the data stages hand to each other: documents in, blocks of token rows out.
+
+Shapes: R rows of a block (at most `rows_per_block`), T positions of a row (`batch.length`).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Int32, Int64
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text with an id. `source` and `index` say where it stands: source shard name, row within it (from 0)."""
+
+    id: str
+    text: str
+    source: str
+    index: int
+    info: Mapping[str, str | int | float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedDocument:
+    """A document that `data.on_error=skip` left out, and why."""
+
+    source: str
+    index: int
+    reason: str
+
+
+class Source(Protocol):
+    """An ordered list of source shards, each an ordered list of documents. Pure: the same config reads the same.
+
+    `shards` are names that do not depend on where the data lies (relative paths), in the order in which they are
+    divided among streams: stream s reads shards s, s + num_streams, s + 2 num_streams, ...
+    `info_schema` names and types the columns of `Document.info`.
+    """
+
+    shards: tuple[str, ...]
+    info_schema: pa.Schema
+
+    def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
+        """The documents of `shards[shard]` from row `start` on. A row that is skipped keeps its index.
+
+        Raises InputError (naming file and row) for a bad row unless the config says skip, and for a file that
+        cannot be read whatever the config says.
+        """
+
+    def fingerprint(self) -> dict[str, object]:
+        """What determines the documents: plain JSON values, independent of machine and time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where a stream's next block starts.
+
+    shard: how many source shards of the stream are done. document: row within the current one. token: tokens of that
+    document that are already in earlier blocks. ordinal: how many documents the stream had before this one.
+    """
+
+    shard: int = 0
+    document: int = 0
+    token: int = 0
+    ordinal: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class TokenBlock:
+    """Consecutive rows of one stream: the unit of writing, committing and resuming.
+
+    The arrays hold only the R rows that have tokens. `table` has one row per document with tokens in the block,
+    ordered by document number: document (int64), id, source, index, n_tokens (of the whole document), n_cut (tokens
+    dropped by `batch.long_documents=cut`), first_token and last_token (half-open range of the document's tokens in
+    this block), then the source's own columns.
+    """
+
+    stream: int
+    index: int
+    tokens: Int32[np.ndarray, "R T"]
+    segments: Int32[np.ndarray, "R T"]
+    positions: Int32[np.ndarray, "R T"]
+    documents: Int64[np.ndarray, "R T"]
+    table: pa.Table
+    skipped: tuple[SkippedDocument, ...]
+    start: Cursor
+    next: Cursor
+    exhausted: bool  # the stream has no document after this block
+    truncated: bool  # `run.max_tokens` ended the block early: a longer run computes it again, with the same first rows
+
+    @property
+    def num_rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Valid (not padding) tokens."""
+        return int(np.count_nonzero(self.segments))

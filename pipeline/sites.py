@@ -1,0 +1,82 @@
+"""Sites: the named places of a transformer whose activations can be captured.
+
+The names are TransformerLens' hook names without the `hook_` prefix. For a pre-norm decoder (Qwen2, LLaMA):
+
+| site         | meaning                                                        | TransformerLens                  |
+|--------------|----------------------------------------------------------------|----------------------------------|
+| `embed`      | residual stream entering layer 0                               | `hook_embed`                     |
+| `resid_pre`  | residual stream before the layer                               | `blocks.L.hook_resid_pre`        |
+| `attn_out`   | what attention adds to the residual stream                     | `blocks.L.hook_attn_out`         |
+| `resid_mid`  | residual stream between attention and MLP                      | `blocks.L.hook_resid_mid`        |
+| `mlp_out`    | what the MLP adds to the residual stream                       | `blocks.L.hook_mlp_out`          |
+| `resid_post` | residual stream after the layer, before any final norm         | `blocks.L.hook_resid_post`       |
+| `final_norm` | output of the last norm; needs every layer                     | `ln_final.hook_normalized`       |
+
+HF's `hidden_states[-1]` is `final_norm`, not the last layer's `resid_post`. TransformerLens' `ln_final.hook_normalized`
+is before the norm's weight; `final_norm` here is after it, as in HF.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Site(StrEnum):
+    """A named place of a transformer. `embed` and `final_norm` exist once, the others once per layer."""
+
+    embed = "embed"
+    resid_pre = "resid_pre"
+    attn_out = "attn_out"
+    resid_mid = "resid_mid"
+    mlp_out = "mlp_out"
+    resid_post = "resid_post"
+    final_norm = "final_norm"
+
+    @property
+    def per_layer(self) -> bool:
+        return self not in (Site.embed, Site.final_norm)
+
+
+@dataclass(frozen=True, order=True)
+class ActivationKey:
+    """One captured activation. `layer` is -1 for the sites that exist once (`embed`, `final_norm`)."""
+
+    layer: int
+    site: Site
+
+    def __post_init__(self) -> None:
+        if self.site.per_layer != (self.layer >= 0):
+            raise ValueError(f"site {self.site} with layer {self.layer}")
+
+    @property
+    def name(self) -> str:
+        """The array's name in the store: `blocks.5.resid_post`, `embed`, `final_norm`."""
+        return f"blocks.{self.layer}.{self.site}" if self.site.per_layer else str(self.site)
+
+    @property
+    def hook_name(self) -> str:
+        """TransformerLens' name of the same place."""
+        if self.site is Site.final_norm:
+            return "ln_final.hook_normalized"
+        return f"blocks.{self.layer}.hook_{self.site}" if self.site.per_layer else f"hook_{self.site}"
+
+    @classmethod
+    def parse(cls, name: str) -> "ActivationKey":
+        """The inverse of `name`."""
+        parts = name.split(".")
+        if len(parts) == 3 and parts[0] == "blocks":
+            return cls(int(parts[1]), Site(parts[2]))
+        return cls(-1, Site(name))
+
+
+def activation_keys(layers: tuple[int, ...], sites: tuple[Site, ...]) -> tuple[ActivationKey, ...]:
+    """Every captured activation, in the order in which the forward pass produces them."""
+    keys = {ActivationKey(layer, site) for site in sites if site.per_layer for layer in layers}
+    keys |= {ActivationKey(-1, site) for site in sites if not site.per_layer}
+    order = list(Site)
+
+    def depth(key: ActivationKey) -> tuple[int, int]:
+        if key.site is Site.final_norm:
+            return (1 << 30, 0)
+        return (key.layer, order.index(key.site))
+
+    return tuple(sorted(keys, key=depth))
