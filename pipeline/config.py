@@ -183,7 +183,7 @@ class RunOptions:
     max_tokens: int | None = None  # valid tokens to store; null: all of the data
     worker_index: int = 0
     worker_count: int = 1
-    max_inflight_mib: float = 512.0  # activations on their way from device to host
+    max_inflight_mib: float = 2048.0  # activations on their way from device to host
     progress: bool = True
     metrics_interval_s: float = 10.0
 

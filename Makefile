@@ -1,0 +1,46 @@
+# Targets that set up do so by themselves, once; `make help` lists them all.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := scripts/constraints.txt
+
+.PHONY: help setup setup-test demo test test-slow lint bench train-demo-model clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.setup  ## install the package and what it needs into .venv
+
+setup-test: $(VENV)/.setup-test
+
+$(VENV)/.setup: pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is %s. Use make PYTHON=python3.11 ..." % sys.version.split()[0])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e .
+	@touch $@
+
+$(VENV)/.setup-test: $(VENV)/.setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[test]'
+	@touch $@
+
+demo: setup  ## the main job on text and on ARC tasks, with the bundled model: CPU, no network
+	$(BIN)/python scripts/demo.py
+
+test: setup-test  ## the test suite
+	$(BIN)/python -m pytest
+
+test-slow: setup-test  ## the long soaks: 20 kills of a 30-block run, ...
+	$(BIN)/python -m pytest -m slow
+
+lint: setup-test  ## ruff: style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: setup  ## the job against its own bare forward pass; writes build/bench.json
+	$(BIN)/python scripts/bench.py
+
+train-demo-model: setup  ## train the bundled model again, in minutes
+	$(BIN)/python scripts/train_demo_model.py --out pipeline/assets/tiny-qwen2
+
+clean:  ## remove what was built, but not .venv
+	rm -rf build

@@ -1,0 +1,133 @@
+"""What a run measures: tokens, bytes, and the seconds that each thread spent on or waiting for each stage.
+
+Three threads work at once, and for each the seconds of its stages add up to its life time:
+
+    feed    produce (read, tokenise, pack)  | full (waits for the loop to take a block)
+    loop    data (waits for the feed)       | budget (waits for a place in flight) | dispatch | finish
+    writer  idle (waits for a step)         | results (waits for compute and device-to-host) | copy | store
+
+The binding stage is the one that the others wait for.
+"""
+
+import json
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+BINDING = {
+    ("loop", "data"): "reading and tokenising",
+    ("writer", "results"): "compute and device-to-host copies",
+    ("writer", "copy"): "copying into host buffers",
+    ("writer", "store"): "the store",
+}
+
+
+class Metrics:
+    """Counts and seconds of one run. Each thread writes only its own stages, so nothing is locked."""
+
+    def __init__(self, *, total_tokens: int | None, stored_tokens: int, progress: bool, interval_s: float) -> None:
+        self.tokens = 0
+        self.steps = 0
+        self.blocks = 0
+        self.stored_bytes = 0
+        self.first_step_s: float | None = None  # from the start of the loop to the first drained step
+        self.seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self.lines: list[str] = []
+        self._interval_s = interval_s
+        self._started = self._emitted = time.monotonic()
+        self._bar = tqdm(
+            total=total_tokens,
+            initial=stored_tokens,
+            unit="tok",
+            unit_scale=True,
+            smoothing=0.1,
+            desc="extract",
+            disable=not progress,
+            dynamic_ncols=True,
+        )
+
+    @contextmanager
+    def stage(self, thread: str, name: str) -> Iterator[None]:
+        """Adds the seconds spent inside to a stage of a thread."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[thread][name] += time.monotonic() - began
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def drained(self, tokens: int) -> None:
+        """Counts one step whose activations have reached the host."""
+        if self.first_step_s is None:
+            self.first_step_s = self.elapsed_s
+        self.steps += 1
+        self.tokens += tokens
+        self._bar.update(tokens)
+
+    def committed(self, num_bytes: int) -> None:
+        """Counts one block that is durable."""
+        self.blocks += 1
+        self.stored_bytes += num_bytes
+
+    def snapshot(self) -> dict[str, object]:
+        """The present state as plain JSON values. Times in seconds since the loop began."""
+        return {
+            "unix_time": round(time.time(), 3),
+            "elapsed_s": round(self.elapsed_s, 3),
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "tokens_per_s": round(self.tokens / max(self.elapsed_s, 1e-9), 1),
+            "blocks": self.blocks,
+            "stored_bytes": self.stored_bytes,
+            "peak_rss_mib": peak_rss_mib(),
+            "seconds": {
+                thread: {name: round(value, 3) for name, value in list(stages.items())}
+                for thread, stages in list(self.seconds.items())
+            },
+        }
+
+    def emit_if_due(self, write: Callable[[bytes], None]) -> None:
+        """Hands all lines so far to `write` when an interval has passed (an object store cannot append)."""
+        if time.monotonic() - self._emitted >= self._interval_s:
+            self.emit(write)
+
+    def emit(self, write: Callable[[bytes], None]) -> None:
+        self._emitted = time.monotonic()
+        self.lines.append(json.dumps(self.snapshot()))
+        write(("\n".join(self.lines) + "\n").encode())
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def binding_stage(self) -> tuple[str, float]:
+        """The stage that the run waited for most, and its share of the elapsed time."""
+        waits = {label: self.seconds[thread][name] for (thread, name), label in BINDING.items()}
+        label = max(waits, key=waits.__getitem__)
+        return label, waits[label] / max(self.elapsed_s, 1e-9)
+
+    def summary(self) -> str:
+        """The run in a few lines, for people."""
+        label, share = self.binding_stage()
+        lines = [
+            f"{self.tokens:,} tokens in {self.elapsed_s:.1f} s: {self.tokens / max(self.elapsed_s, 1e-9):,.0f} tokens/s, "
+            f"{self.blocks} blocks, {self.stored_bytes / (1 << 20):,.1f} MiB stored",
+            f"bound by {label} ({share:.0%} of the time)",
+        ]
+        for thread in ("feed", "loop", "writer"):
+            stages = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds[thread].items())
+            lines.append(f"seconds of the {thread} thread: {stages}")
+        return "\n".join(lines)
+
+
+def peak_rss_mib() -> int:
+    """The process's peak resident memory."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak // (1 << 20) if sys.platform == "darwin" else peak // 1024

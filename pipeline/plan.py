@@ -1,0 +1,239 @@
+"""The Plan: every derived shape, count and byte of a run, and every cross-check of the configuration.
+
+Pure arithmetic on ints: nothing here touches a device, the network or a file, so a mistake is found before any of
+them. `python -m pipeline.plan <overrides>` prints what `python -m pipeline.run <overrides>` would do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipeline.config import BatchConfig, CaptureConfig, RunConfig
+from pipeline.errors import ConfigError
+from pipeline.sites import ActivationKey, Site, activation_keys
+from pipeline.store.layout import rows_per_block_for
+
+MIB = 1 << 20
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+MAX_STEPS_IN_FLIGHT = 4  # one computing, one copying to the host, one being drained, one in reserve
+MAX_STEPS_PER_BLOCK = 64  # bounds what a kill loses and how far ahead of the devices rows are packed
+MAX_AUTO_STREAMS = 64
+STEPS_PER_AUTO_STREAM = 100  # a stream wastes at most one partly padded step: 1 % of it
+
+
+class ModelFacts(Protocol):
+    """What Plan needs to know of a model; `pipeline.models.Model` is one."""
+
+    num_layers: int
+    vocab_size: int
+    max_positions: int
+    sites: tuple[Site, ...]
+
+    def width(self, site: Site) -> int: ...
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The processes and devices of this run. `index` counts over all processes of all workers."""
+
+    devices: int  # of this worker, over all its processes
+    processes: int = 1  # of this worker
+    process: int = 0
+    workers: int = 1
+    worker: int = 0
+
+    @property
+    def index(self) -> int:
+        return self.worker * self.processes + self.process
+
+    @property
+    def count(self) -> int:
+        return self.workers * self.processes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a run derives from its configuration. Bytes are of one process."""
+
+    keys: tuple[ActivationKey, ...]
+    widths: tuple[int, ...]  # D of each key
+    dtype: str  # of the stored activations
+    length: int  # T
+    step_rows: int  # B, rows per step over all processes of the worker
+    process_rows: int  # rows per step of one process
+    rows_per_block: int
+    num_streams: int
+    streams: tuple[int, ...]  # of this process
+    max_tokens: int | None
+    inflight_steps: int
+    step_bytes: int  # activations of one step
+    block_bytes: int  # activations of one block: one host buffer
+    host_buffers: int
+    notes: tuple[str, ...]
+
+    def stream_budget(self, stream: int) -> int | None:
+        """Valid tokens wanted of a stream: `run.max_tokens` divided evenly."""
+        if self.max_tokens is None:
+            return None
+        share, rest = divmod(self.max_tokens, self.num_streams)
+        return share + (stream < rest)
+
+    @property
+    def host_bytes(self) -> int:
+        """Upper bound of the host memory that activations take."""
+        return self.inflight_steps * self.step_bytes + self.host_buffers * self.block_bytes
+
+    def describe(self) -> str:
+        """The plan in a few lines, for people."""
+        names = [key.name for key in self.keys]
+        shown = ", ".join(names if len(names) <= 6 else [*names[:3], f"... {len(names) - 4} more ...", names[-1]])
+        per_token = sum(self.widths) * DTYPE_BYTES[self.dtype]
+        wanted = "all tokens of the data" if self.max_tokens is None else f"{self.max_tokens:,} tokens"
+        lines = [
+            f"capture   {shown}: {per_token:,} bytes per token as {self.dtype}",
+            f"step      {self.step_rows} rows of {self.length} tokens, {self.step_bytes / MIB:.1f} MiB to the host, "
+            f"{self.inflight_steps} in flight",
+            f"block     {self.rows_per_block} rows, {self.block_bytes / MIB:.1f} MiB in {len(self.keys)} store shards",
+            f"streams   {self.num_streams}, {len(self.streams)} of them here; {wanted}",
+            f"memory    up to {self.host_bytes / MIB:.0f} MiB of activations on the host",
+        ]
+        return "\n".join([*lines, *(f"note      {note}" for note in self.notes)])
+
+
+def make_plan(
+    config: RunConfig, model: ModelFacts, num_source_shards: int, topology: Topology, stored_streams: int | None = None
+) -> Plan:
+    """Derives the plan. `stored_streams` is the number of streams of the store that is being resumed, if any.
+
+    Raises ConfigError for whatever cannot work.
+    """
+    keys = captured_keys(config.capture, model)
+    batch = config.batch
+    process_rows = _process_rows(batch, config, topology)
+    if not 1 <= batch.length <= model.max_positions:
+        raise ConfigError(
+            f"batch.length is {batch.length}, but the model has {model.max_positions} positions. "
+            f"Set batch.length to 1..{model.max_positions}."
+        )
+    if config.run.max_tokens is not None and config.run.max_tokens < 1:
+        raise ConfigError(f"run.max_tokens is {config.run.max_tokens}. Set it to at least 1, or to null for all.")
+    if not config.store.shard_mib > 0:
+        raise ConfigError(f"store.shard_mib is {config.store.shard_mib}. Set it to more than 0.")
+
+    itemsize = DTYPE_BYTES[config.capture.dtype]
+    widths = tuple(model.width(key.site) for key in keys)
+    row_bytes = batch.length * sum(widths) * itemsize
+    step_bytes = process_rows * row_bytes
+    rows_per_block = rows_per_block_for(
+        shard_mib=config.store.shard_mib,
+        row_bytes=batch.length * max(widths) * itemsize,
+        step_rows=batch.rows,
+        max_steps=MAX_STEPS_PER_BLOCK,
+    )
+    num_streams = _num_streams(config, num_source_shards, topology, stored_streams)
+    inflight_steps = _inflight_steps(config.run.max_inflight_mib, step_bytes)
+    return Plan(
+        keys=keys,
+        widths=widths,
+        dtype=str(config.capture.dtype),
+        length=batch.length,
+        step_rows=batch.rows,
+        process_rows=process_rows,
+        rows_per_block=rows_per_block,
+        num_streams=num_streams,
+        streams=tuple(range(topology.index, num_streams, topology.count)),
+        max_tokens=config.run.max_tokens,
+        inflight_steps=inflight_steps,
+        step_bytes=step_bytes,
+        block_bytes=rows_per_block * row_bytes,
+        host_buffers=2,  # one is filled while the other is written
+        notes=_notes(inflight_steps, num_streams, topology),
+    )
+
+
+def captured_keys(capture: CaptureConfig, model: ModelFacts) -> tuple[ActivationKey, ...]:
+    """The activations that `capture` asks for. Raises ConfigError for a layer or site that the model lacks."""
+    names = [str(site) for site in model.sites]
+    unknown = [site for site in capture.sites if site not in names]
+    if unknown or not capture.sites:
+        raise ConfigError(
+            f"capture.sites contains {unknown or 'nothing'}, but the model has {', '.join(names)}. "
+            f"Set capture.sites to a subset, e.g. [resid_post]."
+        )
+    return activation_keys(
+        captured_layers(capture.layers, model.num_layers), tuple(Site(site) for site in capture.sites)
+    )
+
+
+def captured_layers(layers: object, num_layers: int) -> tuple[int, ...]:
+    """`capture.layers` as sorted layer numbers: "all", or a list of numbers within the model."""
+    have = f"the model has layers 0..{num_layers - 1}"
+    if layers == "all":
+        return tuple(range(num_layers))
+    if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
+        raise ConfigError(f"capture.layers is {layers!r}; {have}. Set it to a list such as [0,{num_layers - 1}], or to all.")
+    for layer in layers:
+        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < num_layers:
+            raise ConfigError(f"capture.layers contains {layer!r}, but {have}. Set capture.layers to a subset.")
+    if len(set(layers)) != len(layers):
+        raise ConfigError(f"capture.layers names a layer twice: {list(layers)}. Name each once.")
+    return tuple(sorted(layers))
+
+
+def _process_rows(batch: BatchConfig, config: RunConfig, topology: Topology) -> int:
+    """Rows per step of one process; every device along the mesh's data axis gets the same number."""
+    if config.mesh.tensor != 1:
+        raise ConfigError(f"mesh.tensor is {config.mesh.tensor}; only 1 is implemented. Set mesh.tensor=1.")
+    data = config.mesh.data if config.mesh.data is not None else topology.devices
+    if data != topology.devices:
+        raise ConfigError(
+            f"mesh.data * mesh.tensor = {data} * 1 is not the number of devices, {topology.devices}. Set mesh.data=null."
+        )
+    if batch.rows < 1 or batch.rows % data:
+        raise ConfigError(
+            f"batch.rows = {batch.rows} is not a multiple of the {data} devices that share the rows. "
+            f"Set batch.rows to a multiple of {data}."
+        )
+    if not 0 <= config.run.worker_index < config.run.worker_count:
+        raise ConfigError(
+            f"run.worker_index is {config.run.worker_index} with run.worker_count={config.run.worker_count}. "
+            f"Set it to 0..{config.run.worker_count - 1}."
+        )
+    return batch.rows // topology.processes
+
+
+def _num_streams(config: RunConfig, num_source_shards: int, topology: Topology, stored: int | None) -> int:
+    """As configured, else as stored, else few for a small job and one per process at least for a large one."""
+    wanted = config.data.num_streams
+    if wanted is not None:
+        if not 1 <= wanted <= num_source_shards:
+            raise ConfigError(
+                f"data.num_streams is {wanted}, but the data has {num_source_shards} source shards, which are divided "
+                f"among the streams. Set it to 1..{num_source_shards}, or to null."
+            )
+        return wanted
+    if stored is not None:
+        return stored
+    step_tokens = config.batch.rows * config.batch.length
+    affordable = (config.run.max_tokens or 0) // (STEPS_PER_AUTO_STREAM * step_tokens)
+    return min(num_source_shards, max(topology.count, min(affordable, MAX_AUTO_STREAMS)))
+
+
+def _inflight_steps(max_inflight_mib: float, step_bytes: int) -> int:
+    steps = min(MAX_STEPS_IN_FLIGHT, int(max_inflight_mib * MIB) // step_bytes)
+    if steps < 1:
+        raise ConfigError(
+            f"run.max_inflight_mib is {max_inflight_mib:g}, but one step's activations take {step_bytes / MIB:.1f} MiB. "
+            f"Set it to at least {2 * step_bytes / MIB:.0f} (two steps overlap), or lower batch.rows."
+        )
+    return steps
+
+
+def _notes(inflight_steps: int, num_streams: int, topology: Topology) -> tuple[str, ...]:
+    notes = []
+    if inflight_steps == 1:
+        notes.append("one step in flight: nothing overlaps; raise run.max_inflight_mib")
+    if num_streams < topology.count:
+        notes.append(f"{topology.count - num_streams} of {topology.count} processes have no stream; set data.num_streams")
+    return tuple(notes)

@@ -1,0 +1,70 @@
+"""Device-to-host copies: started on the dispatching thread, awaited by the writer, bounded in number.
+
+Every step's activations have the same size, so a limit on steps in flight is the limit on bytes in flight.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+
+@dataclass(frozen=True)
+class HostBlock:
+    """One device's part of one activation, on its way to the host.
+
+    `rows` and `features` say where it belongs in the process's [process_rows, T, D] part of the global array.
+    """
+
+    key_index: int
+    rows: slice
+    features: slice
+    data: jax.Array
+
+    def wait(self) -> np.ndarray:
+        """The values, [rows, T, features]. Waits without holding the GIL; on CPU it is a view, not a copy."""
+        return np.asarray(self.data)
+
+
+def start_copies(outputs: Sequence[jax.Array], first_row: int) -> list[HostBlock]:
+    """Starts the copy of every output's addressable device shards; each element is copied once.
+
+    `first_row` is the global row at which this process's rows begin.
+    """
+    blocks = []
+    for key_index, output in enumerate(outputs):
+        for shard in output.addressable_shards:
+            if shard.replica_id != 0:
+                continue
+            shard.data.copy_to_host_async()
+            start, stop, _ = shard.index[0].indices(output.shape[0])
+            blocks.append(HostBlock(key_index, slice(start - first_row, stop - first_row), shard.index[2], shard.data))
+    return blocks
+
+
+class InFlight:
+    """Limits how many steps are between dispatch and the host. A full limit blocks the loop; it never drops data."""
+
+    def __init__(self, limit: int) -> None:
+        self._free = limit
+        self._failed = False
+        self._changed = threading.Condition()
+
+    def acquire(self) -> bool:
+        """Waits for a free place. Returns False when the writer has failed and no place will ever come free."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._failed)
+            self._free -= 1
+            return not self._failed
+
+    def release(self) -> None:
+        with self._changed:
+            self._free += 1
+            self._changed.notify()
+
+    def fail(self) -> None:
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()

@@ -1,0 +1,164 @@
+"""The writer thread: drains steps into host buffers, a full block into the store, and commits blocks in order.
+
+A block's activations are gathered in one preallocated buffer per captured key, the exact shape of a store shard, so
+that each store shard is written once, whole and without another copy. There are `plan.host_buffers` such sets: while
+one is filled the other is written. A device array is dropped as soon as its values are in the buffer.
+"""
+
+import queue
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from pipeline.data.documents import TokenBlock
+from pipeline.metrics import Metrics
+from pipeline.plan import Plan
+from pipeline.store.commits import CommitRecord
+from pipeline.store.writing import PendingBlock, StoreWriter
+from pipeline.transfer import HostBlock, InFlight
+
+POLL_S = 0.02  # how often an idle writer looks whether a block's writes have finished
+
+
+@dataclass(frozen=True)
+class Step:
+    """One dispatched step: rows `first_row` .. of `block`, and the copies of its activations."""
+
+    block: TokenBlock
+    first_row: int
+    num_rows: int
+    copies: list[HostBlock]  # emptied by the writer: an array's host copy lives as long as the array
+
+    @property
+    def is_last(self) -> bool:
+        return self.first_row + self.num_rows >= self.block.num_rows
+
+    @property
+    def num_tokens(self) -> int:
+        return int(np.count_nonzero(self.block.segments[self.first_row : self.first_row + self.num_rows]))
+
+
+class BlockWriter:
+    """Owns the writer thread. `submit` and `close` re-raise what failed there, with its traceback."""
+
+    def __init__(self, store: StoreWriter, plan: Plan, metrics: Metrics, metrics_name: str) -> None:
+        self.in_flight = InFlight(plan.inflight_steps)
+        self._store = store
+        self._plan = plan
+        self._metrics = metrics
+        self._metrics_name = metrics_name
+        self._queue: queue.Queue[Step | None] = queue.Queue(maxsize=plan.inflight_steps + 1)  # never full: see acquire
+        self._free = deque(_new_buffers(plan) for _ in range(plan.host_buffers))
+        self._pending: deque[tuple[PendingBlock, CommitRecord, list[np.ndarray]]] = deque()
+        self._error: BaseException | None = None
+        self._raised = False
+        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
+        self._thread.start()
+
+    def acquire(self) -> None:
+        """Waits until another step may be dispatched."""
+        if not self.in_flight.acquire():
+            self._raise()
+
+    def submit(self, step: Step) -> None:
+        """Hands over a dispatched step. Steps of a block come in order, and blocks one after the other."""
+        if self._error is not None:
+            self._raise()
+        self._queue.put(step)
+
+    def close(self) -> None:
+        """Waits until everything submitted is drained and every complete block is committed.
+
+        A failure of the writer that `acquire` or `submit` has already raised is not raised again.
+        """
+        self._queue.put(None)
+        self._thread.join()
+        if self._error is not None and not self._raised:
+            self._raise()
+
+    def _raise(self) -> None:
+        self._thread.join()
+        self._raised = True
+        raise self._error
+
+    def _run(self) -> None:
+        try:
+            while (step := self._next()) is not None:
+                self._drain(step)
+                if step.is_last:
+                    self._begin(step.block)
+                self._metrics.emit_if_due(self._write_metrics)
+            while self._pending:
+                self._commit()
+        except BaseException as error:
+            self._error = error
+            self.in_flight.fail()
+
+    def _next(self) -> Step | None:
+        """The next step; commits blocks that have become durable while there is none."""
+        while True:
+            while self._pending and self._pending[0][0].done():
+                self._commit()
+            try:
+                with self._metrics.stage("writer", "idle"):
+                    return self._queue.get(timeout=POLL_S if self._pending else None)
+            except queue.Empty:
+                continue
+
+    def _drain(self, step: Step) -> None:
+        """Waits for a step's activations and copies them into the block's buffers."""
+        if step.first_row == 0:
+            while not self._free:
+                self._commit()
+        buffers = self._free[0]
+        while step.copies:
+            self._copy(step.copies.pop(), step.first_row, buffers)
+        self._metrics.drained(step.num_tokens)
+        self.in_flight.release()
+
+    def _copy(self, copy: HostBlock, first_row: int, buffers: list[np.ndarray]) -> None:
+        with self._metrics.stage("writer", "results"):
+            values = copy.wait()
+        rows = slice(first_row + copy.rows.start, first_row + copy.rows.stop)
+        with self._metrics.stage("writer", "copy"):
+            np.copyto(buffers[copy.key_index][rows, :, copy.features], values)
+
+    def _begin(self, block: TokenBlock) -> None:
+        """Starts writing a block whose activations are all in the buffers."""
+        buffers = self._free.popleft()
+        with self._metrics.stage("writer", "copy"):
+            for buffer in buffers:
+                buffer[block.num_rows :] = 0
+            arrays = _side_arrays(block, self._plan.rows_per_block)
+            arrays |= {key.name: buffer for key, buffer in zip(self._plan.keys, buffers, strict=True)}
+        with self._metrics.stage("writer", "store"):
+            pending = self._store.begin_block(block.stream, block.index, arrays, block.table)
+        self._pending.append((pending, CommitRecord.of(block), buffers))
+
+    def _commit(self) -> None:
+        """Waits until the oldest pending block is durable, writes its commit record, and frees its buffers."""
+        pending, record, buffers = self._pending.popleft()
+        with self._metrics.stage("writer", "store"):
+            self._store.commit(pending, record)
+        self._metrics.committed(sum(buffer.nbytes for buffer in buffers))
+        self._free.append(buffers)
+
+    def _write_metrics(self, lines: bytes) -> None:
+        self._store.write_metrics(self._metrics_name, lines)
+
+
+def _new_buffers(plan: Plan) -> list[np.ndarray]:
+    """One store shard per captured key. The memory is touched only when it is filled."""
+    dtype = np.dtype(ml_dtypes.bfloat16) if plan.dtype == "bfloat16" else np.dtype(plan.dtype)
+    return [np.empty((plan.rows_per_block, plan.length, width), dtype) for width in plan.widths]
+
+
+def _side_arrays(block: TokenBlock, rows_per_block: int) -> dict[str, np.ndarray]:
+    """The four arrays beside the activations, padded to a full store shard."""
+    missing = ((0, rows_per_block - block.num_rows), (0, 0))
+    arrays = {name: np.pad(getattr(block, name), missing) for name in ("tokens", "segments", "positions")}
+    arrays["documents"] = np.pad(block.documents, missing, constant_values=-1)
+    return arrays
