@@ -159,7 +159,7 @@ def fill_enclosed(rng: Rng) -> Rule:
 
 
 def crop_to_object(rng: Rng) -> Rule:
-    return Rule(sprite, lambda grid: grid[ndimage.find_objects(grid != 0)[0]])
+    return Rule(sprite, lambda grid: grid[ndimage.find_objects((grid != 0).astype(np.int8))[0]])
 
 
 def move_object(rng: Rng) -> Rule:
@@ -176,8 +176,9 @@ def complete_symmetry(rng: Rng) -> Rule:
 
     def draw(rng: Rng) -> Grid:
         half = rng.choice(colours, size=rng.integers(4, 9, size=2)).astype(np.int8)
-        half[: half.shape[0] // 2, : half.shape[1] // 2] = cover
-        return np.concatenate([half, np.flip(np.where(half == cover, rng.choice(colours), half), axis)], axis)
+        covered = half.copy()
+        covered[: half.shape[0] // 2, : half.shape[1] // 2] = cover
+        return np.concatenate([covered, np.flip(half, axis)], axis)
 
     return Rule(draw, lambda grid: np.where(grid == cover, np.flip(grid, axis), grid))
 
@@ -196,14 +197,18 @@ def remove_noise(rng: Rng) -> Rule:
 
 
 def keep_largest(rng: Rng) -> Rule:
-    def transform(grid: Grid) -> Grid:
-        sizes = np.bincount(grid.ravel(), minlength=10)
-        return np.where(grid == 1 + sizes[1:].argmax(), grid, np.int8(0))
+    def sizes(grid: Grid) -> np.ndarray:
+        return np.bincount(grid.ravel(), minlength=10)[1:]
 
-    return Rule(lambda rng: boxes(rng, sides=(3, 7)), transform)
+    def draw(rng: Rng) -> Grid:
+        grid = boxes(rng, sides=(3, 7))
+        *_, second, largest = np.sort(sizes(grid))
+        return grid if second < largest else draw(rng)  # a tie has no answer
+
+    return Rule(draw, lambda grid: np.where(grid == 1 + sizes(grid).argmax(), grid, np.int8(0)))
 
 
-def draw_rows(rng: Rng) -> Rule:
+def extend_lines(rng: Rng) -> Rule:
     quarter_turns = int(rng.integers(2))
 
     def transform(grid: Grid) -> Grid:
@@ -218,10 +223,10 @@ def sort_bars(rng: Rng) -> Rule:
     ascending = bool(rng.integers(2))
 
     def draw(rng: Rng) -> Grid:
-        grid = empty(rng, 6, 10)
-        heights = rng.integers(1, grid.shape[0] + 1, size=grid.shape[1])
-        bars = np.arange(grid.shape[0])[::-1, None] < heights
-        return np.where(bars, rng.integers(1, 10, size=grid.shape[1]), 0).astype(np.int8)
+        height, width = int(rng.integers(7, 13)), int(rng.integers(4, 8))
+        heights = 1 + rng.permutation(height)[:width]
+        bars = np.arange(height)[::-1, None] < heights
+        return np.where(bars, rng.integers(1, 10, size=width), 0).astype(np.int8)
 
     def transform(grid: Grid) -> Grid:
         order = np.argsort(np.count_nonzero(grid, axis=0), kind="stable")
@@ -265,7 +270,7 @@ def combine_halves(rng: Rng) -> Rule:
 
 KINDS: tuple[Callable[[Rng], Rule], ...] = (
     rotate, flip, transpose, roll, recolour, tile, mirror_append, scale_up, gravity, outline, hollow_out, fill_enclosed,
-    crop_to_object, move_object, complete_symmetry, remove_noise, keep_largest, draw_rows, sort_bars, count_to_bars,
+    crop_to_object, move_object, complete_symmetry, remove_noise, keep_largest, extend_lines, sort_bars, count_to_bars,
     combine_halves,
 )  # fmt: skip
 

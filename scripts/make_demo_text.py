@@ -9,10 +9,8 @@ version gives the same documents with the same ids. `token_count` is the number 
 
 import argparse
 import ast
-import io
 import platform
 import sysconfig
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +35,7 @@ SCHEMA = pa.schema(
 MIN_CHARACTERS = 120  # a heading with one line below it is not worth a document
 ROWS_PER_GROUP = 100
 # Tests, generated tables, and what a distribution or the user has put beside the standard library.
-SKIPPED_FOLDERS = {
-    "__pycache__", "dist-packages", "encodings", "idle_test", "lib-dynload", "pydoc_data", "site-packages", "test", "tests",
-}  # fmt: skip
+SKIPPED_FOLDERS = {"dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -86,7 +82,7 @@ def module_texts(source: bytes, file: Path) -> Iterator[Text]:
     """One document per top-level class, and one for the rest of the module."""
     module = ".".join(part for part in file.with_suffix("").parts if part != "__init__")
     tree = ast.parse(source)
-    comments = block_comments(source)
+    comments = block_comments(source, tree)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}  # the last of two wins
     for node in classes.values():
         inside = {line: text for line, text in comments.items() if node.lineno <= line <= node.end_lineno}
@@ -106,22 +102,25 @@ def definitions(node: ast.AST, prefix: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"{name}({', '.join(map(ast.unparse, bases))})\n\n{docstring}"
         prefix = name + "."
     for child in ast.iter_child_nodes(node):
-        yield from definitions(child, prefix)
+        if isinstance(child, ast.stmt | ast.ExceptHandler):
+            yield from definitions(child, prefix)
 
 
-def block_comments(source: bytes) -> dict[int, str]:
+def block_comments(source: bytes, tree: ast.Module) -> dict[int, str]:
     """First line -> text of each run of two or more comment lines: prose more often than not."""
+    strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant | ast.JoinedStr))
+    inside = {line for node in strings for line in range(node.lineno + 1, node.end_lineno + 1)}
     blocks: dict[int, list[str]] = {}
-    first = last = column = -1
-    for token in tokenize.tokenize(io.BytesIO(source).readline):
-        own_line = token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip()
-        if not own_line:
+    first, last_indent = 0, None
+    for number, line in enumerate(source.decode("utf-8", errors="replace").split("\n"), start=1):
+        comment = line.lstrip()
+        indent = len(line) - len(comment)
+        if not comment.startswith("#") or number in inside:
+            last_indent = None
             continue
-        line = token.start[0]
-        if line != last + 1 or token.start[1] != column:
-            first, column = line, token.start[1]
-        blocks.setdefault(first, []).append(token.string.lstrip("#").removeprefix(" ").rstrip())
-        last = line
+        if indent != last_indent:
+            first, last_indent = number, indent
+        blocks.setdefault(first, []).append(comment.lstrip("#").removeprefix(" ").rstrip())
     return {line: "\n".join(text).strip() for line, text in blocks.items() if len(text) > 1}
 
 

@@ -1,0 +1,63 @@
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "make_demo_tasks.py"
+
+
+def make(out: Path, *arguments: str) -> dict[str, str]:
+    subprocess.run([sys.executable, SCRIPT, "--out", out, *arguments], check=True, capture_output=True, timeout=120)
+    return {path.stem: path.read_text() for path in out.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> dict[str, str]:
+    return make(tmp_path_factory.mktemp("tasks"))
+
+
+def test_there_are_as_many_tasks_as_asked_of_many_kinds(tasks):
+    assert len(tasks) == 120
+    kinds = Counter(name.split("-")[0] for name in tasks)
+    assert len(kinds) >= 20
+    assert set(kinds.values()) <= {5, 6}
+
+
+def test_every_task_is_a_valid_puzzle(tasks):
+    for name, text in tasks.items():
+        task = json.loads(text)
+        assert task.keys() == {"train", "test"}, name
+        assert 3 <= len(task["train"]) <= 5, name
+        assert 1 <= len(task["test"]) <= 2, name
+        pairs = task["train"] + task["test"]
+        assert len({json.dumps(pair["input"]) for pair in pairs}) == len(pairs), name
+        for pair in pairs:
+            assert pair.keys() == {"input", "output"}, name
+            assert pair["input"] != pair["output"], name
+            for grid in pair.values():
+                assert 3 <= len(grid) <= 20, name
+                assert len({len(row) for row in grid}) == 1, name
+                assert 3 <= len(grid[0]) <= 20, name
+                assert {type(cell) for row in grid for cell in row} == {int}, name
+                assert {cell for row in grid for cell in row} <= set(range(10)), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("transpose", lambda grid: [list(column) for column in zip(*grid, strict=True)]),
+        ("crop_to_object", lambda grid: [[cell for cell in row if cell] for row in grid if any(row)]),
+    ],
+)
+def test_outputs_follow_from_inputs(tasks, kind, expected):
+    pairs = [pair for name, text in tasks.items() if name.startswith(kind) for pair in json.loads(text)["train"]]
+    assert len(pairs) >= 15
+    assert [pair["output"] for pair in pairs] == [expected(pair["input"]) for pair in pairs]
+
+
+def test_the_seed_decides(tasks, tmp_path):
+    assert make(tmp_path / "same", "--seed", "0") == tasks
+    assert make(tmp_path / "other", "--seed", "1", "--tasks", "120") != tasks
