@@ -1,0 +1,92 @@
+"""The one way to storage: TensorStore's key-value store, on a local path, `gs://`, `s3://` or `memory://`.
+
+Everything that can fail while reading or writing is turned into a StoreError here.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import tensorstore as ts
+
+from pipeline.errors import StoreError
+
+# One context for the process: its stores share the limits on concurrent requests, and `memory://` is one store.
+# No cache: a block is written once, and a cache would keep a copy of what a reader is done with.
+CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+
+# What TensorStore raises: ValueError for a failed operation or unreadable data, NotImplementedError (a RuntimeError)
+# for a read-only driver, OSError from the file system.
+TENSORSTORE_ERRORS = (ValueError, OSError, RuntimeError)
+
+_REMEDIES = {
+    "no space left": "The disk is full: free space, then run the same command again; it resumes.",
+    "disk quota exceeded": "The quota is used up: free space, then run the same command again; it resumes.",
+    "permission": "Give this user the permission, or choose another store.path.",
+    "read-only file system": "Choose another store.path.",
+    "not a directory": "A file stands in the way: choose another store.path.",
+}
+_ANY_REMEDY = "What was committed before stays valid; once the cause is gone, run the same command again."
+
+
+def open_kvstore(path: str) -> ts.KvStore:
+    """The key-value store at `path`: a local path or a URL. Nothing is created or read.
+
+    Raises StoreError for a URL whose scheme TensorStore does not know.
+    """
+    if "://" in path:
+        with store_errors(path):
+            return ts.KvStore.open(path.rstrip("/") + "/", context=CONTEXT).result()
+    spec = {"driver": "file", "path": os.path.abspath(path).rstrip("/") + "/"}
+    return ts.KvStore.open(spec, context=CONTEXT).result()
+
+
+def read_key(kvstore: ts.KvStore, key: str) -> bytes | None:
+    """The object's bytes, or None where there is none. Raises StoreError."""
+    return read_versioned(kvstore, key)[0]
+
+
+def read_versioned(kvstore: ts.KvStore, key: str) -> tuple[bytes | None, bytes]:
+    """The object's bytes (None where there is none) and its generation, for a conditional write."""
+    with store_errors(kvstore.url + key):
+        found = kvstore.read(key).result()
+    return (found.value if found.state == "value" else None), found.stamp.generation
+
+
+def read_keys(kvstore: ts.KvStore, keys: list[str]) -> Iterator[bytes | None]:
+    """Like `read_key`, for many, with all requests under way at once."""
+    futures = [kvstore.read(key) for key in keys]
+    for key, future in zip(keys, futures, strict=True):
+        with store_errors(kvstore.url + key):
+            found = future.result()
+        yield found.value if found.state == "value" else None
+
+
+def write_key(kvstore: ts.KvStore, key: str, value: bytes | None) -> None:
+    """Writes an object durably (None deletes it). Raises StoreError."""
+    with store_errors(kvstore.url + key):
+        kvstore.write(key, value).result()
+
+
+def write_if_unchanged(kvstore: ts.KvStore, key: str, value: bytes, generation: bytes) -> bool:
+    """Writes an object unless it has changed since `generation` was read; says whether it did."""
+    with store_errors(kvstore.url + key):
+        return kvstore.write(key, value, if_equal=generation).result().generation != b""
+
+
+def list_keys(kvstore: ts.KvStore, prefix: str) -> list[str]:
+    """The keys under `prefix` (not empty), sorted. Raises StoreError."""
+    with store_errors(kvstore.url + prefix):
+        keys = kvstore.list(ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))).result()
+    return sorted(key.decode() for key in keys)
+
+
+@contextmanager
+def store_errors(subject: str) -> Iterator[None]:
+    """Turns what TensorStore raises into a StoreError that names `subject`, the cause and a remedy."""
+    try:
+        yield
+    except TENSORSTORE_ERRORS as error:
+        text = str(error).partition(" [tensorstore_spec=")[0]
+        remedies = (remedy for sign, remedy in _REMEDIES.items() if sign in text.lower())
+        raise StoreError(f"{subject}: {text}. {next(remedies, _ANY_REMEDY)}") from error

@@ -1,0 +1,130 @@
+"""Where every row, shard and chunk of a store lies. Pure arithmetic on integers.
+
+Shapes: R rows of a block (`rows_per_block`), T positions of a row (`length`), D features of an activation (`width`).
+A block of one array is one store shard, that is, one object; the chunks inside it are the unit of reading.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+MIB = 1 << 20
+
+# The number of rows that an unfinished store's arrays claim to have. Completing the store trims them.
+MAX_ROWS = 1 << 31
+
+# Chunks are as near to this as the sizes allow: between 0.25 and 1 MiB, a compromise between the overhead of a read
+# request and what reading a few rows costs.
+CHUNK_BYTES = MIB // 2
+
+ITEM_BYTES = {"int32": 4, "int64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array of a store: [row, position], or [row, position, feature] where `width` is given.
+
+    `dtype` is a Zarr v3 data type's name. `attributes` go into the array's zarr.json.
+    """
+
+    name: str
+    dtype: str
+    width: int | None = None
+    attributes: Mapping[str, str | int] = field(default_factory=dict)
+    fill: int = 0
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of one token slot."""
+        return ITEM_BYTES[self.dtype] * (self.width or 1)
+
+    @property
+    def dimension_names(self) -> tuple[str, ...]:
+        return ("row", "position") if self.width is None else ("row", "position", "feature")
+
+
+TOKENS = ArraySpec("tokens", "int32", attributes={"description": "token ids; 0 where segments is 0"})
+SEGMENTS = ArraySpec("segments", "int32", attributes={"description": "0: padding; k: the row's k-th document window"})
+POSITIONS = ArraySpec("positions", "int32", attributes={"description": "position fed to the model, from 0 per window"})
+DOCUMENTS = ArraySpec("documents", "int64", attributes={"description": "document number, -1: padding"}, fill=-1)
+SIDE_ARRAYS = (TOKENS, SEGMENTS, POSITIONS, DOCUMENTS)
+
+
+class Place(NamedTuple):
+    """A row's place: the `r`-th row of block `block` of stream `stream`."""
+
+    stream: int
+    block: int
+    r: int
+
+
+@dataclass(frozen=True)
+class StoreLayout:
+    """The geometry of a store: row = (block * num_streams + stream) * rows_per_block + r.
+
+    `arrays` are the activation arrays; the four side arrays that align them with the text belong to every store.
+    """
+
+    num_streams: int
+    rows_per_block: int
+    length: int
+    arrays: tuple[ArraySpec, ...]
+    compression: str = "none"
+
+    @property
+    def all_arrays(self) -> tuple[ArraySpec, ...]:
+        return (*SIDE_ARRAYS, *self.arrays)
+
+    def shard_index(self, stream: int, block: int) -> int:
+        """The number of the store shard, along the rows, that holds a block."""
+        return block * self.num_streams + stream
+
+    def first_row(self, stream: int, block: int) -> int:
+        return self.shard_index(stream, block) * self.rows_per_block
+
+    def locate(self, row: int) -> Place:
+        """The inverse of `first_row(stream, block) + r`."""
+        shard, r = divmod(row, self.rows_per_block)
+        block, stream = divmod(shard, self.num_streams)
+        return Place(stream, block, r)
+
+    def shard_shape(self, spec: ArraySpec) -> tuple[int, ...]:
+        """[R, T] or [R, T, D]."""
+        return (self.rows_per_block, self.length) + (() if spec.width is None else (spec.width,))
+
+    def chunk_shape(self, spec: ArraySpec) -> tuple[int, ...]:
+        """Whole rows, or a part of one row, with every feature; divides the shard."""
+        rows, positions = _chunk_rows_positions(self.rows_per_block, self.length, spec.position_bytes)
+        return (rows, positions) + (() if spec.width is None else (spec.width,))
+
+    def shard_key(self, spec: ArraySpec, stream: int, block: int) -> str:
+        """The object, relative to the store, that holds a block of an array (Zarr v3's default chunk keys)."""
+        index = (self.shard_index(stream, block), *(0 for _ in spec.dimension_names[1:]))
+        return f"{spec.name}/c/" + "/".join(str(i) for i in index)
+
+
+def rows_per_block_for(shard_mib: float, row_bytes: int, step_rows: int, max_steps: int) -> int:
+    """The rows of a block whose largest array has about `shard_mib` MiB.
+
+    `row_bytes` are the bytes of one row of the largest array. The result is a multiple of `step_rows` (one process's
+    rows per step): at least one step, and at most `max_steps` steps, which is how a small job avoids blocks that are
+    mostly padding.
+    """
+    steps = int(shard_mib * MIB) // (row_bytes * step_rows)
+    return step_rows * max(1, min(steps, max_steps))
+
+
+def _chunk_rows_positions(rows: int, length: int, position_bytes: int) -> tuple[int, int]:
+    """The divisors of (rows, length) whose product, in bytes, is nearest to CHUNK_BYTES on a logarithmic scale."""
+
+    def distance(candidate: tuple[int, int]) -> float:
+        return abs(math.log2(candidate[0] * candidate[1] * position_bytes / CHUNK_BYTES))
+
+    whole_rows = ((r, length) for r in _divisors(rows))
+    parts_of_a_row = ((1, t) for t in _divisors(length))
+    return min((*whole_rows, *parts_of_a_row), key=distance)
+
+
+def _divisors(n: int) -> Iterator[int]:
+    return (d for d in range(1, n + 1) if n % d == 0)

@@ -1,0 +1,157 @@
+"""A store's own description, its fingerprint, and how two of them differ.
+
+It stands in the root zarr.json, under attributes["activation_store"].
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+from pipeline.errors import StoreError, StoreMismatch
+
+FORMAT_VERSION = 1
+ATTRIBUTE = "activation_store"
+
+Json = Mapping[str, Any]
+
+
+class Difference(NamedTuple):
+    """A dotted key whose value in the store is not the one that was asked for. A missing key has the value None."""
+
+    key: str
+    stored: Any
+    asked: Any
+
+
+@dataclass(frozen=True)
+class StoreMetadata:
+    """What determines a store's content, and (in `config`, for information) the configuration that made it.
+
+    Every value is plain JSON. The fingerprint covers everything but `config`, and of `store` only the compression.
+    """
+
+    model: Json
+    tokenizer: Json
+    data: Json
+    batch: Json
+    capture: Json
+    store: Json
+    num_streams: int
+    rows_per_block: int
+    config: Json = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Through JSON and back, so that what was read from a store compares equal to what was written.
+        for f in fields(self):
+            object.__setattr__(self, f.name, json.loads(json.dumps(getattr(self, f.name))))
+
+    def content(self) -> dict[str, Any]:
+        """Everything that the fingerprint covers."""
+        content = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("config", "store")}
+        return content | {"store": {"compression": self.store.get("compression", "none")}}
+
+    def fingerprint(self) -> str:
+        """sha256, as hex, of the canonical JSON of `content()`."""
+        canonical = json.dumps(self.content(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def differences(self, asked: "StoreMetadata") -> list[Difference]:
+        """The keys at which this store is not what `asked` describes."""
+        stored, wanted = dict(_leaves(self.content())), dict(_leaves(asked.content()))
+        keys = [*stored, *(key for key in wanted if key not in stored)]
+        pairs = (Difference(key, stored.get(key), wanted.get(key)) for key in keys)
+        return [pair for pair in pairs if pair.stored != pair.asked]
+
+    def require_same(self, asked: "StoreMetadata", path: str) -> None:
+        """Raises StoreMismatch, naming every key that differs, unless `asked` has this store's fingerprint."""
+        different = self.differences(asked)
+        if different:
+            lines = "".join(
+                f"\n  {d.key}: the store has {d.stored!r}, this run asks for {d.asked!r}" for d in different
+            )
+            raise StoreMismatch(
+                f"the store {path} was made by another configuration:{lines}\n"
+                "Set these keys to the store's values to resume it, or choose another store.path."
+            )
+
+
+@dataclass(frozen=True)
+class StoreRoot:
+    """The content of the root zarr.json.
+
+    arrays: names of the activation arrays. complete: no block is missing. blocks: of a complete store, the number of
+    blocks of each stream. created: UTC, ISO 8601; the only value that differs between two runs of one configuration.
+    """
+
+    metadata: StoreMetadata
+    arrays: tuple[str, ...]
+    created: str
+    complete: bool = False
+    blocks: tuple[int, ...] | None = None
+
+    def to_json(self) -> bytes:
+        stored = {f.name: getattr(self.metadata, f.name) for f in fields(self.metadata)}
+        attributes = {
+            "version": FORMAT_VERSION,
+            "complete": self.complete,
+            **({} if self.blocks is None else {"blocks": list(self.blocks)}),
+            "arrays": list(self.arrays),
+            **stored,
+            "fingerprint": self.metadata.fingerprint(),
+            "created": self.created,
+            "software": _software(),
+        }
+        group = {"zarr_format": 3, "node_type": "group", "attributes": {ATTRIBUTE: attributes}}
+        return (json.dumps(group, indent=1, ensure_ascii=False) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, text: bytes, path: str) -> "StoreRoot":
+        """Raises StoreError when the group at `path` is not an activation store of this version, or is damaged."""
+        try:
+            group = json.loads(text)
+            attributes = group.get("attributes", {}).get(ATTRIBUTE)
+        except (ValueError, AttributeError) as error:
+            raise StoreError(f"{path}/zarr.json is not the JSON of a Zarr group: {error}") from error
+        if attributes is None:
+            raise StoreError(f"{path} holds another Zarr hierarchy. Choose another store.path.")
+        if attributes.get("version") != FORMAT_VERSION:
+            found = attributes.get("version")
+            raise StoreError(f"the store {path} has format version {found!r}; this program reads {FORMAT_VERSION}.")
+        try:
+            metadata = StoreMetadata(**{f.name: attributes[f.name] for f in fields(StoreMetadata)})
+            blocks = attributes.get("blocks")
+            root = cls(
+                metadata,
+                tuple(attributes["arrays"]),
+                attributes["created"],
+                attributes["complete"],
+                None if blocks is None else tuple(blocks),
+            )
+            fingerprint = attributes["fingerprint"]
+        except (KeyError, TypeError) as error:
+            raise StoreError(f"{path}/zarr.json lacks or garbles the attribute {error}.") from error
+        if fingerprint != metadata.fingerprint():
+            raise StoreError(f"{path}/zarr.json was edited: its fingerprint is not that of its content.")
+        return root
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested dicts, by dotted key. Lists are leaves."""
+    if isinstance(value, dict) and (value or not prefix):
+        for key, child in value.items():
+            yield from _leaves(child, f"{prefix}.{key}" if prefix else key)
+    else:
+        yield prefix, value
+
+
+def _software() -> dict[str, str]:
+    found = {}
+    for package in ("activation-pipeline", "tensorstore"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # run from a checkout that is not installed
+            found[package] = "unknown"
+    return found

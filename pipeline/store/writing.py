@@ -1,0 +1,228 @@
+"""Writing a store: blocks are written whole, then committed; a store is created, resumed, extended and finished.
+
+Several processes may hold a writer of one store at the same time, each for its own streams. `finish` and `reopen` may
+be called by any of them, or by all.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+import numpy as np
+import pyarrow as pa
+import tensorstore as ts
+
+from pipeline.errors import StoreError
+from pipeline.store.arrays import open_or_create, resize
+from pipeline.store.commits import COMMITS_PREFIX, CommitRecord, commit_key, parse_commit_key
+from pipeline.store.kvstore import (
+    list_keys,
+    open_kvstore,
+    read_key,
+    read_keys,
+    read_versioned,
+    store_errors,
+    write_if_unchanged,
+    write_key,
+)
+from pipeline.store.layout import MAX_ROWS, StoreLayout
+from pipeline.store.metadata import StoreMetadata, StoreRoot
+from pipeline.store.tables import encode_table, table_key
+
+ROOT_KEY = "zarr.json"
+
+
+@dataclass(frozen=True)
+class PendingBlock:
+    """A block whose objects are being written. `futures` are by object key."""
+
+    stream: int
+    block: int
+    futures: Mapping[str, ts.Future | ts.WriteFutures]
+
+    @property
+    def done(self) -> bool:
+        """Whether every object is durable (or has failed): `commit` will not wait."""
+        return all(future.done() for future in self.futures.values())
+
+
+class StoreWriter:
+    """The writing side of one store. Not thread-safe: one thread per writer.
+
+    `records` are the committed blocks by stream, in order: those that were there when the writer was opened and those
+    that it committed since. `arrays` are open for writing.
+    """
+
+    def __init__(
+        self, path: str, kvstore: ts.KvStore, layout: StoreLayout, root: StoreRoot, arrays: dict[str, ts.TensorStore]
+    ) -> None:
+        self.path = path
+        self.layout = layout
+        self.records: dict[int, list[CommitRecord]] = read_records(path, kvstore)
+        self._kvstore = kvstore
+        self._root = root
+        self._arrays = arrays
+
+    @classmethod
+    def open(cls, path: str, metadata: StoreMetadata, layout: StoreLayout) -> "StoreWriter":
+        """Opens the store at `path` (a local path, `gs://`, `s3://`, `memory://`), which is created where absent.
+
+        A store whose creation was interrupted is completed. Raises StoreMismatch when the store's fingerprint is not
+        `metadata`'s, and StoreError when it cannot be read or written or its records have gaps.
+        """
+        if (metadata.num_streams, metadata.rows_per_block) != (layout.num_streams, layout.rows_per_block):
+            raise ValueError(f"metadata and layout disagree: {metadata} {layout}")
+        kvstore = open_kvstore(path)
+        root = _create_root(path, kvstore, metadata, layout) or _read_root(path, kvstore)
+        root.metadata.require_same(metadata, path)
+        return cls(path, kvstore, layout, root, open_or_create(kvstore, layout))
+
+    @property
+    def complete(self) -> bool:
+        return self._root.complete
+
+    def begin_block(self, stream: int, block: int, arrays: Mapping[str, np.ndarray], table: pa.Table) -> PendingBlock:
+        """Starts writing a block's arrays and its document table, and does not wait.
+
+        `arrays` holds every array of the layout by name, each of the full shard shape [R, T] or [R, T, D] with zeros
+        (documents: -1) where padded. The arrays are not copied: leave them untouched until `commit` returns.
+        A committed block that was truncated loses its record here, since its objects are about to be replaced.
+        """
+        if self.complete:
+            raise ValueError(f"the store {self.path} is complete: reopen() it first")
+        if self.layout.first_row(stream, block) + self.layout.rows_per_block > MAX_ROWS:
+            raise StoreError(f"block {block} of stream {stream} is beyond row {MAX_ROWS}, the most a store can have.")
+        self._check_arrays(arrays)
+        self._withdraw(stream, block)
+        futures: dict[str, ts.Future | ts.WriteFutures] = {}
+        first = self.layout.first_row(stream, block)
+        with store_errors(f"{self.path}: block {block} of stream {stream}"):
+            for spec in self.layout.all_arrays:
+                shard = self._arrays[spec.name][first : first + self.layout.rows_per_block]
+                write = shard.write(arrays[spec.name], can_reference_source_data_indefinitely=True)
+                futures[self.layout.shard_key(spec, stream, block)] = write
+            futures[table_key(stream, block)] = self._kvstore.write(table_key(stream, block), encode_table(table))
+        return PendingBlock(stream, block, futures)
+
+    def commit(self, pending: PendingBlock, record: CommitRecord) -> None:
+        """Waits until every object of the block is durable, then writes the record.
+
+        Raises StoreError, naming the object, when one could not be written; the block is then not in the store.
+        """
+        if (record.stream, record.block) != (pending.stream, pending.block):
+            raise ValueError(f"record of {record.stream, record.block} for {pending.stream, pending.block}")
+        records = self.records.setdefault(record.stream, [])
+        if record.block != len(records):
+            raise ValueError(f"stream {record.stream} has {len(records)} blocks; {record.block} is not the next")
+        for key, future in pending.futures.items():
+            with store_errors(self._kvstore.url + key):
+                future.result()
+        write_key(self._kvstore, record.key, record.to_json())
+        records.append(record)
+
+    def reopen(self) -> None:
+        """Makes a complete store one that can be extended. Does nothing to a store that is not complete."""
+        self._update_root(lambda root: replace(root, complete=False, blocks=None))
+        self._arrays = resize(self._arrays, MAX_ROWS)
+
+    def finish(self) -> None:
+        """Declares that every stream has its last block: trims the arrays to the last committed row, marks the store
+        complete. Does nothing to a store that is complete already.
+
+        Call it only once no process has a block to commit. The records are read again, since others wrote some.
+        """
+        self.records = read_records(self.path, self._kvstore)
+        last = [stream[-1] for stream in self.records.values()]
+        rows = max((self.layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
+        blocks = tuple(len(self.records.get(stream, ())) for stream in range(self.layout.num_streams))
+        self._arrays = resize(self._arrays, rows)
+        self._update_root(lambda root: replace(root, complete=True, blocks=blocks))
+
+    def write_metrics(self, name: str, text: bytes) -> None:
+        """Writes (or replaces) `_metrics/<name>`. Raises StoreError."""
+        write_key(self._kvstore, f"_metrics/{name}", text)
+
+    def _update_root(self, change: Callable[[StoreRoot], StoreRoot]) -> None:
+        """Applies `change` to the root as it is now; another process may do the same at the same time."""
+        while True:
+            text, generation = read_versioned(self._kvstore, ROOT_KEY)
+            if text is None:
+                raise StoreError(f"{self.path}/{ROOT_KEY} was deleted while the store was being written.")
+            before = StoreRoot.from_json(text, self.path)
+            self._root = change(before)
+            if self._root == before or write_if_unchanged(self._kvstore, ROOT_KEY, self._root.to_json(), generation):
+                return
+
+    def _withdraw(self, stream: int, block: int) -> None:
+        records = self.records.get(stream, [])
+        if block > len(records) or (block < len(records) and not records[block].truncated):
+            raise ValueError(f"stream {stream} has {len(records)} blocks; {block} is not the next")
+        if block < len(records):
+            write_key(self._kvstore, records[block].key, None)
+            records.pop()
+
+    def _check_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        found = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
+        expected = {s.name: (s.dtype, self.layout.shard_shape(s)) for s in self.layout.all_arrays}
+        if found != expected:
+            raise ValueError(f"a block needs the arrays {expected}, got {found}")
+
+
+def read_metadata(path: str) -> StoreMetadata | None:
+    """The metadata of the store at `path`, or None where there is no store. Raises StoreError."""
+    root = read_root(path, open_kvstore(path))
+    return None if root is None else root.metadata
+
+
+def read_root(path: str, kvstore: ts.KvStore) -> StoreRoot | None:
+    """The root of the store, or None where there is none. Raises StoreError."""
+    text = read_key(kvstore, ROOT_KEY)
+    return None if text is None else StoreRoot.from_json(text, path)
+
+
+def read_records(path: str, kvstore: ts.KvStore) -> dict[int, list[CommitRecord]]:
+    """The committed blocks by stream, in order.
+
+    Raises StoreError for a damaged record, and for a stream whose blocks are not 0, 1, 2, ...
+    """
+    blocks = sorted(filter(None, map(parse_commit_key, list_keys(kvstore, COMMITS_PREFIX))))
+    keys = [commit_key(*place) for place in blocks]
+    records: dict[int, list[CommitRecord]] = {}
+    for key, (stream, block), text in zip(keys, blocks, read_keys(kvstore, keys), strict=True):
+        if text is None:
+            raise StoreError(f"{path}/{key} disappeared while it was being read.")
+        record = CommitRecord.from_json(text, f"{path}/{key}")
+        if (record.stream, record.block) != (stream, block):
+            raise StoreError(f"{path}/{key} is the record of block {record.block} of stream {record.stream}.")
+        before = records.setdefault(stream, [])
+        if block != len(before):
+            raise StoreError(
+                f"stream {stream} of {path} has a record of block {block}, but none of block {len(before)}. "
+                f"Delete the stream's records from block {block} on: these blocks are then computed again."
+            )
+        before.append(record)
+    return records
+
+
+def _read_root(path: str, kvstore: ts.KvStore) -> StoreRoot:
+    root = read_root(path, kvstore)
+    if root is None:
+        raise StoreError(f"{path}/{ROOT_KEY} was deleted while the store was being created.")
+    return root
+
+
+def _create_root(path: str, kvstore: ts.KvStore, metadata: StoreMetadata, layout: StoreLayout) -> StoreRoot | None:
+    """Creates the root where there is none; None where there is one, or another process was faster.
+
+    The root is written first, so that whatever else is missing can be told from it.
+    """
+    text, generation = read_versioned(kvstore, ROOT_KEY)
+    if text is not None:
+        return None
+    if list_keys(kvstore, COMMITS_PREFIX):
+        raise StoreError(
+            f"{path} has commit records, but its {ROOT_KEY} is missing. Restore it, or choose another path."
+        )
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    root = StoreRoot(metadata, tuple(spec.name for spec in layout.arrays), created)
+    return root if write_if_unchanged(kvstore, ROOT_KEY, root.to_json(), generation) else None
