@@ -10,7 +10,9 @@ The binding stage is the one that the others wait for.
 """
 
 import json
+import os
 import resource
+import socket
 import sys
 import time
 from collections import defaultdict
@@ -39,6 +41,7 @@ class Metrics:
         self.seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self.lines: list[str] = []
         self._interval_s = interval_s
+        self._name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{socket.gethostname()}-{os.getpid()}.jsonl"
         self._started = self._emitted = time.monotonic()
         self._bar = tqdm(
             total=total_tokens,
@@ -94,15 +97,18 @@ class Metrics:
             },
         }
 
-    def emit_if_due(self, write: Callable[[bytes], None]) -> None:
-        """Hands all lines so far to `write` when an interval has passed (an object store cannot append)."""
+    def emit_if_due(self, write: Callable[[str, bytes], None]) -> None:
+        """Hands the name and all lines of the run's log to `write` when an interval has passed.
+
+        All lines each time, because an object store cannot append.
+        """
         if time.monotonic() - self._emitted >= self._interval_s:
             self.emit(write)
 
-    def emit(self, write: Callable[[bytes], None]) -> None:
+    def emit(self, write: Callable[[str, bytes], None]) -> None:
         self._emitted = time.monotonic()
         self.lines.append(json.dumps(self.snapshot()))
-        write(("\n".join(self.lines) + "\n").encode())
+        write(self._name, ("\n".join(self.lines) + "\n").encode())
 
     def close(self) -> None:
         self._bar.close()

@@ -8,7 +8,7 @@ one is filled the other is written. A device array is dropped as soon as its val
 import queue
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import ml_dtypes
 import numpy as np
@@ -44,12 +44,11 @@ class Step:
 class BlockWriter:
     """Owns the writer thread. `submit` and `close` re-raise what failed there, with its traceback."""
 
-    def __init__(self, store: StoreWriter, plan: Plan, metrics: Metrics, metrics_name: str) -> None:
+    def __init__(self, store: StoreWriter, plan: Plan, metrics: Metrics) -> None:
         self.in_flight = InFlight(plan.inflight_steps)
         self._store = store
         self._plan = plan
         self._metrics = metrics
-        self._metrics_name = metrics_name
         self._queue: queue.Queue[Step | None] = queue.Queue(maxsize=plan.inflight_steps + 1)  # never full: see acquire
         self._free = deque(_new_buffers(plan) for _ in range(plan.host_buffers))
         self._pending: deque[tuple[PendingBlock, CommitRecord, list[np.ndarray]]] = deque()
@@ -90,9 +89,10 @@ class BlockWriter:
                 self._drain(step)
                 if step.is_last:
                     self._begin(step.block)
-                self._metrics.emit_if_due(self._write_metrics)
+                self._metrics.emit_if_due(self._store.write_metrics)
             while self._pending:
                 self._commit()
+            self._metrics.emit(self._store.write_metrics)
         except BaseException as error:
             self._error = error
             self.in_flight.fail()
@@ -100,7 +100,7 @@ class BlockWriter:
     def _next(self) -> Step | None:
         """The next step; commits blocks that have become durable while there is none."""
         while True:
-            while self._pending and self._pending[0][0].done():
+            while self._pending and self._pending[0][0].done:
                 self._commit()
             try:
                 with self._metrics.stage("writer", "idle"):
@@ -136,7 +136,7 @@ class BlockWriter:
             arrays |= {key.name: buffer for key, buffer in zip(self._plan.keys, buffers, strict=True)}
         with self._metrics.stage("writer", "store"):
             pending = self._store.begin_block(block.stream, block.index, arrays, block.table)
-        self._pending.append((pending, CommitRecord.of(block), buffers))
+        self._pending.append((pending, commit_record(block), buffers))
 
     def _commit(self) -> None:
         """Waits until the oldest pending block is durable, writes its commit record, and frees its buffers."""
@@ -146,8 +146,22 @@ class BlockWriter:
         self._metrics.committed(sum(buffer.nbytes for buffer in buffers))
         self._free.append(buffers)
 
-    def _write_metrics(self, lines: bytes) -> None:
-        self._store.write_metrics(self._metrics_name, lines)
+
+def commit_record(block: TokenBlock) -> CommitRecord:
+    """The record that says that a block is in the store."""
+    return CommitRecord(
+        stream=block.stream,
+        block=block.index,
+        rows=block.num_rows,
+        tokens=block.num_tokens,
+        documents=block.table.num_rows,
+        tokens_cut=sum(block.table["n_cut"].to_pylist()),
+        skipped=tuple(asdict(skip) for skip in block.skipped),
+        start=block.start.to_json(),
+        next=block.next.to_json(),
+        exhausted=block.exhausted,
+        truncated=block.truncated,
+    )
 
 
 def _new_buffers(plan: Plan) -> list[np.ndarray]:

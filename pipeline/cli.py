@@ -1,0 +1,72 @@
+"""The command line that the entry points share: compose with Hydra, run, turn errors into exit codes."""
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from pipeline import config, errors
+from pipeline.config import RunConfig
+
+log = logging.getLogger("pipeline")
+
+PACKAGE = Path(__file__).parent
+
+
+def config_dir() -> Path:
+    """The YAML files: beside the package in a checkout, inside it in an installed wheel."""
+    checkout = PACKAGE.parent / "configs"
+    return checkout if checkout.is_dir() else PACKAGE / "configs"
+
+
+def compose(overrides: list[str]) -> RunConfig:
+    """The configuration that a command line with these overrides gives, for scripts and notebooks."""
+    prepare()
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return config.run_config(hydra.compose("config", overrides))
+
+
+def prepare() -> None:
+    """Makes the schemas and the `assets` resolver known to Hydra."""
+    config.register()
+    OmegaConf.register_new_resolver("assets", lambda name: str(PACKAGE / "assets" / name), replace=True)
+
+
+def main(task: Callable[[RunConfig], None]) -> None:
+    """Composes the command line's configuration, calls `task` with it, and exits with the right code."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("pipeline").setLevel(logging.INFO)
+    logging.getLogger().setLevel(logging.WARNING)
+    prepare()
+    composed_once = False
+
+    @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
+    def composed(cfg: DictConfig) -> None:
+        nonlocal composed_once
+        composed_once = True
+        code = run_task(task, cfg)
+        if code != errors.EXIT_OK:
+            sys.exit(code)
+
+    try:
+        composed()
+    except SystemExit as exit:
+        if exit.code == errors.EXIT_FAILED and not composed_once:
+            sys.exit(errors.EXIT_INVALID)  # Hydra has said what does not compose
+        raise
+
+
+def run_task(task: Callable[[RunConfig], None], cfg: DictConfig) -> int:
+    """Runs the task and returns the exit code. An error raised on purpose is one message, a bug has its traceback."""
+    try:
+        task(config.run_config(cfg))
+    except errors.PipelineError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return error.exit_code
+    except Exception:
+        log.exception("unexpected error")
+        return errors.EXIT_FAILED
+    return errors.EXIT_OK

@@ -1,0 +1,130 @@
+"""A job made ready: its model, data and tokenizer opened, its plan made, its store described. Nothing is computed yet."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from pipeline.config import RunConfig
+from pipeline.data.documents import Cursor, Source
+from pipeline.data.feed import StreamWork
+from pipeline.data.sources import open_source
+from pipeline.data.stream import TokenStream
+from pipeline.data.tokenizer import TextTokenizer, load_tokenizer
+from pipeline.models.registry import Model, open_model
+from pipeline.plan import Plan, Topology, make_plan
+from pipeline.store.commits import CommitRecord
+from pipeline.store.layout import ArraySpec, StoreLayout
+from pipeline.store.metadata import StoreMetadata, read_metadata
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run works with. `metadata` and `layout` describe the store that it fills."""
+
+    config: RunConfig
+    model: Model
+    source: Source
+    tokenizer: TextTokenizer
+    plan: Plan
+    metadata: StoreMetadata
+    layout: StoreLayout
+
+    def work(self, records: Mapping[int, Sequence[CommitRecord]]) -> list[StreamWork]:
+        """What is left of this process's streams, given the blocks that the store has. Empty: nothing to do."""
+        work = []
+        for stream in self.plan.streams:
+            left = work_left(stream, records.get(stream, ()), self.plan.stream_budget(stream))
+            if left is not None:
+                work.append(StreamWork(self._stream(stream), *left))
+        return work
+
+    def is_done(self, records: Mapping[int, Sequence[CommitRecord]]) -> bool:
+        """Whether every stream, of whatever process, holds what is asked for."""
+        plan = self.plan
+        return all(
+            work_left(stream, records.get(stream, ()), plan.stream_budget(stream)) is None
+            for stream in range(plan.num_streams)
+        )
+
+    def _stream(self, stream: int) -> TokenStream:
+        batch = self.config.batch
+        return TokenStream(
+            self.source,
+            self.tokenizer,
+            stream=stream,
+            num_streams=self.plan.num_streams,
+            rows_per_block=self.plan.rows_per_block,
+            length=batch.length,
+            packing=batch.packing,
+            long_documents=batch.long_documents,
+            on_error=self.config.data.on_error,
+            vocab_size=self.model.vocab_size,
+        )
+
+
+def work_left(
+    stream: int, records: Sequence[CommitRecord], budget: int | None
+) -> tuple[Cursor, int, int | None] | None:
+    """Where a stream goes on: cursor, block index and tokens still wanted. None when it is done.
+
+    A truncated block is computed again, whole: it starts at the same cursor and has the same first rows.
+    """
+    tokens = sum(record.tokens for record in records)
+    if records and records[-1].exhausted:
+        return None
+    if budget is not None and tokens >= budget:
+        return None
+    if records and records[-1].truncated:
+        tokens -= records[-1].tokens
+        records = records[:-1]
+    cursor = Cursor(**records[-1].next) if records else Cursor()
+    return cursor, len(records), None if budget is None else budget - tokens
+
+
+def open_job(config: RunConfig, topology: Topology) -> Job:
+    """Opens everything that a run reads, checks it against each other, and plans. No weights are read.
+
+    Raises ConfigError, InputError, CheckpointError, or StoreMismatch.
+    """
+    model = open_model(
+        config.model.path, revision=config.model.revision, init=str(config.model.init), seed=config.model.seed
+    )
+    tokenizer = load_tokenizer(
+        config.model.tokenizer or config.model.path,
+        revision=None if config.model.tokenizer else config.model.revision,
+        special_tokens=config.data.special_tokens,
+        prefix=config.data.prefix,
+        suffix=config.data.suffix,
+    )
+    source = open_source(config.data, tokenizer)
+    stored = read_metadata(config.store.path)
+    plan = make_plan(config, model, len(source.shards), topology, stored.num_streams if stored else None)
+    metadata = StoreMetadata(
+        model=model.identity() | {"dtype": str(config.model.dtype)},
+        tokenizer=tokenizer.identity(),
+        data=source.fingerprint(),
+        batch={
+            "length": plan.length,
+            "packing": str(config.batch.packing),
+            "long_documents": str(config.batch.long_documents),
+        },
+        capture={"arrays": [key.name for key in plan.keys], "dtype": plan.dtype},
+        store={"compression": str(config.store.compression)},
+        num_streams=plan.num_streams,
+        rows_per_block=plan.rows_per_block,
+        config=asdict(config),
+    )
+    return Job(config, model, source, tokenizer, plan, metadata, store_layout(plan, str(config.store.compression)))
+
+
+def store_layout(plan: Plan, compression: str) -> StoreLayout:
+    """The store's arrays: one per captured key, beside the four that every store has."""
+    activations = tuple(
+        ArraySpec(
+            name=key.name,
+            dtype=plan.dtype,
+            width=width,
+            attributes={"layer": key.layer, "site": str(key.site), "hook_name": key.hook_name, "d": width},
+        )
+        for key, width in zip(plan.keys, plan.widths, strict=True)
+    )
+    return StoreLayout(plan.num_streams, plan.rows_per_block, plan.length, activations, compression)

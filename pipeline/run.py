@@ -1,0 +1,90 @@
+"""The entry point: `python -m pipeline.run [overrides]` composes the configuration, plans, and extracts.
+
+Exit codes: 0 finished; 42 interrupted, run again to resume; 2 the configuration or the input is wrong; 1 anything else.
+"""
+
+import logging
+import time
+from contextlib import closing
+
+from pipeline import cli, distributed
+from pipeline.config import RunConfig
+from pipeline.data.feed import Feed, StreamWork
+from pipeline.extract import extract
+from pipeline.forward import CompiledStep, compile_step
+from pipeline.job import Job, open_job
+from pipeline.metrics import Metrics
+from pipeline.store.writing import StoreWriter
+from pipeline.writer import BlockWriter
+
+log = logging.getLogger("pipeline")
+
+
+def run(config: RunConfig) -> None:
+    """Extracts until the store holds what the configuration asks for; does nothing if it already does.
+
+    Raises a PipelineError. What was committed before stays valid, and the same call resumes.
+    """
+    with distributed.stop_on_signals() as stop:
+        job = open_job(config, distributed.topology(config.run))
+        log.info("%s", job.plan.describe())
+        store = StoreWriter.open(config.store.path, job.metadata, job.layout)
+        work = job.work(store.records)
+        if work:
+            fill(job, store, work, stop, *compile_job(job))
+        else:
+            log.info("%s holds what was asked for: nothing to do", config.store.path)
+        if job.is_done(store.records):
+            store.finish()
+
+
+def compile_job(job: Job) -> tuple[CompiledStep, object]:
+    """Loads the weights that the captured sites need onto the devices, and compiles the step, once."""
+    config, plan = job.config, job.plan
+    mesh = distributed.make_mesh()
+    params = job.model.load(
+        plan.keys,
+        dtype=str(config.model.dtype),
+        sharding=distributed.replicated(mesh),
+        progress=config.run.progress,
+    )
+    step = compile_step(
+        job.model,
+        params,
+        mesh,
+        rows=plan.step_rows,
+        length=plan.length,
+        keys=plan.keys,
+        dtype=plan.dtype,
+        attention=str(config.model.attention),
+    )
+    return step, params
+
+
+def fill(
+    job: Job,
+    store: StoreWriter,
+    work: list[StreamWork],
+    stop: distributed.StopRequest,
+    step: CompiledStep,
+    params: object,
+) -> Metrics:
+    """Extracts the blocks of `work` into the store, opening it again if it was complete."""
+    if store.complete:
+        store.reopen()
+    plan, run_options = job.plan, job.config.run
+    metrics = Metrics(
+        total_tokens=plan.max_tokens,
+        stored_tokens=sum(record.tokens for records in store.records.values() for record in records),
+        progress=run_options.progress,
+        interval_s=run_options.metrics_interval_s,
+    )
+    writer = BlockWriter(store, plan, metrics)
+    with closing(metrics), closing(Feed(work)) as feed:
+        extract(plan, step, params, feed, writer, metrics, stop)
+    log.info("%s", metrics.summary())
+    return metrics
+
+
+if __name__ == "__main__":
+    cli.main(run)

@@ -1,0 +1,74 @@
+"""Small real jobs for the tests: text files, overrides, runs in processes of their own, comparison of stores."""
+
+import json
+import os
+import pydoc_data.topics
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def write_text(directory: Path, *, files: int, documents: int, max_characters: int = 3000) -> Path:
+    """Parquet files in FineWeb's schema (text and id) from the language reference that every Python carries."""
+    topics = sorted(pydoc_data.topics.topics.items())
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in range(files):
+        chosen = [topics[(file * documents + k) % len(topics)] for k in range(documents)]
+        table = {
+            "text": [f"{file}: {text[: 200 + (97 * k) % max_characters]}" for k, (_, text) in enumerate(chosen)],
+            "id": [f"{file}/{k}/{name}" for k, (name, _) in enumerate(chosen)],
+        }
+        pq.write_table(pa.table(table), directory / f"{file:03}.parquet", row_group_size=16)
+    return directory
+
+
+def command(*overrides: str, module: str = "pipeline.run") -> list[str]:
+    return [sys.executable, "-m", module, *overrides]
+
+
+def run(*overrides: str, module: str = "pipeline.run", timeout_s: float = 300) -> subprocess.CompletedProcess:
+    """Runs an entry point to its end."""
+    return subprocess.run(
+        command(*overrides, module=module), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def run_and_signal(number: signal.Signals, after_s: float, *overrides: str) -> subprocess.CompletedProcess:
+    """Runs the job and sends it a signal after some seconds, unless it has ended by then."""
+    process = subprocess.Popen(
+        command(*overrides), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
+    )
+    try:
+        output, _ = process.communicate(timeout=after_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def objects(store: Path) -> dict[str, bytes]:
+    """Every object of a store but its metrics, by key; the time of creation is taken out."""
+    found = {}
+    for file in sorted(store.rglob("*")):
+        key = str(file.relative_to(store))
+        if file.is_file() and not key.startswith("_metrics/"):
+            found[key] = file.read_bytes()
+    root = json.loads(found["zarr.json"])
+    del root["attributes"]["activation_store"]["created"]
+    root["attributes"]["activation_store"]["config"]["store"].pop("path")
+    found["zarr.json"] = json.dumps(root).encode()
+    return found
+
+
+def assert_same_store(store: Path, reference: Path) -> None:
+    """Object by object, byte by byte."""
+    left, right = objects(store), objects(reference)
+    assert sorted(left) == sorted(right)
+    different = [key for key in left if left[key] != right[key]]
+    assert not different

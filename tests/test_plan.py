@@ -1,0 +1,139 @@
+"""Plan is arithmetic: these tests need no device, no model and no file."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from pipeline.config import BatchConfig, CaptureConfig, MeshConfig, ParquetData, RunConfig, RunOptions, StoreConfig
+from pipeline.errors import ConfigError
+from pipeline.plan import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK, MIB, Topology, make_plan
+from pipeline.sites import Site
+
+
+@dataclass(frozen=True)
+class Facts:
+    num_layers: int = 24
+    vocab_size: int = 151_936
+    max_positions: int = 32_768
+    sites: tuple[Site, ...] = tuple(Site)
+
+    def width(self, site: Site) -> int:
+        return 896
+
+
+BASE = RunConfig(
+    data=ParquetData(source="parquet"),
+    batch=BatchConfig(rows=8, length=256),
+    capture=CaptureConfig(layers=[12], sites=["resid_post"]),
+    store=StoreConfig(path="/nowhere"),
+)
+ONE_DEVICE = Topology(devices=1)
+
+
+def planned(config=BASE, shards=8, topology=ONE_DEVICE, stored=None):
+    return make_plan(config, Facts(), shards, topology, stored)
+
+
+def test_bytes_of_a_step_and_of_a_block():
+    plan = planned()
+    row_bytes = 256 * 896 * 2
+    assert plan.step_bytes == 8 * row_bytes
+    assert plan.rows_per_block % 8 == 0
+    assert plan.block_bytes == plan.rows_per_block * row_bytes <= 64 * MIB
+    assert plan.host_bytes == plan.inflight_steps * plan.step_bytes + plan.host_buffers * plan.block_bytes
+    assert [key.name for key in plan.keys] == ["blocks.12.resid_post"]
+
+
+@pytest.mark.parametrize(
+    ("shard_mib", "rows_per_block"),
+    [(0.001, 8), (1000.0, 8 * MAX_STEPS_PER_BLOCK), (4.0, 8)],
+)
+def test_rows_per_block_is_whole_steps_within_bounds(shard_mib, rows_per_block):
+    assert planned(replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=shard_mib))).rows_per_block == rows_per_block
+
+
+def test_layers_all_and_inner_sites():
+    plan = planned(replace(BASE, capture=CaptureConfig(layers="all", sites=["resid_pre", "embed"])))
+    assert len(plan.keys) == 25
+    assert plan.keys[0].name == "embed"
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "streams", "budgets"),
+    [(10, 3, [4, 3, 3]), (9, 3, [3, 3, 3]), (1, 2, [1, 0]), (None, 2, [None, None])],
+)
+def test_max_tokens_is_divided_evenly(max_tokens, streams, budgets):
+    data = replace(BASE.data, num_streams=streams)
+    plan = planned(replace(BASE, data=data, run=RunOptions(max_tokens=max_tokens)))
+    assert [plan.stream_budget(stream) for stream in range(streams)] == budgets
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "shards", "topology", "stored", "streams"),
+    [
+        (None, 8, ONE_DEVICE, None, 1),  # a small or unknown job: no stream's last step is wasted
+        (10_000, 8, ONE_DEVICE, None, 1),
+        (10**9, 8, ONE_DEVICE, None, 8),  # a large one: every source shard its own
+        (10**9, 1000, ONE_DEVICE, None, 64),
+        (None, 8, Topology(devices=4, processes=4), None, 4),
+        (None, 100, Topology(devices=8, processes=4, workers=3), None, 12),
+        (10**9, 8, ONE_DEVICE, 3, 3),  # a store keeps the number that it has
+    ],
+)
+def test_number_of_streams(max_tokens, shards, topology, stored, streams):
+    config = replace(BASE, run=RunOptions(max_tokens=max_tokens, worker_count=topology.workers))
+    assert planned(config, shards, topology, stored).num_streams == streams
+
+
+def test_streams_are_divided_among_all_processes_of_all_workers():
+    data = replace(BASE.data, num_streams=11)
+    seen = []
+    for worker in range(2):
+        for process in range(2):
+            config = replace(BASE, data=data, run=RunOptions(worker_index=worker, worker_count=2))
+            topology = Topology(devices=4, processes=2, process=process, workers=2, worker=worker)
+            plan = planned(config, 11, topology)
+            assert plan.process_rows == 4
+            seen += plan.streams
+    assert sorted(seen) == list(range(11))
+
+
+def test_steps_in_flight_are_limited_by_bytes_and_in_number():
+    step_mib = 8 * 256 * 896 * 2 / MIB
+    for mib, steps in [(10_000, MAX_STEPS_IN_FLIGHT), (2.5 * step_mib, 2), (1.5 * step_mib, 1)]:
+        plan = planned(replace(BASE, run=RunOptions(max_inflight_mib=mib)))
+        assert plan.inflight_steps == steps
+        assert any("nothing overlaps" in note for note in plan.notes) == (steps == 1)
+
+
+REFUSED = {
+    "layer out of range": (dict(capture=CaptureConfig(layers=[24])), "capture.layers contains 24.*layers 0..23"),
+    "negative layer": (dict(capture=CaptureConfig(layers=[-1])), "capture.layers contains -1"),
+    "layer that is no number": (dict(capture=CaptureConfig(layers=["x"])), "capture.layers contains 'x'"),
+    "layer twice": (dict(capture=CaptureConfig(layers=[1, 1])), "twice"),
+    "no layers": (dict(capture=CaptureConfig(layers=[])), r"capture.layers is \[\]"),
+    "a word for layers": (dict(capture=CaptureConfig(layers="most")), "capture.layers is 'most'"),
+    "unknown site": (dict(capture=CaptureConfig(layers=[1], sites=["resid_past"])), "resid_past.*resid_post"),
+    "no sites": (dict(capture=CaptureConfig(layers=[1], sites=[])), "capture.sites contains nothing"),
+    "row longer than the model's positions": (dict(batch=BatchConfig(length=40_000)), "batch.length is 40000"),
+    "no rows": (dict(batch=BatchConfig(rows=0)), "batch.rows = 0"),
+    "no tokens": (dict(run=RunOptions(max_tokens=0)), "run.max_tokens is 0"),
+    "no place for a step": (dict(run=RunOptions(max_inflight_mib=0.5)), "run.max_inflight_mib"),
+    "no shard": (dict(store=StoreConfig(path="/x", shard_mib=0)), "store.shard_mib"),
+    "worker beyond the count": (dict(run=RunOptions(worker_index=2, worker_count=2)), "run.worker_index is 2"),
+    "more streams than source shards": (dict(data=ParquetData(num_streams=9)), "data.num_streams is 9.*8 source"),
+    "a tensor axis": (dict(mesh=MeshConfig(tensor=2)), "mesh.tensor is 2"),
+    "a data axis of other length": (dict(mesh=MeshConfig(data=3)), "mesh.data"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_work_is_refused_with_a_remedy(changes, message):
+    with pytest.raises(ConfigError, match=message) as refused:
+        planned(replace(BASE, **changes))
+    assert any(word in str(refused.value) for word in ("Set ", "Name each"))
+
+
+def test_rows_must_divide_among_the_devices():
+    with pytest.raises(ConfigError, match="batch.rows = 8 is not a multiple of the 3 devices"):
+        planned(topology=Topology(devices=3))
