@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import tensorstore as ts
+
 from pipeline.errors import StoreError
+from pipeline.store.kvstore import list_keys, read_keys
 
 COMMITS_PREFIX = "_commits/"
 _KEY = re.compile(r"_commits/stream-(\d{5,})/block-(\d{6,})\.json")
@@ -85,6 +88,30 @@ def parse_commit_key(key: str) -> tuple[int, int] | None:
     """(stream, block) of a record's key; None for any other key."""
     match = _KEY.fullmatch(key)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def read_records(path: str, kvstore: ts.KvStore) -> dict[int, list[CommitRecord]]:
+    """The committed blocks by stream, in order.
+
+    Raises StoreError for a damaged record, and for a stream whose blocks are not 0, 1, 2, ...
+    """
+    blocks = sorted(filter(None, map(parse_commit_key, list_keys(kvstore, COMMITS_PREFIX))))
+    keys = [commit_key(*place) for place in blocks]
+    records: dict[int, list[CommitRecord]] = {}
+    for key, (stream, block), text in zip(keys, blocks, read_keys(kvstore, keys), strict=True):
+        if text is None:
+            raise StoreError(f"{path}/{key} disappeared while it was being read.")
+        record = CommitRecord.from_json(text, f"{path}/{key}")
+        if (record.stream, record.block) != (stream, block):
+            raise StoreError(f"{path}/{key} is the record of block {record.block} of stream {record.stream}.")
+        before = records.setdefault(stream, [])
+        if block != len(before):
+            raise StoreError(
+                f"stream {stream} of {path} has a record of block {block}, but none of block {len(before)}. "
+                f"Delete the stream's records from block {block} on: these blocks are then computed again."
+            )
+        before.append(record)
+    return records
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -10,10 +10,14 @@ from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
+import tensorstore as ts
+
 from pipeline.errors import StoreError, StoreMismatch
+from pipeline.store.kvstore import open_kvstore, read_key
 
 FORMAT_VERSION = 1
 ATTRIBUTE = "activation_store"
+ROOT_KEY = "zarr.json"
 
 Json = Mapping[str, Any]
 
@@ -136,6 +140,18 @@ class StoreRoot:
         if fingerprint != metadata.fingerprint():
             raise StoreError(f"{path}/zarr.json was edited: its fingerprint is not that of its content.")
         return root
+
+
+def read_metadata(path: str) -> StoreMetadata | None:
+    """The metadata of the store at `path`, or None where there is no store. Raises StoreError."""
+    root = read_root(path, open_kvstore(path))
+    return None if root is None else root.metadata
+
+
+def read_root(path: str, kvstore: ts.KvStore) -> StoreRoot | None:
+    """The root of the store, or None where there is none. Raises StoreError."""
+    text = read_key(kvstore, ROOT_KEY)
+    return None if text is None else StoreRoot.from_json(text, path)
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

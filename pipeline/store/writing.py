@@ -14,22 +14,18 @@ import tensorstore as ts
 
 from pipeline.errors import StoreError
 from pipeline.store.arrays import open_or_create, resize
-from pipeline.store.commits import COMMITS_PREFIX, CommitRecord, commit_key, parse_commit_key
+from pipeline.store.commits import COMMITS_PREFIX, CommitRecord, read_records
 from pipeline.store.kvstore import (
     list_keys,
     open_kvstore,
-    read_key,
-    read_keys,
     read_versioned,
     store_errors,
     write_if_unchanged,
     write_key,
 )
 from pipeline.store.layout import MAX_ROWS, StoreLayout
-from pipeline.store.metadata import StoreMetadata, StoreRoot
+from pipeline.store.metadata import ROOT_KEY, StoreMetadata, StoreRoot, read_root
 from pipeline.store.tables import encode_table, table_key
-
-ROOT_KEY = "zarr.json"
 
 
 @dataclass(frozen=True)
@@ -120,6 +116,10 @@ class StoreWriter:
         write_key(self._kvstore, record.key, record.to_json())
         records.append(record)
 
+    def refresh(self) -> None:
+        """Reads the commit records again: other processes may have committed blocks of their streams."""
+        self.records = read_records(self.path, self._kvstore)
+
     def reopen(self) -> None:
         """Makes a complete store one that can be extended. Does nothing to a store that is not complete."""
         self._update_root(lambda root: replace(root, complete=False, blocks=None))
@@ -131,7 +131,7 @@ class StoreWriter:
 
         Call it only once no process has a block to commit. The records are read again, since others wrote some.
         """
-        self.records = read_records(self.path, self._kvstore)
+        self.refresh()
         last = [stream[-1] for stream in self.records.values()]
         rows = max((self.layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
         blocks = tuple(len(self.records.get(stream, ())) for stream in range(self.layout.num_streams))
@@ -155,53 +155,18 @@ class StoreWriter:
 
     def _withdraw(self, stream: int, block: int) -> None:
         records = self.records.get(stream, [])
-        if block > len(records) or (block < len(records) and not records[block].truncated):
-            raise ValueError(f"stream {stream} has {len(records)} blocks; {block} is not the next")
-        if block < len(records):
-            write_key(self._kvstore, records[block].key, None)
-            records.pop()
+        if block >= len(records):
+            return
+        if not records[block].truncated:
+            raise ValueError(f"block {block} of stream {stream} is committed, and was not truncated")
+        write_key(self._kvstore, records[block].key, None)
+        records.pop()
 
     def _check_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         found = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
         expected = {s.name: (s.dtype, self.layout.shard_shape(s)) for s in self.layout.all_arrays}
         if found != expected:
             raise ValueError(f"a block needs the arrays {expected}, got {found}")
-
-
-def read_metadata(path: str) -> StoreMetadata | None:
-    """The metadata of the store at `path`, or None where there is no store. Raises StoreError."""
-    root = read_root(path, open_kvstore(path))
-    return None if root is None else root.metadata
-
-
-def read_root(path: str, kvstore: ts.KvStore) -> StoreRoot | None:
-    """The root of the store, or None where there is none. Raises StoreError."""
-    text = read_key(kvstore, ROOT_KEY)
-    return None if text is None else StoreRoot.from_json(text, path)
-
-
-def read_records(path: str, kvstore: ts.KvStore) -> dict[int, list[CommitRecord]]:
-    """The committed blocks by stream, in order.
-
-    Raises StoreError for a damaged record, and for a stream whose blocks are not 0, 1, 2, ...
-    """
-    blocks = sorted(filter(None, map(parse_commit_key, list_keys(kvstore, COMMITS_PREFIX))))
-    keys = [commit_key(*place) for place in blocks]
-    records: dict[int, list[CommitRecord]] = {}
-    for key, (stream, block), text in zip(keys, blocks, read_keys(kvstore, keys), strict=True):
-        if text is None:
-            raise StoreError(f"{path}/{key} disappeared while it was being read.")
-        record = CommitRecord.from_json(text, f"{path}/{key}")
-        if (record.stream, record.block) != (stream, block):
-            raise StoreError(f"{path}/{key} is the record of block {record.block} of stream {record.stream}.")
-        before = records.setdefault(stream, [])
-        if block != len(before):
-            raise StoreError(
-                f"stream {stream} of {path} has a record of block {block}, but none of block {len(before)}. "
-                f"Delete the stream's records from block {block} on: these blocks are then computed again."
-            )
-        before.append(record)
-    return records
 
 
 def _read_root(path: str, kvstore: ts.KvStore) -> StoreRoot:
