@@ -71,6 +71,9 @@ class Cursor:
         return asdict(self)
 
 
+STREAM_START = Cursor()
+
+
 @dataclass(frozen=True)
 class TokenBlock:
     """Consecutive rows of one stream: the unit of writing, committing and resuming.

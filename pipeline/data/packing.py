@@ -48,16 +48,17 @@ def pack(sizes: Int64[np.ndarray, "P"], rows: int, length: int) -> Placement:
     `sizes` alone. Rows that one piece fills come first, in stream order, then the mixed rows by their first piece;
     within a row pieces keep the stream's order. Reading rows upward therefore meets each document's tokens in order.
     """
-    fits = 0
-    most = int(np.searchsorted(np.cumsum(sizes), rows * length, side="right"))
-    count, bins = most, _best_fit_decreasing(sizes[:most], rows, length)
-    while bins is None:
-        count = (fits + most) // 2
-        bins = _best_fit_decreasing(sizes[:count], rows, length)
-        if bins is None:
-            most = count
-        elif most - count > 1:
-            fits, bins = count, None
+    too_many = int(np.searchsorted(np.cumsum(sizes), rows * length, side="right"))
+    count, bins = too_many, _best_fit_decreasing(sizes[:too_many], rows, length)
+    if bins is None:
+        count, bins = 0, np.empty(0, np.int64)
+        while too_many - count > 1:
+            middle = (count + too_many) // 2
+            attempt = _best_fit_decreasing(sizes[:middle], rows, length)
+            if attempt is None:
+                too_many = middle
+            else:
+                count, bins = middle, attempt
     return _ordered(sizes[:count], bins, length)
 
 

@@ -1,0 +1,99 @@
+"""Reading, tokenising and packing in the background: one thread, a bounded queue, a fixed order."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from pipeline.data.documents import STREAM_START, Cursor, TokenBlock
+from pipeline.data.stream import TokenStream
+
+
+@dataclass(frozen=True)
+class StreamWork:
+    """What is left to do of one stream: the arguments of `TokenStream.blocks`."""
+
+    stream: TokenStream
+    start: Cursor = STREAM_START
+    index: int = 0
+    token_budget: int | None = None
+
+    def blocks(self) -> Iterator[TokenBlock]:
+        return self.stream.blocks(self.start, self.index, self.token_budget)
+
+
+class Feed:
+    """The blocks of several streams, one of each in turn, at most `depth` of them made ahead of `get`.
+
+    A stream that has ended loses its turn. The order depends on `work` alone. Use it as a context manager.
+    """
+
+    def __init__(self, work: Sequence[StreamWork], depth: int = 2) -> None:
+        self._ready: deque[TokenBlock | BaseException | None] = deque()
+        self._changed = threading.Condition()
+        self._depth = depth
+        self._closed = False
+        self.producer_wait_s = 0.0
+        self.consumer_wait_s = 0.0
+        self._thread = threading.Thread(target=self._produce, args=(work,), name="feed", daemon=True)
+        self._thread.start()
+
+    def get(self) -> TokenBlock | None:
+        """The next block, or None, again and again, when there is none left.
+
+        Raises what the thread raised, at the place in the order where it did, with its traceback.
+        """
+        began = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready)
+            self.consumer_wait_s += time.perf_counter() - began
+            item = self._ready[0]
+            if isinstance(item, TokenBlock):
+                self._ready.popleft()
+                self._changed.notify_all()
+                return item
+        if item is not None:
+            raise item
+        return None
+
+    def close(self) -> None:
+        """Ends the thread, which finishes at most the block under work. Later `get`s return None."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._ready.append(None)
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _produce(self, work: Sequence[StreamWork]) -> None:
+        try:
+            turns = deque(item.blocks() for item in work)
+            while turns and not self._closed:
+                blocks = turns.popleft()
+                block = next(blocks, None)
+                if block is not None:
+                    turns.append(blocks)
+                    self._put(block)
+            self._put(None)
+        except BaseException as error:  # re-raised by `get` on the thread that reads
+            self._put(error)
+
+    def _put(self, item: TokenBlock | BaseException | None) -> None:
+        began = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+            self.producer_wait_s += time.perf_counter() - began
+            if not self._closed:
+                self._ready.append(item)
+                self._changed.notify_all()

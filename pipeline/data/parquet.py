@@ -1,0 +1,183 @@
+"""Documents from parquet files with FineWeb's columns: local, remote, or a Hub data set's."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.config import OnError, ParquetData
+from pipeline.data.documents import Document, SkippedDocument
+from pipeline.data.files import InputFile, find_files
+from pipeline.errors import InputError
+
+# The columns of HuggingFaceFW/fineweb and fineweb-edu beside the text and the id, with the types they have there.
+_INFO_TYPES = {
+    "dump": pa.string(),
+    "url": pa.string(),
+    "date": pa.string(),
+    "file_path": pa.string(),
+    "language": pa.string(),
+    "language_score": pa.float64(),
+    "token_count": pa.int64(),
+    "score": pa.float64(),
+    "int_score": pa.int64(),
+}
+_ROWS_PER_READ = 512
+
+
+class ParquetSource:
+    """One source shard per file, in order of the files' names. Only the columns that are used are read."""
+
+    shards: tuple[str, ...]
+    info_schema: pa.Schema
+
+    def __init__(self, config: ParquetData) -> None:
+        """Lists the files and reads the first one's schema. Raises InputError for no file or a missing column."""
+        self._config = config
+        self._files = find_files(config.path if config.path is not None else _hub_path(config), ".parquet")
+        self.shards = tuple(file.name for file in self._files)
+        with _open(self._files[0]) as parquet:
+            self._check_columns(self._files[0], parquet.schema_arrow)
+            names = [name for name in parquet.schema_arrow.names if name in _INFO_TYPES]
+        self.info_schema = pa.schema(
+            [(name, _INFO_TYPES[name]) for name in names if name not in (config.text_column, config.id_column)]
+        )
+
+    def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
+        """The documents of one file from row `start` on; row groups before it are not read."""
+        file = self._files[shard]
+        with _open(file) as parquet:
+            self._check_columns(file, parquet.schema_arrow)
+            first = 0
+            for group in range(parquet.num_row_groups):
+                rows = parquet.metadata.row_group(group).num_rows
+                if start < first + rows:
+                    yield from self._read_group(file, parquet, group, first, max(start - first, 0))
+                first += rows
+
+    def fingerprint(self) -> dict[str, object]:
+        """The columns, and a digest of the files' names and sizes."""
+        listing = "\n".join(f"{file.name} {file.size}" for file in self._files)
+        return {
+            "source": "parquet",
+            "text_column": self._config.text_column,
+            "id_column": self._config.id_column,
+            "on_error": str(self._config.on_error),
+            "num_files": len(self._files),
+            "num_bytes": sum(file.size for file in self._files),
+            "files_sha256": hashlib.sha256(listing.encode()).hexdigest(),
+        }
+
+    def _read_group(
+        self, file: InputFile, parquet: pq.ParquetFile, group: int, first: int, skip: int
+    ) -> Iterator[Document | SkippedDocument]:
+        """The documents of one row group, whose first row is the file's row `first`, without its first `skip` rows."""
+        wanted = [self._config.text_column, self._config.id_column, *self.info_schema.names]
+        columns = [name for name in dict.fromkeys(wanted) if name in parquet.schema_arrow.names]
+        index = first
+        batches = parquet.iter_batches(_ROWS_PER_READ, row_groups=[group], columns=columns)
+        while True:
+            with _damage_named(file, f"row {index}"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            used = batch.slice(max(first + skip - index, 0))
+            yield from self._documents(file, used, index + batch.num_rows - used.num_rows)
+            index += batch.num_rows
+
+    def _documents(self, file: InputFile, batch: pa.RecordBatch, index: int) -> Iterator[Document | SkippedDocument]:
+        texts = _values(batch[self._config.text_column])
+        ids = _values(batch[self._config.id_column]) if self._config.id_column else [None] * len(texts)
+        with _damage_named(file, f"rows {index} to {index + len(texts) - 1}"):
+            infos = {
+                field.name: _values(batch[field.name].cast(field.type))
+                if field.name in batch.schema.names
+                else [None] * len(texts)
+                for field in self.info_schema
+            }
+        for row, (text, identity) in enumerate(zip(texts, ids, strict=True), index):
+            try:
+                text = _string(self._config.text_column, text)
+                name = _string(self._config.id_column, identity) if self._config.id_column else f"{file.name}#{row}"
+                info = {name: _decoded(name, values[row - index]) for name, values in infos.items()}
+            except ValueError as error:
+                if self._config.on_error is OnError.fail:
+                    raise InputError(
+                        f"{file.path} row {row}: {error}. Repair the file or set data.on_error=skip."
+                    ) from error
+                yield SkippedDocument(file.name, row, str(error))
+                continue
+            yield Document(name, text, file.name, row, info)
+
+    def _check_columns(self, file: InputFile, schema: pa.Schema) -> None:
+        for key, name in (("text_column", self._config.text_column), ("id_column", self._config.id_column)):
+            if name is None:
+                continue
+            if name not in schema.names:
+                raise InputError(
+                    f"{file.path} has no column {name!r}, only {', '.join(schema.names)}. "
+                    f"Set data.{key} to one of them."
+                )
+            kind = schema.field(name).type
+            kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+            integer_id = key == "id_column" and pa.types.is_integer(kind)
+            if not (integer_id or pa.types.is_string(kind) or pa.types.is_large_string(kind) or _is_binary(kind)):
+                raise InputError(f"{file.path}: column {name!r} is {kind}, expected strings. Set data.{key}.")
+
+
+def _hub_path(config: ParquetData) -> str:
+    revision = f"@{config.revision}" if config.revision else ""
+    return f"hf://datasets/{config.repo}{revision}/{config.subset.strip('/')}/*.parquet"
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def _values(column: pa.Array) -> list[str | bytes | int | float | None]:
+    """Python values; the raw bytes of all strings when one of them is not UTF-8."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return column.cast(pa.large_binary()).to_pylist()
+
+
+def _string(column: str, value: str | bytes | int | None) -> str:
+    """The value as text. Raises ValueError saying what is wrong with it."""
+    if value is None or value in ("", b""):
+        raise ValueError(f"{column!r} is {'null' if value is None else 'empty'}")
+    return str(_decoded(column, value))
+
+
+def _decoded(column: str, value: str | bytes | int | float | None) -> str | int | float | None:
+    if not isinstance(value, bytes):
+        return value
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{column!r} is not UTF-8: {error}") from error
+
+
+@contextmanager
+def _open(file: InputFile) -> Iterator[pq.ParquetFile]:
+    with file.filesystem.open(file.path, "rb") as stream:
+        with _damage_named(file, "footer"):
+            # Without pre_buffer every column of a row group is a request of its own.
+            parquet = pq.ParquetFile(stream, pre_buffer=True)
+        yield parquet
+
+
+@contextmanager
+def _damage_named(file: InputFile, place: str) -> Iterator[None]:
+    """Turns pyarrow's errors about the file's content into InputError."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        # pyarrow reports damage as a plain OSError without errno; one from the system or the network is another matter.
+        if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+            raise
+        raise InputError(
+            f"{file.path}, {place}: not readable as parquet: {error}. Expected a whole parquet file; download it again."
+        ) from error

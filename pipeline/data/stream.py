@@ -1,0 +1,242 @@
+"""A stream: one fixed share of the source shards, as consecutive blocks of token rows.
+
+Stream s of S reads the source shards s, s + S, s + 2 S, ... The rows of block (stream, index) are a pure function of
+the source, the tokenizer and the batch settings: neither interruption nor read-ahead nor a token budget changes them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.config import LongDocuments, OnError, Packing
+from pipeline.data.documents import STREAM_START, Cursor, SkippedDocument, Source, TokenBlock
+from pipeline.data.packing import Placement, fill, pack, pad, windows
+from pipeline.data.tokenised import TokenisedDocument, TokenisedDocuments
+from pipeline.data.tokenizer import TextTokenizer
+from pipeline.errors import ConfigError
+
+_TABLE_SCHEMA = pa.schema(
+    [
+        ("document", pa.int64()),
+        ("id", pa.string()),
+        ("source", pa.string()),
+        ("index", pa.int64()),
+        ("n_tokens", pa.int64()),
+        ("n_cut", pa.int64()),
+        ("first_token", pa.int64()),
+        ("last_token", pa.int64()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tokens `first` to `last` of a document: the unit of packing."""
+
+    parent: TokenisedDocument
+    first: int
+    last: int
+
+    @property
+    def size(self) -> int:
+        return self.last - self.first
+
+    @property
+    def cursor(self) -> Cursor:
+        return replace(self.parent.cursor, token=self.first)
+
+
+@dataclass
+class _Pending:
+    """What was read but is in no block yet. With each skip, the number of the stream's pieces before it."""
+
+    pieces: list[_Piece] = field(default_factory=list)
+    skips: list[tuple[int, SkippedDocument]] = field(default_factory=list)
+    num_tokens: int = 0
+    num_taken: int = 0
+
+    def add(self, piece: _Piece) -> None:
+        self.pieces.append(piece)
+        self.num_tokens += piece.size
+
+    def add_skip(self, skip: SkippedDocument) -> None:
+        self.skips.append((self.num_taken + len(self.pieces), skip))
+
+    def take(self, count: int) -> tuple[list[_Piece], tuple[SkippedDocument, ...]]:
+        """Removes the first `count` pieces, and the skips that stand before the piece that is first then."""
+        pieces, self.pieces = self.pieces[:count], self.pieces[count:]
+        self.num_tokens -= sum(piece.size for piece in pieces)
+        self.num_taken += count
+        skips = tuple(skip for before, skip in self.skips if before <= self.num_taken)
+        self.skips = self.skips[len(skips) :]
+        return pieces, skips
+
+
+class TokenStream:
+    """The blocks of stream `stream` of `num_streams`. Making one reads nothing."""
+
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: TextTokenizer,
+        *,
+        stream: int,
+        num_streams: int,
+        rows_per_block: int,
+        length: int,
+        packing: Packing = Packing.pack,
+        long_documents: LongDocuments = LongDocuments.split,
+        on_error: OnError = OnError.fail,
+        vocab_size: int | None = None,
+    ) -> None:
+        """`vocab_size` is the model's: a document with an id beyond it is bad input."""
+        self.stream = stream
+        self._num_streams = num_streams
+        self._num_rows = rows_per_block
+        self._length = length
+        self._packing = packing
+        self._long_documents = long_documents
+        self._num_shards = len(range(stream, len(source.shards), num_streams))
+        self._documents = TokenisedDocuments(
+            source,
+            tokenizer,
+            range(stream, len(source.shards), num_streams),
+            on_error=on_error,
+            vocab_size=vocab_size,
+        )
+        self._info_schema = source.info_schema
+
+    def blocks(
+        self, start: Cursor = STREAM_START, index: int = 0, token_budget: int | None = None
+    ) -> Iterator[TokenBlock]:
+        """The blocks from number `index` on; `start` is the `next` of the block before it.
+
+        `token_budget` is the number of valid tokens still wanted: the block that exceeds it is cut after the row that
+        reaches it (`truncated`, `next = start`) and is the last. A stream whose documents are all skipped gives one
+        block without rows; one without documents gives none. Raises InputError for bad documents, as `on_error` says,
+        and ConfigError for a cursor that other batch settings made.
+        """
+        self._check(start)
+        documents = self._documents.read(start)
+        pending = _Pending()
+        while token_budget is None or token_budget > 0:
+            self._read_ahead(documents, pending, start)
+            placement = self._place(pending.pieces)
+            pieces, skips = pending.take(placement.num_pieces)
+            if not pieces and not skips:
+                return
+            block = self._block(index, start, placement, pieces, skips, pending.pieces)
+            if token_budget is not None:
+                block = self._within(token_budget, block, placement, pieces)
+                token_budget -= block.num_tokens
+            yield block
+            if block.exhausted:
+                return
+            start, index = block.next, index + 1
+
+    def _check(self, start: Cursor) -> None:
+        if start.token % self._length or (start.token and self._long_documents is LongDocuments.cut):
+            raise ConfigError(
+                f"stream {self.stream} cannot start at token {start.token} of a document with rows of {self._length}. "
+                "Resume with the batch settings that the store was made with."
+            )
+
+    def _read_ahead(
+        self, documents: Iterator[TokenisedDocument | SkippedDocument], pending: _Pending, start: Cursor
+    ) -> None:
+        """Reads until there is more than a block takes, so that the next block's first piece is known."""
+
+        def enough() -> bool:
+            if self._packing is Packing.pad:
+                return len(pending.pieces) > self._num_rows
+            return pending.num_tokens > self._num_rows * self._length
+
+        while not enough() and (item := next(documents, None)) is not None:
+            if isinstance(item, SkippedDocument):
+                pending.add_skip(item)
+                continue
+            begin = start.token if item.cursor.ordinal == start.ordinal else 0
+            for first, last in windows(len(item.tokens), self._length, self._long_documents, begin):
+                pending.add(_Piece(item, first, last))
+
+    def _place(self, pieces: Sequence[_Piece]) -> Placement:
+        sizes = np.array([piece.size for piece in pieces], np.int64)
+        if self._packing is Packing.pad:
+            return pad(sizes, self._num_rows)
+        return pack(sizes, self._num_rows, self._length)
+
+    def _block(
+        self,
+        index: int,
+        start: Cursor,
+        placement: Placement,
+        pieces: Sequence[_Piece],
+        skips: tuple[SkippedDocument, ...],
+        left: Sequence[_Piece],
+    ) -> TokenBlock:
+        """The block of `pieces`, which are all of the stream's when none is `left`."""
+        numbers = np.array([self._number(piece) for piece in pieces], np.int64)
+        tokens = [piece.parent.tokens[piece.first : piece.last] for piece in pieces]
+        rows = fill(placement, tokens, numbers, self._length)
+        num_documents = pieces[-1].parent.cursor.ordinal + 1 if pieces else start.ordinal
+        return TokenBlock(
+            stream=self.stream,
+            index=index,
+            tokens=rows.tokens,
+            segments=rows.segments,
+            positions=rows.positions,
+            documents=rows.documents,
+            table=self._table(pieces),
+            skipped=skips,
+            start=start,
+            next=left[0].cursor if left else Cursor(shard=self._num_shards, ordinal=num_documents),
+            exhausted=not left,
+            truncated=False,
+        )
+
+    def _within(
+        self, token_budget: int, block: TokenBlock, placement: Placement, pieces: Sequence[_Piece]
+    ) -> TokenBlock:
+        """The block itself, or as many of its leading rows as reach `token_budget` tokens."""
+        filled = np.cumsum(np.count_nonzero(block.segments, axis=1))
+        keep = int(np.searchsorted(filled, token_budget)) + 1
+        if keep >= block.num_rows:
+            return block
+        return replace(
+            block,
+            tokens=block.tokens[:keep],
+            segments=block.segments[:keep],
+            positions=block.positions[:keep],
+            documents=block.documents[:keep],
+            table=self._table([piece for piece, row in zip(pieces, placement.row, strict=True) if row < keep]),
+            next=block.start,
+            exhausted=False,
+            truncated=True,
+        )
+
+    def _number(self, piece: _Piece) -> int:
+        """The document's number in the store."""
+        return piece.parent.cursor.ordinal * self._num_streams + self.stream
+
+    def _table(self, pieces: Sequence[_Piece]) -> pa.Table:
+        """One row per document; a document's pieces here are neighbours that continue each other."""
+        first = {self._number(piece): piece for piece in reversed(pieces)}
+        last = {self._number(piece): piece for piece in pieces}
+        parents = [piece.parent for piece in last.values()]
+        sizes = [len(parent.tokens) for parent in parents]
+        cut = self._length if self._long_documents is LongDocuments.cut else None
+        columns: dict[str, list] = {
+            "document": list(last),
+            "id": [parent.document.id for parent in parents],
+            "source": [parent.document.source for parent in parents],
+            "index": [parent.document.index for parent in parents],
+            "n_tokens": sizes,
+            "n_cut": [0 if cut is None else max(size - cut, 0) for size in sizes],
+            "first_token": [first[number].first for number in last],
+            "last_token": [piece.last for piece in last.values()],
+        }
+        for name in self._info_schema.names:
+            columns[name] = [parent.document.info.get(name) for parent in parents]
+        return pa.table(columns, schema=pa.unify_schemas([_TABLE_SCHEMA, self._info_schema]))

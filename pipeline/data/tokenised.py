@@ -1,0 +1,127 @@
+"""The documents of one stream with their token ids, in order, from any cursor on."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int32
+
+from pipeline.config import OnError
+from pipeline.data.documents import Cursor, Document, SkippedDocument, Source
+from pipeline.data.tokenizer import TextTokenizer
+from pipeline.errors import InputError
+
+# Documents tokenised together: enough for the tokenizer's threads, few enough that a block does not wait for many.
+_BATCH_DOCUMENTS = 256
+_BATCH_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TokenisedDocument:
+    """A document, its tokens, and the cursor of its first token."""
+
+    document: Document
+    tokens: Int32[np.ndarray, "_"]
+    cursor: Cursor
+
+
+class TokenisedDocuments:
+    """The documents of the source shards `shards` (numbers of `source.shards`), tokenised in batches.
+
+    The batches do not show: neither ids nor errors depend on which documents were tokenised together.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: TextTokenizer,
+        shards: Sequence[int],
+        *,
+        on_error: OnError,
+        vocab_size: int | None,
+    ) -> None:
+        """`vocab_size` is the model's; None accepts every id."""
+        self._source = source
+        self._tokenizer = tokenizer
+        self._shards = shards
+        self._on_error = on_error
+        self._vocab_size = vocab_size
+
+    def read(self, start: Cursor) -> Iterator[TokenisedDocument | SkippedDocument]:
+        """What stands from `start.document` on; `start.token` is the caller's concern.
+
+        Raises InputError, naming file and row, for a document that cannot become tokens, unless such are skipped.
+        """
+        ordinal = start.ordinal
+        for batch in _batches(self._rows(start)):
+            results = iter(self._encode([item.text for _, item in batch if isinstance(item, Document)]))
+            for shard, item in batch:
+                if isinstance(item, SkippedDocument):
+                    yield item
+                elif isinstance(result := next(results), str):
+                    yield self._bad(item, result)
+                else:
+                    yield TokenisedDocument(item, result, Cursor(shard, item.index, 0, ordinal))
+                    ordinal += 1
+
+    def _rows(self, start: Cursor) -> Iterator[tuple[int, Document | SkippedDocument]]:
+        """The source's rows from `start` on, each with the number of source shards before its own."""
+        for shard in range(start.shard, len(self._shards)):
+            for item in self._source.read(self._shards[shard], start.document if shard == start.shard else 0):
+                yield shard, item
+
+    def _encode(self, texts: list[str]) -> list[Int32[np.ndarray, "_"] | str]:
+        """The tokens of each text, or the reason why it has none that the model could take."""
+        try:
+            encoded = self._tokenizer.encode(texts)
+        except UnicodeEncodeError:
+            readable = iter(self._tokenizer.encode([text for text in texts if _is_unicode(text)]))
+            return [
+                self._checked(next(readable)) if _is_unicode(text) else "the text has a lone surrogate, so is not UTF-8"
+                for text in texts
+            ]
+        return [self._checked(tokens) for tokens in encoded]
+
+    def _checked(self, tokens: Int32[np.ndarray, "_"]) -> Int32[np.ndarray, "_"] | str:
+        if not len(tokens):
+            return "the tokenizer gives no token for the text"
+        if self._vocab_size is not None and (largest := int(tokens.max())) >= self._vocab_size:
+            return f"token id {largest} is outside the model's vocabulary of {self._vocab_size}"
+        return tokens
+
+    def _bad(self, document: Document, reason: str) -> SkippedDocument:
+        if self._on_error is OnError.fail:
+            raise InputError(
+                f"{document.source} row {document.index} (id {document.id}): {reason}. "
+                "Repair the data, check that the tokenizer is the model's, or set data.on_error=skip."
+            )
+        return SkippedDocument(document.source, document.index, reason)
+
+
+def _batches(
+    rows: Iterable[tuple[int, Document | SkippedDocument]],
+) -> Iterator[list[tuple[int, Document | SkippedDocument]]]:
+    """Groups for the tokenizer. A bad row fails only after the documents before it were given out."""
+    batch: list[tuple[int, Document | SkippedDocument]] = []
+    characters = 0
+    try:
+        for shard, item in rows:
+            batch.append((shard, item))
+            characters += len(item.text) if isinstance(item, Document) else 0
+            if len(batch) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+    except InputError:
+        if batch:
+            yield batch
+        raise
+    if batch:
+        yield batch
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,192 @@
+"""Text to token ids with the `tokenizers` library: one tokenizer.json, the same ids as transformers' fast tokenizer."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import fsspec
+import jinja2
+import numpy as np
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RepositoryNotFoundError
+from jaxtyping import Int32
+from tokenizers import Tokenizer
+
+from pipeline.config import SpecialTokens
+from pipeline.data.templates import chat_template
+from pipeline.errors import ConfigError, InputError
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TextTokenizer:
+    """Encodes documents and renders chats. Build one with `load_tokenizer`."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        name: str,
+        digest: str,
+        special_tokens: SpecialTokens = SpecialTokens.tokenizer,
+        prefix: str | None = None,
+        suffix: str | None = None,
+        chat: str | None = None,
+        named_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        """Takes `tokenizer` over. `name` is for messages, `digest` identifies the tokenizer, `chat` is its chat
+        template's source and `named_tokens` what that template knows: bos_token and such.
+        """
+        # A tokenizer.json may carry the truncation and padding of whoever saved it.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._add_special_tokens = special_tokens is SpecialTokens.tokenizer
+        self._name = name
+        self._chat = chat
+        self._named_tokens = dict(named_tokens or {})
+        self._prefix = self._single_token("data.prefix", prefix)
+        self._suffix = self._single_token("data.suffix", suffix)
+        self._identity = {
+            "sha256": digest,
+            "special_tokens": str(special_tokens),
+            "prefix": prefix,
+            "suffix": suffix,
+        }
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def identity(self) -> dict[str, object]:
+        """What determines the ids of a text: plain JSON values."""
+        return dict(self._identity)
+
+    def encode(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
+        """The ids of each text: prefix, what the tokenizer gives, suffix.
+
+        Raises UnicodeEncodeError for a text with a lone surrogate, which no tokenizer can read.
+        """
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._add_special_tokens)
+        except TypeError:
+            for text in texts:
+                text.encode()
+            raise
+        if not (self._prefix or self._suffix):
+            return [np.array(encoding.ids, np.int32) for encoding in encodings]
+        return [np.array(self._prefix + encoding.ids + self._suffix, np.int32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | Int32[np.ndarray, "_"], *, skip_special_tokens: bool = False) -> str:
+        """The text of the ids."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's entry of one id, or None if there is none."""
+        return self._tokenizer.id_to_token(token_id)
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+        """The chat template's text of `messages`, as transformers' `apply_chat_template(tokenize=False)`.
+
+        Raises ConfigError when the tokenizer has no chat template or the template refuses the messages.
+        """
+        if self._chat is None:
+            raise ConfigError(
+                f"tokenizer {self._name} has no chat template. Set data.template=plain or name another model.tokenizer."
+            )
+        try:
+            return chat_template(self._chat).render(
+                messages=list(messages), add_generation_prompt=add_generation_prompt, **self._named_tokens
+            )
+        except jinja2.TemplateError as error:
+            raise ConfigError(
+                f"the chat template of tokenizer {self._name} fails: {error}. Set data.template=plain."
+            ) from error
+
+    def chat_identity(self) -> str | None:
+        """SHA-256 of the chat template's source and its tokens."""
+        if self._chat is None:
+            return None
+        return hashlib.sha256(json.dumps([self._chat, self._named_tokens], sort_keys=True).encode()).hexdigest()
+
+    def _single_token(self, key: str, text: str | None) -> list[int]:
+        if text is None:
+            return []
+        token_id = self._tokenizer.token_to_id(text)
+        ids = [token_id] if token_id is not None else self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(ids) != 1:
+            raise ConfigError(
+                f"{key}={text!r} is {len(ids)} tokens for tokenizer {self._name}, expected one. "
+                f"Give the text of a single token, or null."
+            )
+        return ids
+
+
+def load_tokenizer(
+    path: str,
+    *,
+    revision: str | None = None,
+    special_tokens: SpecialTokens = SpecialTokens.tokenizer,
+    prefix: str | None = None,
+    suffix: str | None = None,
+) -> TextTokenizer:
+    """The tokenizer of a directory, a remote path (`gs://...`) or a Hub id: tokenizer.json and its chat template.
+
+    Raises InputError when there is no readable tokenizer.json, ConfigError for a prefix or suffix of several tokens.
+    """
+    definition = _read(path, "tokenizer.json", revision)
+    if definition is None:
+        raise InputError(
+            f"{path} has no tokenizer.json. Expected a directory, a remote path or a Hub id that has one; "
+            "`AutoTokenizer.from_pretrained(...).save_pretrained(...)` writes it."
+        )
+    try:
+        tokenizer = Tokenizer.from_str(definition.decode())
+    except Exception as error:  # the library raises bare Exception for everything that it cannot parse
+        raise InputError(f"{path}/tokenizer.json is not a tokenizer: {error}. Download or save it again.") from error
+    chat, named_tokens = _chat_settings(path, revision)
+    return TextTokenizer(
+        tokenizer,
+        name=path,
+        digest=hashlib.sha256(definition).hexdigest(),
+        special_tokens=special_tokens,
+        prefix=prefix,
+        suffix=suffix,
+        chat=chat,
+        named_tokens=named_tokens,
+    )
+
+
+def _chat_settings(path: str, revision: str | None) -> tuple[str | None, dict[str, str]]:
+    """The chat template (chat_template.jinja before tokenizer_config.json, as in transformers) and named tokens."""
+    raw = _read(path, "tokenizer_config.json", revision)
+    try:
+        config: dict[str, Any] = json.loads(raw) if raw else {}
+    except ValueError as error:
+        raise InputError(f"{path}/tokenizer_config.json is not JSON: {error}. Download or save it again.") from error
+    named = {name: config[name] for name in _NAMED_TOKENS if config.get(name)}
+    named = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}
+    file = _read(path, "chat_template.jinja", revision)
+    template = file.decode() if file else config.get("chat_template")
+    if isinstance(template, list):  # several named templates: [{name, template}]
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template, named
+
+
+def _read(path: str, name: str, revision: str | None) -> bytes | None:
+    """A file of a directory, remote path or Hub repository; None when that place has no such file."""
+    filesystem, root = fsspec.core.url_to_fs(path)
+    if "://" in path or filesystem.isdir(root):
+        file = f"{root.rstrip('/')}/{name}"
+        return filesystem.cat_file(file) if filesystem.exists(file) else None
+    try:
+        with open(hf_hub_download(path, name, revision=revision), "rb") as file:
+            return file.read()
+    except EntryNotFoundError:
+        return None
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise InputError(
+            f"{path} is neither a directory nor a Hub id: {error}. Set model.tokenizer or model.path."
+        ) from error
