@@ -1,0 +1,72 @@
+"""The compiled step: token rows in, activations ready for the store out.
+
+Letters: B rows, T positions, D width of the site.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int32
+
+from pipeline.models.decoder import Params
+from pipeline.models.registry import Model
+from pipeline.sites import ActivationKey
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """The forward pass, compiled once for one shape. Another shape or sharding is an error, never a recompilation."""
+
+    mesh: Mesh
+    keys: tuple[ActivationKey, ...]
+    flops: int  # of one step, over all devices; analytic
+    executable: jax.stages.Compiled
+
+    def __call__(
+        self,
+        params: Params,
+        tokens: Int32[Array, "B T"],
+        segments: Int32[Array, "B T"],
+        positions: Int32[Array, "B T"],
+    ) -> tuple[tuple[Float[Array, "B T D"], ...], Int32[Array, ""]]:
+        """Dispatches one step. Inputs are divided by rows along the mesh's `data` axis.
+
+        Returns the activations in the order of `keys`, divided like the inputs and 0 at padding, and the number of
+        valid tokens over all processes, the same on every device.
+        """
+        return self.executable(params, tokens, segments, positions)
+
+
+def compile_step(
+    model: Model,
+    params: Params,
+    mesh: Mesh,
+    *,
+    rows: int,
+    length: int,
+    keys: Sequence[ActivationKey],
+    dtype: str,
+    attention: str,
+) -> CompiledStep:
+    """Lowers and compiles the step for `rows` (global) rows of `length` tokens; activations come out as `dtype`."""
+    keys = tuple(keys)
+
+    def step(params: Params, tokens: Array, segments: Array, positions: Array) -> tuple[tuple[Array, ...], Array]:
+        captured = model.apply(params, tokens, segments, positions, keys, attention)
+        valid = segments != 0
+        with jax.named_scope("store"):
+            activations = tuple(jnp.where(valid[:, :, None], captured[key], 0).astype(dtype) for key in keys)
+        return activations, jnp.sum(valid, dtype=jnp.int32)
+
+    by_rows = NamedSharding(mesh, PartitionSpec("data"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    batch = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=by_rows)
+    jitted = jax.jit(step, out_shardings=((by_rows,) * len(keys), everywhere))
+    # What the user calls float32 is float32, also where the hardware would rather multiply in less.
+    precision = "highest" if params["embed"].dtype == jnp.float32 else "default"
+    with jax.default_matmul_precision(precision):
+        executable = jitted.lower(params, batch, batch, batch).compile()
+    return CompiledStep(mesh, keys, model.flops_per_token(keys, length) * rows * length, executable)

@@ -1,0 +1,171 @@
+"""config.json, read so that nothing in it is overlooked.
+
+Every attribute is either taken by the family's reader, known not to matter, or at the value that switches it off.
+Any other stops the program before weights load: an attribute that is ignored is a model that is subtly wrong.
+"""
+
+from collections.abc import Mapping
+
+from pipeline.errors import CheckpointError
+from pipeline.models.architecture import Rope, RopeKind
+
+_REQUIRED = object()
+
+# Attributes without influence on the residual stream at inference.
+_HARMLESS = frozenset(
+    """
+    transformers_version dtype torch_dtype name_or_path use_cache tie_word_embeddings
+    initializer_range initializer_factor attention_dropout hidden_dropout resid_pdrop attn_pdrop embd_pdrop
+    pretraining_tp return_dict output_attentions output_hidden_states torchscript gradient_checkpointing
+    id2label label2id num_labels problem_type classifier_dropout task_specific_params finetuning_task
+    tokenizer_class prefix attn_implementation is_llama_config transformers.js_config
+    unsloth_version unsloth_fixed max_sequence_length
+    max_length min_length do_sample temperature top_k top_p typical_p num_beams num_beam_groups diversity_penalty
+    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences early_stopping output_scores return_dict_in_generate remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens use_return_dict
+    """.split()  # noqa: SIM905 - sixty lines with one word each are harder to read
+)
+
+# Attributes that would matter, at the value that switches them off.
+_NEUTRAL: dict[str, object] = {
+    "add_cross_attention": False,
+    "chunk_size_feed_forward": 0,
+    "is_causal": True,
+    "is_decoder": True,
+    "is_encoder_decoder": False,
+    "partial_rotary_factor": 1.0,
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "tf_legacy_loss": False,
+    "tie_encoder_decoder": False,
+    "use_bfloat16": False,
+    "use_mrope": False,
+}
+
+
+class HfConfig:
+    """A config.json, or a mapping inside of one, which remembers what was taken from it.
+
+    `where` names the file in messages. Every method raises CheckpointError.
+    """
+
+    def __init__(self, values: Mapping[str, object], where: str) -> None:
+        self.where = where
+        self.values = {key: value for key, value in values.items() if value is not None}
+        self._taken: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the key is there; null counts as absent, as it does in transformers."""
+        return key in self.values
+
+    def _take(self, key: str, kinds: tuple[type, ...], what: str, default: object) -> object:
+        self._taken.add(key)
+        value = self.values.get(key, default)
+        if value is _REQUIRED:
+            raise CheckpointError(f"{self.where} has no {key!r}: expected {what}. Is the file complete?")
+        if key in self.values and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+            raise CheckpointError(f"{self.where}: {key} is {value!r}, expected {what}. Is the file damaged?")
+        return value
+
+    def positive_int(self, key: str, default: object = _REQUIRED) -> int:
+        value = self._take(key, (int,), "a whole number above 0", default)
+        if value < 1:
+            raise CheckpointError(f"{self.where}: {key} is {value}, expected a whole number above 0.")
+        return value
+
+    def positive_float(self, key: str, default: object = _REQUIRED) -> float:
+        value = float(self._take(key, (int, float), "a number above 0", default))
+        if not 0 < value < float("inf"):
+            raise CheckpointError(f"{self.where}: {key} is {value}, expected a number above 0.")
+        return value
+
+    def count(self, key: str, default: object = _REQUIRED) -> int:
+        value = self._take(key, (int,), "a whole number", default)
+        if value < 0:
+            raise CheckpointError(f"{self.where}: {key} is {value}, expected a whole number.")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        return self._take(key, (bool,), "true or false", default)
+
+    def strings(self, key: str) -> list[str]:
+        """A list of strings; empty when the key is absent."""
+        return self._take(key, (list,), "a list of strings", [])
+
+    def choice(self, key: str, choices: tuple[str, ...], default: object = _REQUIRED) -> str:
+        """One of the implemented values of an attribute."""
+        value = self._take(key, (str,), "a string", default)
+        if value not in choices:
+            raise CheckpointError(
+                f"{self.where}: {key} is {value!r}, which is not implemented; implemented: {', '.join(choices)}. "
+                f"Use another model."
+            )
+        return value
+
+    def nested(self, key: str) -> "HfConfig":
+        """The mapping under `key`; empty when the key is absent."""
+        return HfConfig(self._take(key, (dict,), "a mapping", {}), f"{self.where}: {key}")
+
+    def finish(self) -> None:
+        """To be called once everything is read."""
+        unknown = [
+            key
+            for key, value in self.values.items()
+            if not (key in self._taken or key in _HARMLESS or key.endswith(("_token_id", "_token_ids")))
+            and not key.startswith("_")
+            and not (key in _NEUTRAL and value == _NEUTRAL[key])
+        ]
+        if unknown:
+            settings = ", ".join(f"{key}={self.values[key]!r}" for key in unknown)
+            raise CheckpointError(
+                f"{self.where} sets {settings}, which this program does not implement, so that the activations might "
+                f"be wrong. Use another model, or remove the attribute if it does not change the forward pass."
+            )
+
+
+def refuse_unreadable(config: HfConfig) -> None:
+    """Stops at checkpoints of a kind that is not read at all: quantised ones, and those that bring their own code."""
+    if "quantization_config" in config:
+        raise CheckpointError(
+            f"{config.where} has a quantization_config: expected float32, float16 or bfloat16 weights, got quantised "
+            f"ones. Use the checkpoint from which it was quantised."
+        )
+    if "auto_map" in config:
+        raise CheckpointError(
+            f"{config.where} has an auto_map: the model is defined by code inside its repository, which is never run. "
+            f"Use a model of an implemented family."
+        )
+
+
+def read_rope(config: HfConfig, max_positions: int) -> Rope:
+    """The rotary embedding, from either vintage of config.json, with the meaning that transformers 5 gives them.
+
+    Older files have `rope_theta` beside `rope_scaling`, newer ones `rope_parameters` with all of it.
+    """
+    scaling, parameters = config.nested("rope_scaling"), config.nested("rope_parameters")
+    if scaling.values and parameters.values and scaling.values != parameters.values:
+        raise CheckpointError(
+            f"{config.where} has a rope_scaling and a rope_parameters that differ: expected one of them. "
+            f"Remove the other."
+        )
+    outer_theta = config.positive_float("rope_theta", 10000.0)
+    inner = scaling if scaling.values else parameters
+    kind = RopeKind(inner.choice("rope_type" if "rope_type" in inner else "type", tuple(RopeKind), "default"))
+    if "type" in inner:
+        inner.choice("type", (str(kind),))
+    theta = inner.positive_float("rope_theta", outer_theta)
+    rope = Rope(theta)
+    if kind is RopeKind.linear:
+        rope = Rope(theta, kind, inner.positive_float("factor"))
+    elif kind is RopeKind.llama3:
+        rope = Rope(
+            theta,
+            kind,
+            inner.positive_float("factor"),
+            inner.positive_float("low_freq_factor"),
+            inner.positive_float("high_freq_factor"),
+            inner.positive_int("original_max_position_embeddings", max_positions),
+        )
+    inner.finish()
+    return rope

@@ -1,0 +1,59 @@
+"""The layers of a pre-norm decoder, each a pure function of its input and its weights.
+
+Letters: B rows, T positions, D model dim, N heads, K key-value heads, H head dim, F MLP dim.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pipeline.models.architecture import Architecture
+from pipeline.models.attention import attention
+from pipeline.models.rope import RopeTable, apply_rope
+
+Weights = Mapping[str, Array]
+"""One block's weights by our keys (the families' `KEY_TABLE`). A bias that a family lacks is absent."""
+
+
+@jax.named_scope("norm")
+def rms_norm(x: Float[Array, "B T D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "B T D"]:
+    """RMSNorm (Zhang & Sennrich, arXiv 1910.07467); normalised in float32, scaled in x's dtype, as HF does."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype) * scale
+
+
+def project(subscripts: str, x: Array, weights: Weights, key: str) -> Array:
+    """A linear map by `weights[key]`, with its bias where there is one."""
+    y = jnp.einsum(subscripts, x, weights[key])
+    bias = weights.get(f"{key}_bias")
+    return y if bias is None else y + bias
+
+
+@jax.named_scope("attention")
+def attention_block(
+    x: Float[Array, "B T D"],
+    weights: Weights,
+    arch: Architecture,
+    rope: RopeTable,
+    segments: Int32[Array, "B T"],
+    impl: str,
+) -> Float[Array, "B T D"]:
+    """What attention adds to the residual stream x."""
+    x = rms_norm(x, weights["norm"], arch.norm_eps)
+    q = apply_rope(project("BTD,NHD->BTNH", x, weights, "q"), rope)
+    k = apply_rope(project("BTD,KHD->BTKH", x, weights, "k"), rope)
+    v = project("BTD,KHD->BTKH", x, weights, "v")
+    z = attention(q, k, v, segments, causal=True, impl=impl)
+    return project("BTNH,DNH->BTD", z, weights, "o")
+
+
+@jax.named_scope("mlp")
+def mlp_block(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> Float[Array, "B T D"]:
+    """What the gated MLP (SwiGLU; Shazeer, arXiv 2002.05202) adds to the residual stream x."""
+    x = rms_norm(x, weights["norm"], arch.norm_eps)
+    gate = project("BTD,FD->BTF", x, weights, "gate")
+    up = project("BTD,FD->BTF", x, weights, "up")
+    return project("BTF,DF->BTD", jax.nn.silu(gate) * up, weights, "down")

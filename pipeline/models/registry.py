@@ -1,0 +1,145 @@
+"""The families that are implemented, and `open_model`, which tells them apart."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jax.sharding import Sharding
+from jaxtyping import Array, Float, Int32
+
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.models import decoder, llama, qwen2, weights
+from pipeline.models.architecture import Architecture, KeyTable
+from pipeline.models.checkpoint import Checkpoint
+from pipeline.models.files import open_files
+from pipeline.models.hf_config import HfConfig, refuse_unreadable
+from pipeline.sites import ActivationKey, Site
+
+
+@dataclass(frozen=True)
+class Family:
+    """One value of config.json's `model_type`. `classes` names its models in transformers, up to the head."""
+
+    read: Callable[[HfConfig], tuple[Architecture, KeyTable]]
+    classes: str
+
+
+_FAMILIES = {"llama": Family(llama.read, "Llama"), "qwen2": Family(qwen2.read, "Qwen2")}
+_HEADS = ("ForCausalLM", "Model", "ForSequenceClassification", "ForTokenClassification")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model whose config.json has been read. Nothing of it is on a device before `load`."""
+
+    family: str
+    arch: Architecture
+    table: KeyTable
+    checkpoint: Checkpoint
+    random_seed: int | None  # None: the checkpoint's weights
+
+    @property
+    def num_layers(self) -> int:
+        return self.arch.num_layers
+
+    @property
+    def vocab_size(self) -> int:
+        return self.arch.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.arch.max_positions
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites that this family has, in the order of the forward pass."""
+        return tuple(Site)
+
+    def width(self, site: Site) -> int:
+        """The size of a site's last axis."""
+        return self.arch.d_model
+
+    def identity(self) -> dict[str, str | int]:
+        """What determines the activations, as plain JSON: independent of where the checkpoint lies.
+
+        Raises CheckpointError where the weights must be sampled and are missing or damaged.
+        """
+        shape = json.dumps([dataclasses.asdict(self.arch), sorted(self.table.items())], sort_keys=True)
+        identity = {"family": self.family, "architecture": hashlib.sha256(shape.encode()).hexdigest()}
+        if self.random_seed is not None:
+            return identity | {"init": "random", "seed": self.random_seed}
+        if self.checkpoint.commit is not None:
+            return identity | {"commit": self.checkpoint.commit}
+        return identity | {"weights": self.checkpoint.digest}
+
+    def num_params(self, keys: Sequence[ActivationKey]) -> int:
+        """How many parameters are loaded to capture `keys`."""
+        return weights.num_params(self._leaves(keys))
+
+    def flops_per_token(self, keys: Sequence[ActivationKey], length: int) -> int:
+        """Floating-point operations per token slot to capture `keys` in rows of `length`."""
+        return weights.flops_per_token(self.arch, self._leaves(keys), length)
+
+    def load(
+        self, keys: Sequence[ActivationKey], dtype: str, sharding: Sharding, progress: bool = False
+    ) -> decoder.Params:
+        """The parameters that `keys` need, on the devices, in `dtype` (float32 or bfloat16).
+
+        Raises CheckpointError, naming every tensor that is missing, wrongly shaped or unexpected.
+        """
+        leaves = self._leaves(keys)
+        if self.random_seed is not None:
+            return weights.random_params(leaves, self.random_seed, dtype, sharding, progress)
+        weights.check_tensors(self.checkpoint, self.arch, self.table, leaves)
+        return weights.load_params(self.checkpoint, leaves, dtype, sharding, progress)
+
+    def apply(
+        self,
+        params: decoder.Params,
+        tokens: Int32[Array, "B T"],
+        segments: Int32[Array, "B T"],
+        positions: Int32[Array, "B T"],
+        keys: Sequence[ActivationKey],
+        attention: str = "auto",
+    ) -> dict[ActivationKey, Float[Array, "B T D"]]:
+        """The activations of `keys`. Pure, to be jitted; values at padding (segment 0) mean nothing."""
+        return decoder.forward(self.arch, params, tokens, segments, positions, tuple(keys), attention)
+
+    def _leaves(self, keys: Sequence[ActivationKey]) -> decoder.Params:
+        return weights.needed_leaves(self.arch, self.table, keys)
+
+
+def open_model(path: str, *, revision: str | None = None, init: str = "checkpoint", seed: int = 0) -> Model:
+    """Reads config.json and, of a local or remote checkpoint, the headers of its safetensors files.
+
+    `path` is a directory, a remote path (`gs://...`) or a Hub id; `revision` is of the latter. `init=random` needs
+    only config.json. Raises CheckpointError for whatever would make the activations wrong, and PipelineError when
+    the network fails.
+    """
+    if init not in ("checkpoint", "random"):
+        raise ConfigError(f"model.init is {init!r}. Set it to checkpoint or random.")
+    checkpoint = Checkpoint(open_files(path, revision))
+    config = HfConfig(checkpoint.config, f"{checkpoint.where}/config.json")
+    refuse_unreadable(config)
+    name = config.choice("model_type", tuple(_FAMILIES))
+    family = _FAMILIES[name]
+    _check_classes(config, family)
+    arch, table = family.read(config)
+    config.finish()
+    model = Model(name, arch, table, checkpoint, seed if init == "random" else None)
+    if init == "checkpoint" and checkpoint.commit is None:  # the Hub's files are fetched only when they are needed
+        everything = weights.needed_leaves(arch, table, (ActivationKey(-1, Site.final_norm),))
+        weights.check_tensors(checkpoint, arch, table, everything)
+    return model
+
+
+def _check_classes(config: HfConfig, family: Family) -> None:
+    known = [family.classes + head for head in _HEADS]
+    unknown = [name for name in config.strings("architectures") if name not in known]
+    if unknown:
+        raise CheckpointError(
+            f"{config.where}: architectures is {', '.join(unknown)}; implemented are {', '.join(known)}. "
+            f"Use another model."
+        )

@@ -1,0 +1,50 @@
+"""Rotary position embeddings. The table is made once per step, in float32, and shared by all layers."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
+from pipeline.models.architecture import Rope, RopeKind
+
+
+class RopeTable(NamedTuple):
+    """Cosine and sine of every position's angles; the axis of size 1 stands for the heads."""
+
+    cos: Float32[Array, "B T 1 half"]
+    sin: Float32[Array, "B T 1 half"]
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> Float32[np.ndarray, " half"]:
+    """Radians per position of each pair of dimensions; transformers' `modeling_rope_utils`, also in float32."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = np.float32(1.0) / np.power(np.float32(rope.theta), exponents)
+    if rope.kind is RopeKind.linear:
+        return frequencies / np.float32(rope.factor)
+    if rope.kind is RopeKind.llama3:
+        return _llama3(rope, frequencies)
+    return frequencies
+
+
+def _llama3(rope: Rope, frequencies: Float32[np.ndarray, " half"]) -> Float32[np.ndarray, " half"]:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
+    wavelengths = np.float32(2 * math.pi) / frequencies
+    periods = rope.original_max_positions / wavelengths  # of the wave within the original context
+    kept = (periods - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = np.clip(kept, 0.0, 1.0)
+    return ((1 - kept) * frequencies / rope.factor + kept * frequencies).astype(np.float32)
+
+
+def rope_table(rope: Rope, head_dim: int, positions: Int32[Array, "B T"]) -> RopeTable:
+    """The table for the positions of one batch; rows are packed, so positions are not 0..T-1."""
+    angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
+    return RopeTable(jnp.cos(angles), jnp.sin(angles))
+
+
+def apply_rope(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:
+    """Rotates (x[h], x[h + H/2]) by the position's angle, as HF checkpoints of these families expect."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = [first * table.cos - second * table.sin, second * table.cos + first * table.sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
