@@ -48,6 +48,7 @@ def extract(
         while not stop.requested():
             with metrics.stage("loop", "data"):
                 block = feed.get()
+            metrics.seconds["feed"]["full"] = feed.producer_wait_s
             if block is None:
                 break
             run_block(block)

@@ -1,8 +1,9 @@
 """What a run measures: tokens, bytes, and the seconds that each thread spent on or waiting for each stage.
 
-Three threads work at once, and for each the seconds of its stages add up to its life time:
+Three threads work at once. The stages of the loop and of the writer add up to their life time; the feed reads,
+tokenises and packs whenever it is not waiting:
 
-    feed    produce (read, tokenise, pack)  | full (waits for the loop to take a block)
+    feed    full (waits for the loop to take a block)
     loop    data (waits for the feed)       | budget (waits for a place in flight) | dispatch | finish
     writer  idle (waits for a step)         | results (waits for compute and device-to-host) | copy | store
 

@@ -97,7 +97,7 @@ def bare_forward(case: Case) -> float:
     """Valid tokens per second of the compiled step alone, over the job's own batches, results left on the device."""
     plan = case.job.plan
     sharding = distributed.row_sharding(case.step.mesh)
-    blocks = [block for item in case.job.work({}) for block in item.stream.blocks(item.start, item.index, item.budget)]
+    blocks = [block for item in case.job.work({}) for block in item.blocks()]
     batches = [
         distributed.put_rows(sharding, step_rows(block, slice(row, row + ROWS), ROWS))
         for block in blocks

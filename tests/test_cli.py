@@ -1,0 +1,160 @@
+"""Exit codes and messages of the command line, in processes of their own."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import PACKAGE
+from tests.jobs import ROOT, assert_same_store, objects, run, write_text
+
+TINY = PACKAGE / "assets" / "tiny-qwen2"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"), files=2, documents=30)
+
+
+def base(text, store) -> list[str]:
+    return [f"data.path={text}", f"store.path={store}", "batch.rows=4", "batch.length=128", "store.shard_mib=0.25"]
+
+
+def test_without_streams_of_its_own_a_second_worker_leaves_the_store_to_the_first(text, tmp_path):
+    """Two workers with a stream each fill one store without talking to each other."""
+    overrides = [*base(text, tmp_path / "store"), "data.num_streams=2", "run.worker_count=2", "run.max_tokens=4000"]
+    first = run(*overrides, "run.worker_index=0")
+    assert first.returncode == 0, first.stderr
+    root = json.loads((tmp_path / "store" / "zarr.json").read_text())
+    assert not root["attributes"]["activation_store"]["complete"]
+    assert run(*overrides, "run.worker_index=1").returncode == 0
+    assert run(*overrides[:-2], "run.max_tokens=4000", f"store.path={tmp_path / 'one'}").returncode == 0
+    assert run(f"store.path={tmp_path / 'store'}", module="pipeline.verify").returncode == 0
+
+
+def damaged_model(tmp_path: Path, name: str) -> Path:
+    """A copy of the bundled checkpoint with one thing wrong."""
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    weights = model / "model.safetensors"
+    match name:
+        case "missing weights":
+            weights.unlink()
+        case "missing config":
+            (model / "config.json").unlink()
+        case "truncated weights":
+            weights.write_bytes(weights.read_bytes()[:-1000])
+        case "garbled header":
+            weights.write_bytes(b"\x10\0\0\0\0\0\0\0" + b"not json at all!" + weights.read_bytes())
+        case "missing tokenizer":
+            (model / "tokenizer.json").unlink()
+        case "smaller vocabulary than the tokenizer's":
+            config = json.loads((model / "config.json").read_text())
+            (model / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("missing weights", "safetensors"),
+        ("missing config", "config.json"),
+        ("truncated weights", "model.safetensors"),
+        ("garbled header", "model.safetensors"),
+        ("missing tokenizer", "tokenizer.json"),
+    ],
+)
+def test_a_damaged_model_ends_with_code_2_and_its_file_named(text, tmp_path, damage, message):
+    result = run(*base(text, tmp_path / "store"), f"model.path={damaged_model(tmp_path, damage)}")
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_token_beyond_the_vocabulary_names_its_document(text, tmp_path):
+    model = damaged_model(tmp_path, "smaller vocabulary than the tokenizer's")
+    result = run(*base(text, tmp_path / "store"), f"model.path={model}", "model.init=random")
+    assert result.returncode == 2, result.stderr
+    assert "000.parquet" in result.stderr
+    assert "100" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("capture.layers=[99]", "layers 0..5"),
+        ("capture.sites=[resid_past]", "resid_post"),
+        ("capture.dtype=float99", "float99"),
+        ("model.path=no/such/model", "no/such/model"),
+        ("nonsense=1", "nonsense"),
+        ("batch.rows=three", "three"),
+        ("data.path=/no/such/place", "/no/such/place"),
+    ],
+)
+def test_a_wrong_value_ends_with_code_2_and_is_named(text, tmp_path, override, message):
+    result = run(*base(text, tmp_path / "store"), override)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_bad_document_ends_the_run_after_what_came_before_it(text, tmp_path):
+    """A truncated file is named with code 2; the blocks before it stay, and the mended file resumes from them."""
+    broken = tmp_path / "text"
+    shutil.copytree(text, broken)
+    whole = (broken / "001.parquet").read_bytes()
+    (broken / "001.parquet").write_bytes(whole[: len(whole) // 2])
+    store = tmp_path / "store"
+    result = run(*base(broken, store))
+    assert result.returncode == 2, result.stderr
+    assert "001.parquet" in result.stderr
+
+
+def test_a_store_path_that_cannot_be_written_is_named(text, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    result = run(*base(text, tmp_path / "file" / "store"))
+    assert result.returncode == 1, result.stderr
+    assert str(tmp_path / "file") in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 6 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = os.geteuid() == 0 and not subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], capture_output=True
+    ).returncode
+    if not mounted:
+        pytest.skip("mounting a tmpfs needs root")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_harms_nothing_and_the_run_resumes(text, tmp_path, small_disk):
+    overrides = base(text, small_disk / "store")
+    result = run(*overrides, "capture.layers=all", "capture.sites=[resid_post,attn_out]")
+    assert result.returncode == 1, result.stderr
+    assert "No space left" in result.stderr
+    assert "resume" in result.stderr
+    committed = {key: value for key, value in objects(small_disk / "store").items() if key.startswith("_commits")}
+    assert committed, "some blocks were stored before the disk was full"
+
+    subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
+    assert run(*overrides, "capture.layers=all", "capture.sites=[resid_post,attn_out]").returncode == 0
+    reference = [*base(text, tmp_path / "reference"), "capture.layers=all", "capture.sites=[resid_post,attn_out]"]
+    assert run(*reference).returncode == 0
+    assert_same_store(small_disk / "store", tmp_path / "reference")
+
+
+def test_the_help_lists_every_group():
+    result = run("--cfg", "job")
+    assert result.returncode == 0
+    for group in ("model:", "data:", "batch:", "capture:", "store:", "mesh:", "run:"):
+        assert group in result.stdout
+    assert ROOT.joinpath("configs").is_dir()

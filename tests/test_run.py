@@ -1,0 +1,82 @@
+"""The main job in this process: what it compiles, what it moves, what it stores."""
+
+import jax
+import numpy as np
+import pytest
+
+from pipeline import cli, distributed
+from pipeline.job import open_job
+from pipeline.run import compile_job, fill, run
+from pipeline.store import ActivationStore
+from pipeline.store.writing import StoreWriter
+from tests.jobs import write_text
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"), files=2, documents=40)
+
+
+def job_config(text, store, *overrides):
+    base = [f"data.path={text}", f"store.path={store}", "batch.rows=4", "batch.length=128", "run.progress=false"]
+    return cli.compose([*base, "store.shard_mib=0.25", *overrides])
+
+
+@pytest.fixture
+def compilations():
+    """Counts what XLA compiles."""
+    events = []
+
+    def listen(event, duration, **_):
+        if event == COMPILE_EVENT:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_the_loop_compiles_nothing_and_moves_nothing_by_accident(text, tmp_path, compilations):
+    config = job_config(text, tmp_path / "store")
+    job = open_job(config, distributed.topology(config.run))
+    step, params = compile_job(job)
+    assert compilations, "the listener must see the step's compilation"
+    compilations.clear()
+    store = StoreWriter.open(config.store.path, job.metadata, job.layout)
+    with distributed.stop_on_signals() as stop, jax.transfer_guard_host_to_device("disallow"):
+        metrics = fill(job, store, job.work(store.records), stop, step, params)
+    assert not compilations
+    assert metrics.steps > 10
+
+
+@pytest.mark.parametrize("packing", ["pack", "pad"])
+def test_max_tokens_is_met_within_one_row_per_stream(text, tmp_path, packing):
+    run(job_config(text, tmp_path / "store", "run.max_tokens=3001", "data.num_streams=2", f"batch.packing={packing}"))
+    store = ActivationStore.open(str(tmp_path / "store"))
+    assert store.complete
+    assert 3001 <= store.num_tokens < 3001 + 2 * 128
+
+
+def test_the_same_rows_whatever_is_captured(text, tmp_path):
+    """Early exit: a layer's activations do not depend on which others are asked for."""
+    run(job_config(text, tmp_path / "a", "capture.layers=[2]", "run.max_tokens=2000", "capture.dtype=float32"))
+    run(job_config(text, tmp_path / "b", "capture.layers=all", "run.max_tokens=2000", "capture.dtype=float32"))
+    a, b = (ActivationStore.open(str(tmp_path / name)) for name in "ab")
+    rows = a.rows
+    left, right = (store.read(layer=2, site="resid_post", rows=rows) for store in (a, b))
+    assert np.abs(left).max() > 0.1
+    np.testing.assert_allclose(left, right, atol=1e-5, rtol=1e-5)
+
+
+def test_stages_account_for_the_time_of_the_loop(text, tmp_path):
+    config = job_config(text, tmp_path / "store", "capture.layers=all")
+    job = open_job(config, distributed.topology(config.run))
+    step, params = compile_job(job)
+    store = StoreWriter.open(config.store.path, job.metadata, job.layout)
+    with distributed.stop_on_signals() as stop:
+        metrics = fill(job, store, job.work(store.records), stop, step, params)
+    for thread in ("loop", "writer"):
+        assert sum(metrics.seconds[thread].values()) == pytest.approx(metrics.elapsed_s, rel=0.1)
+    assert metrics.binding_stage()[0] in metrics.summary()
