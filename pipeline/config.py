@@ -111,7 +111,7 @@ class ParquetData(DataConfig):
     subset: str = MISSING  # of the Hub data set, e.g. sample/10BT
     revision: str | None = None
     text_column: str = "text"
-    id_column: str = "id"
+    id_column: str | None = "id"  # null: ids are made of file name and row
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ class ArcData(DataConfig):
     split: str = "train"  # of a Hub data set
     revision: str | None = None
     solutions: str | None = None  # path of *_solutions.json
-    encoder: str = "digits"  # digits | separated | repeated | symbols
-    symbols: str = "0123456789"  # ten characters, of encoder=symbols
+    encoder: str = "digits"  # digits | separated | repeated | symbols, or several joined by +
+    symbols: str = "0123456789"  # ten characters, the colours 0 to 9, of encoder=symbols
     repeat: int = 2  # of encoder=repeated
     row_numbers: bool = False
     shape_header: bool = False
@@ -146,8 +146,9 @@ class HfData(DataConfig):
     split: str = "train"
     revision: str | None = None
     data_files: Any = None  # str or list of str: what `datasets.load_dataset(data_files=...)` takes
-    text: str = "{text}"  # str.format over the row's columns; {choices.text[0]} reaches into nested ones
-    id_column: str | None = None
+    text: str = "{{ text }}"  # jinja template over the row's columns; {{ choices.text[0] }} reaches into nested ones
+    id_column: str | None = None  # null: ids are made of file name and row
+    info_columns: list[str] = field(default_factory=list)  # kept beside each document as text, e.g. labels
 
 
 @dataclass(frozen=True)

@@ -73,15 +73,28 @@ class Cursor:
 
 STREAM_START = Cursor()
 
+DOCUMENT_SCHEMA = pa.schema(
+    [
+        ("document", pa.int64()),
+        ("id", pa.string()),
+        ("source", pa.string()),
+        ("index", pa.int64()),
+        ("n_tokens", pa.int64()),
+        ("n_cut", pa.int64()),
+        ("first_token", pa.int64()),
+        ("last_token", pa.int64()),
+    ]
+)
+
 
 @dataclass(frozen=True)
 class TokenBlock:
     """Consecutive rows of one stream: the unit of writing, committing and resuming.
 
     The arrays hold only the R rows that have tokens. `table` has one row per document with tokens in the block,
-    ordered by document number: document (int64), id, source, index, n_tokens (of the whole document), n_cut (tokens
-    dropped by `batch.long_documents=cut`), first_token and last_token (half-open range of the document's tokens in
-    this block), then the source's own columns.
+    ordered by document number, with the columns of `DOCUMENT_SCHEMA`: document, id, source, index, n_tokens (of the
+    whole document), n_cut (tokens dropped by `batch.long_documents=cut`), first_token and last_token (half-open range
+    of the document's tokens in this block), then the source's own columns.
     """
 
     stream: int

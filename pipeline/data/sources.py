@@ -1,7 +1,9 @@
 """From the configuration's `data` group to the source that it names."""
 
-from pipeline.config import DataConfig, ParquetData
+from pipeline.config import ArcData, DataConfig, HfData, ParquetData
+from pipeline.data.arc.source import ArcSource
 from pipeline.data.documents import Source
+from pipeline.data.hf import HfSource
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.errors import ConfigError
@@ -13,6 +15,13 @@ def open_source(config: DataConfig, tokenizer: TextTokenizer) -> Source:
     `tokenizer` renders the prompts of a source that asks for its chat template. Raises InputError or ConfigError.
     """
     match config:
-        case ParquetData():
+        case ParquetData(source="parquet"):
             return ParquetSource(config)
-    raise ConfigError(f"data.source={config.source!r} is unknown, expected parquet, arc or hf.")
+        case ArcData(source="arc"):
+            return ArcSource(config, tokenizer)
+        case HfData(source="hf"):
+            return HfSource(config)
+    raise ConfigError(
+        f"data.source={config.source} with the keys of {type(config).__name__}. Choose the data by data=fineweb, "
+        "fineweb_edu, arc, ai2_arc or hf, and leave data.source alone."
+    )

@@ -11,24 +11,11 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config import LongDocuments, OnError, Packing
-from pipeline.data.documents import STREAM_START, Cursor, SkippedDocument, Source, TokenBlock
+from pipeline.data.documents import DOCUMENT_SCHEMA, STREAM_START, Cursor, SkippedDocument, Source, TokenBlock
 from pipeline.data.packing import Placement, fill, pack, pad, windows
 from pipeline.data.tokenised import TokenisedDocument, TokenisedDocuments
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.errors import ConfigError
-
-_TABLE_SCHEMA = pa.schema(
-    [
-        ("document", pa.int64()),
-        ("id", pa.string()),
-        ("source", pa.string()),
-        ("index", pa.int64()),
-        ("n_tokens", pa.int64()),
-        ("n_cut", pa.int64()),
-        ("first_token", pa.int64()),
-        ("last_token", pa.int64()),
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,4 +226,4 @@ class TokenStream:
         }
         for name in self._info_schema.names:
             columns[name] = [parent.document.info.get(name) for parent in parents]
-        return pa.table(columns, schema=pa.unify_schemas([_TABLE_SCHEMA, self._info_schema]))
+        return pa.table(columns, schema=pa.unify_schemas([DOCUMENT_SCHEMA, self._info_schema]))

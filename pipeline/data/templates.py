@@ -29,7 +29,8 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
+def tojson(value: Any, indent: int | None = None) -> str:
+    """JSON without the HTML escapes of jinja's own filter."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
@@ -44,7 +45,7 @@ def chat_template(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
+    environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = _raise_exception
     return environment.from_string(source)
 
@@ -62,7 +63,7 @@ class TextTemplate:
         environment = ImmutableSandboxedEnvironment(
             undefined=jinja2.StrictUndefined, finalize=_refuse_null, trim_blocks=True, lstrip_blocks=True
         )
-        environment.filters["tojson"] = _tojson
+        environment.filters["tojson"] = tojson
         self._render: Callable[..., str] = environment.from_string(source).render
         self.columns = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
 

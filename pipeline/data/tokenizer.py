@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import fsspec
@@ -97,7 +98,7 @@ class TextTokenizer:
                 f"tokenizer {self._name} has no chat template. Set data.template=plain or name another model.tokenizer."
             )
         try:
-            return chat_template(self._chat).render(
+            return self._template.render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **self._named_tokens
             )
         except jinja2.TemplateError as error:
@@ -105,11 +106,24 @@ class TextTokenizer:
                 f"the chat template of tokenizer {self._name} fails: {error}. Set data.template=plain."
             ) from error
 
+    def require_chat(self) -> None:
+        """Raises ConfigError unless chats can be rendered and tokenised without doubled special tokens."""
+        self.render_chat([{"role": "user", "content": "0"}], add_generation_prompt=True)
+        if self._add_special_tokens and self._tokenizer.num_special_tokens_to_add(is_pair=False):
+            raise ConfigError(
+                f"data.special_tokens=tokenizer, but tokenizer {self._name} would add its special tokens to those that "
+                "the chat template writes. Set data.special_tokens=none."
+            )
+
     def chat_identity(self) -> str | None:
         """SHA-256 of the chat template's source and its tokens."""
         if self._chat is None:
             return None
         return hashlib.sha256(json.dumps([self._chat, self._named_tokens], sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        return chat_template(self._chat)
 
     def _single_token(self, key: str, text: str | None) -> list[int]:
         if text is None:

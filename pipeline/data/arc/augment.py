@@ -1,0 +1,95 @@
+"""Augmented versions of a task: geometry, colours and the order of examples, each of them invertible.
+
+What version k of a task looks like depends on the seed, the task's name and k alone: not on the order in which tasks
+are read, not on the process. All examples are kept.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.config import Geometry
+from pipeline.data.arc.tasks import NUM_COLORS, Grid, Pair, Task
+
+# name -> (quarter turns counterclockwise, then mirrored left to right)
+_GEOMETRIES = {
+    "identity": (0, False),
+    "rot90": (1, False),
+    "rot180": (2, False),
+    "rot270": (3, False),
+    "flip": (0, True),
+    "rot90_flip": (1, True),
+    "rot180_flip": (2, True),
+    "rot270_flip": (3, True),
+}
+_ALLOWED = {
+    Geometry.none: ("identity",),
+    Geometry.rotations: ("identity", "rot90", "rot180", "rot270"),
+    Geometry.dihedral: tuple(_GEOMETRIES),
+}
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """`colors[c]` is the colour that c becomes; `order[i]` the original number of the i-th example."""
+
+    geometry: str
+    colors: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def apply(self, task: Task) -> Task:
+        """The task as this augmentation shows it. Test pairs keep their order."""
+        examples = tuple(self._pair(task.examples[number]) for number in self.order)
+        return Task(task.name, examples, tuple(self._pair(pair) for pair in task.tests))
+
+    def apply_grid(self, grid: Grid) -> Grid:
+        turns, mirrored = _GEOMETRIES[self.geometry]
+        turned = np.rot90(grid, turns)
+        return np.array(self.colors, np.int8)[np.fliplr(turned) if mirrored else turned]
+
+    def invert_grid(self, grid: Grid) -> Grid:
+        """The grid whose `apply_grid` is `grid`."""
+        turns, mirrored = _GEOMETRIES[self.geometry]
+        original = np.argsort(self.colors).astype(np.int8)[grid]
+        return np.ascontiguousarray(np.rot90(np.fliplr(original) if mirrored else original, -turns))
+
+    def invert(self, task: Task) -> Task:
+        """The task whose `apply` is `task`."""
+        examples = {number: self._inverted(pair) for number, pair in zip(self.order, task.examples, strict=True)}
+        tests = tuple(self._inverted(pair) for pair in task.tests)
+        return Task(task.name, tuple(examples[number] for number in sorted(examples)), tests)
+
+    def _pair(self, pair: Pair) -> Pair:
+        return Pair(self.apply_grid(pair.input), None if pair.output is None else self.apply_grid(pair.output))
+
+    def _inverted(self, pair: Pair) -> Pair:
+        return Pair(self.invert_grid(pair.input), None if pair.output is None else self.invert_grid(pair.output))
+
+
+def augmentation(
+    seed: int,
+    task: str,
+    version: int,
+    num_examples: int,
+    *,
+    geometry: Geometry,
+    permute_colors: bool,
+    permute_examples: bool,
+) -> Augmentation:
+    """Version `version` of a task; version 0 is the task as it is."""
+    colors, order = tuple(range(NUM_COLORS)), tuple(range(num_examples))
+    if version == 0:
+        return Augmentation("identity", colors, order)
+    allowed = _ALLOWED[geometry]
+    key = f"{seed}/{task}/{version}"
+    return Augmentation(
+        geometry=allowed[_permutation(f"{key}/geometry", len(allowed))[0]],
+        colors=_permutation(f"{key}/colors", NUM_COLORS) if permute_colors else colors,
+        order=_permutation(f"{key}/examples", num_examples) if permute_examples else order,
+    )
+
+
+def _permutation(key: str, count: int) -> tuple[int, ...]:
+    """A permutation by sorting hashes: the same in every version of Python and numpy, as a stored set needs."""
+    return tuple(sorted(range(count), key=lambda item: hashlib.sha256(f"{key}/{item}".encode()).digest()))

@@ -1,0 +1,112 @@
+"""Grids as text, and back: every encoder has an exact decoder.
+
+Three choices make a row: the ten colours' symbols, how often a symbol is repeated, and what stands between cells.
+Three more are put around the rows. With all of them, the grid [[0, 1], [2, 3]] is
+
+    ```grid
+    shape: 2x2
+    1 0 1
+    2 2 3
+    ```
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from pipeline.config import ArcData
+from pipeline.data.arc.tasks import NUM_COLORS, Grid
+from pipeline.errors import ConfigError
+
+DIGITS = "0123456789"
+_NAMES = ("digits", "separated", "repeated", "symbols")
+
+
+@dataclass(frozen=True)
+class GridEncoder:
+    """`symbols[c]` is colour c. Raises ConfigError for symbols from which a grid could not be told."""
+
+    symbols: str = DIGITS
+    repeat: int = 1
+    separator: str = ""
+    row_numbers: bool = False
+    shape_header: bool = False
+    code_block: bool = False
+
+    def __post_init__(self) -> None:
+        usable = {symbol for symbol in self.symbols if symbol.isalnum() or not (symbol.isascii() or symbol.isspace())}
+        if not len(self.symbols) == len(usable) == NUM_COLORS:
+            raise ConfigError(
+                f"data.symbols = {self.symbols!r}, expected {NUM_COLORS} different characters other than white "
+                "space and ASCII punctuation. A combined character (some emoji) counts as several."
+            )
+        if self.repeat < 1:
+            raise ConfigError(f"data.repeat = {self.repeat}, expected at least 1.")
+
+    def encode(self, grid: Grid) -> str:
+        """The grid's lines, without a line end after the last."""
+        lines = [self.separator.join(self.symbols[color] * self.repeat for color in row) for row in grid.tolist()]
+        if self.row_numbers:
+            lines = [f"{number} {line}" for number, line in enumerate(lines, 1)]
+        if self.shape_header:
+            lines.insert(0, f"shape: {grid.shape[0]}x{grid.shape[1]}")
+        if self.code_block:
+            lines = ["```grid", *lines, "```"]
+        return "\n".join(lines)
+
+    def decode(self, text: str) -> Grid:
+        """The grid that `encode` made `text` of. Raises ValueError for any other text."""
+        grid, end = self.decode_at(text, 0)
+        if end != len(text):
+            raise ValueError(f"text after the grid: {text[end : end + 40]!r}")
+        return grid
+
+    def decode_at(self, text: str, begin: int) -> tuple[Grid, int]:
+        """The grid whose text starts at `begin`, and where that ends. Raises ValueError when there is none."""
+        match = self._pattern.match(text, begin)
+        if match is None:
+            raise ValueError(f"no grid in {text[begin : begin + 40]!r}")
+        rows = []
+        for number, line in enumerate(match["rows"].split("\n"), 1):
+            if self.row_numbers:
+                label, _, line = line.partition(" ")
+                if label != str(number):
+                    raise ValueError(f"row {number} is labelled {label}")
+            cells = line.split(self.separator) if self.separator else line[:: self.repeat]
+            rows.append([self.symbols.index(cell[0]) for cell in cells])
+        if len({len(row) for row in rows}) > 1:
+            raise ValueError(f"rows of different lengths: {match['rows']!r}")
+        grid = np.array(rows, np.int8)
+        if self.shape_header and match["shape"] != f"{grid.shape[0]}x{grid.shape[1]}":
+            raise ValueError(f"the header says {match['shape']}, the grid is {grid.shape[0]}x{grid.shape[1]}")
+        return grid, match.end()
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        cell = "|".join(f"{re.escape(symbol)}{{{self.repeat}}}" for symbol in self.symbols)
+        # A row ends where neither a symbol nor the rest of a word follows, so that no word is taken for one.
+        end = rf"(?![\w{re.escape(self.symbols)}])"
+        row = rf"{'[0-9]+ ' if self.row_numbers else ''}(?:{cell})(?:{re.escape(self.separator)}(?:{cell}))*{end}"
+        header = r"shape: (?P<shape>\d+x\d+)\n" if self.shape_header else ""
+        before, after = ("```grid\n", "\n```") if self.code_block else ("", "")
+        return re.compile(rf"{before}{header}(?P<rows>{row}(?:\n{row})*){after}")
+
+
+def grid_encoder(config: ArcData) -> GridEncoder:
+    """The encoder that the configuration names: digits, separated, repeated, symbols, or several joined by `+`.
+
+    Raises ConfigError for an unknown name.
+    """
+    names = config.encoder.split("+")
+    if unknown := [name for name in names if name not in _NAMES]:
+        raise ConfigError(f"data.encoder = {config.encoder}: {unknown[0]!r} is unknown, expected {', '.join(_NAMES)}.")
+    return GridEncoder(
+        symbols=config.symbols if "symbols" in names else DIGITS,
+        repeat=config.repeat if "repeated" in names else 1,
+        separator=" " if "separated" in names else "",
+        row_numbers=config.row_numbers,
+        shape_header=config.shape_header,
+        code_block=config.code_block,
+    )

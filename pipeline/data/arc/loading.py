@@ -1,0 +1,147 @@
+"""Where ARC tasks lie: a directory of task files, Kaggle's challenges, JSON lines, or a Hub data set.
+
+Opening a collection reads its files (a Hub data set is downloaded and memory-mapped) but parses no task: a bad task
+is found, and skipped if so asked, when its turn comes. A file that holds many tasks must be whole to be opened.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+from datasets.exceptions import DatasetsError
+
+from pipeline.config import ArcData
+from pipeline.data.arc.tasks import Task, parse_task
+from pipeline.data.files import InputFile, find_files
+from pipeline.errors import ConfigError, InputError
+
+_NAME_KEYS = ("id", "task_id", "name")
+
+
+@dataclass(frozen=True)
+class TaskCollection:
+    """Tasks in a fixed order. `load(i)` parses task i, raising InputError for a bad one; `identity` pins them all."""
+
+    size: int
+    load: Callable[[int], Task]
+    identity: dict[str, object]
+
+
+def open_tasks(config: ArcData) -> TaskCollection:
+    """The tasks of `data.path`. Raises InputError for missing or broken files, ConfigError for contradictions."""
+    hub = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)", config.path.rstrip("/"))
+    if config.solutions is not None and not config.path.endswith(".json"):
+        raise ConfigError(f"data.solutions needs data.path to be a *_challenges.json, which {config.path} is not.")
+    if hub:
+        return _hub_tasks(hub[1], config)
+    files = find_files(config.path, ".json")
+    if len(files) == 1 and files[0].name.endswith(".jsonl"):
+        return _json_lines(files[0])
+    if len(files) == 1 and config.path.endswith(".json"):
+        return _one_file(files[0], config)
+    return _directory(files)
+
+
+def _directory(files: Sequence[InputFile]) -> TaskCollection:
+    """One task per file, named by the file's path below the directory."""
+    contents = files[0].filesystem.cat([file.path for file in files])
+    texts = [contents[file.path] for file in files]
+    digest = hashlib.sha256()
+    for file, text in zip(files, texts, strict=True):
+        digest.update(f"{file.name} {len(text)}\n".encode() + text)
+
+    def load(number: int) -> Task:
+        name = files[number].name.removesuffix(".json")
+        return parse_task(name, files[number].path, _json(texts[number], files[number].path))
+
+    return TaskCollection(len(files), load, {"num_tasks": len(files), "tasks_sha256": digest.hexdigest()})
+
+
+def _one_file(file: InputFile, config: ArcData) -> TaskCollection:
+    """A single task's file, or Kaggle's `{task id: task}`, whose test outputs may stand in a file beside it."""
+    text = file.read_bytes()
+    tasks = _json(text, file.path)
+    if isinstance(tasks, dict) and ("train" in tasks or "examples" in tasks):
+        tasks = {file.name.removesuffix(".json"): tasks}
+    if not isinstance(tasks, dict) or not tasks:
+        raise InputError(f"{file.path} holds no task, expected an object of tasks by id. Set data.path.")
+    digest = hashlib.sha256(text)
+    solutions: dict[str, Any] = {}
+    if config.solutions is not None:
+        (solution_file,) = find_files(config.solutions, ".json")
+        solution_text = solution_file.read_bytes()
+        digest.update(solution_text)
+        solutions = _json(solution_text, solution_file.path)
+        if not isinstance(solutions, dict):
+            raise InputError(f"{solution_file.path} is no object of solutions by task id. Set data.solutions.")
+    names = list(tasks)
+
+    def load(number: int) -> Task:
+        name = names[number]
+        return parse_task(name, file.path, tasks[name], solutions.get(name))
+
+    return TaskCollection(len(names), load, {"num_tasks": len(names), "tasks_sha256": digest.hexdigest()})
+
+
+def _json_lines(file: InputFile) -> TaskCollection:
+    """One task per line, named by its id, else by the file and the line's number from 1."""
+    text = file.read_bytes()
+    lines = [(number, line) for number, line in enumerate(text.split(b"\n"), 1) if line.strip()]
+
+    def load(index: int) -> Task:
+        number, line = lines[index]
+        place = f"{file.path} line {number}"
+        value = _json(line, place)
+        return parse_task(_name(value, f"{file.name.removesuffix('.jsonl')}-{number}"), place, value)
+
+    return TaskCollection(len(lines), load, {"num_tasks": len(lines), "tasks_sha256": hashlib.sha256(text).hexdigest()})
+
+
+def _hub_tasks(repo: str, config: ArcData) -> TaskCollection:
+    try:
+        builder = datasets.load_dataset_builder(repo, revision=config.revision)
+        builder.download_and_prepare()
+        rows = builder.as_dataset(split=config.split)
+    except (OSError, DatasetsError, ValueError) as error:
+        raise InputError(f"{config.path}: {error}. Set data.path, data.split and data.revision.") from error
+    files = [str(file) for file in builder.config.data_files[config.split]]
+    return dataset_tasks(rows, config.path, hashlib.sha256("\n".join(files).encode()).hexdigest())
+
+
+def dataset_tasks(rows: datasets.Dataset, place: str, digest: str) -> TaskCollection:
+    """The rows of a data set with the columns `train` and `test`, or `examples` (barc0's).
+
+    `digest` pins the rows: the Hub's addresses of the files name the commit. Raises InputError for other columns.
+    """
+    if "examples" not in rows.column_names and not {"train", "test"} <= set(rows.column_names):
+        raise InputError(
+            f"{place} has the columns {', '.join(rows.column_names)}, expected examples, or train and test. "
+            "Set data.path."
+        )
+
+    def load(number: int) -> Task:
+        row = rows[number]
+        return parse_task(_name(row, f"row-{number}"), f"{place} row {number}", row)
+
+    return TaskCollection(len(rows), load, {"num_tasks": len(rows), "tasks_sha256": digest})
+
+
+def _name(value: Any, otherwise: str) -> str:
+    if isinstance(value, dict):
+        for key in _NAME_KEYS:
+            if isinstance(value.get(key), str | int):
+                return str(value[key])
+    return otherwise
+
+
+def _json(text: bytes, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are
+        raise InputError(
+            f"{place} is not JSON: {error}. Repair it, or set data.on_error=skip if it is one task."
+        ) from error

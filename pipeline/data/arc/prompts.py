@@ -1,0 +1,76 @@
+"""A task as a prompt, and the grids back from it.
+
+    input:
+    <grid>
+    output:
+    <grid>
+                       (an empty line between pairs)
+    input:
+    <test grid>
+    output:
+    <test grid>        (with include_solution, where it is known)
+
+In a chat the user's message ends with the test grid, and the assistant's is what follows.
+"""
+
+import re
+from collections.abc import Mapping
+
+from pipeline.data.arc.encoders import GridEncoder
+from pipeline.data.arc.tasks import Grid, Pair, Task
+
+_LABEL = re.compile(r"(input|output):\n")
+
+
+def question(task: Task, test: int, encoder: GridEncoder) -> str:
+    """The examples and the test input."""
+    pairs = [
+        f"input:\n{encoder.encode(pair.input)}\noutput:\n{encoder.encode(pair.output)}\n\n" for pair in task.examples
+    ]
+    return "".join(pairs) + f"input:\n{encoder.encode(task.tests[test].input)}"
+
+
+def answer(solution: Grid | None, encoder: GridEncoder) -> str:
+    """What follows the question: the label, and the solution where there is one."""
+    return "output:\n" if solution is None else f"output:\n{encoder.encode(solution)}"
+
+
+def plain_prompt(task: Task, test: int, encoder: GridEncoder, *, include_solution: bool) -> str:
+    """The whole prompt as one text."""
+    solution = task.tests[test].output if include_solution else None
+    return f"{question(task, test, encoder)}\n{answer(solution, encoder)}"
+
+
+def chat_messages(task: Task, test: int, encoder: GridEncoder, *, include_solution: bool) -> list[Mapping[str, str]]:
+    """The prompt as messages: the user's question and, where it is included and known, the assistant's answer."""
+    messages = [{"role": "user", "content": question(task, test, encoder)}]
+    solution = task.tests[test].output if include_solution else None
+    if solution is not None:
+        messages.append({"role": "assistant", "content": answer(solution, encoder)})
+    return messages
+
+
+def decode_prompt(text: str, encoder: GridEncoder) -> list[Pair]:
+    """The pairs of a prompt, plain or rendered by a chat template; the last is the test.
+
+    Raises ValueError when the labels or the grids are not those of a prompt.
+    """
+    grids: list[tuple[str, Grid]] = []
+    labels = list(_LABEL.finditer(text))
+    for label in labels:
+        if label is labels[-1] and label[1] == "output" and not _has_grid(text, label.end(), encoder):
+            break
+        grids.append((label[1], encoder.decode_at(text, label.end())[0]))
+    expected = ["input" if number % 2 == 0 else "output" for number in range(len(grids))]
+    if not grids or [name for name, _ in grids] != expected:
+        raise ValueError(f"labels {[name for name, _ in grids]}, expected inputs and outputs in turn")
+    outputs = [grid for _, grid in grids[1::2]] + [None] * (len(grids) % 2)
+    return [Pair(grid, output) for (_, grid), output in zip(grids[::2], outputs, strict=True)]
+
+
+def _has_grid(text: str, begin: int, encoder: GridEncoder) -> bool:
+    try:
+        encoder.decode_at(text, begin)
+    except ValueError:
+        return False
+    return True

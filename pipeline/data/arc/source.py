@@ -1,0 +1,111 @@
+"""ARC-AGI tasks as documents: one prompt per test input and augmentation."""
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from pipeline.config import ArcData, OnError, Template
+from pipeline.data.arc.augment import augmentation
+from pipeline.data.arc.encoders import grid_encoder
+from pipeline.data.arc.loading import open_tasks
+from pipeline.data.arc.prompts import chat_messages, plain_prompt
+from pipeline.data.arc.tasks import Task
+from pipeline.data.documents import Document, SkippedDocument
+from pipeline.data.tokenizer import TextTokenizer
+from pipeline.errors import ConfigError, InputError
+
+# What shapes the documents beside the tasks themselves.
+_SETTINGS = (
+    *("encoder", "symbols", "repeat", "row_numbers", "shape_header", "code_block", "template", "include_solution"),
+    *("augmentations", "geometry", "permute_colors", "permute_examples", "seed", "tasks_per_shard", "on_error"),
+)
+
+
+class ArcSource:
+    """Source shards are groups of `tasks_per_shard` consecutive tasks.
+
+    A task gives its versions one after the other, the first unchanged, and each version one document per test input:
+    `<task>#<test>`, or `<task>#<test>@<version>` when augmented. A skipped task counts as one document.
+    """
+
+    shards: tuple[str, ...]
+    info_schema = pa.schema(
+        [
+            ("task", pa.string()),
+            ("test", pa.int64()),
+            ("augmentation", pa.int64()),
+            ("geometry", pa.string()),  # a name of augment.py
+            ("colors", pa.string()),  # ten digits: what the colours 0, 1, ... became
+            ("order", pa.string()),  # the examples' original numbers, in the order shown
+        ]
+    )
+
+    def __init__(self, config: ArcData, tokenizer: TextTokenizer) -> None:
+        """Opens the tasks. Raises InputError, or ConfigError for an encoder or chat template that cannot be used."""
+        for name in ("augmentations", "tasks_per_shard"):
+            if getattr(config, name) < 1:
+                raise ConfigError(f"data.{name} = {getattr(config, name)}, expected at least 1.")
+        if config.template is Template.chat:
+            tokenizer.require_chat()
+        self._config = config
+        self._tokenizer = tokenizer
+        self._encoder = grid_encoder(config)
+        self._tasks = open_tasks(config)
+        self._starts = range(0, self._tasks.size, config.tasks_per_shard)
+        self.shards = tuple(f"tasks-{first:06d}" for first in self._starts)
+
+    def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
+        """The documents of one group of tasks from number `start` on; those before it are not rendered."""
+        index = 0
+        first = self._starts[shard]
+        for number in range(first, min(first + self._config.tasks_per_shard, self._tasks.size)):
+            try:
+                task = self._tasks.load(number)
+            except InputError as error:
+                if self._config.on_error is OnError.fail:
+                    raise
+                if index >= start:
+                    yield SkippedDocument(self.shards[shard], index, str(error))
+                index += 1
+                continue
+            for version in range(self._config.augmentations):
+                for test in range(len(task.tests)):
+                    if index >= start:
+                        yield self._document(task, version, test, self.shards[shard], index)
+                    index += 1
+
+    def fingerprint(self) -> dict[str, object]:
+        """The tasks' digest and every setting that shapes a prompt."""
+        settings = {name: getattr(self._config, name) for name in _SETTINGS}
+        settings = {name: str(value) if isinstance(value, str) else value for name, value in settings.items()}
+        chat = self._tokenizer.chat_identity() if self._config.template is Template.chat else None
+        return {"source": "arc", **self._tasks.identity, **settings, "chat_template_sha256": chat}
+
+    def _document(self, task: Task, version: int, test: int, shard: str, index: int) -> Document:
+        config = self._config
+        change = augmentation(
+            config.seed,
+            task.name,
+            version,
+            len(task.examples),
+            geometry=config.geometry,
+            permute_colors=config.permute_colors,
+            permute_examples=config.permute_examples,
+        )
+        info = {
+            "task": task.name,
+            "test": test,
+            "augmentation": version,
+            "geometry": change.geometry,
+            "colors": "".join(map(str, change.colors)),
+            "order": ",".join(map(str, change.order)),
+        }
+        name = f"{task.name}#{test}@{version}" if version else f"{task.name}#{test}"
+        return Document(name, self._text(change.apply(task), test), shard, index, info)
+
+    def _text(self, task: Task, test: int) -> str:
+        solved = self._config.include_solution
+        if self._config.template is Template.plain:
+            return plain_prompt(task, test, self._encoder, include_solution=solved)
+        messages = chat_messages(task, test, self._encoder, include_solution=solved)
+        return self._tokenizer.render_chat(messages, add_generation_prompt=len(messages) == 1)

@@ -1,0 +1,110 @@
+"""ARC-AGI tasks: grids, pairs, and the shapes in which data sets write them down."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int8
+
+from pipeline.errors import InputError
+
+Grid = Int8[np.ndarray, "height width"]
+NUM_COLORS = 10
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An input grid and its output, None where that is not known."""
+
+    input: Grid
+    output: Grid | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """Examples, all with outputs, and at least one test pair."""
+
+    name: str
+    examples: tuple[Pair, ...]
+    tests: tuple[Pair, ...]
+
+
+def parse_task(name: str, place: str, value: Any, solutions: Any = None) -> Task:
+    """A task from JSON: `{"train": [pair, ...], "test": [pair, ...]}`, or `{"examples": [pair, ...]}`.
+
+    A pair is `{"input": grid, "output": grid}` or `[input, output]`. Of `examples` the last pair is the test.
+    `solutions` is the list of the test outputs when they stand elsewhere. `place` is named in messages.
+
+    Raises InputError for what is not such a task: a missing key, a grid that is empty, ragged or has other values than
+    the colours 0 to 9.
+    """
+    try:
+        return _task(name, value, solutions)
+    except ValueError as error:
+        raise InputError(f"{place}, task {name}: {error}. Repair the task or set data.on_error=skip.") from error
+
+
+def parse_grid(value: Any, what: str) -> Grid:
+    """A grid from nested lists. Raises ValueError, with `what` as the subject."""
+    if not _is_list(value) or not value or not all(_is_list(row) and row for row in value):
+        raise ValueError(f"{what} is {_brief(value)}, expected a list of rows of colours")
+    widths = sorted({len(row) for row in value})
+    if len(widths) > 1:
+        raise ValueError(f"{what} has rows of {widths[0]} and of {widths[-1]} cells, expected a rectangle")
+    for cell in (cell for row in value for cell in row):
+        if isinstance(cell, bool) or not isinstance(cell, int) or not 0 <= cell < NUM_COLORS:
+            raise ValueError(f"{what} has the cell {_brief(cell)}, expected a colour 0 to {NUM_COLORS - 1}")
+    return np.array(value, np.int8)
+
+
+def _task(name: str, value: Any, solutions: Any) -> Task:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"the task is {_brief(value)}, expected an object")
+    if value.get("examples") is not None:
+        pairs = _list(value["examples"], "examples")
+        examples, tests = pairs[:-1], pairs[-1:]
+    else:
+        examples, tests = _list(value.get("train"), "train"), _list(value.get("test"), "test")
+    if not tests:
+        raise ValueError("it has no test pair")
+    outputs = [None] * len(tests) if solutions is None else _list(solutions, "the solution")
+    if len(outputs) != len(tests):
+        raise ValueError(f"it has {len(tests)} test inputs and {len(outputs)} solutions")
+    return Task(
+        name,
+        tuple(_pair(pair, f"example {number}", None, complete=True) for number, pair in enumerate(examples)),
+        tuple(
+            _pair(pair, f"test {number}", output, complete=False)
+            for number, (pair, output) in enumerate(zip(tests, outputs, strict=True))
+        ),
+    )
+
+
+def _pair(value: Any, what: str, solution: Any, *, complete: bool) -> Pair:
+    if _is_list(value) and len(value) == 2:
+        value = {"input": value[0], "output": value[1]}
+    if not isinstance(value, Mapping) or value.get("input") is None:
+        raise ValueError(f"{what} is {_brief(value)}, expected an input and an output")
+    output = value.get("output") if solution is None else solution
+    if output is None and complete:
+        raise ValueError(f"{what} has no output")
+    return Pair(
+        parse_grid(value["input"], f"the input of {what}"),
+        None if output is None else parse_grid(output, f"the output of {what}"),
+    )
+
+
+def _list(value: Any, what: str) -> Sequence[Any]:
+    if not _is_list(value):
+        raise ValueError(f"{what} is {_brief(value)}, expected a list")
+    return value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _brief(value: Any) -> str:
+    text = "missing" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,132 @@
+"""Documents from any data set that `datasets` can stream, each row made text by a template."""
+
+import hashlib
+import posixpath
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+import fsspec
+import jinja2
+import pyarrow as pa
+from datasets.exceptions import DatasetsError
+
+from pipeline.config import HfData, OnError
+from pipeline.data.documents import DOCUMENT_SCHEMA, Document, SkippedDocument
+from pipeline.data.templates import TextTemplate, tojson
+from pipeline.errors import ConfigError, InputError
+
+
+class HfSource:
+    """One source shard per shard of the streamed data set, which is a file in most formats."""
+
+    shards: tuple[str, ...]
+    info_schema: pa.Schema
+
+    def __init__(self, config: HfData) -> None:
+        """Resolves the data set's files. Raises ConfigError for a bad template or name, InputError for no file."""
+        self._config = config
+        try:
+            self._template = TextTemplate(config.text)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"data.text is not a jinja template: {error}. Got {config.text!r}.") from error
+        if taken := sorted({*config.info_columns} & {*DOCUMENT_SCHEMA.names}):
+            raise ConfigError(f"data.info_columns has {taken[0]}, which every store has. Leave it out.")
+        self._dataset, files = _stream(config)
+        base = posixpath.commonpath([posixpath.dirname(file) for file in files])
+        self._files = tuple(posixpath.relpath(file, base) for file in files)
+        self._content = _content(files, self._files)
+        count = self._dataset.num_shards
+        numbered = tuple(f"{config.split}-{shard:05d}-of-{count:05d}" for shard in range(count))
+        self.shards = self._files if len(files) == count else numbered
+        self.info_schema = pa.schema([(name, pa.string()) for name in config.info_columns])
+
+    def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
+        """The documents of a shard from row `start` on. The rows before it are read again, not tokenised."""
+        name = self.shards[shard]
+        rows = iter(self._dataset.shard(len(self.shards), shard).skip(start))
+        index = start
+        while (row := self._next(rows, name, index)) is not None:
+            try:
+                yield self._document(row, name, index)
+            except ValueError as error:
+                if self._config.on_error is OnError.fail:
+                    raise InputError(
+                        f"{self._config.path}, {name} row {index}: {error}. Repair the data or set data.on_error=skip."
+                    ) from error
+                yield SkippedDocument(name, index, str(error))
+            index += 1
+
+    def fingerprint(self) -> dict[str, object]:
+        """The template and the data set, whose files count by name, and by size or the Hub's commit."""
+        config = self._config
+        return {
+            "source": "hf",
+            "subset": config.subset,
+            "split": config.split,
+            "text": config.text,
+            "id_column": config.id_column,
+            "info_columns": list(config.info_columns),
+            "on_error": str(config.on_error),
+            "num_files": len(self._files),
+            "files_sha256": hashlib.sha256("\n".join(self._content).encode()).hexdigest(),
+        }
+
+    def _next(self, rows: Iterator[dict[str, Any]], name: str, index: int) -> dict[str, Any] | None:
+        try:
+            return next(rows, None)
+        except (ValueError, DatasetsError) as error:  # pyarrow's, json's, pandas' and Unicode errors are ValueErrors
+            raise InputError(
+                f"{self._config.path}, {name} is not readable from row {index} on: {error}. Repair or replace the file."
+            ) from error
+
+    def _document(self, row: dict[str, Any], shard: str, index: int) -> Document:
+        """Raises ValueError for a bad row, and InputError for a column that no row has."""
+        config = self._config
+        wanted = {*self._template.columns, *config.info_columns, *([config.id_column] if config.id_column else [])}
+        if missing := sorted(wanted - row.keys()):
+            raise InputError(
+                f"{config.path}, {shard} has no column {', '.join(missing)}, only {', '.join(row)}. "
+                "Set data.text, data.id_column and data.info_columns to columns that it has."
+            )
+        try:
+            text = self._template(row)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(f"data.text does not render: {error}") from error
+        if not text:
+            raise ValueError("the text is empty")
+        identity = row[config.id_column] if config.id_column else f"{shard}#{index}"
+        if identity is None:
+            raise ValueError(f"{config.id_column!r} is null")
+        info = {name: None if row[name] is None else _plain(row[name]) for name in config.info_columns}
+        return Document(str(identity), text, shard, index, info)
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else tojson(value)
+
+
+def _stream(config: HfData) -> tuple[datasets.IterableDataset, list[str]]:
+    """The data set, opened for streaming, and the paths or addresses of its split's files."""
+    data_files = config.data_files if isinstance(config.data_files, str | None) else list(config.data_files)
+    try:
+        builder = datasets.load_dataset_builder(
+            config.path, config.subset, data_files=data_files, revision=config.revision
+        )
+        dataset = builder.as_streaming_dataset(split=config.split)
+    except (FileNotFoundError, DatasetsError) as error:
+        raise InputError(f"{config.path}: {error}. Set data.path and data.data_files to a data set.") from error
+    except ValueError as error:
+        raise ConfigError(f"data.path={config.path}: {error}. Set data.subset and data.split.") from error
+    return dataset, [str(file) for file in builder.config.data_files[config.split]]
+
+
+def _content(files: list[str], names: tuple[str, ...]) -> list[str]:
+    """For each file its name and what pins its content: the commit in a Hub address, else the size in bytes."""
+    lines = []
+    for file, name in zip(files, names, strict=True):
+        commit = re.match(r"hf://datasets/[^@]+@([0-9a-f]{40})/", file)
+        filesystem, path = fsspec.core.url_to_fs(file)
+        lines.append(f"{name} {commit[1] if commit else filesystem.info(path)['size']}")
+    return lines
