@@ -24,6 +24,7 @@ _REMEDIES = {
     "disk quota exceeded": "The quota is used up: free space, then run the same command again; it resumes.",
     "permission": "Give this user the permission, or choose another store.path.",
     "read-only file system": "Choose another store.path.",
+    "data_loss": "The object is damaged: run pipeline.verify, which lists all damage and says how to repair it.",
     "not a directory": "A file stands in the way: choose another store.path.",
 }
 _ANY_REMEDY = "What was committed before stays valid; once the cause is gone, run the same command again."

@@ -1,14 +1,20 @@
 """The document tables: one parquet file per block, with the same bytes for the same documents."""
 
 import io
+from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import tensorstore as ts
 
 from pipeline.errors import StoreError
+from pipeline.store.kvstore import read_keys
 
 # What every source has; the source's own columns follow (see `pipeline.data.documents.TokenBlock`).
-COLUMNS = ("document", "id", "source", "index", "n_tokens", "n_cut", "first_token", "last_token")
+COLUMNS = pa.schema(
+    [("document", pa.int64()), ("id", pa.string()), ("source", pa.string())]
+    + [(name, pa.int64()) for name in ("index", "n_tokens", "n_cut", "first_token", "last_token")]
+)
 
 
 def table_key(stream: int, block: int) -> str:
@@ -35,7 +41,30 @@ def decode_table(content: bytes, subject: str) -> pa.Table:
         table = pq.read_table(pa.BufferReader(content), page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
         raise StoreError(f"{subject} is damaged: {error}") from error
-    missing = [name for name in COLUMNS if name not in table.column_names]
+    missing = [name for name in COLUMNS.names if name not in table.column_names]
     if missing:
         raise StoreError(f"{subject} lacks the columns {missing}; it has {table.column_names}.")
+    return table
+
+
+def read_tables(path: str, kvstore: ts.KvStore, places: Sequence[tuple[int, int]]) -> Iterator[pa.Table]:
+    """The document tables of blocks given as (stream, block), with these two as first columns.
+
+    Raises StoreError for a table that is missing or damaged.
+    """
+    keys = [table_key(*place) for place in places]
+    for (stream, block), key, content in zip(places, keys, read_keys(kvstore, keys), strict=True):
+        if content is None:
+            raise StoreError(f"{path}/{key} is missing, although the block is committed.")
+        yield _with_place(decode_table(content, f"{path}/{key}"), stream, block)
+
+
+def empty_table() -> pa.Table:
+    """What `read_tables` gives for a store without documents."""
+    return _with_place(COLUMNS.empty_table(), 0, 0)
+
+
+def _with_place(table: pa.Table, stream: int, block: int) -> pa.Table:
+    for name, value in (("block", block), ("stream", stream)):
+        table = table.add_column(0, name, pa.array([value] * table.num_rows, pa.int64()))
     return table

@@ -1,0 +1,247 @@
+"""Reading a store: rows, documents, and batches of tokens for training.
+
+    from pipeline.store import ActivationStore
+
+    store = ActivationStore.open("gs://bucket/store")
+    for batch in store.batches((5, "resid_post"), batch_size=4096, shuffle=True, seed=0):
+        train_step(batch.activations)  # [4096, d]
+
+Works on finished and on unfinished stores; of the latter it sees the blocks that were committed when it was opened.
+Shapes: T positions of a row, D features of an activation.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import tensorstore as ts
+from jaxtyping import Int32, Int64
+from numpy.typing import DTypeLike
+
+from pipeline.errors import StoreError
+from pipeline.sites import ActivationKey, Site
+from pipeline.store.arrays import open_existing
+from pipeline.store.batches import Batch, BatchReader
+from pipeline.store.commits import CommitRecord, read_records
+from pipeline.store.kvstore import open_kvstore
+from pipeline.store.layout import POSITIONS, SIDE_ARRAYS, ArraySpec, StoreLayout
+from pipeline.store.metadata import StoreMetadata, StoreRoot, read_root
+from pipeline.store.rows import read_runs, require_stored
+from pipeline.store.tables import empty_table, read_tables
+
+Key = ActivationKey | tuple[int, Site | str] | str
+Rows = int | slice | Sequence[int] | np.ndarray
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """What stands beside the activations, row by row: [n, T], or [T] for one row.
+
+    segments: 0 where padded, k in the row's k-th document window. positions: from 0 in each window. documents: the
+    document's number, -1 where padded.
+    """
+
+    tokens: Int32[np.ndarray, "*n T"]
+    segments: Int32[np.ndarray, "*n T"]
+    positions: Int32[np.ndarray, "*n T"]
+    documents: Int64[np.ndarray, "*n T"]
+
+
+@dataclass(frozen=True)
+class DocumentActivations:
+    """One document's n stored tokens, in order, and their activations [n, D] by array name."""
+
+    document: int
+    id: str
+    tokens: Int32[np.ndarray, " n"]
+    positions: Int32[np.ndarray, " n"]
+    rows: Int64[np.ndarray, " n"]
+    activations: Mapping[str, np.ndarray]
+
+
+class ActivationStore:
+    """A store, open for reading. Use `ActivationStore.open`.
+
+    `arrays` are the TensorStore arrays by name, for reading them in other ways.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        kvstore: ts.KvStore,
+        root: StoreRoot,
+        records: Mapping[int, Sequence[CommitRecord]],
+        arrays: Mapping[str, ts.TensorStore],
+    ) -> None:
+        self.path = path
+        self.metadata: StoreMetadata = root.metadata
+        self.complete: bool = root.complete
+        self.keys: tuple[ActivationKey, ...] = tuple(ActivationKey.parse(name) for name in root.arrays)
+        self.arrays = arrays
+        self._kvstore = kvstore
+        self._layout = stored_layout(root, arrays)
+        blocks = (record for stream in records.values() for record in stream)
+        self._blocks = sorted(blocks, key=lambda record: self._layout.shard_index(record.stream, record.block))
+
+    @classmethod
+    def open(cls, path: str) -> "ActivationStore":
+        """Opens the store at a local path, `gs://`, `s3://` or `memory://`.
+
+        Raises StoreError where there is no store, or one that is damaged or of another version.
+        """
+        kvstore = open_kvstore(path)
+        root = read_root(path, kvstore)
+        if root is None:
+            raise StoreError(f"there is no activation store at {path}: it has no zarr.json.")
+        arrays = open_existing(kvstore, [*(spec.name for spec in SIDE_ARRAYS), *root.arrays])
+        return cls(path, kvstore, root, read_records(path, kvstore), arrays)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(sorted({key.layer for key in self.keys if key.site.per_layer}))
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        return tuple(dict.fromkeys(key.site for key in self.keys))
+
+    @property
+    def length(self) -> int:
+        """Token slots of a row."""
+        return self._layout.length
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Stored tokens, without padding."""
+        return sum(record.tokens for record in self._blocks)
+
+    @cached_property
+    def rows(self) -> Int64[np.ndarray, " n"]:
+        """The numbers of the rows that are in the store, ascending: an array's other rows are padding."""
+        first_rows = (self._layout.first_row(record.stream, record.block) for record in self._blocks)
+        ranges = [np.arange(r.rows, dtype=np.int64) + first for r, first in zip(self._blocks, first_rows, strict=True)]
+        return np.concatenate([np.empty(0, np.int64), *ranges])
+
+    @cached_property
+    def documents(self) -> pa.Table:
+        """Every document of every block: one table row per document and block that it has tokens in.
+
+        The columns are those of `_documents` (document, id, source, index, n_tokens, n_cut, first_token, last_token and
+        the source's own) with the stream and block in front.
+        """
+        places = [(record.stream, record.block) for record in self._blocks]
+        tables = list(read_tables(self.path, self._kvstore, places))
+        return pa.concat_tables(tables, promote_options="default") if tables else empty_table()
+
+    def read(self, layer: int | None, site: Site | str, rows: Rows, dtype: DTypeLike = None) -> np.ndarray:
+        """Activations [n, T, D] of some rows ([T, D] for one), zeros where padded.
+
+        `layer` is None for the sites that exist once. `rows` are row numbers, as in `store.rows`; a slice selects the
+        stored ones of its range. `dtype` is the store's unless given. Raises StoreError for a row that is not stored,
+        or damaged.
+        """
+        key = self._key((-1 if layer is None else layer, site))
+        return self._read(key.name, rows) if dtype is None else self._read(key.name, rows).astype(dtype, copy=False)
+
+    def read_tokens(self, rows: Rows) -> TokenRows:
+        """Tokens, segments, positions and documents of some rows, chosen as in `read`."""
+        return TokenRows(**{spec.name: self._read(spec.name, rows) for spec in SIDE_ARRAYS})
+
+    def document(self, id: str | int, keys: Sequence[Key] | None = None) -> DocumentActivations:
+        """One document, by its id (str) or number (int), with the activations of `keys` (default: all).
+
+        A document that is longer than a row has several windows, each computed by itself; they follow one another.
+        Raises StoreError for an id that no document has, or several have.
+        """
+        column = "document" if isinstance(id, int) else "id"
+        found = self.documents.filter(pc.equal(self.documents[column], id))
+        numbers = pc.unique(found["document"]).to_pylist()
+        if len(numbers) != 1:
+            hint = f"documents {numbers} have it; ask for one by number" if numbers else "no document has it"
+            raise StoreError(f"{column} {id!r} in the store {self.path}: {hint}.")
+        records = {(record.stream, record.block): record for record in self._blocks}
+        places = sorted(set(zip(found["stream"].to_pylist(), found["block"].to_pylist(), strict=True)))
+        rows = np.concatenate([self._block_rows(records[place]) for place in places])
+        holds = (self._read("documents", rows) == numbers[0]).any(axis=1)
+        rows = rows[holds]
+        beside = self.read_tokens(rows)
+        of_document = beside.documents == numbers[0]
+        expected = pc.sum(pc.subtract(found["last_token"], found["first_token"])).as_py()
+        if of_document.sum() != expected:
+            raise StoreError(f"{of_document.sum()} tokens of {column} {id!r} are in {self.path}, expected {expected}.")
+        names = [key.name for key in (self.keys if keys is None else map(self._key, keys))]
+        return DocumentActivations(
+            document=numbers[0],
+            id=found["id"][0].as_py(),
+            tokens=beside.tokens[of_document],
+            positions=beside.positions[of_document],
+            rows=np.repeat(rows, of_document.sum(axis=1)),
+            activations={name: self._read(name, rows)[of_document] for name in names},
+        )
+
+    def batches(
+        self,
+        keys: Key | Sequence[Key],
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        dtype: DTypeLike = None,
+        drop_last: bool = False,
+        buffer_mib: float = 256.0,
+    ) -> Iterator[Batch]:
+        """Every stored token exactly once, `batch_size` at a time, never padding.
+
+        `keys` is one activation, e.g. (5, "resid_post"), or a list of them; see `Batch`. Unshuffled, tokens come in
+        the order of their rows. Shuffled, blocks come in random order and their pieces fill a buffer of `buffer_mib`
+        MiB of activations, which is emptied in random order; the order depends on `seed` and `buffer_mib` alone. While
+        one buffer is emptied the next is read. Raises StoreError for a damaged block.
+        """
+        single = isinstance(keys, (ActivationKey, str)) or (isinstance(keys, tuple) and isinstance(keys[0], int))
+        names = [self._key(key).name for key in ([keys] if single else keys)]
+        reader = BatchReader(self._layout, self.arrays, self._blocks, tuple(names), buffer_mib)
+        return reader.batches(batch_size, None if not shuffle else seed, dtype, drop_last, single)
+
+    def _key(self, key: Key) -> ActivationKey:
+        try:
+            parsed = ActivationKey.parse(key) if isinstance(key, str) else ActivationKey(key[0], Site(key[1]))
+        except TypeError:
+            parsed = key
+        except ValueError as error:
+            raise StoreError(f"{key!r} names no activation: {error}.") from error
+        if parsed not in self.keys:
+            names = ", ".join(known.name for known in self.keys)
+            raise StoreError(f"the store {self.path} has no {parsed.name}; it has {names}.")
+        return parsed
+
+    def _read(self, name: str, rows: Rows) -> np.ndarray:
+        if isinstance(rows, slice):
+            end = int(self.rows[-1]) + 1 if self.rows.size else 0
+            wanted = np.arange(*rows.indices(end), dtype=np.int64)
+            return read_runs(self.arrays[name], wanted[np.isin(wanted, self.rows)])
+        wanted = np.atleast_1d(np.asarray(rows, np.int64))
+        absent = wanted[~np.isin(wanted, self.rows)]
+        if absent.size:
+            raise StoreError(
+                f"rows {absent[:8].tolist()} are not in the store {self.path}; `rows` lists those that are."
+            )
+        values = read_runs(self.arrays[name], wanted)
+        return values[0] if np.ndim(rows) == 0 else values
+
+    def _block_rows(self, record: CommitRecord) -> np.ndarray:
+        return np.arange(record.rows, dtype=np.int64) + self._layout.first_row(record.stream, record.block)
+
+
+def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> StoreLayout:
+    """The layout of a store, from its arrays as they are."""
+    specs = (ArraySpec(name, arrays[name].dtype.name, arrays[name].shape[2]) for name in root.arrays)
+    return StoreLayout(
+        num_streams=root.metadata.num_streams,
+        rows_per_block=root.metadata.rows_per_block,
+        length=arrays["tokens"].shape[1],
+        arrays=tuple(specs),
+        compression=root.metadata.store.get("compression", "none"),
+    )
