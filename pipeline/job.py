@@ -9,6 +9,7 @@ from pipeline.data.feed import StreamWork
 from pipeline.data.sources import open_source
 from pipeline.data.stream import TokenStream
 from pipeline.data.tokenizer import TextTokenizer, load_tokenizer
+from pipeline.distributed import topology
 from pipeline.models.registry import Model, open_model
 from pipeline.plan import Plan, Topology, make_plan
 from pipeline.store.commits import CommitRecord
@@ -114,6 +115,17 @@ def open_job(config: RunConfig, topology: Topology) -> Job:
         config=asdict(config),
     )
     return Job(config, model, source, tokenizer, plan, metadata, store_layout(plan, str(config.store.compression)))
+
+
+def print_plan(config: RunConfig) -> None:
+    """What a run would do, on the devices at hand: nothing is read but headers, and nothing is written."""
+    job = open_job(config, topology(config.run))
+    num_params = job.model.num_params(job.plan.keys)
+    flops = job.model.flops_per_token(job.plan.keys, job.plan.length)
+    print(f"model     {job.model.family}, {job.model.num_layers} layers; the capture needs {num_params:,} parameters")
+    print(f"compute   {flops:,} FLOPs per token")
+    print(f"data      {len(job.source.shards)} source shards")
+    print(job.plan.describe())
 
 
 def store_layout(plan: Plan, compression: str) -> StoreLayout:

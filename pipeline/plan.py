@@ -237,3 +237,10 @@ def _notes(inflight_steps: int, num_streams: int, topology: Topology) -> tuple[s
     if num_streams < topology.count:
         notes.append(f"{topology.count - num_streams} of {topology.count} processes have no stream; set data.num_streams")
     return tuple(notes)
+
+
+if __name__ == "__main__":
+    from pipeline import cli
+    from pipeline.job import print_plan
+
+    cli.main(print_plan)
