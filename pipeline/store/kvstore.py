@@ -19,12 +19,14 @@ CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
 # for a read-only driver, OSError from the file system.
 TENSORSTORE_ERRORS = (ValueError, OSError, RuntimeError)
 
+DAMAGE_REMEDY = "The object is damaged: run pipeline.verify, which lists all damage and says how to repair it."
 _REMEDIES = {
     "no space left": "The disk is full: free space, then run the same command again; it resumes.",
     "disk quota exceeded": "The quota is used up: free space, then run the same command again; it resumes.",
     "permission": "Give this user the permission, or choose another store.path.",
     "read-only file system": "Choose another store.path.",
-    "data_loss": "The object is damaged: run pipeline.verify, which lists all damage and says how to repair it.",
+    "data_loss": DAMAGE_REMEDY,
+    "requested byte range": DAMAGE_REMEDY,
     "not a directory": "A file stands in the way: choose another store.path.",
 }
 _ANY_REMEDY = "What was committed before stays valid; once the cause is gone, run the same command again."

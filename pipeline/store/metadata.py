@@ -14,6 +14,7 @@ import tensorstore as ts
 
 from pipeline.errors import StoreError, StoreMismatch
 from pipeline.store.kvstore import open_kvstore, read_key
+from pipeline.store.layout import ArraySpec, StoreLayout
 
 FORMAT_VERSION = 1
 ATTRIBUTE = "activation_store"
@@ -152,6 +153,23 @@ def read_root(path: str, kvstore: ts.KvStore) -> StoreRoot | None:
     """The root of the store, or None where there is none. Raises StoreError."""
     text = read_key(kvstore, ROOT_KEY)
     return None if text is None else StoreRoot.from_json(text, path)
+
+
+def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> StoreLayout:
+    """The layout of a store, from its arrays as they are."""
+    specs = (ArraySpec(name, arrays[name].dtype.name, arrays[name].shape[2]) for name in root.arrays)
+    return StoreLayout(
+        num_streams=root.metadata.num_streams,
+        rows_per_block=root.metadata.rows_per_block,
+        length=arrays["tokens"].shape[1],
+        arrays=tuple(specs),
+        compression=root.metadata.store.get("compression", "none"),
+    )
+
+
+def store_exists(path: str) -> bool:
+    """Whether there is a store at `path`, be it sound or not. Raises StoreError."""
+    return read_key(open_kvstore(path), ROOT_KEY) is not None
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

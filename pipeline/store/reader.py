@@ -28,8 +28,8 @@ from pipeline.store.arrays import open_existing
 from pipeline.store.batches import Batch, BatchReader
 from pipeline.store.commits import CommitRecord, read_records
 from pipeline.store.kvstore import open_kvstore
-from pipeline.store.layout import POSITIONS, SIDE_ARRAYS, ArraySpec, StoreLayout
-from pipeline.store.metadata import StoreMetadata, StoreRoot, read_root
+from pipeline.store.layout import POSITIONS, SIDE_ARRAYS
+from pipeline.store.metadata import StoreMetadata, StoreRoot, read_root, stored_layout
 from pipeline.store.rows import read_runs, require_stored
 from pipeline.store.tables import empty_table, read_tables
 
@@ -221,27 +221,16 @@ class ActivationStore:
         if isinstance(rows, slice):
             end = int(self.rows[-1]) + 1 if self.rows.size else 0
             wanted = np.arange(*rows.indices(end), dtype=np.int64)
-            return read_runs(self.arrays[name], wanted[np.isin(wanted, self.rows)])
-        wanted = np.atleast_1d(np.asarray(rows, np.int64))
-        absent = wanted[~np.isin(wanted, self.rows)]
-        if absent.size:
-            raise StoreError(
-                f"rows {absent[:8].tolist()} are not in the store {self.path}; `rows` lists those that are."
-            )
+            wanted = wanted[np.isin(wanted, self.rows)]
+        else:
+            wanted = np.atleast_1d(np.asarray(rows, np.int64))
+            absent = wanted[~np.isin(wanted, self.rows)][:8].tolist()
+            if absent:
+                raise StoreError(f"rows {absent} are not in the store {self.path}; `rows` lists those that are.")
         values = read_runs(self.arrays[name], wanted)
-        return values[0] if np.ndim(rows) == 0 else values
+        if name != POSITIONS.name:  # where zeros are nothing unusual
+            require_stored(self.arrays[name], wanted, values)
+        return values[0] if np.ndim(rows) == 0 and not isinstance(rows, slice) else values
 
     def _block_rows(self, record: CommitRecord) -> np.ndarray:
         return np.arange(record.rows, dtype=np.int64) + self._layout.first_row(record.stream, record.block)
-
-
-def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> StoreLayout:
-    """The layout of a store, from its arrays as they are."""
-    specs = (ArraySpec(name, arrays[name].dtype.name, arrays[name].shape[2]) for name in root.arrays)
-    return StoreLayout(
-        num_streams=root.metadata.num_streams,
-        rows_per_block=root.metadata.rows_per_block,
-        length=arrays["tokens"].shape[1],
-        arrays=tuple(specs),
-        compression=root.metadata.store.get("compression", "none"),
-    )

@@ -7,14 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tensorstore as ts
 
+from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.errors import StoreError
 from pipeline.store.kvstore import read_keys
-
-# What every source has; the source's own columns follow (see `pipeline.data.documents.TokenBlock`).
-COLUMNS = pa.schema(
-    [("document", pa.int64()), ("id", pa.string()), ("source", pa.string())]
-    + [(name, pa.int64()) for name in ("index", "n_tokens", "n_cut", "first_token", "last_token")]
-)
 
 
 def table_key(stream: int, block: int) -> str:
@@ -41,7 +36,7 @@ def decode_table(content: bytes, subject: str) -> pa.Table:
         table = pq.read_table(pa.BufferReader(content), page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
         raise StoreError(f"{subject} is damaged: {error}") from error
-    missing = [name for name in COLUMNS.names if name not in table.column_names]
+    missing = [name for name in DOCUMENT_SCHEMA.names if name not in table.column_names]
     if missing:
         raise StoreError(f"{subject} lacks the columns {missing}; it has {table.column_names}.")
     return table
@@ -61,7 +56,7 @@ def read_tables(path: str, kvstore: ts.KvStore, places: Sequence[tuple[int, int]
 
 def empty_table() -> pa.Table:
     """What `read_tables` gives for a store without documents."""
-    return _with_place(COLUMNS.empty_table(), 0, 0)
+    return _with_place(DOCUMENT_SCHEMA.empty_table(), 0, 0)
 
 
 def _with_place(table: pa.Table, stream: int, block: int) -> pa.Table:

@@ -1,0 +1,233 @@
+"""Verifying a store: every record, every object, every checksum, and that everything is aligned."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import tensorstore as ts
+
+from pipeline.errors import StoreError
+from pipeline.store.arrays import open_existing
+from pipeline.store.checks import check_activations, check_chain, check_side_arrays, check_table, check_tiling
+from pipeline.store.commits import COMMITS_PREFIX, CommitRecord, parse_commit_key
+from pipeline.store.kvstore import list_keys, open_kvstore, read_key, read_keys
+from pipeline.store.layout import MAX_ROWS, MIB, POSITIONS, SIDE_ARRAYS, ArraySpec, StoreLayout
+from pipeline.store.metadata import ROOT_KEY, StoreRoot, stored_layout
+from pipeline.store.rows import start_read, wait_reads
+from pipeline.store.tables import decode_table, table_key
+
+PIECE_BYTES = 8 * MIB
+PIECES_AHEAD = 3
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with the object (or array) `where`, relative to the store."""
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+@dataclass(frozen=True)
+class _Store:
+    """A store whose root and arrays are readable."""
+
+    path: str
+    kvstore: ts.KvStore
+    root: StoreRoot
+    layout: StoreLayout
+    arrays: Mapping[str, ts.TensorStore]
+    objects: Mapping[str, frozenset[str]]  # of each array, its store shards
+    vocab_size: int | None
+
+
+def verify_store(path: str, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
+    """Everything that is wrong with the committed blocks of a store; an empty list when it is sound.
+
+    `progress` is called with the number of blocks that are checked and the number of all. Raises StoreError where
+    there is no store or it cannot be reached; what is damaged is a Problem.
+    """
+    kvstore = open_kvstore(path)
+    text = read_key(kvstore, ROOT_KEY)
+    if text is None:
+        raise StoreError(f"there is no activation store at {path}: it has no {ROOT_KEY}.")
+    try:
+        root = StoreRoot.from_json(text, path)
+    except StoreError as error:
+        return [Problem(ROOT_KEY, str(error))]
+    problems: list[Problem] = []
+    records = _read_records(kvstore, problems)
+    problems += _check_records(root, records)
+    arrays = _open_arrays(kvstore, root, problems)
+    if arrays is None:
+        return problems
+    store = _describe(path, kvstore, root, arrays)
+    problems += _check_arrays(store, records)
+    total, done = sum(map(len, records.values())), 0
+    for stream in sorted(records):
+        tables: list[pa.Table] = []
+        for record in records[stream]:
+            problems += _check_block(store, record, tables)
+            done += 1
+            if progress is not None:
+                progress(done, total)
+        if len(tables) == len(records[stream]):
+            tiling = check_tiling(tables, records[stream][-1], root.metadata.num_streams)
+            problems += (Problem(f"_documents/stream-{stream:05d}", what) for what in tiling)
+    return problems
+
+
+def _read_records(kvstore: ts.KvStore, problems: list[Problem]) -> dict[int, list[CommitRecord]]:
+    """The records that can be read, by stream, in the order of their blocks."""
+    keys = list_keys(kvstore, COMMITS_PREFIX)
+    records: dict[int, list[CommitRecord]] = {}
+    for key, text in zip(keys, read_keys(kvstore, keys), strict=True):
+        place = parse_commit_key(key)
+        if place is None or text is None:
+            problems.append(Problem(key, "is not a commit record"))
+            continue
+        try:
+            record = CommitRecord.from_json(text, "it")
+        except StoreError as error:
+            problems.append(Problem(key, str(error)))
+            continue
+        if record.key == key:
+            records.setdefault(record.stream, []).append(record)
+        else:
+            problems.append(Problem(key, f"is the record of block {record.block} of stream {record.stream}"))
+    return {stream: sorted(found, key=lambda record: record.block) for stream, found in records.items()}
+
+
+def _check_records(root: StoreRoot, records: Mapping[int, Sequence[CommitRecord]]) -> Iterator[Problem]:
+    num_streams = root.metadata.num_streams
+    for stream, found in records.items():
+        if stream >= num_streams:
+            yield Problem(found[0].key, f"the store has streams 0..{num_streams - 1}")
+        yield from (Problem(record.key, what) for record, what in check_chain(found))
+    if root.complete != (root.blocks is not None):
+        yield Problem(ROOT_KEY, f"complete is {root.complete}, but the number of blocks is {root.blocks}")
+    for stream, expected in enumerate(root.blocks or ()):
+        if (found := len(records.get(stream, ()))) != expected:
+            where = f"{COMMITS_PREFIX}stream-{stream:05d}"
+            yield Problem(
+                where, f"the store was completed with {expected} blocks of this stream, {found} have a record"
+            )
+
+
+def _open_arrays(kvstore: ts.KvStore, root: StoreRoot, problems: list[Problem]) -> dict[str, ts.TensorStore] | None:
+    opened = {}
+    for name in (*(spec.name for spec in SIDE_ARRAYS), *root.arrays):
+        try:
+            opened |= open_existing(kvstore, [name])
+        except StoreError as error:
+            problems.append(Problem(f"{name}/zarr.json", str(error)))
+    return opened if len(opened) == len(SIDE_ARRAYS) + len(root.arrays) else None
+
+
+def _describe(path: str, kvstore: ts.KvStore, root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> _Store:
+    layout = stored_layout(root, arrays)
+    objects = {name: frozenset(list_keys(kvstore, f"{name}/c/")) for name in arrays}
+    vocab_size = root.metadata.model.get("vocab_size", root.metadata.tokenizer.get("vocab_size"))
+    return _Store(path, kvstore, root, layout, arrays, objects, vocab_size)
+
+
+def _check_arrays(store: _Store, records: Mapping[int, Sequence[CommitRecord]]) -> Iterator[Problem]:
+    """Shapes, dtypes and chunks of the arrays."""
+    last = [found[-1] for found in records.values()]
+    rows = max((store.layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
+    expected_rows = rows if store.root.complete else MAX_ROWS
+    for spec in store.layout.all_arrays:
+        array = store.arrays[spec.name]
+        shape = (expected_rows, *store.layout.shard_shape(spec)[1:])
+        found = (array.dtype.name, array.shape, array.chunk_layout.write_chunk.shape)
+        expected = (spec.dtype, shape, store.layout.shard_shape(spec))
+        if found != expected:
+            what = f"has dtype, shape and store shards {found}, expected {expected}"
+            yield Problem(f"{spec.name}/zarr.json", what)
+
+
+def _check_block(store: _Store, record: CommitRecord, tables: list[pa.Table]) -> Iterator[Problem]:
+    """Everything about one block. Its document table, when it is readable, is added to `tables`."""
+    first_row = store.layout.first_row(record.stream, record.block)
+    keys = {spec.name: store.layout.shard_key(spec, record.stream, record.block) for spec in store.layout.all_arrays}
+    missing = [name for name, key in keys.items() if key not in store.objects[name]]
+    for name in missing:
+        # Zarr stores no object for a block of zeros, which `positions` may be.
+        if record.tokens and name != POSITIONS.name:
+            yield Problem(keys[name], "is missing, although the block is committed")
+
+    sides: dict[str, np.ndarray] = {}
+    for spec in SIDE_ARRAYS:
+        try:
+            sides[spec.name] = np.concatenate(list(_read_block(store, spec, record)))
+        except StoreError as error:
+            yield Problem(keys[spec.name], str(error))
+    table = None
+    try:
+        table = _read_table(store, record)
+        tables.append(table)
+    except StoreError as error:
+        yield Problem(table_key(record.stream, record.block), str(error))
+    if len(sides) < len(SIDE_ARRAYS):
+        return
+
+    if not any(spec.name in missing for spec in SIDE_ARRAYS if spec is not POSITIONS) or not record.tokens:
+        for what in check_side_arrays(sides, record, first_row, store.vocab_size):
+            yield Problem(record.key, what)
+        if table is not None:
+            for what in check_table(table, sides["documents"], record, store.root.metadata.num_streams):
+                yield Problem(table_key(record.stream, record.block), what)
+    valid = sides["segments"] > 0
+    for spec in store.layout.arrays:
+        if spec.name not in missing:
+            yield from (Problem(keys[spec.name], what) for what in _check_activations(store, spec, record, valid))
+
+
+def _check_activations(store: _Store, spec: ArraySpec, record: CommitRecord, valid: np.ndarray) -> Iterator[str]:
+    """What is wrong with the first bad piece of a block's activations."""
+    row = 0
+    try:
+        for values in _read_block(store, spec, record):
+            wrong = list(check_activations(values, valid[row : row + len(values)]))
+            if wrong:
+                yield from (f"rows {row} to {row + len(values) - 1} of the block: {what}" for what in wrong)
+                return
+            row += len(values)
+    except StoreError as error:
+        yield str(error)
+
+
+def _read_block(store: _Store, spec: ArraySpec, record: CommitRecord) -> Iterator[np.ndarray]:
+    """A block of an array, in pieces of whole rows; the rows that trimming cut off are left out."""
+    array = store.arrays[spec.name]
+    first = store.layout.first_row(record.stream, record.block)
+    stop = min(first + store.layout.rows_per_block, array.shape[0])
+    chunk_rows = store.layout.chunk_shape(spec)[0]
+    row_bytes = spec.position_bytes * store.layout.length
+    step = max(1, PIECE_BYTES // (row_bytes * chunk_rows)) * chunk_rows
+    reads: deque[tuple[np.ndarray, ts.WriteFutures]] = deque()
+    for row in range(first, max(stop, first + 1), step):
+        out = np.empty((max(0, min(step, stop - row)), *array.shape[1:]), array.dtype.numpy_dtype)
+        reads.append((out, start_read(array, row, out)))
+        if len(reads) > PIECES_AHEAD:
+            yield _finished(array, *reads.popleft())
+    while reads:
+        yield _finished(array, *reads.popleft())
+
+
+def _finished(array: ts.TensorStore, values: np.ndarray, read: ts.WriteFutures) -> np.ndarray:
+    wait_reads(array, [read])
+    return values
+
+
+def _read_table(store: _Store, record: CommitRecord) -> pa.Table:
+    key = table_key(record.stream, record.block)
+    content = read_key(store.kvstore, key)
+    if content is None:
+        raise StoreError("is missing, although the block is committed")
+    return decode_table(content, "it")

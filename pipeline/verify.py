@@ -1,0 +1,59 @@
+"""Is a store sound? `python -m pipeline.verify store.path=...` reads and checks every committed block.
+
+Exit codes: 0 sound; 1 something is wrong, and listed; 2 there is no store.
+"""
+
+import sys
+
+from tqdm import tqdm
+
+from pipeline.errors import EXIT_FAILED, EXIT_INVALID, EXIT_OK, ConfigError, StoreError
+from pipeline.store.metadata import store_exists
+from pipeline.store.verify import Problem, verify_store
+
+REPAIR = (
+    "To repair the store, delete the commit records (_commits/stream-.../block-....json) of these blocks and of all later "
+    "blocks of their streams, then run the job again: it computes them again, with the same result."
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Verifies the store that `arguments` name, prints what is wrong, and returns the exit code."""
+    try:
+        path = store_path(arguments)
+        if not store_exists(path):
+            raise ConfigError(f"there is no activation store at {path}: it has no zarr.json.")
+        problems = verify_with_progress(path)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_INVALID
+    except StoreError as error:
+        print(error, file=sys.stderr)
+        return EXIT_FAILED
+    for problem in problems:
+        print(problem)
+    print(f"{path}: {len(problems)} problems. {REPAIR}" if problems else f"{path}: sound")
+    return EXIT_FAILED if problems else EXIT_OK
+
+
+def store_path(arguments: list[str]) -> str:
+    """The value of `store.path=...`, the only argument. Raises ConfigError."""
+    key, _, path = arguments[0].partition("=") if len(arguments) == 1 else ("", "", "")
+    if key != "store.path" or not path:
+        raise ConfigError("usage: python -m pipeline.verify store.path=...")
+    return path.strip("'\"")
+
+
+def verify_with_progress(path: str) -> list[Problem]:
+    """`verify_store` with a progress bar on stderr, in blocks."""
+    with tqdm(unit="block", desc="verify", file=sys.stderr) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        return verify_store(path, progress)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
