@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.errors import CheckpointError
 from pipeline.models.files import Files
-from pipeline.models.safetensors_file import SafetensorsFile
+from pipeline.models.safetensors_file import SafetensorsFile, TensorInfo
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -53,15 +53,12 @@ class Checkpoint:
         """What precedes the trunk's keys: `model.`, or nothing in checkpoints that were saved without a head."""
         return "model." if any(name.startswith("model.") for name in self.file_of) else ""
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """A tensor's shape; None for one that is not there, whatever the index says."""
-        if name not in self.file_of:
-            return None
-        info = self._open_indexed(name).tensors.get(name)
-        return None if info is None else info.shape
+    def info(self, name: str) -> TensorInfo | None:
+        """A tensor's dtype and shape; None for one that is not there, whatever the index says."""
+        return self._open_indexed(name).tensors.get(name) if name in self.file_of else None
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop-1 of a tensor's first axis."""
+        """Rows start..stop-1 of a tensor's first axis, in the file's dtype."""
         return self._open_indexed(name).rows(name, start, stop)
 
     @cached_property

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from pipeline.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_FLOAT_DTYPES = {
+FLOAT_DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _ITEM_BYTES = {
-    **{name: dtype.itemsize for name, dtype in _FLOAT_DTYPES.items()},
+    **{name: dtype.itemsize for name, dtype in FLOAT_DTYPES.items()},
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
     **dict.fromkeys(("U16", "I16"), 2),
     **dict.fromkeys(("U32", "I32"), 4),
@@ -61,16 +61,11 @@ class SafetensorsFile:
         _check_layout(source, data_start, self.tensors)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop-1 of a tensor's first axis, in its own dtype; for local files without a copy."""
+        """Rows start..stop-1 of a tensor's first axis, in its dtype (of FLOAT_DTYPES); a view of local files."""
         info = self.tensors[name]
-        if info.dtype not in _FLOAT_DTYPES:
-            raise CheckpointError(
-                f"{self.name}: {name} has dtype {info.dtype}, expected {', '.join(_FLOAT_DTYPES)}. "
-                f"Use a checkpoint with unquantised weights."
-            )
         row_bytes = (info.stop - info.start) // info.shape[0]
         raw = self._source.read(info.start + start * row_bytes, info.start + stop * row_bytes)
-        return raw.view(_FLOAT_DTYPES[info.dtype]).reshape(stop - start, *info.shape[1:])
+        return raw.view(FLOAT_DTYPES[info.dtype]).reshape(stop - start, *info.shape[1:])
 
     def sample(self, name: str, num_pieces: int, piece_bytes: int) -> bytes:
         """Pieces of a tensor's bytes, evenly spread from its first to its last; all of a tensor that is small."""

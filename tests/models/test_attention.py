@@ -1,0 +1,51 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.models.attention import attention
+
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 0, 0], [0, 0, 0, 0, 0, 0, 0], [1, 2, 3, 3, 3, 3, 3]], np.int32)
+
+
+def inputs(num_heads: int, num_kv_heads: int, dtype=np.float32) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = [(3, 7, heads, 8) for heads in (num_heads, num_kv_heads, num_kv_heads)]
+    return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+
+
+def one_by_one(q, k, v, segments, causal: bool) -> np.ndarray:
+    """Attention written with loops, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out = np.zeros_like(q)
+    group = q.shape[2] // k.shape[2]
+    for row, t, head in np.ndindex(q.shape[:3]):
+        keys = [s for s in range(q.shape[1]) if segments[row, s] == segments[row, t] and (s <= t or not causal)]
+        scores = np.array([q[row, t, head] @ k[row, s, head // group] for s in keys]) / np.sqrt(q.shape[3])
+        weights = np.exp(scores - scores.max())
+        out[row, t, head] = sum(
+            w * v[row, s, head // group] for w, s in zip(weights / weights.sum(), keys, strict=True)
+        )
+    return out
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("impl", ["xla", "auto"])
+def test_equals_loops(num_heads: int, num_kv_heads: int, causal: bool, impl: str) -> None:
+    q, k, v = inputs(num_heads, num_kv_heads)
+    got = attention(q, k, v, jnp.array(SEGMENTS), causal=causal, impl=impl)
+    np.testing.assert_allclose(got, one_by_one(q, k, v, SEGMENTS, causal), atol=2e-6)
+
+
+def test_scores_do_not_overflow_in_bfloat16() -> None:
+    q, k, v = inputs(4, 2, jnp.bfloat16)
+    got = attention(q * 200, k * 200, v, jnp.array(SEGMENTS), causal=True, impl="xla")
+    assert got.dtype == jnp.bfloat16
+    assert np.isfinite(np.asarray(got, np.float32)).all()
+
+
+def test_unknown_implementation() -> None:
+    q, k, v = inputs(4, 2)
+    with pytest.raises(ConfigError, match=r"model\.attention is 'flash'.*auto, xla"):
+        attention(q, k, v, jnp.array(SEGMENTS), causal=True, impl="flash")

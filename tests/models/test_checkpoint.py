@@ -1,0 +1,200 @@
+"""Damaged, incomplete and foreign checkpoints, and where they may lie."""
+
+import json
+import shutil
+from pathlib import Path
+
+import fsspec
+import huggingface_hub
+import ml_dtypes
+import numpy as np
+import pytest
+from hf_reference import save_random
+from safetensors.numpy import load_file, save_file
+
+from pipeline.errors import CheckpointError, PipelineError
+from pipeline.models.checkpoint import Checkpoint
+from pipeline.models.files import open_files
+from pipeline.models.registry import open_model
+
+UP = "model.layers.1.mlp.up_proj.weight"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("saved")
+    save_random("qwen2", path)
+    return path
+
+
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(saved, tmp_path / "checkpoint"))
+
+
+def edit_tensors(path: Path, edit) -> None:
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file)
+
+
+def cut(path: Path, num_bytes: int) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:num_bytes])
+
+
+def overwrite(path: Path, position: int, content: bytes) -> None:
+    file = path / "model.safetensors"
+    whole = bytearray(file.read_bytes())
+    whole[position : position + len(content)] = content
+    file.write_bytes(whole)
+
+
+def only_pickles(path: Path) -> None:
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+
+
+def only_an_adapter(path: Path) -> None:
+    (path / "model.safetensors").rename(path / "adapter_model.safetensors")
+
+
+def int8_weights(tensors: dict[str, np.ndarray]) -> None:
+    tensors[UP] = tensors[UP].astype(np.int8)
+
+
+DAMAGED = {
+    "empty file": (lambda p: cut(p, 0), r"model\.safetensors is not a whole.*at least 8 bytes, got 0"),
+    "cut in the header": (lambda p: cut(p, 100), "expected a header within the file's 100 bytes"),
+    "cut in the tensors": (lambda p: cut(p, 20_000), "bytes, got 20000"),
+    "header length": (lambda p: overwrite(p, 0, b"\xff" * 8), "expected a header within"),
+    "header content": (lambda p: overwrite(p, 8, b"\xff\xfe"), "expected a JSON header"),
+    "header type": (
+        lambda p: (p / "model.safetensors").write_bytes(b"\2" + b"\0" * 7 + b"[]"),
+        "JSON object as header",
+    ),
+    "offsets": (
+        lambda p: (p / "model.safetensors").write_bytes(
+            (header := b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}').__len__().to_bytes(8, "little")
+            + header
+            + b"\0" * 4
+        ),
+        r"offsets of a that span 8 bytes, got 0\.\.4",
+    ),
+    "missing tensor": (lambda p: edit_tensors(p, lambda t: t.pop(UP)), f"{UP} is missing"),
+    "two problems at once": (
+        lambda p: edit_tensors(p, lambda t: (t.pop(UP), t.update({UP + "x": np.zeros(3, np.float32)}))),
+        f"{UP} is missing; {UP}x is unexpected",
+    ),
+    "wrong shape": (
+        lambda p: edit_tensors(p, lambda t: t.update({UP: np.zeros((47, 32), np.float32)})),
+        rf"{UP} has shape \(47, 32\), expected \(48, 32\)",
+    ),
+    "quantised": (lambda p: edit_tensors(p, int8_weights), f"{UP} has dtype I8, expected F32, F16, BF16"),
+    "layer beyond the model": (
+        lambda p: edit_tensors(p, lambda t: t.update({"model.layers.4.mlp.up_proj.weight": t[UP]})),
+        r"model\.layers\.4\.mlp\.up_proj\.weight is unexpected",
+    ),
+    "no weights": (lambda p: (p / "model.safetensors").unlink(), "has no weights.*model.init=random"),
+    "pickled weights": (only_pickles, r"got .*pytorch_model\.bin.*Pickled weights are never read.*save_pretrained"),
+    "adapter": (only_an_adapter, "weights of an adapter"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damage_is_named_when_the_model_is_opened(case: str, checkpoint: Path) -> None:
+    damage, message = DAMAGED[case]
+    damage(checkpoint)
+    with pytest.raises(CheckpointError, match=message) as error:
+        open_model(str(checkpoint))
+    assert str(checkpoint) in str(error.value)
+
+
+def test_constants_of_older_versions_are_accepted(checkpoint: Path) -> None:
+    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    edit_tensors(checkpoint, lambda t: t.update({name: np.zeros(4, np.float32)}))
+    open_model(str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda index: index.pop("weight_map"), "has no weight_map"),
+        (lambda index: index["weight_map"].update({UP: "model-9-of-9.safetensors"}), "lacks model-9-of-9.safetensors"),
+        (lambda index: index["weight_map"].pop(UP), f"{UP} is missing"),
+    ],
+)
+def test_damaged_index(damage, message: str, tmp_path: Path) -> None:
+    save_random("qwen2", tmp_path, max_shard_size="30KB")
+    file = tmp_path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    damage(index)
+    file.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        open_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_rows_in_the_files_own_dtype(dtype, tmp_path: Path) -> None:
+    values = np.arange(24).reshape(6, 4).astype(dtype)
+    save_file({"odd": np.zeros(3, np.uint8), "x": values}, tmp_path / "model.safetensors")
+    rows = Checkpoint(open_files(str(tmp_path), None)).rows("x", 2, 5)
+    assert rows.dtype == dtype
+    np.testing.assert_array_equal(rows, values[2:5])
+
+
+def test_digest_sees_a_finetune_but_not_the_division_into_files(tmp_path: Path) -> None:
+    paths = {name: tmp_path / name for name in ("one", "many", "other")}
+    save_random("qwen2", paths["one"], seed=1)
+    save_random("qwen2", paths["many"], seed=1, max_shard_size="30KB")
+    save_random("qwen2", paths["other"], seed=1)
+    edit_tensors(paths["other"], lambda t: t.update({UP: t[UP] + np.float32(1e-3)}))
+    digests = {name: open_model(str(path)).identity()["weights"] for name, path in paths.items()}
+    assert len(list(paths["many"].glob("*.safetensors"))) > 1
+    assert digests["one"] == digests["many"] != digests["other"]
+
+
+def test_remote_files_equal_local_ones(saved: Path) -> None:
+    remote = fsspec.filesystem("memory")
+    for file in saved.iterdir():
+        remote.pipe_file(f"/models/{saved.name}/{file.name}", file.read_bytes())
+    local, far = open_model(str(saved)), open_model(f"memory://models/{saved.name}")
+    assert far.identity() == local.identity()
+    np.testing.assert_array_equal(far.checkpoint.rows(UP, 3, 7), local.checkpoint.rows(UP, 3, 7))
+
+
+def test_unknown_places(tmp_path: Path) -> None:
+    for path, message in [
+        (str(tmp_path / "nowhere"), "neither|expected a directory"),
+        ("./nowhere", "expected a directory"),
+        ("nope://bucket/model", "cannot be opened"),
+        ("memory://models/nowhere", "has no config.json"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            open_model(path)
+
+
+@pytest.fixture
+def hub_cache(saved: Path, tmp_path: Path, monkeypatch) -> Path:
+    """The Hub's cache with one model in it, and no network."""
+    repo = tmp_path / "models--owner--tiny"
+    shutil.copytree(saved, repo / "snapshots" / COMMIT)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def test_hub_model_is_named_by_its_commit(hub_cache: Path, saved: Path) -> None:
+    model = open_model("owner/tiny")
+    local = open_model(str(saved)).identity()
+    assert model.identity() == {"commit": COMMIT, "family": local["family"], "architecture": local["architecture"]}
+    np.testing.assert_array_equal(model.checkpoint.rows(UP, 0, 48), load_file(saved / "model.safetensors")[UP])
+
+
+def test_hub_out_of_reach(hub_cache: Path) -> None:
+    with pytest.raises(PipelineError, match=r"owner/other: config\.json is not in the Hub's cache"):
+        open_model("owner/other")

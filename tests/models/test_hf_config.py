@@ -1,0 +1,95 @@
+"""What is refused, and what is accepted although it looks unusual."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import CheckpointError
+from pipeline.models.registry import open_model
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "vocab_size": 199,
+}
+LLAMA = QWEN2 | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+SLIDING = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+
+
+def open_config(path: Path, config: object):
+    (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return open_model(str(path), init="random")
+
+
+REFUSED = {
+    "unknown attribute": (QWEN2 | {"logit_softcap": 30.0}, "logit_softcap=30.0"),
+    "not causal": (QWEN2 | {"is_causal": False}, "is_causal=False"),
+    "unknown family": (QWEN2 | {"model_type": "mamba"}, "model_type is 'mamba'.*llama, qwen2"),
+    "no family": ({k: v for k, v in QWEN2.items() if k != "model_type"}, "no 'model_type'"),
+    "unknown class": (LLAMA | {"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3"),
+    "activation": (QWEN2 | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    "no width": ({k: v for k, v in QWEN2.items() if k != "hidden_size"}, "no 'hidden_size'"),
+    "width of another type": (QWEN2 | {"hidden_size": "32"}, "hidden_size is '32'"),
+    "no layers": (QWEN2 | {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    "heads that do not divide": (QWEN2 | {"num_key_value_heads": 3}, "num_key_value_heads 3"),
+    "quantised": (QWEN2 | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    "own code": (QWEN2 | {"auto_map": {"AutoModel": "modeling.Model"}}, "auto_map"),
+    "sliding window": (QWEN2 | SLIDING, "2 layers attend within a sliding window of 64"),
+    "sliding layer types": (
+        QWEN2 | SLIDING | {"layer_types": ["sliding_attention"] + ["full_attention"] * 3},
+        "1 layers attend within",
+    ),
+    "other layer types": (QWEN2 | {"layer_types": ["linear_attention"] * 4}, "layer_types"),
+    "dynamic rope": (QWEN2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type is 'dynamic'"),
+    "yarn rope": (QWEN2 | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+    "rope without factor": (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling has no 'factor'"),
+    "rope with more": (LLAMA | {"rope_parameters": {"rope_type": "default", "beta_fast": 2}}, "beta_fast=2"),
+    "partial rope": (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    "two ropes": (
+        LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+        "differ",
+    ),
+    "not JSON": ('{"model_type": ', "is not JSON"),
+    "not an object": ("[]", "not a JSON object"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, tmp_path) -> None:
+    config, message = REFUSED[case]
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        open_config(tmp_path, config)
+    assert str(tmp_path / "config.json") in str(refusal.value)
+
+
+ACCEPTED = {
+    "as published": QWEN2 | {"torch_dtype": "bfloat16", "use_cache": True, "use_mrope": False, "bos_token_id": 1},
+    "unused window": QWEN2 | {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 2},
+    "window above all layers": QWEN2 | SLIDING | {"max_window_layers": 4},
+    "window as long as the context": QWEN2 | SLIDING | {"sliding_window": 512},
+    "null": QWEN2 | {"rope_scaling": None, "sliding_window": None, "something_new": None},
+    "both spellings": LLAMA | {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}},
+    "SmolLM2": LLAMA | {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}},
+    "without architectures": {k: v for k, v in LLAMA.items() if k != "architectures"},
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_accepted(case: str, tmp_path) -> None:
+    model = open_config(tmp_path, ACCEPTED[case])
+    assert (model.num_layers, model.vocab_size, model.max_positions) == (4, 199, 512)
+
+
+def test_no_config(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        open_model(str(tmp_path))

@@ -1,0 +1,123 @@
+"""Every site of every layer against Hugging Face transformers, in float32."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hf_reference import NUM_LAYERS, VOCAB_SIZE, reference_activations, save_random
+
+from pipeline.models.registry import Model, open_model
+from pipeline.sites import ActivationKey, Site, activation_keys
+
+ALL_KEYS = activation_keys(tuple(range(NUM_LAYERS)), tuple(Site))
+LAST_KEY = ActivationKey(NUM_LAYERS - 1, Site.resid_post)
+DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 50000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+CASES = {
+    "qwen2 grouped": ("qwen2", {}),
+    "qwen2 tied, one kv head": ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen2 long theta": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "llama without groups": ("llama", {"num_key_value_heads": 4}),
+    "llama3 rope, head_dim": ("llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
+    "llama linear rope, biases": ("llama", {"rope_parameters": LINEAR_ROPE, "attention_bias": True, "mlp_bias": True}),
+}
+
+
+def run(model: Model, keys, tokens, segments, positions, dtype="float32") -> dict[ActivationKey, np.ndarray]:
+    params = model.load(keys, dtype, DEVICE)
+    apply = jax.jit(model.apply, static_argnames=("keys", "attention"))
+    captured = apply(params, jnp.array(tokens), jnp.array(segments), jnp.array(positions), keys=keys)
+    return {key: np.asarray(value, np.float32) for key, value in captured.items()}
+
+
+def unpacked(rng: np.random.Generator, num_rows: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of one document each: tokens, segments, positions."""
+    tokens = rng.integers(0, VOCAB_SIZE, (num_rows, length), dtype=np.int32)
+    return tokens, np.ones_like(tokens), np.tile(np.arange(length, dtype=np.int32), (num_rows, 1))
+
+
+def error(got: np.ndarray, expected: np.ndarray) -> float:
+    """The largest deviation, relative to the largest value of the site."""
+    return float(np.max(np.abs(got - expected)) / np.max(np.abs(expected)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_site_of_every_layer(case: str, tmp_path) -> None:
+    family, overrides = CASES[case]
+    reference = save_random(family, tmp_path, **overrides)
+    batch = unpacked(np.random.default_rng(1), 2, 96)
+    expected = reference_activations(reference, batch[0])
+    got = run(open_model(str(tmp_path)), ALL_KEYS, *batch)
+    assert set(got) == set(expected)
+    errors = {key.name: error(got[key], expected[key]) for key in ALL_KEYS}
+    assert max(errors.values()) < 1e-5, errors
+
+
+def test_scanned_layers_equal_single_ones(tmp_path) -> None:
+    reference = save_random("qwen2", tmp_path)
+    batch = unpacked(np.random.default_rng(2), 2, 64)
+    got = run(open_model(str(tmp_path)), (LAST_KEY,), *batch)
+    assert error(got[LAST_KEY], reference_activations(reference, batch[0])[LAST_KEY]) < 1e-5
+
+
+def test_packed_documents_equal_documents_alone(tmp_path) -> None:
+    reference = save_random("llama", tmp_path)
+    rng = np.random.default_rng(3)
+    tokens, segments, positions = np.zeros((3, 2, 64), np.int32)
+    documents = [(0, 0, 17), (0, 17, 40), (0, 57, 5), (1, 0, 33)]  # row, first position, length; 2 + 31 positions left
+    for number, (row, first, length) in enumerate(documents, start=1):
+        place = (row, slice(first, first + length))
+        tokens[place] = rng.integers(0, VOCAB_SIZE, length)
+        segments[place] = number
+        positions[place] = np.arange(length)
+    got = run(open_model(str(tmp_path)), ALL_KEYS, tokens, segments, positions)
+    for row, first, length in documents:
+        expected = reference_activations(reference, tokens[row : row + 1, first : first + length])
+        for key in ALL_KEYS:
+            assert error(got[key][row : row + 1, first : first + length], expected[key]) < 1e-5, key.name
+    assert all(np.isfinite(values).all() for values in got.values())
+
+
+def test_padding_does_not_reach_documents(tmp_path) -> None:
+    save_random("qwen2", tmp_path)
+    model = open_model(str(tmp_path))
+    tokens, segments, positions = unpacked(np.random.default_rng(4), 2, 24)
+    segments[0, 10:] = 0
+    other = np.where(segments == 0, (tokens + 1) % VOCAB_SIZE, tokens)
+    one, two = (run(model, (LAST_KEY,), ids, segments, positions)[LAST_KEY] for ids in (tokens, other))
+    np.testing.assert_array_equal(one[segments != 0], two[segments != 0])
+
+
+def test_bfloat16_is_close(tmp_path) -> None:
+    reference = save_random("qwen2", tmp_path)
+    batch = unpacked(np.random.default_rng(5), 2, 32)
+    got = run(open_model(str(tmp_path)), ALL_KEYS, *batch, dtype="bfloat16")
+    expected = reference_activations(reference, batch[0])
+    assert error(got[LAST_KEY], expected[LAST_KEY]) < 0.05
+    embed = ActivationKey(-1, Site.embed)
+    assert error(got[embed], expected[embed]) < 2**-8
+
+
+@pytest.mark.parametrize("parameters", [LLAMA3_ROPE, LINEAR_ROPE, {"rope_type": "default", "rope_theta": 250000.0}])
+def test_older_config_means_the_same(parameters: dict, tmp_path) -> None:
+    save_random("llama", tmp_path, rope_parameters=parameters)
+    newer = open_model(str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    scaling = config.pop("rope_parameters")
+    config["rope_theta"] = scaling.pop("rope_theta")
+    config["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
+    if scaling["rope_type"] == "linear":
+        scaling["type"] = scaling.pop("rope_type")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert open_model(str(tmp_path)).arch == newer.arch
+    assert open_model(str(tmp_path)).identity() == newer.identity()

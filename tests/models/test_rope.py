@@ -1,0 +1,58 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hf_reference import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from pipeline.models.architecture import Rope, RopeKind
+from pipeline.models.rope import apply_rope, inverse_frequencies, rope_table
+
+torch = pytest.importorskip("torch")
+HEAD_DIM = 64
+CASES = {
+    "default": (Rope(1e6), {"rope_type": "default", "rope_theta": 1e6}),
+    "linear": (
+        Rope(1e4, RopeKind.linear, factor=4.0),
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    ),
+    "llama3": (
+        Rope(5e5, RopeKind.llama3, 8.0, 1.0, 4.0, 8192),
+        {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+}
+
+
+def reference(parameters: dict) -> LlamaRotaryEmbedding:
+    config = transformers.LlamaConfig(
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=parameters
+    )
+    return LlamaRotaryEmbedding(config)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_inverse_frequencies(case: str) -> None:
+    rope, parameters = CASES[case]
+    expected = reference(parameters).inv_freq.numpy()
+    np.testing.assert_allclose(inverse_frequencies(rope, HEAD_DIM), expected, rtol=3e-7)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rotation_at_near_and_far_positions(case: str) -> None:
+    rope, parameters = CASES[case]
+    positions = np.array([[0, 1, 2, 77, 4095], [31, 8191, 0, 32767, 131071]], np.int32)
+    x = np.random.default_rng(0).normal(size=(2, 5, 2, HEAD_DIM)).astype(np.float32)
+    got = apply_rope(jnp.array(x), rope_table(rope, HEAD_DIM, jnp.array(positions)))
+    per_head = torch.from_numpy(x).transpose(1, 2)
+    cos, sin = reference(parameters)(per_head, torch.from_numpy(positions.astype(np.int64)))
+    expected = apply_rotary_pos_emb(per_head, per_head, cos, sin)[0].transpose(1, 2).numpy()
+    near = positions < 10000
+    np.testing.assert_allclose(np.asarray(got)[near], expected[near], atol=5e-3)
+    np.testing.assert_allclose(got, expected, atol=5e-2)
+    np.testing.assert_array_equal(np.asarray(got)[positions == 0], x[positions == 0])

@@ -1,0 +1,27 @@
+import pytest
+
+from pipeline.models.runs import LayerRun, layer_runs
+from pipeline.sites import ActivationKey
+
+CASES = {
+    "embed": [],
+    "blocks.0.resid_pre": [],
+    "blocks.0.resid_post": [LayerRun(0, 1)],
+    "blocks.5.resid_pre": [LayerRun(0, 5)],
+    "blocks.5.attn_out": [LayerRun(0, 5), LayerRun(5, 6, has_mlp=False)],
+    "blocks.5.resid_mid": [LayerRun(0, 5), LayerRun(5, 6, has_mlp=False)],
+    "blocks.5.mlp_out": [LayerRun(0, 5), LayerRun(5, 6)],
+    "blocks.5.resid_post": [LayerRun(0, 6)],
+    "final_norm": [LayerRun(0, 8)],
+    "embed final_norm blocks.7.resid_post": [LayerRun(0, 8)],
+    "blocks.5.attn_out blocks.5.resid_post": [LayerRun(0, 5), LayerRun(5, 6)],
+    "blocks.2.resid_post blocks.3.resid_pre": [LayerRun(0, 3)],
+    "blocks.2.attn_out blocks.6.resid_post": [LayerRun(0, 2), LayerRun(2, 3), LayerRun(3, 7)],
+    "blocks.0.resid_post blocks.1.resid_post": [LayerRun(0, 1), LayerRun(1, 2)],
+}
+
+
+@pytest.mark.parametrize("names", CASES)
+def test_runs_cover_what_is_needed_and_no_more(names: str) -> None:
+    keys = [ActivationKey.parse(name) for name in names.split()]
+    assert list(layer_runs(keys, num_layers=8)) == CASES[names]

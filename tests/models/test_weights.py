@@ -1,0 +1,108 @@
+import jax
+import numpy as np
+import pytest
+from hf_reference import NUM_LAYERS, save_random
+from jax.sharding import SingleDeviceSharding
+from safetensors.numpy import load_file
+
+from pipeline.models.checkpoint import Checkpoint
+from pipeline.models.registry import Model, open_model
+from pipeline.sites import ActivationKey, Site, activation_keys
+
+DEVICE = SingleDeviceSharding(jax.devices()[0])
+EVERYTHING = activation_keys(tuple(range(NUM_LAYERS)), tuple(Site))
+ATTENTION = {f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")} | {"input_layernorm"}
+MLP = {f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")} | {"post_attention_layernorm"}
+
+
+def key(name: str) -> ActivationKey:
+    return ActivationKey.parse(name)
+
+
+def layers(*numbers: int, parts: set[str] = ATTENTION | MLP) -> set[str]:
+    return {f"model.layers.{number}.{part}.weight" for number in numbers for part in parts}
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("embed", set()),
+        ("blocks.0.resid_pre", set()),
+        ("blocks.2.resid_pre", layers(0, 1)),
+        ("blocks.2.attn_out", layers(0, 1) | layers(2, parts=ATTENTION)),
+        ("blocks.2.mlp_out", layers(0, 1, 2)),
+        ("blocks.1.resid_post", layers(0, 1)),
+        ("final_norm", layers(*range(NUM_LAYERS)) | {"model.norm.weight"}),
+    ],
+)
+def test_only_what_is_needed_is_read(name: str, needed: set[str], tmp_path, monkeypatch) -> None:
+    save_random("llama", tmp_path)
+    model = open_model(str(tmp_path))
+    read = []
+    rows = Checkpoint.rows
+    monkeypatch.setattr(
+        Checkpoint, "rows", lambda self, tensor, *span: read.append(tensor) or rows(self, tensor, *span)
+    )
+    params = model.load((key(name),), "float32", DEVICE)
+    assert sorted(read) == sorted(needed | {"model.embed_tokens.weight"})
+    assert sum(array.size for array in jax.tree.leaves(params)) == model.num_params((key(name),))
+
+
+def loaded(model: Model, keys=EVERYTHING, dtype="float32") -> dict[str, np.ndarray]:
+    flat = jax.tree_util.tree_leaves_with_path(model.load(keys, dtype, DEVICE))
+    return {jax.tree_util.keystr(path): np.asarray(array) for path, array in flat}
+
+
+def test_values_and_layout(tmp_path) -> None:
+    save_random("qwen2", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    params = open_model(str(tmp_path)).load((key("blocks.3.attn_out"),), "float32", DEVICE)
+    stack, last = params["runs"]
+    q = np.stack([tensors[f"model.layers.{layer}.self_attn.q_proj.weight"].reshape(4, 8, 32) for layer in range(3)])
+    np.testing.assert_array_equal(stack["attention"]["q"], q)
+    np.testing.assert_array_equal(
+        last["attention"]["o"], tensors["model.layers.3.self_attn.o_proj.weight"].reshape(32, 4, 8)
+    )
+    assert set(last) == {"attention"}
+
+
+def test_many_files_equal_one(tmp_path) -> None:
+    save_random("qwen2", tmp_path / "one")
+    save_random("qwen2", tmp_path / "many", max_shard_size="30KB")
+    one, many = (loaded(open_model(str(tmp_path / name))) for name in ("one", "many"))
+    assert one.keys() == many.keys()
+    for name in one:
+        np.testing.assert_array_equal(one[name], many[name])
+
+
+def test_checkpoint_without_head(tmp_path) -> None:
+    model = save_random("llama", tmp_path / "with")
+    model.model.save_pretrained(tmp_path / "without")
+    with_head, without = (loaded(open_model(str(tmp_path / name))) for name in ("with", "without"))
+    for name in with_head:
+        np.testing.assert_array_equal(with_head[name], without[name])
+
+
+def test_random_weights_depend_on_seed_and_tensor_only(tmp_path) -> None:
+    save_random("qwen2", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    one, same, other = (open_model(str(tmp_path), init="random", seed=seed) for seed in (1, 1, 2))
+    assert one.identity() == same.identity() != other.identity()
+    single = loaded(one, activation_keys((0, 1, 2, 3), (Site.resid_post,)))
+    stacked = loaded(same, (key("blocks.3.resid_post"),))
+    q = "['attention']['q']"
+    for layer in range(NUM_LAYERS):
+        np.testing.assert_array_equal(single[f"['runs'][{layer}]{q}"], stacked[f"['runs'][0]{q}"][layer])
+    changed = loaded(other, (key("blocks.0.resid_post"),))
+    assert np.abs(single[f"['runs'][0]{q}"] - changed[f"['runs'][0]{q}"]).max() > 0.01
+    assert abs(stacked["['embed']"].std() - 0.02) < 0.001
+    assert (stacked["['runs'][0]['mlp']['norm']"] == 1).all()
+
+
+def test_flops_are_those_of_the_matrix_products(tmp_path) -> None:
+    save_random("llama", tmp_path)
+    model = open_model(str(tmp_path))
+    attention = 2 * (32 * 32 + 2 * 16 * 32 + 32 * 32) + 4 * 64 * 32
+    mlp = 2 * 3 * 32 * 48
+    assert model.flops_per_token((key("blocks.1.attn_out"),), length=64) == 2 * attention + mlp
+    assert model.flops_per_token((key("embed"),), length=64) == 0

@@ -1,0 +1,132 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+
+from pipeline.distributed import make_mesh, replicated, row_sharding
+from pipeline.forward import CompiledStep, compile_step
+from pipeline.models.registry import Model, open_model
+from pipeline.sites import Site, activation_keys
+
+ROWS, LENGTH, NUM_LAYERS = 4, 24, 3
+KEYS = activation_keys(tuple(range(NUM_LAYERS)), tuple(Site))
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Model:
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return open_model(str(path), init="random")
+
+
+def batch() -> dict[str, np.ndarray]:
+    """Two packed documents and padding in each row, and a row of padding alone."""
+    tokens = np.random.default_rng(0).integers(0, 101, (ROWS, LENGTH), dtype=np.int32)
+    segments = np.repeat(np.array([[1] * 9 + [2] * 12 + [0] * 3], np.int32), ROWS, axis=0)
+    segments[3] = 0
+    positions = np.repeat(np.array([[*range(9), *range(12), 0, 0, 0]], np.int32), ROWS, axis=0)
+    return {"tokens": tokens, "segments": segments, "positions": positions}
+
+
+def compiled(model: Model, dtype: str, keys=KEYS) -> tuple[CompiledStep, object]:
+    mesh = make_mesh()
+    params = model.load(keys, "float32", replicated(mesh))
+    return compile_step(model, params, mesh, rows=ROWS, length=LENGTH, keys=keys, dtype=dtype, attention="auto"), params
+
+
+def on_devices(step: CompiledStep, inputs: dict[str, np.ndarray]) -> tuple[jax.Array, ...]:
+    return tuple(jax.device_put(array, row_sharding(step.mesh)) for array in inputs.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_outputs(model: Model, dtype: str) -> None:
+    step, params = compiled(model, dtype)
+    inputs = batch()
+    activations, num_valid = step(params, *on_devices(step, inputs))
+    assert num_valid.dtype == np.int32
+    assert int(num_valid) == np.count_nonzero(inputs["segments"]) == 63
+    expected = jax.jit(model.apply, static_argnames="keys")(params, *inputs.values(), keys=KEYS)
+    valid = inputs["segments"] != 0
+    for key, got in zip(KEYS, activations, strict=True):
+        assert (got.shape, got.dtype) == ((ROWS, LENGTH, 32), np.dtype(dtype)), key.name
+        assert got.sharding == row_sharding(step.mesh)
+        values = np.asarray(got, np.float32)
+        assert not values[~valid].any(), key.name
+        np.testing.assert_allclose(
+            values[valid], np.asarray(expected[key].astype(dtype), np.float32)[valid], rtol=2**-7, atol=1e-6
+        )
+
+
+def test_compiled_exactly_once(model: Model) -> None:
+    compilations = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_args, **_kwargs: compilations.append(name) if name.endswith("backend_compile_duration") else None
+    )
+    mesh = make_mesh()
+    params = model.load(KEYS[-1:], "float32", replicated(mesh))
+    compilations.clear()
+    step = compile_step(
+        model, params, mesh, rows=ROWS, length=LENGTH, keys=KEYS[-1:], dtype="bfloat16", attention="auto"
+    )
+    for _ in range(3):
+        jax.block_until_ready(step(params, *on_devices(step, batch())))
+    assert len(compilations) == 1
+
+
+def test_another_shape_is_an_error(model: Model) -> None:
+    step, params = compiled(model, "float32", KEYS[:1])
+    shorter = {name: array[:, :-1] for name, array in batch().items()}
+    with pytest.raises(TypeError, match=r"compiled with int32\[4,24\] and called with int32\[4,23\]"):
+        step(params, *on_devices(step, shorter))
+
+
+TWO_DEVICES = """
+import jax, numpy as np, sys
+sys.path.insert(0, {tests!r})
+from jax.sharding import AxisType
+from pipeline.distributed import make_mesh, replicated
+from pipeline.forward import compile_step
+from pipeline.models.registry import open_model
+from test_forward import KEYS, LENGTH, ROWS, batch, on_devices
+model = open_model({path!r}, init="random")
+one = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:1])
+results = []
+for mesh in (one, make_mesh()):
+    params = model.load(KEYS, "float32", replicated(mesh))
+    step = compile_step(
+        model, params, mesh, rows=ROWS, length=LENGTH, keys=KEYS, dtype="float32", attention="auto"
+    )
+    results.append(jax.tree.map(np.asarray, step(params, *on_devices(step, batch()))))
+text = step.executable.as_text()
+assert "all-gather" not in text and "all-to-all" not in text
+assert jax.device_count() == 2
+(one_device, valid), (two_devices, also_valid) = results
+assert valid == also_valid
+for key, a, b in zip(KEYS, one_device, two_devices):
+    np.testing.assert_allclose(a, b, atol=1e-6, err_msg=key.name)
+"""
+
+
+def test_two_devices_equal_one_and_exchange_no_activations(tmp_path: Path) -> None:
+    """In a process of its own: the number of devices is fixed when JAX starts."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    here = Path(__file__).resolve().parent
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(here.parent)}
+    script = TWO_DEVICES.format(tests=str(here), path=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
