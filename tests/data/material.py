@@ -1,0 +1,66 @@
+"""Small real inputs: a tokenizer of words, and parquet files in memory."""
+
+from collections.abc import Mapping, Sequence
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+
+from pipeline.config import ParquetData
+from pipeline.data.documents import TokenBlock
+from pipeline.data.parquet import ParquetSource
+from pipeline.data.tokenizer import TextTokenizer
+
+VOCAB_SIZE = 1000
+
+
+def word_library_tokenizer(*, bos: bool = False) -> Tokenizer:
+    """Word `w7` is id 7. With `bos`, the word `w0` is added before every text."""
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w1"))
+    tokenizer.pre_tokenizer = Whitespace()
+    if bos:
+        tokenizer.post_processor = TemplateProcessing(single="w0 $A", special_tokens=[("w0", 0)])
+    return tokenizer
+
+
+def word_tokenizer(**settings) -> TextTokenizer:
+    bos = settings.pop("bos", False)
+    return TextTokenizer(word_library_tokenizer(bos=bos), name="words", digest="0", **settings)
+
+
+def words(ids: Sequence[int]) -> str:
+    return " ".join(f"w{i}" for i in ids)
+
+
+def write_parquet(path: str, columns: Mapping[str, Sequence], row_group_size: int = 3) -> None:
+    """One parquet file at any address that fsspec knows."""
+    with fsspec.open(path, "wb") as file:
+        pq.write_table(pa.table(dict(columns)), file, row_group_size=row_group_size)
+
+
+def memory_source(folder: str, shards: Sequence[Sequence[Sequence[int]]], **settings) -> ParquetSource:
+    """A source of the documents' token ids (of `word_tokenizer`), one file per shard; the id is `shard-row`."""
+    filesystem = fsspec.filesystem("memory")
+    if filesystem.exists(folder):
+        filesystem.rm(folder, recursive=True)
+    for number, documents in enumerate(shards):
+        columns = {
+            "text": pa.array([words(ids) for ids in documents], pa.string()),
+            "id": pa.array([f"{number}-{row}" for row in range(len(documents))], pa.string()),
+            "url": pa.array([f"http://{number}/{row}" for row in range(len(documents))], pa.string()),
+        }
+        write_parquet(f"memory://{folder}/{number:03d}.parquet", columns)
+    return ParquetSource(ParquetData(source="parquet", path=f"memory://{folder}", **settings))
+
+
+def assert_same_block(left: TokenBlock, right: TokenBlock) -> None:
+    for name in ("tokens", "segments", "positions", "documents"):
+        np.testing.assert_array_equal(getattr(left, name), getattr(right, name), err_msg=name)
+    assert left.table.equals(right.table)
+    for name in ("stream", "index", "skipped", "start", "next", "exhausted", "truncated"):
+        assert getattr(left, name) == getattr(right, name), name

@@ -1,0 +1,79 @@
+import threading
+import time
+import traceback
+
+import pyarrow as pa
+import pytest
+from material import assert_same_block, memory_source, word_tokenizer, write_parquet
+
+from pipeline.config import ParquetData
+from pipeline.data.feed import Feed, StreamWork
+from pipeline.data.parquet import ParquetSource
+from pipeline.data.stream import TokenStream
+from pipeline.errors import InputError
+
+TOKENIZER = word_tokenizer()
+
+
+def stream(source, number: int, num_streams: int) -> TokenStream:
+    return TokenStream(source, TOKENIZER, stream=number, num_streams=num_streams, rows_per_block=1, length=4)
+
+
+def three_streams() -> list[TokenStream]:
+    """One, three and two blocks of one row."""
+    source = memory_source("/feed", [[[2] * 4] * 1, [[3] * 4] * 3, [[4] * 4] * 2])
+    return [stream(source, number, 3) for number in range(3)]
+
+
+def test_one_block_of_each_stream_in_turn():
+    with Feed([StreamWork(one) for one in three_streams()]) as feed:
+        blocks = iter(feed.get, None)
+        assert [(block.stream, block.index) for block in blocks] == [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1), (1, 2)]
+        assert feed.get() is None
+
+
+def test_it_starts_where_the_work_says():
+    _, one, _ = three_streams()
+    first, second, third = one.blocks()
+    with Feed([StreamWork(one, first.next, 1, token_budget=4)]) as feed:
+        assert_same_block(feed.get(), second)
+        assert feed.get() is None
+    assert third.index == 2
+
+
+def test_no_work_ends_at_once():
+    with Feed([]) as feed:
+        assert feed.get() is None
+
+
+def bad_third_row() -> TokenStream:
+    columns = {"text": pa.array(["w2 w3 w4 w5", "w6 w7 w8 w9", None]), "id": ["a", "b", "c"]}
+    write_parquet("memory:///feed_bad/a.parquet", columns)
+    return stream(ParquetSource(ParquetData(source="parquet", path="memory:///feed_bad")), 0, 1)
+
+
+def test_an_error_comes_in_its_place_with_the_threads_traceback():
+    with Feed([StreamWork(bad_third_row())]) as feed:
+        assert feed.get().index == 0
+        for _ in range(2):
+            with pytest.raises(InputError, match="row 2: 'text' is null") as caught:
+                feed.get()
+            assert "_produce" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+def test_at_most_depth_blocks_are_made_ahead_and_waiting_is_measured():
+    with Feed([StreamWork(three_streams()[1])], depth=1) as feed:
+        time.sleep(0.2)
+        assert len(feed._ready) == 1
+        assert [block.index for block in iter(feed.get, None)] == [0, 1, 2]
+        assert feed.producer_wait_s > 0.1
+        assert 0 < feed.consumer_wait_s < 1
+
+
+def test_close_ends_a_waiting_thread():
+    feed = Feed([StreamWork(three_streams()[1])], depth=1)
+    began = time.perf_counter()
+    feed.close()
+    assert time.perf_counter() - began < 1
+    assert feed.get() is None
+    assert "feed" not in [thread.name for thread in threading.enumerate()]

@@ -1,0 +1,176 @@
+import json
+from pathlib import Path
+
+import hydra
+import pytest
+from material import word_tokenizer, write_parquet
+
+from pipeline.config import HfData, OnError, register
+from pipeline.data.documents import Document, SkippedDocument
+from pipeline.data.hf import HfSource
+from pipeline.data.stream import TokenStream
+from pipeline.errors import ConfigError, InputError
+
+ROWS = [
+    {"name": "a", "text": "one", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "n": 1},
+    {"name": "b", "text": "two", "choices": {"text": ["z"], "label": ["1"]}, "n": 2},
+    {"name": "c", "text": "three", "choices": {"text": [], "label": []}, "n": 3},
+]
+
+
+def write_json_lines(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def source(**settings) -> HfSource:
+    return HfSource(HfData(**({"source": "hf", "path": "json"} | settings)))
+
+
+@pytest.fixture
+def rows(tmp_path) -> str:
+    return write_json_lines(tmp_path / "rows.jsonl", ROWS)
+
+
+@pytest.mark.parametrize(
+    ("template", "texts"),
+    [
+        ("{{ text }}", ["one", "two", "three"]),
+        ("{{ name }}: {{ choices.text[0] | default('-') }}", ["a: x", "b: z", "c: -"]),
+        ("{{ name | upper }}{{ n + 1 }}", ["A2", "B3", "C4"]),
+        ("{{ choices | tojson }}", [json.dumps(row["choices"]) for row in ROWS]),
+    ],
+)
+def test_templates(rows, template, texts):
+    assert [document.text for document in source(data_files=rows, text=template).read(0, 0)] == texts
+
+
+def test_ai2_arc_is_rendered_with_lettered_choices(tmp_path):
+    register()
+    with hydra.initialize_config_dir(str(Path(__file__).parents[2] / "configs"), version_base=None):
+        config = hydra.compose("config", overrides=["data=ai2_arc"]).data
+    row = {
+        "id": "MCAS_1",
+        "question": "What is ice?",
+        "choices": {"text": ["a gas", "water"], "label": ["A", "B"]},
+        "answerKey": "B",
+    }
+    path = write_json_lines(tmp_path / "rows.jsonl", [row])
+    opened = source(
+        data_files=path, text=config.text, id_column=config.id_column, info_columns=list(config.info_columns)
+    )
+    assert list(opened.read(0, 0)) == [
+        Document("MCAS_1", "Question: What is ice?\nA. a gas\nB. water\nAnswer:", "rows.jsonl", 0, {"answerKey": "B"})
+    ]
+
+
+def test_formats_give_the_same_documents(tmp_path):
+    columns = {"text": ["one", "two", "three"], "name": ["a", "b", "c"]}
+    write_parquet(str(tmp_path / "rows.parquet"), columns)
+    (tmp_path / "rows.csv").write_text("text,name\none,a\ntwo,b\nthree,c\n")
+    write_json_lines(tmp_path / "rows.jsonl", ROWS)
+    for loader, name in (("parquet", "rows.parquet"), ("csv", "rows.csv"), ("json", "rows.jsonl")):
+        opened = source(path=loader, data_files=str(tmp_path / name), id_column="name")
+        assert [(document.id, document.text) for document in opened.read(0, 0)] == [
+            ("a", "one"),
+            ("b", "two"),
+            ("c", "three"),
+        ]
+        assert [document.index for document in opened.read(0, 2)] == [2]
+
+
+def test_files_are_shards_and_the_place_does_not_matter(tmp_path):
+    opened = []
+    for place in ("here", "there"):
+        folder = tmp_path / place / "sub"
+        folder.mkdir(parents=True)
+        write_json_lines(folder / "b.jsonl", ROWS[1:])
+        write_json_lines(folder / "a.jsonl", ROWS[:1])
+        opened.append(source(data_files=str(folder / "*.jsonl")))
+    assert opened[0].shards == opened[1].shards == ("a.jsonl", "b.jsonl")
+    assert opened[0].fingerprint() == opened[1].fingerprint()
+    assert [document.id for document in opened[0].read(1, 0)] == ["b.jsonl#0", "b.jsonl#1"]
+    assert source(path=str(tmp_path / "here" / "sub")).shards == ("a.jsonl", "b.jsonl")
+    write_json_lines(tmp_path / "there" / "sub" / "b.jsonl", ROWS[2:])
+    assert source(data_files=str(tmp_path / "there" / "sub" / "*.jsonl")).fingerprint() != opened[0].fingerprint()
+
+
+def test_info_columns_are_text(rows):
+    opened = source(data_files=rows, info_columns=["n", "name", "choices"])
+    assert next(opened.read(0, 1)).info == {"n": "2", "name": "b", "choices": '{"text": ["z"], "label": ["1"]}'}
+    assert set(opened.info_schema.types) == {opened.info_schema.field("n").type}
+
+
+BAD_ROWS = {
+    "null": ({"text": None}, "{{ text }}", "data.text does not render: a value of the template is null"),
+    "empty": ({"text": ""}, "{{ text }}", "the text is empty"),
+    "absent element": ({"text": ""}, "{{ list[3] }}", "data.text does not render: .*has no element 3"),
+    "not text": ({"text": "a"}, "{{ text + 1 }}", "data.text does not render: can only concatenate str"),
+    "null id": ({"text": "a", "key": None}, "{{ text }}", "'key' is null"),
+}
+
+
+@pytest.mark.parametrize(("row", "template", "reason"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_bad_row_is_named_or_skipped(tmp_path, row, template, reason):
+    good = {"text": "fine", "key": "k", "list": [1, 2, 3, 4]}
+    path = write_json_lines(tmp_path / "rows.jsonl", [good, {"text": "b", "key": "k", "list": [1]} | row])
+    settings = {"data_files": path, "text": template, "id_column": "key"}
+    if template == "{{ text + 1 }}":
+        settings["text"] = "{% if list | length > 1 %}{{ text }}{% else %}{{ text + 1 }}{% endif %}"
+    documents = source(**settings).read(0, 0)
+    assert next(documents).index == 0
+    with pytest.raises(InputError, match=rf"rows.jsonl row 1: {reason}.*data.on_error=skip"):
+        next(documents)
+    _, skipped = source(**settings, on_error=OnError.skip).read(0, 0)
+    assert isinstance(skipped, SkippedDocument)
+    assert (skipped.source, skipped.index) == ("rows.jsonl", 1)
+
+
+@pytest.mark.parametrize("on_error", OnError)
+@pytest.mark.parametrize("setting", [{"text": "{{ body }}"}, {"id_column": "body"}, {"info_columns": ["body"]}])
+def test_a_missing_column_always_fails(rows, setting, on_error):
+    with pytest.raises(InputError, match=r"rows.jsonl has no column body, only name, text, choices, n"):
+        next(source(data_files=rows, **setting, on_error=on_error).read(0, 0))
+
+
+@pytest.mark.parametrize("on_error", OnError)
+@pytest.mark.parametrize(
+    ("loader", "content"),
+    [("json", b'{"text": "a"}\n{"text": \n'), ("json", b'{"text": "\xff"}\n'), ("csv", b"text\n\xff\n")],
+)
+def test_a_damaged_file_always_fails(tmp_path, loader, content, on_error):
+    (tmp_path / "bad.txt").write_bytes(content)
+    with pytest.raises(InputError, match=r"bad.txt is not readable from row 0 on"):
+        list(source(path=loader, data_files=str(tmp_path / "bad.txt"), on_error=on_error).read(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"text": "{% if %}"}, ConfigError, "data.text is not a jinja template"),
+        ({"split": "test"}, ConfigError, "Bad split: test"),
+        ({"info_columns": ["index"]}, ConfigError, "data.info_columns has index, which every store has"),
+        ({"data_files": "nothing.jsonl"}, InputError, "Unable to find"),
+    ],
+)
+def test_what_is_refused_at_the_start(rows, settings, error, message):
+    with pytest.raises(error, match=message):
+        source(**({"data_files": rows} | settings))
+
+
+def test_templates_cannot_reach_python(rows):
+    opened = source(data_files=rows, text="{{ text.__class__.__mro__ }}")
+    with pytest.raises(InputError, match="access to attribute '__class__' of 'str' object is unsafe"):
+        next(opened.read(0, 0))
+
+
+def test_a_lone_surrogate_spoils_only_its_own_document(rows):
+    opened = source(data_files=rows, text="w{{ n }}{{ '\\ud800' if n == 2 else '' }}")
+    stream = TokenStream(
+        opened, word_tokenizer(), stream=0, num_streams=1, rows_per_block=3, length=4, on_error=OnError.skip
+    )
+    (block,) = stream.blocks()
+    assert block.tokens[block.segments > 0].tolist() == [1, 3]
+    assert [(skip.index, skip.reason) for skip in block.skipped] == [
+        (1, "the text has a lone surrogate, so is not UTF-8")
+    ]

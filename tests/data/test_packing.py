@@ -1,0 +1,109 @@
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import LongDocuments
+from pipeline.data.packing import fill, pack, pad, windows
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "first", "long_documents", "expected"),
+    [
+        (3, 0, "split", [(0, 3)]),
+        (4, 0, "split", [(0, 4)]),
+        (9, 0, "split", [(0, 4), (4, 8), (8, 9)]),
+        (9, 8, "split", [(8, 9)]),
+        (9, 0, "cut", [(0, 4)]),
+        (3, 0, "cut", [(0, 3)]),
+    ],
+)
+def test_windows_are_of_length_four(num_tokens, first, long_documents, expected):
+    assert windows(num_tokens, 4, LongDocuments(long_documents), first) == expected
+
+
+def test_pack_of_a_known_case():
+    """Two rows of 10: the full piece has the first row although it is fourth; the next piece would not fit."""
+    placement = pack(np.array([3, 4, 3, 10, 1]), rows=2, length=10)
+    assert placement.num_rows == 2
+    assert placement.row.tolist() == [1, 1, 1, 0]
+    assert placement.column.tolist() == [0, 3, 7, 0]
+    assert placement.segment.tolist() == [1, 2, 3, 1]
+
+
+def test_pad_of_a_known_case():
+    placement = pad(np.array([3, 4, 3]), rows=2)
+    assert placement.num_rows == 2
+    assert placement.row.tolist() == [0, 1]
+    assert placement.column.tolist() == [0, 0]
+    assert placement.segment.tolist() == [1, 1]
+
+
+def test_fill_of_a_known_case():
+    sizes = [2, 1, 4]
+    tokens = [np.array([5, 6], np.int32), np.array([7], np.int32), np.array([1, 2, 3, 4], np.int32)]
+    rows = fill(pack(np.array(sizes), 2, 4), tokens, np.array([10, 11, 12]), 4)
+    assert rows.tokens.tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
+    assert rows.segments.tolist() == [[1, 1, 1, 1], [1, 1, 2, 0]]
+    assert rows.positions.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
+    assert rows.documents.tolist() == [[12, 12, 12, 12], [10, 10, 11, -1]]
+
+
+def test_no_pieces_make_no_rows():
+    rows = fill(pack(np.array([], np.int64), 4, 8), [], np.array([], np.int64), 8)
+    assert rows.tokens.shape == (0, 8)
+
+
+@given(data=st.data(), rows=st.integers(1, 9), length=st.integers(1, 30))
+def test_pack_places_a_prefix_without_overlap_and_in_order(data, rows, length):
+    sizes = np.array(data.draw(st.lists(st.integers(1, length), min_size=1, max_size=60)), np.int64)
+    placement = pack(sizes, rows, length)
+    count = placement.num_pieces
+    assert 1 <= count <= len(sizes)
+    assert placement.num_rows == len(set(placement.row.tolist())) <= rows
+    for row in range(placement.num_rows):
+        members = np.flatnonzero(placement.row == row)
+        assert placement.segment[members].tolist() == list(range(1, len(members) + 1))
+        assert placement.column[members].tolist() == (np.cumsum(sizes[members]) - sizes[members]).tolist()
+        assert sizes[members].sum() <= length
+    first = [int(np.flatnonzero(placement.row == row)[0]) for row in range(placement.num_rows)]
+    is_mixed = [bool(sizes[piece] < length) for piece in first]
+    assert sorted(zip(is_mixed, first, strict=True)) == list(zip(is_mixed, first, strict=True))
+
+
+def test_everything_that_fits_is_placed():
+    """A block is not closed early: pieces that fit a block exactly, in any order, are all placed."""
+    sizes = np.array([6, 5, 5, 4, 10], np.int64)
+    assert pack(sizes, rows=3, length=10).num_pieces == 5
+
+
+def fills(rng: np.random.Generator, low: int, high: int, rows: int, length: int, blocks: int) -> list[float]:
+    pieces = np.array([], np.int64)
+    result = []
+    for _ in range(blocks):
+        while pieces.sum() <= rows * length:
+            pieces = np.append(pieces, rng.integers(low, high + 1, 64))
+        count = pack(pieces, rows, length).num_pieces
+        result.append(pieces[:count].sum() / (rows * length))
+        pieces = pieces[count:]
+    return result
+
+
+@pytest.mark.parametrize(("low", "high", "length", "least"), [(20, 250, 256, 0.93), (1, 100, 1024, 0.99)])
+def test_rows_are_well_filled(low, high, length, least):
+    assert np.mean(fills(np.random.default_rng(0), low, high, 64, length, 40)) >= least
+
+
+def test_packing_keeps_up_with_a_million_tokens_per_second():
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(20, 250, 400)
+    tokens = [np.zeros(size, np.int32) for size in sizes]
+    fastest = float("inf")
+    for _ in range(5):  # the machine may be busy: the fastest run is what the code can do
+        began = time.perf_counter()
+        placement = pack(sizes, 64, 256)
+        fill(placement, tokens[: placement.num_pieces], np.arange(placement.num_pieces), 256)
+        fastest = min(fastest, time.perf_counter() - began)
+    assert sizes[: placement.num_pieces].sum() / fastest > 1e6

@@ -1,0 +1,195 @@
+import io
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from material import write_parquet
+
+from pipeline.config import OnError, ParquetData
+from pipeline.data.documents import Document, SkippedDocument
+from pipeline.data.parquet import ParquetSource
+from pipeline.errors import InputError
+
+
+def source(path, **settings) -> ParquetSource:
+    return ParquetSource(ParquetData(source="parquet", path=str(path), **settings))
+
+
+def write(path, **columns) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_parquet(str(path), columns)
+
+
+def invalid_utf8(count: int) -> pa.Array:
+    """`count` strings of which the second is not UTF-8."""
+    values = pa.array([b"fine" if number != 1 else b"\xff\xfe" for number in range(count)], pa.binary())
+    return pa.Array.from_buffers(pa.string(), count, values.buffers())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path / "b.parquet", text=["four"], id=["4"], url=["u4"], token_count=[1], other=[0])
+    write(tmp_path / "a.parquet", text=["one", "two", "three"], id=["1", "2", "3"], url=["u1", None, "u3"])
+    write(tmp_path / "deep" / "c.parquet", text=["five"], id=["5"])
+    write(tmp_path / "_delta" / "d.parquet", text=["no"], id=["no"])
+    (tmp_path / "notes.txt").write_text("no")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("path", "shards"),
+    [
+        ("", ("a.parquet", "b.parquet", "deep/c.parquet")),
+        ("a.parquet", ("a.parquet",)),
+        ("*.parquet", ("a.parquet", "b.parquet")),
+        ("**/c.parquet", ("deep/c.parquet",)),
+        ("deep", ("c.parquet",)),
+    ],
+)
+def test_files_of_a_path(folder, path, shards):
+    assert source(folder / path).shards == shards
+
+
+def test_documents(folder):
+    assert list(source(folder).read(0, 1)) == [
+        Document("2", "two", "a.parquet", 1, {"url": None}),
+        Document("3", "three", "a.parquet", 2, {"url": "u3"}),
+    ]
+
+
+def test_info_columns_are_fineweb_s_of_the_first_file(folder):
+    assert source(folder / "b.parquet").info_schema == pa.schema([("url", pa.string()), ("token_count", pa.int64())])
+    assert next(source(folder).read(2, 0)).info == {"url": None}
+
+
+@pytest.mark.parametrize("start", range(12))
+def test_reading_from_any_row(tmp_path, start):
+    write(tmp_path / "a.parquet", text=[f"t{number}" for number in range(11)], id=list(range(11)))
+    found = list(source(tmp_path).read(0, start))
+    assert [(document.index, document.id, document.text) for document in found] == [
+        (number, str(number), f"t{number}") for number in range(start, 11)
+    ]
+
+
+def test_without_ids_they_are_made_of_file_and_row(folder):
+    assert [document.id for document in source(folder, id_column=None).read(0, 0)] == [
+        "a.parquet#0",
+        "a.parquet#1",
+        "a.parquet#2",
+    ]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
+def test_string_types(tmp_path, kind):
+    write(tmp_path / "a.parquet", text=pa.array(["x", "é"]).cast(kind), id=["1", "2"])
+    assert [document.text for document in source(tmp_path).read(0, 0)] == ["x", "é"]
+
+
+def test_the_fingerprint_does_not_depend_on_the_place(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    fsspec.filesystem("file").copy(f"{folder}/", f"{elsewhere}/", recursive=True)
+    assert source(elsewhere).fingerprint() == source(folder).fingerprint()
+    write(elsewhere / "e.parquet", text=["six"], id=["6"])
+    assert source(elsewhere).fingerprint() != source(folder).fingerprint()
+
+
+BAD_ROWS = {
+    "null text": ({"text": pa.array(["a", None, "b"])}, "'text' is null"),
+    "empty text": ({"text": ["a", "", "b"]}, "'text' is empty"),
+    "text not UTF-8": ({"text": invalid_utf8(3)}, "'text' is not UTF-8"),
+    "null id": ({"text": ["a", "b", "c"], "id": pa.array(["1", None, "3"])}, "'id' is null"),
+    "url not UTF-8": ({"text": ["a", "b", "c"], "url": invalid_utf8(3)}, "'url' is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize(("columns", "reason"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_bad_row_is_named_or_skipped(tmp_path, columns, reason):
+    write(tmp_path / "a.parquet", **({"id": ["1", "2", "3"]} | columns))
+    with pytest.raises(InputError, match=rf"a.parquet row 1: {reason}.*data.on_error=skip"):
+        list(source(tmp_path).read(0, 0))
+    first, second, third = source(tmp_path, on_error=OnError.skip).read(0, 0)
+    assert (first.index, third.index) == (0, 2)
+    assert isinstance(second, SkippedDocument)
+    assert (second.source, second.index) == ("a.parquet", 1)
+    assert second.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("on_error", OnError)
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"content": ["a"], "id": ["1"]}, r"a.parquet has no column 'text', only content, id. Set data.text_column"),
+        ({"text": ["a"], "key": ["1"]}, r"a.parquet has no column 'id', only text, key. Set data.id_column"),
+        ({"text": [1], "id": ["1"]}, r"a.parquet: column 'text' is int64, expected strings"),
+        ({"text": ["a"], "id": [1.5]}, r"a.parquet: column 'id' is double, expected strings"),
+    ],
+)
+def test_wrong_columns_always_fail(tmp_path, columns, message, on_error):
+    write(tmp_path / "a.parquet", **columns)
+    with pytest.raises(InputError, match=message):
+        source(tmp_path, on_error=on_error)
+
+
+@pytest.mark.parametrize("on_error", OnError)
+def test_a_later_file_with_other_columns_fails_when_it_is_read(folder, on_error):
+    write(folder / "z.parquet", content=["a"], id=["1"])
+    opened = source(folder, on_error=on_error)
+    with pytest.raises(InputError, match=r"z.parquet has no column 'text'"):
+        list(opened.read(3, 0))
+
+
+@pytest.mark.parametrize("on_error", OnError)
+def test_a_truncated_file_is_named(folder, on_error):
+    content = (folder / "a.parquet").read_bytes()
+    (folder / "a.parquet").write_bytes(content[: len(content) // 2])
+    with pytest.raises(InputError, match=r"a.parquet, footer: not readable as parquet.*download it again"):
+        source(folder, on_error=on_error)
+
+
+def test_damage_inside_a_file_is_named_with_its_row(tmp_path):
+    write(tmp_path / "a.parquet", text=[f"text number {number}" for number in range(6)], id=list("123456"))
+    path = tmp_path / "a.parquet"
+    column = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    content = bytearray(path.read_bytes())
+    begin = column.dictionary_page_offset or column.data_page_offset
+    content[begin : begin + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+    path.write_bytes(content)
+    documents = source(tmp_path, on_error=OnError.skip).read(0, 0)
+    assert [next(documents).id for _ in range(3)] == ["1", "2", "3"]
+    with pytest.raises(InputError, match=r"a.parquet, row 3: not readable as parquet"):
+        next(documents)
+
+
+@pytest.mark.parametrize("path", ["nothing", "*.parquet", "."])
+def test_no_files(tmp_path, path):
+    with pytest.raises(InputError, match=r"has no \.parquet file\. Set data.path"):
+        source(tmp_path / path)
+
+
+class CountedFile(io.FileIO):
+    """Counts the bytes read from all of its kind."""
+
+    num_bytes = 0
+
+    def read(self, size: int = -1) -> bytes:
+        data = super().read(size)
+        CountedFile.num_bytes += len(data)
+        return data
+
+
+def test_resuming_reads_the_footer_and_what_follows(tmp_path, monkeypatch):
+    """A hundred rows of 10 kB in ten groups: from row 85 on that is two groups, and at most 64 KiB of footer."""
+    columns = {"text": [f"{number:04d}" * 2500 for number in range(100)], "id": range(100), "other": ["o" * 9000] * 100}
+    pq.write_table(
+        pa.table({name: list(values) for name, values in columns.items()}),
+        tmp_path / "a.parquet",
+        row_group_size=10,
+        compression="none",
+        use_dictionary=False,
+    )
+    opened = source(tmp_path)
+    monkeypatch.setattr(LocalFileSystem, "open", lambda self, path, mode: CountedFile(path, mode))
+    assert [document.id for document in opened.read(0, 85)] == [str(number) for number in range(85, 100)]
+    assert 200_000 < CountedFile.num_bytes < 270_000

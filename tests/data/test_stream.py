@@ -1,0 +1,240 @@
+"""Exactly once: what a stream's blocks hold, however they were come by."""
+
+from itertools import islice
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from material import VOCAB_SIZE, assert_same_block, memory_source, word_tokenizer, words, write_parquet
+
+from pipeline.config import LongDocuments, OnError, Packing, ParquetData
+from pipeline.data.documents import STREAM_START, Cursor, TokenBlock
+from pipeline.data.parquet import ParquetSource
+from pipeline.data.stream import TokenStream
+from pipeline.errors import ConfigError, InputError
+
+TOKENIZER = word_tokenizer()
+
+
+@st.composite
+def cases(draw):
+    """A source's documents as token ids by shard, and the settings of a stream over them."""
+    sizes = draw(st.lists(st.lists(st.integers(1, 40), max_size=8), min_size=1, max_size=5))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shards = [[rng.integers(2, VOCAB_SIZE, size).tolist() for size in shard] for shard in sizes]
+    return shards, {
+        "num_streams": draw(st.integers(1, 4)),
+        "rows_per_block": draw(st.integers(1, 5)),
+        "length": draw(st.integers(1, 24)),
+        "packing": draw(st.sampled_from(Packing)),
+        "long_documents": draw(st.sampled_from(LongDocuments)),
+    }
+
+
+def streams(shards, settings) -> list[TokenStream]:
+    source = memory_source("/stream", shards)
+    return [TokenStream(source, TOKENIZER, stream=number, **settings) for number in range(settings["num_streams"])]
+
+
+def tokens_by_document(blocks: list[TokenBlock]) -> dict[int, list[int]]:
+    """Each document's tokens, scanning blocks, rows and positions upward."""
+    found: dict[int, list[int]] = {}
+    for block in blocks:
+        valid = block.segments > 0
+        for document, token in zip(block.documents[valid].tolist(), block.tokens[valid].tolist(), strict=True):
+            found.setdefault(document, []).append(token)
+    return found
+
+
+@given(cases())
+def test_every_token_exactly_once_in_order_or_counted_as_cut(case):
+    shards, settings = case
+    length, cut = settings["length"], settings["long_documents"] is LongDocuments.cut
+    expected = {f"{shard}-{row}": ids for shard, rows in enumerate(shards) for row, ids in enumerate(rows)}
+    seen: dict[str, list[int]] = {}
+    for stream in streams(shards, settings):
+        blocks = list(stream.blocks())
+        assert [block.index for block in blocks] == list(range(len(blocks)))
+        assert [block.exhausted for block in blocks] == [False] * (len(blocks) - 1) + [True] * bool(blocks)
+        names = {row["document"]: row["id"] for block in blocks for row in block.table.to_pylist()}
+        for document, tokens in tokens_by_document(blocks).items():
+            assert document % settings["num_streams"] == stream.stream
+            assert names[document] not in seen
+            seen[names[document]] = tokens
+        cut_tokens = {row["id"]: row["n_cut"] for block in blocks for row in block.table.to_pylist()}
+        for name, dropped in cut_tokens.items():
+            assert dropped == (max(len(expected[name]) - length, 0) if cut else 0)
+    assert seen == {name: ids[:length] if cut else ids for name, ids in expected.items()}
+
+
+@given(cases())
+def test_rows_hold_what_the_contract_says(case):
+    shards, settings = case
+    length = settings["length"]
+    for stream in streams(shards, settings):
+        for block in stream.blocks():
+            assert block.tokens.shape[1] == length
+            assert 1 <= block.num_rows <= settings["rows_per_block"]
+            padding = block.segments == 0
+            assert np.all(block.documents[padding] == -1)
+            assert not block.tokens[padding].any()
+            assert not block.positions[padding].any()
+            rows_of: dict[int, set[int]] = {}
+            for row in range(block.num_rows):
+                segments = block.segments[row]
+                valid = int(np.count_nonzero(segments))
+                assert np.all(segments[:valid] > 0)
+                starts = np.flatnonzero(np.diff(segments[:valid], prepend=0))
+                assert segments[starts].tolist() == list(range(1, len(starts) + 1))
+                assert settings["packing"] is Packing.pack or len(starts) == 1
+                for first, last in zip(starts, [*starts[1:], valid], strict=True):
+                    assert block.positions[row, first:last].tolist() == list(range(last - first))
+                    (document,) = set(block.documents[row, first:last].tolist())
+                    rows_of.setdefault(document, set()).add(row)
+            counts = {document: int(np.sum(block.documents == document)) for document in rows_of}
+            table = block.table.to_pylist()
+            assert [row["document"] for row in table] == sorted(rows_of)
+            for row in table:
+                assert row["last_token"] - row["first_token"] == counts[row["document"]]
+                assert row["n_tokens"] > length or len(rows_of[row["document"]]) == 1
+                assert row["url"] == "http://" + row["id"].replace("-", "/")
+
+
+@given(cases(), st.data())
+def test_resuming_after_any_block_gives_the_same_remaining_blocks(case, data):
+    for stream in streams(*case):
+        blocks = list(stream.blocks())
+        if not blocks:
+            continue
+        done = data.draw(st.integers(1, len(blocks)))
+        resumed = list(stream.blocks(Cursor(**blocks[done - 1].next.to_json()), done))
+        assert len(resumed) == len(blocks) - done
+        for left, right in zip(resumed, blocks[done:], strict=True):
+            assert_same_block(left, right)
+
+
+@given(cases(), st.integers(1, 200))
+def test_a_token_budget_keeps_the_first_rows(case, budget):
+    for stream in streams(*case):
+        whole = list(stream.blocks())
+        blocks = list(stream.blocks(token_budget=budget))
+        assert sum(block.num_tokens for block in blocks) >= min(budget, sum(block.num_tokens for block in whole))
+        for block, full in zip(blocks, whole, strict=False):
+            if not block.truncated:
+                assert_same_block(block, full)
+                continue
+            assert block is blocks[-1]
+            assert block.next == block.start == full.start
+            assert not block.exhausted
+            assert block.num_rows < full.num_rows
+            np.testing.assert_array_equal(block.tokens, full.tokens[: block.num_rows])
+            np.testing.assert_array_equal(block.documents, full.documents[: block.num_rows])
+            without_last = sum(b.num_tokens for b in blocks) - np.count_nonzero(block.segments[-1])
+            assert without_last < budget
+            for row in block.table.to_pylist():
+                assert row["last_token"] - row["first_token"] == int(np.sum(block.documents == row["document"]))
+
+
+def test_batches_of_the_tokenizer_do_not_show(monkeypatch):
+    shards = [[[2 + (7 * row + i) % 900 for i in range(1 + row % 37)] for row in range(60)]]
+    settings = {"num_streams": 1, "rows_per_block": 4, "length": 32}
+    (stream,) = streams(shards, settings)
+    expected = list(stream.blocks())
+    monkeypatch.setattr("pipeline.data.tokenised._BATCH_DOCUMENTS", 3)
+    for left, right in zip(stream.blocks(), expected, strict=True):
+        assert_same_block(left, right)
+
+
+def test_streams_take_shards_in_turn():
+    shards = [[[shard + 2]] for shard in range(5)]
+    two = streams(shards, {"num_streams": 2, "rows_per_block": 8, "length": 4, "packing": Packing.pad})
+    assert [block.table["id"].to_pylist() for stream in two for block in stream.blocks()] == [
+        ["0-0", "2-0", "4-0"],
+        ["1-0", "3-0"],
+    ]
+    assert [block.table["document"].to_pylist() for stream in two for block in stream.blocks()] == [[0, 2, 4], [1, 3]]
+
+
+def test_a_stream_without_documents_has_no_block():
+    assert list(streams([[]], {"num_streams": 3, "rows_per_block": 2, "length": 4})[2].blocks()) == []
+
+
+def bad_source(on_error: OnError, **column) -> ParquetSource:
+    write_parquet("memory:///bad/a.parquet", {"text": pa.array(column["text"], pa.string()), "id": column["id"]}, 2)
+    return ParquetSource(ParquetData(source="parquet", path="memory:///bad/a.parquet", on_error=on_error))
+
+
+def bad_stream(on_error: OnError, vocab_size: int = 900) -> TokenStream:
+    texts = ["w2 w3", None, "w4", "w950", "   ", "w5"]
+    source = bad_source(on_error, text=texts, id=[f"d{number}" for number in range(len(texts))])
+    return TokenStream(
+        source,
+        TOKENIZER,
+        stream=0,
+        num_streams=1,
+        rows_per_block=1,
+        length=2,
+        on_error=on_error,
+        vocab_size=vocab_size,
+    )
+
+
+def test_skipped_documents_are_recorded_once_with_the_block_they_precede():
+    blocks = list(bad_stream(OnError.skip).blocks())
+    assert [block.table["id"].to_pylist() for block in blocks] == [["d0"], ["d2", "d5"]]
+    assert [[(skip.index, skip.reason) for skip in block.skipped] for block in blocks] == [
+        [(1, "'text' is null")],
+        [
+            (3, "token id 950 is outside the model's vocabulary of 900"),
+            (4, "the tokenizer gives no token for the text"),
+        ],
+    ]
+    assert [block.next for block in blocks] == [Cursor(0, 2, 0, 1), Cursor(1, 0, 0, 3)]
+    (resumed,) = bad_stream(OnError.skip).blocks(blocks[0].next, 1)
+    assert_same_block(resumed, blocks[1])
+
+
+def test_a_stream_that_only_skips_gives_one_block_without_rows():
+    source = bad_source(OnError.skip, text=["", None], id=["a", "b"])
+    (block,) = TokenStream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=2, length=4).blocks()
+    assert (block.num_rows, block.num_tokens, block.exhausted) == (0, 0, True)
+    assert [skip.index for skip in block.skipped] == [0, 1]
+
+
+def test_bad_documents_fail_after_the_blocks_before_them():
+    blocks = bad_stream(OnError.fail).blocks()
+    with pytest.raises(InputError, match=r"/bad/a.parquet row 1: 'text' is null"):
+        next(blocks)
+
+
+def test_an_id_outside_the_vocabulary_names_the_document():
+    source = bad_source(OnError.fail, text=["w2 w3", "w4 w5", "w6 w950"], id=["a", "b", "c"])
+    blocks = TokenStream(
+        source, TOKENIZER, stream=0, num_streams=1, rows_per_block=1, length=2, vocab_size=900
+    ).blocks()
+    assert next(blocks).table["id"].to_pylist() == ["a"]
+    with pytest.raises(InputError, match=r"a.parquet row 2 \(id c\): token id 950 is outside the model's vocabulary"):
+        next(blocks)
+
+
+@pytest.mark.parametrize(("length", "long_documents"), [(5, LongDocuments.split), (4, LongDocuments.cut)])
+def test_a_cursor_of_other_settings_is_refused(length, long_documents):
+    (stream,) = streams(
+        [[[2] * 20]], {"num_streams": 1, "rows_per_block": 1, "length": length, "long_documents": long_documents}
+    )
+    with pytest.raises(ConfigError, match="cannot start at token 4 of a document"):
+        next(stream.blocks(Cursor(0, 0, 4, 0)))
+
+
+def test_blocks_are_made_one_by_one():
+    """A stream reads no further than it must: the bad row at the end does not reach the first blocks."""
+    write_parquet(
+        "memory:///lazy/a.parquet",
+        {"text": pa.array([*[words([2, 3, 4])] * 2000, None], pa.string()), "id": [str(i) for i in range(2001)]},
+        100,
+    )
+    source = ParquetSource(ParquetData(source="parquet", path="memory:///lazy"))
+    stream = TokenStream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=2, length=6)
+    assert [block.num_tokens for block in islice(stream.blocks(STREAM_START), 400)] == [12] * 400

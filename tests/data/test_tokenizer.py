@@ -1,0 +1,170 @@
+import json
+
+import fsspec
+import pytest
+from material import word_library_tokenizer, word_tokenizer
+
+from pipeline.config import SpecialTokens
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.errors import ConfigError, InputError
+
+
+def save(directory, *, config: dict | None = None, jinja: str | None = None, bos: bool = False, **settings):
+    tokenizer = word_library_tokenizer(bos=bos)
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=5)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    if config is not None:
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    if jinja is not None:
+        (directory / "chat_template.jinja").write_text(jinja)
+    return load_tokenizer(str(directory), **settings)
+
+
+def ids(tokenizer, *texts: str) -> list[list[int]]:
+    return [array.tolist() for array in tokenizer.encode(texts)]
+
+
+def test_truncation_and_padding_of_the_file_are_off(tmp_path):
+    assert ids(save(tmp_path), "w2 w3 w4", "w5") == [[2, 3, 4], [5]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [0, 2, 3]),
+        ({"special_tokens": SpecialTokens.none}, [2, 3]),
+        ({"prefix": "w8"}, [8, 0, 2, 3]),
+        ({"suffix": "w9", "special_tokens": SpecialTokens.none}, [2, 3, 9]),
+        ({"prefix": "w0", "suffix": "w9", "special_tokens": SpecialTokens.none}, [0, 2, 3, 9]),
+    ],
+)
+def test_special_tokens(settings, expected):
+    assert ids(word_tokenizer(bos=True, **settings), "w2 w3") == [expected]
+
+
+@pytest.mark.parametrize(("text", "count"), [("w2 w3", 2), ("", 0)])
+def test_a_prefix_must_be_one_token(text, count):
+    with pytest.raises(ConfigError, match=rf"data.prefix='{text}' is {count} tokens for tokenizer words, expected one"):
+        word_tokenizer(prefix=text)
+
+
+def test_settings_and_file_identify_a_tokenizer(tmp_path):
+    identities = [
+        save(tmp_path).identity(),
+        save(tmp_path, prefix="w2").identity(),
+        save(tmp_path, special_tokens=SpecialTokens.none).identity(),
+        save(tmp_path, bos=True).identity(),
+    ]
+    assert len({json.dumps(identity, sort_keys=True) for identity in identities}) == 4
+    assert save(tmp_path).identity() == identities[0]
+
+
+def test_remote_paths():
+    with fsspec.open("memory:///tokenizers/words/tokenizer.json", "w") as file:
+        file.write(word_library_tokenizer().to_str())
+    assert ids(load_tokenizer("memory:///tokenizers/words"), "w7") == [[7]]
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"has no tokenizer.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_path_that_is_no_hub_id_is_named():
+    with pytest.raises(InputError, match="/no/such/directory is neither a directory nor a Hub id"):
+        load_tokenizer("/no/such/directory")
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"model": {"type": "unheard of"}}'])
+def test_a_broken_file_is_named(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(InputError, match=r"tokenizer.json is not a tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_lone_surrogates_raise_and_name_the_place():
+    with pytest.raises(UnicodeEncodeError, match="position 2"):
+        word_tokenizer().encode(["w2", "w3\ud800"])
+
+
+QUESTION = [{"role": "user", "content": "w2"}]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("config", "jinja"),
+    [
+        ({"bos_token": "w0", "chat_template": TEMPLATE}, None),
+        ({"bos_token": {"content": "w0", "lstrip": False}, "chat_template": TEMPLATE}, None),
+        ({"bos_token": "w0", "chat_template": [{"name": "default", "template": TEMPLATE}]}, None),
+        ({"bos_token": "w0", "chat_template": "other"}, TEMPLATE),
+    ],
+    ids=["config", "token as object", "named templates", "file before config"],
+)
+def test_chat_templates(tmp_path, config, jinja):
+    tokenizer = save(tmp_path, config=config, jinja=jinja)
+    assert tokenizer.render_chat(QUESTION, add_generation_prompt=True) == "w0<user>w2<assistant>"
+    assert tokenizer.render_chat(QUESTION, add_generation_prompt=False) == "w0<user>w2"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "has no chat template"),
+        ("{% if %}", "the chat template of tokenizer .* fails"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.__class__.__mro__ }}", "fails: access to attribute '__class__'"),
+    ],
+)
+def test_chat_templates_that_cannot_be_used(tmp_path, template, message):
+    with pytest.raises(ConfigError, match=message):
+        save(tmp_path, jinja=template).require_chat()
+
+
+def test_a_chat_with_doubled_special_tokens_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"Set data.special_tokens=none"):
+        save(tmp_path, jinja=TEMPLATE, bos=True).require_chat()
+    save(tmp_path, jinja=TEMPLATE, bos=True, special_tokens=SpecialTokens.none).require_chat()
+
+
+CHATS = [
+    QUESTION,
+    [{"role": "system", "content": "  s "}, *QUESTION, {"role": "assistant", "content": "é <b>\n"}],
+]
+TEMPLATES = {
+    "qwen2": None,
+    "blocks": "{% for m in messages %}\n  {% if loop.first %}\n{{ m | tojson }}\n  {% endif %}\n"
+    "{{ m.content | trim }}\n{% if m.role == 'system' %}{% continue %}{% endif %}\n{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+}
+
+
+@pytest.fixture(scope="module")
+def qwen2(shared):
+    """transformers' tokenizer and ours, from the same files."""
+    transformers = pytest.importorskip("transformers")
+    path = str(shared / "tokenizers" / "qwen2")
+    return transformers.AutoTokenizer.from_pretrained(path), load_tokenizer(path)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("generation_prompt", [True, False])
+def test_chats_are_what_transformers_renders(qwen2, tmp_path, name, generation_prompt):
+    reference, tokenizer = qwen2
+    template = TEMPLATES[name] or reference.chat_template
+    ours = save(tmp_path, jinja=template)
+    for chat in CHATS:
+        expected = reference.apply_chat_template(
+            chat, chat_template=template, tokenize=False, add_generation_prompt=generation_prompt
+        )
+        assert ours.render_chat(chat, add_generation_prompt=generation_prompt) == expected
+        assert name != "qwen2" or tokenizer.render_chat(chat, add_generation_prompt=generation_prompt) == expected
+
+
+def test_ids_are_those_of_transformers(qwen2):
+    reference, tokenizer = qwen2
+    texts = ["Hello world", " é\u00a0日本\n\n", "a<|endoftext|>b", "0123456789"]
+    assert ids(tokenizer, *texts) == reference(texts)["input_ids"]
+    assert tokenizer.vocab_size == len(reference)
