@@ -1,0 +1,231 @@
+"""ARC tasks from every place they may lie, as documents."""
+
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from material import word_library_tokenizer, word_tokenizer
+
+from pipeline.config import ArcData, OnError, Template
+from pipeline.data.arc.encoders import grid_encoder
+from pipeline.data.arc.loading import dataset_tasks
+from pipeline.data.arc.prompts import decode_prompt
+from pipeline.data.arc.source import ArcSource
+from pipeline.data.documents import Document, SkippedDocument
+from pipeline.data.tokenizer import TextTokenizer
+from pipeline.errors import ConfigError, InputError
+
+ONE = {"train": [{"input": [[1]], "output": [[2]]}], "test": [{"input": [[3]], "output": [[4]]}]}
+TWO_TESTS = {"train": [{"input": [[5, 6]], "output": [[7]]}], "test": [{"input": [[8]]}, {"input": [[9]]}]}
+BARC = {"examples": [[[[1]], [[2]]], [[[3]], [[4]]]]}
+CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]\n{% endfor %}"
+CHAT += "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+def source(path, *, tokenizer: TextTokenizer | None = None, **settings) -> ArcSource:
+    return ArcSource(ArcData(source="arc", path=str(path), **settings), tokenizer or word_tokenizer())
+
+
+def documents(opened: ArcSource) -> list[Document | SkippedDocument]:
+    return [document for shard in range(len(opened.shards)) for document in opened.read(shard, 0)]
+
+
+def write(path: Path, content) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    write(tmp_path / "tasks" / "b.json", TWO_TESTS)
+    write(tmp_path / "tasks" / "a.json", ONE)
+    return tmp_path / "tasks"
+
+
+def test_a_prompt_per_test_input(folder):
+    assert [(document.id, document.text) for document in documents(source(folder))] == [
+        ("a#0", "input:\n1\noutput:\n2\n\ninput:\n3\noutput:\n"),
+        ("b#0", "input:\n56\noutput:\n7\n\ninput:\n8\noutput:\n"),
+        ("b#1", "input:\n56\noutput:\n7\n\ninput:\n9\noutput:\n"),
+    ]
+
+
+def test_the_solution_ends_the_prompt_where_it_is_known(folder):
+    texts = [document.text for document in documents(source(folder, include_solution=True))]
+    assert [text.rpartition("output:\n")[2] for text in texts] == ["4", "", ""]
+
+
+def test_augmented_versions_are_recorded(folder):
+    found = documents(source(folder, augmentations=3))
+    assert [document.id for document in found] == [
+        *("a#0", "a#0@1", "a#0@2"),
+        *("b#0", "b#1", "b#0@1", "b#1@1", "b#0@2", "b#1@2"),
+    ]
+    assert found[4].info == {
+        "task": "b",
+        "test": 1,
+        "augmentation": 0,
+        "geometry": "identity",
+        "colors": "0123456789",
+        "order": "0",
+    }
+    assert found[8].info | {"test": 0} == found[7].info
+    assert [document.index for document in found] == list(range(9))
+
+
+def test_shards_are_groups_of_tasks(folder):
+    opened = source(folder, tasks_per_shard=1, augmentations=2)
+    assert opened.shards == ("tasks-000000", "tasks-000001")
+    assert [document.id for document in opened.read(1, 0)] == ["b#0", "b#1", "b#0@1", "b#1@1"]
+    assert [(document.id, document.index) for document in opened.read(1, 3)] == [("b#1@1", 3)]
+    # How tasks are grouped changes no document.
+    together = documents(source(folder, augmentations=2))
+    assert [document.text for document in documents(opened)] == [document.text for document in together]
+
+
+PLACES = {
+    "challenges": ("x_challenges.json", {"a": ONE, "b": TWO_TESTS}, ["a", "b"]),
+    "one task": ("a.json", ONE, ["a"]),
+    "examples": ("a.json", BARC, ["a"]),
+    "lines": (
+        "x.jsonl",
+        "\n".join(map(json.dumps, [ONE, {"id": "b"} | TWO_TESTS, {"task_id": 7} | BARC])) + "\n",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "tasks"), PLACES.values(), ids=PLACES)
+def test_places(tmp_path, name, content, tasks):
+    found = documents(source(write(tmp_path / name, content)))
+    assert list(dict.fromkeys(document.info["task"] for document in found)) == (tasks or ["x-1", "b", "7"])
+    assert found[0].text == "input:\n1\noutput:\n2\n\ninput:\n3\noutput:\n"
+
+
+def test_solutions_beside_challenges(tmp_path):
+    challenges = write(tmp_path / "x_challenges.json", {"a": ONE, "b": TWO_TESTS})
+    solutions = write(tmp_path / "x_solutions.json", {"a": [[[0]]], "b": [[[1]], [[2]]]})
+    opened = source(challenges, solutions=str(solutions), include_solution=True)
+    assert [document.text[-1] for document in documents(opened)] == ["0", "1", "2"]
+    assert opened.fingerprint() != source(challenges, include_solution=True).fingerprint()
+
+
+@pytest.mark.parametrize("columns", ["examples", "train and test"])
+def test_data_sets(columns):
+    rows = [BARC | {"name": "p"}, BARC] if columns == "examples" else [ONE | {"id": "p"}, ONE]
+    tasks = dataset_tasks(datasets.Dataset.from_list(rows), "hf://datasets/some/tasks", "0")
+    loaded = [tasks.load(number) for number in range(tasks.size)]
+    assert [task.name for task in loaded] == ["p", "row-1"]
+    for task in loaded:
+        assert (task.examples[0].output.tolist(), task.tests[0].input.tolist()) == ([[2]], [[3]])
+    with pytest.raises(InputError, match="has the columns text, expected examples, or train and test"):
+        dataset_tasks(datasets.Dataset.from_list([{"text": "a"}]), "hf://datasets/some/texts", "0")
+
+
+BAD_TASKS = {
+    "ragged": ({"train": [], "test": [{"input": [[1, 2], [3]]}]}, "has rows of 1 and of 2 cells, expected a rectangle"),
+    "empty grid": ({"train": [], "test": [{"input": []}]}, "expected a list of rows of colours"),
+    "empty row": ({"train": [], "test": [{"input": [[]]}]}, "expected a list of rows of colours"),
+    "colour 10": ({"train": [], "test": [{"input": [[10]]}]}, "has the cell 10, expected a colour 0 to 9"),
+    "negative": ({"train": [], "test": [{"input": [[-1]]}]}, "has the cell -1"),
+    "boolean": ({"train": [], "test": [{"input": [[True]]}]}, "has the cell True"),
+    "fraction": ({"train": [], "test": [{"input": [[1.0]]}]}, "has the cell 1.0"),
+    "text": ({"train": [], "test": [{"input": "12"}]}, "the input of test 0 is '12', expected a list of rows"),
+    "no test pair": ({"train": ONE["train"], "test": []}, "it has no test pair"),
+    "no test": ({"train": ONE["train"]}, "test is missing, expected a list"),
+    "no output": ({"train": [{"input": [[1]]}], "test": ONE["test"]}, "example 0 has no output"),
+    "no input": ({"train": [], "test": [{"output": [[1]]}]}, "test 0 is .* expected an input and an output"),
+    "a list": ([1, 2], r"the task is \[1, 2\], expected an object"),
+    "broken JSON": ('{"train": [', "is not JSON"),
+}
+
+
+@pytest.mark.parametrize(("content", "reason"), BAD_TASKS.values(), ids=BAD_TASKS)
+def test_a_bad_task_is_named_or_skipped(folder, content, reason):
+    write(folder / "ab.json", content)
+    opened = source(folder, augmentations=2)
+    with pytest.raises(InputError, match=rf"tasks/ab.json.*{reason}"):
+        documents(opened)
+    found = documents(source(folder, augmentations=2, on_error=OnError.skip))
+    assert [item.index for item in found] == list(range(7))
+    (skipped,) = [item for item in found if isinstance(item, SkippedDocument)]
+    assert (skipped.source, skipped.index) == ("tasks-000000", 2)
+    resumed = source(folder, augmentations=2, on_error=OnError.skip).read(0, 3)
+    assert [item.id for item in resumed] == ["b#0", "b#1", "b#0@1", "b#1@1"]
+
+
+@pytest.mark.parametrize("on_error", OnError)
+@pytest.mark.parametrize(
+    ("name", "content", "settings", "message"),
+    [
+        ("x_challenges.json", "{", {}, "x_challenges.json is not JSON"),
+        ("x_challenges.json", {}, {}, "x_challenges.json holds no task"),
+        ("x_challenges.json", [ONE], {}, "x_challenges.json holds no task"),
+        ("notes.txt", "", {"path": "."}, "has no .json file. Set data.path"),
+    ],
+)
+def test_what_cannot_be_opened(tmp_path, name, content, settings, message, on_error):
+    write(tmp_path / name, content)
+    with pytest.raises(InputError, match=message):
+        source(tmp_path / settings.get("path", name), on_error=on_error)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"augmentations": 0}, "data.augmentations = 0, expected at least 1"),
+        ({"tasks_per_shard": 0}, "data.tasks_per_shard = 0, expected at least 1"),
+        ({"solutions": "x_solutions.json"}, "data.solutions needs data.path to be a"),
+        ({"template": Template.chat}, "tokenizer words has no chat template"),
+    ],
+)
+def test_settings_that_cannot_work(folder, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        source(folder, **settings)
+
+
+def test_a_solution_for_each_test_input(tmp_path):
+    challenges = write(tmp_path / "x_challenges.json", {"b": TWO_TESTS})
+    solutions = write(tmp_path / "x_solutions.json", {"b": [[[1]]]})
+    with pytest.raises(InputError, match="task b: it has 2 test inputs and 1 solutions"):
+        documents(source(challenges, solutions=str(solutions)))
+
+
+@pytest.mark.parametrize(
+    ("include_solution", "expected"),
+    [
+        (False, "[user]input:\n1\noutput:\n2\n\ninput:\n3[end]\n[assistant]"),
+        (True, "[user]input:\n1\noutput:\n2\n\ninput:\n3[end]\n[assistant]output:\n4[end]\n"),
+    ],
+)
+def test_chats(folder, include_solution, expected):
+    tokenizer = TextTokenizer(word_library_tokenizer(), name="words", digest="0", chat=CHAT)
+    opened = source(folder, tokenizer=tokenizer, template=Template.chat, include_solution=include_solution)
+    assert documents(opened)[0].text == expected
+    other = TextTokenizer(word_library_tokenizer(), name="words", digest="0", chat=CHAT + "!")
+    assert source(folder, tokenizer=other, template=Template.chat).fingerprint() != opened.fingerprint()
+
+
+@pytest.mark.parametrize("template", Template)
+@pytest.mark.parametrize("include_solution", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"encoder": "symbols+separated", "symbols": "inputoxyzw", "row_numbers": True}, {"code_block": True}],
+)
+def test_grids_come_back_from_prompts(folder, template, include_solution, settings):
+    tokenizer = TextTokenizer(word_library_tokenizer(), name="words", digest="0", chat=CHAT)
+    opened = source(folder, tokenizer=tokenizer, template=template, include_solution=include_solution, **settings)
+    example, test = decode_prompt(documents(opened)[1].text, grid_encoder(opened._config))
+    assert (example.input.tolist(), example.output.tolist()) == ([[5, 6]], [[7]])
+    assert (test.input.tolist(), test.output) == ([[8]], None)
+    solved = decode_prompt(documents(opened)[0].text, grid_encoder(opened._config))[-1].output
+    assert np.array_equal(solved, [[4]]) if include_solution else solved is None
+
+
+@pytest.mark.parametrize("text", ["", "input:\n", "output:\n1\n", "input:\n1\ninput:\n2\n", "input:\nx\noutput:\n1"])
+def test_other_texts_are_no_prompts(text):
+    with pytest.raises(ValueError, match=r"labels|no grid"):
+        decode_prompt(text, grid_encoder(ArcData(source="arc", path="")))

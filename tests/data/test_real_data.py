@@ -1,0 +1,95 @@
+"""The whole data path over real text, real tasks and a real tokenizer."""
+
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.config import ArcData, LongDocuments, ParquetData, Template
+from pipeline.data.arc.augment import Augmentation
+from pipeline.data.arc.prompts import decode_prompt
+from pipeline.data.feed import Feed, StreamWork
+from pipeline.data.sources import open_source
+from pipeline.data.stream import TokenStream
+from pipeline.data.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shared):
+    return load_tokenizer(str(shared / "tokenizers" / "qwen2"))
+
+
+def test_prose_comes_back_from_its_tokens(shared, tokenizer):
+    folder = shared / "data" / "prose"
+    source = open_source(ParquetData(source="parquet", path=str(folder / "00[01]*.parquet")), tokenizer)
+    work = [
+        StreamWork(TokenStream(source, tokenizer, stream=number, num_streams=2, rows_per_block=32, length=512))
+        for number in range(2)
+    ]
+    tokens: dict[str, list[np.ndarray]] = {}
+    slots = valid = 0
+    with Feed(work) as feed:
+        for block in iter(feed.get, None):
+            slots += 0 if block.exhausted else block.tokens.size
+            valid += 0 if block.exhausted else block.num_tokens
+            for row in block.table.to_pylist():
+                tokens.setdefault(row["id"], []).append(block.tokens[block.documents == row["document"]])
+    table = pq.read_table(folder, filters=None, columns=["id", "text"]).slice(0, 148).to_pydict()
+    texts = dict(zip(table["id"], table["text"], strict=True))
+    assert tokens.keys() == texts.keys()
+    for name, pieces in tokens.items():
+        assert tokenizer.decode(np.concatenate(pieces)) == texts[name]
+    assert valid / slots > 0.97
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"encoder": "separated", "row_numbers": True, "shape_header": True, "code_block": True},
+        {"encoder": "repeated", "template": Template.chat, "include_solution": True},
+        {"encoder": "symbols", "symbols": "abcdefghij", "template": Template.chat},
+    ],
+    ids=lambda settings: settings.get("encoder", "digits"),
+)
+def test_every_grid_of_every_task_comes_back_from_its_prompt(shared, tokenizer, settings):
+    folder = shared / "data" / "arc_agi" / "training"
+    source = open_source(ArcData(source="arc", path=str(folder), augmentations=2, **settings), tokenizer)
+    documents = [document for shard in range(len(source.shards)) for document in source.read(shard, 0)]
+    assert len(documents) == 2 * 416
+    for document in documents:
+        info = document.info
+        task = json.loads((folder / f"{info['task']}.json").read_text())
+        order = tuple(map(int, info["order"].split(",")))
+        undo = Augmentation(info["geometry"], tuple(map(int, info["colors"])), order).invert_grid
+        *examples, test = decode_prompt(document.text, source._encoder)
+        for number, pair in zip(order, examples, strict=True):
+            assert undo(pair.input).tolist() == task["train"][number]["input"]
+            assert undo(pair.output).tolist() == task["train"][number]["output"]
+        expected = task["test"][info["test"]]
+        assert undo(test.input).tolist() == expected["input"]
+        assert settings.get("include_solution", False) == (test.output is not None)
+        assert test.output is None or undo(test.output).tolist() == expected["output"]
+
+
+def test_prompts_come_back_from_their_tokens(shared, tokenizer):
+    source = open_source(
+        ArcData(source="arc", path=str(shared / "data" / "arc_agi" / "training"), tasks_per_shard=8), tokenizer
+    )
+    stream = TokenStream(
+        source,
+        tokenizer,
+        stream=0,
+        num_streams=25,
+        rows_per_block=4,
+        length=8192,
+        long_documents=LongDocuments.cut,
+    )
+    texts = {document.id: document.text for shard in (0, 25) for document in source.read(shard, 0)}
+    for block in stream.blocks():
+        for row in block.table.to_pylist():
+            ids = block.tokens[block.documents == row["document"]]
+            assert tokenizer.decode(ids) == texts.pop(row["id"])
+            assert (row["n_cut"], row["n_tokens"]) == (0, len(ids))
+    assert not texts
