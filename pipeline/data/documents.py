@@ -5,7 +5,7 @@ Shapes: R rows of a block (at most `rows_per_block`), T positions of a row (`bat
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +32,7 @@ class SkippedDocument:
     reason: str
 
 
+@runtime_checkable
 class Source(Protocol):
     """An ordered list of source shards, each an ordered list of documents. Pure: the same config reads the same.
 

@@ -5,8 +5,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from pipeline.data.documents import STREAM_START, Cursor, TokenBlock
 from pipeline.data.stream import TokenStream
@@ -28,7 +26,7 @@ class StreamWork:
 class Feed:
     """The blocks of several streams, one of each in turn, at most `depth` of them made ahead of `get`.
 
-    A stream that has ended loses its turn. The order depends on `work` alone. Use it as a context manager.
+    A stream that has ended loses its turn. The order depends on `work` alone.
     """
 
     def __init__(self, work: Sequence[StreamWork], depth: int = 2) -> None:
@@ -67,14 +65,6 @@ class Feed:
             self._ready.append(None)
             self._changed.notify_all()
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _produce(self, work: Sequence[StreamWork]) -> None:
         try:

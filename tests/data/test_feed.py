@@ -1,6 +1,7 @@
 import threading
 import time
 import traceback
+from contextlib import closing
 
 import pyarrow as pa
 import pytest
@@ -26,7 +27,7 @@ def three_streams() -> list[TokenStream]:
 
 
 def test_one_block_of_each_stream_in_turn():
-    with Feed([StreamWork(one) for one in three_streams()]) as feed:
+    with closing(Feed([StreamWork(one) for one in three_streams()])) as feed:
         blocks = iter(feed.get, None)
         assert [(block.stream, block.index) for block in blocks] == [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1), (1, 2)]
         assert feed.get() is None
@@ -35,14 +36,14 @@ def test_one_block_of_each_stream_in_turn():
 def test_it_starts_where_the_work_says():
     _, one, _ = three_streams()
     first, second, third = one.blocks()
-    with Feed([StreamWork(one, first.next, 1, token_budget=4)]) as feed:
+    with closing(Feed([StreamWork(one, first.next, 1, token_budget=4)])) as feed:
         assert_same_block(feed.get(), second)
         assert feed.get() is None
     assert third.index == 2
 
 
 def test_no_work_ends_at_once():
-    with Feed([]) as feed:
+    with closing(Feed([])) as feed:
         assert feed.get() is None
 
 
@@ -53,7 +54,7 @@ def bad_third_row() -> TokenStream:
 
 
 def test_an_error_comes_in_its_place_with_the_threads_traceback():
-    with Feed([StreamWork(bad_third_row())]) as feed:
+    with closing(Feed([StreamWork(bad_third_row())])) as feed:
         assert feed.get().index == 0
         for _ in range(2):
             with pytest.raises(InputError, match="row 2: 'text' is null") as caught:
@@ -62,7 +63,7 @@ def test_an_error_comes_in_its_place_with_the_threads_traceback():
 
 
 def test_at_most_depth_blocks_are_made_ahead_and_waiting_is_measured():
-    with Feed([StreamWork(three_streams()[1])], depth=1) as feed:
+    with closing(Feed([StreamWork(three_streams()[1])], depth=1)) as feed:
         time.sleep(0.2)
         assert len(feed._ready) == 1
         assert [block.index for block in iter(feed.get, None)] == [0, 1, 2]

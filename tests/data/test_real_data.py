@@ -1,6 +1,7 @@
 """The whole data path over real text, real tasks and a real tokenizer."""
 
 import json
+from contextlib import closing
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -29,7 +30,7 @@ def test_prose_comes_back_from_its_tokens(shared, tokenizer):
     ]
     tokens: dict[str, list[np.ndarray]] = {}
     slots = valid = 0
-    with Feed(work) as feed:
+    with closing(Feed(work)) as feed:
         for block in iter(feed.get, None):
             slots += 0 if block.exhausted else block.tokens.size
             valid += 0 if block.exhausted else block.num_tokens

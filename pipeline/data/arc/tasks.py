@@ -9,7 +9,7 @@ from jaxtyping import Int8
 
 from pipeline.errors import InputError
 
-Grid = Int8[np.ndarray, "height width"]
+Grid = Int8[np.ndarray, "_ _"]  # rows, columns; axes without names, since grids of different shapes meet in one call
 NUM_COLORS = 10
 
 
