@@ -110,6 +110,7 @@ class ParquetData(DataConfig):
     repo: str = MISSING  # Hub data set, used when path is null
     subset: str = MISSING  # of the Hub data set, e.g. sample/10BT
     revision: str | None = None
+    row_groups_per_shard: int | None = None  # null: a file is one source shard
     text_column: str = "text"
     id_column: str | None = "id"  # null: ids are made of file name and row
 

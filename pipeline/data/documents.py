@@ -14,7 +14,7 @@ from jaxtyping import Int32, Int64
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text with an id. `source` and `index` say where it stands: source shard name, row within it (from 0)."""
+    """One text with an id. `source` and `index` say where it stands: file (or source shard), row within it (from 0)."""
 
     id: str
     text: str
@@ -45,7 +45,7 @@ class Source(Protocol):
     info_schema: pa.Schema
 
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
-        """The documents of `shards[shard]` from row `start` on. A row that is skipped keeps its index.
+        """The documents of `shards[shard]` whose `index` is at least `start`. A row that is skipped keeps its index.
 
         Raises InputError (naming file and row) for a bad row unless the config says skip, and for a file that
         cannot be read whatever the config says.

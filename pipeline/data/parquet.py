@@ -1,8 +1,14 @@
-"""Documents from parquet files with FineWeb's columns: local, remote, or a Hub data set's."""
+"""Documents from parquet files with FineWeb's columns: local, remote, or a Hub data set's.
+
+A source shard is a file, or with `row_groups_per_shard` some of its row groups. Documents are named by file and row.
+"""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,7 +16,7 @@ import pyarrow.parquet as pq
 from pipeline.config import OnError, ParquetData
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.files import InputFile, find_files
-from pipeline.errors import InputError
+from pipeline.errors import ConfigError, InputError
 
 # The columns of HuggingFaceFW/fineweb and fineweb-edu beside the text and the id, with the types they have there.
 _INFO_TYPES = {
@@ -27,17 +33,38 @@ _INFO_TYPES = {
 _ROWS_PER_READ = 512
 
 
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """Row groups of one file; `stop` None means to the end."""
+
+    file: InputFile
+    first: int = 0
+    stop: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.file.name if self.stop is None else f"{self.file.name}[{self.first}:{self.stop}]"
+
+
 class ParquetSource:
-    """One source shard per file, in order of the files' names. Only the columns that are used are read."""
+    """Source shards in the order of the files' names. Only the columns that are used are read."""
 
     shards: tuple[str, ...]
     info_schema: pa.Schema
 
     def __init__(self, config: ParquetData) -> None:
-        """Lists the files and reads the first one's schema. Raises InputError for no file or a missing column."""
+        """Lists the files and reads the first one's schema, or with `row_groups_per_shard` every file's footer.
+
+        Raises InputError for no file, a missing column or a damaged footer.
+        """
+        if config.row_groups_per_shard is not None and config.row_groups_per_shard < 1:
+            raise ConfigError(
+                f"data.row_groups_per_shard = {config.row_groups_per_shard}, expected at least 1 or null."
+            )
         self._config = config
         self._files = find_files(config.path if config.path is not None else _hub_path(config), ".parquet")
-        self.shards = tuple(file.name for file in self._files)
+        self._shards = _shards(self._files, config.row_groups_per_shard)
+        self.shards = tuple(shard.name for shard in self._shards)
         with _open(self._files[0]) as parquet:
             self._check_columns(self._files[0], parquet.schema_arrow)
             names = [name for name in parquet.schema_arrow.names if name in _INFO_TYPES]
@@ -46,16 +73,15 @@ class ParquetSource:
         )
 
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
-        """The documents of one file from row `start` on; row groups before it are not read."""
-        file = self._files[shard]
-        with _open(file) as parquet:
-            self._check_columns(file, parquet.schema_arrow)
-            first = 0
-            for group in range(parquet.num_row_groups):
-                rows = parquet.metadata.row_group(group).num_rows
-                if start < first + rows:
-                    yield from self._read_group(file, parquet, group, first, max(start - first, 0))
-                first += rows
+        """The shard's documents from its file's row `start` on; row groups before it are not read."""
+        place = self._shards[shard]
+        with _open(place.file) as parquet:
+            self._check_columns(place.file, parquet.schema_arrow)
+            sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
+            begins = [0, *accumulate(sizes)]
+            for group in range(parquet.num_row_groups)[place.first : place.stop]:
+                if start < begins[group + 1]:
+                    yield from self._read_group(place.file, parquet, group, begins[group], start)
 
     def fingerprint(self) -> dict[str, object]:
         """The columns, and a digest of the files' names and sizes."""
@@ -64,6 +90,7 @@ class ParquetSource:
             "source": "parquet",
             "text_column": self._config.text_column,
             "id_column": self._config.id_column,
+            "row_groups_per_shard": self._config.row_groups_per_shard,
             "on_error": str(self._config.on_error),
             "num_files": len(self._files),
             "num_bytes": sum(file.size for file in self._files),
@@ -71,9 +98,9 @@ class ParquetSource:
         }
 
     def _read_group(
-        self, file: InputFile, parquet: pq.ParquetFile, group: int, first: int, skip: int
+        self, file: InputFile, parquet: pq.ParquetFile, group: int, first: int, start: int
     ) -> Iterator[Document | SkippedDocument]:
-        """The documents of one row group, whose first row is the file's row `first`, without its first `skip` rows."""
+        """The documents of one row group, whose first row is the file's row `first`, from the file's row `start` on."""
         wanted = [self._config.text_column, self._config.id_column, *self.info_schema.names]
         columns = [name for name in dict.fromkeys(wanted) if name in parquet.schema_arrow.names]
         index = first
@@ -83,7 +110,7 @@ class ParquetSource:
                 batch = next(batches, None)
             if batch is None:
                 return
-            used = batch.slice(max(first + skip - index, 0))
+            used = batch.slice(max(start - index, 0))
             yield from self._documents(file, used, index + batch.num_rows - used.num_rows)
             index += batch.num_rows
 
@@ -125,6 +152,24 @@ class ParquetSource:
             integer_id = key == "id_column" and pa.types.is_integer(kind)
             if not (integer_id or pa.types.is_string(kind) or pa.types.is_large_string(kind) or _is_binary(kind)):
                 raise InputError(f"{file.path}: column {name!r} is {kind}, expected strings. Set data.{key}.")
+
+
+def _shards(files: Sequence[InputFile], row_groups_per_shard: int | None) -> list[_Shard]:
+    """The source shards of the files. Footers are read side by side: on remote storage each is a round trip."""
+    if row_groups_per_shard is None:
+        return [_Shard(file) for file in files]
+    with ThreadPoolExecutor(16) as pool:
+        counts = list(pool.map(_num_row_groups, files))
+    return [
+        _Shard(file, first, min(first + row_groups_per_shard, count))
+        for file, count in zip(files, counts, strict=True)
+        for first in range(0, count, row_groups_per_shard)
+    ]
+
+
+def _num_row_groups(file: InputFile) -> int:
+    with _open(file) as parquet:
+        return parquet.num_row_groups
 
 
 def _hub_path(config: ParquetData) -> str:

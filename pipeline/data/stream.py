@@ -101,9 +101,11 @@ class TokenStream:
         """The blocks from number `index` on; `start` is the `next` of the block before it.
 
         `token_budget` is the number of valid tokens still wanted: the block that exceeds it is cut after the row that
-        reaches it (`truncated`, `next = start`) and is the last. A stream whose documents are all skipped gives one
-        block without rows; one without documents gives none. Raises InputError for bad documents, as `on_error` says,
-        and ConfigError for a cursor that other batch settings made.
+        reaches it (`truncated`, `next = start`) and is the last. A stream without documents, or with skipped ones
+        only, gives one block without rows: every stream ends in a block that says so (`exhausted`).
+
+        Raises InputError for bad documents, as `on_error` says, and ConfigError for a cursor that other batch settings
+        made.
         """
         self._check(start)
         documents = self._documents.read(start)
@@ -112,7 +114,7 @@ class TokenStream:
             self._read_ahead(documents, pending, start)
             placement = self._place(pending.pieces)
             pieces, skips = pending.take(placement.num_pieces)
-            if not pieces and not skips:
+            if not pieces and index:
                 return
             block = self._block(index, start, placement, pieces, skips, pending.pieces)
             if token_budget is not None:

@@ -10,13 +10,19 @@ import fsspec
 import jinja2
 import numpy as np
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from jaxtyping import Int32
 from tokenizers import Tokenizer
 
 from pipeline.config import SpecialTokens
 from pipeline.data.templates import chat_template
-from pipeline.errors import ConfigError, InputError
+from pipeline.errors import ConfigError, InputError, PipelineError
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -150,7 +156,7 @@ def load_tokenizer(
 
     Raises InputError when there is no readable tokenizer.json, ConfigError for a prefix or suffix of several tokens.
     """
-    definition = _read(path, "tokenizer.json", revision)
+    definition = _read(path, "tokenizer.json", revision, required=True)
     if definition is None:
         raise InputError(
             f"{path} has no tokenizer.json. Expected a directory, a remote path or a Hub id that has one; "
@@ -189,8 +195,11 @@ def _chat_settings(path: str, revision: str | None) -> tuple[str | None, dict[st
     return template, named
 
 
-def _read(path: str, name: str, revision: str | None) -> bytes | None:
-    """A file of a directory, remote path or Hub repository; None when that place has no such file."""
+def _read(path: str, name: str, revision: str | None, *, required: bool = False) -> bytes | None:
+    """A file of a directory, remote path or Hub repository; None when that place has no such file.
+
+    Raises PipelineError when a `required` file of the Hub can neither be downloaded nor was before.
+    """
     filesystem, root = fsspec.core.url_to_fs(path)
     if "://" in path or filesystem.isdir(root):
         file = f"{root.rstrip('/')}/{name}"
@@ -198,9 +207,15 @@ def _read(path: str, name: str, revision: str | None) -> bytes | None:
     try:
         with open(hf_hub_download(path, name, revision=revision), "rb") as file:
             return file.read()
-    except EntryNotFoundError:
+    except RemoteEntryNotFoundError:
         return None
-    except (RepositoryNotFoundError, HFValidationError) as error:
+    except LocalEntryNotFoundError as error:
+        if not required:  # a downloaded repository without network: the cache has all that there is
+            return None
+        raise PipelineError(
+            f"the Hub cannot be reached, and {path}/{name} was not downloaded before: {error}"
+        ) from error
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         raise InputError(
             f"{path} is neither a directory nor a Hub id: {error}. Set model.tokenizer or model.path."
         ) from error

@@ -10,7 +10,7 @@ from material import write_parquet
 from pipeline.config import OnError, ParquetData
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.parquet import ParquetSource
-from pipeline.errors import InputError
+from pipeline.errors import ConfigError, InputError
 
 
 def source(path, **settings) -> ParquetSource:
@@ -71,6 +71,18 @@ def test_reading_from_any_row(tmp_path, start):
     assert [(document.index, document.id, document.text) for document in found] == [
         (number, str(number), f"t{number}") for number in range(start, 11)
     ]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 9])
+def test_row_groups_as_shards_hold_the_same_documents(tmp_path, groups):
+    """Eleven rows in groups of three."""
+    write(tmp_path / "a.parquet", text=[f"t{number}" for number in range(11)], id=list(range(11)))
+    whole, parts = source(tmp_path), source(tmp_path, row_groups_per_shard=groups)
+    assert parts.shards == tuple(f"a.parquet[{first}:{min(first + groups, 4)}]" for first in range(0, 4, groups))
+    documents = list(whole.read(0, 0))
+    assert [document for shard in range(len(parts.shards)) for document in parts.read(shard, 0)] == documents
+    assert [document for shard in range(len(parts.shards)) for document in parts.read(shard, 7)] == documents[7:]
+    assert parts.fingerprint() != whole.fingerprint()
 
 
 def test_without_ids_they_are_made_of_file_and_row(folder):
@@ -160,6 +172,11 @@ def test_damage_inside_a_file_is_named_with_its_row(tmp_path):
     assert [next(documents).id for _ in range(3)] == ["1", "2", "3"]
     with pytest.raises(InputError, match=r"a.parquet, row 3: not readable as parquet"):
         next(documents)
+
+
+def test_row_groups_per_shard_must_be_positive(folder):
+    with pytest.raises(ConfigError, match=r"data.row_groups_per_shard = 0, expected at least 1 or null"):
+        source(folder, row_groups_per_shard=0)
 
 
 @pytest.mark.parametrize("path", ["nothing", "*.parquet", "."])

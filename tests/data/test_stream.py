@@ -57,7 +57,7 @@ def test_every_token_exactly_once_in_order_or_counted_as_cut(case):
     for stream in streams(shards, settings):
         blocks = list(stream.blocks())
         assert [block.index for block in blocks] == list(range(len(blocks)))
-        assert [block.exhausted for block in blocks] == [False] * (len(blocks) - 1) + [True] * bool(blocks)
+        assert [block.exhausted for block in blocks] == [False] * (len(blocks) - 1) + [True]
         names = {row["document"]: row["id"] for block in blocks for row in block.table.to_pylist()}
         for document, tokens in tokens_by_document(blocks).items():
             assert document % settings["num_streams"] == stream.stream
@@ -76,7 +76,7 @@ def test_rows_hold_what_the_contract_says(case):
     for stream in streams(shards, settings):
         for block in stream.blocks():
             assert block.tokens.shape[1] == length
-            assert 1 <= block.num_rows <= settings["rows_per_block"]
+            assert bool(block.table) <= block.num_rows <= settings["rows_per_block"]
             padding = block.segments == 0
             assert np.all(block.documents[padding] == -1)
             assert not block.tokens[padding].any()
@@ -106,8 +106,6 @@ def test_rows_hold_what_the_contract_says(case):
 def test_resuming_after_any_block_gives_the_same_remaining_blocks(case, data):
     for stream in streams(*case):
         blocks = list(stream.blocks())
-        if not blocks:
-            continue
         done = data.draw(st.integers(1, len(blocks)))
         resumed = list(stream.blocks(Cursor(**blocks[done - 1].next.to_json()), done))
         assert len(resumed) == len(blocks) - done
@@ -157,8 +155,12 @@ def test_streams_take_shards_in_turn():
     assert [block.table["document"].to_pylist() for stream in two for block in stream.blocks()] == [[0, 2, 4], [1, 3]]
 
 
-def test_a_stream_without_documents_has_no_block():
-    assert list(streams([[]], {"num_streams": 3, "rows_per_block": 2, "length": 4})[2].blocks()) == []
+@pytest.mark.parametrize("stream", [0, 2])
+def test_a_stream_without_documents_gives_one_block_without_rows(stream):
+    stream = streams([[]], {"num_streams": 3, "rows_per_block": 2, "length": 4})[stream]
+    (block,) = stream.blocks(token_budget=10)
+    assert (block.num_rows, block.table.num_rows, block.exhausted, block.truncated) == (0, 0, True, False)
+    assert list(stream.blocks(block.next, 1)) == []
 
 
 def bad_source(on_error: OnError, **column) -> ParquetSource:

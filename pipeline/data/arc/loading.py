@@ -37,7 +37,7 @@ def open_tasks(config: ArcData) -> TaskCollection:
     if config.solutions is not None and not config.path.endswith(".json"):
         raise ConfigError(f"data.solutions needs data.path to be a *_challenges.json, which {config.path} is not.")
     if hub:
-        return _hub_tasks(hub[1], config)
+        return hub_tasks(hub[1], config)
     files = find_files(config.path, ".json")
     if len(files) == 1 and files[0].name.endswith(".jsonl"):
         return _json_lines(files[0])
@@ -101,21 +101,22 @@ def _json_lines(file: InputFile) -> TaskCollection:
     return TaskCollection(len(lines), load, {"num_tasks": len(lines), "tasks_sha256": hashlib.sha256(text).hexdigest()})
 
 
-def _hub_tasks(repo: str, config: ArcData) -> TaskCollection:
+def hub_tasks(repo: str, config: ArcData) -> TaskCollection:
+    """A data set of the Hub, downloaded and memory-mapped. Raises InputError when it cannot be had."""
     try:
         builder = datasets.load_dataset_builder(repo, revision=config.revision)
         builder.download_and_prepare()
         rows = builder.as_dataset(split=config.split)
     except (OSError, DatasetsError, ValueError) as error:
         raise InputError(f"{config.path}: {error}. Set data.path, data.split and data.revision.") from error
-    files = [str(file) for file in builder.config.data_files[config.split]]
+    files = [config.split, *(str(file) for files in builder.config.data_files.values() for file in files)]
     return dataset_tasks(rows, config.path, hashlib.sha256("\n".join(files).encode()).hexdigest())
 
 
 def dataset_tasks(rows: datasets.Dataset, place: str, digest: str) -> TaskCollection:
     """The rows of a data set with the columns `train` and `test`, or `examples` (barc0's).
 
-    `digest` pins the rows: the Hub's addresses of the files name the commit. Raises InputError for other columns.
+    `digest` pins the rows: the Hub's addresses of its files name the commit. Raises InputError for other columns.
     """
     if "examples" not in rows.column_names and not {"train", "test"} <= set(rows.column_names):
         raise InputError(

@@ -10,7 +10,7 @@ from material import word_library_tokenizer, word_tokenizer
 
 from pipeline.config import ArcData, OnError, Template
 from pipeline.data.arc.encoders import grid_encoder
-from pipeline.data.arc.loading import dataset_tasks
+from pipeline.data.arc.loading import dataset_tasks, hub_tasks
 from pipeline.data.arc.prompts import decode_prompt
 from pipeline.data.arc.source import ArcSource
 from pipeline.data.documents import Document, SkippedDocument
@@ -229,3 +229,13 @@ def test_grids_come_back_from_prompts(folder, template, include_solution, settin
 def test_other_texts_are_no_prompts(text):
     with pytest.raises(ValueError, match=r"labels|no grid"):
         decode_prompt(text, grid_encoder(ArcData(source="arc", path="")))
+
+
+def test_a_hub_data_set_is_downloaded_whole(tmp_path, monkeypatch):
+    """`datasets` opens a directory as it opens a repository of the Hub."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    write(tmp_path / "repo" / "train.jsonl", json.dumps(BARC | {"seeds": ["x"]}) + "\n" + json.dumps(BARC) + "\n")
+    tasks = hub_tasks(str(tmp_path / "repo"), ArcData(source="arc", path="hf://datasets/some/tasks"))
+    assert [tasks.load(number).name for number in range(tasks.size)] == ["row-0", "row-1"]
+    with pytest.raises(InputError, match=r"hf://datasets/some/tasks: .*Set data.path, data.split and data.revision"):
+        hub_tasks(str(tmp_path / "repo"), ArcData(source="arc", path="hf://datasets/some/tasks", split="test"))
