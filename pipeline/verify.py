@@ -12,8 +12,8 @@ from pipeline.store.metadata import store_exists
 from pipeline.store.verify import Problem, verify_store
 
 REPAIR = (
-    "To repair the store, delete the commit records (_commits/stream-.../block-....json) of these blocks and of all later "
-    "blocks of their streams, then run the job again: it computes them again, with the same result."
+    "To repair the store, delete the commit records (_commits/stream-.../block-....json) of these blocks and of all "
+    "later blocks of their streams, then run the job again: it computes them again, with the same result."
 )
 
 

@@ -20,11 +20,11 @@ CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
 TENSORSTORE_ERRORS = (ValueError, OSError, RuntimeError)
 
 DAMAGE_REMEDY = "The object is damaged: run pipeline.verify, which lists all damage and says how to repair it."
-_REMEDIES = {
+_REMEDIES = {  # by a sign in the message; the first that is found counts
+    "read-only file system": "Choose another store.path.",
     "no space left": "The disk is full: free space, then run the same command again; it resumes.",
     "disk quota exceeded": "The quota is used up: free space, then run the same command again; it resumes.",
     "permission": "Give this user the permission, or choose another store.path.",
-    "read-only file system": "Choose another store.path.",
     "data_loss": DAMAGE_REMEDY,
     "requested byte range": DAMAGE_REMEDY,
     "not a directory": "A file stands in the way: choose another store.path.",

@@ -1,0 +1,202 @@
+"""Small stores with known content: documents of given lengths, packed greedily, with activations that name their token.
+
+Shapes: R rows of a block, T positions of a row.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import ml_dtypes
+import numpy as np
+import pyarrow as pa
+
+from pipeline.data.documents import DOCUMENT_SCHEMA
+from pipeline.store.commits import CommitRecord
+from pipeline.store.layout import ArraySpec, StoreLayout
+from pipeline.store.metadata import StoreMetadata
+from pipeline.store.writing import StoreWriter
+
+VOCAB_SIZE = 97
+NUM_STREAMS = 2
+ROWS = 4  # of a block
+LENGTH = 8
+WIDTHS = {"blocks.1.resid_post": 6, "blocks.3.resid_post": 6, "embed": 4}
+
+# Of each stream: documents shorter and longer than a row, and longer than a block.
+DOCUMENT_LENGTHS = ((5, 3, 20, 1, 8, 60, 2, 7, 9), (30, 4, 4, 11))
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one block hands to the writer."""
+
+    arrays: dict[str, np.ndarray]
+    table: pa.Table
+    record: CommitRecord
+
+
+def layout(compression: str = "none", dtype: str = "bfloat16") -> StoreLayout:
+    specs = (ArraySpec(name, dtype, width, {"d": width}) for name, width in WIDTHS.items())
+    return StoreLayout(NUM_STREAMS, ROWS, LENGTH, tuple(specs), compression)
+
+
+def metadata(**changes) -> StoreMetadata:
+    base = StoreMetadata(
+        model={"path": "qwen", "vocab_size": VOCAB_SIZE},
+        tokenizer={"sha256": "abc"},
+        data={"source": "parquet", "shards": ["a", "b"]},
+        batch={"length": LENGTH, "packing": "pack"},
+        capture={"arrays": list(WIDTHS), "dtype": "bfloat16"},
+        store={"compression": "none", "path": "/somewhere", "shard_mib": 64.0},
+        num_streams=NUM_STREAMS,
+        rows_per_block=ROWS,
+        config={"run": {"max_tokens": None}},
+    )
+    return replace(base, **changes)
+
+
+def token_ids(document: np.ndarray, token: np.ndarray) -> np.ndarray:
+    return (document * 31 + token * 7) % (VOCAB_SIZE - 1) + 1
+
+
+def activation(name: str, document: np.ndarray, token: np.ndarray, dtype: str = "bfloat16") -> np.ndarray:
+    """[..., D]: the token's document, place and id, and the array's width, all exact in bfloat16."""
+    width = WIDTHS[name]
+    values = [document % 128 + 1, token % 128, token_ids(document, token), np.full_like(document, width)]
+    return np.stack([values[k % 4] for k in range(width)], axis=-1).astype(ml_dtypes.bfloat16).astype(dtype)
+
+
+def blocks(stream: int, max_rows: int | None = None, dtype: str = "bfloat16") -> Iterator[Block]:
+    """The blocks of a stream, in order. `max_rows`, of the whole stream, truncates the block that exceeds it."""
+    lengths = DOCUMENT_LENGTHS[stream]
+    rows = list(_rows(lengths))
+    if max_rows is not None:
+        keep = min(max_rows, len(rows))
+        truncated = keep < len(rows) and keep % ROWS != 0
+    else:
+        keep, truncated = len(rows), False
+    for block, first in enumerate(range(0, keep, ROWS)):
+        last_block = first + ROWS >= keep
+        stop = min(first + ROWS, keep)
+        start, next_cursor = _cursor(rows, first, lengths), _cursor(rows, stop, lengths)
+        if last_block and truncated:
+            next_cursor = start
+        yield _block(
+            stream,
+            block,
+            rows[first:stop],
+            start,
+            next_cursor,
+            exhausted=stop == len(rows),
+            truncated=last_block and truncated,
+            dtype=dtype,
+        )
+
+
+def write_blocks(writer: StoreWriter, stream: int, max_rows: int | None = None, dtype: str = "bfloat16") -> None:
+    """Writes those of the stream's blocks that the store lacks, or has truncated."""
+    records = writer.records.get(stream, [])
+    done = len(records) - (1 if records and records[-1].truncated else 0)
+    for block in list(blocks(stream, max_rows, dtype))[done:]:
+        pending = writer.begin_block(stream, block.record.block, block.arrays, block.table)
+        writer.commit(pending, block.record)
+
+
+def write_store(path: str, finish: bool = True, max_rows: int | None = None, compression: str = "none") -> StoreWriter:
+    writer = StoreWriter.open(path, metadata(store={"compression": compression}), layout(compression))
+    if writer.complete:
+        writer.reopen()
+    for stream in range(NUM_STREAMS):
+        write_blocks(writer, stream, max_rows)
+    if finish:
+        writer.finish()
+    return writer
+
+
+def stored_tokens(max_rows: int | None = None) -> int:
+    return sum(block.record.tokens for stream in range(NUM_STREAMS) for block in blocks(stream, max_rows))
+
+
+def _rows(lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Rows as lists of (ordinal, first token, last token); a document goes on in the next row."""
+    row: list[tuple[int, int, int]] = []
+    room = LENGTH
+    for ordinal, length in enumerate(lengths):
+        first = 0
+        while first < length:
+            last = min(length, first + room)
+            row.append((ordinal, first, last))
+            room -= last - first
+            first = last
+            if not room:
+                yield row
+                row, room = [], LENGTH
+    if row:
+        yield row
+
+
+def _cursor(rows: list[list[tuple[int, int, int]]], row: int, lengths: Sequence[int]) -> dict[str, int]:
+    if row == len(rows):
+        return {"shard": 1, "document": 0, "token": 0, "ordinal": len(lengths)}
+    ordinal, first, _ = rows[row][0]
+    return {"shard": 0, "document": ordinal, "token": first, "ordinal": ordinal}
+
+
+def _block(
+    stream: int,
+    block: int,
+    rows: list[list[tuple[int, int, int]]],
+    start: dict[str, int],
+    next_cursor: dict[str, int],
+    exhausted: bool,
+    truncated: bool,
+    dtype: str,
+) -> Block:
+    shape = (ROWS, LENGTH)
+    arrays = {name: np.zeros(shape, np.int32) for name in ("tokens", "segments", "positions")}
+    arrays["documents"] = np.full(shape, -1, np.int64)
+    arrays |= {name: np.zeros((*shape, width), dtype) for name, width in WIDTHS.items()}
+    ranges: dict[int, tuple[int, int]] = {}
+    for r, row in enumerate(rows):
+        column = 0
+        for segment, (ordinal, first, last) in enumerate(row, 1):
+            place = (r, slice(column, column + last - first))
+            token = np.arange(first, last)
+            document = np.full_like(token, ordinal * NUM_STREAMS + stream)
+            arrays["tokens"][place] = token_ids(document, token)
+            arrays["segments"][place] = segment
+            arrays["positions"][place] = token - first
+            arrays["documents"][place] = document
+            for name in WIDTHS:
+                arrays[name][place] = activation(name, document, token, dtype)
+            column += last - first
+            ranges[ordinal] = (ranges.get(ordinal, (first, 0))[0], last)
+    table = pa.table(
+        {
+            "document": [ordinal * NUM_STREAMS + stream for ordinal in ranges],
+            "id": [f"stream {stream} document {ordinal}" for ordinal in ranges],
+            "source": [f"file {stream}"] * len(ranges),
+            "index": list(ranges),
+            "n_tokens": [DOCUMENT_LENGTHS[stream][ordinal] for ordinal in ranges],
+            "n_cut": [0] * len(ranges),
+            "first_token": [first for first, _ in ranges.values()],
+            "last_token": [last for _, last in ranges.values()],
+            "url": [f"https://example.org/{ordinal}" for ordinal in ranges],
+        },
+        schema=DOCUMENT_SCHEMA.append(pa.field("url", pa.string())),
+    )
+    tokens = int(np.count_nonzero(arrays["segments"]))
+    record = CommitRecord(
+        stream=stream,
+        block=block,
+        rows=len(rows),
+        tokens=tokens,
+        documents=table.num_rows,
+        tokens_cut=0,
+        skipped=({"source": "file", "index": 3, "reason": "empty"},) if block == 0 else (),
+        start=start,
+        next=next_cursor,
+        exhausted=exhausted,
+        truncated=truncated,
+    )
+    return Block(arrays, table, record)

@@ -1,0 +1,80 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from pipeline.errors import StoreError
+from pipeline.store.commits import CommitRecord, commit_key, parse_commit_key, read_records
+from pipeline.store.kvstore import open_kvstore, write_key
+
+CURSOR = {"shard": 0, "document": 5, "token": 128, "ordinal": 7}
+RECORD = CommitRecord(
+    stream=3,
+    block=12,
+    rows=4,
+    tokens=30,
+    documents=2,
+    tokens_cut=1,
+    skipped=({"source": "a.parquet", "index": 1, "reason": "ungültig"},),
+    start=CURSOR,
+    next={**CURSOR, "document": 6, "token": 0},
+    exhausted=False,
+    truncated=True,
+)
+
+
+def test_a_record_survives_json():
+    assert CommitRecord.from_json(RECORD.to_json(), "it") == RECORD
+
+
+def test_the_keys_of_a_record_have_a_stable_order():
+    expected = "version stream block rows tokens documents tokens_cut skipped start next exhausted truncated sha256"
+    assert list(json.loads(RECORD.to_json())) == expected.split()
+
+
+def test_names():
+    assert RECORD.key == "_commits/stream-00003/block-000012.json"
+    assert parse_commit_key(RECORD.key) == (3, 12)
+    assert parse_commit_key(commit_key(123456, 1234567)) == (123456, 1234567)
+    assert parse_commit_key("_commits/stream-00003/block-000012.json.tmp") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        RECORD.to_json()[:-20],
+        RECORD.to_json().replace(b'"tokens": 30', b'"tokens": 31'),
+        RECORD.to_json().replace(b'"truncated": true', b'"truncated": false'),
+        RECORD.to_json().replace(b'"exhausted": false,\n', b""),
+    ],
+)
+def test_damaged_and_edited_records_are_refused(text):
+    with pytest.raises(StoreError, match="the record"):
+        CommitRecord.from_json(text, "the record")
+
+
+def test_a_later_version_is_refused():
+    with pytest.raises(StoreError, match="has version 2; this program reads version 1"):
+        CommitRecord.from_json(replace(RECORD, version=2).to_json(), "it")
+
+
+def test_records_are_read_in_order_and_gaps_are_named(tmp_path):
+    kvstore = open_kvstore(str(tmp_path))
+    first, second = (replace(RECORD, block=block) for block in (0, 1))
+    for record in (second, first, replace(RECORD, stream=0, block=0)):
+        write_key(kvstore, record.key, record.to_json())
+    records = read_records("store", kvstore)
+    assert {stream: [record.block for record in found] for stream, found in records.items()} == {0: [0], 3: [0, 1]}
+    write_key(kvstore, first.key, None)
+    with pytest.raises(StoreError, match="stream 3 of store has a record of block 1, but none of block 0"):
+        read_records("store", kvstore)
+
+
+def test_a_record_under_another_name_is_refused(tmp_path):
+    kvstore = open_kvstore(str(tmp_path))
+    write_key(kvstore, commit_key(0, 0), RECORD.to_json())
+    with pytest.raises(StoreError, match="is the record of block 12 of stream 3"):
+        read_records("store", kvstore)

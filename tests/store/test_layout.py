@@ -1,0 +1,72 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.store.layout import MIB, TOKENS, ArraySpec, StoreLayout, rows_per_block_for
+
+ACTIVATION = ArraySpec("blocks.0.resid_post", "bfloat16", 896)
+
+
+def test_rows_of_streams_interleave_block_by_block():
+    layout = StoreLayout(num_streams=3, rows_per_block=4, length=8, arrays=())
+    assert [layout.first_row(stream, block) for block in range(2) for stream in range(3)] == [0, 4, 8, 12, 16, 20]
+
+
+@given(st.integers(1, 50), st.integers(1, 600), st.integers(0, 10**9))
+def test_every_row_has_one_place(num_streams, rows_per_block, row):
+    layout = StoreLayout(num_streams, rows_per_block, 8, ())
+    stream, block, r = layout.locate(row)
+    assert layout.first_row(stream, block) + r == row
+    assert 0 <= stream < num_streams
+    assert 0 <= r < rows_per_block
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "dtype", "width", "shard", "chunk"),
+    [
+        (32, 1024, "bfloat16", 896, (32, 1024, 896), (1, 256, 896)),  # 448 KiB of a 1.75 MiB row
+        (32, 128, "bfloat16", 768, (32, 128, 768), (2, 128, 768)),  # 384 KiB, two rows
+        (8, 2048, "float32", 4096, (8, 2048, 4096), (1, 32, 4096)),  # 512 KiB of a 32 MiB row
+        (4, 8, "bfloat16", 6, (4, 8, 6), (4, 8, 6)),  # all that there is
+        (64, 1024, "int32", None, (64, 1024), (64, 1024)),  # 256 KiB
+        (7, 1031, "float16", 1024, (7, 1031, 1024), (1, 1031, 1024)),  # nothing divides it better
+    ],
+)
+def test_shards_and_chunks(rows, length, dtype, width, shard, chunk):
+    spec = ArraySpec("x", dtype, width)
+    layout = StoreLayout(1, rows, length, (spec,))
+    assert layout.shard_shape(spec) == shard
+    assert layout.chunk_shape(spec) == chunk
+
+
+@given(st.integers(1, 512), st.sampled_from([64, 128, 512, 1024, 2048]), st.sampled_from([128, 768, 896, 4096]))
+def test_chunks_divide_the_shard_and_are_of_the_stated_size_where_one_can_be(rows, length, width):
+    spec = ArraySpec("x", "bfloat16", width)
+    layout = StoreLayout(1, rows, length, (spec,))
+    chunk_rows, positions, features = layout.chunk_shape(spec)
+    assert rows % chunk_rows == length % positions == 0
+    assert features == width
+    whole_rows = [r * length for r in range(1, rows + 1) if rows % r == 0]
+    parts = [t for t in range(1, length + 1) if length % t == 0]
+    within = [slots for slots in whole_rows + parts if MIB // 4 <= slots * width * 2 <= MIB]
+    assert chunk_rows * positions in within or not within
+
+
+def test_shard_keys_are_zarrs():
+    layout = StoreLayout(3, 4, 8, (ACTIVATION,))
+    assert layout.shard_key(ACTIVATION, stream=2, block=5) == "blocks.0.resid_post/c/17/0/0"
+    assert layout.shard_key(TOKENS, stream=2, block=5) == "tokens/c/17/0"
+
+
+@pytest.mark.parametrize(
+    ("shard_mib", "row_bytes", "step_rows", "max_steps", "expected"),
+    [
+        (64, MIB, 8, 1000, 64),
+        (64, MIB, 24, 1000, 48),  # whole steps, not more than asked
+        (64, MIB, 128, 1000, 128),  # at least one step
+        (64, MIB, 8, 3, 24),  # a small job
+        (0.25, 4096, 4, 1000, 64),
+    ],
+)
+def test_rows_per_block(shard_mib, row_bytes, step_rows, max_steps, expected):
+    assert rows_per_block_for(shard_mib, row_bytes, step_rows, max_steps) == expected

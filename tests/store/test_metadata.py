@@ -1,0 +1,66 @@
+import json
+
+import pytest
+
+from pipeline.errors import StoreError, StoreMismatch
+from pipeline.store.metadata import Difference, StoreRoot
+from tests.store.example_store import metadata
+
+
+def test_only_what_determines_the_content_is_in_the_fingerprint():
+    same = metadata(config={"run": 1}, store={"compression": "none", "path": "/elsewhere", "shard_mib": 1.0})
+    assert same.fingerprint() == metadata().fingerprint()
+    assert same.differences(metadata()) == []
+
+
+def test_the_fingerprint_does_not_depend_on_the_order_of_keys_or_on_tuples():
+    data = {"shards": ("a", "b"), "source": "parquet"}
+    assert metadata(data=data).fingerprint() == metadata().fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"batch": {"length": 16, "packing": "pack"}}, [("batch.length", 8, 16)]),
+        ({"num_streams": 4}, [("num_streams", 2, 4)]),
+        ({"store": {"compression": "zstd"}}, [("store.compression", "none", "zstd")]),
+        ({"tokenizer": {}}, [("tokenizer.sha256", "abc", None), ("tokenizer", None, {})]),
+        ({"tokenizer": {"sha256": "abc", "prefix": [1]}}, [("tokenizer.prefix", None, [1])]),
+        (
+            {"model": {"path": "llama", "vocab_size": 5}, "rows_per_block": 1},
+            [("model.path", "qwen", "llama"), ("model.vocab_size", 97, 5), ("rows_per_block", 4, 1)],
+        ),
+    ],
+)
+def test_differences_are_named(changes, expected):
+    other = metadata(**changes)
+    assert other.fingerprint() != metadata().fingerprint()
+    assert metadata().differences(other) == [Difference(*difference) for difference in expected]
+    with pytest.raises(StoreMismatch) as caught:
+        metadata().require_same(other, "/store")
+    for key, stored, asked in expected:
+        assert f"{key}: the store has {stored!r}, this run asks for {asked!r}" in str(caught.value)
+
+
+def test_a_root_survives_json():
+    root = StoreRoot(metadata(), ("embed",), "2026-01-01T00:00:00+00:00", complete=True, blocks=(3, 2))
+    assert StoreRoot.from_json(root.to_json(), "it") == root
+    attributes = json.loads(root.to_json())["attributes"]["activation_store"]
+    assert attributes["version"] == 1
+    assert attributes["fingerprint"] == metadata().fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda text: text[:-40], "not the JSON of a Zarr group"),
+        (lambda text: text.replace(b"activation_store", b"something_else"), "holds another Zarr hierarchy"),
+        (lambda text: text.replace(b'"version": 1', b'"version": 2'), "format version 2; this program reads 1"),
+        (lambda text: text.replace(b'"length": 8', b'"length": 9'), "its fingerprint is not that of its content"),
+        (lambda text: text.replace(b'"capture"', b'"kapture"'), "'capture'"),
+    ],
+)
+def test_damaged_roots_are_refused(edit, message):
+    root = StoreRoot(metadata(), ("embed",), "2026-01-01T00:00:00+00:00")
+    with pytest.raises(StoreError, match=message):
+        StoreRoot.from_json(edit(root.to_json()), "it")

@@ -1,0 +1,330 @@
+"""The contract of the writing side, on every kind of storage."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorstore as ts
+import zarr
+
+from pipeline.errors import StoreError, StoreMismatch
+from pipeline.store import ActivationStore
+from pipeline.store.kvstore import list_keys, open_kvstore, read_key, write_key
+from pipeline.store.layout import MAX_ROWS
+from pipeline.store.metadata import read_metadata
+from pipeline.store.verify import verify_store
+from pipeline.store.writing import StoreWriter
+from pipeline.store.zarr_dtype import BFloat16
+from tests.store.example_store import (
+    LENGTH,
+    NUM_STREAMS,
+    ROWS,
+    WIDTHS,
+    blocks,
+    layout,
+    metadata,
+    stored_tokens,
+    write_blocks,
+    write_store,
+)
+
+zarr.dtype.data_type_registry.register("bfloat16", BFloat16)  # what the installed package's entry point does
+
+
+def objects(path: str) -> dict[str, bytes]:
+    """Every object of a store, the time of creation taken out."""
+    kvstore = open_kvstore(path)
+    keys = [key.decode() for key in kvstore.list().result()]
+    found = {key: read_key(kvstore, key) for key in sorted(keys)}
+    root = json.loads(found["zarr.json"])
+    del root["attributes"]["activation_store"]["created"]
+    return found | {"zarr.json": json.dumps(root).encode()}
+
+
+def attributes(path: str) -> dict:
+    return json.loads(read_key(open_kvstore(path), "zarr.json"))["attributes"]["activation_store"]
+
+
+def test_a_new_store_is_empty_and_not_complete(store_path):
+    assert read_metadata(store_path) is None
+    writer = StoreWriter.open(store_path, metadata(), layout())
+    assert writer.records == {}
+    assert not writer.complete
+    assert read_metadata(store_path) == metadata()
+    assert attributes(store_path)["complete"] is False
+    assert verify_store(store_path) == []
+
+
+def test_what_is_written_is_there(store_path):
+    write_store(store_path)
+    arrays = ActivationStore.open(store_path).arrays
+    for stream in range(NUM_STREAMS):
+        for block in blocks(stream):
+            first = layout().first_row(stream, block.record.block)
+            rows = slice(0, block.record.rows)
+            for name, expected in block.arrays.items():
+                stored = arrays[name][first : first + block.record.rows].read().result()
+                assert stored.dtype == expected.dtype
+                np.testing.assert_array_equal(stored, expected[rows])
+
+
+def test_a_finished_store_is_trimmed_to_its_last_row(store_path):
+    writer = write_store(store_path, finish=False)
+    assert ActivationStore.open(store_path).arrays["tokens"].shape == (MAX_ROWS, LENGTH)
+    writer.finish()
+    writer.finish()
+    last = [list(blocks(stream))[-1].record for stream in range(NUM_STREAMS)]
+    rows = max(layout().first_row(r.stream, r.block) + r.rows for r in last)
+    arrays = ActivationStore.open(store_path).arrays
+    assert arrays["tokens"].shape == (rows, LENGTH)
+    assert {name: arrays[name].shape for name in WIDTHS} == {n: (rows, LENGTH, w) for n, w in WIDTHS.items()}
+    assert writer.complete
+    assert attributes(store_path)["complete"] is True
+    assert attributes(store_path)["blocks"] == [len(list(blocks(stream))) for stream in range(NUM_STREAMS)]
+
+
+def test_each_block_of_each_array_is_one_object(store_path):
+    write_store(store_path)
+    kvstore = open_kvstore(store_path)
+    shards = [layout().shard_index(s, b.record.block) for s in range(NUM_STREAMS) for b in blocks(s)]
+    for spec in layout().all_arrays:
+        zeros = "/0" * (len(spec.dimension_names) - 1)
+        assert list_keys(kvstore, f"{spec.name}/c/") == sorted(f"{spec.name}/c/{shard}{zeros}" for shard in shards)
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_two_stores_have_the_same_bytes(tmp_path, compression):
+    for name in "ab":
+        write_store(str(tmp_path / name), compression=compression)
+    a, b = objects(str(tmp_path / "a")), objects(str(tmp_path / "b"))
+    assert a == b
+    assert len(a) > 40
+
+
+def test_an_interrupted_store_ends_with_the_same_bytes(tmp_path):
+    """Interrupted after every number of blocks, once with the next block's objects written but not committed."""
+    write_store(str(tmp_path / "whole"))
+    expected = objects(str(tmp_path / "whole"))
+    everything = [(stream, block) for stream in range(NUM_STREAMS) for block in blocks(stream)]
+    for done in range(len(everything)):
+        path = str(tmp_path / f"interrupted{done}")
+        writer = StoreWriter.open(path, metadata(store={"compression": "none"}), layout())
+        for stream, block in everything[:done]:
+            writer.commit(writer.begin_block(stream, block.record.block, block.arrays, block.table), block.record)
+        stream, block = everything[done]
+        pending = writer.begin_block(stream, block.record.block, block.arrays, block.table)
+        for future in pending.futures.values():
+            future.result()
+        del writer
+        assert verify_store(path) == []
+        assert ActivationStore.open(path).num_tokens == sum(b.record.tokens for _, b in everything[:done])
+        write_store(path)
+        assert objects(path) == expected
+
+
+def test_a_store_whose_creation_was_interrupted_is_healed(store_path):
+    write_store(store_path)
+    expected = objects(store_path)
+    kvstore = open_kvstore(store_path)
+    StoreWriter.open(store_path + "-new", metadata(store={"compression": "none"}), layout())
+    new = open_kvstore(store_path + "-new")
+    for name in ("documents", "embed"):
+        write_key(new, f"{name}/zarr.json", None)
+    write_store(store_path + "-new")
+    assert objects(store_path + "-new") == expected
+    assert kvstore.list().result()
+
+
+def test_several_blocks_of_a_stream_may_be_under_way(store_path):
+    writer = StoreWriter.open(store_path, metadata(), layout())
+    expected = list(blocks(0))
+    assert len(expected) >= 3
+    pending = [writer.begin_block(0, b.record.block, b.arrays, b.table) for b in expected]
+    with pytest.raises(ValueError, match="1 is not the next"):
+        writer.commit(pending[1], expected[1].record)
+    for p, block in zip(pending, expected, strict=True):
+        writer.commit(p, block.record)
+        assert p.done
+    assert writer.records[0] == [block.record for block in expected]
+    assert StoreWriter.open(store_path, metadata(), layout()).records == writer.records
+
+
+def test_another_configuration_is_refused_and_named(store_path):
+    write_store(store_path)
+    before = objects(store_path)
+    with pytest.raises(StoreMismatch) as caught:
+        StoreWriter.open(store_path, metadata(batch={"length": 16, "packing": "pack"}), layout())
+    assert "batch.length: the store has 8, this run asks for 16" in str(caught.value)
+    assert caught.value.exit_code == 2
+    assert objects(store_path) == before
+
+
+def test_extending_a_truncated_store_gives_the_store_that_was_never_truncated(tmp_path):
+    path, whole = str(tmp_path / "extended"), str(tmp_path / "whole")
+    max_rows = ROWS + 2
+    write_store(path, max_rows=max_rows)
+    short = ActivationStore.open(path)
+    assert short.complete
+    assert short.num_tokens == stored_tokens(max_rows) == NUM_STREAMS * max_rows * LENGTH
+    assert verify_store(path) == []
+    write_store(path)
+    write_store(whole)
+    assert objects(path) == objects(whole)
+    assert verify_store(path) == []
+
+
+def test_while_a_truncated_block_is_written_again_it_is_not_in_the_store(store_path):
+    write_store(store_path, max_rows=ROWS + 2)
+    writer = StoreWriter.open(store_path, metadata(), layout())
+    writer.reopen()
+    longer = list(blocks(0))[1]
+    pending = writer.begin_block(0, 1, longer.arrays, longer.table)
+    assert [record.block for record in StoreWriter.open(store_path, metadata(), layout()).records[0]] == [0]
+    assert verify_store(store_path) == []
+    writer.commit(pending, longer.record)
+    assert verify_store(store_path) == []
+
+
+def test_two_writers_share_a_store(store_path):
+    """As two processes do: each its own streams, both reopen, either finishes."""
+    write_store(store_path, max_rows=ROWS)
+    writers = [StoreWriter.open(store_path, metadata(), layout()) for _ in range(2)]
+    for stream, writer in enumerate(writers):
+        writer.reopen()
+        write_blocks(writer, stream)
+    assert len(writers[0].records[1]) == 1
+    writers[0].refresh()
+    assert len(writers[0].records[1]) == len(list(blocks(1)))
+    for writer in writers:
+        writer.finish()
+    assert verify_store(store_path) == []
+    assert ActivationStore.open(store_path).num_tokens == stored_tokens()
+
+
+@pytest.mark.parametrize(
+    ("stream", "block", "edit", "message"),
+    [
+        (0, 0, lambda arrays: arrays.pop("embed"), "a block needs the arrays"),
+        (0, 0, lambda arrays: arrays.update(tokens=arrays["tokens"][:2]), "a block needs the arrays"),
+        (0, 0, lambda arrays: arrays.update(tokens=arrays["tokens"].astype(np.int64)), "a block needs the arrays"),
+        (1, 0, lambda arrays: None, "is committed, and was not truncated"),
+    ],
+)
+def test_what_is_no_block_is_refused(tmp_path, stream, block, edit, message):
+    writer = StoreWriter.open(str(tmp_path), metadata(), layout())
+    write_blocks(writer, 1)
+    example = next(blocks(stream))
+    edit(example.arrays)
+    with pytest.raises(ValueError, match=message):
+        writer.begin_block(stream, block, example.arrays, example.table)
+
+
+def test_a_complete_store_must_be_reopened(tmp_path):
+    writer = write_store(str(tmp_path))
+    example = next(blocks(0))
+    with pytest.raises(ValueError, match="reopen"):
+        writer.begin_block(0, 0, example.arrays, example.table)
+
+
+def test_metrics_are_written(store_path):
+    writer = StoreWriter.open(store_path, metadata(), layout())
+    writer.write_metrics("process-0.jsonl", b"{}\n")
+    assert read_key(open_kvstore(store_path), "_metrics/process-0.jsonl") == b"{}\n"
+
+
+def test_zarr_python_and_tensorstore_read_the_store_by_themselves(tmp_path):
+    path = str(tmp_path / "store")
+    write_store(path)
+    group = zarr.open_group(path, mode="r")
+    ours = ActivationStore.open(path)
+    for spec in layout().all_arrays:
+        stored = ours.arrays[spec.name][...].read().result()
+        other = group[spec.name]
+        assert other.metadata.dimension_names == spec.dimension_names
+        assert other.shards == layout().shard_shape(spec)
+        np.testing.assert_array_equal(other[...], stored)
+        kvstore = {"driver": "file", "path": f"{path}/{spec.name}/"}
+        alone = ts.open({"driver": "zarr3", "kvstore": kvstore}).result()
+        np.testing.assert_array_equal(alone[...].read().result(), stored)
+    assert group.attrs["activation_store"]["complete"] is True
+
+
+def test_an_unknown_kind_of_storage():
+    with pytest.raises(StoreError, match="unsupported URL scheme"):
+        StoreWriter.open("nosuch://bucket/store", metadata(), layout())
+
+
+def test_another_zarr_hierarchy_is_left_alone(tmp_path):
+    zarr.create_group(str(tmp_path))
+    before = (tmp_path / "zarr.json").read_bytes()
+    with pytest.raises(StoreError, match="holds another Zarr hierarchy"):
+        StoreWriter.open(str(tmp_path), metadata(), layout())
+    assert (tmp_path / "zarr.json").read_bytes() == before
+
+
+def test_a_store_without_its_root_is_not_taken_for_a_new_one(tmp_path):
+    write_store(str(tmp_path))
+    (tmp_path / "zarr.json").unlink()
+    with pytest.raises(StoreError, match=r"has commit records, but its zarr\.json is missing"):
+        StoreWriter.open(str(tmp_path), metadata(), layout())
+
+
+def test_a_path_with_a_file_in_its_way(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match=r"hoose another store\.path"):
+        StoreWriter.open(str(tmp_path / "file" / "store"), metadata(), layout())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_without_permission(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(StoreError, match="Give this user the permission"):
+        StoreWriter.open(str(tmp_path / "store"), metadata(), layout())
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB."""
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True)
+    if made.returncode != 0:
+        pytest.skip("only root can mount a file system")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_loses_nothing_that_was_committed(small_disk):
+    path = str(small_disk / "store")
+    writer = StoreWriter.open(path, metadata(store={"compression": "none"}), layout())
+    block, second = list(blocks(0))[:2]
+    writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
+    ballast = small_disk / "ballast"
+    subprocess.run(["dd", "if=/dev/zero", f"of={ballast}", "bs=4k"], capture_output=True)  # until nothing fits
+    with pytest.raises(StoreError, match="free space, then run the same command again"):
+        writer.commit(writer.begin_block(0, 1, second.arrays, second.table), second.record)
+    assert verify_store(path) == []
+    assert ActivationStore.open(path).num_tokens == block.record.tokens
+    ballast.unlink()
+    write_store(path)
+    assert verify_store(path) == []
+    assert ActivationStore.open(path).num_tokens == stored_tokens()
+
+
+def test_a_read_only_file_system(small_disk):
+    path = str(small_disk / "store")
+    writer = StoreWriter.open(path, metadata(), layout())
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    block = next(blocks(0))
+    with pytest.raises(StoreError, match=r"Choose another store\.path"):
+        writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
+
+
+@pytest.mark.parametrize("module", ["pipeline.store", "pipeline.store.writing", "pipeline.verify"])
+def test_the_store_needs_neither_jax_nor_hydra(module):
+    code = f"import sys, {module}; print([m for m in ('jax', 'flax', 'hydra', 'torch') if m in sys.modules])"
+    root = Path(__file__).resolve().parents[2]
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
