@@ -3,6 +3,7 @@
 Letters: B rows, T query positions, S key positions, N heads, K key-value heads, G = N / K, H head dim.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -32,23 +33,41 @@ def attention(
     return _IMPLEMENTATIONS[impl](q, k, v, segments, causal)
 
 
-def visible(segments: Int32[Array, "B T"], causal: bool) -> Bool[Array, "B T S"]:
-    """Which keys each query sees."""
-    same_document = segments[:, :, None] == segments[:, None, :]
-    if not causal:
-        return same_document
-    order = jnp.arange(segments.shape[1])
-    return same_document & (order[:, None] >= order[None, :])
-
-
 def _xla(q: Array, k: Array, v: Array, segments: Array, causal: bool) -> Array:
-    """The reference: plain matrix products, the [T, S] scores in memory."""
+    """Matrix products over blocks of queries, each with the keys up to its end: no [T, S] scores in memory.
+
+    Measured against one block of all queries on two CPU cores, float32, 12 heads of 64 (4 key-value heads), per layer:
+    8 rows of 256: 111 -> 35 ms; 4 rows of 1024: 906 -> 206 ms. Half of that is the order of axes: rows and heads
+    first is what matrix products want.
+    """
     num_rows, length, num_heads, head_dim = q.shape
     groups = q.reshape(num_rows, length, k.shape[2], num_heads // k.shape[2], head_dim)
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", groups, k, preferred_element_type=jnp.float32) * head_dim**-0.5
-    scores = jnp.where(visible(segments, causal)[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    q, k, v = jnp.einsum("BTKGH->BKGTH", groups), jnp.einsum("BSKH->BKSH", k), jnp.einsum("BSKH->BKSH", v)
+    order = jnp.arange(length)
+    blocks = []
+    for start, stop in _query_blocks(length):
+        num_keys = stop if causal else length
+        visible = segments[:, start:stop, None] == segments[:, None, :num_keys]
+        if causal:
+            visible &= order[start:stop, None] >= order[:num_keys]
+        blocks.append(_attend(q[:, :, :, start:stop], k[:, :, :num_keys], v[:, :, :num_keys], visible))
+    z = jnp.concatenate(blocks, axis=3)
+    return jnp.einsum("BKGTH->BTKGH", z).reshape(num_rows, length, num_heads, head_dim)
+
+
+def _query_blocks(length: int) -> list[tuple[int, int]]:
+    """Multiples of 128 queries, at most 16 of them: the program's size does not grow with the length."""
+    size = 128 * math.ceil(length / (128 * 16))
+    return [(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _attend(
+    q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], visible: Bool[Array, "B T S"]
+) -> Float[Array, "B K G T H"]:
+    scores = jnp.einsum("BKGTH,BKSH->BKGTS", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v).reshape(q.shape)
+    return jnp.einsum("BKGTS,BKSH->BKGTH", weights, v)
 
 
 _IMPLEMENTATIONS: dict[str, Callable[[Array, Array, Array, Array, bool], Array]] = {"auto": _xla, "xla": _xla}

@@ -45,6 +45,15 @@ def test_scores_do_not_overflow_in_bfloat16() -> None:
     assert np.isfinite(np.asarray(got, np.float32)).all()
 
 
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
+def test_blocks_of_queries_are_joined_in_order(length: int) -> None:
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, length, heads, 8)), jnp.float32) for heads in (2, 1, 1))
+    segments = np.sort(rng.integers(1, 4, (1, length), dtype=np.int32), axis=1)
+    got = attention(q, k, v, jnp.array(segments), causal=True, impl="xla")
+    np.testing.assert_allclose(got, one_by_one(q, k, v, segments, causal=True), atol=2e-6)
+
+
 def test_unknown_implementation() -> None:
     q, k, v = inputs(4, 2)
     with pytest.raises(ConfigError, match=r"model\.attention is 'flash'.*auto, xla"):
