@@ -128,7 +128,7 @@ class ParquetSource:
             try:
                 text = _string(self._config.text_column, text)
                 name = _string(self._config.id_column, identity) if self._config.id_column else f"{file.name}#{row}"
-                info = {name: _decoded(name, values[row - index]) for name, values in infos.items()}
+                info = {key: _decoded(key, values[row - index]) for key, values in infos.items()}
             except ValueError as error:
                 if self._config.on_error is OnError.fail:
                     raise InputError(

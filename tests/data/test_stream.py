@@ -20,11 +20,12 @@ TOKENIZER = word_tokenizer()
 
 @st.composite
 def cases(draw):
-    """A source's documents as token ids by shard, and the settings of a stream over them."""
+    """A source's documents as token ids by file, and the settings of the source and of a stream over them."""
     sizes = draw(st.lists(st.lists(st.integers(1, 40), max_size=8), min_size=1, max_size=5))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shards = [[rng.integers(2, VOCAB_SIZE, size).tolist() for size in shard] for shard in sizes]
     return shards, {
+        "row_groups_per_shard": draw(st.sampled_from([None, 1, 2])),
         "num_streams": draw(st.integers(1, 4)),
         "rows_per_block": draw(st.integers(1, 5)),
         "length": draw(st.integers(1, 24)),
@@ -34,7 +35,8 @@ def cases(draw):
 
 
 def streams(shards, settings) -> list[TokenStream]:
-    source = memory_source("/stream", shards)
+    settings = dict(settings)
+    source = memory_source("/stream", shards, row_groups_per_shard=settings.pop("row_groups_per_shard", None))
     return [TokenStream(source, TOKENIZER, stream=number, **settings) for number in range(settings["num_streams"])]
 
 

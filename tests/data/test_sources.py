@@ -1,0 +1,61 @@
+from dataclasses import fields
+from pathlib import Path
+
+import hydra
+import pytest
+import yaml
+from material import word_tokenizer, write_parquet
+
+from pipeline.config import ArcData, HfData, ParquetData, register, run_config
+from pipeline.data.arc.source import ArcSource
+from pipeline.data.documents import DOCUMENT_SCHEMA, Source
+from pipeline.data.hf import HfSource
+from pipeline.data.parquet import ParquetSource
+from pipeline.data.sources import open_source
+from pipeline.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+CLASSES = {
+    "fineweb": ParquetData,
+    "fineweb_edu": ParquetData,
+    "arc": ArcData,
+    "ai2_arc": HfData,
+    "hf": HfData,
+}
+
+
+def compose(name: str, *overrides: str):
+    register()
+    with hydra.initialize_config_dir(str(CONFIGS), version_base=None):
+        composed = hydra.compose("config", [f"data={name}", "model.path=m", "store.path=s", *overrides])
+    return run_config(composed).data
+
+
+@pytest.mark.parametrize(("name", "config"), CLASSES.items())
+def test_a_file_shows_every_key_of_its_class_with_the_class_default(name, config):
+    keys = yaml.safe_load((CONFIGS / "data" / f"{name}.yaml").read_text())
+    del keys["defaults"]
+    assert keys.keys() == {field.name for field in fields(config)}
+    assert isinstance(compose(name, "data.path=p"), config)
+    if name in ("arc", "hf"):
+        assert compose(name, "data.path=p") == config(source=name, path="p")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("fineweb", ParquetSource), ("fineweb_edu", ParquetSource), ("arc", ArcSource), ("hf", HfSource)]
+)
+def test_the_config_names_the_source(tmp_path, name, kind):
+    write_parquet(str(tmp_path / "a.parquet"), {"text": ["w2"], "id": ["1"]})
+    (tmp_path / "a.json").write_text('{"train": [], "test": [{"input": [[1]]}]}')
+    path = tmp_path / "a.json" if name == "arc" else tmp_path / "a.parquet"
+    overrides = ["data.path=parquet", f"data.data_files={path}"] if name == "hf" else [f"data.path={path}"]
+    source = open_source(compose(name, *overrides), word_tokenizer())
+    assert isinstance(source, kind)
+    assert isinstance(source, Source)
+    assert not set(source.info_schema.names) & set(DOCUMENT_SCHEMA.names)
+    assert [document.index for document in source.read(0, 0)] == [0]
+
+
+def test_a_source_with_the_keys_of_another_is_refused():
+    with pytest.raises(ConfigError, match=r"data.source=arc with the keys of ParquetData. Choose the data by"):
+        open_source(ParquetData(source="arc", path="p"), word_tokenizer())
