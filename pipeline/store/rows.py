@@ -16,6 +16,8 @@ def read_runs(array: ts.TensorStore, rows: Int64[np.ndarray, " n"]) -> np.ndarra
     Raises StoreError for a damaged or unreadable chunk.
     """
     out = np.empty((len(rows), *array.shape[1:]), array.dtype.numpy_dtype)
+    if not len(rows):
+        return out
     starts = np.flatnonzero(np.diff(rows, prepend=np.iinfo(np.int64).min) != 1)
     stops = np.append(starts[1:], len(rows))
     runs = zip(starts.tolist(), stops.tolist(), strict=True)
@@ -39,12 +41,12 @@ def wait_reads(array: ts.TensorStore, reads: Sequence[ts.WriteFutures]) -> None:
 def require_stored(array: ts.TensorStore, rows: Int64[np.ndarray, " n"], values: np.ndarray) -> None:
     """Raises StoreError when an object that holds some of `rows` is missing.
 
-    Zarr reads a missing object as zeros. A committed row starts with a token, so its values there are hardly ever all
-    zero; only then is the object looked for.
+    Zarr reads a missing object as fill values. A committed row starts with a token, so its values there are hardly ever
+    all of them fill values; only then is the object looked for.
     """
     if array.ndim == 3:
         values = values[:, 0]
-    suspicious = rows[~values.any(axis=1)]
+    suspicious = rows[(values == array.fill_value).all(axis=1)]
     for shard in np.unique(suspicious // array.chunk_layout.write_chunk.shape[0]).tolist():
         key = "/".join(["c", str(shard), *["0"] * (array.ndim - 1)])
         if key not in list_keys(array.kvstore, key):

@@ -1,0 +1,175 @@
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.errors import StoreError
+from pipeline.sites import ActivationKey, Site
+from pipeline.store import ActivationStore
+from pipeline.store.kvstore import open_kvstore, write_key
+from pipeline.store.tables import encode_table, table_key
+from tests.store.example_store import (
+    DOCUMENT_LENGTHS,
+    LENGTH,
+    NUM_STREAMS,
+    ROWS,
+    WIDTHS,
+    activation,
+    blocks,
+    layout,
+    metadata,
+    stored_tokens,
+    token_ids,
+    write_store,
+)
+
+NAME = "blocks.3.resid_post"
+
+
+@pytest.fixture
+def store(store_path) -> ActivationStore:
+    write_store(store_path)
+    return ActivationStore.open(store_path)
+
+
+def committed_rows() -> list[int]:
+    records = [block.record for stream in range(NUM_STREAMS) for block in blocks(stream)]
+    return sorted(layout().first_row(r.stream, r.block) + k for r in records for k in range(r.rows))
+
+
+def test_a_store_says_what_it_holds(store):
+    assert store.complete
+    assert store.keys == (
+        ActivationKey(1, Site.resid_post),
+        ActivationKey(3, Site.resid_post),
+        ActivationKey(-1, Site.embed),
+    )
+    assert store.layers == (1, 3)
+    assert store.sites == (Site.resid_post, Site.embed)
+    assert store.length == LENGTH
+    assert store.num_tokens == sum(map(sum, DOCUMENT_LENGTHS)) == stored_tokens()
+    assert store.rows.tolist() == committed_rows()
+    assert store.metadata.model == metadata().model
+
+
+@pytest.mark.parametrize(
+    "rows", [0, [9, 0, 1, 2, 8], slice(2, 11), slice(None), slice(None, None, 3), slice(-5, None), []]
+)
+def test_rows_are_those_of_the_arrays(store, rows):
+    everything = store.arrays[NAME][...].read().result()
+    known = np.asarray(committed_rows())
+    expected = np.arange(len(everything))[rows] if isinstance(rows, slice) else rows
+    if isinstance(rows, slice):
+        expected = expected[np.isin(expected, known)]
+    read = store.read(3, "resid_post", rows)
+    np.testing.assert_array_equal(read, everything[np.asarray(expected, int)])
+    assert read.dtype == "bfloat16"
+    beside = store.read_tokens(rows)
+    for name in ("tokens", "segments", "positions", "documents"):
+        stored = store.arrays[name][...].read().result()
+        np.testing.assert_array_equal(getattr(beside, name), stored[np.asarray(expected, int)])
+
+
+def test_read_converts(store):
+    values = store.read(None, Site.embed, [0, 1], dtype=np.float32)
+    assert values.dtype == np.float32
+    assert values.shape == (2, LENGTH, WIDTHS["embed"])
+    np.testing.assert_array_equal(values, store.read(None, "embed", [0, 1]).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda store: store.read(2, "resid_post", 0), r"has no blocks\.2\.resid_post; it has blocks\.1\.resid_post, "),
+        (lambda store: store.read(1, "resid", 0), "names no activation"),
+        (lambda store: store.read(None, "resid_post", 0), "names no activation"),
+        (lambda store: store.read(1, "resid_post", [0, 10**6]), r"rows \[1000000\] are not in the store"),
+        (lambda store: store.read_tokens(-1), r"rows \[-1\] are not in the store"),
+        (lambda store: store.document("nothing"), "no document has it"),
+        (lambda store: store.document(10**6), "no document has it"),
+        (lambda store: store.batches("blocks.9.resid_post", 4), "has no"),
+    ],
+)
+def test_what_is_not_there_is_named(store, call, message):
+    with pytest.raises(StoreError, match=message):
+        call(store)
+
+
+def test_no_store(tmp_path):
+    with pytest.raises(StoreError, match="there is no activation store"):
+        ActivationStore.open(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("stream", range(NUM_STREAMS))
+def test_a_document_has_all_of_its_tokens_in_order(store, stream):
+    """Also one that is longer than a block."""
+    for ordinal, length in enumerate(DOCUMENT_LENGTHS[stream]):
+        number = ordinal * NUM_STREAMS + stream
+        found = store.document(f"stream {stream} document {ordinal}")
+        token = np.arange(length)
+        document = np.full(length, number)
+        assert found.document == number
+        np.testing.assert_array_equal(found.tokens, token_ids(document, token))
+        assert list(found.activations) == list(WIDTHS)
+        for name, values in found.activations.items():
+            np.testing.assert_array_equal(values, activation(name, document, token))
+        assert (np.diff(found.rows) >= 0).all()
+        by_number = store.document(number, keys=[(3, "resid_post")])
+        assert list(by_number.activations) == [NAME]
+        np.testing.assert_array_equal(by_number.tokens, found.tokens)
+        np.testing.assert_array_equal(by_number.positions[np.diff(found.rows, prepend=-1) != 0], 0)
+
+
+def test_an_id_that_two_documents_have_is_refused(tmp_path):
+    writer = write_store(str(tmp_path), finish=False)
+    block = list(blocks(0))[-1]
+    table = block.table.set_column(1, "id", pa.array(["same"] * block.table.num_rows))
+    write_key(open_kvstore(writer.path), table_key(0, block.record.block), encode_table(table))
+    with pytest.raises(StoreError, match="ask for one by number"):
+        ActivationStore.open(str(tmp_path)).document("same")
+
+
+def test_the_table_of_documents(store):
+    table = store.documents
+    assert table.column_names[:4] == ["stream", "block", "document", "id"]
+    assert table.column_names[-1] == "url"
+    tokens = np.asarray(table["last_token"]) - np.asarray(table["first_token"])
+    assert tokens.sum() == store.num_tokens
+    assert set(table["id"].to_pylist()) == {
+        f"stream {stream} document {k}" for stream, lengths in enumerate(DOCUMENT_LENGTHS) for k in range(len(lengths))
+    }
+
+
+def test_of_an_unfinished_store_the_committed_blocks_are_read(store_path):
+    writer = write_store(store_path, finish=False, max_rows=ROWS)
+    unfinished = list(blocks(0))[1]
+    pending = writer.begin_block(0, 1, unfinished.arrays, unfinished.table)
+    for future in pending.futures.values():
+        future.result()
+    store = ActivationStore.open(store_path)
+    assert not store.complete
+    assert store.rows.tolist() == list(range(ROWS * NUM_STREAMS))
+    assert store.read(1, "resid_post", slice(None)).shape == (ROWS * NUM_STREAMS, LENGTH, WIDTHS[NAME])
+    assert sum(len(batch.tokens) for batch in store.batches((1, "resid_post"), 10)) == store.num_tokens
+
+
+def test_a_store_without_blocks(store_path):
+    write_store(store_path, max_rows=0)
+    store = ActivationStore.open(store_path)
+    assert store.complete
+    assert store.num_tokens == 0
+    assert store.rows.tolist() == []
+    assert store.documents.num_rows == 0
+    assert store.read(1, "resid_post", slice(None)).shape == (0, LENGTH, WIDTHS[NAME])
+    assert list(store.batches((1, "resid_post"), 10)) == []
+
+
+@pytest.mark.parametrize("name", ["tokens", "segments", "documents", NAME])
+def test_a_deleted_object_is_never_read_as_zeros(store_path, name):
+    write_store(store_path)
+    spec = next(spec for spec in layout().all_arrays if spec.name == name)
+    write_key(open_kvstore(store_path), layout().shard_key(spec, 1, 0), None)
+    store = ActivationStore.open(store_path)
+    with pytest.raises(StoreError, match=r"Run pipeline\.verify"):
+        store.read(3, "resid_post", [4]) if name == NAME else store.read_tokens([4])
+    with pytest.raises(StoreError, match=r"Run pipeline\.verify"):
+        list(store.batches((3, "resid_post"), 10))
