@@ -1,11 +1,11 @@
 """Small real jobs for the tests: text files, overrides, runs in processes of their own, comparison of stores."""
 
 import json
-import os
 import pydoc_data.topics
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -39,17 +39,26 @@ def run(*overrides: str, module: str = "pipeline.run", timeout_s: float = 300) -
     )
 
 
-def run_and_signal(number: signal.Signals, after_s: float, *overrides: str) -> subprocess.CompletedProcess:
-    """Runs the job and sends it a signal after some seconds, unless it has ended by then."""
-    process = subprocess.Popen(
-        command(*overrides), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
+def start(*overrides: str) -> subprocess.Popen:
+    """Starts the job in a process of its own."""
+    return subprocess.Popen(
+        command(*overrides), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    try:
-        output, _ = process.communicate(timeout=after_s)
-    except subprocess.TimeoutExpired:
-        process.send_signal(number)
-        output, _ = process.communicate(timeout=60)
+
+
+def run_and_signal(number: signal.Signals, store: Path, blocks: int, *overrides: str) -> subprocess.CompletedProcess:
+    """Runs the job and sends it a signal when the store has so many blocks."""
+    process = start(*overrides, f"store.path={store}")
+    while committed(store) < blocks and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
     return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def committed(store: Path) -> int:
+    """How many blocks a store has."""
+    return len(list(store.glob("_commits/*/*.json")))
 
 
 def objects(store: Path) -> dict[str, bytes]:

@@ -3,17 +3,18 @@
 import json
 import random
 import signal
+import time
 
 import pytest
 
-from tests.jobs import assert_same_store, objects, run, run_and_signal, write_text
+from tests.jobs import assert_same_store, committed, objects, run, run_and_signal, start, write_text
 
 MIN_BLOCKS = 30
 
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory):
-    text = write_text(tmp_path_factory.mktemp("text"), files=4, documents=60)
+    text = write_text(tmp_path_factory.mktemp("text"), files=4, documents=120)
     return [
         f"data.path={text}",
         "data.num_streams=3",
@@ -31,43 +32,53 @@ def reference(overrides, tmp_path_factory):
     path = tmp_path_factory.mktemp("reference") / "store"
     result = run(*overrides, f"store.path={path}")
     assert result.returncode == 0, result.stderr
-    assert len(list((path / "_commits").rglob("*.json"))) >= MIN_BLOCKS
+    assert committed(path) >= MIN_BLOCKS
     return path
 
 
-def interrupted_run(overrides, path, kills: int, seed: int) -> list[int]:
-    """Starts the job until it finishes; the first `kills` times it is killed at a random moment."""
+def kill_at_random_moments(overrides, path, kills: int, seed: int) -> int:
+    """Starts the job again and again and kills it: during its start, or a moment after its next blocks.
+
+    Returns how many of the kills hit a running job.
+    """
     rng = random.Random(seed)
-    codes = []
+    hits = 0
     for _ in range(kills):
-        codes.append(run_and_signal(signal.SIGKILL, rng.uniform(1.0, 9.0), *overrides, f"store.path={path}").returncode)
-    codes.append(run(*overrides, f"store.path={path}").returncode)
-    return codes
+        process = start(*overrides, f"store.path={path}")
+        blocks, wanted = committed(path), rng.choice([0, 1, 1, 2])
+        while wanted and committed(path) < blocks + wanted and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.05) if wanted else rng.uniform(0, 6))
+        process.kill()
+        hits += process.wait() == -signal.SIGKILL
+    return hits
 
 
-def test_three_kills_leave_the_same_store(overrides, reference, tmp_path):
-    codes = interrupted_run(overrides, tmp_path / "store", kills=3, seed=0)
-    assert codes[-1] == 0
-    assert_same_store(tmp_path / "store", reference)
+def assert_finishes_like(reference, overrides, path):
+    result = run(*overrides, f"store.path={path}")
+    assert result.returncode == 0, result.stderr
+    assert_same_store(path, reference)
+
+
+def test_kills_at_random_moments_leave_the_same_store(overrides, reference, tmp_path):
+    assert kill_at_random_moments(overrides, tmp_path / "store", kills=4, seed=0) >= 3
+    assert_finishes_like(reference, overrides, tmp_path / "store")
 
 
 @pytest.mark.slow
-def test_twenty_kills_leave_the_same_store(overrides, reference, tmp_path):
-    codes = interrupted_run([*overrides], tmp_path / "store", kills=20, seed=1)
-    assert codes[-1] == 0
-    assert codes.count(-signal.SIGKILL) >= 10, "most kills must hit a running job"
-    assert_same_store(tmp_path / "store", reference)
+def test_twenty_kills_at_random_moments_leave_the_same_store(overrides, reference, tmp_path):
+    assert kill_at_random_moments(overrides, tmp_path / "store", kills=20, seed=1) >= 18
+    assert_finishes_like(reference, overrides, tmp_path / "store")
 
 
-def test_sigterm_commits_what_is_complete_and_exits_42(overrides, reference, tmp_path):
-    for after_s in (6.0, 7.0, 8.0):
-        result = run_and_signal(signal.SIGTERM, after_s, *overrides, f"store.path={tmp_path / 'store'}")
-        if result.returncode == 42:
-            break
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_commits_what_is_complete_and_exits_42(overrides, reference, tmp_path, number):
+    result = run_and_signal(number, tmp_path / "store", 3, *overrides)
     assert result.returncode == 42, result.stdout
+    assert f"stopped by {number.name}" in result.stdout
     assert "Run the same command again to resume" in result.stdout
-    assert run(*overrides, f"store.path={tmp_path / 'store'}").returncode == 0
-    assert_same_store(tmp_path / "store", reference)
+    assert 3 <= committed(tmp_path / "store") < committed(reference)
+    assert_finishes_like(reference, overrides, tmp_path / "store")
 
 
 def test_a_finished_store_is_left_alone(overrides, reference):
