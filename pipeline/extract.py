@@ -36,6 +36,9 @@ def extract(
         return Step(block, first_row, plan.process_rows, start_copies(activations, first_row=0))
 
     def run_block(block: TokenBlock) -> None:
+        if block.num_rows == 0:  # a stream without documents: only its record says so
+            writer.acquire()
+            writer.submit(Step(block, first_row=0, num_rows=0, copies=[]))
         for first_row in range(0, block.num_rows, plan.process_rows):
             if stop.requested():
                 return

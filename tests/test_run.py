@@ -2,14 +2,17 @@
 
 import jax
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline import cli, distributed
 from pipeline.job import open_job
 from pipeline.run import compile_job, fill, run
 from pipeline.store import ActivationStore
+from pipeline.store.verify import verify_store
 from pipeline.store.writing import StoreWriter
-from tests.jobs import write_text
+from tests.jobs import objects, write_text
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -80,3 +83,18 @@ def test_stages_account_for_the_time_of_the_loop(text, tmp_path):
     for thread in ("loop", "writer"):
         assert sum(metrics.seconds[thread].values()) == pytest.approx(metrics.elapsed_s, rel=0.1)
     assert metrics.binding_stage()[0] in metrics.summary()
+
+
+def test_a_stream_without_documents_is_done_and_stays_done(tmp_path):
+    """Its block has no rows, only a record, so that the store completes and a second run finds nothing to do."""
+    text = write_text(tmp_path / "text", files=1, documents=20)
+    pq.write_table(pa.table({"text": pa.array([], pa.string()), "id": pa.array([], pa.string())}), text / "001.parquet")
+    config = job_config(text, tmp_path / "store", "data.num_streams=2")
+    run(config)
+    store = ActivationStore.open(str(tmp_path / "store"))
+    assert store.complete
+    assert set(store.documents["stream"].to_pylist()) == {0}
+    assert verify_store(config.store.path) == []
+    before = objects(tmp_path / "store")
+    run(config)
+    assert objects(tmp_path / "store") == before
