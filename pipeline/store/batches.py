@@ -16,10 +16,6 @@ from pipeline.store.commits import CommitRecord
 from pipeline.store.layout import MIB, POSITIONS, SIDE_ARRAYS, StoreLayout
 from pipeline.store.rows import require_stored, start_read, wait_reads
 
-# A read of this size is large enough for an object store and small enough to come from, and go back to, malloc's heap:
-# larger blocks are mapped anew, page fault by page fault, which costs more than half of the throughput.
-PIECE_BYTES = 8 * MIB
-
 # How many blocks are mixed with each other. Their side arrays, about 20 bytes per token, are held in memory.
 WINDOW_BLOCKS = 32
 
@@ -101,7 +97,7 @@ class BatchReader:
         """Filled buffers. Each is valid until the next is asked for, since there are two of them in turn."""
         rng = None if seed is None else np.random.default_rng(seed)
         pieces = self._pieces(rng)
-        piece_rows = self._piece_rows()
+        piece_rows = self._layout.piece_rows(self._names)
         capacity = self._buffer_rows(piece_rows, sequential=rng is None)
         spare, current = (_Buffer(self._layout, self._arrays, self._names, capacity) for _ in range(2))
         # One thread asks for the pieces of the next buffer; TensorStore's own threads read and check them.
@@ -120,7 +116,7 @@ class BatchReader:
 
     def _window(self, blocks: Sequence[CommitRecord]) -> list[Piece]:
         """The pieces of some blocks, in order, with their side arrays read."""
-        step = self._piece_rows()
+        step = self._layout.piece_rows(self._names)
         beside = [_read_side_arrays(self._layout, self._arrays, record) for record in blocks]
         pieces = []
         for record, (values, reads) in zip(blocks, beside, strict=True):
@@ -133,13 +129,6 @@ class BatchReader:
                 rows = {name: side[r : r + step] for name, side in values.items()}
                 pieces.append(Piece(first + r, min(step, record.rows - r), rows))
         return pieces
-
-    def _piece_rows(self) -> int:
-        """Rows of about PIECE_BYTES of the widest array, whole chunks of every array."""
-        specs = [self._specs[name] for name in self._names]
-        row_bytes = max(spec.position_bytes for spec in specs) * self._layout.length
-        chunk_rows = max(self._layout.chunk_shape(spec)[0] for spec in specs)
-        return min(max(1, PIECE_BYTES // (row_bytes * chunk_rows)) * chunk_rows, self._layout.rows_per_block)
 
     def _buffer_rows(self, piece_rows: int, sequential: bool) -> int:
         mib = min(self._buffer_mib, SEQUENTIAL_BUFFER_MIB) if sequential else self._buffer_mib

@@ -5,7 +5,7 @@ A block of one array is one store shard, that is, one object; the chunks inside 
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +17,10 @@ MAX_ROWS = 1 << 31
 # Chunks are as near to this as the sizes allow: between 0.25 and 1 MiB, a compromise between the overhead of a read
 # request and what reading a few rows costs.
 CHUNK_BYTES = MIB // 2
+
+# A read of this size is large enough for an object store and small enough to come from, and go back to, malloc's heap:
+# larger blocks are mapped anew, page fault by page fault, which costs more than half of the throughput.
+PIECE_BYTES = 8 * MIB
 
 ITEM_BYTES = {"int32": 4, "int64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -97,6 +101,13 @@ class StoreLayout:
         """Whole rows, or a part of one row, with every feature; divides the shard."""
         rows, positions = _chunk_rows_positions(self.rows_per_block, self.length, spec.position_bytes)
         return (rows, positions) + (() if spec.width is None else (spec.width,))
+
+    def piece_rows(self, names: Collection[str]) -> int:
+        """How many rows of the named arrays to read at a time: about PIECE_BYTES, and whole chunks of each."""
+        specs = [spec for spec in self.all_arrays if spec.name in names]
+        row_bytes = self.length * max(spec.position_bytes for spec in specs)
+        chunk_rows = math.lcm(*(self.chunk_shape(spec)[0] for spec in specs))
+        return min(max(1, PIECE_BYTES // (row_bytes * chunk_rows)) * chunk_rows, self.rows_per_block)
 
     def shard_key(self, spec: ArraySpec, stream: int, block: int) -> str:
         """The object, relative to the store, that holds a block of an array (Zarr v3's default chunk keys)."""

@@ -132,8 +132,7 @@ class ActivationStore:
         The columns are those of `_documents` (document, id, source, index, n_tokens, n_cut, first_token, last_token and
         the source's own) with the stream and block in front.
         """
-        places = [(record.stream, record.block) for record in self._blocks]
-        tables = list(read_tables(self.path, self._kvstore, places))
+        tables = list(read_tables(self._kvstore, self._blocks))
         return pa.concat_tables(tables, promote_options="default") if tables else empty_table()
 
     def read(self, layer: int | None, site: Site | str, rows: Rows, dtype: DTypeLike = None) -> np.ndarray:

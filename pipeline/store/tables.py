@@ -1,5 +1,6 @@
 """The document tables: one parquet file per block, with the same bytes for the same documents."""
 
+import hashlib
 import io
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +10,8 @@ import tensorstore as ts
 
 from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.errors import StoreError
-from pipeline.store.kvstore import read_keys
+from pipeline.store.commits import CommitRecord
+from pipeline.store.kvstore import DAMAGE_REMEDY, read_keys
 
 
 def table_key(stream: int, block: int) -> str:
@@ -18,40 +20,42 @@ def table_key(stream: int, block: int) -> str:
 
 
 def encode_table(table: pa.Table) -> bytes:
-    """The table as parquet with page checksums. Deterministic: one row group, nothing of the time or machine."""
+    """The table as parquet. Deterministic: one row group, nothing of the time or machine."""
     sink = io.BytesIO()
-    pq.write_table(
-        table.combine_chunks(),
-        sink,
-        row_group_size=max(1, table.num_rows),
-        compression="zstd",
-        write_page_checksum=True,
-    )
+    pq.write_table(table.combine_chunks(), sink, row_group_size=max(1, table.num_rows), compression="zstd")
     return sink.getvalue()
 
 
-def decode_table(content: bytes, subject: str) -> pa.Table:
-    """The inverse of `encode_table`. Raises StoreError, naming `subject`, for a damaged file."""
+def table_digest(content: bytes) -> str:
+    """sha256, as hex, of a parquet file: the commit record holds it, since parquet has no checksum of the whole."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def decode_table(content: bytes | None, record: CommitRecord) -> pa.Table:
+    """A block's document table from its file's bytes. Raises StoreError when it is missing or damaged."""
+    subject = table_key(record.stream, record.block)
+    if content is None:
+        raise StoreError(f"{subject} is missing, although the block is committed. {DAMAGE_REMEDY}")
+    if table_digest(content) != record.table_sha256:
+        raise StoreError(f"{subject} has not the sha256 that the commit record names. {DAMAGE_REMEDY}")
     try:
-        table = pq.read_table(pa.BufferReader(content), page_checksum_verification=True)
+        table = pq.read_table(pa.BufferReader(content))
     except (pa.ArrowException, OSError) as error:
-        raise StoreError(f"{subject} is damaged: {error}") from error
+        raise StoreError(f"{subject} cannot be read: {error}. {DAMAGE_REMEDY}") from error
     missing = [name for name in DOCUMENT_SCHEMA.names if name not in table.column_names]
     if missing:
         raise StoreError(f"{subject} lacks the columns {missing}; it has {table.column_names}.")
     return table
 
 
-def read_tables(path: str, kvstore: ts.KvStore, places: Sequence[tuple[int, int]]) -> Iterator[pa.Table]:
-    """The document tables of blocks given as (stream, block), with these two as first columns.
+def read_tables(kvstore: ts.KvStore, records: Sequence[CommitRecord]) -> Iterator[pa.Table]:
+    """The document tables of blocks, each with the block's stream and number as first columns.
 
     Raises StoreError for a table that is missing or damaged.
     """
-    keys = [table_key(*place) for place in places]
-    for (stream, block), key, content in zip(places, keys, read_keys(kvstore, keys), strict=True):
-        if content is None:
-            raise StoreError(f"{path}/{key} is missing, although the block is committed.")
-        yield _with_place(decode_table(content, f"{path}/{key}"), stream, block)
+    keys = [table_key(record.stream, record.block) for record in records]
+    for record, content in zip(records, read_keys(kvstore, keys), strict=True):
+        yield _with_place(decode_table(content, record), record.stream, record.block)
 
 
 def empty_table() -> pa.Table:

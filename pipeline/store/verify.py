@@ -13,12 +13,11 @@ from pipeline.store.arrays import open_existing
 from pipeline.store.checks import check_activations, check_chain, check_side_arrays, check_table, check_tiling
 from pipeline.store.commits import COMMITS_PREFIX, CommitRecord, parse_commit_key
 from pipeline.store.kvstore import list_keys, open_kvstore, read_key, read_keys
-from pipeline.store.layout import MAX_ROWS, MIB, POSITIONS, SIDE_ARRAYS, ArraySpec, StoreLayout
+from pipeline.store.layout import MAX_ROWS, POSITIONS, SIDE_ARRAYS, StoreLayout
 from pipeline.store.metadata import ROOT_KEY, StoreRoot, stored_layout
 from pipeline.store.rows import start_read, wait_reads
 from pipeline.store.tables import decode_table, table_key
 
-PIECE_BYTES = 8 * MIB
 PIECES_AHEAD = 3
 
 
@@ -67,7 +66,10 @@ def verify_store(path: str, progress: Callable[[int, int], None] | None = None) 
     if arrays is None:
         return problems
     store = _describe(path, kvstore, root, arrays)
-    problems += _check_arrays(store, records)
+    wrong, readable = _check_arrays(store, records)
+    problems += wrong
+    if not readable:
+        return problems
     total, done = sum(map(len, records.values())), 0
     for stream in sorted(records):
         tables: list[pa.Table] = []
@@ -136,63 +138,63 @@ def _describe(path: str, kvstore: ts.KvStore, root: StoreRoot, arrays: Mapping[s
     return _Store(path, kvstore, root, layout, arrays, objects, vocab_size)
 
 
-def _check_arrays(store: _Store, records: Mapping[int, Sequence[CommitRecord]]) -> Iterator[Problem]:
-    """Shapes, dtypes and chunks of the arrays."""
+def _check_arrays(store: _Store, records: Mapping[int, Sequence[CommitRecord]]) -> tuple[list[Problem], bool]:
+    """What is wrong with dtypes, shapes and chunks of the arrays, and whether their blocks can be read all the same."""
     last = [found[-1] for found in records.values()]
     rows = max((store.layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
-    expected_rows = rows if store.root.complete else MAX_ROWS
+    problems, readable = [], True
     for spec in store.layout.all_arrays:
-        array = store.arrays[spec.name]
-        shape = (expected_rows, *store.layout.shard_shape(spec)[1:])
-        found = (array.dtype.name, array.shape, array.chunk_layout.write_chunk.shape)
-        expected = (spec.dtype, shape, store.layout.shard_shape(spec))
+        array, shard_shape = store.arrays[spec.name], store.layout.shard_shape(spec)
+        where = f"{spec.name}/zarr.json"
+        found = (array.dtype.name, array.shape[1:], array.chunk_layout.write_chunk.shape)
+        expected = (spec.dtype, shard_shape[1:], shard_shape)
         if found != expected:
-            what = f"has dtype, shape and store shards {found}, expected {expected}"
-            yield Problem(f"{spec.name}/zarr.json", what)
+            problems.append(Problem(where, f"has dtype, shape and store shards {found}, expected {expected}"))
+        if array.shape[0] != (rows if store.root.complete else MAX_ROWS):
+            problems.append(Problem(where, f"has {array.shape[0]} rows; the last committed row is {rows - 1}"))
+        readable = readable and found == expected and array.shape[0] >= rows
+    return problems, readable
 
 
 def _check_block(store: _Store, record: CommitRecord, tables: list[pa.Table]) -> Iterator[Problem]:
     """Everything about one block. Its document table, when it is readable, is added to `tables`."""
-    first_row = store.layout.first_row(record.stream, record.block)
     keys = {spec.name: store.layout.shard_key(spec, record.stream, record.block) for spec in store.layout.all_arrays}
-    missing = [name for name, key in keys.items() if key not in store.objects[name]]
-    for name in missing:
-        # Zarr stores no object for a block of zeros, which `positions` may be.
-        if record.tokens and name != POSITIONS.name:
-            yield Problem(keys[name], "is missing, although the block is committed")
+    # Zarr stores no object for a shard of zeros, which `positions` may be, and everything is in a block without rows.
+    missing = {name for name, key in keys.items() if key not in store.objects[name] and record.tokens}
+    missing.discard(POSITIONS.name)
+    yield from (Problem(keys[name], "is missing, although the block is committed") for name in sorted(missing))
 
-    sides: dict[str, np.ndarray] = {}
-    for spec in SIDE_ARRAYS:
-        try:
-            sides[spec.name] = np.concatenate(list(_read_block(store, spec, record)))
-        except StoreError as error:
-            yield Problem(keys[spec.name], str(error))
     table = None
     try:
-        table = _read_table(store, record)
+        table = decode_table(read_key(store.kvstore, table_key(record.stream, record.block)), record)
         tables.append(table)
     except StoreError as error:
         yield Problem(table_key(record.stream, record.block), str(error))
+
+    sides: dict[str, np.ndarray] = {}
+    for name in (spec.name for spec in SIDE_ARRAYS if spec.name not in missing):
+        try:
+            sides[name] = np.concatenate(list(_read_block(store, name, record)))
+        except StoreError as error:
+            yield Problem(keys[name], str(error))
     if len(sides) < len(SIDE_ARRAYS):
-        return
-
-    if not any(spec.name in missing for spec in SIDE_ARRAYS if spec is not POSITIONS) or not record.tokens:
-        for what in check_side_arrays(sides, record, first_row, store.vocab_size):
-            yield Problem(record.key, what)
-        if table is not None:
-            for what in check_table(table, sides["documents"], record, store.root.metadata.num_streams):
-                yield Problem(table_key(record.stream, record.block), what)
-    valid = sides["segments"] > 0
-    for spec in store.layout.arrays:
-        if spec.name not in missing:
-            yield from (Problem(keys[spec.name], what) for what in _check_activations(store, spec, record, valid))
+        return  # what to compare the rest with is not known
+    first_row = store.layout.first_row(record.stream, record.block)
+    for what in check_side_arrays(sides, record, first_row, store.vocab_size):
+        yield Problem(record.key, what)
+    if table is not None:
+        for what in check_table(table, sides["documents"], record, store.layout.num_streams):
+            yield Problem(table_key(record.stream, record.block), what)
+    for name in (spec.name for spec in store.layout.arrays if spec.name not in missing):
+        what = _check_activations(store, name, record, sides["segments"] > 0)
+        yield from (Problem(keys[name], sentence) for sentence in what)
 
 
-def _check_activations(store: _Store, spec: ArraySpec, record: CommitRecord, valid: np.ndarray) -> Iterator[str]:
+def _check_activations(store: _Store, name: str, record: CommitRecord, valid: np.ndarray) -> Iterator[str]:
     """What is wrong with the first bad piece of a block's activations."""
     row = 0
     try:
-        for values in _read_block(store, spec, record):
+        for values in _read_block(store, name, record):
             wrong = list(check_activations(values, valid[row : row + len(values)]))
             if wrong:
                 yield from (f"rows {row} to {row + len(values) - 1} of the block: {what}" for what in wrong)
@@ -202,17 +204,16 @@ def _check_activations(store: _Store, spec: ArraySpec, record: CommitRecord, val
         yield str(error)
 
 
-def _read_block(store: _Store, spec: ArraySpec, record: CommitRecord) -> Iterator[np.ndarray]:
+def _read_block(store: _Store, name: str, record: CommitRecord) -> Iterator[np.ndarray]:
     """A block of an array, in pieces of whole rows; the rows that trimming cut off are left out."""
-    array = store.arrays[spec.name]
+    array = store.arrays[name]
     first = store.layout.first_row(record.stream, record.block)
     stop = min(first + store.layout.rows_per_block, array.shape[0])
-    chunk_rows = store.layout.chunk_shape(spec)[0]
-    row_bytes = spec.position_bytes * store.layout.length
-    step = max(1, PIECE_BYTES // (row_bytes * chunk_rows)) * chunk_rows
+    yield np.empty((0, *array.shape[1:]), array.dtype.numpy_dtype)
     reads: deque[tuple[np.ndarray, ts.WriteFutures]] = deque()
-    for row in range(first, max(stop, first + 1), step):
-        out = np.empty((max(0, min(step, stop - row)), *array.shape[1:]), array.dtype.numpy_dtype)
+    step = store.layout.piece_rows([name])
+    for row in range(first, stop, step):
+        out = np.empty((min(step, stop - row), *array.shape[1:]), array.dtype.numpy_dtype)
         reads.append((out, start_read(array, row, out)))
         if len(reads) > PIECES_AHEAD:
             yield _finished(array, *reads.popleft())
@@ -223,11 +224,3 @@ def _read_block(store: _Store, spec: ArraySpec, record: CommitRecord) -> Iterato
 def _finished(array: ts.TensorStore, values: np.ndarray, read: ts.WriteFutures) -> np.ndarray:
     wait_reads(array, [read])
     return values
-
-
-def _read_table(store: _Store, record: CommitRecord) -> pa.Table:
-    key = table_key(record.stream, record.block)
-    content = read_key(store.kvstore, key)
-    if content is None:
-        raise StoreError("is missing, although the block is committed")
-    return decode_table(content, "it")

@@ -25,7 +25,7 @@ from pipeline.store.kvstore import (
 )
 from pipeline.store.layout import MAX_ROWS, StoreLayout
 from pipeline.store.metadata import ROOT_KEY, StoreMetadata, StoreRoot, read_root
-from pipeline.store.tables import encode_table, table_key
+from pipeline.store.tables import encode_table, table_digest, table_key
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class PendingBlock:
     stream: int
     block: int
     futures: Mapping[str, ts.Future | ts.WriteFutures]
+    table_sha256: str
 
     @property
     def done(self) -> bool:
@@ -97,8 +98,9 @@ class StoreWriter:
                 shard = self._arrays[spec.name][first : first + self.layout.rows_per_block]
                 write = shard.write(arrays[spec.name], can_reference_source_data_indefinitely=True)
                 futures[self.layout.shard_key(spec, stream, block)] = write
-            futures[table_key(stream, block)] = self._kvstore.write(table_key(stream, block), encode_table(table))
-        return PendingBlock(stream, block, futures)
+            parquet = encode_table(table)
+            futures[table_key(stream, block)] = self._kvstore.write(table_key(stream, block), parquet)
+        return PendingBlock(stream, block, futures, table_digest(parquet))
 
     def commit(self, pending: PendingBlock, record: CommitRecord) -> None:
         """Waits until every object of the block is durable, then writes the record.
@@ -113,6 +115,7 @@ class StoreWriter:
         for key, future in pending.futures.items():
             with store_errors(self._kvstore.url + key):
                 future.result()
+        record = replace(record, table_sha256=pending.table_sha256)
         write_key(self._kvstore, record.key, record.to_json())
         records.append(record)
 

@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 
 from pipeline.store import ActivationStore, Batch
-from pipeline.store.batches import BatchReader
 from pipeline.store.kvstore import open_kvstore, read_key, write_key
 from tests.store.example_store import (
     LENGTH,
@@ -122,8 +121,3 @@ def test_shuffling_mixes_streams_and_blocks(store):
 def test_a_batch_has_at_least_one_token(store):
     with pytest.raises(ValueError, match="batch_size"):
         next(store.batches("embed", 0))
-
-
-def test_pieces_are_whole_chunks(store):
-    reader = BatchReader(layout(), store.arrays, [], ("embed",), 1.0)
-    assert reader._piece_rows() % layout().chunk_shape(layout().arrays[2])[0] == 0

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.store.layout import MIB, TOKENS, ArraySpec, StoreLayout, rows_per_block_for
+from pipeline.store.layout import MIB, PIECE_BYTES, TOKENS, ArraySpec, StoreLayout, rows_per_block_for
 
 ACTIVATION = ArraySpec("blocks.0.resid_post", "bfloat16", 896)
 
@@ -70,3 +70,21 @@ def test_shard_keys_are_zarrs():
 )
 def test_rows_per_block(shard_mib, row_bytes, step_rows, max_steps, expected):
     assert rows_per_block_for(shard_mib, row_bytes, step_rows, max_steps) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "widths", "expected"),
+    [
+        (32, 1024, [896], 4),  # 7 MiB of 1.75 MiB rows
+        (32, 128, [768, 64], 32),  # the whole shard
+        (512, 128, [768], 42),  # 7.9 MiB, chunks of two rows
+        (8, 8192, [4096], 1),  # a row of 64 MiB
+    ],
+)
+def test_pieces_are_whole_rows_and_chunks_of_at_most_eight_mib(rows, length, widths, expected):
+    specs = tuple(ArraySpec(f"array {width}", "bfloat16", width) for width in widths)
+    layout = StoreLayout(1, rows, length, specs)
+    pieces = layout.piece_rows([spec.name for spec in specs])
+    assert pieces == expected
+    assert all(pieces % layout.chunk_shape(spec)[0] == 0 for spec in specs)
+    assert pieces == 1 or pieces * length * max(widths) * 2 <= PIECE_BYTES

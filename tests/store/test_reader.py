@@ -6,7 +6,7 @@ from pipeline.errors import StoreError
 from pipeline.sites import ActivationKey, Site
 from pipeline.store import ActivationStore
 from pipeline.store.kvstore import open_kvstore, write_key
-from pipeline.store.tables import encode_table, table_key
+from pipeline.store.writing import StoreWriter
 from tests.store.example_store import (
     DOCUMENT_LENGTHS,
     LENGTH,
@@ -120,10 +120,10 @@ def test_a_document_has_all_of_its_tokens_in_order(store, stream):
 
 
 def test_an_id_that_two_documents_have_is_refused(tmp_path):
-    writer = write_store(str(tmp_path), finish=False)
-    block = list(blocks(0))[-1]
+    writer = StoreWriter.open(str(tmp_path), metadata(), layout())
+    block = next(blocks(0))
     table = block.table.set_column(1, "id", pa.array(["same"] * block.table.num_rows))
-    write_key(open_kvstore(writer.path), table_key(0, block.record.block), encode_table(table))
+    writer.commit(writer.begin_block(0, 0, block.arrays, table), block.record)
     with pytest.raises(StoreError, match="ask for one by number"):
         ActivationStore.open(str(tmp_path)).document("same")
 

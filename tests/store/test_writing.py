@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -149,7 +150,7 @@ def test_several_blocks_of_a_stream_may_be_under_way(store_path):
     for p, block in zip(pending, expected, strict=True):
         writer.commit(p, block.record)
         assert p.done
-    assert writer.records[0] == [block.record for block in expected]
+    assert [replace(record, table_sha256="") for record in writer.records[0]] == [block.record for block in expected]
     assert StoreWriter.open(store_path, metadata(), layout()).records == writer.records
 
 

@@ -1,0 +1,311 @@
+"""Whatever is damaged, `verify_store` names the object."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.store.commits import CommitRecord, commit_key
+from pipeline.store.kvstore import list_keys, open_kvstore, read_key, write_key
+from pipeline.store.layout import DOCUMENTS, POSITIONS, SEGMENTS, TOKENS
+from pipeline.store.tables import decode_table, encode_table, table_digest, table_key
+from pipeline.store.verify import verify_store
+from pipeline.store.writing import StoreWriter
+from tests.store.example_store import NUM_STREAMS, VOCAB_SIZE, blocks, layout, metadata, write_blocks, write_store
+
+STREAM, BLOCK = 0, 1
+ACTIVATIONS = layout().arrays[1]
+EVERY_ARRAY = layout().all_arrays
+
+
+def shard(spec) -> str:
+    return layout().shard_key(spec, STREAM, BLOCK)
+
+
+def flip(path: str, key: str, offset: int) -> None:
+    content = bytearray(read_key(open_kvstore(path), key))
+    content[offset] ^= 0xFF
+    write_key(open_kvstore(path), key, bytes(content))
+
+
+def edit_record(path: str, **changes) -> None:
+    """As a program would, with a checksum that is right."""
+    kvstore, key = open_kvstore(path), commit_key(STREAM, BLOCK)
+    record = replace(CommitRecord.from_json(read_key(kvstore, key), key), **changes)
+    write_key(kvstore, key, record.to_json())
+
+
+def edit_table(path: str, change: Callable[[pa.Table], pa.Table]) -> None:
+    """As a program would, with the digest in the record that is right."""
+    kvstore, key = open_kvstore(path), table_key(STREAM, BLOCK)
+    record = CommitRecord.from_json(read_key(kvstore, commit_key(STREAM, BLOCK)), key)
+    content = encode_table(change(decode_table(read_key(kvstore, key), record)))
+    write_key(kvstore, key, content)
+    edit_record(path, table_sha256=table_digest(content))
+
+
+def set_column(name: str, row: int, value: int) -> Callable[[pa.Table], pa.Table]:
+    def change(table: pa.Table) -> pa.Table:
+        values = table[name].to_pylist()
+        values[row] = value
+        return table.set_column(table.column_names.index(name), name, pa.array(values, pa.int64()))
+
+    return change
+
+
+def write_edited(path: str, edit: Callable[[dict[str, np.ndarray]], None]) -> list[str]:
+    """A store with one block written with wrong arrays; what verify finds."""
+    writer = StoreWriter.open(path, metadata(store={"compression": "none"}), layout())
+    for stream in range(NUM_STREAMS):
+        for block in blocks(stream):
+            if (stream, block.record.block) == (STREAM, BLOCK):
+                edit(block.arrays)
+            writer.commit(writer.begin_block(stream, block.record.block, block.arrays, block.table), block.record)
+    writer.finish()
+    return [str(problem) for problem in verify_store(path)]
+
+
+def found(path: str) -> list[str]:
+    return [str(problem) for problem in verify_store(path)]
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("max_rows", [None, 0, 3, 4, 6])
+@pytest.mark.parametrize("finish", [False, True])
+def test_a_sound_store_has_no_problems(store_path, compression, max_rows, finish):
+    write_store(store_path, finish=finish, max_rows=max_rows, compression=compression)
+    assert found(store_path) == []
+
+
+def test_a_store_with_unequal_streams_is_sound(store_path):
+    writer = StoreWriter.open(store_path, metadata(), layout())
+    write_blocks(writer, 1)
+    writer.finish()
+    assert found(store_path) == []
+
+
+def test_a_block_without_rows_is_sound(store_path):
+    """Of a stream whose documents are all skipped."""
+    writer = StoreWriter.open(store_path, metadata(), layout())
+    write_blocks(writer, 1)
+    empty = next(blocks(0))
+    arrays = {name: np.full_like(values, -1 if name == "documents" else 0) for name, values in empty.arrays.items()}
+    record = replace(
+        empty.record, rows=0, tokens=0, documents=0, next={**empty.record.start, "shard": 1}, exhausted=True
+    )
+    writer.commit(writer.begin_block(0, 0, arrays, empty.table[:0]), record)
+    writer.finish()
+    assert found(store_path) == []
+
+
+def test_progress_counts_blocks(tmp_path):
+    write_store(str(tmp_path))
+    calls = []
+    verify_store(str(tmp_path), lambda done, total: calls.append((done, total)))
+    total = sum(len(list(blocks(stream))) for stream in range(NUM_STREAMS))
+    assert calls == [(k, total) for k in range(1, total + 1)]
+
+
+@pytest.mark.parametrize("spec", EVERY_ARRAY, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("offset", [0, 37, -1, -17])
+def test_a_flipped_byte_anywhere_in_a_shard(store_path, spec, offset):
+    write_store(store_path)
+    flip(store_path, shard(spec), offset)
+    problems = found(store_path)
+    assert len(problems) == 1
+    assert problems[0].startswith(f"{shard(spec)}: ")
+    assert "mismatch" in problems[0] or "Error reading shard" in problems[0]
+
+
+@pytest.mark.parametrize("spec", EVERY_ARRAY, ids=lambda spec: spec.name)
+def test_a_truncated_shard(store_path, spec):
+    write_store(store_path)
+    kvstore = open_kvstore(store_path)
+    write_key(kvstore, shard(spec), read_key(kvstore, shard(spec))[:-8])
+    assert any(problem.startswith(f"{shard(spec)}: ") for problem in found(store_path))
+
+
+@pytest.mark.parametrize("spec", [TOKENS, SEGMENTS, DOCUMENTS, *layout().arrays], ids=lambda spec: spec.name)
+def test_a_deleted_shard(store_path, spec):
+    write_store(store_path)
+    write_key(open_kvstore(store_path), shard(spec), None)
+    assert found(store_path) == [f"{shard(spec)}: is missing, although the block is committed"]
+
+
+def test_deleted_positions(store_path):
+    write_store(store_path)
+    write_key(open_kvstore(store_path), shard(POSITIONS), None)
+    assert [problem.split(":")[1] for problem in found(store_path)] == [
+        " positions do not restart at 0 and count up in each segment"
+    ]
+
+
+@pytest.mark.parametrize("offset", [0, 40, 200, -1, -30, -300])
+def test_a_flipped_byte_in_a_document_table(store_path, offset):
+    write_store(store_path)
+    flip(store_path, table_key(STREAM, BLOCK), offset)
+    assert any(problem.startswith(table_key(STREAM, BLOCK)) for problem in found(store_path))
+
+
+def test_a_deleted_document_table(store_path):
+    write_store(store_path)
+    write_key(open_kvstore(store_path), table_key(STREAM, BLOCK), None)
+    (problem,) = found(store_path)
+    assert problem.startswith(f"{table_key(STREAM, BLOCK)}: ")
+    assert "is missing, although the block is committed" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "value", "message"),
+    [
+        ("document", 0, 88, "not in ascending order"),
+        ("document", -1, 88, "do not name the same documents"),
+        ("last_token", 0, 1, "tokens in the arrays"),
+        ("n_cut", 0, 2, "the record says that 0 tokens were cut, the table 2"),
+        ("n_tokens", 0, 500, "expected 500"),
+        ("first_token", 0, 5, "from token 5 on"),
+    ],
+)
+def test_an_edited_document_table(store_path, name, row, value, message):
+    write_store(store_path)
+    edit_table(store_path, set_column(name, row, value))
+    assert any(message in problem for problem in found(store_path))
+
+
+def test_a_document_table_that_lacks_a_document(store_path):
+    write_store(store_path)
+    edit_table(store_path, lambda table: table[:-1])
+    assert any("the table has" in problem for problem in found(store_path))
+
+
+@pytest.mark.parametrize("offset", [5, 60, 150, -3, -50])
+def test_a_flipped_byte_in_a_record(store_path, offset):
+    write_store(store_path)
+    flip(store_path, commit_key(STREAM, BLOCK), offset)
+    assert any(problem.startswith(commit_key(STREAM, BLOCK)) for problem in found(store_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": 3}, "the first 3 rows have tokens"),
+        ({"tokens": 1}, "the record says 1 tokens"),
+        ({"documents": 9}, "the record says 9 documents"),
+        ({"tokens_cut": 9}, "the record says that 9 tokens were cut"),
+        ({"exhausted": True}, "is exhausted, but the stream has block 2"),
+        ({"truncated": True}, "is truncated, but the stream has block 2"),
+        ({"start": {"shard": 0, "document": 0, "token": 0, "ordinal": 0}}, "but the block before ends at"),
+        ({"next": {"shard": 0, "document": 0, "token": 0, "ordinal": 0}}, "but the block before ends at"),
+        ({"stream": 1}, "is the record of block 1 of stream 1"),
+    ],
+)
+def test_an_edited_record(store_path, changes, message):
+    write_store(store_path)
+    edit_record(store_path, **changes)
+    assert any(message in problem for problem in found(store_path))
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_a_deleted_record(store_path, block):
+    """Also the last one of its stream, since the complete store knows how many there were."""
+    write_store(store_path)
+    write_key(open_kvstore(store_path), commit_key(STREAM, block), None)
+    assert any(f"stream-{STREAM:05d}" in problem for problem in found(store_path))
+
+
+def test_something_else_among_the_records(store_path):
+    write_store(store_path)
+    write_key(open_kvstore(store_path), "_commits/stream-00000/notes.txt", b"")
+    assert found(store_path) == ["_commits/stream-00000/notes.txt: is not a commit record"]
+
+
+def value(name: str, index, new) -> Callable[[dict[str, np.ndarray]], None]:
+    def edit(arrays: dict[str, np.ndarray]) -> None:
+        arrays[name][index] = new
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (value("segments", (0, 7), 0), "documents are not -1 exactly where segments are 0"),
+        (value("segments", (0, 3), 0), "tokens follow padding"),
+        (value("segments", (0, 0), -1), "segments are negative"),
+        (value("segments", (1, slice(None)), 2), "segments are not numbered 1, 2, 3"),
+        (value("positions", (2, 5), 0), "positions do not restart at 0 and count up"),
+        (value("documents", (0, 4), 50), "the document changes within a segment"),
+        (value("tokens", (3, 3), VOCAB_SIZE), f"tokens are outside the vocabulary of {VOCAB_SIZE}"),
+        (value("tokens", (3, 3), -5), f"tokens are outside the vocabulary of {VOCAB_SIZE}: at 1 slots, first row 11"),
+        (value("blocks.3.resid_post", (2, 1, 3), np.nan), "1 slots have values that are not finite"),
+        (value("embed", (0, 0, 0), np.inf), "not finite, the first in row 0 at position 0"),
+    ],
+)
+def test_wrong_values(store_path, edit, message):
+    assert any(message in problem for problem in write_edited(store_path, edit))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_values_where_padded(tmp_path, dtype):
+    writer = StoreWriter.open(str(tmp_path), metadata(), layout(dtype=dtype))
+    for block in blocks(1, dtype=dtype):
+        if block.record.exhausted:
+            assert block.arrays["segments"][-1, -1] == 0
+            block.arrays["embed"][-1, -1, 0] = -1
+        writer.commit(writer.begin_block(1, block.record.block, block.arrays, block.table), block.record)
+    assert [p.split(": ")[2] for p in found(str(tmp_path))] == ["is not zero where padded"]
+
+
+def edit_root(path: str, edit: Callable[[dict], None]) -> None:
+    kvstore = open_kvstore(path)
+    root = json.loads(read_key(kvstore, "zarr.json"))
+    edit(root["attributes"]["activation_store"])
+    write_key(kvstore, "zarr.json", json.dumps(root).encode())
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda root: root.update(complete=False), "complete is False, but the number of blocks"),
+        (lambda root: root.pop("blocks"), "complete is True, but the number of blocks"),
+        (lambda root: root.update(num_streams=4), "its fingerprint is not that of its content"),
+        (lambda root: root.update(blocks=[1, 1]), "the store was completed with 1 blocks of this stream"),
+        (lambda root: root.update(version=3), "format version 3"),
+    ],
+)
+def test_an_edited_root(store_path, edit, message):
+    write_store(store_path)
+    edit_root(store_path, edit)
+    assert any(message in problem for problem in found(store_path))
+
+
+@pytest.mark.parametrize("name", ["tokens", "blocks.1.resid_post"])
+def test_a_deleted_or_edited_array(store_path, name):
+    write_store(store_path)
+    kvstore, key = open_kvstore(store_path), f"{name}/zarr.json"
+    zarr_json = json.loads(read_key(kvstore, key))
+    zarr_json["shape"][0] -= 1
+    write_key(kvstore, key, json.dumps(zarr_json).encode())
+    assert any(problem.startswith(f"{key}: has 26 rows; the last committed row is 26") for problem in found(store_path))
+    zarr_json["chunk_grid"]["configuration"]["chunk_shape"][0] *= 2
+    write_key(kvstore, key, json.dumps(zarr_json).encode())
+    assert any(problem.startswith(f"{key}: has dtype, shape and store shards") for problem in found(store_path))
+    write_key(kvstore, key, None)
+    assert [problem.split(":")[0] for problem in found(store_path)] == [key]
+
+
+def test_a_repaired_store_is_the_store_that_was_never_damaged(tmp_path):
+    """As the remedy says: delete the records from the damaged block on, run again."""
+    path, whole = str(tmp_path / "repaired"), str(tmp_path / "whole")
+    write_store(path)
+    write_store(whole)
+    flip(path, shard(ACTIVATIONS), 5)
+    kvstore = open_kvstore(path)
+    for key in list_keys(kvstore, f"_commits/stream-{STREAM:05d}/")[BLOCK:]:
+        write_key(kvstore, key, None)
+    write_store(path)
+    assert found(path) == []
+    assert read_key(kvstore, shard(ACTIVATIONS)) == read_key(open_kvstore(whole), shard(ACTIVATIONS))
