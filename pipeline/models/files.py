@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import fsspec
 import huggingface_hub
@@ -22,6 +22,7 @@ from pipeline.errors import CheckpointError, PipelineError
 from pipeline.models.safetensors_file import ByteSource
 
 
+@runtime_checkable
 class Files(Protocol):
     """A flat set of files. `read` and `open` raise FileNotFoundError for a file that is not there.
 

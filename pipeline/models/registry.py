@@ -10,11 +10,13 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int32
 
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.models import decoder, llama, qwen2, weights
+from pipeline.models import decoder, leaves, llama, qwen2
 from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.checkpoint import Checkpoint
 from pipeline.models.files import open_files
 from pipeline.models.hf_config import HfConfig, refuse_unreadable
+from pipeline.models.random_weights import random_params
+from pipeline.models.weights import check_tensors, load_params
 from pipeline.sites import ActivationKey, Site
 
 
@@ -66,7 +68,7 @@ class Model:
 
         Raises CheckpointError where the weights must be sampled and are missing or damaged.
         """
-        shape = json.dumps([dataclasses.asdict(self.arch), sorted(self.table.items())], sort_keys=True)
+        shape = json.dumps([dataclasses.asdict(self.arch), sorted(self.table)], sort_keys=True)
         identity = {"family": self.family, "architecture": hashlib.sha256(shape.encode()).hexdigest()}
         if self.random_seed is not None:
             return identity | {"init": "random", "seed": self.random_seed}
@@ -76,11 +78,11 @@ class Model:
 
     def num_params(self, keys: Sequence[ActivationKey]) -> int:
         """How many parameters are loaded to capture `keys`."""
-        return weights.num_params(self._leaves(keys))
+        return leaves.num_params(self._leaves(keys))
 
     def flops_per_token(self, keys: Sequence[ActivationKey], length: int) -> int:
         """Floating-point operations per token slot to capture `keys` in rows of `length`."""
-        return weights.flops_per_token(self.arch, self._leaves(keys), length)
+        return leaves.flops_per_token(self.arch, self._leaves(keys), length)
 
     def load(
         self, keys: Sequence[ActivationKey], dtype: str, sharding: Sharding, progress: bool = False
@@ -89,11 +91,11 @@ class Model:
 
         Raises CheckpointError, naming every tensor that is missing, wrongly shaped or unexpected.
         """
-        leaves = self._leaves(keys)
+        needed = self._leaves(keys)
         if self.random_seed is not None:
-            return weights.random_params(leaves, self.random_seed, dtype, sharding, progress)
-        weights.check_tensors(self.checkpoint, self.arch, self.table, leaves)
-        return weights.load_params(self.checkpoint, leaves, dtype, sharding, progress)
+            return random_params(needed, self.random_seed, dtype, sharding, progress)
+        check_tensors(self.checkpoint, self.arch, self.table, needed)
+        return load_params(self.checkpoint, needed, dtype, sharding, progress)
 
     def apply(
         self,
@@ -107,8 +109,8 @@ class Model:
         """The activations of `keys`. Pure, to be jitted; values at padding (segment 0) mean nothing."""
         return decoder.forward(self.arch, params, tokens, segments, positions, tuple(keys), attention)
 
-    def _leaves(self, keys: Sequence[ActivationKey]) -> decoder.Params:
-        return weights.needed_leaves(self.arch, self.table, keys)
+    def _leaves(self, keys: Sequence[ActivationKey]) -> leaves.LeafTree:
+        return leaves.needed_leaves(self.arch, self.table, keys)
 
 
 def open_model(path: str, *, revision: str | None = None, init: str = "checkpoint", seed: int = 0) -> Model:
@@ -130,8 +132,8 @@ def open_model(path: str, *, revision: str | None = None, init: str = "checkpoin
     config.finish()
     model = Model(name, arch, table, checkpoint, seed if init == "random" else None)
     if init == "checkpoint" and checkpoint.commit is None:  # the Hub's files are fetched only when they are needed
-        everything = weights.needed_leaves(arch, table, (ActivationKey(-1, Site.final_norm),))
-        weights.check_tensors(checkpoint, arch, table, everything)
+        everything = leaves.needed_leaves(arch, table, (ActivationKey(-1, Site.final_norm),))
+        check_tensors(checkpoint, arch, table, everything)
     return model
 
 

@@ -6,7 +6,9 @@ from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file
 
 from pipeline.models.checkpoint import Checkpoint
+from pipeline.models.leaves import needed_leaves
 from pipeline.models.registry import Model, open_model
+from pipeline.models.weights import read_leaf
 from pipeline.sites import ActivationKey, Site, activation_keys
 
 DEVICE = SingleDeviceSharding(jax.devices()[0])
@@ -64,6 +66,21 @@ def test_values_and_layout(tmp_path) -> None:
         last["attention"]["o"], tensors["model.layers.3.self_attn.o_proj.weight"].reshape(32, 4, 8)
     )
     assert set(last) == {"attention"}
+
+
+@pytest.mark.parametrize(
+    "index",
+    [np.s_[:, 1:3], np.s_[1:3, 2:4, 5:7], np.s_[0:1, :, :, 8:16], np.s_[2:3, 3:4, 7:8, 31:32]],
+)
+def test_a_part_of_a_leaf_equals_that_part_of_the_whole(index: tuple[slice, ...], tmp_path) -> None:
+    """What a process reads when weights are divided among devices."""
+    save_random("llama", tmp_path)
+    model = open_model(str(tmp_path))
+    q = needed_leaves(model.arch, model.table, (key("blocks.2.resid_post"),))["runs"][0]["attention"]["q"]
+    index += (slice(None),) * (len(q.shape) - len(index))
+    whole = read_leaf(model.checkpoint, q, np.dtype(np.float32), (slice(None),) * len(q.shape))
+    assert whole.shape == q.shape == (3, 4, 8, 32)
+    np.testing.assert_array_equal(read_leaf(model.checkpoint, q, np.dtype(np.float32), index), whole[index])
 
 
 def test_many_files_equal_one(tmp_path) -> None:

@@ -1,0 +1,46 @@
+"""Random parameters of the right shapes, for benchmarks: they need only a config.json."""
+
+import math
+import zlib
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+from jaxtyping import Array, UInt32
+
+from pipeline.models.decoder import Params
+from pipeline.models.leaves import Leaf, LeafTree
+from pipeline.models.weights import build_params
+
+_STD = 0.02  # transformers' usual `initializer_range`
+
+
+def random_params(leaves: LeafTree, seed: int, dtype: str, sharding: Sharding, progress: bool) -> Params:
+    """Random parameters, made on the devices: norms are 1, everything else normal with standard deviation 0.02.
+
+    A tensor's values depend on the seed and its HF key alone, not on what is captured or how many devices there are.
+    """
+
+    @partial(jax.jit, static_argnames=("shape",), out_shardings=sharding)
+    def normal(tensor_ids: Array, shape: tuple[int, ...]) -> Array:
+        element_ids = jax.lax.iota(jnp.uint32, math.prod(shape) // len(tensor_ids))
+        bits = _mix(_mix(tensor_ids)[:, None] + _mix(element_ids)[None, :])
+        uniform = ((bits >> 8).astype(jnp.float32) + 0.5) * 2.0**-23 - 1.0  # in (-1, 1)
+        return (_STD * math.sqrt(2) * jax.lax.erf_inv(uniform)).astype(dtype).reshape(shape)
+
+    def make(leaf: Leaf) -> Array:
+        if leaf.key.endswith("norm"):
+            return jnp.ones(leaf.shape, dtype, device=sharding)
+        return normal(np.array([zlib.crc32(f"{seed} {name}".encode()) for name in leaf.tensors], np.uint32), leaf.shape)
+
+    # One after the other: all processes must start the same programs in the same order.
+    return build_params(make, leaves, "making weights", progress, threads=1)
+
+
+def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """A hash of 32 bits (Wellons' lowbias32). `jax.random` would do, but compiles 4 times as long for every shape."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
