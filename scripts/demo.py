@@ -28,7 +28,7 @@ def python(*arguments: str) -> None:
 def main() -> None:
     began = time.monotonic()
     python("scripts/make_demo_text.py", "--out", str(DEMO / "text"))
-    python("scripts/make_demo_tasks.py", "--out", str(DEMO / "tasks"))
+    python("scripts/make_demo_tasks.py", "--out", str(DEMO / "tasks"), "--tasks", "60")
     for name, what in JOBS.items():
         print(f"\n== {what}", flush=True)
         python("-m", "pipeline.run", f"+experiment=demo_{name}")
@@ -44,9 +44,10 @@ def show(path: Path) -> None:
 
     store = ActivationStore.open(str(ROOT / path))
     size_mib = sum(file.stat().st_size for file in (ROOT / path).rglob("*") if file.is_file()) / (1 << 20)
-    layer, site = store.layers[0], store.sites[0]
+    layer, site = store.layers[0], str(store.sites[0])
+    sites = ", ".join(store.sites)
     activations = store.read(layer=layer, site=site, rows=0)
-    print(f"\n{path}: {store.num_tokens:,} tokens, layers {store.layers}, sites {store.sites}, {size_mib:.1f} MiB")
+    print(f"\n{path}: {store.num_tokens:,} tokens, layers {store.layers}, sites {sites}, {size_mib:.1f} MiB")
     print("  from pipeline.store import ActivationStore")
     print(f'  store = ActivationStore.open("{path}")')
     print(f'  store.read(layer={layer}, site="{site}", rows=0)  # {activations.dtype} {activations.shape}')
