@@ -68,6 +68,10 @@ class Metrics:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._started
 
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / max(self.elapsed_s, 1e-9)
+
     def drained(self, tokens: int) -> None:
         """Counts one step whose activations have reached the host."""
         if self.first_step_s is None:
@@ -88,7 +92,7 @@ class Metrics:
             "elapsed_s": round(self.elapsed_s, 3),
             "steps": self.steps,
             "tokens": self.tokens,
-            "tokens_per_s": round(self.tokens / max(self.elapsed_s, 1e-9), 1),
+            "tokens_per_s": round(self.tokens_per_s, 1),
             "blocks": self.blocks,
             "stored_bytes": self.stored_bytes,
             "peak_rss_mib": peak_rss_mib(),
@@ -124,7 +128,7 @@ class Metrics:
         """The run in a few lines, for people."""
         label, share = self.binding_stage()
         lines = [
-            f"{self.tokens:,} tokens in {self.elapsed_s:.1f} s: {self.tokens / max(self.elapsed_s, 1e-9):,.0f} tokens/s, "
+            f"{self.tokens:,} tokens in {self.elapsed_s:.1f} s: {self.tokens_per_s:,.0f} tokens/s, "
             f"{self.blocks} blocks, {self.stored_bytes / (1 << 20):,.1f} MiB stored",
             f"bound by {label} ({share:.0%} of the time)",
         ]

@@ -172,7 +172,9 @@ def captured_layers(layers: object, num_layers: int) -> tuple[int, ...]:
     if layers == "all":
         return tuple(range(num_layers))
     if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
-        raise ConfigError(f"capture.layers is {layers!r}; {have}. Set it to a list such as [0,{num_layers - 1}], or to all.")
+        raise ConfigError(
+            f"capture.layers is {layers!r}; {have}. Set it to a list such as [0,{num_layers - 1}], or to all."
+        )
     for layer in layers:
         if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < num_layers:
             raise ConfigError(f"capture.layers contains {layer!r}, but {have}. Set capture.layers to a subset.")
@@ -188,7 +190,8 @@ def _process_rows(batch: BatchConfig, config: RunConfig, topology: Topology) -> 
     data = config.mesh.data if config.mesh.data is not None else topology.devices
     if data != topology.devices:
         raise ConfigError(
-            f"mesh.data * mesh.tensor = {data} * 1 is not the number of devices, {topology.devices}. Set mesh.data=null."
+            f"mesh.data * mesh.tensor = {data} * 1 is not the number of devices, {topology.devices}. "
+            f"Set mesh.data=null."
         )
     if batch.rows < 1 or batch.rows % data:
         raise ConfigError(
@@ -224,7 +227,7 @@ def _inflight_steps(max_inflight_mib: float, step_bytes: int) -> int:
     steps = min(MAX_STEPS_IN_FLIGHT, int(max_inflight_mib * MIB) // step_bytes)
     if steps < 1:
         raise ConfigError(
-            f"run.max_inflight_mib is {max_inflight_mib:g}, but one step's activations take {step_bytes / MIB:.1f} MiB. "
+            f"run.max_inflight_mib is {max_inflight_mib:g}, but a step's activations take {step_bytes / MIB:.1f} MiB. "
             f"Set it to at least {2 * step_bytes / MIB:.0f} (two steps overlap), or lower batch.rows."
         )
     return steps
@@ -235,7 +238,9 @@ def _notes(inflight_steps: int, num_streams: int, topology: Topology) -> tuple[s
     if inflight_steps == 1:
         notes.append("one step in flight: nothing overlaps; raise run.max_inflight_mib")
     if num_streams < topology.count:
-        notes.append(f"{topology.count - num_streams} of {topology.count} processes have no stream; set data.num_streams")
+        notes.append(
+            f"{topology.count - num_streams} of {topology.count} processes have no stream; set data.num_streams"
+        )
     return tuple(notes)
 
 

@@ -4,7 +4,6 @@ Exit codes: 0 finished; 42 interrupted, run again to resume; 2 the configuration
 """
 
 import logging
-import time
 from contextlib import closing
 
 from pipeline import cli, distributed

@@ -41,9 +41,7 @@ def run(*overrides: str, module: str = "pipeline.run", timeout_s: float = 300) -
 
 def start(*overrides: str) -> subprocess.Popen:
     """Starts the job in a process of its own."""
-    return subprocess.Popen(
-        command(*overrides), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return subprocess.Popen(command(*overrides), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def run_and_signal(number: signal.Signals, store: Path, blocks: int, *overrides: str) -> subprocess.CompletedProcess:

@@ -130,9 +130,12 @@ def small_disk(tmp_path):
     """A file system of 6 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = os.geteuid() == 0 and not subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], capture_output=True
-    ).returncode
+    mounted = (
+        os.geteuid() == 0
+        and not subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], capture_output=True
+        ).returncode
+    )
     if not mounted:
         pytest.skip("mounting a tmpfs needs root")
     yield disk

@@ -49,7 +49,9 @@ def test_bytes_of_a_step_and_of_a_block():
     [(0.001, 8), (1000.0, 8 * MAX_STEPS_PER_BLOCK), (4.0, 8)],
 )
 def test_rows_per_block_is_whole_steps_within_bounds(shard_mib, rows_per_block):
-    assert planned(replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=shard_mib))).rows_per_block == rows_per_block
+    assert (
+        planned(replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=shard_mib))).rows_per_block == rows_per_block
+    )
 
 
 def test_layers_all_and_inner_sites():

@@ -1,8 +1,6 @@
 """The families that are implemented, and `open_model`, which tells them apart."""
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -63,13 +61,16 @@ class Model:
         """The size of a site's last axis."""
         return self.arch.d_model
 
-    def identity(self) -> dict[str, str | int]:
+    def identity(self) -> dict[str, object]:
         """What determines the activations, as plain JSON: independent of where the checkpoint lies.
+
+        The architecture is spelled out, so that two models that differ can be told how.
 
         Raises CheckpointError where the weights must be sampled and are missing or damaged.
         """
-        shape = json.dumps([dataclasses.asdict(self.arch), sorted(self.table)], sort_keys=True)
-        identity = {"family": self.family, "architecture": hashlib.sha256(shape.encode()).hexdigest()}
+        biases = sorted(ours for ours, _ in self.table.values() if ours.endswith("_bias"))
+        architecture = dataclasses.asdict(self.arch) | {"biases": biases}
+        identity = {"family": self.family, "architecture": architecture}
         if self.random_seed is not None:
             return identity | {"init": "random", "seed": self.random_seed}
         if self.checkpoint.commit is not None:
