@@ -11,13 +11,14 @@ import tensorstore as ts
 
 from pipeline.errors import StoreError
 
-# One context for the process: its stores share the limits on concurrent requests, and `memory://` is one store.
-# No cache: a block is written once, and a cache would keep a copy of what a reader is done with.
-CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+# One context for the process: all stores share the limits on concurrent requests, and `memory://` is one store.
+CONTEXT = ts.Context()
 
 # What TensorStore raises: ValueError for a failed operation or unreadable data, NotImplementedError (a RuntimeError)
 # for a read-only driver, OSError from the file system.
 TENSORSTORE_ERRORS = (ValueError, OSError, RuntimeError)
+
+_NO_OBJECT = b"\2"  # the storage generation of an object that does not exist
 
 DAMAGE_REMEDY = "The object is damaged: run pipeline.verify, which lists all damage and says how to repair it."
 _REMEDIES = {  # by a sign in the message; the first that is found counts
@@ -46,18 +47,11 @@ def open_kvstore(path: str) -> ts.KvStore:
 
 def read_key(kvstore: ts.KvStore, key: str) -> bytes | None:
     """The object's bytes, or None where there is none. Raises StoreError."""
-    return read_versioned(kvstore, key)[0]
-
-
-def read_versioned(kvstore: ts.KvStore, key: str) -> tuple[bytes | None, bytes]:
-    """The object's bytes (None where there is none) and its generation, for a conditional write."""
-    with store_errors(kvstore.url + key):
-        found = kvstore.read(key).result()
-    return (found.value if found.state == "value" else None), found.stamp.generation
+    return next(read_keys(kvstore, [key]))
 
 
 def read_keys(kvstore: ts.KvStore, keys: list[str]) -> Iterator[bytes | None]:
-    """Like `read_key`, for many, with all requests under way at once."""
+    """The objects' bytes, None where there is none; all requests are under way at once. Raises StoreError."""
     futures = [kvstore.read(key) for key in keys]
     for key, future in zip(keys, futures, strict=True):
         with store_errors(kvstore.url + key):
@@ -71,17 +65,19 @@ def write_key(kvstore: ts.KvStore, key: str, value: bytes | None) -> None:
         kvstore.write(key, value).result()
 
 
-def write_if_unchanged(kvstore: ts.KvStore, key: str, value: bytes, generation: bytes) -> bool:
-    """Writes an object unless it has changed since `generation` was read; says whether it did."""
+def write_if_absent(kvstore: ts.KvStore, key: str, value: bytes) -> bool:
+    """Writes an object unless there is one; says whether it did. Of several processes, one succeeds."""
     with store_errors(kvstore.url + key):
-        return kvstore.write(key, value, if_equal=generation).result().generation != b""
+        return kvstore.write(key, value, if_equal=_NO_OBJECT).result().generation != b""
 
 
 def list_keys(kvstore: ts.KvStore, prefix: str) -> list[str]:
     """The keys under `prefix` (not empty), sorted. Raises StoreError."""
+    after = prefix[:-1] + chr(ord(prefix[-1]) + 1)
     with store_errors(kvstore.url + prefix):
-        keys = kvstore.list(ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))).result()
-    return sorted(key.decode() for key in keys)
+        found = kvstore.list(ts.KvStore.KeyRange(prefix, after)).result()
+    # Some servers of the GCS protocol ignore the range's end.
+    return sorted(key for key in map(bytes.decode, found) if key.startswith(prefix))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ Several processes may hold a writer of one store at the same time, each for its 
 be called by any of them, or by all.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -13,14 +13,14 @@ import pyarrow as pa
 import tensorstore as ts
 
 from pipeline.errors import StoreError
-from pipeline.store.arrays import open_or_create, resize
+from pipeline.store.arrays import open_or_create, set_rows
 from pipeline.store.commits import COMMITS_PREFIX, CommitRecord, read_records
 from pipeline.store.kvstore import (
     list_keys,
     open_kvstore,
-    read_versioned,
+    read_key,
     store_errors,
-    write_if_unchanged,
+    write_if_absent,
     write_key,
 )
 from pipeline.store.layout import MAX_ROWS, StoreLayout
@@ -125,8 +125,9 @@ class StoreWriter:
 
     def reopen(self) -> None:
         """Makes a complete store one that can be extended. Does nothing to a store that is not complete."""
-        self._update_root(lambda root: replace(root, complete=False, blocks=None))
-        self._arrays = resize(self._arrays, MAX_ROWS)
+        self._update_root(complete=False, blocks=None)
+        set_rows(self._kvstore, self._array_names(), MAX_ROWS)
+        self._arrays = open_or_create(self._kvstore, self.layout)
 
     def finish(self) -> None:
         """Declares that every stream has its last block: trims the arrays to the last committed row, marks the store
@@ -138,23 +139,24 @@ class StoreWriter:
         last = [stream[-1] for stream in self.records.values()]
         rows = max((self.layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
         blocks = tuple(len(self.records.get(stream, ())) for stream in range(self.layout.num_streams))
-        self._arrays = resize(self._arrays, rows)
-        self._update_root(lambda root: replace(root, complete=True, blocks=blocks))
+        set_rows(self._kvstore, self._array_names(), rows)
+        self._update_root(complete=True, blocks=blocks)
 
     def write_metrics(self, name: str, text: bytes) -> None:
         """Writes (or replaces) `_metrics/<name>`. Raises StoreError."""
         write_key(self._kvstore, f"_metrics/{name}", text)
 
-    def _update_root(self, change: Callable[[StoreRoot], StoreRoot]) -> None:
-        """Applies `change` to the root as it is now; another process may do the same at the same time."""
-        while True:
-            text, generation = read_versioned(self._kvstore, ROOT_KEY)
-            if text is None:
-                raise StoreError(f"{self.path}/{ROOT_KEY} was deleted while the store was being written.")
-            before = StoreRoot.from_json(text, self.path)
-            self._root = change(before)
-            if self._root == before or write_if_unchanged(self._kvstore, ROOT_KEY, self._root.to_json(), generation):
-                return
+    def _update_root(self, complete: bool, blocks: tuple[int, ...] | None) -> None:
+        """Processes that do this at the same time write the same."""
+        before = read_root(self.path, self._kvstore)
+        if before is None:
+            raise StoreError(f"{self.path}/{ROOT_KEY} was deleted while the store was being written.")
+        self._root = replace(before, complete=complete, blocks=blocks)
+        if self._root != before:
+            write_key(self._kvstore, ROOT_KEY, self._root.to_json())
+
+    def _array_names(self) -> list[str]:
+        return [spec.name for spec in self.layout.all_arrays]
 
     def _withdraw(self, stream: int, block: int) -> None:
         records = self.records.get(stream, [])
@@ -184,13 +186,12 @@ def _create_root(path: str, kvstore: ts.KvStore, metadata: StoreMetadata, layout
 
     The root is written first, so that whatever else is missing can be told from it.
     """
-    text, generation = read_versioned(kvstore, ROOT_KEY)
-    if text is not None:
+    if read_key(kvstore, ROOT_KEY) is not None:
         return None
     if list_keys(kvstore, COMMITS_PREFIX):
         raise StoreError(
-            f"{path} has commit records, but its {ROOT_KEY} is missing. Restore it, or choose another path."
+            f"{path} has commit records, but its {ROOT_KEY} is missing. Restore it, or choose another store.path."
         )
     created = datetime.now(UTC).isoformat(timespec="seconds")
     root = StoreRoot(metadata, tuple(spec.name for spec in layout.arrays), created)
-    return root if write_if_unchanged(kvstore, ROOT_KEY, root.to_json(), generation) else None
+    return root if write_if_absent(kvstore, ROOT_KEY, root.to_json()) else None
