@@ -3,6 +3,7 @@
 Shapes: S slots (row, position) of a buffer, n tokens of a batch, D features of an activation.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from numpy.typing import DTypeLike
 
 from pipeline.store.commits import CommitRecord
 from pipeline.store.layout import MIB, POSITIONS, SIDE_ARRAYS, StoreLayout
-from pipeline.store.rows import require_stored, start_read, wait_reads
+from pipeline.store.rows import READS_AHEAD, require_stored, start_read, wait_read
 
 # How many blocks are mixed with each other. Their side arrays, about 20 bytes per token, are held in memory.
 WINDOW_BLOCKS = 32
@@ -122,7 +123,7 @@ class BatchReader:
         for record, (values, reads) in zip(blocks, beside, strict=True):
             first = self._layout.first_row(record.stream, record.block)
             for name, read in reads.items():
-                wait_reads(self._arrays[name], [read])
+                wait_read(self._arrays[name], read)
                 if name != POSITIONS.name:  # where zeros are nothing unusual
                     require_stored(self._arrays[name], np.arange(first, first + record.rows), values[name])
             for r in range(0, record.rows, step):
@@ -153,28 +154,29 @@ class _Buffer:
             for name in (*names, *side_names)
         }
         self._rows = rows
-        self._length = layout.length
         self.order: Int64[np.ndarray, " n"] = np.empty(0, np.int64)
 
     def fill(self, pieces: Iterator[Piece], piece_rows: int, rng: np.random.Generator | None) -> bool:
         """Reads pieces until no other is sure to fit. False when there was none."""
-        reads: dict[str, list[ts.WriteFutures]] = {name: [] for name in self._stored}
+        reads: deque[tuple[ts.TensorStore, ts.WriteFutures]] = deque()
         row_numbers: list[np.ndarray] = []
         row = 0
         while row + piece_rows <= self._rows and (piece := next(pieces, None)) is not None:
             rows = slice(row, row + piece.num_rows)
             for name, array in self._stored.items():
-                reads[name].append(start_read(array, piece.first_row, self._memory[name][rows]))
+                reads.append((array, start_read(array, piece.first_row, self._memory[name][rows])))
             for name, values in piece.beside.items():
                 self._memory[name][rows] = values
             row_numbers.append(np.arange(piece.first_row, piece.first_row + piece.num_rows))
             row += piece.num_rows
+            while len(reads) > READS_AHEAD:
+                wait_read(*reads.popleft())
         valid = np.flatnonzero(self._memory["segments"][:row])
         self.order = valid if rng is None else rng.permutation(valid)
-        for name, array in self._stored.items():
-            wait_reads(array, reads[name])
-            if row:
-                require_stored(array, np.concatenate(row_numbers), self._memory[name][:row])
+        while reads:
+            wait_read(*reads.popleft())
+        for name, array in self._stored.items() if row else ():
+            require_stored(array, np.concatenate(row_numbers), self._memory[name][:row])
         return row > 0
 
     def take(self, start: int, stop: int) -> dict[str, np.ndarray]:

@@ -15,10 +15,8 @@ from pipeline.store.commits import COMMITS_PREFIX, CommitRecord, parse_commit_ke
 from pipeline.store.kvstore import list_keys, open_kvstore, read_key, read_keys
 from pipeline.store.layout import MAX_ROWS, POSITIONS, SIDE_ARRAYS, StoreLayout
 from pipeline.store.metadata import ROOT_KEY, StoreRoot, stored_layout
-from pipeline.store.rows import start_read, wait_reads
+from pipeline.store.rows import READS_AHEAD, start_read, wait_read
 from pipeline.store.tables import decode_table, table_key
-
-PIECES_AHEAD = 3
 
 
 @dataclass(frozen=True)
@@ -215,12 +213,12 @@ def _read_block(store: _Store, name: str, record: CommitRecord) -> Iterator[np.n
     for row in range(first, stop, step):
         out = np.empty((min(step, stop - row), *array.shape[1:]), array.dtype.numpy_dtype)
         reads.append((out, start_read(array, row, out)))
-        if len(reads) > PIECES_AHEAD:
+        if len(reads) > READS_AHEAD:
             yield _finished(array, *reads.popleft())
     while reads:
         yield _finished(array, *reads.popleft())
 
 
 def _finished(array: ts.TensorStore, values: np.ndarray, read: ts.WriteFutures) -> np.ndarray:
-    wait_reads(array, [read])
+    wait_read(array, read)
     return values
