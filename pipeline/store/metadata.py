@@ -116,16 +116,15 @@ class StoreRoot:
     def from_json(cls, text: bytes, path: str) -> "StoreRoot":
         """Raises StoreError when the group at `path` is not an activation store of this version, or is damaged."""
         try:
-            group = json.loads(text)
-            attributes = group.get("attributes", {}).get(ATTRIBUTE)
+            attributes = json.loads(text).get("attributes", {}).get(ATTRIBUTE)
         except (ValueError, AttributeError) as error:
-            raise StoreError(f"{path}/zarr.json is not the JSON of a Zarr group: {error}") from error
+            raise StoreError(f"{path}/{ROOT_KEY} is not the JSON of a Zarr group: {error}.") from error
         if attributes is None:
             raise StoreError(f"{path} holds another Zarr hierarchy. Choose another store.path.")
-        if attributes.get("version") != FORMAT_VERSION:
-            found = attributes.get("version")
-            raise StoreError(f"the store {path} has format version {found!r}; this program reads {FORMAT_VERSION}.")
         try:
+            if attributes["version"] != FORMAT_VERSION:
+                found = attributes["version"]
+                raise StoreError(f"the store {path} has format version {found}; this program reads {FORMAT_VERSION}.")
             metadata = StoreMetadata(**{f.name: attributes[f.name] for f in fields(StoreMetadata)})
             blocks = attributes.get("blocks")
             root = cls(
@@ -136,10 +135,10 @@ class StoreRoot:
                 None if blocks is None else tuple(blocks),
             )
             fingerprint = attributes["fingerprint"]
-        except (KeyError, TypeError) as error:
-            raise StoreError(f"{path}/zarr.json lacks or garbles the attribute {error}.") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise StoreError(f"{path}/{ROOT_KEY} is damaged: {type(error).__name__} {error}.") from error
         if fingerprint != metadata.fingerprint():
-            raise StoreError(f"{path}/zarr.json was edited: its fingerprint is not that of its content.")
+            raise StoreError(f"{path}/{ROOT_KEY} was edited: its fingerprint is not that of its content.")
         return root
 
 

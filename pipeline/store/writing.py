@@ -47,7 +47,7 @@ class StoreWriter:
     """The writing side of one store. Not thread-safe: one thread per writer.
 
     `records` are the committed blocks by stream, in order: those that were there when the writer was opened and those
-    that it committed since. `arrays` are open for writing.
+    that it committed since.
     """
 
     def __init__(
@@ -125,8 +125,9 @@ class StoreWriter:
 
     def reopen(self) -> None:
         """Makes a complete store one that can be extended. Does nothing to a store that is not complete."""
-        self._update_root(complete=False, blocks=None)
+        # In this order, and in `finish` in the other: a store that is not complete never lacks room for a block.
         set_rows(self._kvstore, self._array_names(), MAX_ROWS)
+        self._update_root(complete=False, blocks=None)
         self._arrays = open_or_create(self._kvstore, self.layout)
 
     def finish(self) -> None:
@@ -139,8 +140,8 @@ class StoreWriter:
         last = [stream[-1] for stream in self.records.values()]
         rows = max((self.layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
         blocks = tuple(len(self.records.get(stream, ())) for stream in range(self.layout.num_streams))
-        set_rows(self._kvstore, self._array_names(), rows)
         self._update_root(complete=True, blocks=blocks)
+        set_rows(self._kvstore, self._array_names(), rows)
 
     def write_metrics(self, name: str, text: bytes) -> None:
         """Writes (or replaces) `_metrics/<name>`. Raises StoreError."""

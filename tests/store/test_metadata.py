@@ -57,6 +57,8 @@ def test_a_root_survives_json():
         (lambda text: text.replace(b"activation_store", b"something_else"), "holds another Zarr hierarchy"),
         (lambda text: text.replace(b'"version": 1', b'"version": 2'), "format version 2; this program reads 1"),
         (lambda text: text.replace(b'"length": 8', b'"length": 9'), "its fingerprint is not that of its content"),
+        (lambda text: b"[]", "not the JSON of a Zarr group"),
+        (lambda text: b'{"attributes": {"activation_store": [1]}}', "is damaged"),
         (lambda text: text.replace(b'"capture"', b'"kapture"'), "'capture'"),
     ],
 )

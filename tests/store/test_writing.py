@@ -14,6 +14,7 @@ import zarr
 
 from pipeline.errors import StoreError, StoreMismatch
 from pipeline.store import ActivationStore
+from pipeline.store.arrays import set_rows
 from pipeline.store.kvstore import list_keys, open_kvstore, read_key, write_key
 from pipeline.store.layout import MAX_ROWS
 from pipeline.store.metadata import read_metadata
@@ -176,6 +177,20 @@ def test_extending_a_truncated_store_gives_the_store_that_was_never_truncated(tm
     write_store(whole)
     assert objects(path) == objects(whole)
     assert verify_store(path) == []
+
+
+def test_a_store_whose_completion_was_interrupted_is_healed(store_path):
+    """Completed or reopened half-way, it is marked complete and its arrays are not trimmed."""
+    write_store(store_path, max_rows=ROWS + 2)
+    names = [spec.name for spec in layout().all_arrays]
+    set_rows(open_kvstore(store_path), names, MAX_ROWS)
+    assert verify_store(store_path)
+    StoreWriter.open(store_path, metadata(), layout()).finish()
+    assert verify_store(store_path) == []
+    set_rows(open_kvstore(store_path), names, MAX_ROWS)
+    write_store(store_path)
+    assert verify_store(store_path) == []
+    assert ActivationStore.open(store_path).num_tokens == stored_tokens()
 
 
 def test_while_a_truncated_block_is_written_again_it_is_not_in_the_store(store_path):
