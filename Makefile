@@ -23,6 +23,10 @@ $(VENV)/.setup-test: $(VENV)/.setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[test]'
 	@touch $@
 
+$(VENV)/.setup-train: $(VENV)/.setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[train]'
+	@touch $@
+
 demo: setup  ## the main job on text and on ARC tasks, with the bundled model: CPU, no network
 	$(BIN)/python scripts/demo.py
 
@@ -39,7 +43,7 @@ lint: setup-test  ## ruff: style and formatting
 bench: setup  ## the job against its own bare forward pass; writes build/bench.json
 	$(BIN)/python scripts/bench.py
 
-train-demo-model: setup  ## train the bundled model again, in minutes
+train-demo-model: $(VENV)/.setup-train  ## train the bundled model again, in minutes
 	$(BIN)/python scripts/train_demo_model.py --out pipeline/assets/tiny-qwen2
 
 clean:  ## remove what was built, but not .venv

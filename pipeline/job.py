@@ -1,4 +1,4 @@
-"""A job made ready: its model, data and tokenizer opened, its plan made, its store described. Nothing is computed yet."""
+"""A job made ready: model, data and tokenizer opened, the plan made, the store described. Nothing is computed yet."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
