@@ -4,6 +4,8 @@ zarr-python finds the class through the entry-point group `zarr.data_type` once 
 
     [project.entry-points."zarr.data_type"]
     bfloat16 = "pipeline.store.zarr_dtype:BFloat16"
+    [project.entry-points."zarr.buffer"]
+    bfloat16 = "pipeline.store.zarr_dtype:ZarrBuffer"
 
 The type is registered at https://github.com/zarr-developers/zarr-extensions/tree/main/data-types/bfloat16.
 """
@@ -14,8 +16,9 @@ from typing import Any, ClassVar, Self
 
 import ml_dtypes
 import numpy as np
+from zarr.buffer.cpu import Buffer
 from zarr.core.dtype.common import HasEndianness
-from zarr.dtype import ZDType
+from zarr.dtype import ZDType, data_type_registry
 
 try:
     from zarr.errors import DataTypeValidationError
@@ -92,3 +95,10 @@ class BFloat16(ZDType[type(_NATIVE), ml_dtypes.bfloat16], HasEndianness):
         if math.isinf(value):
             return "Infinity" if value > 0 else "-Infinity"
         return value
+
+
+# zarr-python 3.1 collects the entry points of `zarr.data_type` but loads none of them (3.2 does). It does load those
+# of `zarr.buffer`, before it opens any array, so this module is named there too: loading it registers the type, and
+# what the entry point gives is zarr's own buffer, under the name that it has already.
+data_type_registry.register("bfloat16", BFloat16)
+ZarrBuffer = Buffer

@@ -20,7 +20,6 @@ from pipeline.store.layout import MAX_ROWS
 from pipeline.store.metadata import read_metadata
 from pipeline.store.verify import verify_store
 from pipeline.store.writing import StoreWriter
-from pipeline.store.zarr_dtype import BFloat16
 from tests.store.example_store import (
     LENGTH,
     NUM_STREAMS,
@@ -33,8 +32,6 @@ from tests.store.example_store import (
     write_blocks,
     write_store,
 )
-
-zarr.dtype.data_type_registry.register("bfloat16", BFloat16)  # what the installed package's entry point does
 
 
 def objects(path: str) -> dict[str, bytes]:
