@@ -100,7 +100,7 @@ def open_job(config: RunConfig, topology: Topology) -> Job:
     stored = read_metadata(config.store.path)
     plan = make_plan(config, model, len(source.shards), topology, stored.num_streams if stored else None)
     metadata = StoreMetadata(
-        model=model.identity() | {"dtype": str(config.model.dtype)},
+        model=model.identity() | {"dtype": str(config.model.dtype), "vocab_size": model.vocab_size},
         tokenizer=tokenizer.identity(),
         data=source.fingerprint(),
         batch={

@@ -33,6 +33,7 @@ def run(config: RunConfig) -> None:
             fill(job, store, work, stop, *compile_job(job))
         else:
             log.info("%s holds what was asked for: nothing to do", config.store.path)
+        store.refresh()  # other workers may have committed the rest
         if job.is_done(store.records):
             store.finish()
 
