@@ -1,0 +1,106 @@
+"""The bundled checkpoint: small, standard, and trained."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.models.registry import open_model
+from pipeline.sites import ActivationKey, Site
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "pipeline" / "assets" / "tiny-qwen2"
+SCRIPT = ROOT / "scripts" / "train_demo_model.py"
+FINAL_NORM = ActivationKey(-1, Site.final_norm)
+TEXT = """\
+Return a list of the lines in the file, without the line endings. If the optional argument size is given, it must be
+a positive integer, and lines are read until the total number of characters is at least size. When the end of the file
+is reached, the method returns an empty list. If the file is closed, a ValueError is raised.
+"""
+CHAT = [{"role": "user", "content": "input:\n012"}, {"role": "assistant", "content": "output:\n210"}]
+
+
+def test_the_folder_is_small_and_complete():
+    files = {path.name: path.stat().st_size for path in MODEL.iterdir()}
+    assert set(files) == {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert sum(files.values()) < 5_000_000
+
+
+def test_the_readme_says_how_good_the_model_is():
+    text = (MODEL / "README.md").read_text()
+    assert "Held-out text" in text
+    assert "untrained" in text
+
+
+def test_the_tokenizer_gives_the_text_back_and_cuts_numbers_into_digits():
+    tokenizer = load_tokenizer(str(MODEL))
+    for text in (TEXT, "naïve 日本語 🙂\n\n\t def f(x): return x", "0123456789"):
+        assert tokenizer.decode(tokenizer.encode([text])[0]) == text
+    assert len(tokenizer.encode(["0123456789"])[0]) == 10
+    assert tokenizer.vocab_size == json.loads((MODEL / "config.json").read_text())["vocab_size"]
+
+
+def test_transformers_reads_the_same_tokenizer():
+    transformers = pytest.importorskip("transformers")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(MODEL), load_tokenizer(str(MODEL))
+    for text in (TEXT, "naïve 日本語 🙂", "x = 3.14  # half\n\n\n<|endoftext|>"):
+        assert theirs(text)["input_ids"] == ours.encode([text])[0].tolist()
+    assert theirs.eos_token == "<|endoftext|>"
+    for generation in (False, True):
+        expected = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=generation)
+        assert ours.render_chat(CHAT, add_generation_prompt=generation) == expected
+        assert expected.startswith("<|im_start|>user\ninput:\n012<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.fixture(scope="module")
+def ids() -> np.ndarray:
+    return load_tokenizer(str(MODEL)).encode([TEXT])[0][None]
+
+
+def test_transformers_computes_the_same_logits(ids):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.Qwen2ForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = theirs(torch.tensor(ids, dtype=torch.long)).logits.numpy()
+    model = open_model(str(MODEL))
+    params = model.load((FINAL_NORM,), "float32", SingleDeviceSharding(jax.devices()[0]))
+    positions = np.arange(ids.shape[1], dtype=np.int32)[None]
+    hidden = model.apply(params, ids, np.ones_like(ids), positions, (FINAL_NORM,))[FINAL_NORM]
+    logits = np.asarray(hidden) @ np.asarray(params["embed"]).T
+    assert expected.std() > 1
+    np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_the_model_is_trained(ids):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+
+    def nats_per_token(model) -> float:
+        tokens = torch.tensor(ids, dtype=torch.long)
+        with torch.no_grad():
+            return float(model.eval()(tokens, labels=tokens).loss)
+
+    config = transformers.AutoConfig.from_pretrained(MODEL)
+    torch.manual_seed(0)
+    untrained = nats_per_token(transformers.Qwen2ForCausalLM(config).float())
+    trained = nats_per_token(transformers.Qwen2ForCausalLM.from_pretrained(MODEL, dtype=torch.float32))
+    assert untrained > 7.0
+    assert trained < 4.0
+
+
+@pytest.mark.slow  # a minute: reads the whole corpus, compiles the training step, computes all held-out losses
+def test_the_training_script_writes_a_checkpoint_of_the_same_kind(tmp_path):
+    arguments = [sys.executable, SCRIPT, "--out", tmp_path, "--steps", "3"]
+    subprocess.run(arguments, check=True, capture_output=True, timeout=600)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in MODEL.iterdir()}
+    for name in ("config.json", "tokenizer_config.json"):
+        assert json.loads((tmp_path / name).read_text()) == json.loads((MODEL / name).read_text())
+    models = [open_model(str(path)) for path in (MODEL, tmp_path)]
+    assert models[0].num_params((FINAL_NORM,)) == models[1].num_params((FINAL_NORM,)) == 1_444_992
