@@ -27,7 +27,8 @@ def random_params(leaves: LeafTree, seed: int, dtype: str, sharding: Sharding, p
     def normal(tensor_ids: Array, shape: tuple[int, ...]) -> Array:
         element_ids = jax.lax.iota(jnp.uint32, math.prod(shape) // len(tensor_ids))
         bits = _mix(_mix(tensor_ids)[:, None] + _mix(element_ids)[None, :])
-        uniform = ((bits >> 8).astype(jnp.float32) + 0.5) * 2.0**-23 - 1.0  # in (-1, 1)
+        # In (-1, 1), ends excluded: 23 bits and a half are exact in float32, one bit more would round up to 1.
+        uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-22 - 1.0
         return (_STD * math.sqrt(2) * jax.lax.erf_inv(uniform)).astype(dtype).reshape(shape)
 
     def make(leaf: Leaf) -> Array:

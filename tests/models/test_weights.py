@@ -1,3 +1,5 @@
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -123,3 +125,14 @@ def test_flops_are_those_of_the_matrix_products(tmp_path) -> None:
     mlp = 2 * 3 * 32 * 48
     assert model.flops_per_token((key("blocks.1.attn_out"),), length=64) == 2 * attention + mlp
     assert model.flops_per_token((key("embed"),), length=64) == 0
+
+
+def test_random_weights_are_finite_in_a_tensor_of_many_values(tmp_path) -> None:
+    """More values than there are random bits: a rounding at the end of their range would be met a few times."""
+    config = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "vocab_size": 1 << 22}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    embed = np.asarray(loaded(open_model(str(tmp_path), init="random"), (key("embed"),))["['embed']"])
+    assert embed.size == 1 << 26
+    assert np.isfinite(embed).all()
+    assert np.std(embed) == pytest.approx(0.02, rel=1e-3)
