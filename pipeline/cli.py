@@ -65,6 +65,9 @@ def run_task(task: Callable[[RunConfig], None], cfg: DictConfig) -> int:
         task(config.run_config(cfg))
     except errors.PipelineError as error:
         log.error("%s: %s", type(error).__name__, error)
+        earlier = error.__context__
+        if isinstance(earlier, errors.PipelineError) and earlier is not error.__cause__:
+            log.error("Before that, %s: %s", type(earlier).__name__, earlier)
         return error.exit_code
     except Exception:
         log.exception("unexpected error")

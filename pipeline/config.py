@@ -95,7 +95,6 @@ class DataConfig:
 
     source: str = MISSING
     num_streams: int | None = None  # null: chosen by Plan for a new store, kept for an old one
-    seed: int = 0
     on_error: OnError = OnError.fail
     special_tokens: SpecialTokens = SpecialTokens.tokenizer  # what the tokenizer adds by itself (BOS, CLS ... SEP)
     prefix: str | None = None  # one token's text, put before every document (e.g. <|endoftext|>)
@@ -135,6 +134,7 @@ class ArcData(DataConfig):
     geometry: Geometry = Geometry.dihedral  # what augmented documents may do to the grids
     permute_colors: bool = True
     permute_examples: bool = True
+    seed: int = 0  # of the augmentations
     tasks_per_shard: int = 64
 
 
@@ -170,7 +170,7 @@ class CaptureConfig:
 @dataclass(frozen=True)
 class StoreConfig:
     path: str = MISSING
-    shard_mib: float = 64.0  # target size of one activation array's store shard
+    shard_mib: float = 16.0  # target size of one activation array's store shard
     compression: Compression = Compression.none
 
 

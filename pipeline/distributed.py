@@ -1,5 +1,6 @@
 """Processes, devices, the mesh, and requests to stop. The only caller of `jax.process_index()`."""
 
+import logging
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pipeline.config import RunOptions
+from pipeline.errors import Interrupted
 from pipeline.plan import Topology
+
+log = logging.getLogger("pipeline")
 
 
 def topology(run: RunOptions) -> Topology:
@@ -54,8 +58,14 @@ class StopRequest:
         """Whether to stop before the next step; the same answer on every process of the worker."""
         return self._event.is_set()
 
+    def check(self) -> None:
+        """Raises Interrupted if a stop is requested; for the time before anything is computed."""
+        if self.requested():
+            raise Interrupted(f"stopped by {self.signal_name} before the first step. Run the same command again.")
+
     def _set(self, number: int, _frame: object) -> None:
         self.signal_name = signal.Signals(number).name
+        log.warning("%s: stopping; Ctrl-C aborts at once", self.signal_name)
         self._event.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -3,9 +3,11 @@
     PipelineError            1   anything that a retry might heal, or a bug
     ├── ConfigError          2   a value of the configuration is wrong; do not retry
     ├── InputError           2   a document, task file, tokenizer or parquet file is wrong; do not retry
+    ├── NotFiniteError       2   an activation does not fit into the stored dtype, or is NaN; do not retry
     ├── CheckpointError      2   the model's files are missing, damaged or of an unknown kind; do not retry
     ├── StoreError           1   the store cannot be read or written (full disk, permissions, network)
-    │   └── StoreMismatch    2   the store on disk was made by another configuration
+    │   ├── StoreInvalid     2   what is at store.path is no store of this version, edited or damaged; do not retry
+    │   └── StoreMismatch    2   the store on disk was made by another configuration; do not retry
     └── Interrupted         42   SIGTERM or SIGINT: what is complete is committed; run again to resume
 
 A message has four parts: the subject, what was expected, what was found, and what to do.
@@ -41,8 +43,20 @@ class CheckpointError(PipelineError):
     exit_code = EXIT_INVALID
 
 
+class NotFiniteError(PipelineError):
+    """An activation is infinite or NaN in the stored dtype. The block that has it is not stored."""
+
+    exit_code = EXIT_INVALID
+
+
 class StoreError(PipelineError):
     """The store cannot be read or written. What was committed before stays valid."""
+
+
+class StoreInvalid(StoreError):
+    """What is at the store's path is not a sound store of this version. A retry finds the same."""
+
+    exit_code = EXIT_INVALID
 
 
 class StoreMismatch(StoreError):

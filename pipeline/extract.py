@@ -12,6 +12,8 @@ from pipeline.plan import Plan
 from pipeline.transfer import start_copies
 from pipeline.writer import BlockWriter, Step
 
+STOP_POLL_S = 0.2  # how often a loop that waits for input looks whether it is asked to stop
+
 
 def extract(
     plan: Plan,
@@ -32,13 +34,14 @@ def extract(
     def dispatch(block: TokenBlock, first_row: int) -> Step:
         rows = slice(first_row, first_row + plan.process_rows)
         batch = put_rows(sharding, step_rows(block, rows, plan.process_rows))
-        activations, _num_valid = step(params, batch["tokens"], batch["segments"], batch["positions"])
-        return Step(block, first_row, plan.process_rows, start_copies(activations, first_row=0))
+        activations, counts = step(params, batch["tokens"], batch["segments"], batch["positions"])
+        counts.copy_to_host_async()
+        return Step(block, first_row, plan.process_rows, start_copies(activations, plan.first_row), counts)
 
     def run_block(block: TokenBlock) -> None:
         if block.num_rows == 0:  # a stream without documents: only its record says so
             writer.acquire()
-            writer.submit(Step(block, first_row=0, num_rows=0, copies=[]))
+            writer.submit(Step(block, first_row=0, num_rows=0, copies=[], counts=None))
         for first_row in range(0, block.num_rows, plan.process_rows):
             if stop.requested():
                 return
@@ -49,8 +52,11 @@ def extract(
 
     try:
         while not stop.requested():
-            with metrics.stage("loop", "data"):
-                block = feed.get()
+            try:
+                with metrics.stage("loop", "data"):
+                    block = feed.get(timeout_s=STOP_POLL_S)
+            except TimeoutError:
+                continue
             metrics.seconds["feed"]["full"] = feed.producer_wait_s
             if block is None:
                 break

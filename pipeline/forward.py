@@ -31,11 +31,12 @@ class CompiledStep:
         tokens: Int32[Array, "B T"],
         segments: Int32[Array, "B T"],
         positions: Int32[Array, "B T"],
-    ) -> tuple[tuple[Float[Array, "B T D"], ...], Int32[Array, ""]]:
+    ) -> tuple[tuple[Float[Array, "B T D"], ...], Int32[Array, " 1+keys"]]:
         """Dispatches one step. Inputs are divided by rows along the mesh's `data` axis.
 
-        Returns the activations in the order of `keys`, divided like the inputs and 0 at padding, and the number of
-        valid tokens over all processes, the same on every device.
+        Returns the activations in the order of `keys`, divided like the inputs and 0 at padding, and counts over all
+        processes, the same on every device: of the valid tokens, then for each key of the tokens with a value that is
+        not finite in the stored dtype.
         """
         return self.executable(params, tokens, segments, positions)
 
@@ -59,7 +60,9 @@ def compile_step(
         valid = segments != 0
         with jax.named_scope("store"):
             activations = tuple(jnp.where(valid[:, :, None], captured[key], 0).astype(dtype) for key in keys)
-        return activations, jnp.sum(valid, dtype=jnp.int32)
+            not_finite = [~jnp.isfinite(values).all(axis=-1) for values in activations]
+            counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in (valid, *not_finite)])
+        return activations, counts
 
     by_rows = NamedSharding(mesh, PartitionSpec("data"))
     everywhere = NamedSharding(mesh, PartitionSpec())

@@ -11,7 +11,7 @@ from pipeline.data.stream import TokenStream
 from pipeline.data.tokenizer import TextTokenizer, load_tokenizer
 from pipeline.distributed import topology
 from pipeline.models.registry import Model, open_model
-from pipeline.plan import Plan, Topology, make_plan
+from pipeline.plan import Plan, StoredGeometry, make_plan
 from pipeline.store.commits import CommitRecord
 from pipeline.store.layout import ArraySpec, StoreLayout
 from pipeline.store.metadata import StoreMetadata, read_metadata
@@ -81,8 +81,10 @@ def work_left(
     return cursor, len(records), None if budget is None else budget - tokens
 
 
-def open_job(config: RunConfig, topology: Topology) -> Job:
+def open_job(config: RunConfig) -> Job:
     """Opens everything that a run reads, checks it against each other, and plans. No weights are read.
+
+    JAX is asked for the number of devices, after what can be wrong without them.
 
     Raises ConfigError, InputError, CheckpointError, or StoreMismatch.
     """
@@ -98,7 +100,8 @@ def open_job(config: RunConfig, topology: Topology) -> Job:
     )
     source = open_source(config.data, tokenizer)
     stored = read_metadata(config.store.path)
-    plan = make_plan(config, model, len(source.shards), topology, stored.num_streams if stored else None)
+    geometry = StoredGeometry(stored.num_streams, stored.rows_per_block) if stored else None
+    plan = make_plan(config, model, len(source.shards), topology(config.run), geometry)
     metadata = StoreMetadata(
         model=model.identity() | {"dtype": str(config.model.dtype), "vocab_size": model.vocab_size},
         tokenizer=tokenizer.identity(),
@@ -119,7 +122,7 @@ def open_job(config: RunConfig, topology: Topology) -> Job:
 
 def print_plan(config: RunConfig) -> None:
     """What a run would do, on the devices at hand: nothing is read but headers, and nothing is written."""
-    job = open_job(config, topology(config.run))
+    job = open_job(config)
     num_params = job.model.num_params(job.plan.keys)
     flops = job.model.flops_per_token(job.plan.keys, job.plan.length)
     print(f"model     {job.model.family}, {job.model.num_layers} layers; the capture needs {num_params:,} parameters")

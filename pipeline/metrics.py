@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tqdm import tqdm
@@ -40,9 +40,9 @@ class Metrics:
         self.stored_bytes = 0
         self.first_step_s: float | None = None  # from the start of the loop to the first drained step
         self.seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        self.lines: list[str] = []
+        self._lines: list[str] = []
         self._interval_s = interval_s
-        self._name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{socket.gethostname()}-{os.getpid()}.jsonl"
+        self.name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{socket.gethostname()}-{os.getpid()}.jsonl"
         self._started = self._emitted = time.monotonic()
         self._bar = tqdm(
             total=total_tokens,
@@ -102,18 +102,15 @@ class Metrics:
             },
         }
 
-    def emit_if_due(self, write: Callable[[str, bytes], None]) -> None:
-        """Hands the name and all lines of the run's log to `write` when an interval has passed.
+    def is_due(self) -> bool:
+        """Whether to log again: every interval at first, then each time the run is a hundredth longer."""
+        return time.monotonic() - self._emitted >= max(self._interval_s, self.elapsed_s / 100)
 
-        All lines each time, because an object store cannot append.
-        """
-        if time.monotonic() - self._emitted >= self._interval_s:
-            self.emit(write)
-
-    def emit(self, write: Callable[[str, bytes], None]) -> None:
+    def emit(self) -> bytes:
+        """Adds a line to the run's log and returns all of it, JSONL: an object store cannot append."""
         self._emitted = time.monotonic()
-        self.lines.append(json.dumps(self.snapshot()))
-        write(self._name, ("\n".join(self.lines) + "\n").encode())
+        self._lines.append(json.dumps(self.snapshot()))
+        return ("\n".join(self._lines) + "\n").encode()
 
     def close(self) -> None:
         self._bar.close()

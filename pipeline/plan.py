@@ -6,7 +6,7 @@ them. `python -m pipeline.plan <overrides>` prints what `python -m pipeline.run 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pipeline.config import BatchConfig, CaptureConfig, RunConfig
 from pipeline.errors import ConfigError
@@ -52,6 +52,13 @@ class Topology:
         return self.workers * self.processes
 
 
+class StoredGeometry(NamedTuple):
+    """What an existing store has fixed."""
+
+    num_streams: int
+    rows_per_block: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything a run derives from its configuration. Bytes are of one process."""
@@ -62,6 +69,7 @@ class Plan:
     length: int  # T
     step_rows: int  # B, rows per step over all processes of the worker
     process_rows: int  # rows per step of one process
+    first_row: int  # of this process's rows among the step's
     rows_per_block: int
     num_streams: int
     streams: tuple[int, ...]  # of this process
@@ -81,8 +89,8 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Upper bound of the host memory that activations take."""
-        return self.inflight_steps * self.step_bytes + self.host_buffers * self.block_bytes
+        """Upper bound of the host memory that activations take: in flight, in buffers, and encoded for the store."""
+        return self.inflight_steps * self.step_bytes + (self.host_buffers + 1) * self.block_bytes
 
     def describe(self) -> str:
         """The plan in a few lines, for people."""
@@ -102,9 +110,13 @@ class Plan:
 
 
 def make_plan(
-    config: RunConfig, model: ModelFacts, num_source_shards: int, topology: Topology, stored_streams: int | None = None
+    config: RunConfig,
+    model: ModelFacts,
+    num_source_shards: int,
+    topology: Topology,
+    stored: StoredGeometry | None = None,
 ) -> Plan:
-    """Derives the plan. `stored_streams` is the number of streams of the store that is being resumed, if any.
+    """Derives the plan. `stored` is the geometry of the store that is being resumed, if any.
 
     Raises ConfigError for whatever cannot work.
     """
@@ -125,13 +137,8 @@ def make_plan(
     widths = tuple(model.width(key.site) for key in keys)
     row_bytes = batch.length * sum(widths) * itemsize
     step_bytes = process_rows * row_bytes
-    rows_per_block = rows_per_block_for(
-        shard_mib=config.store.shard_mib,
-        row_bytes=batch.length * max(widths) * itemsize,
-        step_rows=batch.rows,
-        max_steps=MAX_STEPS_PER_BLOCK,
-    )
-    num_streams = _num_streams(config, num_source_shards, topology, stored_streams)
+    rows_per_block = _rows_per_block(config, batch.length * max(widths) * itemsize, stored)
+    num_streams = _num_streams(config, num_source_shards, topology, stored)
     inflight_steps = _inflight_steps(config.run.max_inflight_mib, step_bytes)
     return Plan(
         keys=keys,
@@ -140,6 +147,7 @@ def make_plan(
         length=batch.length,
         step_rows=batch.rows,
         process_rows=process_rows,
+        first_row=topology.process * process_rows,
         rows_per_block=rows_per_block,
         num_streams=num_streams,
         streams=tuple(range(topology.index, num_streams, topology.count)),
@@ -148,7 +156,7 @@ def make_plan(
         step_bytes=step_bytes,
         block_bytes=rows_per_block * row_bytes,
         host_buffers=2,  # one is filled while the other is written
-        notes=_notes(inflight_steps, num_streams, topology),
+        notes=_notes(config, inflight_steps, num_streams, num_source_shards, topology),
     )
 
 
@@ -206,7 +214,20 @@ def _process_rows(batch: BatchConfig, config: RunConfig, topology: Topology) -> 
     return batch.rows // topology.processes
 
 
-def _num_streams(config: RunConfig, num_source_shards: int, topology: Topology, stored: int | None) -> int:
+def _rows_per_block(config: RunConfig, row_bytes: int, stored: StoredGeometry | None) -> int:
+    """From the target size of a store shard; a store keeps the number that it has."""
+    step_rows = config.batch.rows
+    if stored is None:
+        return rows_per_block_for(config.store.shard_mib, row_bytes, step_rows, MAX_STEPS_PER_BLOCK)
+    if stored.rows_per_block % step_rows:
+        raise ConfigError(
+            f"batch.rows = {step_rows} does not divide the {stored.rows_per_block} rows per block that the store was "
+            f"made with. Set batch.rows to a divisor of {stored.rows_per_block}, or choose another store.path."
+        )
+    return stored.rows_per_block
+
+
+def _num_streams(config: RunConfig, num_source_shards: int, topology: Topology, stored: StoredGeometry | None) -> int:
     """As configured, else as stored, else few for a small job and one per process at least for a large one."""
     wanted = config.data.num_streams
     if wanted is not None:
@@ -217,7 +238,7 @@ def _num_streams(config: RunConfig, num_source_shards: int, topology: Topology, 
             )
         return wanted
     if stored is not None:
-        return stored
+        return stored.num_streams
     step_tokens = config.batch.rows * config.batch.length
     affordable = (config.run.max_tokens or 0) // (STEPS_PER_AUTO_STREAM * step_tokens)
     return min(num_source_shards, max(topology.count, min(affordable, MAX_AUTO_STREAMS)))
@@ -233,8 +254,15 @@ def _inflight_steps(max_inflight_mib: float, step_bytes: int) -> int:
     return steps
 
 
-def _notes(inflight_steps: int, num_streams: int, topology: Topology) -> tuple[str, ...]:
+def _notes(
+    config: RunConfig, inflight_steps: int, num_streams: int, num_source_shards: int, topology: Topology
+) -> tuple[str, ...]:
     notes = []
+    if config.run.max_tokens is None and config.data.num_streams is None and num_streams < num_source_shards:
+        notes.append(
+            f"the number of streams is fixed when the store is created; set data.num_streams (up to "
+            f"{num_source_shards}) if more processes or workers are to share this job later"
+        )
     if inflight_steps == 1:
         notes.append("one step in flight: nothing overlaps; raise run.max_inflight_mib")
     if num_streams < topology.count:

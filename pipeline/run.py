@@ -25,14 +25,17 @@ def run(config: RunConfig) -> None:
     Raises a PipelineError. What was committed before stays valid, and the same call resumes.
     """
     with distributed.stop_on_signals() as stop:
-        job = open_job(config, distributed.topology(config.run))
+        job = open_job(config)
         log.info("%s", job.plan.describe())
+        stop.check()
         store = StoreWriter.open(config.store.path, job.metadata, job.layout)
         work = job.work(store.records)
         if work:
-            fill(job, store, work, stop, *compile_job(job))
+            compiled = compile_job(job)
+            stop.check()
+            fill(job, store, work, stop, *compiled)
         else:
-            log.info("%s holds what was asked for: nothing to do", config.store.path)
+            log.info("%s has all that was asked of this process: nothing to do", config.store.path)
         store.refresh()  # other workers may have committed the rest
         if job.is_done(store.records):
             store.finish()

@@ -1,24 +1,29 @@
 """The writer thread: drains steps into host buffers, a full block into the store, and commits blocks in order.
 
 A block's activations are gathered in one preallocated buffer per captured key, the exact shape of a store shard, so
-that each store shard is written once, whole and without another copy. There are `plan.host_buffers` such sets: while
-one is filled the other is written. A device array is dropped as soon as its values are in the buffer.
+that each store shard is written once and whole; TensorStore encodes it from there. There are `plan.host_buffers` such
+sets: while one is filled the other is written. A device array is dropped as soon as its values are in the buffer.
 """
 
+import logging
 import queue
 import threading
 from collections import deque
 from dataclasses import asdict, dataclass
 
+import jax
 import ml_dtypes
 import numpy as np
 
 from pipeline.data.documents import TokenBlock
+from pipeline.errors import NotFiniteError, StoreError
 from pipeline.metrics import Metrics
 from pipeline.plan import Plan
 from pipeline.store.commits import CommitRecord
 from pipeline.store.writing import PendingBlock, StoreWriter
 from pipeline.transfer import HostBlock, InFlight
+
+log = logging.getLogger("pipeline")
 
 POLL_S = 0.02  # how often an idle writer looks whether a block's writes have finished
 
@@ -31,6 +36,7 @@ class Step:
     first_row: int
     num_rows: int
     copies: list[HostBlock]  # emptied by the writer: an array's host copy lives as long as the array
+    counts: jax.Array | None  # what CompiledStep counts; None for a step without rows
 
     @property
     def is_last(self) -> bool:
@@ -89,10 +95,11 @@ class BlockWriter:
                 self._drain(step)
                 if step.is_last:
                     self._begin(step.block)
-                self._metrics.emit_if_due(self._store.write_metrics)
+                if self._metrics.is_due():
+                    self._write_metrics()
             while self._pending:
                 self._commit()
-            self._metrics.emit(self._store.write_metrics)
+            self._write_metrics()
         except BaseException as error:
             self._error = error
             self.in_flight.fail()
@@ -116,6 +123,7 @@ class BlockWriter:
         buffers = self._free[0]
         while step.copies:
             self._copy(step.copies.pop(), step.first_row, buffers)
+        self._check_finite(step)
         self._metrics.drained(step.num_tokens)
         self.in_flight.release()
 
@@ -125,6 +133,19 @@ class BlockWriter:
         rows = slice(first_row + copy.rows.start, first_row + copy.rows.stop)
         with self._metrics.stage("writer", "copy"):
             np.copyto(buffers[copy.key_index][rows, :, copy.features], values)
+
+    def _check_finite(self, step: Step) -> None:
+        if step.counts is None:
+            return
+        _, *not_finite = np.asarray(step.counts).tolist()
+        found = [f"{key.name} ({n} tokens)" for key, n in zip(self._plan.keys, not_finite, strict=True) if n]
+        if found:
+            block = step.block
+            raise NotFiniteError(
+                f"block {block.index} of stream {block.stream} has activations that are not finite as "
+                f"{self._plan.dtype}: {', '.join(found)}. The block is not stored. Start a new store with "
+                f"capture.dtype=bfloat16 or float32; if that does not help, with model.dtype=float32."
+            )
 
     def _begin(self, block: TokenBlock) -> None:
         """Starts writing a block whose activations are all in the buffers."""
@@ -145,6 +166,13 @@ class BlockWriter:
             self._store.commit(pending, record)
         self._metrics.committed(sum(buffer.nbytes for buffer in buffers))
         self._free.append(buffers)
+
+    def _write_metrics(self) -> None:
+        """What was measured is worth a line in the log, but no run."""
+        try:
+            self._store.write_metrics(self._metrics.name, self._metrics.emit())
+        except StoreError as error:
+            log.warning("the run's metrics could not be written: %s", error)
 
 
 def commit_record(block: TokenBlock) -> CommitRecord:

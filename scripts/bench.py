@@ -88,7 +88,7 @@ def config_for(layers: str, max_tokens: int, store: Path) -> RunConfig:
 
 def open_case(name: str, layers: str, max_tokens: int) -> Case:
     config = config_for(layers, max_tokens, BUILD / "stores" / name)
-    job = open_job(config, distributed.topology(config.run))
+    job = open_job(config)
     step, params = compile_job(job)
     return Case(name, layers, job, step, params, [], [])
 
@@ -96,7 +96,7 @@ def open_case(name: str, layers: str, max_tokens: int) -> Case:
 def bare_forward(case: Case) -> float:
     """Valid tokens per second of the compiled step alone, over the job's own batches, results left on the device."""
     sharding = distributed.row_sharding(case.step.mesh)
-    blocks = [block for item in case.job.work({}) for block in item.blocks()]
+    blocks = [block for item in case.job.work({}) for block in item.blocks(lambda: False)]
     batches = [
         distributed.put_rows(sharding, step_rows(block, slice(row, row + ROWS), ROWS))
         for block in blocks

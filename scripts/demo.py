@@ -1,8 +1,9 @@
 """The demo: the main job on text and on ARC tasks, verified, with where it went and how fast.
 
-Needs no network. Everything it makes is under build/demo; run it again and it resumes or finds its work done.
+Needs no network. Everything it makes is under build/demo, and made anew each time.
 """
 
+import shutil
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ def python(*arguments: str) -> None:
 
 def main() -> None:
     began = time.monotonic()
+    shutil.rmtree(ROOT / DEMO, ignore_errors=True)
     python("scripts/make_demo_text.py", "--out", str(DEMO / "text"))
     python("scripts/make_demo_tasks.py", "--out", str(DEMO / "tasks"), "--tasks", "60")
     for name, what in JOBS.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import PACKAGE
-from tests.jobs import ROOT, assert_same_store, objects, run, write_text
+from tests.jobs import ROOT, assert_same_store, objects, run, start, write_text
 
 TINY = PACKAGE / "assets" / "tiny-qwen2"
 
@@ -25,10 +25,12 @@ def base(text, store) -> list[str]:
 
 def test_two_workers_fill_one_store_without_talking_to_each_other(text, tmp_path):
     overrides = [*base(text, tmp_path / "store"), "data.num_streams=2", "run.max_tokens=4000"]
-    assert run(*overrides, "run.worker_count=2", "run.worker_index=0").returncode == 0
+    workers = [start(*overrides, "run.worker_count=2", f"run.worker_index={index}") for index in range(2)]
+    for worker in workers:
+        output, _ = worker.communicate(timeout=120)
+        assert worker.returncode == 0, output
     root = json.loads((tmp_path / "store" / "zarr.json").read_text())
-    assert not root["attributes"]["activation_store"]["complete"]
-    assert run(*overrides, "run.worker_count=2", "run.worker_index=1").returncode == 0
+    assert root["attributes"]["activation_store"]["complete"]
     assert run(f"store.path={tmp_path / 'store'}", module="pipeline.verify").returncode == 0
 
     assert run(*overrides, f"store.path={tmp_path / 'one'}").returncode == 0

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.config import BatchConfig, CaptureConfig, MeshConfig, ParquetData, RunConfig, RunOptions, StoreConfig
 from pipeline.errors import ConfigError
-from pipeline.plan import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK, MIB, Topology, make_plan
+from pipeline.plan import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK, MIB, StoredGeometry, Topology, make_plan
 from pipeline.sites import Site
 
 
@@ -39,8 +39,8 @@ def test_bytes_of_a_step_and_of_a_block():
     row_bytes = 256 * 896 * 2
     assert plan.step_bytes == 8 * row_bytes
     assert plan.rows_per_block % 8 == 0
-    assert plan.block_bytes == plan.rows_per_block * row_bytes <= 64 * MIB
-    assert plan.host_bytes == plan.inflight_steps * plan.step_bytes + plan.host_buffers * plan.block_bytes
+    assert plan.block_bytes == plan.rows_per_block * row_bytes <= 16 * MIB
+    assert plan.host_bytes == 4 * plan.step_bytes + 3 * plan.block_bytes
     assert [key.name for key in plan.keys] == ["blocks.12.resid_post"]
 
 
@@ -52,6 +52,13 @@ def test_rows_per_block_is_whole_steps_within_bounds(shard_mib, rows_per_block):
     assert (
         planned(replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=shard_mib))).rows_per_block == rows_per_block
     )
+
+
+def test_a_store_keeps_its_rows_per_block():
+    config = replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=1000.0))
+    assert planned(config, stored=StoredGeometry(1, 24)).rows_per_block == 24
+    with pytest.raises(ConfigError, match="batch.rows = 8 does not divide the 20 rows per block.*divisor of 20"):
+        planned(config, stored=StoredGeometry(1, 20))
 
 
 def test_layers_all_and_inner_sites():
@@ -79,7 +86,7 @@ def test_max_tokens_is_divided_evenly(max_tokens, streams, budgets):
         (10**9, 1000, ONE_DEVICE, None, 64),
         (None, 8, Topology(devices=4, processes=4), None, 4),
         (None, 100, Topology(devices=8, processes=4, workers=3), None, 12),
-        (10**9, 8, ONE_DEVICE, 3, 3),  # a store keeps the number that it has
+        (10**9, 8, ONE_DEVICE, StoredGeometry(3, 8), 3),  # a store keeps the number that it has
     ],
 )
 def test_number_of_streams(max_tokens, shards, topology, stored, streams):

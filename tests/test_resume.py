@@ -108,3 +108,14 @@ def test_a_longer_run_extends_a_finished_store(overrides, reference, tmp_path):
     for stores in (extended, whole):
         stores.pop("zarr.json")  # holds run.max_tokens of the run that created the store
     assert extended == whole
+
+
+def test_a_stop_signal_is_obeyed_while_the_model_is_loaded_and_compiled(overrides, tmp_path):
+    """Long before the first block: nothing is stored, and the exit code says that it can be run again."""
+    process = start(*overrides, f"store.path={tmp_path / 'store'}")
+    while not (tmp_path / "store" / "zarr.json").exists() and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 42, output
+    assert committed(tmp_path / "store") == 0

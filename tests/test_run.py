@@ -1,12 +1,16 @@
 """The main job in this process: what it compiles, what it moves, what it stores."""
 
+import shutil
+
 import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from pipeline import cli, distributed
+from pipeline.errors import NotFiniteError
 from pipeline.job import open_job
 from pipeline.run import compile_job, fill, run
 from pipeline.store import ActivationStore
@@ -43,7 +47,7 @@ def compilations():
 
 def test_the_loop_compiles_nothing_and_moves_nothing_by_accident(text, tmp_path, compilations):
     config = job_config(text, tmp_path / "store")
-    job = open_job(config, distributed.topology(config.run))
+    job = open_job(config)
     step, params = compile_job(job)
     assert compilations, "the listener must see the step's compilation"
     compilations.clear()
@@ -75,7 +79,7 @@ def test_the_same_rows_whatever_is_captured(text, tmp_path):
 
 def test_stages_account_for_the_time_of_the_loop(text, tmp_path):
     config = job_config(text, tmp_path / "store", "capture.layers=all")
-    job = open_job(config, distributed.topology(config.run))
+    job = open_job(config)
     step, params = compile_job(job)
     store = StoreWriter.open(config.store.path, job.metadata, job.layout)
     with distributed.stop_on_signals() as stop:
@@ -98,3 +102,27 @@ def test_a_stream_without_documents_is_done_and_stays_done(tmp_path):
     before = objects(tmp_path / "store")
     run(config)
     assert objects(tmp_path / "store") == before
+
+
+def test_activations_that_overflow_the_stored_dtype_end_the_run_and_are_not_stored(text, tmp_path):
+    """The bundled model with its embedding a million times too large: fine as bfloat16, infinite as float16."""
+    model = tmp_path / "model"
+    shutil.copytree(cli.PACKAGE / "assets" / "tiny-qwen2", model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = (tensors["model.embed_tokens.weight"].astype(np.float32) * 1e6).astype(
+        tensors["model.embed_tokens.weight"].dtype
+    )
+    save_file(tensors, model / "model.safetensors")
+    overrides = [f"model.path={model}", "capture.sites=[resid_post]", "run.max_tokens=2000"]
+    with pytest.raises(NotFiniteError, match=r"blocks\.2\.resid_post.*capture\.dtype=bfloat16"):
+        run(job_config(text, tmp_path / "a", *overrides, "capture.dtype=float16"))
+    assert ActivationStore.open(str(tmp_path / "a")).num_tokens == 0
+    run(job_config(text, tmp_path / "b", *overrides, "capture.dtype=bfloat16"))
+    assert ActivationStore.open(str(tmp_path / "b")).num_tokens >= 2000
+
+
+@pytest.mark.parametrize("experiment", sorted(file.stem for file in (cli.config_dir() / "experiment").glob("*.yaml")))
+def test_every_experiment_composes(experiment):
+    config = cli.compose([f"+experiment={experiment}", "data.path=/somewhere", "store.path=/elsewhere"])
+    assert config.capture.layers
+    assert config.store.path == "/elsewhere"
