@@ -47,8 +47,8 @@ class Source(Protocol):
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
         """The documents of `shards[shard]` whose `index` is at least `start`. A row that is skipped keeps its index.
 
-        Raises InputError (naming file and row) for a bad row unless the config says skip, and for a file that
-        cannot be read whatever the config says.
+        Raises InputError (naming file and row) for a bad row or a damaged file unless the config says skip and the
+        source can, and PipelineError for a file that cannot be reached, whatever the config says.
         """
 
     def fingerprint(self) -> dict[str, object]:

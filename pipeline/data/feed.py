@@ -3,11 +3,13 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeline.data.documents import STREAM_START, Cursor, TokenBlock
 from pipeline.data.stream import TokenStream
+
+_CLOSE_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class StreamWork:
     index: int = 0
     token_budget: int | None = None
 
-    def blocks(self) -> Iterator[TokenBlock]:
-        return self.stream.blocks(self.start, self.index, self.token_budget)
+    def blocks(self, should_stop: Callable[[], bool]) -> Iterator[TokenBlock]:
+        return self.stream.blocks(self.start, self.index, self.token_budget, should_stop)
 
 
 class Feed:
@@ -39,15 +41,18 @@ class Feed:
         self._thread = threading.Thread(target=self._produce, args=(work,), name="feed", daemon=True)
         self._thread.start()
 
-    def get(self) -> TokenBlock | None:
+    def get(self, timeout_s: float | None = None) -> TokenBlock | None:
         """The next block, or None, again and again, when there is none left.
 
-        Raises what the thread raised, at the place in the order where it did, with its traceback.
+        Raises TimeoutError when it takes longer than `timeout_s`: nothing is lost, the next call waits on. Raises what
+        the thread raised, at the place in the order where it did, with its traceback.
         """
         began = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._ready)
+            is_ready = self._changed.wait_for(lambda: self._ready, timeout_s)
             self.consumer_wait_s += time.perf_counter() - began
+            if not is_ready:
+                raise TimeoutError(f"no block within {timeout_s} s")
             item = self._ready[0]
             if isinstance(item, TokenBlock):
                 self._ready.popleft()
@@ -58,17 +63,20 @@ class Feed:
         return None
 
     def close(self) -> None:
-        """Ends the thread, which finishes at most the block under work. Later `get`s return None."""
+        """Ends the thread, which reads at most one more document. Later `get`s return None.
+
+        A source that hangs is not waited for: after a second the thread is left to end with the process.
+        """
         with self._changed:
             self._closed = True
             self._ready.clear()
             self._ready.append(None)
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _produce(self, work: Sequence[StreamWork]) -> None:
         try:
-            turns = deque(item.blocks() for item in work)
+            turns = deque(item.blocks(lambda: self._closed) for item in work)
             while turns and not self._closed:
                 blocks = turns.popleft()
                 block = next(blocks, None)

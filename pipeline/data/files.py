@@ -1,11 +1,52 @@
-"""Finding input files: a file, a directory or a glob, local or on any file system that fsspec knows."""
+"""Finding and reading input files: a file, a directory or a glob, local or on any file system that fsspec knows."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 import fsspec
 from fsspec import AbstractFileSystem
 
+from pipeline.access import named_errors
 from pipeline.errors import InputError
+
+
+@contextmanager
+def input_errors(where: str, key: str = "data.path") -> Iterator[None]:
+    """Around calls of fsspec: InputError for a file that is not there, PipelineError for what a retry might heal."""
+    try:
+        with named_errors(where, key=key, invalid=InputError):
+            yield
+    except FileNotFoundError as error:
+        raise InputError(f"{where} does not exist: {error}. Check {key}.") from error
+
+
+class InputStream:
+    """A file that was opened for reading, whose errors name it: a reader cannot take them for damage."""
+
+    def __init__(self, stream: BinaryIO, name: str) -> None:
+        self._stream = stream
+        self._name = name
+
+    def read(self, size: int = -1) -> bytes:
+        with input_errors(self._name):
+            return self._stream.read(size)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        with input_errors(self._name):
+            return self._stream.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._stream.closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,29 +59,57 @@ class InputFile:
     size: int
 
     def read_bytes(self) -> bytes:
-        return self.filesystem.cat_file(self.path)
+        with input_errors(self.path):
+            return self.filesystem.cat_file(self.path)
+
+    @contextmanager
+    def open(self) -> Iterator[InputStream]:
+        with input_errors(self.path):
+            stream = self.filesystem.open(self.path, "rb")
+        with stream:
+            yield InputStream(stream, self.path)
 
 
 def find_files(path: str, suffix: str) -> list[InputFile]:
     """The files of `path` in order of their names; of a directory, those at any depth whose names end with `suffix`.
 
-    Raises InputError when there is none.
+    Below a directory, and among what a glob finds, names that begin with `.` or `_` are left out.
+    Raises InputError when there is none, PipelineError when the place cannot be listed.
     """
-    filesystem, root = fsspec.core.url_to_fs(path)
-    if any(character in root for character in "*?["):
-        found = {name: info for name, info in filesystem.glob(root, detail=True).items() if info["type"] == "file"}
-        fixed = root[: min(root.index(character) for character in "*?[" if character in root)]
-        base = fixed.rpartition("/")[0]
-    elif filesystem.isdir(root):
-        found = {name: info for name, info in filesystem.find(root, detail=True).items() if name.endswith(suffix)}
-        base = root.rstrip("/")
-    elif filesystem.exists(root):
-        found = {root: filesystem.info(root)}
-        base = root.rpartition("/")[0]
-    else:
-        found, base = {}, root
-    files = [InputFile(filesystem, file, file[len(base) :].lstrip("/"), info["size"]) for file, info in found.items()]
-    files = [file for file in files if not any(part.startswith((".", "_")) for part in file.name.split("/"))]
+    with input_errors(path):
+        filesystem, root = fsspec.core.url_to_fs(os.path.expanduser(path))
+        found, base, named = _listing(filesystem, root, suffix)
+        files = [
+            InputFile(filesystem, file, file[len(base) :].lstrip("/"), info["size"])
+            for file, info in found.items()
+            if not _is_directory(filesystem, file, info)
+        ]
+        if not files:  # fsspec takes a place that it cannot reach for an empty one, except in `ls`
+            with suppress(FileNotFoundError, NotADirectoryError):
+                filesystem.ls(base, detail=False)
+    if not named:
+        files = [file for file in files if not any(part.startswith((".", "_")) for part in file.name.split("/"))]
     if not files:
-        raise InputError(f"{path} has no {suffix} file. Set data.path to a file, a directory or a glob that has some.")
+        braces = " Braces have no meaning in it: a glob is made of *, **, ? and [...]." if {*"{}"} & {*path} else ""
+        raise InputError(
+            f"{path} has no {suffix} file. Set data.path to a file, a directory or a glob that has some.{braces}"
+        )
     return sorted(files, key=lambda file: file.name)
+
+
+def _listing(filesystem: AbstractFileSystem, root: str, suffix: str) -> tuple[dict[str, dict[str, Any]], str, bool]:
+    """What may be files, by path; the place that their names are relative to; and whether `root` is itself a file."""
+    if any(character in root for character in "*?["):
+        fixed = root[: min(root.index(character) for character in "*?[" if character in root)]
+        return filesystem.glob(root, detail=True), fixed.rpartition("/")[0], False
+    if filesystem.isdir(root):
+        found = filesystem.find(root, detail=True)
+        return {name: info for name, info in found.items() if name.endswith(suffix)}, root.rstrip("/"), False
+    if filesystem.exists(root):
+        return {root: filesystem.info(root)}, root.rpartition("/")[0], True
+    return {}, root, True
+
+
+def _is_directory(filesystem: AbstractFileSystem, path: str, info: dict[str, Any]) -> bool:
+    """Listings of local folders say of a symbolic link only that it is neither file nor directory."""
+    return info["type"] == "directory" or (info["type"] != "file" and filesystem.isdir(path))

@@ -1,6 +1,7 @@
 """Documents from any data set that `datasets` can stream, each row made text by a template."""
 
 import hashlib
+import os
 import posixpath
 import re
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from datasets.exceptions import DatasetsError
 
 from pipeline.config import HfData, OnError
 from pipeline.data.documents import DOCUMENT_SCHEMA, Document, SkippedDocument
+from pipeline.data.files import input_errors
+from pipeline.data.hub import dataset_errors, open_builder
 from pipeline.data.templates import TextTemplate, tojson
 from pipeline.errors import ConfigError, InputError
 
@@ -74,12 +77,18 @@ class HfSource:
         }
 
     def _next(self, rows: Iterator[dict[str, Any]], name: str, index: int) -> dict[str, Any] | None:
-        try:
-            return next(rows, None)
-        except (ValueError, DatasetsError) as error:  # pyarrow's, json's, pandas' and Unicode errors are ValueErrors
-            raise InputError(
-                f"{self._config.path}, {name} is not readable from row {index} on: {error}. Repair or replace the file."
-            ) from error
+        place = f"{self._config.path}, {name}"
+        with input_errors(f"{place} row {index}"):
+            try:
+                return next(rows, None)
+            except (ValueError, DatasetsError, OSError) as error:
+                # pyarrow's, json's, pandas' and Unicode's errors are ValueErrors, and damage inside a parquet file is
+                # to pyarrow a plain OSError without errno; one from the system or the network is another matter.
+                if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+                    raise
+                raise InputError(
+                    f"{place} is not readable from row {index} on: {error}. Repair or replace the file."
+                ) from error
 
     def _document(self, row: dict[str, Any], shard: str, index: int) -> Document:
         """Raises ValueError for a bad row, and InputError for a column that no row has."""
@@ -109,16 +118,14 @@ def _plain(value: Any) -> str:
 
 def _stream(config: HfData) -> tuple[datasets.IterableDataset, list[str]]:
     """The data set, opened for streaming, and the paths or addresses of its split's files."""
-    data_files = config.data_files if isinstance(config.data_files, str | None) else list(config.data_files)
-    try:
-        builder = datasets.load_dataset_builder(
-            config.path, config.subset, data_files=data_files, revision=config.revision
-        )
+    data_files = config.data_files
+    if data_files is not None:
+        several = [data_files] if isinstance(data_files, str) else data_files
+        data_files = [os.path.expanduser(file) for file in several]
+    path = os.path.expanduser(config.path)
+    builder = open_builder(path, config.subset, split=config.split, data_files=data_files, revision=config.revision)
+    with dataset_errors(path):
         dataset = builder.as_streaming_dataset(split=config.split)
-    except (FileNotFoundError, DatasetsError) as error:
-        raise InputError(f"{config.path}: {error}. Set data.path and data.data_files to a data set.") from error
-    except ValueError as error:
-        raise ConfigError(f"data.path={config.path}: {error}. Set data.subset and data.split.") from error
     return dataset, [str(file) for file in builder.config.data_files[config.split]]
 
 
@@ -127,6 +134,7 @@ def _content(files: list[str], names: tuple[str, ...]) -> list[str]:
     lines = []
     for file, name in zip(files, names, strict=True):
         commit = re.match(r"hf://datasets/[^@]+@([0-9a-f]{40})/", file)
-        filesystem, path = fsspec.core.url_to_fs(file)
-        lines.append(f"{name} {commit[1] if commit else filesystem.info(path)['size']}")
+        with input_errors(file):
+            filesystem, path = fsspec.core.url_to_fs(file)
+            lines.append(f"{name} {commit[1] if commit else filesystem.info(path)['size']}")
     return lines

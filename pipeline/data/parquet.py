@@ -6,7 +6,6 @@ A source shard is a file, or with `row_groups_per_shard` some of its row groups.
 import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -16,6 +15,7 @@ import pyarrow.parquet as pq
 from pipeline.config import OnError, ParquetData
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.files import InputFile, find_files
+from pipeline.data.parquet_file import ParquetDamage, open_parquet, row_batches
 from pipeline.errors import ConfigError, InputError
 
 # The columns of HuggingFaceFW/fineweb and fineweb-edu beside the text and the id, with the types they have there.
@@ -30,7 +30,6 @@ _INFO_TYPES = {
     "score": pa.float64(),
     "int_score": pa.int64(),
 }
-_ROWS_PER_READ = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,10 @@ class _Shard:
 
 
 class ParquetSource:
-    """Source shards in the order of the files' names. Only the columns that are used are read."""
+    """Source shards in the order of the files' names. Only the columns that are used are read.
+
+    With `on_error=skip` one skip stands for all rows of a source shard from where its file is damaged.
+    """
 
     shards: tuple[str, ...]
     info_schema: pa.Schema
@@ -55,7 +57,8 @@ class ParquetSource:
     def __init__(self, config: ParquetData) -> None:
         """Lists the files and reads the first one's schema, or with `row_groups_per_shard` every file's footer.
 
-        Raises InputError for no file, a missing column or a damaged footer.
+        Raises InputError for no file, a missing column or, unless such are skipped, a damaged footer, and
+        PipelineError for what cannot be reached.
         """
         if config.row_groups_per_shard is not None and config.row_groups_per_shard < 1:
             raise ConfigError(
@@ -63,11 +66,11 @@ class ParquetSource:
             )
         self._config = config
         self._files = find_files(config.path if config.path is not None else _hub_path(config), ".parquet")
-        self._shards = _shards(self._files, config.row_groups_per_shard)
+        self._shards = _shards(self._files, config)
         self.shards = tuple(shard.name for shard in self._shards)
-        with _open(self._files[0]) as parquet:
-            self._check_columns(self._files[0], parquet.schema_arrow)
-            names = [name for name in parquet.schema_arrow.names if name in _INFO_TYPES]
+        file, schema = self._first_schema()
+        self._check_columns(file, schema)
+        names = [name for name in schema.names if name in _INFO_TYPES]
         self.info_schema = pa.schema(
             [(name, _INFO_TYPES[name]) for name in names if name not in (config.text_column, config.id_column)]
         )
@@ -75,13 +78,18 @@ class ParquetSource:
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
         """The shard's documents from its file's row `start` on; row groups before it are not read."""
         place = self._shards[shard]
-        with _open(place.file) as parquet:
-            self._check_columns(place.file, parquet.schema_arrow)
-            sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
-            begins = [0, *accumulate(sizes)]
-            for group in range(parquet.num_row_groups)[place.first : place.stop]:
-                if start < begins[group + 1]:
-                    yield from self._read_group(place.file, parquet, group, begins[group], start)
+        try:
+            with open_parquet(place.file) as parquet:
+                self._check_columns(place.file, parquet.schema_arrow)
+                sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
+                begins = [0, *accumulate(sizes)]
+                for group in range(parquet.num_row_groups)[place.first : place.stop]:
+                    if start < begins[group + 1]:
+                        yield from self._read_group(place.file, parquet, group, begins[group], start)
+        except ParquetDamage as damage:
+            if self._config.on_error is OnError.fail:
+                raise
+            yield SkippedDocument(place.file.name, max(damage.row, start), damage.reason)
 
     def fingerprint(self) -> dict[str, object]:
         """The columns, and a digest of the files' names and sizes."""
@@ -103,27 +111,14 @@ class ParquetSource:
         """The documents of one row group, whose first row is the file's row `first`, from the file's row `start` on."""
         wanted = [self._config.text_column, self._config.id_column, *self.info_schema.names]
         columns = [name for name in dict.fromkeys(wanted) if name in parquet.schema_arrow.names]
-        index = first
-        batches = parquet.iter_batches(_ROWS_PER_READ, row_groups=[group], columns=columns)
-        while True:
-            with _damage_named(file, f"row {index}"):
-                batch = next(batches, None)
-            if batch is None:
-                return
+        for index, batch in row_batches(file, parquet, group, first, columns):
             used = batch.slice(max(start - index, 0))
             yield from self._documents(file, used, index + batch.num_rows - used.num_rows)
-            index += batch.num_rows
 
     def _documents(self, file: InputFile, batch: pa.RecordBatch, index: int) -> Iterator[Document | SkippedDocument]:
         texts = _values(batch[self._config.text_column])
         ids = _values(batch[self._config.id_column]) if self._config.id_column else [None] * len(texts)
-        with _damage_named(file, f"rows {index} to {index + len(texts) - 1}"):
-            infos = {
-                field.name: _values(batch[field.name].cast(field.type))
-                if field.name in batch.schema.names
-                else [None] * len(texts)
-                for field in self.info_schema
-            }
+        infos = {field.name: self._info(file, batch, field) for field in self.info_schema}
         for row, (text, identity) in enumerate(zip(texts, ids, strict=True), index):
             try:
                 text = _string(self._config.text_column, text)
@@ -137,6 +132,29 @@ class ParquetSource:
                 yield SkippedDocument(file.name, row, str(error))
                 continue
             yield Document(name, text, file.name, row, info)
+
+    def _info(self, file: InputFile, batch: pa.RecordBatch, field: pa.Field) -> list[str | bytes | int | float | None]:
+        """A column beside the text, as FineWeb has it. Files that lack it give nulls."""
+        if field.name not in batch.schema.names:
+            return [None] * batch.num_rows
+        try:
+            return _values(batch[field.name].cast(field.type))
+        except pa.ArrowException as error:
+            raise InputError(
+                f"{file.path}: column {field.name!r} is {batch[field.name].type}, which does not become {field.type}, "
+                f"its type in FineWeb: {error}. Rename or convert the column."
+            ) from error
+
+    def _first_schema(self) -> tuple[InputFile, pa.Schema]:
+        """The schema of the first file, or where damage is skipped, of the first whose footer is readable."""
+        for file in self._files:
+            try:
+                with open_parquet(file) as parquet:
+                    return file, parquet.schema_arrow
+            except ParquetDamage:
+                if self._config.on_error is OnError.fail or file is self._files[-1]:
+                    raise
+        raise AssertionError("find_files gives at least one file")
 
     def _check_columns(self, file: InputFile, schema: pa.Schema) -> None:
         for key, name in (("text_column", self._config.text_column), ("id_column", self._config.id_column)):
@@ -154,22 +172,27 @@ class ParquetSource:
                 raise InputError(f"{file.path}: column {name!r} is {kind}, expected strings. Set data.{key}.")
 
 
-def _shards(files: Sequence[InputFile], row_groups_per_shard: int | None) -> list[_Shard]:
+def _shards(files: Sequence[InputFile], config: ParquetData) -> list[_Shard]:
     """The source shards of the files. Footers are read side by side: on remote storage each is a round trip."""
-    if row_groups_per_shard is None:
+    if config.row_groups_per_shard is None:
         return [_Shard(file) for file in files]
     with ThreadPoolExecutor(16) as pool:
-        counts = list(pool.map(_num_row_groups, files))
+        of_files = pool.map(lambda file: _shards_of(file, config.row_groups_per_shard, config.on_error), files)
+        return [shard for shards in of_files for shard in shards]
+
+
+def _shards_of(file: InputFile, row_groups_per_shard: int, on_error: OnError) -> list[_Shard]:
+    """A file that is to be skipped for its footer is one source shard, so that the skip is recorded once."""
+    try:
+        with open_parquet(file) as parquet:
+            count = parquet.num_row_groups
+    except ParquetDamage:
+        if on_error is OnError.fail:
+            raise
+        return [_Shard(file)]
     return [
-        _Shard(file, first, min(first + row_groups_per_shard, count))
-        for file, count in zip(files, counts, strict=True)
-        for first in range(0, count, row_groups_per_shard)
+        _Shard(file, first, min(first + row_groups_per_shard, count)) for first in range(0, count, row_groups_per_shard)
     ]
-
-
-def _num_row_groups(file: InputFile) -> int:
-    with _open(file) as parquet:
-        return parquet.num_row_groups
 
 
 def _hub_path(config: ParquetData) -> str:
@@ -203,26 +226,3 @@ def _decoded(column: str, value: str | bytes | int | float | None) -> str | int 
         return value.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{column!r} is not UTF-8: {error}") from error
-
-
-@contextmanager
-def _open(file: InputFile) -> Iterator[pq.ParquetFile]:
-    with file.filesystem.open(file.path, "rb") as stream:
-        with _damage_named(file, "footer"):
-            # Without pre_buffer every column of a row group is a request of its own.
-            parquet = pq.ParquetFile(stream, pre_buffer=True)
-        yield parquet
-
-
-@contextmanager
-def _damage_named(file: InputFile, place: str) -> Iterator[None]:
-    """Turns pyarrow's errors about the file's content into InputError."""
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        # pyarrow reports damage as a plain OSError without errno; one from the system or the network is another matter.
-        if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
-            raise
-        raise InputError(
-            f"{file.path}, {place}: not readable as parquet: {error}. Expected a whole parquet file; download it again."
-        ) from error

@@ -4,7 +4,7 @@ Stream s of S reads the source shards s, s + S, s + 2 S, ... The rows of block (
 the source, the tokenizer and the batch settings: neither interruption nor read-ahead nor a token budget changes them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -51,13 +51,16 @@ class _Pending:
     def add_skip(self, skip: SkippedDocument) -> None:
         self.skips.append((self.num_taken + len(self.pieces), skip))
 
-    def take(self, count: int) -> tuple[list[_Piece], tuple[SkippedDocument, ...]]:
-        """Removes the first `count` pieces, and the skips that stand before the piece that is first then."""
+    def take(self, count: int) -> tuple[list[_Piece], list[tuple[int, SkippedDocument]]]:
+        """Removes the first `count` pieces, and the skips that stand before the piece that is first then.
+
+        With each skip, how many of these pieces stand before it.
+        """
         pieces, self.pieces = self.pieces[:count], self.pieces[count:]
         self.num_tokens -= sum(piece.size for piece in pieces)
-        self.num_taken += count
-        skips = tuple(skip for before, skip in self.skips if before <= self.num_taken)
+        skips = [(before - self.num_taken, skip) for before, skip in self.skips if before <= self.num_taken + count]
         self.skips = self.skips[len(skips) :]
+        self.num_taken += count
         return pieces, skips
 
 
@@ -96,7 +99,11 @@ class TokenStream:
         self._info_schema = source.info_schema
 
     def blocks(
-        self, start: Cursor = STREAM_START, index: int = 0, token_budget: int | None = None
+        self,
+        start: Cursor = STREAM_START,
+        index: int = 0,
+        token_budget: int | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> Iterator[TokenBlock]:
         """The blocks from number `index` on; `start` is the `next` of the block before it.
 
@@ -104,21 +111,25 @@ class TokenStream:
         reaches it (`truncated`, `next = start`) and is the last. A stream without documents, or with skipped ones
         only, gives one block without rows: every stream ends in a block that says so (`exhausted`).
 
+        Once `should_stop` says so, which it is asked before every document and must keep saying, no block follows.
+
         Raises InputError for bad documents, as `on_error` says, and ConfigError for a cursor that other batch settings
         made.
         """
         self._check(start)
-        documents = self._documents.read(start)
+        documents = self._documents.read(start, should_stop)
         pending = _Pending()
         while token_budget is None or token_budget > 0:
             self._read_ahead(documents, pending, start)
+            if should_stop():
+                return
             placement = self._place(pending.pieces)
             pieces, skips = pending.take(placement.num_pieces)
             if not pieces and index:
                 return
-            block = self._block(index, start, placement, pieces, skips, pending.pieces)
+            block = self._block(index, start, placement, pieces, [skip for _, skip in skips], pending.pieces)
             if token_budget is not None:
-                block = self._within(token_budget, block, placement, pieces)
+                block = self._within(token_budget, block, placement, pieces, skips)
                 token_budget -= block.num_tokens
             yield block
             if block.exhausted:
@@ -162,7 +173,7 @@ class TokenStream:
         start: Cursor,
         placement: Placement,
         pieces: Sequence[_Piece],
-        skips: tuple[SkippedDocument, ...],
+        skips: Sequence[SkippedDocument],
         left: Sequence[_Piece],
     ) -> TokenBlock:
         """The block of `pieces`, which are all of the stream's when none is `left`."""
@@ -178,7 +189,7 @@ class TokenStream:
             positions=rows.positions,
             documents=rows.documents,
             table=self._table(pieces),
-            skipped=skips,
+            skipped=tuple(skips),
             start=start,
             next=left[0].cursor if left else Cursor(shard=self._num_shards, ordinal=num_documents),
             exhausted=not left,
@@ -186,20 +197,30 @@ class TokenStream:
         )
 
     def _within(
-        self, token_budget: int, block: TokenBlock, placement: Placement, pieces: Sequence[_Piece]
+        self,
+        token_budget: int,
+        block: TokenBlock,
+        placement: Placement,
+        pieces: Sequence[_Piece],
+        skips: Sequence[tuple[int, SkippedDocument]],
     ) -> TokenBlock:
-        """The block itself, or as many of its leading rows as reach `token_budget` tokens."""
+        """The block itself, or as many of its leading rows as reach `token_budget` tokens.
+
+        Of the `skips`, each with the number of `pieces` before it, those before the last piece kept are kept.
+        """
         filled = np.cumsum(np.count_nonzero(block.segments, axis=1))
         keep = int(np.searchsorted(filled, token_budget)) + 1
         if keep >= block.num_rows:
             return block
+        kept = np.flatnonzero(placement.row < keep)
         return replace(
             block,
             tokens=block.tokens[:keep],
             segments=block.segments[:keep],
             positions=block.positions[:keep],
             documents=block.documents[:keep],
-            table=self._table([piece for piece, row in zip(pieces, placement.row, strict=True) if row < keep]),
+            table=self._table([pieces[number] for number in kept]),
+            skipped=tuple(skip for before, skip in skips if before <= kept[-1]),
             next=block.start,
             exhausted=False,
             truncated=True,

@@ -1,6 +1,6 @@
 """The documents of one stream with their token ids, in order, from any cursor on."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,13 +47,17 @@ class TokenisedDocuments:
         self._on_error = on_error
         self._vocab_size = vocab_size
 
-    def read(self, start: Cursor) -> Iterator[TokenisedDocument | SkippedDocument]:
+    def read(
+        self, start: Cursor, should_stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[TokenisedDocument | SkippedDocument]:
         """What stands from `start.document` on; `start.token` is the caller's concern.
+
+        Ends early, anywhere, once `should_stop` says so; it must keep saying so.
 
         Raises InputError, naming file and row, for a document that cannot become tokens, unless such are skipped.
         """
         ordinal = start.ordinal
-        for batch in _batches(self._rows(start)):
+        for batch in _batches(self._rows(start, should_stop)):
             results = iter(self._encode([item.text for _, item in batch if isinstance(item, Document)]))
             for shard, item in batch:
                 if isinstance(item, SkippedDocument):
@@ -64,10 +68,12 @@ class TokenisedDocuments:
                     yield TokenisedDocument(item, result, Cursor(shard, item.index, 0, ordinal))
                     ordinal += 1
 
-    def _rows(self, start: Cursor) -> Iterator[tuple[int, Document | SkippedDocument]]:
+    def _rows(self, start: Cursor, should_stop: Callable[[], bool]) -> Iterator[tuple[int, Document | SkippedDocument]]:
         """The source's rows from `start` on, each with the number of source shards before its own."""
         for shard in range(start.shard, len(self._shards)):
             for item in self._source.read(self._shards[shard], start.document if shard == start.shard else 0):
+                if should_stop():
+                    return
                 yield shard, item
 
     def _encode(self, texts: list[str]) -> list[Int32[np.ndarray, "_"] | str]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -20,6 +21,7 @@ from huggingface_hub.errors import (
 from jaxtyping import Int32
 from tokenizers import Tokenizer
 
+from pipeline.access import named_errors
 from pipeline.config import SpecialTokens
 from pipeline.data.templates import chat_template
 from pipeline.errors import ConfigError, InputError, PipelineError
@@ -154,8 +156,10 @@ def load_tokenizer(
 ) -> TextTokenizer:
     """The tokenizer of a directory, a remote path (`gs://...`) or a Hub id: tokenizer.json and its chat template.
 
-    Raises InputError when there is no readable tokenizer.json, ConfigError for a prefix or suffix of several tokens.
+    Raises InputError when there is no readable tokenizer.json, ConfigError for a prefix or suffix of several tokens,
+    and PipelineError when the place cannot be reached.
     """
+    path = os.path.expanduser(path)
     definition = _read(path, "tokenizer.json", revision, required=True)
     if definition is None:
         raise InputError(
@@ -198,14 +202,19 @@ def _chat_settings(path: str, revision: str | None) -> tuple[str | None, dict[st
 def _read(path: str, name: str, revision: str | None, *, required: bool = False) -> bytes | None:
     """A file of a directory, remote path or Hub repository; None when that place has no such file.
 
-    Raises PipelineError when a `required` file of the Hub can neither be downloaded nor was before.
+    Raises PipelineError when the place cannot be reached; of the Hub, only for a `required` file or a failed request.
     """
-    filesystem, root = fsspec.core.url_to_fs(path)
-    if "://" in path or filesystem.isdir(root):
-        file = f"{root.rstrip('/')}/{name}"
-        return filesystem.cat_file(file) if filesystem.exists(file) else None
+    with named_errors(path, key="model.tokenizer or model.path", invalid=InputError):
+        filesystem, root = fsspec.core.url_to_fs(path)
+        if "://" in path or filesystem.isdir(root):
+            file = f"{root.rstrip('/')}/{name}"
+            return filesystem.cat_file(file) if filesystem.exists(file) else None
+        return _read_from_hub(path, name, revision, required)
+
+
+def _read_from_hub(repo: str, name: str, revision: str | None, required: bool) -> bytes | None:
     try:
-        with open(hf_hub_download(path, name, revision=revision), "rb") as file:
+        with open(hf_hub_download(repo, name, revision=revision), "rb") as file:
             return file.read()
     except RemoteEntryNotFoundError:
         return None
@@ -213,9 +222,10 @@ def _read(path: str, name: str, revision: str | None, *, required: bool = False)
         if not required:  # a downloaded repository without network: the cache has all that there is
             return None
         raise PipelineError(
-            f"the Hub cannot be reached, and {path}/{name} was not downloaded before: {error}"
+            f"the Hub cannot be reached, and {repo}/{name} was not downloaded before: {error}. Check the network and "
+            "try again; if model.tokenizer or model.path should be a directory, it does not exist."
         ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         raise InputError(
-            f"{path} is neither a directory nor a Hub id: {error}. Set model.tokenizer or model.path."
+            f"{repo} is neither a directory nor a Hub id: {error}. Set model.tokenizer or model.path."
         ) from error

@@ -2,8 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -18,6 +17,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from pipeline.access import named_errors
 from pipeline.errors import CheckpointError, PipelineError
 from pipeline.models.safetensors_file import ByteSource
 
@@ -178,14 +178,6 @@ def _map_file(path: Path) -> ByteSource:
     return ByteSource(str(path), size, lambda start, stop: content[start:stop])
 
 
-@contextmanager
-def _named_errors(where: str, kind: type[PipelineError]) -> Iterator[None]:
+def _named_errors(where: str, failed: type[PipelineError]) -> AbstractContextManager[None]:
     """Gives what a file system raises the checkpoint's name; a missing file stays a FileNotFoundError."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except (ImportError, ValueError) as error:  # fsspec knows no such protocol
-        raise CheckpointError(f"model.path is {where!r}, which cannot be opened: {error}. Check the path.") from error
-    except OSError as error:
-        raise kind(f"{where} cannot be read: {error}. Check access to it, and try again.") from error
+    return named_errors(where, key="model.path", invalid=CheckpointError, failed=failed)

@@ -1,6 +1,7 @@
 """Small real inputs: a tokenizer of words, and parquet files in memory."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -41,6 +42,15 @@ def write_parquet(path: str, columns: Mapping[str, Sequence], row_group_size: in
     """One parquet file at any address that fsspec knows."""
     with fsspec.open(path, "wb") as file:
         pq.write_table(pa.table(dict(columns)), file, row_group_size=row_group_size)
+
+
+def damage_column(path: Path, group: int) -> None:
+    """Overwrites the first column of one row group."""
+    column = pq.ParquetFile(path).metadata.row_group(group).column(0)
+    content = bytearray(path.read_bytes())
+    begin = column.dictionary_page_offset or column.data_page_offset
+    content[begin : begin + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+    path.write_bytes(content)
 
 
 def memory_source(folder: str, shards: Sequence[Sequence[Sequence[int]]], **settings) -> ParquetSource:

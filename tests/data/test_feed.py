@@ -1,13 +1,19 @@
+import subprocess
+import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import closing
+from itertools import count
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from material import assert_same_block, memory_source, word_tokenizer, write_parquet
 
 from pipeline.config import ParquetData
+from pipeline.data.documents import Document
 from pipeline.data.feed import Feed, StreamWork
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.stream import TokenStream
@@ -78,3 +84,70 @@ def test_close_ends_a_waiting_thread():
     assert time.perf_counter() - began < 1
     assert feed.get() is None
     assert "feed" not in [thread.name for thread in threading.enumerate()]
+
+
+class SlowSource:
+    """Documents without end, each after `wait`."""
+
+    shards = ("endless",)
+    info_schema = pa.schema([])
+
+    def __init__(self, wait) -> None:
+        self._wait = wait
+        self.num_read = 0
+
+    def read(self, shard: int, start: int) -> Iterator[Document]:
+        for index in count(start):
+            self._wait()
+            self.num_read += 1
+            yield Document(str(index), "w2", "endless", index)
+
+    def fingerprint(self) -> dict[str, object]:
+        return {}
+
+
+def large_block(source) -> TokenStream:
+    return TokenStream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=1000, length=1000)
+
+
+def test_a_block_that_is_not_ready_in_time_is_waited_for_again():
+    release = threading.Event()
+    with closing(Feed([StreamWork(stream(SlowSource(release.wait), 0, 1))])) as feed:
+        for _ in range(2):
+            with pytest.raises(TimeoutError, match=r"no block within 0.05 s"):
+                feed.get(timeout_s=0.05)
+        release.set()
+        assert feed.get(timeout_s=10).index == 0
+        assert feed.get(timeout_s=10).index == 1
+
+
+def test_close_ends_the_block_under_construction_after_the_next_document():
+    source = SlowSource(lambda: time.sleep(0.01))
+    feed = Feed([StreamWork(large_block(source))])
+    time.sleep(0.1)
+    feed.close()
+    done = source.num_read
+    assert not feed._thread.is_alive()
+    time.sleep(0.1)
+    assert source.num_read == done < 1000
+
+
+def test_close_does_not_wait_for_a_source_that_hangs():
+    release = threading.Event()
+    feed = Feed([StreamWork(large_block(SlowSource(release.wait)))])
+    began = time.perf_counter()
+    feed.close()
+    assert time.perf_counter() - began < 3
+    assert feed.get(timeout_s=0) is None
+    release.set()
+    feed._thread.join(10)
+    assert not feed._thread.is_alive()
+
+
+def test_a_source_that_hangs_does_not_keep_the_process():
+    program = (
+        "import time; from test_feed import Feed, SlowSource, StreamWork, large_block; "
+        "feed = Feed([StreamWork(large_block(SlowSource(lambda: time.sleep(600))))]); feed.close(); print('closed')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent, capture_output=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, b"closed\n"), done.stderr

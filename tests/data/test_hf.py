@@ -1,15 +1,18 @@
 import json
 from pathlib import Path
 
+import datasets
+import fsspec
 import hydra
 import pytest
-from material import word_tokenizer, write_parquet
+from fsspec.implementations.memory import MemoryFileSystem
+from material import damage_column, word_tokenizer, write_parquet
 
 from pipeline.config import HfData, OnError, register
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.hf import HfSource
 from pipeline.data.stream import TokenStream
-from pipeline.errors import ConfigError, InputError
+from pipeline.errors import ConfigError, InputError, PipelineError
 
 ROWS = [
     {"name": "a", "text": "one", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "n": 1},
@@ -148,7 +151,9 @@ def test_a_damaged_file_always_fails(tmp_path, loader, content, on_error):
     ("settings", "error", "message"),
     [
         ({"text": "{% if %}"}, ConfigError, "data.text is not a jinja template"),
-        ({"split": "test"}, ConfigError, "Bad split: test"),
+        ({"split": "test"}, ConfigError, "data.split=test, but json has the splits train. Set data.split to one"),
+        ({"split": "train+train"}, ConfigError, r"data.split=train\+train, but json has the splits train"),
+        ({"split": "all"}, ConfigError, "data.split=all, but json has the splits train"),
         ({"info_columns": ["index"]}, ConfigError, "data.info_columns has index, which every store has"),
         ({"data_files": "nothing.jsonl"}, InputError, "Unable to find"),
     ],
@@ -156,6 +161,43 @@ def test_a_damaged_file_always_fails(tmp_path, loader, content, on_error):
 def test_what_is_refused_at_the_start(rows, settings, error, message):
     with pytest.raises(error, match=message):
         source(**({"data_files": rows} | settings))
+
+
+def test_damage_inside_a_parquet_file_is_named(tmp_path):
+    path = tmp_path / "rows.parquet"
+    write_parquet(str(path), {"text": [f"text number {number}" for number in range(6)]})
+    damage_column(path, group=0)
+    with pytest.raises(InputError, match=r"rows.parquet is not readable from row 0 on"):
+        list(source(path="parquet", data_files=str(path)).read(0, 0))
+
+
+def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_json_lines(tmp_path / "rows.jsonl", ROWS)
+    assert source(data_files="~/rows.jsonl").shards == source(data_files=["~/rows.jsonl"]).shards == ("rows.jsonl",)
+    (tmp_path / "folder").mkdir()
+    write_json_lines(tmp_path / "folder" / "rows.jsonl", ROWS)
+    assert source(path="~/folder").shards == ("rows.jsonl",)
+
+
+def test_a_hub_out_of_reach_may_be_tried_again(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(PipelineError, match="nobody/nothing cannot be read: .*try again") as caught:
+        source(path="nobody/nothing")
+    assert caught.value.exit_code == 1
+
+
+def test_a_file_out_of_reach_may_be_tried_again(monkeypatch):
+    def fail(self, path, **kwargs):
+        raise PermissionError(13, "not today")
+
+    with fsspec.open("memory:///hf_reach/rows.jsonl", "w") as file:
+        file.write('{"text": "a"}\n')
+    opened = source(data_files="memory://hf_reach/rows.jsonl")
+    monkeypatch.setattr(MemoryFileSystem, "_open", fail)
+    with pytest.raises(PipelineError, match=r"rows.jsonl row 0 cannot be read: .*not today.*try again") as caught:
+        list(opened.read(0, 0))
+    assert caught.value.exit_code == 1
 
 
 def test_templates_cannot_reach_python(rows):

@@ -5,12 +5,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from material import write_parquet
+from material import assert_same_block, damage_column, word_tokenizer, words, write_parquet
 
 from pipeline.config import OnError, ParquetData
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.parquet import ParquetSource
-from pipeline.errors import ConfigError, InputError
+from pipeline.data.stream import TokenStream
+from pipeline.errors import ConfigError, InputError, PipelineError
 
 
 def source(path, **settings) -> ParquetSource:
@@ -152,26 +153,107 @@ def test_a_later_file_with_other_columns_fails_when_it_is_read(folder, on_error)
         list(opened.read(3, 0))
 
 
-@pytest.mark.parametrize("on_error", OnError)
-def test_a_truncated_file_is_named(folder, on_error):
-    content = (folder / "a.parquet").read_bytes()
-    (folder / "a.parquet").write_bytes(content[: len(content) // 2])
+def truncate(path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize("row_groups_per_shard", [None, 1])
+def test_a_truncated_file_is_named(folder, row_groups_per_shard):
+    truncate(folder / "a.parquet")
     with pytest.raises(InputError, match=r"a.parquet, footer: not readable as parquet.*download it again"):
-        source(folder, on_error=on_error)
+        source(folder, row_groups_per_shard=row_groups_per_shard)
+
+
+@pytest.mark.parametrize("row_groups_per_shard", [None, 1])
+def test_a_truncated_file_is_skipped_with_one_record(folder, row_groups_per_shard):
+    truncate(folder / "a.parquet")
+    opened = source(folder, on_error=OnError.skip, row_groups_per_shard=row_groups_per_shard)
+    assert len(opened.shards) == 3
+    (skipped,) = opened.read(0, 0)
+    assert (skipped.source, skipped.index) == ("a.parquet", 0)
+    assert skipped.reason.startswith("footer: not readable as parquet: ")
+    assert next(opened.read(1, 0)).id == "4"
+    assert opened.info_schema.names == ["url", "token_count"]
+
+
+def test_when_every_file_is_truncated_there_is_nothing_to_skip_to(tmp_path):
+    write(tmp_path / "a.parquet", text=["one"], id=["1"])
+    truncate(tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a.parquet, footer: not readable as parquet"):
+        source(tmp_path, on_error=OnError.skip)
+
+
+def damaged_in_the_middle(folder) -> None:
+    """Nine rows in groups of three, of which the second is damaged, and a whole file after it."""
+    write(folder / "a.parquet", text=[words([number + 2] * 2) for number in range(9)], id=list("012345678"))
+    damage_column(folder / "a.parquet", group=1)
+    write(folder / "b.parquet", text=[words([20])], id=["b"])
 
 
 def test_damage_inside_a_file_is_named_with_its_row(tmp_path):
-    write(tmp_path / "a.parquet", text=[f"text number {number}" for number in range(6)], id=list("123456"))
-    path = tmp_path / "a.parquet"
-    column = pq.ParquetFile(path).metadata.row_group(1).column(0)
-    content = bytearray(path.read_bytes())
-    begin = column.dictionary_page_offset or column.data_page_offset
-    content[begin : begin + column.total_compressed_size] = b"\xff" * column.total_compressed_size
-    path.write_bytes(content)
-    documents = source(tmp_path, on_error=OnError.skip).read(0, 0)
-    assert [next(documents).id for _ in range(3)] == ["1", "2", "3"]
-    with pytest.raises(InputError, match=r"a.parquet, row 3: not readable as parquet"):
+    damaged_in_the_middle(tmp_path)
+    documents = source(tmp_path).read(0, 0)
+    assert [next(documents).id for _ in range(3)] == ["0", "1", "2"]
+    with pytest.raises(InputError, match=r"a.parquet, row 3: not readable as parquet.*or set data.on_error=skip"):
         next(documents)
+
+
+@pytest.mark.parametrize("start", range(4))
+def test_what_stands_before_the_damage_is_kept(tmp_path, start):
+    damaged_in_the_middle(tmp_path)
+    *documents, skipped = source(tmp_path, on_error=OnError.skip).read(0, start)
+    assert [document.id for document in documents] == ["0", "1", "2"][start:]
+    assert (skipped.source, skipped.index) == ("a.parquet", 3)
+    assert skipped.reason.startswith("row 3: not readable as parquet: ")
+
+
+def test_row_groups_after_the_damage_are_source_shards_of_their_own(tmp_path):
+    damaged_in_the_middle(tmp_path)
+    opened = source(tmp_path, on_error=OnError.skip, row_groups_per_shard=1)
+    assert [[getattr(item, "id", item.index) for item in opened.read(shard, 0)] for shard in range(4)] == [
+        ["0", "1", "2"],
+        [3],
+        ["6", "7", "8"],
+        ["b"],
+    ]
+
+
+def test_resuming_inside_a_damaged_file_gives_the_same_blocks(tmp_path):
+    damaged_in_the_middle(tmp_path)
+
+    def stream() -> TokenStream:
+        opened = source(tmp_path, on_error=OnError.skip)
+        return TokenStream(opened, word_tokenizer(), stream=0, num_streams=1, rows_per_block=1, length=2)
+
+    blocks = list(stream().blocks())
+    assert [block.table["id"].to_pylist() for block in blocks] == [["0"], ["1"], ["2"], ["b"]]
+    assert [[skip.index for skip in block.skipped] for block in blocks] == [[], [], [3], []]
+    for done in range(1, 4):
+        for left, right in zip(stream().blocks(blocks[done - 1].next, done), blocks[done:], strict=True):
+            assert_same_block(left, right)
+
+
+class FailingFile(io.FileIO):
+    """Fails as remote storage does: with an OSError that has no number."""
+
+    def read(self, size: int = -1) -> bytes:
+        raise OSError("Forbidden: not today")
+
+
+@pytest.mark.parametrize("on_error", OnError)
+def test_storage_that_fails_is_no_damage_and_may_be_tried_again(folder, monkeypatch, on_error):
+    opened = source(folder, on_error=on_error)
+    monkeypatch.setattr(LocalFileSystem, "open", lambda self, path, mode: FailingFile(path, mode))
+    with pytest.raises(PipelineError, match=r"a.parquet cannot be read: Forbidden: not today.*try again") as caught:
+        list(opened.read(0, 0))
+    assert caught.value.exit_code == 1
+
+
+def test_an_info_column_of_another_type_is_named(folder):
+    write(folder / "a.parquet", text=["one"], id=["1"], token_count=["many"])
+    with pytest.raises(InputError, match="a.parquet: column 'token_count' is string, which does not become int64"):
+        list(source(folder).read(0, 0))
 
 
 def test_row_groups_per_shard_must_be_positive(folder):

@@ -4,6 +4,7 @@ from pathlib import Path
 import hydra
 import pytest
 import yaml
+from hydra.errors import ConfigCompositionException
 from material import word_tokenizer, write_parquet
 
 from pipeline.config import ArcData, HfData, ParquetData, register, run_config
@@ -39,6 +40,13 @@ def test_a_file_shows_every_key_of_its_class_with_the_class_default(name, config
     assert isinstance(compose(name, "data.path=p"), config)
     if name in ("arc", "hf"):
         assert compose(name, "data.path=p") == config(source=name, path="p")
+
+
+@pytest.mark.parametrize("name", ["fineweb", "fineweb_edu", "ai2_arc", "hf"])
+def test_only_augmentations_have_a_seed(name):
+    with pytest.raises(ConfigCompositionException, match="data.seed"):
+        compose(name, "data.path=p", "data.seed=1")
+    assert compose("arc", "data.path=p", "data.seed=1").seed == 1
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,25 @@ def test_a_stream_that_only_skips_gives_one_block_without_rows():
     assert [skip.index for skip in block.skipped] == [0, 1]
 
 
+def test_a_truncated_block_keeps_only_the_skips_before_its_last_document():
+    """Rows of four tokens: [w2 w2 w2 w2], [w3 w3 w3 w4], [w5 w5 w5 w6]; skips before w3, after w4 and after w6."""
+    texts = ["w2 w2 w2 w2", None, "w3 w3 w3", "w4", None, "w5 w5 w5", "w6", None]
+    source = bad_source(OnError.skip, text=texts, id=[f"d{number}" for number in range(len(texts))])
+    stream = TokenStream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=4, length=4, on_error=OnError.skip)
+    skips = {}
+    for budget in (1, 4, 5, 8, 9, None):
+        (block,) = stream.blocks(token_budget=budget)
+        skips[budget] = (block.truncated, block.num_rows, [skip.index for skip in block.skipped])
+    assert skips == {
+        1: (True, 1, []),
+        4: (True, 1, []),
+        5: (True, 2, [1]),
+        8: (True, 2, [1]),
+        9: (False, 3, [1, 4, 7]),
+        None: (False, 3, [1, 4, 7]),
+    }
+
+
 def test_bad_documents_fail_after_the_blocks_before_them():
     blocks = bad_stream(OnError.fail).blocks()
     with pytest.raises(InputError, match=r"/bad/a.parquet row 1: 'text' is null"):

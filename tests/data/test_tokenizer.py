@@ -1,12 +1,14 @@
 import json
 
 import fsspec
+import huggingface_hub.constants
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from material import word_library_tokenizer, word_tokenizer
 
 from pipeline.config import SpecialTokens
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.errors import ConfigError, InputError
+from pipeline.errors import ConfigError, InputError, PipelineError
 
 
 def save(directory, *, config: dict | None = None, jinja: str | None = None, bos: bool = False, **settings):
@@ -69,6 +71,36 @@ def test_remote_paths():
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(InputError, match=r"has no tokenizer.json"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "words").mkdir()
+    save(tmp_path / "words")
+    assert ids(load_tokenizer("~/words"), "w7") == [[7]]
+
+
+def test_storage_out_of_reach_may_be_tried_again(monkeypatch):
+    def fail(self, path, **kwargs):
+        raise TimeoutError
+
+    monkeypatch.setattr(MemoryFileSystem, "exists", fail)
+    with pytest.raises(PipelineError, match="memory://out/of/reach cannot be read: TimeoutError.*try again") as caught:
+        load_tokenizer("memory://out/of/reach")
+    assert caught.value.exit_code == 1
+
+
+def test_a_hub_out_of_reach_may_be_tried_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(PipelineError, match="the Hub cannot be reached, and nobody/nothing/tokenizer.json") as caught:
+        load_tokenizer("nobody/nothing")
+    assert caught.value.exit_code == 1
+
+
+def test_an_unknown_protocol_is_refused():
+    with pytest.raises(InputError, match="model.tokenizer or model.path is 'nope://words', which cannot be opened"):
+        load_tokenizer("nope://words")
 
 
 def test_a_path_that_is_no_hub_id_is_named():

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import datasets
-from datasets.exceptions import DatasetsError
 
 from pipeline.config import ArcData
 from pipeline.data.arc.tasks import Task, parse_task
-from pipeline.data.files import InputFile, find_files
+from pipeline.data.files import InputFile, find_files, input_errors
+from pipeline.data.hub import dataset_errors, open_builder
 from pipeline.errors import ConfigError, InputError
 
 _NAME_KEYS = ("id", "task_id", "name")
@@ -43,12 +43,13 @@ def open_tasks(config: ArcData) -> TaskCollection:
         return _json_lines(files[0])
     if len(files) == 1 and config.path.endswith(".json"):
         return _one_file(files[0], config)
-    return _directory(files)
+    return _directory(files, config)
 
 
-def _directory(files: Sequence[InputFile]) -> TaskCollection:
+def _directory(files: Sequence[InputFile], config: ArcData) -> TaskCollection:
     """One task per file, named by the file's path below the directory."""
-    contents = files[0].filesystem.cat([file.path for file in files])
+    with input_errors(config.path):
+        contents = files[0].filesystem.cat([file.path for file in files])
     texts = [contents[file.path] for file in files]
     digest = hashlib.sha256()
     for file, text in zip(files, texts, strict=True):
@@ -102,13 +103,11 @@ def _json_lines(file: InputFile) -> TaskCollection:
 
 
 def hub_tasks(repo: str, config: ArcData) -> TaskCollection:
-    """A data set of the Hub, downloaded and memory-mapped. Raises InputError when it cannot be had."""
-    try:
-        builder = datasets.load_dataset_builder(repo, revision=config.revision)
+    """A data set of the Hub, downloaded and memory-mapped. Raises as `open_builder` does when it cannot be had."""
+    builder = open_builder(repo, split=config.split, revision=config.revision)
+    with dataset_errors(config.path):
         builder.download_and_prepare()
         rows = builder.as_dataset(split=config.split)
-    except (OSError, DatasetsError, ValueError) as error:
-        raise InputError(f"{config.path}: {error}. Set data.path, data.split and data.revision.") from error
     files = [config.split, *(str(file) for files in builder.config.data_files.values() for file in files)]
     return dataset_tasks(rows, config.path, hashlib.sha256("\n".join(files).encode()).hexdigest())
 

@@ -237,5 +237,5 @@ def test_a_hub_data_set_is_downloaded_whole(tmp_path, monkeypatch):
     write(tmp_path / "repo" / "train.jsonl", json.dumps(BARC | {"seeds": ["x"]}) + "\n" + json.dumps(BARC) + "\n")
     tasks = hub_tasks(str(tmp_path / "repo"), ArcData(source="arc", path="hf://datasets/some/tasks"))
     assert [tasks.load(number).name for number in range(tasks.size)] == ["row-0", "row-1"]
-    with pytest.raises(InputError, match=r"hf://datasets/some/tasks: .*Set data.path, data.split and data.revision"):
+    with pytest.raises(ConfigError, match=r"data.split=test, but .*repo has the splits train. Set data.split to one"):
         hub_tasks(str(tmp_path / "repo"), ArcData(source="arc", path="hf://datasets/some/tasks", split="test"))

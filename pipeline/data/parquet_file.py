@@ -1,0 +1,67 @@
+"""One parquet file: opened, its row groups read in batches, and damage told from everything else that fails."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.data.files import InputFile
+from pipeline.errors import InputError
+
+_ROWS_PER_READ = 512
+
+
+class ParquetDamage(InputError):
+    """The file's content is not parquet from `row` on: the first row of the batch that cannot be read.
+
+    `reason` says so without the file's path or a remedy.
+    """
+
+    def __init__(self, file: InputFile, place: str, row: int, error: Exception) -> None:
+        self.row = row
+        self.reason = f"{place}: not readable as parquet: {' '.join(str(error).split())}"
+        super().__init__(
+            f"{file.path}, {self.reason}. Expected a whole parquet file; download it again, or set data.on_error=skip "
+            "to leave out what follows."
+        )
+
+
+@contextmanager
+def open_parquet(file: InputFile) -> Iterator[pq.ParquetFile]:
+    """The file with its footer read. Raises ParquetDamage, InputError for no file, PipelineError for no access."""
+    with file.open() as stream:
+        with _damage_named(file, "footer", 0):
+            # Without pre_buffer every column of a row group is a request of its own.
+            parquet = pq.ParquetFile(stream, pre_buffer=True)
+        yield parquet
+
+
+def row_batches(
+    file: InputFile, parquet: pq.ParquetFile, group: int, first: int, columns: Sequence[str]
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The batches of one row group, each with its first row. `first` is the group's own first row in the file.
+
+    Raises ParquetDamage. Batches begin at the same rows whatever is done with them.
+    """
+    index = first
+    batches = parquet.iter_batches(_ROWS_PER_READ, row_groups=[group], columns=list(columns))
+    while True:
+        with _damage_named(file, f"row {index}", index):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield index, batch
+        index += batch.num_rows
+
+
+@contextmanager
+def _damage_named(file: InputFile, place: str, row: int) -> Iterator[None]:
+    """Turns pyarrow's errors about the file's content, an OSError among them, into ParquetDamage.
+
+    What the system or the network raises is a PipelineError already: `InputFile.open` sees to that.
+    """
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise ParquetDamage(file, place, row, error) from error

@@ -1,0 +1,108 @@
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from pipeline.data.files import find_files
+from pipeline.errors import InputError, PipelineError
+
+
+def names(path) -> list[str]:
+    return [file.name for file in find_files(str(path), ".txt")]
+
+
+def write(path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(path.name)
+
+
+@pytest.fixture
+def links(tmp_path):
+    """Files elsewhere, to which a folder has links, as the Hub's cache has; and a linked folder."""
+    write(tmp_path / "blobs" / "0123")
+    for name in ("b.txt", "a.txt"):
+        (tmp_path / "folder" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "folder" / name).symlink_to(tmp_path / "blobs" / "0123")
+    (tmp_path / "folder" / "c.txt").symlink_to(tmp_path / "blobs", target_is_directory=True)
+    return tmp_path / "folder"
+
+
+@pytest.mark.parametrize("path", ["", "*.txt", "[ab].txt", "**"])
+def test_links_to_files_are_files_and_links_to_folders_are_not(links, path):
+    files = find_files(str(links / path), ".txt")
+    assert [(file.name, file.size, file.read_bytes()) for file in files] == [
+        ("a.txt", 4, b"0123"),
+        ("b.txt", 4, b"0123"),
+    ]
+
+
+def test_a_link_that_leads_nowhere_is_named_when_it_is_read(links):
+    (links / "a.txt").unlink()
+    (links / "a.txt").symlink_to(links / "gone")
+    first, _ = find_files(str(links / "*.txt"), ".txt")
+    with pytest.raises(InputError, match=r"a.txt does not exist: .*Check data.path"):
+        first.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("", ["a.txt"]),
+        ("*", ["a.txt"]),
+        ("**/*.txt", ["a.txt"]),
+        ("_b.txt", ["_b.txt"]),
+        (".c.txt", [".c.txt"]),
+        ("_d", ["e.txt"]),
+        ("_d/*.txt", ["e.txt"]),
+        ("_d/e.txt", ["e.txt"]),
+    ],
+)
+def test_hidden_names_are_left_out_unless_they_are_spelled_out(tmp_path, path, expected):
+    for name in ("a.txt", "_b.txt", ".c.txt", "_d/e.txt"):
+        write(tmp_path / name)
+    assert names(tmp_path / path) == expected
+
+
+@pytest.mark.parametrize("path", ["~/folder", "~/folder/a.txt", "~/folder/*.txt"])
+def test_a_home_directory_is_expanded(tmp_path, monkeypatch, path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "folder" / "a.txt")
+    assert names(path) == ["a.txt"]
+
+
+@pytest.mark.parametrize("path", ["{a,b}.txt", "{a,b}.*"])
+def test_braces_are_said_to_have_no_meaning(tmp_path, path):
+    write(tmp_path / "a.txt")
+    with pytest.raises(InputError, match=r"has no .txt file.*Braces have no meaning"):
+        names(tmp_path / path)
+    write(tmp_path / "{a,b}.txt")
+    assert names(tmp_path / path) == ["{a,b}.txt"]
+
+
+def test_an_unknown_protocol_is_refused():
+    with pytest.raises(InputError, match="data.path is 'nope://bucket', which cannot be opened: .*Check the path"):
+        names("nope://bucket")
+
+
+@pytest.fixture
+def fail():
+    def fail(self, path, **kwargs):
+        raise ConnectionError("no route to host")
+
+    return fail
+
+
+def test_a_file_out_of_reach_may_be_tried_again(tmp_path, monkeypatch, fail):
+    write(tmp_path / "a.txt")
+    (file,) = find_files(str(tmp_path), ".txt")
+    monkeypatch.setattr(LocalFileSystem, "cat_file", fail)
+    with pytest.raises(PipelineError, match=r"a.txt cannot be read: no route to host.*try again") as caught:
+        file.read_bytes()
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("path", ["", "*.txt", "**/*.txt"])
+def test_a_place_out_of_reach_is_no_empty_one(tmp_path, monkeypatch, fail, path):
+    write(tmp_path / "a.txt")
+    monkeypatch.setattr(LocalFileSystem, "ls", fail)
+    with pytest.raises(PipelineError, match="cannot be read: no route to host.*try again") as caught:
+        names(tmp_path / path)
+    assert caught.value.exit_code == 1
