@@ -144,7 +144,8 @@ def print_peak_memory(max_tokens: int) -> None:
 
 
 def prepare() -> None:
-    (BUILD / "model").mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(BUILD, ignore_errors=True)
+    (BUILD / "model").mkdir(parents=True)
     (BUILD / "model" / "config.json").write_text(json.dumps(MODEL, indent=1))
     subprocess.run([sys.executable, "scripts/make_demo_text.py", "--out", str(BUILD / "text")], check=True)
 
