@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pipeline.data.documents import STREAM_START, Cursor, TokenBlock
 from pipeline.data.stream import TokenStream
+from pipeline.errors import PipelineError
 
 _CLOSE_TIMEOUT_S = 1.0
 
@@ -84,6 +85,10 @@ class Feed:
                     turns.append(blocks)
                     self._put(block)
             self._put(None)
+        except TimeoutError as error:  # one of the source's own: from `get` it would say that the block is to come
+            failure = PipelineError(f"reading the data timed out: {error}. Check access to it, and try again.")
+            failure.__cause__ = error
+            self._put(failure)
         except BaseException as error:  # re-raised by `get` on the thread that reads
             self._put(error)
 

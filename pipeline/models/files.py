@@ -47,6 +47,7 @@ class Files(Protocol):
 
 def open_files(path: str, revision: str | None) -> Files:
     """The files of `model.path`. Raises CheckpointError if it is neither a directory, a remote path nor a Hub id."""
+    path = os.path.expanduser(path)
     if "://" in path:
         return RemoteFiles(path)
     if os.path.isdir(path):

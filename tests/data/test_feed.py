@@ -17,7 +17,7 @@ from pipeline.data.documents import Document
 from pipeline.data.feed import Feed, StreamWork
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.stream import TokenStream
-from pipeline.errors import InputError
+from pipeline.errors import InputError, PipelineError
 
 TOKENIZER = word_tokenizer()
 
@@ -119,6 +119,16 @@ def test_a_block_that_is_not_ready_in_time_is_waited_for_again():
         release.set()
         assert feed.get(timeout_s=10).index == 0
         assert feed.get(timeout_s=10).index == 1
+
+
+def test_a_source_that_times_out_is_not_taken_for_a_block_to_come():
+    def fail():
+        raise TimeoutError("the server is silent")
+
+    with closing(Feed([StreamWork(large_block(SlowSource(fail)))])) as feed:
+        for _ in range(2):
+            with pytest.raises(PipelineError, match="reading the data timed out: the server is silent.*try again"):
+                feed.get(timeout_s=10)
 
 
 def test_close_ends_the_block_under_construction_after_the_next_document():

@@ -165,6 +165,11 @@ def test_remote_files_equal_local_ones(saved: Path) -> None:
     np.testing.assert_array_equal(far.checkpoint.rows(UP, 3, 7), local.checkpoint.rows(UP, 3, 7))
 
 
+def test_a_home_directory_is_expanded(saved: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(saved.parent))
+    assert open_model(f"~/{saved.name}").identity() == open_model(str(saved)).identity()
+
+
 def test_unknown_places(tmp_path: Path) -> None:
     for path, message in [
         (str(tmp_path / "nowhere"), "neither|expected a directory"),
