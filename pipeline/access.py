@@ -20,5 +20,5 @@ def named_errors(
     except (ImportError, ValueError) as error:  # fsspec knows no such protocol, the Hub no such name
         raise invalid(f"{key} is {where!r}, which cannot be opened: {error}. Check the path.") from error
     except Exception as error:  # OSError, httpx's, aiohttp's, google.auth's, botocore's: they share no other ancestor
-        cause = str(error) or type(error).__name__
+        cause = str(error).rstrip(".") or type(error).__name__
         raise failed(f"{where} cannot be read: {cause}. Check access to it, and try again.") from error

@@ -20,7 +20,7 @@ class ParquetDamage(InputError):
 
     def __init__(self, file: InputFile, place: str, row: int, error: Exception) -> None:
         self.row = row
-        self.reason = f"{place}: not readable as parquet: {' '.join(str(error).split())}"
+        self.reason = f"{place}: not readable as parquet: {' '.join(str(error).split()).rstrip('.')}"
         super().__init__(
             f"{file.path}, {self.reason}. Expected a whole parquet file; download it again, or set data.on_error=skip "
             "to leave out what follows."
