@@ -1,20 +1,16 @@
 """Is a store sound? `python -m pipeline.verify store.path=...` reads and checks every committed block.
 
-Exit codes: 0 sound; 1 something is wrong, and listed; 2 there is no store.
+Exit codes: 0 sound; 1 something is wrong, and listed, or the store cannot be reached; 2 there is no store.
 """
 
 import sys
 
 from tqdm import tqdm
 
-from pipeline.errors import EXIT_FAILED, EXIT_INVALID, EXIT_OK, ConfigError, StoreError
+from pipeline.errors import EXIT_FAILED, EXIT_OK, ConfigError, StoreError
 from pipeline.store.metadata import store_exists
-from pipeline.store.verify import Problem, verify_store
-
-REPAIR = (
-    "To repair the store, delete the commit records (_commits/stream-.../block-....json) of these blocks and of all "
-    "later blocks of their streams, then run the job again: it computes them again, with the same result."
-)
+from pipeline.store.problems import Problem
+from pipeline.store.verify import verify_store
 
 
 def main(arguments: list[str]) -> int:
@@ -24,16 +20,17 @@ def main(arguments: list[str]) -> int:
         if not store_exists(path):
             raise ConfigError(f"there is no activation store at {path}: it has no zarr.json.")
         problems = verify_with_progress(path)
-    except ConfigError as error:
+    except (ConfigError, StoreError) as error:
         print(error, file=sys.stderr)
-        return EXIT_INVALID
-    except StoreError as error:
-        print(error, file=sys.stderr)
-        return EXIT_FAILED
+        return error.exit_code
+    if not problems:
+        print(f"{path}: sound")
+        return EXIT_OK
     for problem in problems:
         print(problem)
-    print(f"{path}: {len(problems)} problems. {REPAIR}" if problems else f"{path}: sound")
-    return EXIT_FAILED if problems else EXIT_OK
+    remedies = dict.fromkeys(problem.remedy for problem in problems)
+    print(f"{path}: {len(problems)} problems. {' '.join(remedies)}")
+    return EXIT_FAILED
 
 
 def store_path(arguments: list[str]) -> str:

@@ -4,10 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from pipeline.store.writing import StoreWriter
 from pipeline.verify import main
-from tests.store.example_store import write_store
+from tests.store.example_store import blocks, layout, metadata, write_store
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -30,6 +32,17 @@ def test_a_damaged_store(tmp_path, capsys):
     assert "embed/c/0/0/0: is missing, although the block is committed" in printed
     assert any(line.startswith("_commits/stream-00001/block-000001.json: ") for line in printed)
     assert f"{tmp_path}: {len(printed) - 1} problems. To repair the store, delete the commit records" in printed[-1]
+
+
+def test_what_to_do_depends_on_what_is_wrong(tmp_path, capsys):
+    writer = StoreWriter.open(str(tmp_path), metadata(), layout())
+    block = next(blocks(0))
+    block.arrays["embed"][0, 0, 0] = np.inf
+    writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
+    assert main([f"store.path={tmp_path}"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "Choose capture.dtype=bfloat16 or capture.dtype=float32, and a new store.path." in last
+    assert "commit records" not in last
 
 
 def test_a_damaged_root(tmp_path, capsys):

@@ -137,20 +137,24 @@ def check_tiling(tables: Sequence[pa.Table], last: CommitRecord, num_streams: in
         yield f"document {document[k]}: the blocks end at its token {stop[k]}, expected {end[k]}"
 
 
-def check_activations(values: np.ndarray, valid: Bool[np.ndarray, "R T"]) -> Iterator[str]:
-    """Activations [R, T, D] are finite, and zero where padded."""
+def check_finite(values: np.ndarray) -> Iterator[str]:
+    """Activations [R, T, D] are finite."""
     if values.dtype.itemsize == 2:  # on the bits: numpy's own isfinite takes many times as long
-        ones = _EXPONENT_ONES[values.dtype.name]
         magnitude = np.bitwise_and(values.view(np.uint16), _WITHOUT_SIGN)
-        infinite = magnitude.max(initial=0) >= ones
-        padding = magnitude[~valid]
+        infinite = magnitude.max(initial=0) >= _EXPONENT_ONES[values.dtype.name]
     else:
         infinite = not np.isfinite(values).all()
-        padding = values[~valid]
     if infinite:
         bad = ~np.isfinite(values.astype(np.float32)).all(axis=2)
         row, position = np.argwhere(bad)[0]
         yield f"{bad.sum()} slots have values that are not finite, the first in row {row} at position {position}"
+
+
+def check_padding(values: np.ndarray, valid: Bool[np.ndarray, "R T"]) -> Iterator[str]:
+    """Activations [R, T, D] are zero where padded."""
+    padding = values[~valid]
+    if padding.dtype.itemsize == 2:
+        padding = np.bitwise_and(padding.view(np.uint16), _WITHOUT_SIGN)
     if padding.any():
         yield "is not zero where padded"
 

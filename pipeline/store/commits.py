@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from pipeline.errors import StoreError
+from pipeline.errors import StoreError, StoreInvalid
 from pipeline.store.kvstore import list_keys, read_keys
 
 COMMITS_PREFIX = "_commits/"
@@ -62,7 +62,7 @@ class CommitRecord:
 
     @classmethod
     def from_json(cls, text: bytes, subject: str) -> "CommitRecord":
-        """Raises StoreError, naming `subject`, for a record that is damaged, edited, or of another version."""
+        """Raises StoreInvalid, naming `subject`, for a record that is damaged, edited, or of another version."""
         try:
             content = json.loads(text)
             digest = content.pop("sha256")
@@ -70,11 +70,11 @@ class CommitRecord:
             sound = all(type(content[name]) is int for name in _COUNTS)
             sound = sound and _CURSOR == set(record.start) == set(record.next)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StoreError(f"{subject} is not a commit record ({error}). {_REMEDY}") from error
+            raise StoreInvalid(f"{subject} is not a commit record ({error}). {_REMEDY}") from error
         if not sound or digest != _digest(content):
-            raise StoreError(f"{subject} does not match its own checksum: it was edited or damaged. {_REMEDY}")
+            raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged. {_REMEDY}")
         if record.version != 1:
-            raise StoreError(f"{subject} has version {record.version}; this program reads version 1.")
+            raise StoreInvalid(f"{subject} has version {record.version}; this program reads version 1.")
         return record
 
 
@@ -95,25 +95,39 @@ def parse_commit_key(key: str) -> tuple[int, int] | None:
 def read_records(path: str, kvstore: ts.KvStore) -> dict[int, list[CommitRecord]]:
     """The committed blocks by stream, in order.
 
-    Raises StoreError for a damaged record, and for a stream whose blocks are not 0, 1, 2, ...
+    Raises StoreInvalid for a damaged record, and for a stream whose blocks are not 0, 1, 2, ...
     """
-    blocks = sorted(filter(None, map(parse_commit_key, list_keys(kvstore, COMMITS_PREFIX))))
-    keys = [commit_key(*place) for place in blocks]
+    found = _read_all(kvstore)
+    if _seems_inconsistent(found):  # because another worker committed, or withdrew a truncated record, meanwhile?
+        found = _read_all(kvstore)
     records: dict[int, list[CommitRecord]] = {}
-    for key, (stream, block), text in zip(keys, blocks, read_keys(kvstore, keys), strict=True):
+    for (stream, block), text in found.items():
+        key = commit_key(stream, block)
         if text is None:
-            raise StoreError(f"{path}/{key} disappeared while it was being read.")
+            raise StoreError(f"{path}/{key} disappeared while it was being read, twice. Run the same command again.")
         record = CommitRecord.from_json(text, f"{path}/{key}")
         if (record.stream, record.block) != (stream, block):
-            raise StoreError(f"{path}/{key} is the record of block {record.block} of stream {record.stream}.")
+            raise StoreInvalid(f"{path}/{key} is the record of block {record.block} of stream {record.stream}.")
         before = records.setdefault(stream, [])
         if block != len(before):
-            raise StoreError(
+            raise StoreInvalid(
                 f"stream {stream} of {path} has a record of block {block}, but none of block {len(before)}. "
                 f"Delete the stream's records from block {block} on: these blocks are then computed again."
             )
         before.append(record)
     return records
+
+
+def _read_all(kvstore: ts.KvStore) -> dict[tuple[int, int], bytes | None]:
+    """What each record holds, by (stream, block), in order; None for one that was deleted after it was listed."""
+    places = sorted(filter(None, map(parse_commit_key, list_keys(kvstore, COMMITS_PREFIX))))
+    texts = read_keys(kvstore, [commit_key(*place) for place in places])
+    return dict(zip(places, texts, strict=True))
+
+
+def _seems_inconsistent(found: Mapping[tuple[int, int], bytes | None]) -> bool:
+    gap = any(block and (stream, block - 1) not in found for stream, block in found)
+    return gap or None in found.values()
 
 
 def _digest(content: Mapping[str, Any]) -> str:

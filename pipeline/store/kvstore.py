@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import tensorstore as ts
 
-from pipeline.errors import StoreError
+from pipeline.errors import StoreError, StoreInvalid
 
 # One context for the process: all stores share the limits on concurrent requests, and `memory://` is one store.
 CONTEXT = ts.Context()
@@ -20,28 +20,36 @@ TENSORSTORE_ERRORS = (ValueError, OSError, RuntimeError)
 
 _NO_OBJECT = b"\2"  # the storage generation of an object that does not exist
 
+_FULL_REMEDY = "Free space, then run the same command again; it resumes."
 DAMAGE_REMEDY = "The object is damaged: run pipeline.verify, which lists all damage and says how to repair it."
-_REMEDIES = {  # by a sign in the message; the first that is found counts
-    "read-only file system": "Choose another store.path.",
-    "no space left": "The disk is full: free space, then run the same command again; it resumes.",
-    "disk quota exceeded": "The quota is used up: free space, then run the same command again; it resumes.",
-    "permission": "Give this user the permission, or choose another store.path.",
-    "data_loss": DAMAGE_REMEDY,
-    "requested byte range": DAMAGE_REMEDY,
-    "not a directory": "A file stands in the way: choose another store.path.",
-}
+_CAUSES = (  # a sign in the message, what is raised, the remedy; the first that is found counts
+    ("read-only file system", StoreError, "Choose another store.path."),
+    ("no space left", StoreError, f"The disk is full. {_FULL_REMEDY}"),
+    ("disk quota exceeded", StoreError, f"The quota is used up. {_FULL_REMEDY}"),
+    ("permission", StoreError, "Give this user the permission, or choose another store.path."),
+    ("data_loss", StoreInvalid, DAMAGE_REMEDY),
+    ("requested byte range", StoreInvalid, DAMAGE_REMEDY),
+    ("not a directory", StoreInvalid, "A file stands in the way: choose another store.path."),
+    ("unsupported url scheme", StoreInvalid, "Use a local path, gs:// or s3://."),
+    (
+        'failed_precondition: error opening "zarr3"',
+        StoreInvalid,
+        "The array was edited: delete its zarr.json, which the next run writes anew, or choose another store.path.",
+    ),
+)
 _ANY_REMEDY = "What was committed before stays valid; once the cause is gone, run the same command again."
 
 
-def open_kvstore(path: str) -> ts.KvStore:
-    """The key-value store at `path`: a local path or a URL. Nothing is created or read.
+def open_kvstore(path: str | os.PathLike[str]) -> ts.KvStore:
+    """The key-value store at `path`: a local path (`~` is the home directory) or a URL. Nothing is created or read.
 
-    Raises StoreError for a URL whose scheme TensorStore does not know.
+    Raises StoreInvalid for a URL whose scheme TensorStore does not know.
     """
+    path = os.fspath(path)
     if "://" in path:
         with store_errors(path):
             return ts.KvStore.open(path.rstrip("/") + "/", context=CONTEXT).result()
-    spec = {"driver": "file", "path": os.path.abspath(path).rstrip("/") + "/"}
+    spec = {"driver": "file", "path": os.path.abspath(os.path.expanduser(path)).rstrip("/") + "/"}
     return ts.KvStore.open(spec, context=CONTEXT).result()
 
 
@@ -82,10 +90,14 @@ def list_keys(kvstore: ts.KvStore, prefix: str) -> list[str]:
 
 @contextmanager
 def store_errors(subject: str) -> Iterator[None]:
-    """Turns what TensorStore raises into a StoreError that names `subject`, the cause and a remedy."""
+    """Turns what TensorStore raises into a StoreError that names `subject`, the cause and a remedy.
+
+    It is a StoreInvalid where the cause is one that no retry heals.
+    """
     try:
         yield
     except TENSORSTORE_ERRORS as error:
         text = str(error).partition(" [tensorstore_spec=")[0]
-        remedies = (remedy for sign, remedy in _REMEDIES.items() if sign in text.lower())
-        raise StoreError(f"{subject}: {text}. {next(remedies, _ANY_REMEDY)}") from error
+        causes = ((kind, remedy) for sign, kind, remedy in _CAUSES if sign in text.lower())
+        kind, remedy = next(causes, (StoreError, _ANY_REMEDY))
+        raise kind(f"{subject}: {text}. {remedy}") from error

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from pipeline.errors import StoreError, StoreMismatch
+from pipeline.errors import StoreInvalid, StoreMismatch
 from pipeline.store.kvstore import open_kvstore, read_key
 from pipeline.store.layout import ArraySpec, StoreLayout
 
@@ -114,17 +114,17 @@ class StoreRoot:
 
     @classmethod
     def from_json(cls, text: bytes, path: str) -> "StoreRoot":
-        """Raises StoreError when the group at `path` is not an activation store of this version, or is damaged."""
+        """Raises StoreInvalid when the group at `path` is not an activation store of this version, or is damaged."""
         try:
             attributes = json.loads(text).get("attributes", {}).get(ATTRIBUTE)
         except (ValueError, AttributeError) as error:
-            raise StoreError(f"{path}/{ROOT_KEY} is not the JSON of a Zarr group: {error}.") from error
+            raise StoreInvalid(f"{path}/{ROOT_KEY} is not the JSON of a Zarr group: {error}.") from error
         if attributes is None:
-            raise StoreError(f"{path} holds another Zarr hierarchy. Choose another store.path.")
+            raise StoreInvalid(f"{path} holds another Zarr hierarchy. Choose another store.path.")
         try:
             if attributes["version"] != FORMAT_VERSION:
                 found = attributes["version"]
-                raise StoreError(f"the store {path} has format version {found}; this program reads {FORMAT_VERSION}.")
+                raise StoreInvalid(f"the store {path} has format version {found}; this program reads {FORMAT_VERSION}.")
             metadata = StoreMetadata(**{f.name: attributes[f.name] for f in fields(StoreMetadata)})
             blocks = attributes.get("blocks")
             root = cls(
@@ -136,9 +136,9 @@ class StoreRoot:
             )
             fingerprint = attributes["fingerprint"]
         except (KeyError, TypeError, AttributeError) as error:
-            raise StoreError(f"{path}/{ROOT_KEY} is damaged: {type(error).__name__} {error}.") from error
+            raise StoreInvalid(f"{path}/{ROOT_KEY} is damaged: {type(error).__name__} {error}.") from error
         if fingerprint != metadata.fingerprint():
-            raise StoreError(f"{path}/{ROOT_KEY} was edited: its fingerprint is not that of its content.")
+            raise StoreInvalid(f"{path}/{ROOT_KEY} was edited: its fingerprint is not that of its content.")
         return root
 
 

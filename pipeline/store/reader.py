@@ -10,9 +10,12 @@ Works on finished and on unfinished stores; of the latter it sees the blocks tha
 Shapes: T positions of a row, D features of an activation.
 """
 
+import operator
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import SupportsIndex
 
 import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
 import numpy as np
@@ -22,7 +25,7 @@ import tensorstore as ts
 from jaxtyping import Int32, Int64
 from numpy.typing import DTypeLike
 
-from pipeline.errors import StoreError
+from pipeline.errors import StoreError, StoreInvalid
 from pipeline.sites import ActivationKey, Site
 from pipeline.store.arrays import open_existing
 from pipeline.store.batches import Batch, BatchReader
@@ -33,8 +36,8 @@ from pipeline.store.metadata import StoreMetadata, StoreRoot, read_root, stored_
 from pipeline.store.rows import read_runs, require_stored
 from pipeline.store.tables import empty_table, read_tables
 
-Key = ActivationKey | tuple[int, Site | str] | str
-Rows = int | slice | Sequence[int] | np.ndarray
+Key = ActivationKey | tuple[SupportsIndex | None, Site | str] | str
+Rows = SupportsIndex | slice | Sequence[SupportsIndex] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -88,15 +91,17 @@ class ActivationStore:
         self._blocks = sorted(blocks, key=lambda record: self._layout.shard_index(record.stream, record.block))
 
     @classmethod
-    def open(cls, path: str) -> "ActivationStore":
+    def open(cls, path: str | os.PathLike[str]) -> "ActivationStore":
         """Opens the store at a local path, `gs://`, `s3://` or `memory://`.
 
-        Raises StoreError where there is no store, or one that is damaged or of another version.
+        Raises StoreInvalid where there is no store, or one that is damaged or of another version, and StoreError where
+        it cannot be reached.
         """
+        path = os.fspath(path)
         kvstore = open_kvstore(path)
         root = read_root(path, kvstore)
         if root is None:
-            raise StoreError(f"there is no activation store at {path}: it has no zarr.json.")
+            raise StoreInvalid(f"there is no activation store at {path}: it has no zarr.json.")
         arrays = open_existing(kvstore, [*(spec.name for spec in SIDE_ARRAYS), *root.arrays])
         return cls(path, kvstore, root, read_records(path, kvstore), arrays)
 
@@ -135,27 +140,27 @@ class ActivationStore:
         tables = list(read_tables(self._kvstore, self._blocks))
         return pa.concat_tables(tables, promote_options="default") if tables else empty_table()
 
-    def read(self, layer: int | None, site: Site | str, rows: Rows, dtype: DTypeLike = None) -> np.ndarray:
+    def read(self, layer: SupportsIndex | None, site: Site | str, rows: Rows, dtype: DTypeLike = None) -> np.ndarray:
         """Activations [n, T, D] of some rows ([T, D] for one), zeros where padded.
 
-        `layer` is None for the sites that exist once. `rows` are row numbers, as in `store.rows`; a slice selects the
-        stored ones of its range. `dtype` is the store's unless given. Raises StoreError for a row that is not stored,
-        or damaged.
+        `layer` is None for the sites that exist once. `rows` are row numbers, as in `store.rows`, or a mask of these;
+        a slice selects the stored ones of its range. `dtype` is the store's unless given. Raises StoreError for a row
+        that is not stored, or damaged.
         """
-        key = self._key((-1 if layer is None else layer, site))
+        key = self._key((layer, site))
         return self._read(key.name, rows) if dtype is None else self._read(key.name, rows).astype(dtype, copy=False)
 
     def read_tokens(self, rows: Rows) -> TokenRows:
         """Tokens, segments, positions and documents of some rows, chosen as in `read`."""
         return TokenRows(**{spec.name: self._read(spec.name, rows) for spec in SIDE_ARRAYS})
 
-    def document(self, id: str | int, keys: Sequence[Key] | None = None) -> DocumentActivations:
+    def document(self, id: str | SupportsIndex, keys: Sequence[Key] | None = None) -> DocumentActivations:
         """One document, by its id (str) or number (int), with the activations of `keys` (default: all).
 
         A document that is longer than a row has several windows, each computed by itself; they follow one another.
         Raises StoreError for an id that no document has, or several have.
         """
-        column = "document" if isinstance(id, int) else "id"
+        column, id = ("id", id) if isinstance(id, str) else ("document", operator.index(id))
         found = self.documents.filter(pc.equal(self.documents[column], id))
         numbers = pc.unique(found["document"]).to_pylist()
         if len(numbers) != 1:
@@ -197,35 +202,48 @@ class ActivationStore:
         `keys` is one activation, e.g. (5, "resid_post"), or a list of them; see `Batch`. Unshuffled, tokens come in
         the order of their rows. Shuffled, blocks come in random order and their pieces fill a buffer of `buffer_mib`
         MiB of activations, which is emptied in random order; the order depends on `seed` and `buffer_mib` alone. While
-        one buffer is emptied the next is read. Raises StoreError for a damaged block.
+        one buffer is emptied the next is read. Raises StoreError for a damaged block, and when `keys` is empty.
         """
-        single = isinstance(keys, (ActivationKey, str)) or (isinstance(keys, tuple) and isinstance(keys[0], int))
+        single = _is_key(keys)
         names = [self._key(key).name for key in ([keys] if single else keys)]
+        if not names:
+            raise StoreError(f"no activations of the store {self.path} are asked for; it has {self._key_names()}.")
         reader = BatchReader(self._layout, self.arrays, self._blocks, tuple(names), buffer_mib)
         return reader.batches(batch_size, None if not shuffle else seed, dtype, drop_last, single)
 
     def _key(self, key: Key) -> ActivationKey:
         try:
-            parsed = ActivationKey.parse(key) if isinstance(key, str) else ActivationKey(key[0], Site(key[1]))
-        except TypeError:
-            parsed = key
-        except ValueError as error:
+            parsed = _parse_key(key)
+        except (TypeError, ValueError) as error:
             raise StoreError(f"{key!r} names no activation: {error}.") from error
         if parsed not in self.keys:
-            names = ", ".join(known.name for known in self.keys)
-            raise StoreError(f"the store {self.path} has no {parsed.name}; it has {names}.")
+            raise StoreError(f"the store {self.path} has no {parsed.name}; it has {self._key_names()}.")
         return parsed
 
-    def _read(self, name: str, rows: Rows) -> np.ndarray:
+    def _key_names(self) -> str:
+        return ", ".join(key.name for key in self.keys)
+
+    def _row_numbers(self, rows: Rows) -> Int64[np.ndarray, " n"]:
         if isinstance(rows, slice):
             end = int(self.rows[-1]) + 1 if self.rows.size else 0
             wanted = np.arange(*rows.indices(end), dtype=np.int64)
-            wanted = wanted[np.isin(wanted, self.rows)]
-        else:
-            wanted = np.atleast_1d(np.asarray(rows, np.int64))
-            absent = wanted[~np.isin(wanted, self.rows)][:8].tolist()
-            if absent:
-                raise StoreError(f"rows {absent} are not in the store {self.path}; `rows` lists those that are.")
+            return wanted[np.isin(wanted, self.rows)]
+        chosen = np.asarray(rows)
+        if chosen.dtype == bool and chosen.shape == self.rows.shape:
+            return self.rows[chosen]
+        if chosen.ndim > 1 or (chosen.size and chosen.dtype.kind not in "iu"):
+            raise StoreError(
+                f"rows have the shape {list(chosen.shape)} and dtype {chosen.dtype}; expected a row number, a list of "
+                f"them, a slice, or a mask of the {len(self.rows)} rows of the store {self.path}."
+            )
+        wanted = np.atleast_1d(chosen).astype(np.int64)
+        absent = wanted[~np.isin(wanted, self.rows)][:8].tolist()
+        if absent:
+            raise StoreError(f"rows {absent} are not in the store {self.path}; `rows` lists those that are.")
+        return wanted
+
+    def _read(self, name: str, rows: Rows) -> np.ndarray:
+        wanted = self._row_numbers(rows)
         values = read_runs(self.arrays[name], wanted)
         if name != POSITIONS.name:  # where zeros are nothing unusual
             require_stored(self.arrays[name], wanted, values)
@@ -233,3 +251,20 @@ class ActivationStore:
 
     def _block_rows(self, record: CommitRecord) -> np.ndarray:
         return np.arange(record.rows, dtype=np.int64) + self._layout.first_row(record.stream, record.block)
+
+
+def _is_key(keys: Key | Sequence[Key]) -> bool:
+    """Whether this is one key, not several: a pair (layer, site) is a tuple too."""
+    if isinstance(keys, tuple) and keys:
+        return keys[0] is None or isinstance(keys[0], SupportsIndex)
+    return isinstance(keys, (ActivationKey, str))
+
+
+def _parse_key(key: Key) -> ActivationKey:
+    """Raises TypeError or ValueError for what names no activation."""
+    if isinstance(key, ActivationKey):
+        return key
+    if isinstance(key, str):
+        return ActivationKey.parse(key)
+    layer, site = key
+    return ActivationKey(-1 if layer is None else operator.index(layer), Site(site))

@@ -4,7 +4,7 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Int64
 
-from pipeline.errors import StoreError
+from pipeline.errors import StoreInvalid
 from pipeline.store.kvstore import list_keys, store_errors
 
 # How many pieces to have under way. Enough to keep an object store busy; with more, TensorStore's own buffers no longer
@@ -41,7 +41,7 @@ def wait_read(array: ts.TensorStore, read: ts.WriteFutures) -> None:
 
 
 def require_stored(array: ts.TensorStore, rows: Int64[np.ndarray, " n"], values: np.ndarray) -> None:
-    """Raises StoreError when an object that holds some of `rows` is missing.
+    """Raises StoreInvalid when an object that holds some of `rows` is missing.
 
     Zarr reads a missing object as fill values. A committed row starts with a token, so its values there are hardly ever
     all of them fill values; only then is the object looked for.
@@ -52,7 +52,7 @@ def require_stored(array: ts.TensorStore, rows: Int64[np.ndarray, " n"], values:
     for shard in np.unique(suspicious // array.chunk_layout.write_chunk.shape[0]).tolist():
         key = "/".join(["c", str(shard), *["0"] * (array.ndim - 1)])
         if key not in list_keys(array.kvstore, key):
-            raise StoreError(
+            raise StoreInvalid(
                 f"{array.kvstore.url}{key} is missing, although the block is committed. "
                 "Run pipeline.verify, which lists all damage and says how to repair it."
             )

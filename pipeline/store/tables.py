@@ -9,14 +9,16 @@ import pyarrow.parquet as pq
 import tensorstore as ts
 
 from pipeline.data.documents import DOCUMENT_SCHEMA
-from pipeline.errors import StoreError
+from pipeline.errors import StoreInvalid
 from pipeline.store.commits import CommitRecord
 from pipeline.store.kvstore import DAMAGE_REMEDY, read_keys
+
+TABLES_PREFIX = "_documents/"
 
 
 def table_key(stream: int, block: int) -> str:
     """The table's key, relative to the store."""
-    return f"_documents/stream-{stream:05d}/block-{block:06d}.parquet"
+    return f"{TABLES_PREFIX}stream-{stream:05d}/block-{block:06d}.parquet"
 
 
 def encode_table(table: pa.Table) -> bytes:
@@ -32,26 +34,26 @@ def table_digest(content: bytes) -> str:
 
 
 def decode_table(content: bytes | None, record: CommitRecord) -> pa.Table:
-    """A block's document table from its file's bytes. Raises StoreError when it is missing or damaged."""
+    """A block's document table from its file's bytes. Raises StoreInvalid when it is missing or damaged."""
     subject = table_key(record.stream, record.block)
     if content is None:
-        raise StoreError(f"{subject} is missing, although the block is committed. {DAMAGE_REMEDY}")
+        raise StoreInvalid(f"{subject} is missing, although the block is committed. {DAMAGE_REMEDY}")
     if table_digest(content) != record.table_sha256:
-        raise StoreError(f"{subject} has not the sha256 that the commit record names. {DAMAGE_REMEDY}")
+        raise StoreInvalid(f"{subject} has not the sha256 that the commit record names. {DAMAGE_REMEDY}")
     try:
         table = pq.read_table(pa.BufferReader(content))
     except (pa.ArrowException, OSError) as error:
-        raise StoreError(f"{subject} cannot be read: {error}. {DAMAGE_REMEDY}") from error
+        raise StoreInvalid(f"{subject} cannot be read: {error}. {DAMAGE_REMEDY}") from error
     missing = [name for name in DOCUMENT_SCHEMA.names if name not in table.column_names]
     if missing:
-        raise StoreError(f"{subject} lacks the columns {missing}; it has {table.column_names}.")
+        raise StoreInvalid(f"{subject} lacks the columns {missing}; it has {table.column_names}.")
     return table
 
 
 def read_tables(kvstore: ts.KvStore, records: Sequence[CommitRecord]) -> Iterator[pa.Table]:
     """The document tables of blocks, each with the block's stream and number as first columns.
 
-    Raises StoreError for a table that is missing or damaged.
+    Raises StoreInvalid for a table that is missing or damaged.
     """
     keys = [table_key(record.stream, record.block) for record in records]
     for record, content in zip(records, read_keys(kvstore, keys), strict=True):

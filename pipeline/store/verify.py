@@ -8,26 +8,23 @@ import numpy as np
 import pyarrow as pa
 import tensorstore as ts
 
-from pipeline.errors import StoreError
+from pipeline.errors import StoreError, StoreInvalid
 from pipeline.store.arrays import open_existing
-from pipeline.store.checks import check_activations, check_chain, check_side_arrays, check_table, check_tiling
+from pipeline.store.checks import (
+    check_chain,
+    check_finite,
+    check_padding,
+    check_side_arrays,
+    check_table,
+    check_tiling,
+)
 from pipeline.store.commits import COMMITS_PREFIX, CommitRecord, parse_commit_key
 from pipeline.store.kvstore import list_keys, open_kvstore, read_key, read_keys
 from pipeline.store.layout import MAX_ROWS, POSITIONS, SIDE_ARRAYS, StoreLayout
 from pipeline.store.metadata import ROOT_KEY, StoreRoot, stored_layout
+from pipeline.store.problems import Problem, Remedy
 from pipeline.store.rows import READS_AHEAD, start_read, wait_read
-from pipeline.store.tables import decode_table, table_key
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something wrong with the object (or array) `where`, relative to the store."""
-
-    where: str
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.what}"
+from pipeline.store.tables import TABLES_PREFIX, decode_table, table_key
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,7 @@ class _Store:
     root: StoreRoot
     layout: StoreLayout
     arrays: Mapping[str, ts.TensorStore]
+    num_rows: int  # that every array has: an interruption leaves some trimmed, others not
     objects: Mapping[str, frozenset[str]]  # of each array, its store shards
     vocab_size: int | None
 
@@ -46,17 +44,17 @@ class _Store:
 def verify_store(path: str, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
     """Everything that is wrong with the committed blocks of a store; an empty list when it is sound.
 
-    `progress` is called with the number of blocks that are checked and the number of all. Raises StoreError where
-    there is no store or it cannot be reached; what is damaged is a Problem.
+    `progress` is called with the number of blocks that are checked and the number of all. What is damaged is a
+    Problem. Raises StoreInvalid where there is no store, and StoreError where it cannot be reached.
     """
     kvstore = open_kvstore(path)
     text = read_key(kvstore, ROOT_KEY)
     if text is None:
-        raise StoreError(f"there is no activation store at {path}: it has no {ROOT_KEY}.")
+        raise StoreInvalid(f"there is no activation store at {path}: it has no {ROOT_KEY}.")
     try:
         root = StoreRoot.from_json(text, path)
     except StoreError as error:
-        return [Problem(ROOT_KEY, str(error))]
+        return [Problem(ROOT_KEY, str(error), Remedy.restore)]
     problems: list[Problem] = []
     records = _read_records(kvstore, problems)
     problems += _check_records(root, records)
@@ -66,6 +64,8 @@ def verify_store(path: str, progress: Callable[[int, int], None] | None = None) 
     store = _describe(path, kvstore, root, arrays)
     wrong, readable = _check_arrays(store, records)
     problems += wrong
+    if root.complete:
+        problems += _check_leftovers(store)
     if not readable:
         return problems
     total, done = sum(map(len, records.values())), 0
@@ -87,8 +87,9 @@ def _read_records(kvstore: ts.KvStore, problems: list[Problem]) -> dict[int, lis
     keys = list_keys(kvstore, COMMITS_PREFIX)
     records: dict[int, list[CommitRecord]] = {}
     for key, text in zip(keys, read_keys(kvstore, keys), strict=True):
-        place = parse_commit_key(key)
-        if place is None or text is None:
+        if text is None:  # withdrawn since it was listed: a worker is writing the block again
+            continue
+        if parse_commit_key(key) is None:
             problems.append(Problem(key, "is not a commit record"))
             continue
         try:
@@ -110,7 +111,8 @@ def _check_records(root: StoreRoot, records: Mapping[int, Sequence[CommitRecord]
             yield Problem(found[0].key, f"the store has streams 0..{num_streams - 1}")
         yield from (Problem(record.key, what) for record, what in check_chain(found))
     if root.complete != (root.blocks is not None):
-        yield Problem(ROOT_KEY, f"complete is {root.complete}, but the number of blocks is {root.blocks}")
+        what = f"complete is {root.complete}, but the number of blocks is {root.blocks}"
+        yield Problem(ROOT_KEY, what, Remedy.restore)
     for stream, expected in enumerate(root.blocks or ()):
         if (found := len(records.get(stream, ()))) != expected:
             where = f"{COMMITS_PREFIX}stream-{stream:05d}"
@@ -125,15 +127,16 @@ def _open_arrays(kvstore: ts.KvStore, root: StoreRoot, problems: list[Problem]) 
         try:
             opened |= open_existing(kvstore, [name])
         except StoreError as error:
-            problems.append(Problem(f"{name}/zarr.json", str(error)))
+            problems.append(Problem(f"{name}/zarr.json", str(error), Remedy.rerun))
     return opened if len(opened) == len(SIDE_ARRAYS) + len(root.arrays) else None
 
 
 def _describe(path: str, kvstore: ts.KvStore, root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> _Store:
     layout = stored_layout(root, arrays)
+    num_rows = min(array.shape[0] for array in arrays.values())
     objects = {name: frozenset(list_keys(kvstore, f"{name}/c/")) for name in arrays}
     vocab_size = root.metadata.model.get("vocab_size", root.metadata.tokenizer.get("vocab_size"))
-    return _Store(path, kvstore, root, layout, arrays, objects, vocab_size)
+    return _Store(path, kvstore, root, layout, arrays, num_rows, objects, vocab_size)
 
 
 def _check_arrays(store: _Store, records: Mapping[int, Sequence[CommitRecord]]) -> tuple[list[Problem], bool]:
@@ -147,11 +150,24 @@ def _check_arrays(store: _Store, records: Mapping[int, Sequence[CommitRecord]]) 
         found = (array.dtype.name, array.shape[1:], array.chunk_layout.write_chunk.shape)
         expected = (spec.dtype, shard_shape[1:], shard_shape)
         if found != expected:
-            problems.append(Problem(where, f"has dtype, shape and store shards {found}, expected {expected}"))
+            what = f"has dtype, shape and store shards {found}, expected {expected}"
+            problems.append(Problem(where, what, Remedy.rerun))
         if array.shape[0] != (rows if store.root.complete else MAX_ROWS):
-            problems.append(Problem(where, f"has {array.shape[0]} rows; the last committed row is {rows - 1}"))
+            what = f"has {array.shape[0]} rows; the last committed row is {rows - 1}"
+            problems.append(Problem(where, what, Remedy.rerun))
         readable = readable and found == expected and array.shape[0] >= rows
     return problems, readable
+
+
+def _check_leftovers(store: _Store) -> Iterator[Problem]:
+    """The objects of a complete store that belong to no block with a record, be it readable or not."""
+    blocks = set(filter(None, map(parse_commit_key, list_keys(store.kvstore, COMMITS_PREFIX))))
+    of_blocks = {table_key(*place) for place in blocks}
+    of_blocks |= {store.layout.shard_key(spec, *place) for place in blocks for spec in store.layout.all_arrays}
+    for keys in (list_keys(store.kvstore, TABLES_PREFIX), *map(sorted, store.objects.values())):
+        for key in keys:
+            if key not in of_blocks:
+                yield Problem(key, "belongs to no committed block, although the store is complete", Remedy.discard)
 
 
 def _check_block(store: _Store, record: CommitRecord, tables: list[pa.Table]) -> Iterator[Problem]:
@@ -184,29 +200,32 @@ def _check_block(store: _Store, record: CommitRecord, tables: list[pa.Table]) ->
         for what in check_table(table, sides["documents"], record, store.layout.num_streams):
             yield Problem(table_key(record.stream, record.block), what)
     for name in (spec.name for spec in store.layout.arrays if spec.name not in missing):
-        what = _check_activations(store, name, record, sides["segments"] > 0)
-        yield from (Problem(keys[name], sentence) for sentence in what)
+        yield from _check_activations(store, name, keys[name], record, sides["segments"] > 0)
 
 
-def _check_activations(store: _Store, name: str, record: CommitRecord, valid: np.ndarray) -> Iterator[str]:
+def _check_activations(
+    store: _Store, name: str, key: str, record: CommitRecord, valid: np.ndarray
+) -> Iterator[Problem]:
     """What is wrong with the first bad piece of a block's activations."""
     row = 0
     try:
         for values in _read_block(store, name, record):
-            wrong = list(check_activations(values, valid[row : row + len(values)]))
+            where = f"rows {row} to {row + len(values) - 1} of the block: "
+            wrong = [Problem(key, where + what, Remedy.other_dtype) for what in check_finite(values)]
+            wrong += [Problem(key, where + what) for what in check_padding(values, valid[row : row + len(values)])]
             if wrong:
-                yield from (f"rows {row} to {row + len(values) - 1} of the block: {what}" for what in wrong)
+                yield from wrong
                 return
             row += len(values)
     except StoreError as error:
-        yield str(error)
+        yield Problem(key, str(error))
 
 
 def _read_block(store: _Store, name: str, record: CommitRecord) -> Iterator[np.ndarray]:
-    """A block of an array, in pieces of whole rows; the rows that trimming cut off are left out."""
+    """A block of an array, in pieces of whole rows; the rows that trimming cut off some array are left out."""
     array = store.arrays[name]
     first = store.layout.first_row(record.stream, record.block)
-    stop = min(first + store.layout.rows_per_block, array.shape[0])
+    stop = min(first + store.layout.rows_per_block, store.num_rows)
     yield np.empty((0, *array.shape[1:]), array.dtype.numpy_dtype)
     reads: deque[tuple[np.ndarray, ts.WriteFutures]] = deque()
     step = store.layout.piece_rows([name])

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import tensorstore as ts
 
-from pipeline.errors import StoreError
+from pipeline.errors import StoreError, StoreInvalid
 from pipeline.store.arrays import open_or_create, set_rows
 from pipeline.store.commits import COMMITS_PREFIX, CommitRecord, read_records
 from pipeline.store.kvstore import (
@@ -57,6 +57,9 @@ class StoreWriter:
         self.layout = layout
         self.records: dict[int, list[CommitRecord]] = read_records(path, kvstore)
         self._kvstore = kvstore
+        # `memory://` would keep the arrays themselves, which the caller fills again, and free them under its own lock
+        # while it waits for the interpreter's: a deadlock.
+        self._may_reference = not path.startswith("memory://")
         self._root = root
         self._arrays = arrays
 
@@ -65,7 +68,8 @@ class StoreWriter:
         """Opens the store at `path` (a local path, `gs://`, `s3://`, `memory://`), which is created where absent.
 
         A store whose creation was interrupted is completed. Raises StoreMismatch when the store's fingerprint is not
-        `metadata`'s, and StoreError when it cannot be read or written or its records have gaps.
+        `metadata`'s, StoreInvalid when it is damaged or its records have gaps, and StoreError when it cannot be read or
+        written.
         """
         if (metadata.num_streams, metadata.rows_per_block) != (layout.num_streams, layout.rows_per_block):
             raise ValueError(f"metadata and layout disagree: {metadata} {layout}")
@@ -88,7 +92,7 @@ class StoreWriter:
         if self.complete:
             raise ValueError(f"the store {self.path} is complete: reopen() it first")
         if self.layout.first_row(stream, block) + self.layout.rows_per_block > MAX_ROWS:
-            raise StoreError(f"block {block} of stream {stream} is beyond row {MAX_ROWS}, the most a store can have.")
+            raise StoreInvalid(f"block {block} of stream {stream} is beyond row {MAX_ROWS}, the most a store can have.")
         self._check_arrays(arrays)
         self._withdraw(stream, block)
         futures: dict[str, ts.Future | ts.WriteFutures] = {}
@@ -96,7 +100,7 @@ class StoreWriter:
         with store_errors(f"{self.path}: block {block} of stream {stream}"):
             for spec in self.layout.all_arrays:
                 shard = self._arrays[spec.name][first : first + self.layout.rows_per_block]
-                write = shard.write(arrays[spec.name], can_reference_source_data_indefinitely=True)
+                write = shard.write(arrays[spec.name], can_reference_source_data_indefinitely=self._may_reference)
                 futures[self.layout.shard_key(spec, stream, block)] = write
             parquet = encode_table(table)
             futures[table_key(stream, block)] = self._kvstore.write(table_key(stream, block), parquet)
@@ -135,6 +139,9 @@ class StoreWriter:
         complete. Does nothing to a store that is complete already.
 
         Call it only once no process has a block to commit. The records are read again, since others wrote some.
+        Nothing is deleted: objects without a commit record may be those of a block that a worker with a larger
+        `run.max_tokens` is about to commit, and would then be missing. Those that a killed run left behind stay, and
+        `verify_store` names them.
         """
         self.refresh()
         last = [stream[-1] for stream in self.records.values()]
@@ -144,7 +151,7 @@ class StoreWriter:
         set_rows(self._kvstore, self._array_names(), rows)
 
     def write_metrics(self, name: str, text: bytes) -> None:
-        """Writes (or replaces) `_metrics/<name>`. Raises StoreError."""
+        """Writes (or replaces) `_metrics/<name>`. Raises StoreError, and nothing else; the store is then as before."""
         write_key(self._kvstore, f"_metrics/{name}", text)
 
     def _update_root(self, complete: bool, blocks: tuple[int, ...] | None) -> None:
@@ -190,7 +197,7 @@ def _create_root(path: str, kvstore: ts.KvStore, metadata: StoreMetadata, layout
     if read_key(kvstore, ROOT_KEY) is not None:
         return None
     if list_keys(kvstore, COMMITS_PREFIX):
-        raise StoreError(
+        raise StoreInvalid(
             f"{path} has commit records, but its {ROOT_KEY} is missing. Restore it, or choose another store.path."
         )
     created = datetime.now(UTC).isoformat(timespec="seconds")

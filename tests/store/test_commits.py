@@ -1,11 +1,14 @@
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import tensorstore as ts
 
-from pipeline.errors import StoreError
+from pipeline.errors import StoreError, StoreInvalid
+from pipeline.store import commits
 from pipeline.store.commits import CommitRecord, commit_key, parse_commit_key, read_records
-from pipeline.store.kvstore import open_kvstore, write_key
+from pipeline.store.kvstore import open_kvstore, read_keys, write_key
 
 CURSOR = {"shard": 0, "document": 5, "token": 128, "ordinal": 7}
 RECORD = CommitRecord(
@@ -53,12 +56,12 @@ def test_names():
     ],
 )
 def test_damaged_and_edited_records_are_refused(text):
-    with pytest.raises(StoreError, match="the record"):
+    with pytest.raises(StoreInvalid, match="the record"):
         CommitRecord.from_json(text, "the record")
 
 
 def test_a_later_version_is_refused():
-    with pytest.raises(StoreError, match="has version 2; this program reads version 1"):
+    with pytest.raises(StoreInvalid, match="has version 2; this program reads version 1"):
         CommitRecord.from_json(replace(RECORD, version=2).to_json(), "it")
 
 
@@ -70,12 +73,51 @@ def test_records_are_read_in_order_and_gaps_are_named(tmp_path):
     records = read_records("store", kvstore)
     assert {stream: [record.block for record in found] for stream, found in records.items()} == {0: [0], 3: [0, 1]}
     write_key(kvstore, first.key, None)
-    with pytest.raises(StoreError, match="stream 3 of store has a record of block 1, but none of block 0"):
+    with pytest.raises(StoreInvalid, match="stream 3 of store has a record of block 1, but none of block 0"):
         read_records("store", kvstore)
 
 
 def test_a_record_under_another_name_is_refused(tmp_path):
     kvstore = open_kvstore(str(tmp_path))
     write_key(kvstore, commit_key(0, 0), RECORD.to_json())
-    with pytest.raises(StoreError, match="is the record of block 12 of stream 3"):
+    with pytest.raises(StoreInvalid, match="is the record of block 12 of stream 3"):
         read_records("store", kvstore)
+
+
+def before_each_read(monkeypatch, act: Callable[[], None]) -> None:
+    """Another worker does something after the records were listed, and before they are read."""
+
+    def read(kvstore: ts.KvStore, keys: list[str]) -> Iterator[bytes | None]:
+        act()
+        return read_keys(kvstore, keys)
+
+    monkeypatch.setattr(commits, "read_keys", read)
+
+
+def test_a_record_that_is_withdrawn_while_they_are_read(tmp_path, monkeypatch):
+    kvstore = open_kvstore(str(tmp_path))
+    first, second = (replace(RECORD, block=block) for block in (0, 1))
+    for record in (first, second):
+        write_key(kvstore, record.key, record.to_json())
+    before_each_read(monkeypatch, lambda: write_key(kvstore, second.key, None))
+    assert read_records("store", kvstore) == {3: [first]}
+
+
+def test_a_record_that_was_listed_before_an_earlier_one_was_written(tmp_path, monkeypatch):
+    kvstore = open_kvstore(str(tmp_path))
+    first, second = (replace(RECORD, block=block) for block in (0, 1))
+    write_key(kvstore, second.key, second.to_json())
+    before_each_read(monkeypatch, lambda: write_key(kvstore, first.key, first.to_json()))
+    assert read_records("store", kvstore) == {3: [first, second]}
+
+
+def test_records_that_keep_disappearing_end_the_reading(tmp_path, monkeypatch):
+    kvstore = open_kvstore(str(tmp_path))
+    left = [replace(RECORD, stream=stream, block=0) for stream in range(4)]
+    for record in left:
+        write_key(kvstore, record.key, record.to_json())
+    before_each_read(monkeypatch, lambda: write_key(kvstore, left.pop().key, None))
+    with pytest.raises(StoreError, match="disappeared while it was being read, twice") as caught:
+        read_records("store", kvstore)
+    assert caught.value.exit_code == 1
+    assert len(left) == 2

@@ -11,6 +11,7 @@ import pytest
 from pipeline.store.commits import CommitRecord, commit_key
 from pipeline.store.kvstore import list_keys, open_kvstore, read_key, write_key
 from pipeline.store.layout import DOCUMENTS, POSITIONS, SEGMENTS, TOKENS
+from pipeline.store.problems import Remedy
 from pipeline.store.tables import decode_table, encode_table, table_digest, table_key
 from pipeline.store.verify import verify_store
 from pipeline.store.writing import StoreWriter
@@ -257,6 +258,16 @@ def test_values_where_padded(tmp_path, dtype):
             block.arrays["embed"][-1, -1, 0] = -1
         writer.commit(writer.begin_block(1, block.record.block, block.arrays, block.table), block.record)
     assert [p.split(": ")[2] for p in found(str(tmp_path))] == ["is not zero where padded"]
+
+
+def test_computing_again_is_no_remedy_for_values_that_are_not_finite(tmp_path):
+    writer = StoreWriter.open(str(tmp_path), metadata(), layout(dtype="float16"))
+    block = next(blocks(0, dtype="float16"))
+    block.arrays["embed"][0, 0, 0] = np.inf
+    writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
+    (problem,) = verify_store(str(tmp_path))
+    assert problem.remedy is Remedy.other_dtype
+    assert "not finite" in problem.what
 
 
 def edit_root(path: str, edit: Callable[[dict], None]) -> None:

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from pipeline.errors import StoreError, StoreMismatch
+from pipeline.errors import StoreInvalid, StoreMismatch
 from pipeline.store.metadata import Difference, StoreRoot
 from tests.store.example_store import metadata
 
@@ -64,5 +64,6 @@ def test_a_root_survives_json():
 )
 def test_damaged_roots_are_refused(edit, message):
     root = StoreRoot(metadata(), ("embed",), "2026-01-01T00:00:00+00:00")
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises(StoreInvalid, match=message) as caught:
         StoreRoot.from_json(edit(root.to_json()), "it")
+    assert caught.value.exit_code == 2

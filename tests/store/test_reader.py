@@ -2,7 +2,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.errors import StoreError
+from pipeline.errors import StoreError, StoreInvalid
 from pipeline.sites import ActivationKey, Site
 from pipeline.store import ActivationStore
 from pipeline.store.kvstore import open_kvstore, write_key
@@ -76,6 +76,25 @@ def test_read_converts(store):
     np.testing.assert_array_equal(values, store.read(None, "embed", [0, 1]).astype(np.float32))
 
 
+def test_a_mask_selects_from_the_stored_rows(store):
+    mask = np.arange(len(store.rows)) % 3 == 1
+    assert not np.array_equal(store.rows, np.arange(len(store.rows)))
+    expected = store.read(1, "resid_post", store.rows[mask])
+    np.testing.assert_array_equal(store.read(1, "resid_post", mask), expected)
+    np.testing.assert_array_equal(store.read(1, "resid_post", mask.tolist()), expected)
+
+
+def test_numpy_numbers_are_numbers(store):
+    row = np.int32(9)
+    expected = store.read(3, "resid_post", 9)
+    assert expected.shape == (LENGTH, WIDTHS[NAME])
+    np.testing.assert_array_equal(store.read(np.int64(3), "resid_post", row), expected)
+    assert store.document(np.int64(4)).id == store.document(4).id
+    assert next(store.batches((np.int64(3), "resid_post"), 5)).activations.shape == (5, WIDTHS[NAME])
+    assert list(next(store.batches(((np.int64(3), "resid_post"), "embed"), 5)).activations) == [NAME, "embed"]
+    assert next(store.batches((None, "embed"), 5)).activations.shape == (5, WIDTHS["embed"])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -87,6 +106,14 @@ def test_read_converts(store):
         (lambda store: store.document("nothing"), "no document has it"),
         (lambda store: store.document(10**6), "no document has it"),
         (lambda store: store.batches("blocks.9.resid_post", 4), "has no"),
+        (lambda store: store.batches([], 4), r"no activations of the store .* are asked for; it has blocks\.1\."),
+        (lambda store: store.batches((), 4), "no activations of the store .* are asked for"),
+        (lambda store: store.batches([(1,)], 4), "names no activation"),
+        (lambda store: store.batches([None], 4), "names no activation"),
+        (lambda store: store.read(1.0, "resid_post", 0), "names no activation"),
+        (lambda store: store.read_tokens([0.5, 1.0]), r"rows have the shape \[2\] and dtype float64"),
+        (lambda store: store.read_tokens([[0, 1]]), r"rows have the shape \[1, 2\]"),
+        (lambda store: store.read_tokens([True, False]), r"shape \[2\] and dtype bool; .* a mask of the \d+ rows"),
     ],
 )
 def test_what_is_not_there_is_named(store, call, message):
@@ -95,7 +122,7 @@ def test_what_is_not_there_is_named(store, call, message):
 
 
 def test_no_store(tmp_path):
-    with pytest.raises(StoreError, match="there is no activation store"):
+    with pytest.raises(StoreInvalid, match="there is no activation store"):
         ActivationStore.open(str(tmp_path / "nothing"))
 
 

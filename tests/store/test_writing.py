@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +14,13 @@ import pytest
 import tensorstore as ts
 import zarr
 
-from pipeline.errors import StoreError, StoreMismatch
-from pipeline.store import ActivationStore
+from pipeline.errors import StoreError, StoreInvalid, StoreMismatch
+from pipeline.store import ActivationStore, arrays, writing
 from pipeline.store.arrays import set_rows
 from pipeline.store.kvstore import list_keys, open_kvstore, read_key, write_key
 from pipeline.store.layout import MAX_ROWS
 from pipeline.store.metadata import read_metadata
+from pipeline.store.problems import Remedy
 from pipeline.store.verify import verify_store
 from pipeline.store.writing import StoreWriter
 from tests.store.example_store import (
@@ -60,13 +63,13 @@ def test_a_new_store_is_empty_and_not_complete(store_path):
 
 def test_what_is_written_is_there(store_path):
     write_store(store_path)
-    arrays = ActivationStore.open(store_path).arrays
+    stored_arrays = ActivationStore.open(store_path).arrays
     for stream in range(NUM_STREAMS):
         for block in blocks(stream):
             first = layout().first_row(stream, block.record.block)
             rows = slice(0, block.record.rows)
             for name, expected in block.arrays.items():
-                stored = arrays[name][first : first + block.record.rows].read().result()
+                stored = stored_arrays[name][first : first + block.record.rows].read().result()
                 assert stored.dtype == expected.dtype
                 np.testing.assert_array_equal(stored, expected[rows])
 
@@ -78,9 +81,9 @@ def test_a_finished_store_is_trimmed_to_its_last_row(store_path):
     writer.finish()
     last = [list(blocks(stream))[-1].record for stream in range(NUM_STREAMS)]
     rows = max(layout().first_row(r.stream, r.block) + r.rows for r in last)
-    arrays = ActivationStore.open(store_path).arrays
-    assert arrays["tokens"].shape == (rows, LENGTH)
-    assert {name: arrays[name].shape for name in WIDTHS} == {n: (rows, LENGTH, w) for n, w in WIDTHS.items()}
+    trimmed = ActivationStore.open(store_path).arrays
+    assert trimmed["tokens"].shape == (rows, LENGTH)
+    assert {name: trimmed[name].shape for name in WIDTHS} == {n: (rows, LENGTH, w) for n, w in WIDTHS.items()}
     assert writer.complete
     assert attributes(store_path)["complete"] is True
     assert attributes(store_path)["blocks"] == [len(list(blocks(stream))) for stream in range(NUM_STREAMS)]
@@ -152,6 +155,16 @@ def test_several_blocks_of_a_stream_may_be_under_way(store_path):
     assert StoreWriter.open(store_path, metadata(), layout()).records == writer.records
 
 
+def test_a_stored_block_does_not_depend_on_the_memory_it_came_from(store_path):
+    """The caller fills its arrays again once a block is committed."""
+    writer = StoreWriter.open(store_path, metadata(), layout())
+    block = next(blocks(0))
+    writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
+    for values in block.arrays.values():
+        values[...] = 1
+    assert verify_store(store_path) == []
+
+
 def test_another_configuration_is_refused_and_named(store_path):
     write_store(store_path)
     before = objects(store_path)
@@ -188,6 +201,93 @@ def test_a_store_whose_completion_was_interrupted_is_healed(store_path):
     write_store(store_path)
     assert verify_store(store_path) == []
     assert ActivationStore.open(store_path).num_tokens == stored_tokens()
+
+
+@contextmanager
+def stopped_after(writes: int) -> Iterator[list[str]]:
+    """Lets `writes` objects be written or deleted one by one; the next raises, as if the process had been killed.
+
+    Gives the keys that were written.
+    """
+    done: list[str] = []
+
+    def write(kvstore: ts.KvStore, key: str, value: bytes | None) -> None:
+        if len(done) == writes:
+            raise KeyboardInterrupt
+        write_key(kvstore, key, value)
+        done.append(key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrays, "write_key", write)
+        patch.setattr(writing, "write_key", write)
+        yield done
+
+
+NUM_ARRAYS = len(layout().all_arrays)
+
+
+@pytest.mark.parametrize("longer", [False, True])
+@pytest.mark.parametrize("writes", range(NUM_ARRAYS + 1))
+@pytest.mark.parametrize("call", ["finish", "reopen"])
+def test_finish_and_reopen_interrupted_between_any_two_writes(store_path, call, writes, longer):
+    """The root and each array's zarr.json are written one after the other."""
+    max_rows = ROWS + 2
+    write_store(store_path, finish=call == "reopen", max_rows=max_rows)
+    writer = StoreWriter.open(store_path, metadata(), layout())
+    with stopped_after(writes) as done, pytest.raises(KeyboardInterrupt):
+        getattr(writer, call)()
+    assert len(done) == writes
+    problems = verify_store(store_path)
+    wrong = {f"{spec.name}/zarr.json" for spec in layout().all_arrays}
+    if call == "finish":
+        wrong = wrong - set(done) if writes else set()
+    else:
+        wrong &= set(done)
+    assert {problem.where for problem in problems} == wrong
+    assert all("the last committed row is" in problem.what for problem in problems)
+    assert ActivationStore.open(store_path).num_tokens == stored_tokens(max_rows)
+    write_store(store_path, max_rows=None if longer else max_rows)
+    assert verify_store(store_path) == []
+    assert ActivationStore.open(store_path).num_tokens == stored_tokens(None if longer else max_rows)
+
+
+def test_what_a_killed_longer_run_left_in_a_finished_store_is_named(store_path):
+    """Its second block was durable, but had no record, when a shorter run finished the store."""
+    write_store(store_path, finish=False, max_rows=ROWS)
+    writer = StoreWriter.open(store_path, metadata(), layout())
+    write_blocks(writer, 0)
+    killed = list(blocks(1))[1]
+    for future in writer.begin_block(1, 1, killed.arrays, killed.table).futures.values():
+        future.result()
+    assert verify_store(store_path) == []
+    StoreWriter.open(store_path, metadata(), layout()).finish()
+    left = {layout().shard_key(spec, 1, 1) for spec in layout().all_arrays}
+    problems = verify_store(store_path)
+    assert {problem.where for problem in problems} == left | {"_documents/stream-00001/block-000001.parquet"}
+    assert {problem.remedy for problem in problems} == {Remedy.discard}
+    rows = ActivationStore.open(store_path).rows
+    assert not np.isin(np.arange(ROWS) + layout().first_row(1, 1), rows).any()
+    for problem in problems:
+        write_key(open_kvstore(store_path), problem.where, None)
+    assert verify_store(store_path) == []
+    write_store(store_path)
+    assert verify_store(store_path) == []
+
+
+def test_finishing_takes_nothing_from_a_worker_that_still_writes(store_path):
+    """As when one of two workers has a larger `run.max_tokens`."""
+    shorter, longer = (StoreWriter.open(store_path, metadata(), layout()) for _ in range(2))
+    write_blocks(shorter, 0, max_rows=ROWS)
+    write_blocks(longer, 1, max_rows=ROWS)
+    block = list(blocks(1))[1]
+    pending = longer.begin_block(1, 1, block.arrays, block.table)
+    for future in pending.futures.values():
+        future.result()
+    shorter.finish()
+    longer.commit(pending, block.record)
+    longer.finish()
+    assert verify_store(store_path) == []
+    assert len(ActivationStore.open(store_path).rows) == ROWS + ROWS + block.record.rows
 
 
 def test_while_a_truncated_block_is_written_again_it_is_not_in_the_store(store_path):
@@ -249,6 +349,14 @@ def test_metrics_are_written(store_path):
     assert read_key(open_kvstore(store_path), "_metrics/process-0.jsonl") == b"{}\n"
 
 
+def test_metrics_that_cannot_be_written_are_a_store_error(tmp_path):
+    writer = StoreWriter.open(str(tmp_path), metadata(), layout())
+    (tmp_path / "_metrics").write_bytes(b"")
+    with pytest.raises(StoreError, match="_metrics/process-0"):
+        writer.write_metrics("process-0.jsonl", b"{}\n")
+    assert verify_store(str(tmp_path)) == []
+
+
 def test_zarr_python_and_tensorstore_read_the_store_by_themselves(tmp_path):
     path = str(tmp_path / "store")
     write_store(path)
@@ -267,14 +375,14 @@ def test_zarr_python_and_tensorstore_read_the_store_by_themselves(tmp_path):
 
 
 def test_an_unknown_kind_of_storage():
-    with pytest.raises(StoreError, match="unsupported URL scheme"):
+    with pytest.raises(StoreInvalid, match="unsupported URL scheme"):
         StoreWriter.open("nosuch://bucket/store", metadata(), layout())
 
 
 def test_another_zarr_hierarchy_is_left_alone(tmp_path):
     zarr.create_group(str(tmp_path))
     before = (tmp_path / "zarr.json").read_bytes()
-    with pytest.raises(StoreError, match="holds another Zarr hierarchy"):
+    with pytest.raises(StoreInvalid, match="holds another Zarr hierarchy"):
         StoreWriter.open(str(tmp_path), metadata(), layout())
     assert (tmp_path / "zarr.json").read_bytes() == before
 
@@ -282,14 +390,36 @@ def test_another_zarr_hierarchy_is_left_alone(tmp_path):
 def test_a_store_without_its_root_is_not_taken_for_a_new_one(tmp_path):
     write_store(str(tmp_path))
     (tmp_path / "zarr.json").unlink()
-    with pytest.raises(StoreError, match=r"has commit records, but its zarr\.json is missing"):
+    with pytest.raises(StoreInvalid, match=r"has commit records, but its zarr\.json is missing"):
         StoreWriter.open(str(tmp_path), metadata(), layout())
 
 
 def test_a_path_with_a_file_in_its_way(tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StoreError, match=r"hoose another store\.path"):
+    with pytest.raises(StoreInvalid, match=r"hoose another store\.path"):
         StoreWriter.open(str(tmp_path / "file" / "store"), metadata(), layout())
+
+
+def test_an_array_of_another_dtype_is_refused(tmp_path):
+    write_store(str(tmp_path))
+    zarr_json = tmp_path / "embed" / "zarr.json"
+    zarr_json.write_text(zarr_json.read_text().replace("bfloat16", "float32"))
+    with pytest.raises(StoreInvalid, match=r"delete its zarr\.json, which the next run writes anew"):
+        StoreWriter.open(str(tmp_path), metadata(), layout())
+    zarr_json.unlink()
+    write_store(str(tmp_path))
+    assert verify_store(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("path", [Path("~/stores/a"), "~/stores/a", Path("stores/a"), "stores/a/"])
+def test_a_local_path_may_be_relative_or_in_the_home_directory(tmp_path, monkeypatch, path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    write_store(os.fspath(path))
+    assert (tmp_path / "stores" / "a" / "zarr.json").is_file()
+    assert ActivationStore.open(path).num_tokens == stored_tokens()
+    assert read_metadata(os.fspath(path)).fingerprint() == metadata().fingerprint()
+    assert verify_store(os.fspath(path)) == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -316,7 +446,7 @@ def test_a_full_disk_loses_nothing_that_was_committed(small_disk):
     writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
     ballast = small_disk / "ballast"
     subprocess.run(["dd", "if=/dev/zero", f"of={ballast}", "bs=4k"], capture_output=True)  # until nothing fits
-    with pytest.raises(StoreError, match="free space, then run the same command again"):
+    with pytest.raises(StoreError, match="Free space, then run the same command again"):
         writer.commit(writer.begin_block(0, 1, second.arrays, second.table), second.record)
     assert verify_store(path) == []
     assert ActivationStore.open(path).num_tokens == block.record.tokens

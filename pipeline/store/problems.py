@@ -1,0 +1,38 @@
+"""What `verify_store` finds, and how each kind of problem is repaired."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Remedy(StrEnum):
+    """What to do about a problem."""
+
+    recompute = (
+        "To repair the store, delete the commit records (_commits/stream-.../block-....json) of these blocks and of "
+        "all later blocks of their streams, then run the job again: it computes them again, with the same result."
+    )
+    rerun = (
+        "An interrupted job leaves arrays with the wrong number of rows: run it again. A zarr.json of an array that "
+        "is damaged or edited can be deleted first: the job writes it anew."
+    )
+    other_dtype = (
+        "Values that are not finite were computed like that, and would be again: float16 ends at 65504. "
+        "Choose capture.dtype=bfloat16 or capture.dtype=float32, and a new store.path."
+    )
+    discard = (
+        "Objects without a commit record were left by a job that was killed. While no job writes to the store they "
+        "can be deleted; a job with a larger run.max_tokens replaces them."
+    )
+    restore = "The store's zarr.json cannot be computed again: restore it from a copy, or choose a new store.path."
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with the object (or array) `where`, relative to the store."""
+
+    where: str
+    what: str
+    remedy: Remedy = Remedy.recompute
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
