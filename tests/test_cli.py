@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import PACKAGE
-from tests.jobs import ROOT, assert_same_store, objects, run, start, write_text
+from tests.jobs import ROOT, assert_same_store, committed, objects, run, start, write_text
 
 TINY = PACKAGE / "assets" / "tiny-qwen2"
 
@@ -108,7 +108,7 @@ def test_a_wrong_value_ends_with_code_2_and_is_named(text, tmp_path, override, m
 
 
 def test_a_bad_document_ends_the_run_after_what_came_before_it(text, tmp_path):
-    """A truncated file is named with code 2; the blocks before it stay, and the mended file resumes from them."""
+    """A truncated file is named with code 2; the blocks before it stay, and a run that skips goes on from them."""
     broken = tmp_path / "text"
     shutil.copytree(text, broken)
     whole = (broken / "001.parquet").read_bytes()
@@ -117,12 +117,19 @@ def test_a_bad_document_ends_the_run_after_what_came_before_it(text, tmp_path):
     result = run(*base(broken, store))
     assert result.returncode == 2, result.stderr
     assert "001.parquet" in result.stderr
+    assert "data.on_error=skip" in result.stderr
+    blocks = committed(store)
+    assert run(*base(broken, store), "data.on_error=skip").returncode == 0
+    assert committed(store) >= blocks
+    assert run(f"store.path={store}", module="pipeline.verify").returncode == 0
+    records = [json.loads(file.read_text()) for file in store.glob("_commits/*/*.json")]
+    assert [skip["source"] for record in records for skip in record["skipped"]] == ["001.parquet"]
 
 
 def test_a_store_path_that_cannot_be_written_is_named(text, tmp_path):
     (tmp_path / "file").write_text("in the way")
     result = run(*base(text, tmp_path / "file" / "store"))
-    assert result.returncode == 1, result.stderr
+    assert result.returncode == 2, result.stderr
     assert str(tmp_path / "file") in result.stderr
     assert "Traceback" not in result.stderr
 

@@ -71,7 +71,6 @@ class HfSource:
             "text": config.text,
             "id_column": config.id_column,
             "info_columns": list(config.info_columns),
-            "on_error": str(config.on_error),
             "num_files": len(self._files),
             "files_sha256": hashlib.sha256("\n".join(self._content).encode()).hexdigest(),
         }

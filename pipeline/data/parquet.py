@@ -99,7 +99,6 @@ class ParquetSource:
             "text_column": self._config.text_column,
             "id_column": self._config.id_column,
             "row_groups_per_shard": self._config.row_groups_per_shard,
-            "on_error": str(self._config.on_error),
             "num_files": len(self._files),
             "num_bytes": sum(file.size for file in self._files),
             "files_sha256": hashlib.sha256(listing.encode()).hexdigest(),

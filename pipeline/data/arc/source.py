@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError, InputError
 # What shapes the documents beside the tasks themselves.
 _SETTINGS = (
     *("encoder", "symbols", "repeat", "row_numbers", "shape_header", "code_block", "template", "include_solution"),
-    *("augmentations", "geometry", "permute_colors", "permute_examples", "seed", "tasks_per_shard", "on_error"),
+    *("augmentations", "geometry", "permute_colors", "permute_examples", "seed", "tasks_per_shard"),
 )
 
 
