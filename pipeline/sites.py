@@ -6,14 +6,20 @@ The names are TransformerLens' hook names without the `hook_` prefix. For a pre-
 |--------------|----------------------------------------------------------------|----------------------------------|
 | `embed`      | residual stream entering layer 0                               | `hook_embed`                     |
 | `resid_pre`  | residual stream before the layer                               | `blocks.L.hook_resid_pre`        |
+| `q`          | heads' queries as they meet the keys: biased, normed, rotated  | `blocks.L.attn.hook_rot_q`       |
+| `k`          | key-value heads' keys, likewise                                | `blocks.L.attn.hook_rot_k`       |
+| `v`          | key-value heads' values                                        | `blocks.L.attn.hook_v`           |
+| `attn_z`     | heads' outputs before the output projection                    | `blocks.L.attn.hook_z`           |
 | `attn_out`   | what attention adds to the residual stream                     | `blocks.L.hook_attn_out`         |
 | `resid_mid`  | residual stream between attention and MLP                      | `blocks.L.hook_resid_mid`        |
+| `mlp_post`   | the MLP's neurons: what the down projection multiplies         | `blocks.L.mlp.hook_post`         |
 | `mlp_out`    | what the MLP adds to the residual stream                       | `blocks.L.hook_mlp_out`          |
 | `resid_post` | residual stream after the layer, before any final norm         | `blocks.L.hook_resid_post`       |
 | `final_norm` | output of the last norm; needs every layer                     | `ln_final.hook_normalized`       |
 
 HF's `hidden_states[-1]` is `final_norm`, not the last layer's `resid_post`. TransformerLens' `ln_final.hook_normalized`
-is before the norm's weight; `final_norm` here is after it, as in HF.
+is before the norm's weight; `final_norm` here is after it, as in HF. The heads of `q`, `k`, `v` and `attn_z` lie side by
+side in one axis: head n of a site is [n * head_dim, (n + 1) * head_dim). `k` and `v` have one for each key-value head.
 """
 
 from dataclasses import dataclass
@@ -25,8 +31,13 @@ class Site(StrEnum):
 
     embed = "embed"
     resid_pre = "resid_pre"
+    q = "q"
+    k = "k"
+    v = "v"
+    attn_z = "attn_z"
     attn_out = "attn_out"
     resid_mid = "resid_mid"
+    mlp_post = "mlp_post"
     mlp_out = "mlp_out"
     resid_post = "resid_post"
     final_norm = "final_norm"
@@ -34,6 +45,15 @@ class Site(StrEnum):
     @property
     def per_layer(self) -> bool:
         return self not in (Site.embed, Site.final_norm)
+
+
+_HOOKS_IN_BLOCKS = {
+    Site.q: "attn.hook_rot_q",
+    Site.k: "attn.hook_rot_k",
+    Site.v: "attn.hook_v",
+    Site.attn_z: "attn.hook_z",
+    Site.mlp_post: "mlp.hook_post",
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -57,7 +77,8 @@ class ActivationKey:
         """TransformerLens' name of the same place."""
         if self.site is Site.final_norm:
             return "ln_final.hook_normalized"
-        return f"blocks.{self.layer}.hook_{self.site}" if self.site.per_layer else f"hook_{self.site}"
+        inside = _HOOKS_IN_BLOCKS.get(self.site, f"hook_{self.site}")
+        return f"blocks.{self.layer}.{inside}" if self.site.per_layer else inside
 
     @classmethod
     def parse(cls, name: str) -> "ActivationKey":

@@ -3,7 +3,6 @@
 Letters: B rows, T positions, D model dim, V vocabulary.
 """
 
-from collections.abc import Mapping
 from typing import TypedDict
 
 import jax
@@ -17,7 +16,7 @@ from pipeline.sites import ActivationKey, Site
 
 
 class LayerWeights(TypedDict, total=False):
-    """One layer's weights. `mlp` is absent from the last layer if only its attention is needed."""
+    """One layer's weights. The last layer has only those that its captured sites need."""
 
     attention: Weights
     mlp: Weights
@@ -42,21 +41,20 @@ def forward(
     positions: Int32[Array, "B T"],
     keys: tuple[ActivationKey, ...],
     attention: str,
-) -> dict[ActivationKey, Float[Array, "B T D"]]:
+) -> dict[ActivationKey, Float[Array, "B T width"]]:
     """The activations of `keys`, in the weights' dtype. Pure, to be jitted; values at padding mean nothing.
 
     Params must be those that were loaded for the same keys.
     """
     rope = rope_table(arch.rope, arch.head_dim, positions)
 
-    def layer(x: Array, weights: LayerWeights) -> tuple[Array, Mapping[Site, Array]]:
-        attn_out = attention_block(x, weights["attention"], arch, rope, segments, attention)
-        resid_mid = x + attn_out
-        inner = {Site.attn_out: attn_out, Site.resid_mid: resid_mid}
-        if "mlp" not in weights:  # the capture ends here
-            return resid_mid, inner
-        mlp_out = mlp_block(resid_mid, weights["mlp"], arch)
-        return resid_mid + mlp_out, inner | {Site.mlp_out: mlp_out}
+    def layer(x: Array, weights: LayerWeights) -> tuple[Array, dict[Site, Array]]:
+        sites = attention_block(x, weights["attention"], arch, rope, segments, attention)
+        if Site.attn_out in sites:  # the capture may end before
+            x = sites[Site.resid_mid] = x + sites[Site.attn_out]
+        if "mlp" in weights:
+            sites |= mlp_block(x, weights["mlp"], arch)
+        return x + sites[Site.mlp_out] if Site.mlp_out in sites else x, sites
 
     with jax.named_scope("embed"):
         x = params["embed"][tokens]
@@ -73,7 +71,7 @@ def forward(
 
     def captured(key: ActivationKey) -> Array:
         if key in inner:
-            return inner[key]
+            return inner[key].reshape(*tokens.shape, -1)  # heads side by side
         residual = residuals[residual_index(key, arch.num_layers)]
         return rms_norm(residual, params["final_norm"], arch.norm_eps) if key.site is Site.final_norm else residual
 

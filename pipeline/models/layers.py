@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int32
 from pipeline.models.architecture import Architecture
 from pipeline.models.attention import attention
 from pipeline.models.rope import RopeTable, apply_rope
+from pipeline.sites import Site
 
 Weights = Mapping[str, Array]
 """One block's weights by our keys (the families' `KEY_TABLE`). A bias that a family lacks is absent."""
@@ -40,20 +41,30 @@ def attention_block(
     rope: RopeTable,
     segments: Int32[Array, "B T"],
     impl: str,
-) -> Float[Array, "B T D"]:
-    """What attention adds to the residual stream x."""
+) -> dict[Site, Array]:
+    """Attention's sites for the residual stream x, as far as there are weights; heads in axes [N or K, H]."""
     x = rms_norm(x, weights["norm"], arch.norm_eps)
-    q = apply_rope(project("BTD,NHD->BTNH", x, weights, "q"), rope)
-    k = apply_rope(project("BTD,KHD->BTKH", x, weights, "k"), rope)
-    v = project("BTD,KHD->BTKH", x, weights, "v")
-    z = attention(q, k, v, segments, causal=True, impl=impl)
-    return project("BTNH,DNH->BTD", z, weights, "o")
+    sites = {}
+    if "q" in weights:
+        sites[Site.q] = apply_rope(project("BTD,NHD->BTNH", x, weights, "q"), rope)
+    if "k" in weights:
+        sites[Site.k] = apply_rope(project("BTD,KHD->BTKH", x, weights, "k"), rope)
+    if "v" in weights:
+        sites[Site.v] = project("BTD,KHD->BTKH", x, weights, "v")
+    if sites.keys() >= {Site.q, Site.k, Site.v}:
+        z = attention(sites[Site.q], sites[Site.k], sites[Site.v], segments, causal=True, impl=impl)
+        sites[Site.attn_z] = z
+        if "o" in weights:
+            sites[Site.attn_out] = project("BTNH,DNH->BTD", z, weights, "o")
+    return sites
 
 
 @jax.named_scope("mlp")
-def mlp_block(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> Float[Array, "B T D"]:
-    """What the gated MLP (SwiGLU; Shazeer, arXiv 2002.05202) adds to the residual stream x."""
+def mlp_block(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict[Site, Array]:
+    """The sites of the gated MLP (SwiGLU; Shazeer, arXiv 2002.05202) as far as there are weights."""
     x = rms_norm(x, weights["norm"], arch.norm_eps)
-    gate = project("BTD,FD->BTF", x, weights, "gate")
-    up = project("BTD,FD->BTF", x, weights, "up")
-    return project("BTF,DF->BTD", jax.nn.silu(gate) * up, weights, "down")
+    neurons = jax.nn.silu(project("BTD,FD->BTF", x, weights, "gate")) * project("BTD,FD->BTF", x, weights, "up")
+    sites = {Site.mlp_post: neurons}
+    if "down" in weights:
+        sites[Site.mlp_out] = project("BTF,DF->BTD", neurons, weights, "down")
+    return sites

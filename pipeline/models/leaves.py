@@ -38,6 +38,38 @@ LeafTree = PyTree[Leaf]
 """`decoder.Params` with a Leaf in place of each array."""
 
 
+_QKV = frozenset({"q", "k", "v"})
+_SITE_STEPS = {
+    Site.q: frozenset({"q"}),
+    Site.k: frozenset({"k"}),
+    Site.v: frozenset({"v"}),
+    Site.attn_z: _QKV,
+    Site.attn_out: _QKV | {"o"},
+    Site.resid_mid: _QKV | {"o"},
+    Site.mlp_post: _QKV | {"o", "up"},
+    Site.mlp_out: _QKV | {"o", "up", "down"},
+}
+"""The matrix products of a layer that a site inside of it needs."""
+
+_WEIGHT_STEPS = {
+    "attention.norm": _QKV,
+    "attention.q": frozenset({"q"}),
+    "attention.k": frozenset({"k"}),
+    "attention.v": frozenset({"v"}),
+    "attention.o": frozenset({"o"}),
+    "mlp.norm": frozenset({"up"}),
+    "mlp.gate": frozenset({"up"}),
+    "mlp.up": frozenset({"up"}),
+    "mlp.down": frozenset({"down"}),
+}
+"""The matrix products that a weight (and its bias) takes part in."""
+
+
+def _is_needed(ours: str, run: LayerRun) -> bool:
+    steps = _WEIGHT_STEPS[ours.removesuffix("_bias")]
+    return not run.ends_at or any(steps & _SITE_STEPS[site] for site in run.ends_at)
+
+
 def needed_leaves(arch: Architecture, table: KeyTable, keys: Sequence[ActivationKey]) -> LeafTree:
     """The parameters that `keys` need, not yet read."""
 
@@ -51,14 +83,13 @@ def needed_leaves(arch: Architecture, table: KeyTable, keys: Sequence[Activation
             layer_shape=tuple(size for group in groups for size in group),
         )
 
-    def block(name: str, run: LayerRun) -> dict[str, Leaf]:
-        leaves = [
-            leaf(hf, range(run.first, run.stop)) for hf, (ours, _) in table.items() if ours.startswith(f"{name}.")
-        ]
-        return {leaf.key.removeprefix(f"{name}."): leaf for leaf in leaves}
-
     def layer(run: LayerRun) -> dict[str, dict[str, Leaf]]:
-        return {name: block(name, run) for name in (("attention", "mlp") if run.has_mlp else ("attention",))}
+        blocks: dict[str, dict[str, Leaf]] = {}
+        for hf_key, (ours, _) in table.items():
+            block, _, name = ours.partition(".")
+            if name and _is_needed(ours, run):
+                blocks.setdefault(block, {})[name] = leaf(hf_key, range(run.first, run.stop))
+        return blocks
 
     hf_key_of = {ours: hf for hf, (ours, _) in table.items()}
     leaves = {
@@ -83,5 +114,7 @@ def flops_per_token(arch: Architecture, leaves: LeafTree, length: int) -> int:
     """
     in_layers = jax.tree.leaves(leaves["runs"])
     matrices = sum(leaf.size for leaf in in_layers if len(leaf.hf_shape) == 2)
-    num_attentions = sum(len(leaf.tensors) for leaf in in_layers if leaf.key == "attention.o")
+    num_attentions = sum(
+        len(run["attention"]["v"].tensors) for run in leaves["runs"] if run["attention"].keys() >= {"q", "k", "v"}
+    )
     return 2 * matrices + num_attentions * 4 * length * arch.num_heads * arch.head_dim

@@ -59,6 +59,13 @@ class Model:
 
     def width(self, site: Site) -> int:
         """The size of a site's last axis."""
+        match site:
+            case Site.q | Site.attn_z:
+                return self.arch.num_heads * self.arch.head_dim
+            case Site.k | Site.v:
+                return self.arch.num_kv_heads * self.arch.head_dim
+            case Site.mlp_post:
+                return self.arch.d_mlp
         return self.arch.d_model
 
     def identity(self) -> dict[str, object]:
@@ -106,7 +113,7 @@ class Model:
         positions: Int32[Array, "B T"],
         keys: Sequence[ActivationKey],
         attention: str = "auto",
-    ) -> dict[ActivationKey, Float[Array, "B T D"]]:
+    ) -> dict[ActivationKey, Float[Array, "B T width"]]:
         """The activations of `keys`. Pure, to be jitted; values at padding (segment 0) mean nothing."""
         return decoder.forward(self.arch, params, tokens, segments, positions, tuple(keys), attention)
 

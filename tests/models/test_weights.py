@@ -32,6 +32,9 @@ def layers(*numbers: int, parts: set[str] = ATTENTION | MLP) -> set[str]:
         ("blocks.0.resid_pre", set()),
         ("blocks.2.resid_pre", layers(0, 1)),
         ("blocks.2.attn_out", layers(0, 1) | layers(2, parts=ATTENTION)),
+        ("blocks.2.q", layers(0, 1) | layers(2, parts={"input_layernorm", "self_attn.q_proj"})),
+        ("blocks.2.attn_z", layers(0, 1) | layers(2, parts=ATTENTION - {"self_attn.o_proj"})),
+        ("blocks.2.mlp_post", layers(0, 1) | layers(2, parts=(ATTENTION | MLP) - {"mlp.down_proj"})),
         ("blocks.2.mlp_out", layers(0, 1, 2)),
         ("blocks.1.resid_post", layers(0, 1)),
         ("final_norm", layers(*range(NUM_LAYERS)) | {"model.norm.weight"}),
@@ -122,4 +125,5 @@ def test_flops_are_those_of_the_matrix_products(tmp_path) -> None:
     attention = 2 * (32 * 32 + 2 * 16 * 32 + 32 * 32) + 4 * 64 * 32
     mlp = 2 * 3 * 32 * 48
     assert model.flops_per_token((key("blocks.1.attn_out"),), length=64) == 2 * attention + mlp
+    assert model.flops_per_token((key("blocks.1.q"),), length=64) == attention + mlp + 2 * 32 * 32
     assert model.flops_per_token((key("embed"),), length=64) == 0
