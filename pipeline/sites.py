@@ -18,8 +18,8 @@ The names are TransformerLens' hook names without the `hook_` prefix. For a pre-
 | `final_norm` | output of the last norm; needs every layer                     | `ln_final.hook_normalized`       |
 
 HF's `hidden_states[-1]` is `final_norm`, not the last layer's `resid_post`. TransformerLens' `ln_final.hook_normalized`
-is before the norm's weight; `final_norm` here is after it, as in HF. The heads of `q`, `k`, `v` and `attn_z` lie side by
-side in one axis: head n of a site is [n * head_dim, (n + 1) * head_dim). `k` and `v` have one for each key-value head.
+is before the norm's weight; `final_norm` here is after it, as in HF. The heads of `q`, `k`, `v` and `attn_z` lie side
+by side in one axis: head n of a site is [n * head_dim, (n + 1) * head_dim). `k` and `v` have the key-value heads only.
 """
 
 from dataclasses import dataclass

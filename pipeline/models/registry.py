@@ -8,7 +8,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int32
 
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.models import decoder, leaves, llama, qwen2
+from pipeline.models import decoder, leaves, llama, mistral, qwen2, qwen3
 from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.checkpoint import Checkpoint
 from pipeline.models.files import open_files
@@ -26,7 +26,12 @@ class Family:
     classes: str
 
 
-_FAMILIES = {"llama": Family(llama.read, "Llama"), "qwen2": Family(qwen2.read, "Qwen2")}
+_FAMILIES = {
+    "llama": Family(llama.read, "Llama"),
+    "mistral": Family(mistral.read, "Mistral"),
+    "qwen2": Family(qwen2.read, "Qwen2"),
+    "qwen3": Family(qwen3.read, "Qwen3"),
+}
 _HEADS = ("ForCausalLM", "Model", "ForSequenceClassification", "ForTokenClassification")
 
 
@@ -76,7 +81,7 @@ class Model:
         Raises CheckpointError where the weights must be sampled and are missing or damaged.
         """
         biases = sorted(ours for ours, _ in self.table.values() if ours.endswith("_bias"))
-        architecture = dataclasses.asdict(self.arch) | {"biases": biases}
+        architecture = _spelled_out(self.arch) | {"biases": biases}
         identity = {"family": self.family, "architecture": architecture}
         if self.random_seed is not None:
             return identity | {"init": "random", "seed": self.random_seed}
@@ -90,7 +95,7 @@ class Model:
 
     def flops_per_token(self, keys: Sequence[ActivationKey], length: int) -> int:
         """Floating-point operations per token slot to capture `keys` in rows of `length`."""
-        return leaves.flops_per_token(self.arch, self._leaves(keys), length)
+        return leaves.flops_per_token(self.arch, self.table, keys, length)
 
     def load(
         self, keys: Sequence[ActivationKey], dtype: str, sharding: Sharding, progress: bool = False
@@ -143,6 +148,16 @@ def open_model(path: str, *, revision: str | None = None, init: str = "checkpoin
         everything = leaves.needed_leaves(arch, table, (ActivationKey(-1, Site.final_norm),))
         check_tensors(checkpoint, arch, table, everything)
     return model
+
+
+def _spelled_out(arch: Architecture) -> dict[str, object]:
+    """Without what is at its default, so that what one family adds does not change the others' identity."""
+    everything = dataclasses.asdict(arch)
+    return {
+        field.name: everything[field.name]
+        for field in dataclasses.fields(arch)
+        if field.default is dataclasses.MISSING or getattr(arch, field.name) != field.default
+    }
 
 
 def _check_classes(config: HfConfig, family: Family) -> None:

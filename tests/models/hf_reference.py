@@ -26,6 +26,8 @@ SIZES = {
 CLASSES = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
 }
 
 LLAMA_PLACES = {
@@ -38,7 +40,7 @@ LLAMA_PLACES = {
     Site.resid_post: "layers.* output",
     Site.final_norm: "norm output",
 }
-PLACES: dict[str, dict[Site, str]] = {"qwen2": LLAMA_PLACES, "llama": LLAMA_PLACES}
+PLACES: dict[str, dict[Site, str]] = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA_PLACES)
 """Where each family's sites are in transformers: a module of the trunk, and its first input or output."""
 
 

@@ -23,12 +23,23 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+WINDOW = {"use_sliding_window": True, "sliding_window": 7}
+ALTERNATING = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 CASES = {
     "qwen2 grouped": ("qwen2", {}),
     "qwen2 tied, one kv head": ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen2 long theta": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "llama without groups": ("llama", {"num_key_value_heads": 4}),
     "llama3 rope, head_dim": ("llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
+    "llama gelu": ("llama", {"hidden_act": "gelu"}),
+    "qwen2 window in the last layers": ("qwen2", WINDOW | {"max_window_layers": 2}),
+    "mistral": ("mistral", {"sliding_window": 7}),
+    "mistral without window": ("mistral", {"sliding_window": None, "head_dim": 6}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3 biases, one kv head, windows": (
+        "qwen3",
+        WINDOW | {"attention_bias": True, "num_key_value_heads": 1, "layer_types": ALTERNATING},
+    ),
     "llama linear rope, biases": ("llama", {"rope_parameters": LINEAR_ROPE, "attention_bias": True, "mlp_bias": True}),
 }
 
@@ -63,8 +74,17 @@ def test_every_site_of_every_layer(case: str, tmp_path) -> None:
     assert max(errors.values()) < 1e-5, errors
 
 
-def test_scanned_layers_equal_single_ones(tmp_path) -> None:
-    reference = save_random("qwen2", tmp_path)
+SCANNED = {
+    "alike": ("qwen2", {}),
+    "all local": ("mistral", {"sliding_window": 7}),
+    "local and global": ("qwen2", WINDOW | {"layer_types": ALTERNATING}),
+}
+
+
+@pytest.mark.parametrize("case", SCANNED)
+def test_scanned_layers_equal_single_ones(case: str, tmp_path) -> None:
+    family, overrides = SCANNED[case]
+    reference = save_random(family, tmp_path, **overrides)
     batch = unpacked(np.random.default_rng(2), 2, 64)
     got = run(open_model(str(tmp_path)), (LAST_KEY,), *batch)
     assert error(got[LAST_KEY], reference_activations(reference, batch[0])[LAST_KEY]) < 1e-5
