@@ -20,6 +20,7 @@ _HARMLESS = frozenset(
     id2label label2id num_labels problem_type classifier_dropout task_specific_params finetuning_task
     tokenizer_class prefix attn_implementation is_llama_config transformers.js_config
     unsloth_version unsloth_fixed max_sequence_length
+    final_logit_softcapping cache_implementation
     max_length min_length do_sample temperature top_k top_p typical_p num_beams num_beam_groups diversity_penalty
     repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences early_stopping output_scores return_dict_in_generate remove_invalid_values
@@ -40,6 +41,7 @@ _NEUTRAL: dict[str, object] = {
     "tf_legacy_loss": False,
     "tie_encoder_decoder": False,
     "use_bfloat16": False,
+    "use_bidirectional_attention": False,
     "use_mrope": False,
 }
 
@@ -128,6 +130,10 @@ class HfConfig:
 
     def activation(self, key: str, default: str) -> Activation:
         return _ACTIVATIONS[self.choice(key, tuple(_ACTIVATIONS), default)]
+
+    def ignore(self, *keys: str) -> None:
+        """Takes attributes that this family's model does not read."""
+        self._taken.update(keys)
 
     def nested(self, key: str) -> "HfConfig":
         """The mapping under `key`; empty when the key is absent."""

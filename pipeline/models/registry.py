@@ -8,7 +8,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int32
 
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.models import decoder, leaves, llama, mistral, qwen2, qwen3
+from pipeline.models import decoder, gemma, leaves, llama, mistral, olmo2, qwen2, qwen3
 from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.checkpoint import Checkpoint
 from pipeline.models.files import open_files
@@ -27,12 +27,15 @@ class Family:
 
 
 _FAMILIES = {
+    "gemma2": Family(gemma.read_gemma2, "Gemma2"),
+    "gemma3_text": Family(gemma.read_gemma3, "Gemma3"),
     "llama": Family(llama.read, "Llama"),
     "mistral": Family(mistral.read, "Mistral"),
+    "olmo2": Family(olmo2.read, "Olmo2"),
     "qwen2": Family(qwen2.read, "Qwen2"),
     "qwen3": Family(qwen3.read, "Qwen3"),
 }
-_HEADS = ("ForCausalLM", "Model", "ForSequenceClassification", "ForTokenClassification")
+_HEADS = ("ForCausalLM", "Model", "TextModel", "ForSequenceClassification", "ForTokenClassification")
 
 
 @dataclass(frozen=True)

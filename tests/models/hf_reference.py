@@ -25,8 +25,11 @@ SIZES = {
 }
 CLASSES = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
 }
 
@@ -40,7 +43,16 @@ LLAMA_PLACES = {
     Site.resid_post: "layers.* output",
     Site.final_norm: "norm output",
 }
-PLACES: dict[str, dict[Site, str]] = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA_PLACES)
+GEMMA_PLACES = LLAMA_PLACES | {
+    Site.attn_out: "layers.*.post_attention_layernorm output",
+    Site.resid_mid: "layers.*.pre_feedforward_layernorm input",
+    Site.mlp_out: "layers.*.post_feedforward_layernorm output",
+}
+PLACES: dict[str, dict[Site, str]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA_PLACES),
+    **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA_PLACES),
+    "olmo2": GEMMA_PLACES | {Site.resid_mid: "layers.*.mlp input"},
+}
 """Where each family's sites are in transformers: a module of the trunk, and its first input or output."""
 
 
@@ -51,7 +63,8 @@ def save_random(family: str, path: Path, *, seed: int = 0, max_shard_size: str =
     model = model_class(config_class(**SIZES | overrides)).eval()
     with torch.no_grad():  # the usual initialisation leaves biases at 0, norms at 1 and attention almost uniform
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.25)
+            is_scale = "norm" in name and not name.endswith("bias")
+            parameter.normal_(1.0 if is_scale and not family.startswith("gemma") else 0.0, 0.25)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return model
 
