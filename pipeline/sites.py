@@ -20,10 +20,22 @@ The names are TransformerLens' hook names without the `hook_` prefix. For a pre-
 HF's `hidden_states[-1]` is `final_norm`, not the last layer's `resid_post`. TransformerLens' `ln_final.hook_normalized`
 is before the norm's weight; `final_norm` here is after it, as in HF. The heads of `q`, `k`, `v` and `attn_z` lie side
 by side in one axis: head n of a site is [n * head_dim, (n + 1) * head_dim). `k` and `v` have the key-value heads only.
+
+Other families mean the same by these names, but for:
+
+* Norms after a block (OLMo 2, Gemma): `attn_out` and `mlp_out` are what is added, so after those norms.
+* Parallel residual (GPT-NeoX, Pythia): attention and MLP both read `resid_pre`, so there is no `resid_mid`.
+* No rotation (GPT-2, BERT): `q` and `k` are `attn.hook_q` and `attn.hook_k`. `embed` includes the learned positions:
+  it is `blocks.0.hook_resid_pre` of GPT-2 and, after the embeddings' LayerNorm, `hook_full_embed` of BERT.
+* Post-norm (BERT): the stream itself is normed after each addition. `resid_mid` and `resid_post` are after those norms,
+  as in HF, where the latter is a layer's output: `hook_mlp_in` and `hook_normalized_resid_post`. `attn_out` and
+  `mlp_out` are before the addition. There is no `final_norm`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 
 class Site(StrEnum):
@@ -47,12 +59,23 @@ class Site(StrEnum):
         return self not in (Site.embed, Site.final_norm)
 
 
-_HOOKS_IN_BLOCKS = {
+_HOOKS = {
     Site.q: "attn.hook_rot_q",
     Site.k: "attn.hook_rot_k",
     Site.v: "attn.hook_v",
     Site.attn_z: "attn.hook_z",
     Site.mlp_post: "mlp.hook_post",
+    Site.final_norm: "ln_final.hook_normalized",
+}
+UNROTATED_HOOKS = {
+    Site.embed: "blocks.0.hook_resid_pre",
+    Site.q: "attn.hook_q",
+    Site.k: "attn.hook_k",
+}
+POST_NORM_HOOKS = UNROTATED_HOOKS | {
+    Site.embed: "hook_full_embed",
+    Site.resid_mid: "hook_mlp_in",
+    Site.resid_post: "hook_normalized_resid_post",
 }
 
 
@@ -72,13 +95,10 @@ class ActivationKey:
         """The array's name in the store: `blocks.5.resid_post`, `embed`, `final_norm`."""
         return f"blocks.{self.layer}.{self.site}" if self.site.per_layer else str(self.site)
 
-    @property
-    def hook_name(self) -> str:
-        """TransformerLens' name of the same place."""
-        if self.site is Site.final_norm:
-            return "ln_final.hook_normalized"
-        inside = _HOOKS_IN_BLOCKS.get(self.site, f"hook_{self.site}")
-        return f"blocks.{self.layer}.{inside}" if self.site.per_layer else inside
+    def hook_name(self, family_hooks: Mapping[Site, str] = MappingProxyType({})) -> str:
+        """TransformerLens' name of the same place; `family_hooks` are those that differ from the table's."""
+        hook = (_HOOKS | family_hooks).get(self.site, f"hook_{self.site}")
+        return f"blocks.{self.layer}.{hook}" if self.site.per_layer else hook
 
     @classmethod
     def parse(cls, name: str) -> "ActivationKey":

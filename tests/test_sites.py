@@ -18,7 +18,7 @@ from pipeline.sites import ActivationKey, Site, activation_keys
 )
 def test_names_and_their_inverse(key, name, hook_name):
     assert key.name == name
-    assert key.hook_name == hook_name
+    assert key.hook_name() == hook_name
     assert ActivationKey.parse(name) == key
 
 

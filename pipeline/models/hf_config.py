@@ -19,6 +19,7 @@ _HARMLESS = frozenset(
     pretraining_tp return_dict output_attentions output_hidden_states torchscript gradient_checkpointing
     id2label label2id num_labels problem_type classifier_dropout task_specific_params finetuning_task
     tokenizer_class prefix attn_implementation is_llama_config transformers.js_config
+    summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
     unsloth_version unsloth_fixed max_sequence_length
     final_logit_softcapping cache_implementation
     max_length min_length do_sample temperature top_k top_p typical_p num_beams num_beam_groups diversity_penalty
@@ -38,6 +39,8 @@ _NEUTRAL: dict[str, object] = {
     "partial_rotary_factor": 1.0,
     "pruned_heads": {},
     "rope_interleaved": False,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
     "tf_legacy_loss": False,
     "tie_encoder_decoder": False,
     "use_bfloat16": False,

@@ -1,4 +1,4 @@
-"""OLMo 2 (transformers' `Olmo2Model`): norms after the blocks instead of before, and of all queries and keys at once."""
+"""OLMo 2 (transformers' `Olmo2Model`): norms after the blocks instead of before, and over all heads at once."""
 
 import dataclasses
 

@@ -8,14 +8,14 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int32
 
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.models import decoder, gemma, leaves, llama, mistral, olmo2, qwen2, qwen3
+from pipeline.models import decoder, gemma, gpt2, gpt_neox, leaves, llama, mistral, olmo2, qwen2, qwen3
 from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.checkpoint import Checkpoint
 from pipeline.models.files import open_files
 from pipeline.models.hf_config import HfConfig, refuse_unreadable
 from pipeline.models.random_weights import random_params
 from pipeline.models.weights import check_tensors, load_params
-from pipeline.sites import ActivationKey, Site
+from pipeline.sites import POST_NORM_HOOKS, UNROTATED_HOOKS, ActivationKey, Site
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,18 @@ class Family:
 _FAMILIES = {
     "gemma2": Family(gemma.read_gemma2, "Gemma2"),
     "gemma3_text": Family(gemma.read_gemma3, "Gemma3"),
+    "gpt2": Family(gpt2.read, "GPT2"),
+    "gpt_neox": Family(gpt_neox.read, "GPTNeoX"),
     "llama": Family(llama.read, "Llama"),
     "mistral": Family(mistral.read, "Mistral"),
     "olmo2": Family(olmo2.read, "Olmo2"),
     "qwen2": Family(qwen2.read, "Qwen2"),
     "qwen3": Family(qwen3.read, "Qwen3"),
 }
-_HEADS = ("ForCausalLM", "Model", "TextModel", "ForSequenceClassification", "ForTokenClassification")
+_HEADS = (
+    *("Model", "TextModel", "LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForPreTraining"),
+    *("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForNextSentencePrediction"),
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,12 @@ class Model:
     @property
     def sites(self) -> tuple[Site, ...]:
         """The sites that this family has, in the order of the forward pass."""
-        return tuple(Site)
+        lacking = set()
+        if self.arch.parallel:
+            lacking.add(Site.resid_mid)
+        if not any(ours == "final_norm" for ours, _ in self.table.values()):
+            lacking.add(Site.final_norm)
+        return tuple(site for site in Site if site not in lacking)
 
     def width(self, site: Site) -> int:
         """The size of a site's last axis."""
@@ -75,6 +85,12 @@ class Model:
             case Site.mlp_post:
                 return self.arch.d_mlp
         return self.arch.d_model
+
+    def hook_name(self, key: ActivationKey) -> str:
+        """TransformerLens' name of the same place in this family."""
+        if any(ours.endswith("sum_norm") for ours, _ in self.table.values()):
+            return key.hook_name(POST_NORM_HOOKS)
+        return key.hook_name(UNROTATED_HOOKS if self.arch.rope is None else {})
 
     def identity(self) -> dict[str, object]:
         """What determines the activations, as plain JSON: independent of where the checkpoint lies.
@@ -148,7 +164,8 @@ def open_model(path: str, *, revision: str | None = None, init: str = "checkpoin
     config.finish()
     model = Model(name, arch, table, checkpoint, seed if init == "random" else None)
     if init == "checkpoint" and checkpoint.commit is None:  # the Hub's files are fetched only when they are needed
-        everything = leaves.needed_leaves(arch, table, (ActivationKey(-1, Site.final_norm),))
+        last = ActivationKey(arch.num_layers - 1, Site.resid_post), ActivationKey(-1, Site.final_norm)
+        everything = leaves.needed_leaves(arch, table, last)
         check_tensors(checkpoint, arch, table, everything)
     return model
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from pipeline.errors import CheckpointError
 from pipeline.models.architecture import Architecture, KeyTable
-from pipeline.models.checkpoint import Checkpoint
+from pipeline.models.checkpoint import Checkpoint, current_name
 from pipeline.models.decoder import Params
 from pipeline.models.leaves import Leaf, LeafTree
 from pipeline.models.safetensors_file import FLOAT_DTYPES
@@ -59,7 +59,7 @@ def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, exp
         if not name.startswith(start) or rest in _IGNORED_TENSORS:
             continue
         is_beyond = not layer.isdigit() or int(layer) >= arch.num_layers
-        if is_beyond or (layer in needed_layers and f"{layers}*.{rest}" not in table):
+        if is_beyond or (layer in needed_layers and f"{layers}*.{current_name(rest)}" not in table):
             yield name
 
 

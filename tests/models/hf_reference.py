@@ -24,6 +24,8 @@ SIZES = {
     "pad_token_id": None,
 }
 CLASSES = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
     "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
@@ -52,6 +54,26 @@ PLACES: dict[str, dict[Site, str]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA_PLACES),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA_PLACES),
     "olmo2": GEMMA_PLACES | {Site.resid_mid: "layers.*.mlp input"},
+    "gpt_neox": {
+        Site.embed: "embed_in output",
+        Site.resid_pre: "layers.* input",
+        Site.attn_out: "layers.*.attention output",
+        Site.resid_mid: "layers.*.post_attention_layernorm input",
+        Site.mlp_post: "layers.*.mlp.dense_4h_to_h input",
+        Site.mlp_out: "layers.*.mlp output",
+        Site.resid_post: "layers.* output",
+        Site.final_norm: "final_layer_norm output",
+    },
+    "gpt2": {
+        Site.embed: "drop output",
+        Site.resid_pre: "h.* input",
+        Site.attn_out: "h.*.attn output",
+        Site.resid_mid: "h.*.ln_2 input",
+        Site.mlp_post: "h.*.mlp.c_proj input",
+        Site.mlp_out: "h.*.mlp output",
+        Site.resid_post: "h.* output",
+        Site.final_norm: "ln_f output",
+    },
 }
 """Where each family's sites are in transformers: a module of the trunk, and its first input or output."""
 
@@ -60,10 +82,12 @@ def save_random(family: str, path: Path, *, seed: int = 0, max_shard_size: str =
     """A random float32 model of `family` (its `model_type`), saved to `path`. Returns the torch model."""
     config_class, model_class = (getattr(transformers, name) for name in CLASSES[family])
     torch.manual_seed(seed)
-    model = model_class(config_class(**SIZES | overrides)).eval()
+    sizes = SIZES | {"n_inner": SIZES["intermediate_size"]} if family == "gpt2" else SIZES
+    sizes = {name: sizes[name] for name in sizes if hasattr(config_class(), name)}
+    model = model_class(config_class(**sizes | overrides)).eval()
     with torch.no_grad():  # the usual initialisation leaves biases at 0, norms at 1 and attention almost uniform
         for name, parameter in model.named_parameters():
-            is_scale = "norm" in name and not name.endswith("bias")
+            is_scale = ("norm" in name.lower() or "ln_" in name) and not name.endswith("bias")
             parameter.normal_(1.0 if is_scale and not family.startswith("gemma") else 0.0, 0.25)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return model
