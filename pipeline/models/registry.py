@@ -8,7 +8,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int32
 
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.models import decoder, gemma, gpt2, gpt_neox, leaves, llama, mistral, olmo2, qwen2, qwen3
+from pipeline.models import bert, decoder, gemma, gpt2, gpt_neox, leaves, llama, mistral, olmo2, qwen2, qwen3
 from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.checkpoint import Checkpoint
 from pipeline.models.files import open_files
@@ -27,6 +27,7 @@ class Family:
 
 
 _FAMILIES = {
+    "bert": Family(bert.read, "Bert"),
     "gemma2": Family(gemma.read_gemma2, "Gemma2"),
     "gemma3_text": Family(gemma.read_gemma3, "Gemma3"),
     "gpt2": Family(gpt2.read, "GPT2"),

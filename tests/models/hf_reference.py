@@ -24,6 +24,7 @@ SIZES = {
     "pad_token_id": None,
 }
 CLASSES = {
+    "bert": ("BertConfig", "BertForMaskedLM"),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
@@ -73,6 +74,15 @@ PLACES: dict[str, dict[Site, str]] = {
         Site.mlp_out: "h.*.mlp output",
         Site.resid_post: "h.* output",
         Site.final_norm: "ln_f output",
+    },
+    "bert": {
+        Site.embed: "embeddings output",
+        Site.resid_pre: "encoder.layer.* input",
+        Site.attn_out: "encoder.layer.*.attention.output.dense output",
+        Site.resid_mid: "encoder.layer.*.attention output",
+        Site.mlp_post: "encoder.layer.*.output.dense input",
+        Site.mlp_out: "encoder.layer.*.output.dense output",
+        Site.resid_post: "encoder.layer.* output",
     },
 }
 """Where each family's sites are in transformers: a module of the trunk, and its first input or output."""
