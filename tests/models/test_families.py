@@ -14,7 +14,7 @@ from pipeline.config import CaptureConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.models.registry import open_model
 from pipeline.plan import captured_keys
-from pipeline.sites import ActivationKey, Site
+from pipeline.sites import ActivationKey, Site, activation_keys
 
 ALTERNATING = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 LAST = ActivationKey(3, Site.resid_post)
@@ -131,6 +131,23 @@ def test_refused(case: str, tmp_path) -> None:
     edit_config(tmp_path, lambda config: config.update(changes))
     with pytest.raises(CheckpointError, match=message):
         open_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt_neox", "olmo2"])
+def test_a_site_alone_equals_the_site_among_all(family: str, tmp_path) -> None:
+    """Alone, the layer has only the weights that the site needs."""
+    save_random(family, tmp_path)
+    model = open_model(str(tmp_path))
+    tokens = jnp.array(np.random.default_rng(0).integers(0, 199, (1, 12)), jnp.int32)
+    positions = jnp.arange(12, dtype=jnp.int32)[None]
+
+    def captured(*keys: ActivationKey) -> dict[ActivationKey, jax.Array]:
+        params = model.load(keys, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        return model.apply(params, tokens, jnp.ones_like(tokens), positions, keys)
+
+    keys = activation_keys((2,), tuple(site for site in model.sites if site.per_layer))
+    for key, expected in captured(*keys).items():
+        np.testing.assert_allclose(captured(key)[key], expected, rtol=1e-4, atol=1e-5, err_msg=key.name)
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "gpt_neox"])
