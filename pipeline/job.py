@@ -138,8 +138,8 @@ def store_layout(plan: Plan, compression: str) -> StoreLayout:
             name=key.name,
             dtype=plan.dtype,
             width=width,
-            attributes={"layer": key.layer, "site": str(key.site), "hook_name": key.hook_name, "d": width},
+            attributes={"layer": key.layer, "site": str(key.site), "hook_name": hook_name, "d": width},
         )
-        for key, width in zip(plan.keys, plan.widths, strict=True)
+        for key, width, hook_name in zip(plan.keys, plan.widths, plan.hook_names, strict=True)
     )
     return StoreLayout(plan.num_streams, plan.rows_per_block, plan.length, activations, compression)

@@ -32,6 +32,8 @@ class ModelFacts(Protocol):
 
     def width(self, site: Site) -> int: ...
 
+    def hook_name(self, key: ActivationKey) -> str: ...
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -65,6 +67,7 @@ class Plan:
 
     keys: tuple[ActivationKey, ...]
     widths: tuple[int, ...]  # D of each key
+    hook_names: tuple[str, ...]  # TransformerLens' names of the keys
     dtype: str  # of the stored activations
     length: int  # T
     step_rows: int  # B, rows per step over all processes of the worker
@@ -143,6 +146,7 @@ def make_plan(
     return Plan(
         keys=keys,
         widths=widths,
+        hook_names=tuple(model.hook_name(key) for key in keys),
         dtype=str(config.capture.dtype),
         length=batch.length,
         step_rows=batch.rows,

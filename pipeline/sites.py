@@ -6,18 +6,36 @@ The names are TransformerLens' hook names without the `hook_` prefix. For a pre-
 |--------------|----------------------------------------------------------------|----------------------------------|
 | `embed`      | residual stream entering layer 0                               | `hook_embed`                     |
 | `resid_pre`  | residual stream before the layer                               | `blocks.L.hook_resid_pre`        |
+| `q`          | heads' queries as they meet the keys: biased, normed, rotated  | `blocks.L.attn.hook_rot_q`       |
+| `k`          | key-value heads' keys, likewise                                | `blocks.L.attn.hook_rot_k`       |
+| `v`          | key-value heads' values                                        | `blocks.L.attn.hook_v`           |
+| `attn_z`     | heads' outputs before the output projection                    | `blocks.L.attn.hook_z`           |
 | `attn_out`   | what attention adds to the residual stream                     | `blocks.L.hook_attn_out`         |
 | `resid_mid`  | residual stream between attention and MLP                      | `blocks.L.hook_resid_mid`        |
+| `mlp_post`   | the MLP's neurons: what the down projection multiplies         | `blocks.L.mlp.hook_post`         |
 | `mlp_out`    | what the MLP adds to the residual stream                       | `blocks.L.hook_mlp_out`          |
 | `resid_post` | residual stream after the layer, before any final norm         | `blocks.L.hook_resid_post`       |
 | `final_norm` | output of the last norm; needs every layer                     | `ln_final.hook_normalized`       |
 
 HF's `hidden_states[-1]` is `final_norm`, not the last layer's `resid_post`. TransformerLens' `ln_final.hook_normalized`
-is before the norm's weight; `final_norm` here is after it, as in HF.
+is before the norm's weight; `final_norm` here is after it, as in HF. The heads of `q`, `k`, `v` and `attn_z` lie side
+by side in one axis: head n of a site is [n * head_dim, (n + 1) * head_dim). `k` and `v` have the key-value heads only.
+
+Other families mean the same by these names, but for:
+
+* Norms after a block (OLMo 2, Gemma): `attn_out` and `mlp_out` are what is added, so after those norms.
+* Parallel residual (GPT-NeoX, Pythia): attention and MLP both read `resid_pre`, so there is no `resid_mid`.
+* No rotation (GPT-2, BERT): `q` and `k` are `attn.hook_q` and `attn.hook_k`. `embed` includes the learned positions:
+  it is `blocks.0.hook_resid_pre` of GPT-2 and, after the embeddings' LayerNorm, `hook_full_embed` of BERT.
+* Post-norm (BERT): the stream itself is normed after each addition. `resid_mid` and `resid_post` are after those norms,
+  as in HF, where the latter is a layer's output: `hook_mlp_in` and `hook_normalized_resid_post`. `attn_out` and
+  `mlp_out` are before the addition. There is no `final_norm`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 
 class Site(StrEnum):
@@ -25,8 +43,13 @@ class Site(StrEnum):
 
     embed = "embed"
     resid_pre = "resid_pre"
+    q = "q"
+    k = "k"
+    v = "v"
+    attn_z = "attn_z"
     attn_out = "attn_out"
     resid_mid = "resid_mid"
+    mlp_post = "mlp_post"
     mlp_out = "mlp_out"
     resid_post = "resid_post"
     final_norm = "final_norm"
@@ -34,6 +57,26 @@ class Site(StrEnum):
     @property
     def per_layer(self) -> bool:
         return self not in (Site.embed, Site.final_norm)
+
+
+_HOOKS = {
+    Site.q: "attn.hook_rot_q",
+    Site.k: "attn.hook_rot_k",
+    Site.v: "attn.hook_v",
+    Site.attn_z: "attn.hook_z",
+    Site.mlp_post: "mlp.hook_post",
+    Site.final_norm: "ln_final.hook_normalized",
+}
+UNROTATED_HOOKS = {
+    Site.embed: "blocks.0.hook_resid_pre",
+    Site.q: "attn.hook_q",
+    Site.k: "attn.hook_k",
+}
+POST_NORM_HOOKS = UNROTATED_HOOKS | {
+    Site.embed: "hook_full_embed",
+    Site.resid_mid: "hook_mlp_in",
+    Site.resid_post: "hook_normalized_resid_post",
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -52,12 +95,10 @@ class ActivationKey:
         """The array's name in the store: `blocks.5.resid_post`, `embed`, `final_norm`."""
         return f"blocks.{self.layer}.{self.site}" if self.site.per_layer else str(self.site)
 
-    @property
-    def hook_name(self) -> str:
-        """TransformerLens' name of the same place."""
-        if self.site is Site.final_norm:
-            return "ln_final.hook_normalized"
-        return f"blocks.{self.layer}.hook_{self.site}" if self.site.per_layer else f"hook_{self.site}"
+    def hook_name(self, family_hooks: Mapping[Site, str] = MappingProxyType({})) -> str:
+        """TransformerLens' name of the same place; `family_hooks` are those that differ from the table's."""
+        hook = (_HOOKS | family_hooks).get(self.site, f"hook_{self.site}")
+        return f"blocks.{self.layer}.{hook}" if self.site.per_layer else hook
 
     @classmethod
     def parse(cls, name: str) -> "ActivationKey":

@@ -80,7 +80,7 @@ def test_outputs(model: Model, dtype: str) -> None:
     expected = jax.jit(model.apply, static_argnames="keys")(params, *inputs.values(), keys=KEYS)
     valid = inputs["segments"] != 0
     for key, got in zip(KEYS, activations, strict=True):
-        assert (got.shape, got.dtype) == ((ROWS, LENGTH, 32), np.dtype(dtype)), key.name
+        assert (got.shape, got.dtype) == ((ROWS, LENGTH, model.width(key.site)), np.dtype(dtype)), key.name
         assert got.sharding == row_sharding(step.mesh)
         values = np.asarray(got, np.float32)
         assert not values[~valid].any(), key.name

@@ -7,7 +7,7 @@ import pytest
 from pipeline.config import BatchConfig, CaptureConfig, MeshConfig, ParquetData, RunConfig, RunOptions, StoreConfig
 from pipeline.errors import ConfigError
 from pipeline.plan import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK, MIB, StoredGeometry, Topology, make_plan
-from pipeline.sites import Site
+from pipeline.sites import ActivationKey, Site
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,9 @@ class Facts:
     vocab_size: int = 151_936
     max_positions: int = 32_768
     sites: tuple[Site, ...] = tuple(Site)
+
+    def hook_name(self, key: ActivationKey) -> str:
+        return key.hook_name()
 
     def width(self, site: Site) -> int:
         return 896

@@ -3,7 +3,7 @@
 Shape letters, here and in every file of this package:
 
     B rows, T positions, S positions as keys, D model dim, N heads, K key-value heads, G = N / K, H head dim,
-    F MLP dim, V vocabulary, L layers of a stack
+    F MLP dim, V vocabulary, P learned positions, Y token types, C = 3 for q, k and v in one tensor, L layers of a stack
 """
 
 from dataclasses import dataclass
@@ -30,9 +30,36 @@ class Rope:
     original_max_positions: int = 0  # of llama3
 
 
+class Norm(StrEnum):
+    """How a norm scales what it has normalised. The RMSNorms differ in bfloat16 only, but for the 1."""
+
+    rms = "rms"  # by its weight, in the activations' dtype
+    rms_wide = "rms_wide"  # by its weight, in float32
+    rms_plus_one = "rms_plus_one"  # by 1 + its weight, in float32
+    layer = "layer"  # LayerNorm: around the mean, by its weight, plus its bias, in float32
+
+
+class Activation(StrEnum):
+    """The MLP's nonlinearity."""
+
+    silu = "silu"
+    gelu = "gelu"
+    gelu_tanh = "gelu_tanh"
+    relu = "relu"
+
+
+@dataclass(frozen=True)
+class LocalAttention:
+    """Layers that see only the `window` latest positions, their own included."""
+
+    pattern: str  # a letter per layer: L local, G global
+    window: int
+    rope: Rope | None  # of the local layers
+
+
 @dataclass(frozen=True)
 class Architecture:
-    """A pre-norm decoder with RMSNorm, grouped-query causal attention and a gated SiLU MLP."""
+    """A transformer. The defaults are those of a LLaMA; which norms, biases and gates it has, its weights tell."""
 
     num_layers: int
     vocab_size: int
@@ -43,7 +70,20 @@ class Architecture:
     head_dim: int
     d_mlp: int
     norm_eps: float
-    rope: Rope
+    rope: Rope | None
+    norm: Norm = Norm.rms
+    activation: Activation = Activation.silu
+    causal: bool = True
+    parallel: bool = False  # attention and MLP read the same residual stream
+    rotary_dim: int | None = None  # dimensions of a head that rotate; None: all
+    attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    softcap: float | None = None  # of the scaled scores: softcap * tanh(scores / softcap)
+    local: LocalAttention | None = None  # None: all layers are global
+    embed_scale: float = 1.0
+    num_token_types: int = 0
+
+    def is_local(self, layer: int) -> bool:
+        return self.local is not None and self.local.pattern[layer] == "L"
 
     def axis(self, letter: str) -> int:
         """The size of a weight's axis, by its shape letter."""
@@ -54,6 +94,9 @@ class Architecture:
             "K": self.num_kv_heads,
             "H": self.head_dim,
             "F": self.d_mlp,
+            "P": self.max_positions,
+            "Y": self.num_token_types,
+            "C": 3,
         }
         return sizes[letter]
 
@@ -63,5 +106,6 @@ KeyTable = dict[str, tuple[str, str]]
 
 The axes are shape letters, grouped as the HF tensor's axes are: `("attention.q", "NH D")` means that HF's tensor has
 the shape [N * H, D] and ours, `weights["attention"]["q"]`, has [N, H, D]. HF's order of axes is kept: measured, a
-matrix product with [out, in] is as fast as with [in, out], so nothing is transposed on the way in.
+matrix product with [out, in] is as fast as with [in, out]. Where a family has another order, as GPT-2's [in, out], ours
+follows an arrow: `("mlp.up", "D F -> FD")`.
 """

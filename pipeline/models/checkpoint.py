@@ -12,11 +12,17 @@ from pipeline.errors import CheckpointError
 from pipeline.models.files import Files
 from pipeline.models.safetensors_file import SafetensorsFile, TensorInfo
 
+_TRUNKS = ("model.", "gpt_neox.", "transformer.", "bert.")  # transformers' `base_model_prefix` of the families
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SAMPLES_PER_TENSOR = 16
 _SAMPLE_BYTES = 4096
 _DIGEST_THREADS = 32  # reads from object storage wait most of their time
+
+
+def current_name(name: str) -> str:
+    """What transformers calls a tensor today: the first BERT checkpoints name a LayerNorm's as TensorFlow does."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 class Checkpoint:
@@ -50,16 +56,25 @@ class Checkpoint:
 
     @cached_property
     def prefix(self) -> str:
-        """What precedes the trunk's keys: `model.`, or nothing in checkpoints that were saved without a head."""
-        return "model." if any(name.startswith("model.") for name in self.file_of) else ""
+        """What precedes the trunk's keys; nothing in checkpoints that were saved without a head."""
+        return next((trunk for trunk in _TRUNKS if any(name.startswith(trunk) for name in self.file_of)), "")
 
     def info(self, name: str) -> TensorInfo | None:
         """A tensor's dtype and shape; None for one that is not there, whatever the index says."""
+        name = self._stored_name(name)
         return self._open_indexed(name).tensors.get(name) if name in self.file_of else None
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows start..stop-1 of a tensor's first axis, in the file's dtype."""
+        name = self._stored_name(name)
         return self._open_indexed(name).rows(name, start, stop)
+
+    def _stored_name(self, name: str) -> str:
+        return self._stored_names.get(name, name)
+
+    @cached_property
+    def _stored_names(self) -> Mapping[str, str]:
+        return {current_name(name): name for name in self.file_of}
 
     @cached_property
     def digest(self) -> str:

@@ -1,37 +1,43 @@
-"""The forward pass of a pre-norm decoder, as far as the last captured site.
+"""The forward pass of a transformer, as far as the last captured site.
 
-Letters: B rows, T positions, D model dim, V vocabulary.
+Letters: B rows, T positions, D model dim, V vocabulary, P learned positions, Y token types.
 """
 
-from collections.abc import Mapping
 from typing import TypedDict
 
 import jax
-from jaxtyping import Array, Float, Int32
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int32
 
 from pipeline.models.architecture import Architecture
-from pipeline.models.layers import Weights, attention_block, mlp_block, rms_norm
-from pipeline.models.rope import rope_table
+from pipeline.models.layers import Weights, attention_block, mlp_block, norm, norm_if_any
+from pipeline.models.rope import RopeTable, rope_table
 from pipeline.models.runs import layer_runs, residual_index
 from pipeline.sites import ActivationKey, Site
 
 
 class LayerWeights(TypedDict, total=False):
-    """One layer's weights. `mlp` is absent from the last layer if only its attention is needed."""
+    """One layer's weights. The last layer has only those that its captured sites need."""
 
     attention: Weights
     mlp: Weights
 
 
 class Params(TypedDict, total=False):
-    """A decoder's weights. `final_norm` is absent unless it is captured.
+    """A transformer's weights. `final_norm` is absent unless it is captured, others where a family lacks them.
 
     `runs` has one mapping per `LayerRun`; the weights of a run of several layers are stacked along a first axis.
     """
 
     embed: Float[Array, "V D"]
+    position_embed: Float[Array, "P D"]
+    type_embed: Float[Array, "Y D"]
+    embed_norm: Float[Array, " D"]
+    embed_norm_bias: Float[Array, " D"]
     runs: tuple[LayerWeights, ...]
     final_norm: Float[Array, " D"]
+    final_norm_bias: Float[Array, " D"]
 
 
 def forward(
@@ -42,39 +48,72 @@ def forward(
     positions: Int32[Array, "B T"],
     keys: tuple[ActivationKey, ...],
     attention: str,
-) -> dict[ActivationKey, Float[Array, "B T D"]]:
+) -> dict[ActivationKey, Float[Array, "B T width"]]:
     """The activations of `keys`, in the weights' dtype. Pure, to be jitted; values at padding mean nothing.
 
     Params must be those that were loaded for the same keys.
     """
-    rope = rope_table(arch.rope, arch.head_dim, positions)
+    ropes = _rope_tables(arch, positions)
 
-    def layer(x: Array, weights: LayerWeights) -> tuple[Array, Mapping[Site, Array]]:
-        attn_out = attention_block(x, weights["attention"], arch, rope, segments, attention)
-        resid_mid = x + attn_out
-        inner = {Site.attn_out: attn_out, Site.resid_mid: resid_mid}
-        if "mlp" not in weights:  # the capture ends here
-            return resid_mid, inner
-        mlp_out = mlp_block(resid_mid, weights["mlp"], arch)
-        return resid_mid + mlp_out, inner | {Site.mlp_out: mlp_out}
+    def layer(x: Array, weights: LayerWeights, is_local: bool | Bool[Array, ""]) -> tuple[Array, dict[Site, Array]]:
+        own, mlp = weights.get("attention", {}), weights.get("mlp", {})
+        sites = attention_block(x, own, arch, ropes, segments, is_local, attention)
+        stream = x
+        if Site.attn_out in sites:  # the capture may end before
+            stream = norm_if_any(x + sites[Site.attn_out], own, "sum_norm", arch)
+            sites[Site.resid_mid] = stream
+        sites |= mlp_block(x if arch.parallel else stream, mlp, arch)
+        if Site.mlp_out in sites:
+            stream = norm_if_any(stream + sites[Site.mlp_out], mlp, "sum_norm", arch)
+        return stream, sites
 
     with jax.named_scope("embed"):
-        x = params["embed"][tokens]
+        x = _embed(arch, params, tokens, positions)
     residuals = {0: x}
     inner: dict[ActivationKey, Array] = {}
     for run, weights in zip(layer_runs(keys, arch.num_layers), params["runs"], strict=True):
+        are_local = [arch.is_local(number) for number in range(run.first, run.stop)]
         with jax.named_scope(f"layers_{run.first}_to_{run.stop - 1}"):
             if len(run) == 1:
-                x, sites = layer(x, weights)
+                x, sites = layer(x, weights, are_local[0])
                 inner |= {ActivationKey(run.first, site): value for site, value in sites.items()}
+            elif len(set(are_local)) == 1:
+                x, _ = jax.lax.scan(
+                    lambda x, weights, kind=are_local[0]: (layer(x, weights, kind)[0], None), x, weights
+                )
             else:
-                x, _ = jax.lax.scan(lambda x, weights: (layer(x, weights)[0], None), x, weights)
+                x, _ = jax.lax.scan(lambda x, each: (layer(x, *each)[0], None), x, (weights, np.array(are_local)))
         residuals[run.stop] = x
 
     def captured(key: ActivationKey) -> Array:
         if key in inner:
-            return inner[key]
+            return inner[key].reshape(*tokens.shape, -1)  # heads side by side
         residual = residuals[residual_index(key, arch.num_layers)]
-        return rms_norm(residual, params["final_norm"], arch.norm_eps) if key.site is Site.final_norm else residual
+        return norm(residual, params, "final_norm", arch) if key.site is Site.final_norm else residual
 
     return {key: captured(key) for key in keys}
+
+
+def _embed(
+    arch: Architecture, params: Params, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"]
+) -> Float[Array, "B T D"]:
+    """What enters layer 0. All tokens are of type 0."""
+    x = params["embed"][tokens]
+    if arch.embed_scale != 1.0:
+        x *= jnp.asarray(arch.embed_scale, x.dtype)
+    if "type_embed" in params:
+        x += params["type_embed"][0]
+    if "position_embed" in params:
+        x += params["position_embed"][positions]
+    return norm_if_any(x, params, "embed_norm", arch)
+
+
+def _rope_tables(arch: Architecture, positions: Int32[Array, "B T"]) -> tuple[RopeTable, RopeTable] | None:
+    """The tables of global and of local layers; one object where they are the same."""
+    if arch.rope is None:
+        return None
+    dim = arch.rotary_dim or arch.head_dim
+    everywhere = rope_table(arch.rope, dim, positions)
+    if arch.local is None or arch.local.rope == arch.rope:
+        return everywhere, everywhere
+    return everywhere, rope_table(arch.local.rope, dim, positions)

@@ -7,7 +7,7 @@ Any other stops the program before weights load: an attribute that is ignored is
 from collections.abc import Mapping
 
 from pipeline.errors import CheckpointError
-from pipeline.models.architecture import Rope, RopeKind
+from pipeline.models.architecture import Activation
 
 _REQUIRED = object()
 
@@ -19,7 +19,9 @@ _HARMLESS = frozenset(
     pretraining_tp return_dict output_attentions output_hidden_states torchscript gradient_checkpointing
     id2label label2id num_labels problem_type classifier_dropout task_specific_params finetuning_task
     tokenizer_class prefix attn_implementation is_llama_config transformers.js_config
+    summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
     unsloth_version unsloth_fixed max_sequence_length
+    final_logit_softcapping cache_implementation
     max_length min_length do_sample temperature top_k top_p typical_p num_beams num_beam_groups diversity_penalty
     repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences early_stopping output_scores return_dict_in_generate remove_invalid_values
@@ -37,10 +39,24 @@ _NEUTRAL: dict[str, object] = {
     "partial_rotary_factor": 1.0,
     "pruned_heads": {},
     "rope_interleaved": False,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
     "tf_legacy_loss": False,
     "tie_encoder_decoder": False,
     "use_bfloat16": False,
+    "use_bidirectional_attention": False,
     "use_mrope": False,
+}
+
+
+_ACTIVATIONS = {
+    "silu": Activation.silu,
+    "swish": Activation.silu,
+    "gelu": Activation.gelu,
+    "gelu_new": Activation.gelu_tanh,
+    "gelu_fast": Activation.gelu_tanh,
+    "gelu_pytorch_tanh": Activation.gelu_tanh,
+    "relu": Activation.relu,
 }
 
 
@@ -53,10 +69,11 @@ class HfConfig:
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.where = where
         self.values = {key: value for key, value in values.items() if value is not None}
+        self._nulls = values.keys() - self.values.keys()
         self._taken: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
-        """Whether the key is there; null counts as absent, as it does in transformers."""
+        """Whether the key is there; null counts as absent."""
         return key in self.values
 
     def _take(self, key: str, kinds: tuple[type, ...], what: str, default: object) -> object:
@@ -80,6 +97,17 @@ class HfConfig:
             raise CheckpointError(f"{self.where}: {key} is {value}, expected a number above 0.")
         return value
 
+    def optional_int(self, key: str, default: int | None) -> int | None:
+        """A whole number above 0; None where the file says null, or where it says nothing and the default is None."""
+        return None if self._is_none(key, default) else self.positive_int(key, default)
+
+    def optional_float(self, key: str, default: float | None) -> float | None:
+        """A number above 0, or None as in `optional_int`."""
+        return None if self._is_none(key, default) else self.positive_float(key, default)
+
+    def _is_none(self, key: str, default: object) -> bool:
+        return key in self._nulls or (default is None and key not in self.values)
+
     def count(self, key: str, default: object = _REQUIRED) -> int:
         value = self._take(key, (int,), "a whole number", default)
         if value < 0:
@@ -102,6 +130,13 @@ class HfConfig:
                 f"Use another model."
             )
         return value
+
+    def activation(self, key: str, default: str) -> Activation:
+        return _ACTIVATIONS[self.choice(key, tuple(_ACTIVATIONS), default)]
+
+    def ignore(self, *keys: str) -> None:
+        """Takes attributes that this family's model does not read."""
+        self._taken.update(keys)
 
     def nested(self, key: str) -> "HfConfig":
         """The mapping under `key`; empty when the key is absent."""
@@ -136,36 +171,3 @@ def refuse_unreadable(config: HfConfig) -> None:
             f"{config.where} has an auto_map: the model is defined by code inside its repository, which is never run. "
             f"Use a model of an implemented family."
         )
-
-
-def read_rope(config: HfConfig, max_positions: int) -> Rope:
-    """The rotary embedding, from either vintage of config.json, with the meaning that transformers 5 gives them.
-
-    Older files have `rope_theta` beside `rope_scaling`, newer ones `rope_parameters` with all of it.
-    """
-    scaling, parameters = config.nested("rope_scaling"), config.nested("rope_parameters")
-    if scaling.values and parameters.values and scaling.values != parameters.values:
-        raise CheckpointError(
-            f"{config.where} has a rope_scaling and a rope_parameters that differ: expected one of them. "
-            f"Remove the other."
-        )
-    outer_theta = config.positive_float("rope_theta", 10000.0)
-    inner = scaling if scaling.values else parameters
-    kind = RopeKind(inner.choice("rope_type" if "rope_type" in inner else "type", tuple(RopeKind), "default"))
-    if "type" in inner:
-        inner.choice("type", (str(kind),))
-    theta = inner.positive_float("rope_theta", outer_theta)
-    rope = Rope(theta)
-    if kind is RopeKind.linear:
-        rope = Rope(theta, kind, inner.positive_float("factor"))
-    elif kind is RopeKind.llama3:
-        rope = Rope(
-            theta,
-            kind,
-            inner.positive_float("factor"),
-            inner.positive_float("low_freq_factor"),
-            inner.positive_float("high_freq_factor"),
-            inner.positive_int("original_max_position_embeddings", max_positions),
-        )
-    inner.finish()
-    return rope

@@ -1,28 +1,60 @@
-"""The layers of a pre-norm decoder, each a pure function of its input and its weights.
+"""The layers of a transformer, each a pure function of its input and its weights.
 
-Letters: B rows, T positions, D model dim, N heads, K key-value heads, H head dim, F MLP dim.
+Which norms, biases and gates there are, the weights tell (the families' `KEY_TABLE`):
+
+    norm        before the block                 post_norm   after it, before its output is added to the stream
+    q_norm      of queries, after projection     sum_norm    of the stream, after the addition (post-norm models)
+    k_norm      of keys, likewise                *_bias      of the weight or norm of that name
+
+Letters: B rows, T positions, D model dim, N heads, K key-value heads, H head dim, F MLP dim, C = 3 for q, k and v.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
-from pipeline.models.architecture import Architecture
+from pipeline.models.architecture import Activation, Architecture, Norm
 from pipeline.models.attention import attention
-from pipeline.models.rope import RopeTable, apply_rope
+from pipeline.models.rope import RopeTable, apply_rope, choose_table
+from pipeline.sites import Site
 
 Weights = Mapping[str, Array]
-"""One block's weights by our keys (the families' `KEY_TABLE`). A bias that a family lacks is absent."""
+"""One block's weights by our keys. One that a family lacks is absent."""
+
+_ACTIVATIONS = {
+    Activation.silu: jax.nn.silu,
+    Activation.gelu: partial(jax.nn.gelu, approximate=False),
+    Activation.gelu_tanh: partial(jax.nn.gelu, approximate=True),
+    Activation.relu: jax.nn.relu,
+}
 
 
 @jax.named_scope("norm")
-def rms_norm(x: Float[Array, "B T D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "B T D"]:
-    """RMSNorm (Zhang & Sennrich, arXiv 1910.07467); normalised in float32, scaled in x's dtype, as HF does."""
+def norm(x: Array, weights: Weights, key: str, arch: Architecture) -> Array:
+    """RMSNorm (Zhang & Sennrich, arXiv 1910.07467) or LayerNorm over the axes of `weights[key]`, in float32."""
+    scale = weights[key]
+    axes = tuple(range(-scale.ndim, 0))
     wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype) * scale
+    if arch.norm is Norm.layer:
+        wide -= jnp.mean(wide, axes, keepdims=True)
+    wide *= jax.lax.rsqrt(jnp.mean(jnp.square(wide), axes, keepdims=True) + arch.norm_eps)
+    match arch.norm:
+        case Norm.rms:
+            return wide.astype(x.dtype) * scale
+        case Norm.rms_wide:
+            wide *= scale
+        case Norm.rms_plus_one:
+            wide *= 1 + scale.astype(jnp.float32)
+        case Norm.layer:
+            wide = wide * scale + weights[f"{key}_bias"]
+    return wide.astype(x.dtype)
+
+
+def norm_if_any(x: Array, weights: Weights, key: str, arch: Architecture) -> Array:
+    return norm(x, weights, key, arch) if key in weights else x
 
 
 def project(subscripts: str, x: Array, weights: Weights, key: str) -> Array:
@@ -37,23 +69,72 @@ def attention_block(
     x: Float[Array, "B T D"],
     weights: Weights,
     arch: Architecture,
-    rope: RopeTable,
+    ropes: tuple[RopeTable, RopeTable] | None,
     segments: Int32[Array, "B T"],
+    is_local: bool | Bool[Array, ""],
     impl: str,
-) -> Float[Array, "B T D"]:
-    """What attention adds to the residual stream x."""
-    x = rms_norm(x, weights["norm"], arch.norm_eps)
-    q = apply_rope(project("BTD,NHD->BTNH", x, weights, "q"), rope)
-    k = apply_rope(project("BTD,KHD->BTKH", x, weights, "k"), rope)
-    v = project("BTD,KHD->BTKH", x, weights, "v")
-    z = attention(q, k, v, segments, causal=True, impl=impl)
-    return project("BTNH,DNH->BTD", z, weights, "o")
+) -> dict[Site, Array]:
+    """Attention's sites for the residual stream x, as far as there are weights; heads in axes [N or K, H].
+
+    `ropes` are the tables of global and local layers; `is_local` says which this is, in a scan over both kinds as data.
+    """
+    sites = _heads(norm_if_any(x, weights, "norm", arch), weights)
+    for site, key in ((Site.q, "q_norm"), (Site.k, "k_norm")):
+        if site in sites:
+            sites[site] = norm_if_any(sites[site], weights, key, arch)
+            if ropes is not None:
+                sites[site] = apply_rope(sites[site], choose_table(ropes, is_local))
+    if sites.keys() >= {Site.q, Site.k, Site.v}:
+        z = _attend(sites[Site.q], sites[Site.k], sites[Site.v], segments, arch, is_local, impl)
+        sites[Site.attn_z] = z
+        if "o" in weights:
+            attn_out = project("BTNH,DNH->BTD", z, weights, "o")
+            sites[Site.attn_out] = norm_if_any(attn_out, weights, "post_norm", arch)
+    return sites
+
+
+def _heads(x: Float[Array, "B T D"], weights: Weights) -> dict[Site, Array]:
+    """Queries, keys and values, as far as there are weights."""
+    if "qkv" in weights:
+        qkv = project("BTD,CNHD->BTCNH", x, weights, "qkv")
+        return {site: qkv[:, :, number] for number, site in enumerate((Site.q, Site.k, Site.v))}
+    subscripts = {Site.q: "BTD,NHD->BTNH", Site.k: "BTD,KHD->BTKH", Site.v: "BTD,KHD->BTKH"}
+    return {site: project(letters, x, weights, site) for site, letters in subscripts.items() if site in weights}
+
+
+def _attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segments: Int32[Array, "B T"],
+    arch: Architecture,
+    is_local: bool | Bool[Array, ""],
+    impl: str,
+) -> Float[Array, "B T N H"]:
+    everywhere = partial(attention, causal=arch.causal, impl=impl, scale=arch.attention_scale, softcap=arch.softcap)
+    if arch.local is None or arch.local.window >= q.shape[1] or is_local is False:
+        return everywhere(q, k, v, segments)
+    within = partial(everywhere, window=arch.local.window)
+    if is_local is True:
+        return within(q, k, v, segments)
+    # Both kinds are in the program, once for all layers of the scan; each layer runs its own.
+    return jax.lax.cond(is_local, within, everywhere, q, k, v, segments)
 
 
 @jax.named_scope("mlp")
-def mlp_block(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> Float[Array, "B T D"]:
-    """What the gated MLP (SwiGLU; Shazeer, arXiv 2002.05202) adds to the residual stream x."""
-    x = rms_norm(x, weights["norm"], arch.norm_eps)
-    gate = project("BTD,FD->BTF", x, weights, "gate")
-    up = project("BTD,FD->BTF", x, weights, "up")
-    return project("BTF,DF->BTD", jax.nn.silu(gate) * up, weights, "down")
+def mlp_block(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict[Site, Array]:
+    """The MLP's sites as far as there are weights; with a gate (Shazeer, arXiv 2002.05202) or without."""
+    if "up" not in weights:
+        return {}
+    x = norm_if_any(x, weights, "norm", arch)
+    activation = _ACTIVATIONS[arch.activation]
+    neurons = project("BTD,FD->BTF", x, weights, "up")
+    if "gate" in weights:
+        neurons = activation(project("BTD,FD->BTF", x, weights, "gate")) * neurons
+    else:
+        neurons = activation(neurons)
+    sites = {Site.mlp_post: neurons}
+    if "down" in weights:
+        mlp_out = project("BTF,DF->BTD", neurons, weights, "down")
+        sites[Site.mlp_out] = norm_if_any(mlp_out, weights, "post_norm", arch)
+    return sites

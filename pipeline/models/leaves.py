@@ -1,7 +1,7 @@
 """Which arrays a capture needs, and what they cost: known from config.json alone."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -19,11 +19,17 @@ class Leaf:
     key: str  # ours
     tensors: tuple[str, ...]  # HF keys without prefix
     hf_shape: tuple[int, ...]  # of each of the tensors
-    layer_shape: tuple[int, ...]  # ours, of one layer
+    axes: tuple[int, ...]  # the same with HF's axes taken apart
+    order: tuple[int, ...]  # of `axes` in ours
 
     @property
     def is_stacked(self) -> bool:
         return len(self.tensors) > 1
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        """Ours, of one layer."""
+        return tuple(self.axes[axis] for axis in self.order)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,37 +43,83 @@ class Leaf:
 LeafTree = PyTree[Leaf]
 """`decoder.Params` with a Leaf in place of each array."""
 
+_QKV = frozenset({"q", "k", "v"})
+_ATTENTION = _QKV | {"z", "o"}
+_SITE_STEPS = {
+    Site.q: frozenset({"q"}),
+    Site.k: frozenset({"k"}),
+    Site.v: frozenset({"v"}),
+    Site.attn_z: _QKV | {"z"},
+    Site.attn_out: _ATTENTION,
+    Site.resid_mid: _ATTENTION,
+    Site.mlp_post: _ATTENTION | {"up"},
+    Site.mlp_out: _ATTENTION | {"up", "down"},
+}
+"""The steps of a layer that a site inside of it needs: products with weights, and `z`, attention proper."""
+
+_WEIGHT_STEPS = {
+    "attention.norm": _QKV,
+    "attention.qkv": _QKV,
+    "attention.q": frozenset({"q"}),
+    "attention.q_norm": frozenset({"q"}),
+    "attention.k": frozenset({"k"}),
+    "attention.k_norm": frozenset({"k"}),
+    "attention.v": frozenset({"v"}),
+    "attention.o": frozenset({"o"}),
+    "attention.post_norm": frozenset({"o"}),
+    "attention.sum_norm": frozenset({"o"}),
+    "mlp.norm": frozenset({"up"}),
+    "mlp.gate": frozenset({"up"}),
+    "mlp.up": frozenset({"up"}),
+    "mlp.down": frozenset({"down"}),
+    "mlp.post_norm": frozenset({"down"}),
+    "mlp.sum_norm": frozenset({"down"}),
+}
+"""The steps that a weight (and its bias) takes part in: every name that a family's table may use inside of a layer."""
+
+
+def _steps(run: LayerRun, arch: Architecture) -> frozenset[str]:
+    """The steps of each of the run's layers."""
+    if not run.ends_at:
+        return _SITE_STEPS[Site.mlp_out]
+    needed = [_SITE_STEPS[site] for site in run.ends_at]
+    if arch.parallel:  # the MLP does without attention
+        needed = [steps - _ATTENTION if "up" in steps else steps for steps in needed]
+    return frozenset().union(*needed)
+
 
 def needed_leaves(arch: Architecture, table: KeyTable, keys: Sequence[ActivationKey]) -> LeafTree:
     """The parameters that `keys` need, not yet read."""
 
-    def leaf(hf_key: str, layers: Iterable[int] = (0,)) -> Leaf:
-        ours, axes = table[hf_key]
-        groups = [[arch.axis(letter) for letter in group] for group in axes.split()]
-        return Leaf(
-            key=ours,
-            tensors=tuple(hf_key.replace("*", str(layer)) for layer in layers),
-            hf_shape=tuple(math.prod(group) for group in groups),
-            layer_shape=tuple(size for group in groups for size in group),
-        )
-
-    def block(name: str, run: LayerRun) -> dict[str, Leaf]:
-        leaves = [
-            leaf(hf, range(run.first, run.stop)) for hf, (ours, _) in table.items() if ours.startswith(f"{name}.")
-        ]
-        return {leaf.key.removeprefix(f"{name}."): leaf for leaf in leaves}
-
     def layer(run: LayerRun) -> dict[str, dict[str, Leaf]]:
-        return {name: block(name, run) for name in (("attention", "mlp") if run.has_mlp else ("attention",))}
+        steps = _steps(run, arch)
+        blocks: dict[str, dict[str, Leaf]] = {}
+        for hf_key, (ours, _) in table.items():
+            block, _, name = ours.partition(".")
+            if name and steps & _WEIGHT_STEPS[ours.removesuffix("_bias")]:
+                blocks.setdefault(block, {})[name] = _leaf(arch, table, hf_key, range(run.first, run.stop))
+        return blocks
 
-    hf_key_of = {ours: hf for hf, (ours, _) in table.items()}
+    wants_final_norm = any(key.site is Site.final_norm for key in keys)
     leaves = {
-        "embed": leaf(hf_key_of["embed"]),
-        "runs": tuple(layer(run) for run in layer_runs(keys, arch.num_layers)),
+        ours: _leaf(arch, table, hf_key)
+        for hf_key, (ours, _) in table.items()
+        if "." not in ours and (wants_final_norm or not ours.startswith("final_norm"))
     }
-    if any(key.site is Site.final_norm for key in keys):
-        leaves["final_norm"] = leaf(hf_key_of["final_norm"])
-    return leaves
+    return leaves | {"runs": tuple(layer(run) for run in layer_runs(keys, arch.num_layers))}
+
+
+def _leaf(arch: Architecture, table: KeyTable, hf_key: str, layers: Sequence[int] = (0,)) -> Leaf:
+    ours, axes = table[hf_key]
+    groups, _, order = axes.partition(" -> ")
+    letters = groups.replace(" ", "")
+    return Leaf(
+        key=ours,
+        tensors=tuple(hf_key.replace("*", str(layer)) for layer in layers),
+        hf_shape=tuple(math.prod(map(arch.axis, group)) for group in groups.split()),
+        axes=tuple(map(arch.axis, letters)),
+        order=tuple(letters.index(letter) for letter in order or letters),
+    )
 
 
 def num_params(leaves: LeafTree) -> int:
@@ -75,13 +127,14 @@ def num_params(leaves: LeafTree) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(leaves))
 
 
-def flops_per_token(arch: Architecture, leaves: LeafTree, length: int) -> int:
+def flops_per_token(arch: Architecture, table: KeyTable, keys: Sequence[ActivationKey], length: int) -> int:
     """Floating-point operations of the forward pass per token slot, in rows of `length`.
 
-    Two per weight of a matrix product, and attention over all of the row's positions (causal masking and packing are
-    not subtracted, as is the custom: PaLM, arXiv 2204.02311, appendix B). Norms, softmax and rotations are left out.
+    Two per weight of a matrix product, and attention over all of the row's positions (causal masking, windows and
+    packing are not subtracted, as is the custom: PaLM, arXiv 2204.02311, appendix B). Norms, softmax and rotations are
+    left out.
     """
-    in_layers = jax.tree.leaves(leaves["runs"])
+    in_layers = jax.tree.leaves(needed_leaves(arch, table, keys)["runs"])
     matrices = sum(leaf.size for leaf in in_layers if len(leaf.hf_shape) == 2)
-    num_attentions = sum(len(leaf.tensors) for leaf in in_layers if leaf.key == "attention.o")
+    num_attentions = sum(len(run) for run in layer_runs(keys, arch.num_layers) if "z" in _steps(run, arch))
     return 2 * matrices + num_attentions * 4 * length * arch.num_heads * arch.head_dim

@@ -1,8 +1,9 @@
 """LLaMA 2, 3 and 3.x, and the many models published under its name (transformers' `LlamaModel`)."""
 
 from pipeline.errors import CheckpointError
-from pipeline.models.architecture import Architecture, KeyTable
-from pipeline.models.hf_config import HfConfig, read_rope
+from pipeline.models.architecture import Activation, Architecture, KeyTable, Rope
+from pipeline.models.hf_attention import read_rope
+from pipeline.models.hf_config import HfConfig
 
 KEY_TABLE: KeyTable = {
     "embed_tokens.weight": ("embed", "V D"),
@@ -42,19 +43,29 @@ def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     return read_decoder(config, default_max_positions=2048), table
 
 
-def read_decoder(config: HfConfig, default_max_positions: int) -> Architecture:
-    """What LLaMA and its relatives have in common; the defaults are those of transformers' config classes."""
+def read_decoder(
+    config: HfConfig,
+    default_max_positions: int,
+    *,
+    default_head_dim: int | None = None,
+    default_eps: float = 1e-6,
+    activation: Activation | None = None,
+    rope: Rope | None = None,
+) -> Architecture:
+    """What LLaMA and its relatives have in common; the defaults are those of transformers' config classes.
+
+    `activation` and `rope` are given by families that spell them in their own way.
+    """
     d_model = config.positive_int("hidden_size")
     num_heads = config.positive_int("num_attention_heads")
     num_kv_heads = config.positive_int("num_key_value_heads", num_heads)
-    head_dim = config.positive_int("head_dim", max(d_model // num_heads, 1))
+    head_dim = config.positive_int("head_dim", default_head_dim or max(d_model // num_heads, 1))
     if num_heads % num_kv_heads or head_dim % 2 or ("head_dim" not in config and d_model % num_heads):
         raise CheckpointError(
             f"{config.where}: expected whole groups of heads of an even size, got hidden_size {d_model}, "
             f"num_attention_heads {num_heads}, num_key_value_heads {num_kv_heads}, head_dim {head_dim}. "
             f"Is the file damaged?"
         )
-    config.choice("hidden_act", ("silu",), "silu")
     max_positions = config.positive_int("max_position_embeddings", default_max_positions)
     return Architecture(
         num_layers=config.positive_int("num_hidden_layers"),
@@ -65,6 +76,7 @@ def read_decoder(config: HfConfig, default_max_positions: int) -> Architecture:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         d_mlp=config.positive_int("intermediate_size"),
-        norm_eps=config.positive_float("rms_norm_eps", 1e-6),
-        rope=read_rope(config, max_positions),
+        norm_eps=config.positive_float("rms_norm_eps", default_eps),
+        rope=rope or read_rope(config, max_positions),
+        activation=activation or config.activation("hidden_act", "silu"),
     )

@@ -1,7 +1,9 @@
 """Qwen2 and Qwen2.5 (transformers' `Qwen2Model`): biases on q, k and v, none elsewhere."""
 
-from pipeline.errors import CheckpointError
+import dataclasses
+
 from pipeline.models.architecture import Architecture, KeyTable
+from pipeline.models.hf_attention import read_local
 from pipeline.models.hf_config import HfConfig
 from pipeline.models.llama import KEY_TABLE as LLAMA_TABLE
 from pipeline.models.llama import read_decoder
@@ -15,27 +17,14 @@ KEY_TABLE: KeyTable = LLAMA_TABLE | {
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
-    arch = read_decoder(config, default_max_positions=32768)
-    _refuse_sliding_window(config, arch)
-    return arch, KEY_TABLE
+    return read_windows(config, read_decoder(config, default_max_positions=32768)), KEY_TABLE
 
 
-def _refuse_sliding_window(config: HfConfig, arch: Architecture) -> None:
-    """Published configs name a window even where no layer uses it; only one that applies is refused."""
-    used = config.flag("use_sliding_window", False)
-    window = config.positive_int("sliding_window", 4096)
-    first = config.count("max_window_layers", 28)
-    kinds = config.strings("layer_types") or [
-        "full_attention" if layer < first else "sliding_attention" for layer in range(arch.num_layers)
-    ]
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown or len(kinds) != arch.num_layers:
-        raise CheckpointError(
-            f"{config.where}: layer_types is {kinds}, expected full_attention or sliding_attention for each of the "
-            f"{arch.num_layers} layers. Use another model."
-        )
-    if used and window < arch.max_positions and "sliding_attention" in kinds:
-        raise CheckpointError(
-            f"{config.where}: {kinds.count('sliding_attention')} layers attend within a sliding window of {window} "
-            f"positions, which is not implemented. Use a model with full attention."
-        )
+def read_windows(config: HfConfig, arch: Architecture) -> Architecture:
+    """Adds Qwen's sliding window: of the layers from `max_window_layers` on, if it is used at all."""
+    is_used = config.flag("use_sliding_window", False)
+    window = config.optional_int("sliding_window", 4096)
+    first = min(config.count("max_window_layers", 28), arch.num_layers)
+    pattern = "G" * first + "L" * (arch.num_layers - first)
+    local = read_local(config, pattern, window if is_used else None, arch.rope, arch.rope, arch.max_positions)
+    return dataclasses.replace(arch, local=local)

@@ -8,14 +8,14 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int32
 
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.models import decoder, leaves, llama, qwen2
+from pipeline.models import bert, decoder, gemma, gpt2, gpt_neox, leaves, llama, mistral, olmo2, qwen2, qwen3
 from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.checkpoint import Checkpoint
 from pipeline.models.files import open_files
 from pipeline.models.hf_config import HfConfig, refuse_unreadable
 from pipeline.models.random_weights import random_params
 from pipeline.models.weights import check_tensors, load_params
-from pipeline.sites import ActivationKey, Site
+from pipeline.sites import POST_NORM_HOOKS, UNROTATED_HOOKS, ActivationKey, Site
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,22 @@ class Family:
     classes: str
 
 
-_FAMILIES = {"llama": Family(llama.read, "Llama"), "qwen2": Family(qwen2.read, "Qwen2")}
-_HEADS = ("ForCausalLM", "Model", "ForSequenceClassification", "ForTokenClassification")
+_FAMILIES = {
+    "bert": Family(bert.read, "Bert"),
+    "gemma2": Family(gemma.read_gemma2, "Gemma2"),
+    "gemma3_text": Family(gemma.read_gemma3, "Gemma3"),
+    "gpt2": Family(gpt2.read, "GPT2"),
+    "gpt_neox": Family(gpt_neox.read, "GPTNeoX"),
+    "llama": Family(llama.read, "Llama"),
+    "mistral": Family(mistral.read, "Mistral"),
+    "olmo2": Family(olmo2.read, "Olmo2"),
+    "qwen2": Family(qwen2.read, "Qwen2"),
+    "qwen3": Family(qwen3.read, "Qwen3"),
+}
+_HEADS = (
+    *("Model", "TextModel", "LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForPreTraining"),
+    *("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForNextSentencePrediction"),
+)
 
 
 @dataclass(frozen=True)
@@ -55,11 +69,29 @@ class Model:
     @property
     def sites(self) -> tuple[Site, ...]:
         """The sites that this family has, in the order of the forward pass."""
-        return tuple(Site)
+        lacking = set()
+        if self.arch.parallel:
+            lacking.add(Site.resid_mid)
+        if not any(ours == "final_norm" for ours, _ in self.table.values()):
+            lacking.add(Site.final_norm)
+        return tuple(site for site in Site if site not in lacking)
 
     def width(self, site: Site) -> int:
         """The size of a site's last axis."""
+        match site:
+            case Site.q | Site.attn_z:
+                return self.arch.num_heads * self.arch.head_dim
+            case Site.k | Site.v:
+                return self.arch.num_kv_heads * self.arch.head_dim
+            case Site.mlp_post:
+                return self.arch.d_mlp
         return self.arch.d_model
+
+    def hook_name(self, key: ActivationKey) -> str:
+        """TransformerLens' name of the same place in this family."""
+        if any(ours.endswith("sum_norm") for ours, _ in self.table.values()):
+            return key.hook_name(POST_NORM_HOOKS)
+        return key.hook_name(UNROTATED_HOOKS if self.arch.rope is None else {})
 
     def identity(self) -> dict[str, object]:
         """What determines the activations, as plain JSON: independent of where the checkpoint lies.
@@ -69,7 +101,7 @@ class Model:
         Raises CheckpointError where the weights must be sampled and are missing or damaged.
         """
         biases = sorted(ours for ours, _ in self.table.values() if ours.endswith("_bias"))
-        architecture = dataclasses.asdict(self.arch) | {"biases": biases}
+        architecture = _spelled_out(self.arch) | {"biases": biases}
         identity = {"family": self.family, "architecture": architecture}
         if self.random_seed is not None:
             return identity | {"init": "random", "seed": self.random_seed}
@@ -83,7 +115,7 @@ class Model:
 
     def flops_per_token(self, keys: Sequence[ActivationKey], length: int) -> int:
         """Floating-point operations per token slot to capture `keys` in rows of `length`."""
-        return leaves.flops_per_token(self.arch, self._leaves(keys), length)
+        return leaves.flops_per_token(self.arch, self.table, keys, length)
 
     def load(
         self, keys: Sequence[ActivationKey], dtype: str, sharding: Sharding, progress: bool = False
@@ -106,7 +138,7 @@ class Model:
         positions: Int32[Array, "B T"],
         keys: Sequence[ActivationKey],
         attention: str = "auto",
-    ) -> dict[ActivationKey, Float[Array, "B T D"]]:
+    ) -> dict[ActivationKey, Float[Array, "B T width"]]:
         """The activations of `keys`. Pure, to be jitted; values at padding (segment 0) mean nothing."""
         return decoder.forward(self.arch, params, tokens, segments, positions, tuple(keys), attention)
 
@@ -133,9 +165,20 @@ def open_model(path: str, *, revision: str | None = None, init: str = "checkpoin
     config.finish()
     model = Model(name, arch, table, checkpoint, seed if init == "random" else None)
     if init == "checkpoint" and checkpoint.commit is None:  # the Hub's files are fetched only when they are needed
-        everything = leaves.needed_leaves(arch, table, (ActivationKey(-1, Site.final_norm),))
+        last = ActivationKey(arch.num_layers - 1, Site.resid_post), ActivationKey(-1, Site.final_norm)
+        everything = leaves.needed_leaves(arch, table, last)
         check_tensors(checkpoint, arch, table, everything)
     return model
+
+
+def _spelled_out(arch: Architecture) -> dict[str, object]:
+    """Without what is at its default, so that what one family adds does not change the others' identity."""
+    everything = dataclasses.asdict(arch)
+    return {
+        field.name: everything[field.name]
+        for field in dataclasses.fields(arch)
+        if field.default is dataclasses.MISSING or getattr(arch, field.name) != field.default
+    }
 
 
 def _check_classes(config: HfConfig, family: Family) -> None:

@@ -3,9 +3,10 @@
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pipeline.models.architecture import Rope, RopeKind
 
@@ -42,13 +43,24 @@ def _llama3(rope: Rope, frequencies: Float32[np.ndarray, " half"]) -> Float32[np
 
 
 def rope_table(rope: Rope, head_dim: int, positions: Int32[Array, "B T"]) -> RopeTable:
-    """The table for the positions of one batch; rows are packed, so positions are not 0..T-1."""
+    """The table for the positions of one batch, for `head_dim` rotating dimensions; rows are packed, so positions are
+    not 0..T-1."""
     angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
     return RopeTable(jnp.cos(angles), jnp.sin(angles))
 
 
+def choose_table(tables: tuple[RopeTable, RopeTable], is_local: bool | Bool[Array, ""]) -> RopeTable:
+    """The global (first) or the local layers' table; in a scan over both kinds, `is_local` is data."""
+    everywhere, local = tables
+    if isinstance(is_local, bool) or everywhere is local:
+        return local if is_local is True else everywhere
+    return jax.tree.map(lambda a, b: jnp.where(is_local, a, b), local, everywhere)
+
+
 def apply_rope(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:
-    """Rotates (x[h], x[h + H/2]) by the position's angle, as HF checkpoints of these families expect."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotates (x[h], x[h + half]) by the position's angle, as HF checkpoints expect; what is beyond 2 * half stays."""
+    half = table.cos.shape[-1]
+    first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
+    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
     rotated = [first * table.cos - second * table.sin, second * table.cos + first * table.sin]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    return jnp.concatenate([*(part.astype(x.dtype) for part in rotated), rest], axis=-1)

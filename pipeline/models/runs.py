@@ -11,16 +11,14 @@ from itertools import pairwise
 
 from pipeline.sites import ActivationKey, Site
 
-INNER_SITES = frozenset({Site.attn_out, Site.resid_mid, Site.mlp_out})
-
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Layers first..stop-1. `has_mlp` is false where the capture ends with the attention of the only layer."""
+    """Layers first..stop-1. Where the capture ends inside of the only layer, `ends_at` are the sites wanted of it."""
 
     first: int
     stop: int
-    has_mlp: bool = True
+    ends_at: frozenset[Site] = frozenset()
 
     def __len__(self) -> int:
         return self.stop - self.first
@@ -43,13 +41,17 @@ def residual_index(key: ActivationKey, num_layers: int) -> int | None:
 def layer_runs(keys: Iterable[ActivationKey], num_layers: int) -> tuple[LayerRun, ...]:
     """The runs that produce `keys`, in order; empty when the embedding is enough."""
     cuts = {0}
-    half_layers = 0  # an attention block is one, an MLP block another
+    num_whole = 0  # layers that are computed to their end
+    inner: dict[int, set[Site]] = {}
     for key in keys:
         index = residual_index(key, num_layers)
         if index is None:
+            inner.setdefault(key.layer, set()).add(key.site)
             cuts |= {key.layer, key.layer + 1}
-            half_layers = max(half_layers, 2 * key.layer + (2 if key.site is Site.mlp_out else 1))
-        else:
-            cuts.add(index)
-            half_layers = max(half_layers, 2 * index)
-    return tuple(LayerRun(first, stop, has_mlp=2 * stop <= half_layers) for first, stop in pairwise(sorted(cuts)))
+            index = key.layer
+        cuts.add(index)
+        num_whole = max(num_whole, index)
+    return tuple(
+        LayerRun(first, stop, frozenset(inner[first]) if stop > num_whole else frozenset())
+        for first, stop in pairwise(sorted(cuts))
+    )

@@ -12,13 +12,17 @@ from tqdm import tqdm
 
 from pipeline.errors import CheckpointError
 from pipeline.models.architecture import Architecture, KeyTable
-from pipeline.models.checkpoint import Checkpoint
+from pipeline.models.checkpoint import Checkpoint, current_name
 from pipeline.models.decoder import Params
 from pipeline.models.leaves import Leaf, LeafTree
 from pipeline.models.safetensors_file import FLOAT_DTYPES
 
 _LOADING_THREADS = 4  # leaves on their way at a time; each needs its own size on the host for that long
-_IGNORED_TENSORS = ("rotary_emb.inv_freq",)  # a constant, stored by older versions of transformers
+_IGNORED_TENSORS = (  # of a layer: constants, stored by older versions of transformers
+    "self_attn.rotary_emb.inv_freq",
+    "attention.rotary_emb.inv_freq",
+    *(f"{attention}.{mask}" for attention in ("attn", "attention") for mask in ("bias", "masked_bias")),
+)
 
 
 def check_tensors(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, leaves: LeafTree) -> None:
@@ -47,14 +51,15 @@ def check_tensors(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, l
 
 
 def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, expected: set[str]) -> Iterator[str]:
-    start = f"{checkpoint.prefix}layers."
+    layers = next(key for key in table if "*" in key).partition("*")[0]
+    start = checkpoint.prefix + layers
     needed_layers = {name.removeprefix(start).split(".")[0] for name in expected if name.startswith(start)}
     for name in checkpoint.file_of:
         layer, _, rest = name.removeprefix(start).partition(".")
-        if not name.startswith(start) or rest.endswith(_IGNORED_TENSORS):
+        if not name.startswith(start) or rest in _IGNORED_TENSORS:
             continue
         is_beyond = not layer.isdigit() or int(layer) >= arch.num_layers
-        if is_beyond or (layer in needed_layers and f"layers.*.{rest}" not in table):
+        if is_beyond or (layer in needed_layers and f"{layers}*.{current_name(rest)}" not in table):
             yield name
 
 
@@ -71,17 +76,18 @@ def load_params(checkpoint: Checkpoint, leaves: LeafTree, dtype: str, sharding: 
 
 
 def read_leaf(checkpoint: Checkpoint, leaf: Leaf, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a leaf: only the rows of the first axis that it covers are read."""
-    start, stop, _ = index[leaf.is_stacked].indices(leaf.layer_shape[0])
-    rows_per_item = leaf.hf_shape[0] // leaf.layer_shape[0]
-    inner = (slice(None), *index[leaf.is_stacked + 1 :])
+    """A part of a leaf: only the rows of HF's first axis that it covers are read."""
+    of_axis = dict(zip(leaf.order, index[leaf.is_stacked :], strict=True))
+    start, stop, _ = of_axis[0].indices(leaf.axes[0])
+    rows_per_item = leaf.hf_shape[0] // leaf.axes[0]
+    inner = (slice(None), *(of_axis[axis] for axis in range(1, len(leaf.axes))))
 
     def part(tensor: str) -> np.ndarray:
         rows = checkpoint.rows(checkpoint.prefix + tensor, start * rows_per_item, stop * rows_per_item)
-        return rows.reshape(stop - start, *leaf.layer_shape[1:])[inner]
+        return rows.reshape(stop - start, *leaf.axes[1:])[inner].transpose(leaf.order)
 
     if not leaf.is_stacked:
-        return part(leaf.tensors[0]).astype(dtype)
+        return part(leaf.tensors[0]).astype(dtype, order="C")
     tensors = leaf.tensors[index[0]]
     first = part(tensors[0])
     stack = np.empty((len(tensors), *first.shape), dtype)

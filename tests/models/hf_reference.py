@@ -1,5 +1,6 @@
-"""Tiny random Hugging Face models, saved as checkpoints, and what forward hooks see in them."""
+"""Tiny random Hugging Face models, saved as checkpoints, and what hooks see in them."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,46 +23,117 @@ SIZES = {
     "max_position_embeddings": 512,
     "pad_token_id": None,
 }
+CLASSES = {
+    "bert": ("BertConfig", "BertForMaskedLM"),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+}
+
+LLAMA_PLACES = {
+    Site.embed: "embed_tokens output",
+    Site.resid_pre: "layers.* input",
+    Site.attn_out: "layers.*.self_attn output",
+    Site.resid_mid: "layers.*.post_attention_layernorm input",
+    Site.mlp_post: "layers.*.mlp.down_proj input",
+    Site.mlp_out: "layers.*.mlp output",
+    Site.resid_post: "layers.* output",
+    Site.final_norm: "norm output",
+}
+GEMMA_PLACES = LLAMA_PLACES | {
+    Site.attn_out: "layers.*.post_attention_layernorm output",
+    Site.resid_mid: "layers.*.pre_feedforward_layernorm input",
+    Site.mlp_out: "layers.*.post_feedforward_layernorm output",
+}
+PLACES: dict[str, dict[Site, str]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA_PLACES),
+    **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA_PLACES),
+    "olmo2": GEMMA_PLACES | {Site.resid_mid: "layers.*.mlp input"},
+    "gpt_neox": {
+        Site.embed: "embed_in output",
+        Site.resid_pre: "layers.* input",
+        Site.attn_out: "layers.*.attention output",
+        Site.resid_mid: "layers.*.post_attention_layernorm input",
+        Site.mlp_post: "layers.*.mlp.dense_4h_to_h input",
+        Site.mlp_out: "layers.*.mlp output",
+        Site.resid_post: "layers.* output",
+        Site.final_norm: "final_layer_norm output",
+    },
+    "gpt2": {
+        Site.embed: "drop output",
+        Site.resid_pre: "h.* input",
+        Site.attn_out: "h.*.attn output",
+        Site.resid_mid: "h.*.ln_2 input",
+        Site.mlp_post: "h.*.mlp.c_proj input",
+        Site.mlp_out: "h.*.mlp output",
+        Site.resid_post: "h.* output",
+        Site.final_norm: "ln_f output",
+    },
+    "bert": {
+        Site.embed: "embeddings output",
+        Site.resid_pre: "encoder.layer.* input",
+        Site.attn_out: "encoder.layer.*.attention.output.dense output",
+        Site.resid_mid: "encoder.layer.*.attention output",
+        Site.mlp_post: "encoder.layer.*.output.dense input",
+        Site.mlp_out: "encoder.layer.*.output.dense output",
+        Site.resid_post: "encoder.layer.* output",
+    },
+}
+"""Where each family's sites are in transformers: a module of the trunk, and its first input or output."""
 
 
 def save_random(family: str, path: Path, *, seed: int = 0, max_shard_size: str = "1GB", **overrides: object):
-    """A random float32 model of `family` ("qwen2" or "llama"), saved to `path`. Returns the torch model."""
-    config_class, model_class = {
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    }[family]
+    """A random float32 model of `family` (its `model_type`), saved to `path`. Returns the torch model."""
+    config_class, model_class = (getattr(transformers, name) for name in CLASSES[family])
     torch.manual_seed(seed)
-    model = model_class(config_class(**SIZES | overrides)).eval()
+    sizes = SIZES | {"n_inner": SIZES["intermediate_size"]} if family == "gpt2" else SIZES
+    sizes = {name: sizes[name] for name in sizes if hasattr(config_class(), name)}
+    model = model_class(config_class(**sizes | overrides)).eval()
     with torch.no_grad():  # the usual initialisation leaves biases at 0, norms at 1 and attention almost uniform
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.25)
+            is_scale = ("norm" in name.lower() or "ln_" in name) and not name.endswith("bias")
+            parameter.normal_(1.0 if is_scale and not family.startswith("gemma") else 0.0, 0.25)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return model
 
 
 def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.ndarray]:
-    """Every site of every layer for token rows [B, T] without padding, by forward hooks."""
+    """Every site of every layer for token rows [B, T] without padding."""
     found: dict[ActivationKey, np.ndarray] = {}
 
     def keep(layer: int, site: Site, value) -> None:
         value = value[0] if isinstance(value, tuple) else value
-        found[ActivationKey(layer, site)] = value.detach().float().numpy().copy()
+        found[ActivationKey(layer, site)] = value.detach().float().flatten(2).numpy().copy()
 
-    def on_output(module, layer: int, site: Site) -> None:
-        handles.append(module.register_forward_hook(lambda _m, _i, output: keep(layer, site, output)))
+    def hook(site: Site, layer: int, module, side: str):
+        if side == "input":
+            return module.register_forward_pre_hook(lambda _m, inputs: keep(layer, site, inputs))
+        return module.register_forward_hook(lambda _m, _i, output: keep(layer, site, output))
 
-    def on_input(module, layer: int, site: Site) -> None:
-        handles.append(module.register_forward_pre_hook(lambda _m, inputs: keep(layer, site, inputs[0])))
+    def attention(module, query, key, value, mask, **options):
+        """The model's own eager attention, looked at: its arguments have the shape [B, heads, T, H]."""
+        z, weights = sys.modules[type(module).__module__].eager_attention_forward(
+            module, query, key, value, mask, **options
+        )
+        for site, heads in ((Site.q, query), (Site.k, key), (Site.v, value)):
+            keep(module.layer_idx, site, heads.transpose(1, 2))
+        keep(module.layer_idx, Site.attn_z, z)
+        return z, weights
 
-    handles: list = []
-    on_output(model.model.embed_tokens, -1, Site.embed)
-    on_output(model.model.norm, -1, Site.final_norm)
-    for number, layer in enumerate(model.model.layers):
-        on_input(layer, number, Site.resid_pre)
-        on_output(layer.self_attn, number, Site.attn_out)
-        on_input(layer.post_attention_layernorm, number, Site.resid_mid)
-        on_output(layer.mlp, number, Site.mlp_out)
-        on_output(layer, number, Site.resid_post)
+    transformers.AttentionInterface.register("looked_at", attention)
+    transformers.AttentionMaskInterface.register("looked_at", transformers.masking_utils.eager_mask)
+    model.set_attn_implementation("looked_at")
+    handles = []
+    for site, place in PLACES[model.config.model_type].items():
+        name, side = place.split()
+        for layer in range(model.config.num_hidden_layers) if site.per_layer else (-1,):
+            handles.append(hook(site, layer, model.base_model.get_submodule(name.replace("*", str(layer))), side))
     with torch.no_grad():
         model(torch.from_numpy(tokens.astype(np.int64)))
     for handle in handles:

@@ -23,6 +23,7 @@ QWEN2 = {
     "vocab_size": 199,
 }
 LLAMA = QWEN2 | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+MISTRAL = QWEN2 | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 SLIDING = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
 
 
@@ -34,21 +35,17 @@ def open_config(path: Path, config: object):
 REFUSED = {
     "unknown attribute": (QWEN2 | {"logit_softcap": 30.0}, "logit_softcap=30.0"),
     "not causal": (QWEN2 | {"is_causal": False}, "is_causal=False"),
-    "unknown family": (QWEN2 | {"model_type": "mamba"}, "model_type is 'mamba'.*llama, qwen2"),
+    "unknown family": (QWEN2 | {"model_type": "mamba"}, "model_type is 'mamba'.*llama, mistral.*qwen2, qwen3"),
     "no family": ({k: v for k, v in QWEN2.items() if k != "model_type"}, "no 'model_type'"),
     "unknown class": (LLAMA | {"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3"),
-    "activation": (QWEN2 | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    "activation": (QWEN2 | {"hidden_act": "gelu_10"}, "hidden_act is 'gelu_10'"),
     "no width": ({k: v for k, v in QWEN2.items() if k != "hidden_size"}, "no 'hidden_size'"),
     "width of another type": (QWEN2 | {"hidden_size": "32"}, "hidden_size is '32'"),
     "no layers": (QWEN2 | {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
     "heads that do not divide": (QWEN2 | {"num_key_value_heads": 3}, "num_key_value_heads 3"),
     "quantised": (QWEN2 | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     "own code": (QWEN2 | {"auto_map": {"AutoModel": "modeling.Model"}}, "auto_map"),
-    "sliding window": (QWEN2 | SLIDING, "2 layers attend within a sliding window of 64"),
-    "sliding layer types": (
-        QWEN2 | SLIDING | {"layer_types": ["sliding_attention"] + ["full_attention"] * 3},
-        "1 layers attend within",
-    ),
+    "too few layer types": (QWEN2 | SLIDING | {"layer_types": ["sliding_attention"]}, "for each of the 4 layers"),
     "other layer types": (QWEN2 | {"layer_types": ["linear_attention"] * 4}, "layer_types"),
     "dynamic rope": (QWEN2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type is 'dynamic'"),
     "yarn rope": (QWEN2 | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
@@ -88,6 +85,33 @@ ACCEPTED = {
 def test_accepted(case: str, tmp_path) -> None:
     model = open_config(tmp_path, ACCEPTED[case])
     assert (model.num_layers, model.vocab_size, model.max_positions) == (4, 199, 512)
+
+
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+WINDOWS = {
+    "Qwen2's last layers": (QWEN2 | SLIDING, "GGLL", 64),
+    "layer types": (QWEN2 | SLIDING | {"layer_types": ALTERNATING}, "LGLG", 64),
+    "Mistral's default": (MISTRAL | {"max_position_embeddings": 8192}, "LLLL", 4096),
+    "Mistral": (MISTRAL | {"sliding_window": 100}, "LLLL", 100),
+}
+NO_WINDOWS = {
+    "not used": QWEN2 | SLIDING | {"use_sliding_window": False},
+    "beyond the context": QWEN2 | SLIDING | {"sliding_window": 512},
+    "no layer": QWEN2 | SLIDING | {"max_window_layers": 4},
+    "null": MISTRAL | {"sliding_window": None},
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_windows(case: str, tmp_path) -> None:
+    config, pattern, window = WINDOWS[case]
+    local = open_config(tmp_path, config).arch.local
+    assert (local.pattern, local.window) == (pattern, window)
+
+
+@pytest.mark.parametrize("case", NO_WINDOWS)
+def test_no_windows(case: str, tmp_path) -> None:
+    assert open_config(tmp_path, NO_WINDOWS[case]).arch.local is None
 
 
 def test_no_config(tmp_path) -> None:

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_reference import NUM_LAYERS, VOCAB_SIZE, reference_activations, save_random
+from hf_reference import NUM_LAYERS, VOCAB_SIZE, reference_activations, save_random, torch
 
 from pipeline.models.registry import Model, open_model
 from pipeline.sites import ActivationKey, Site, activation_keys
 
-ALL_KEYS = activation_keys(tuple(range(NUM_LAYERS)), tuple(Site))
 LAST_KEY = ActivationKey(NUM_LAYERS - 1, Site.resid_post)
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 LLAMA3_ROPE = {
@@ -23,12 +22,44 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+WINDOW = {"use_sliding_window": True, "sliding_window": 7}
+ALTERNATING = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+GEMMA = {"head_dim": 6, "sliding_window": 7, "query_pre_attn_scalar": 12}
+GEMMA3_ROPES = {"full_attention": LINEAR_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+NEOX_ODD_HEADS = {"hidden_size": 36, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
 CASES = {
     "qwen2 grouped": ("qwen2", {}),
     "qwen2 tied, one kv head": ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen2 long theta": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "llama without groups": ("llama", {"num_key_value_heads": 4}),
     "llama3 rope, head_dim": ("llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
+    "llama gelu": ("llama", {"hidden_act": "gelu"}),
+    "qwen2 window in the last layers": ("qwen2", WINDOW | {"max_window_layers": 2}),
+    "mistral": ("mistral", {"sliding_window": 7}),
+    "mistral without window": ("mistral", {"sliding_window": None, "head_dim": 6}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3 biases, one kv head, windows": (
+        "qwen3",
+        WINDOW | {"attention_bias": True, "num_key_value_heads": 1, "layer_types": ALTERNATING},
+    ),
+    "olmo2 grouped": ("olmo2", {}),
+    "olmo2 biases": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True, "rms_norm_eps": 1e-5}),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma2 low caps": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5}),
+    "gemma2 without caps, biases": ("gemma2", GEMMA | {"attn_logit_softcapping": None, "attention_bias": True}),
+    "gemma3": ("gemma3_text", GEMMA | {"layer_types": ALTERNATING}),
+    "gemma3 scaled global rope": (
+        "gemma3_text",
+        GEMMA | {"layer_types": ALTERNATING, "num_key_value_heads": 1, "rope_parameters": GEMMA3_ROPES},
+    ),
+    "gemma3 all local": ("gemma3_text", GEMMA),
+    "gpt-neox": ("gpt_neox", {}),
+    "gpt-neox sequential, without biases": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "gpt-neox odd heads, half rotating": ("gpt_neox", NEOX_ODD_HEADS),
+    "gpt2": ("gpt2", {}),
+    "gpt2 odd heads, relu": ("gpt2", {"n_embd": 28, "n_inner": None, "activation_function": "relu"}),
+    "bert": ("bert", {}),
+    "bert odd heads, one type": ("bert", {"hidden_size": 20, "type_vocab_size": 1, "hidden_act": "gelu_new"}),
     "llama linear rope, biases": ("llama", {"rope_parameters": LINEAR_ROPE, "attention_bias": True, "mlp_bias": True}),
 }
 
@@ -38,6 +69,10 @@ def run(model: Model, keys, tokens, segments, positions, dtype="float32") -> dic
     apply = jax.jit(model.apply, static_argnames=("keys", "attention"))
     captured = apply(params, jnp.array(tokens), jnp.array(segments), jnp.array(positions), keys=keys)
     return {key: np.asarray(value, np.float32) for key, value in captured.items()}
+
+
+def all_keys(model: Model) -> tuple[ActivationKey, ...]:
+    return activation_keys(tuple(range(NUM_LAYERS)), model.sites)
 
 
 def unpacked(rng: np.random.Generator, num_rows: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -57,21 +92,48 @@ def test_every_site_of_every_layer(case: str, tmp_path) -> None:
     reference = save_random(family, tmp_path, **overrides)
     batch = unpacked(np.random.default_rng(1), 2, 96)
     expected = reference_activations(reference, batch[0])
-    got = run(open_model(str(tmp_path)), ALL_KEYS, *batch)
-    assert set(got) == set(expected)
-    errors = {key.name: error(got[key], expected[key]) for key in ALL_KEYS}
-    assert max(errors.values()) < 1e-5, errors
+    model = open_model(str(tmp_path))
+    keys = all_keys(model)
+    got = run(model, keys, *batch)
+    assert {key: values.shape[2] for key, values in got.items()} == {key: model.width(key.site) for key in keys}
+    errors = {key.name: error(got[key], expected[key]) for key in keys}
+    assert {name: value for name, value in errors.items() if value > 1e-5} == {}
 
 
-def test_scanned_layers_equal_single_ones(tmp_path) -> None:
-    reference = save_random("qwen2", tmp_path)
+SCANNED = {
+    "alike": ("qwen2", {}),
+    "all local": ("mistral", {"sliding_window": 7}),
+    "local and global": ("qwen2", WINDOW | {"layer_types": ALTERNATING}),
+    "local and global with two ropes": ("gemma3_text", GEMMA | {"layer_types": ALTERNATING}),
+}
+
+
+@pytest.mark.parametrize("case", SCANNED)
+def test_scanned_layers_equal_single_ones(case: str, tmp_path) -> None:
+    family, overrides = SCANNED[case]
+    reference = save_random(family, tmp_path, **overrides)
     batch = unpacked(np.random.default_rng(2), 2, 64)
     got = run(open_model(str(tmp_path)), (LAST_KEY,), *batch)
     assert error(got[LAST_KEY], reference_activations(reference, batch[0])[LAST_KEY]) < 1e-5
 
 
-def test_packed_documents_equal_documents_alone(tmp_path) -> None:
-    reference = save_random("llama", tmp_path)
+FAMILIES = {
+    "bert": {},
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA | {"layer_types": ALTERNATING},
+    "gpt2": {},
+    "gpt_neox": {},
+    "llama": {},
+    "mistral": {"sliding_window": 7},
+    "olmo2": {},
+    "qwen2": {},
+    "qwen3": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_equal_documents_alone(family: str, tmp_path) -> None:
+    reference = save_random(family, tmp_path, **FAMILIES[family])
     rng = np.random.default_rng(3)
     tokens, segments, positions = np.zeros((3, 2, 64), np.int32)
     documents = [(0, 0, 17), (0, 17, 40), (0, 57, 5), (1, 0, 33)]  # row, first position, length; 2 + 31 positions left
@@ -80,32 +142,54 @@ def test_packed_documents_equal_documents_alone(tmp_path) -> None:
         tokens[place] = rng.integers(0, VOCAB_SIZE, length)
         segments[place] = number
         positions[place] = np.arange(length)
-    got = run(open_model(str(tmp_path)), ALL_KEYS, tokens, segments, positions)
+    model = open_model(str(tmp_path))
+    keys = all_keys(model)
+    got = run(model, keys, tokens, segments, positions)
     for row, first, length in documents:
         expected = reference_activations(reference, tokens[row : row + 1, first : first + length])
-        for key in ALL_KEYS:
+        for key in keys:
             assert error(got[key][row : row + 1, first : first + length], expected[key]) < 1e-5, key.name
     assert all(np.isfinite(values).all() for values in got.values())
 
 
-def test_padding_does_not_reach_documents(tmp_path) -> None:
-    save_random("qwen2", tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_does_not_reach_documents(family: str, tmp_path) -> None:
+    save_random(family, tmp_path, **FAMILIES[family])
     model = open_model(str(tmp_path))
     tokens, segments, positions = unpacked(np.random.default_rng(4), 2, 24)
     segments[0, 10:] = 0
     other = np.where(segments == 0, (tokens + 1) % VOCAB_SIZE, tokens)
     one, two = (run(model, (LAST_KEY,), ids, segments, positions)[LAST_KEY] for ids in (tokens, other))
+    assert not np.array_equal(one, two)
     np.testing.assert_array_equal(one[segments != 0], two[segments != 0])
 
 
 def test_bfloat16_is_close(tmp_path) -> None:
     reference = save_random("qwen2", tmp_path)
     batch = unpacked(np.random.default_rng(5), 2, 32)
-    got = run(open_model(str(tmp_path)), ALL_KEYS, *batch, dtype="bfloat16")
+    model = open_model(str(tmp_path))
+    got = run(model, all_keys(model), *batch, dtype="bfloat16")
     expected = reference_activations(reference, batch[0])
     assert error(got[LAST_KEY], expected[LAST_KEY]) < 0.05
     embed = ActivationKey(-1, Site.embed)
     assert error(got[embed], expected[embed]) < 2**-8
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "bert"])
+def test_final_norm_times_unembedding_is_the_logits(family: str, tmp_path) -> None:
+    reference = save_random(family, tmp_path, **FAMILIES[family])
+    batch = unpacked(np.random.default_rng(6), 2, 40)
+    key = ActivationKey(-1, Site.final_norm)
+    logits = (
+        run(open_model(str(tmp_path)), (key,), *batch)[key]
+        @ reference.get_output_embeddings().weight.detach().numpy().T
+    )
+    softcap = getattr(reference.config, "final_logit_softcapping", None)
+    if softcap:
+        logits = softcap * np.tanh(logits / softcap)
+    with torch.no_grad():
+        expected = reference(torch.from_numpy(batch[0].astype(np.int64))).logits.numpy()
+    assert error(logits, expected) < 1e-4
 
 
 @pytest.mark.parametrize("parameters", [LLAMA3_ROPE, LINEAR_ROPE, {"rope_type": "default", "rope_theta": 250000.0}])

@@ -1,16 +1,19 @@
 import pytest
 
 from pipeline.models.runs import LayerRun, layer_runs
-from pipeline.sites import ActivationKey
+from pipeline.sites import ActivationKey, Site
 
 CASES = {
     "embed": [],
     "blocks.0.resid_pre": [],
     "blocks.0.resid_post": [LayerRun(0, 1)],
     "blocks.5.resid_pre": [LayerRun(0, 5)],
-    "blocks.5.attn_out": [LayerRun(0, 5), LayerRun(5, 6, has_mlp=False)],
-    "blocks.5.resid_mid": [LayerRun(0, 5), LayerRun(5, 6, has_mlp=False)],
-    "blocks.5.mlp_out": [LayerRun(0, 5), LayerRun(5, 6)],
+    "blocks.5.q": [LayerRun(0, 5), LayerRun(5, 6, frozenset({Site.q}))],
+    "blocks.0.attn_z": [LayerRun(0, 1, frozenset({Site.attn_z}))],
+    "blocks.5.attn_out": [LayerRun(0, 5), LayerRun(5, 6, frozenset({Site.attn_out}))],
+    "blocks.5.k blocks.5.mlp_out": [LayerRun(0, 5), LayerRun(5, 6, frozenset({Site.k, Site.mlp_out}))],
+    "blocks.5.k blocks.6.resid_pre": [LayerRun(0, 5), LayerRun(5, 6)],
+    "blocks.5.k blocks.6.q": [LayerRun(0, 5), LayerRun(5, 6), LayerRun(6, 7, frozenset({Site.q}))],
     "blocks.5.resid_post": [LayerRun(0, 6)],
     "final_norm": [LayerRun(0, 8)],
     "embed final_norm blocks.7.resid_post": [LayerRun(0, 8)],

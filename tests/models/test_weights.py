@@ -34,6 +34,9 @@ def layers(*numbers: int, parts: set[str] = ATTENTION | MLP) -> set[str]:
         ("blocks.0.resid_pre", set()),
         ("blocks.2.resid_pre", layers(0, 1)),
         ("blocks.2.attn_out", layers(0, 1) | layers(2, parts=ATTENTION)),
+        ("blocks.2.q", layers(0, 1) | layers(2, parts={"input_layernorm", "self_attn.q_proj"})),
+        ("blocks.2.attn_z", layers(0, 1) | layers(2, parts=ATTENTION - {"self_attn.o_proj"})),
+        ("blocks.2.mlp_post", layers(0, 1) | layers(2, parts=(ATTENTION | MLP) - {"mlp.down_proj"})),
         ("blocks.2.mlp_out", layers(0, 1, 2)),
         ("blocks.1.resid_post", layers(0, 1)),
         ("final_norm", layers(*range(NUM_LAYERS)) | {"model.norm.weight"}),
@@ -85,6 +88,39 @@ def test_a_part_of_a_leaf_equals_that_part_of_the_whole(index: tuple[slice, ...]
     np.testing.assert_array_equal(read_leaf(model.checkpoint, q, np.dtype(np.float32), index), whole[index])
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "tensor"),
+    [
+        ("gpt2", "qkv", lambda t: t["transformer.h.1.attn.c_attn.weight"].reshape(32, 3, 4, 8).transpose(1, 2, 3, 0)),
+        ("gpt2", "o", lambda t: t["transformer.h.1.attn.c_proj.weight"].reshape(4, 8, 32).transpose(2, 0, 1)),
+        (
+            "gpt_neox",
+            "qkv",
+            lambda t: t["gpt_neox.layers.1.attention.query_key_value.weight"].reshape(4, 3, 8, 32).swapaxes(0, 1),
+        ),
+    ],
+)
+def test_parts_of_leaves_in_another_order_than_the_files(family: str, name: str, tensor, tmp_path) -> None:
+    save_random(family, tmp_path)
+    model = open_model(str(tmp_path))
+    leaf = needed_leaves(model.arch, model.table, (key("blocks.2.resid_post"),))["runs"][0]["attention"][name]
+    expected = tensor(load_file(tmp_path / "model.safetensors"))
+    assert leaf.layer_shape == expected.shape
+    for part in (np.s_[:, :, :], np.s_[1:2, 1:3, :], np.s_[:1, :, 2:5]):
+        index = (slice(1, 2), *part, *[slice(None)] * (expected.ndim - 3))
+        np.testing.assert_array_equal(
+            read_leaf(model.checkpoint, leaf, np.dtype(np.float32), index)[0], expected[index[1:]]
+        )
+
+
+def test_parallel_mlp_needs_no_attention_of_its_layer(tmp_path) -> None:
+    save_random("gpt_neox", tmp_path)
+    model = open_model(str(tmp_path))
+    runs = needed_leaves(model.arch, model.table, (key("blocks.2.mlp_post"),))["runs"]
+    assert set(runs[-1]) == {"mlp"}
+    assert set(runs[-1]["mlp"]) == {"norm", "norm_bias", "up", "up_bias"}
+
+
 def test_many_files_equal_one(tmp_path) -> None:
     save_random("qwen2", tmp_path / "one")
     save_random("qwen2", tmp_path / "many", max_shard_size="30KB")
@@ -124,6 +160,7 @@ def test_flops_are_those_of_the_matrix_products(tmp_path) -> None:
     attention = 2 * (32 * 32 + 2 * 16 * 32 + 32 * 32) + 4 * 64 * 32
     mlp = 2 * 3 * 32 * 48
     assert model.flops_per_token((key("blocks.1.attn_out"),), length=64) == 2 * attention + mlp
+    assert model.flops_per_token((key("blocks.1.q"),), length=64) == attention + mlp + 2 * 32 * 32
     assert model.flops_per_token((key("embed"),), length=64) == 0
 
 

@@ -1,0 +1,197 @@
+"""What differs from family to family: sites and their names, older files, what is refused."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hf_reference import save_random
+from safetensors.numpy import load_file, save_file
+
+from pipeline.config import CaptureConfig
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.models.registry import open_model
+from pipeline.plan import captured_keys
+from pipeline.sites import ActivationKey, Site, activation_keys
+
+ALTERNATING = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+LAST = ActivationKey(3, Site.resid_post)
+
+
+def edit_config(path: Path, edit) -> None:
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    edit(config)
+    file.write_text(json.dumps(config))
+
+
+LACKING = {"gpt_neox": {"resid_mid"}, "bert": {"final_norm"}, "gpt2": set(), "gemma2": set()}
+
+
+@pytest.mark.parametrize("family", LACKING)
+def test_a_site_that_a_family_lacks_is_refused_with_those_it_has(family: str, tmp_path) -> None:
+    save_random(family, tmp_path)
+    model = open_model(str(tmp_path))
+    assert set(Site) - set(model.sites) == LACKING[family]
+    for site in LACKING[family]:
+        with pytest.raises(ConfigError, match=rf"{site}.*the model has embed, resid_pre, q, .*, resid_post"):
+            captured_keys(CaptureConfig(layers=[1], sites=[site]), model)
+
+
+def test_sequential_gpt_neox_has_a_middle(tmp_path) -> None:
+    save_random("gpt_neox", tmp_path, use_parallel_residual=False)
+    assert open_model(str(tmp_path)).sites == tuple(Site)
+
+
+HOOKS = [
+    ("llama", "blocks.1.q", "blocks.1.attn.hook_rot_q"),
+    ("gpt2", "blocks.1.q", "blocks.1.attn.hook_q"),
+    ("gpt2", "blocks.1.resid_post", "blocks.1.hook_resid_post"),
+    ("gpt2", "embed", "blocks.0.hook_resid_pre"),
+    ("bert", "blocks.1.k", "blocks.1.attn.hook_k"),
+    ("bert", "blocks.1.resid_mid", "blocks.1.hook_mlp_in"),
+    ("bert", "blocks.1.resid_post", "blocks.1.hook_normalized_resid_post"),
+    ("bert", "embed", "hook_full_embed"),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "hook_name"), HOOKS)
+def test_transformer_lens_names(family: str, name: str, hook_name: str, tmp_path) -> None:
+    save_random(family, tmp_path)
+    assert open_model(str(tmp_path)).hook_name(ActivationKey.parse(name)) == hook_name
+
+
+def older_gpt_neox(config: dict) -> None:
+    rope = config.pop("rope_parameters")
+    config |= {"rotary_pct": rope["partial_rotary_factor"], "rotary_emb_base": rope["rope_theta"]}
+    del config["attention_bias"], config["is_decoder"]
+
+
+def older_gemma3(config: dict) -> None:
+    ropes = config.pop("rope_parameters")
+    del config["layer_types"]
+    config |= {
+        "rope_theta": ropes["full_attention"].pop("rope_theta"),
+        "rope_scaling": ropes["full_attention"],
+        "rope_local_base_freq": ropes["sliding_attention"]["rope_theta"],
+        "sliding_window_pattern": 2,
+    }
+
+
+def older_gemma2(config: dict) -> None:
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    del config["layer_types"]
+    config |= {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 7}
+
+
+NEOX_ROPE = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}
+GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
+EVERY_SECOND = ["sliding_attention", "full_attention"] * 2
+OLDER = {
+    "gpt_neox": ({"rope_parameters": NEOX_ROPE}, older_gpt_neox),
+    "gemma2": ({"sliding_window": 7, "layer_types": EVERY_SECOND}, older_gemma2),
+    "gemma3_text": (
+        {"sliding_window": 7, "rope_parameters": GEMMA3_ROPES, "layer_types": EVERY_SECOND},
+        older_gemma3,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", OLDER)
+def test_older_config_means_the_same(family: str, tmp_path) -> None:
+    overrides, make_older = OLDER[family]
+    save_random(family, tmp_path, **overrides)
+    newer = open_model(str(tmp_path))
+    edit_config(tmp_path, make_older)
+    assert open_model(str(tmp_path)).arch == newer.arch
+
+
+REFUSED = {
+    "bert that decodes": ("bert", {"is_decoder": True}, "is_decoder is true"),
+    "bert with relative positions": ("bert", {"position_embedding_type": "relative_key"}, "'relative_key'"),
+    "gpt2 with another scale": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    "gpt2 with cross attention": ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+    "gemma2 that sees ahead": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    "gemma3 with caps": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+    "gpt-neox with odd rotation": ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "that is 3"),
+    "olmo2 with clipping": ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+    "activation": ("bert", {"hidden_act": "mish"}, "hidden_act is 'mish'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, tmp_path) -> None:
+    family, changes, message = REFUSED[case]
+    save_random(family, tmp_path)
+    edit_config(tmp_path, lambda config: config.update(changes))
+    with pytest.raises(CheckpointError, match=message):
+        open_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt_neox", "olmo2"])
+def test_a_site_alone_equals_the_site_among_all(family: str, tmp_path) -> None:
+    """Alone, the layer has only the weights that the site needs."""
+    save_random(family, tmp_path)
+    model = open_model(str(tmp_path))
+    tokens = jnp.array(np.random.default_rng(0).integers(0, 199, (1, 12)), jnp.int32)
+    positions = jnp.arange(12, dtype=jnp.int32)[None]
+
+    def captured(*keys: ActivationKey) -> dict[ActivationKey, jax.Array]:
+        params = model.load(keys, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        return model.apply(params, tokens, jnp.ones_like(tokens), positions, keys)
+
+    keys = activation_keys((2,), tuple(site for site in model.sites if site.per_layer))
+    for key, expected in captured(*keys).items():
+        np.testing.assert_allclose(captured(key)[key], expected, rtol=1e-4, atol=1e-5, err_msg=key.name)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "gpt_neox"])
+def test_checkpoint_without_head(family: str, tmp_path) -> None:
+    model = save_random(family, tmp_path / "with")
+    model.base_model.save_pretrained(tmp_path / "without")
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with_head, without = (
+        jax.tree.leaves(open_model(str(tmp_path / name)).load((LAST,), "float32", sharding))
+        for name in ("with", "without")
+    )
+    for a, b in zip(with_head, without, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_first_bert_checkpoints_name_norms_as_tensorflow_does(tmp_path) -> None:
+    save_random("bert", tmp_path)
+    model = open_model(str(tmp_path))
+    norm = "bert.encoder.layer.1.output.LayerNorm.weight"
+    expected = model.checkpoint.rows(norm, 0, 32).copy()
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    renamed = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): array
+        for name, array in tensors.items()
+    }
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, file)
+    np.testing.assert_array_equal(open_model(str(tmp_path)).checkpoint.rows(norm, 0, 32), expected)
+
+
+def test_program_of_alternating_layers_does_not_grow_with_depth(tmp_path) -> None:
+    sizes = []
+    for repeats in (1, 6):
+        path = tmp_path / str(repeats)
+        save_random("gemma3_text", path, num_hidden_layers=4, sliding_window=7, layer_types=ALTERNATING)
+
+        def deepen(config: dict, repeats: int = repeats) -> None:
+            config |= {"num_hidden_layers": 4 * repeats, "layer_types": ALTERNATING * repeats}
+
+        edit_config(path, deepen)
+        model = open_model(str(path), init="random")
+        keys = (ActivationKey(4 * repeats - 1, Site.resid_post),)
+        params = model.load(keys, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        ids = jnp.zeros((1, 16), jnp.int32)
+        sizes.append(str(jax.make_jaxpr(lambda p, x, m=model, k=keys: m.apply(p, x, x, x, k))(params, ids)).count("\n"))
+    assert sizes[0] == sizes[1]

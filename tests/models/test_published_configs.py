@@ -1,0 +1,48 @@
+"""config.json of well-known models, in the vintage of their publication: accepted, and of the right size."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.models.registry import open_model
+from pipeline.sites import ActivationKey, Site
+
+CONFIGS = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+NUM_PARAMS = {  # transformers' count: with the unembedding where it is not tied, and without BERT's heads
+    "gpt2": 124_439_808,
+    "bert-base-uncased": 108_891_648,
+    "pythia-70m": 70_426_624,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-3-1b": 999_885_952,
+    "OLMo-2-7B": 7_298_617_344,
+    "Mistral-7B-v0.1": 7_241_732_096,
+    "Qwen3-0.6B": 596_049_920,
+}
+TIED = {"gpt2", "gemma-2-2b", "gemma-3-1b", "Qwen3-0.6B"}
+
+
+@pytest.mark.parametrize("name", NUM_PARAMS)
+def test_all_parameters_are_in_the_table(name: str, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    model = open_model(str(tmp_path), init="random")
+    keys = [ActivationKey(model.num_layers - 1, Site.resid_post)]
+    if Site.final_norm in model.sites:
+        keys.append(ActivationKey(-1, Site.final_norm))
+    has_unembedding = name not in TIED and Site.final_norm in model.sites
+    unembedding = model.vocab_size * model.arch.d_model if has_unembedding else 0
+    assert model.num_params(keys) + unembedding == NUM_PARAMS[name]
+
+
+def test_windows_as_published(tmp_path) -> None:
+    patterns = {}
+    for name, config in CONFIGS.items():
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        local = open_model(str(tmp_path), init="random").arch.local
+        if local is not None:
+            patterns[name] = (local.pattern, local.window)
+    assert patterns == {
+        "gemma-2-2b": ("LG" * 13, 4096),
+        "gemma-3-1b": ("LLLLLG" * 4 + "LL", 512),
+        "Mistral-7B-v0.1": ("L" * 32, 4096),
+    }
