@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -136,6 +137,10 @@ class Metrics:
 
 
 def peak_rss_mib() -> int:
-    """The process's peak resident memory."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak // (1 << 20) if sys.platform == "darwin" else peak // 1024
+    """The process's peak resident memory. On Linux `getrusage` would count the parent's too, from before the exec."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except FileNotFoundError:  # not Linux
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak // (1 << 20) if sys.platform == "darwin" else peak // 1024
+    return int(status.partition("VmHWM:")[2].split()[0]) // 1024
