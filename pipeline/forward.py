@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
+from pipeline.distributed import replicated, row_sharding
 from pipeline.models.decoder import Params
 from pipeline.models.registry import Model
 from pipeline.sites import ActivationKey
@@ -64,10 +65,9 @@ def compile_step(
             counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in (valid, *not_finite)])
         return activations, counts
 
-    by_rows = NamedSharding(mesh, PartitionSpec("data"))
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    by_rows = row_sharding(mesh)
     batch = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=by_rows)
-    jitted = jax.jit(step, out_shardings=((by_rows,) * len(keys), everywhere))
+    jitted = jax.jit(step, out_shardings=((by_rows,) * len(keys), replicated(mesh)))
     # What the user calls float32 is float32, also where the hardware would rather multiply in less.
     precision = "highest" if params["embed"].dtype == jnp.float32 else "default"
     with jax.default_matmul_precision(precision):

@@ -33,7 +33,7 @@ class Job:
         """What is left of this process's streams, given the blocks that the store has. Empty: nothing to do."""
         work = []
         for stream in self.plan.streams:
-            left = work_left(stream, records.get(stream, ()), self.plan.stream_budget(stream))
+            left = work_left(records.get(stream, ()), self.plan.stream_budget(stream))
             if left is not None:
                 work.append(StreamWork(self._stream(stream), *left))
         return work
@@ -42,8 +42,7 @@ class Job:
         """Whether every stream, of whatever process, holds what is asked for."""
         plan = self.plan
         return all(
-            work_left(stream, records.get(stream, ()), plan.stream_budget(stream)) is None
-            for stream in range(plan.num_streams)
+            work_left(records.get(stream, ()), plan.stream_budget(stream)) is None for stream in range(plan.num_streams)
         )
 
     def _stream(self, stream: int) -> TokenStream:
@@ -62,9 +61,7 @@ class Job:
         )
 
 
-def work_left(
-    stream: int, records: Sequence[CommitRecord], budget: int | None
-) -> tuple[Cursor, int, int | None] | None:
+def work_left(records: Sequence[CommitRecord], budget: int | None) -> tuple[Cursor, int, int | None] | None:
     """Where a stream goes on: cursor, block index and tokens still wanted. None when it is done.
 
     A truncated block is computed again, whole: it starts at the same cursor and has the same first rows.

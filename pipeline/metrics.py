@@ -39,7 +39,6 @@ class Metrics:
         self.steps = 0
         self.blocks = 0
         self.stored_bytes = 0
-        self.first_step_s: float | None = None  # from the start of the loop to the first drained step
         self.seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._lines: list[str] = []
         self._interval_s = interval_s
@@ -75,8 +74,6 @@ class Metrics:
 
     def drained(self, tokens: int) -> None:
         """Counts one step whose activations have reached the host."""
-        if self.first_step_s is None:
-            self.first_step_s = self.elapsed_s
         self.steps += 1
         self.tokens += tokens
         self._bar.update(tokens)

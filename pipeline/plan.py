@@ -11,10 +11,7 @@ from typing import NamedTuple, Protocol
 from pipeline.config import BatchConfig, CaptureConfig, RunConfig
 from pipeline.errors import ConfigError
 from pipeline.sites import ActivationKey, Site, activation_keys
-from pipeline.store.layout import rows_per_block_for
-
-MIB = 1 << 20
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+from pipeline.store.layout import ITEM_BYTES, MIB, rows_per_block_for
 
 MAX_STEPS_IN_FLIGHT = 4  # one computing, one copying to the host, one being drained, one in reserve
 MAX_STEPS_PER_BLOCK = 64  # bounds what a kill loses and how far ahead of the devices rows are packed
@@ -99,7 +96,7 @@ class Plan:
         """The plan in a few lines, for people."""
         names = [key.name for key in self.keys]
         shown = ", ".join(names if len(names) <= 6 else [*names[:3], f"... {len(names) - 4} more ...", names[-1]])
-        per_token = sum(self.widths) * DTYPE_BYTES[self.dtype]
+        per_token = sum(self.widths) * ITEM_BYTES[self.dtype]
         wanted = "all tokens of the data" if self.max_tokens is None else f"{self.max_tokens:,} tokens"
         lines = [
             f"capture   {shown}: {per_token:,} bytes per token as {self.dtype}",
@@ -136,7 +133,7 @@ def make_plan(
     if not config.store.shard_mib > 0:
         raise ConfigError(f"store.shard_mib is {config.store.shard_mib}. Set it to more than 0.")
 
-    itemsize = DTYPE_BYTES[config.capture.dtype]
+    itemsize = ITEM_BYTES[config.capture.dtype]
     widths = tuple(model.width(key.site) for key in keys)
     row_bytes = batch.length * sum(widths) * itemsize
     step_bytes = process_rows * row_bytes
