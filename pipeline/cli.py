@@ -8,7 +8,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline import config, errors
+from pipeline import config, distributed, errors
 from pipeline.config import RunConfig
 
 log = logging.getLogger("pipeline")
@@ -48,6 +48,7 @@ def main(task: Callable[[RunConfig], None]) -> None:
         nonlocal composed_once
         composed_once = True
         code = run_task(task, cfg)
+        distributed.leave(code)
         if code != errors.EXIT_OK:
             sys.exit(code)
 
@@ -69,7 +70,10 @@ def run_task(task: Callable[[RunConfig], None], cfg: DictConfig) -> int:
         if isinstance(earlier, errors.PipelineError) and earlier is not error.__cause__:
             log.error("Before that, %s: %s", type(earlier).__name__, earlier)
         return error.exit_code
-    except Exception:
-        log.exception("unexpected error")
+    except Exception as error:
+        if distributed.is_loss_of_a_process(error):
+            log.error("another process of this job has ended; its own messages say why. Run the same command again.")
+        else:
+            log.exception("unexpected error")
         return errors.EXIT_FAILED
     return errors.EXIT_OK

@@ -181,11 +181,23 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class DistributedConfig:
+    """The processes of one worker. A TPU pod, GKE, Slurm and MPI say the first three themselves."""
+
+    coordinator: str | None = None  # host:port of process 0
+    num_processes: int | None = None
+    process_id: int | None = None
+    join_timeout_s: int = 300  # how long the first waits for the last
+    heartbeat_timeout_s: int = 20  # how long a process may be silent before the others end
+
+
+@dataclass(frozen=True)
 class RunOptions:
     max_tokens: int | None = None  # valid tokens to store; null: all of the data
     worker_index: int = 0
     worker_count: int = 1
     max_inflight_mib: float = 2048.0  # activations on their way from device to host
+    stall_timeout_s: float = 600.0  # without a finished step: a report; after twice as long the run ends, resumable
     progress: bool = True
     metrics_interval_s: float = 10.0
 
@@ -198,6 +210,7 @@ class RunConfig:
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     run: RunOptions = field(default_factory=RunOptions)
 
 
@@ -221,10 +234,10 @@ def register() -> None:
 
 def run_config(composed: DictConfig) -> RunConfig:
     """The typed, frozen configuration. Raises ConfigError for a mandatory key without a value."""
-    missing = sorted(OmegaConf.missing_keys(composed))
-    if missing:
-        raise ConfigError(f"no value for {', '.join(missing)}. Give one on the command line, e.g. {missing[0]}=...")
     try:
+        missing = sorted(OmegaConf.missing_keys(composed))
+        if missing:
+            raise ConfigError(f"no value for {', '.join(missing)}. Give one on the command line, e.g. {missing[0]}=...")
         return OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ConfigError(f"the configuration does not compose: {error}") from error

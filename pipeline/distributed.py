@@ -1,20 +1,104 @@
 """Processes, devices, the mesh, and requests to stop. The only caller of `jax.process_index()`."""
 
+import hashlib
+import itertools
+import json
 import logging
+import os
 import signal
+import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pipeline.config import RunOptions
-from pipeline.errors import Interrupted
+from pipeline.config import DistributedConfig, RunConfig, RunOptions
+from pipeline.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, Interrupted, PipelineError
 from pipeline.plan import Topology
 
 log = logging.getLogger("pipeline")
+
+_SHUTDOWN_TIMEOUT_S = 8  # how long a process that is done waits for the others to say the same
+_NOTHING_DETECTED = "coordinator_address should be defined"  # how JAX says that this is no cluster
+
+_steps = itertools.count()  # of this process, over all jobs of a sweep: what a sync point is named by
+
+
+def initialise(options: DistributedConfig) -> None:
+    """Joins the processes of a TPU pod, GKE, Slurm or MPI job, or those that `options` describe; once per process.
+
+    Where neither is found, this is the only process. Raises ConfigError for options that do not fit together, and
+    PipelineError when the others do not appear in time.
+    """
+    if jax.distributed.is_initialized():
+        return
+    place = (options.coordinator, options.num_processes, options.process_id)
+    if any(value is not None for value in place) and None in place:
+        raise ConfigError(
+            f"distributed.coordinator, num_processes and process_id are {place}: expected all three, or none where the "
+            f"cluster says them. Set the others."
+        )
+    try:
+        jax.distributed.initialize(
+            *place,
+            initialization_timeout=options.join_timeout_s,
+            heartbeat_timeout_seconds=options.heartbeat_timeout_s,
+            shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
+        )
+    except ValueError as error:
+        if options.coordinator is None and _NOTHING_DETECTED in str(error):
+            return
+        raise ConfigError(f"the processes' settings are wrong: {error}. Correct distributed.*.") from error
+    except RuntimeError as error:
+        raise PipelineError(
+            f"the {options.num_processes or ''} processes did not come together within {options.join_timeout_s} s: "
+            f"{error}. Check that all were started and reach {options.coordinator or 'the coordinator'}."
+        ) from error
+    if jax.process_count() > 1:
+        _name_process_in_logs()
+
+
+def _name_process_in_logs() -> None:
+    """Every message says who it is from; what all would say alike, only the first process says."""
+    process = jax.process_index()
+    formatter = logging.Formatter(f"process {process} of {jax.process_count()} on {socket.gethostname()}: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(formatter)
+    if process > 0:
+        log.setLevel(logging.WARNING)
+
+
+def is_first() -> bool:
+    """Whether this process speaks for all of the worker's."""
+    return jax.process_index() == 0
+
+
+def leave(code: int) -> None:
+    """Ends this process at once after a failure, when there are others: they would wait for it in a collective.
+
+    They notice: their connection to it closes, or its heartbeat stops. Returns when there is nobody to leave.
+    """
+    if code in (EXIT_OK, EXIT_INTERRUPTED) or not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def is_loss_of_a_process(error: BaseException) -> bool:
+    """Whether this is how a collective fails when one of its processes is gone; on TPUs JAX ends the process itself."""
+    return (
+        isinstance(error, jax.errors.JaxRuntimeError)
+        and jax.process_count() > 1
+        and any(sign in str(error) for sign in ("Gloo", "UNAVAILABLE", "NCCL"))
+    )
 
 
 def topology(run: RunOptions) -> Topology:
@@ -26,6 +110,25 @@ def topology(run: RunOptions) -> Topology:
         workers=run.worker_count,
         worker=run.worker_index,
     )
+
+
+def require_same_config(config: RunConfig) -> None:
+    """Waits for all processes. Raises ConfigError, on each, unless all were started with the same configuration."""
+    if jax.process_count() == 1:
+        return
+    shared = asdict(replace(config, distributed=DistributedConfig()))
+    digest = hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).digest()
+    everyones = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
+    others = [process for process, digest in enumerate(everyones) if (digest != everyones[0]).any()]
+    if others:
+        raise ConfigError(
+            f"processes {others} were started with another configuration than process 0. Start all with the same."
+        )
+
+
+def any_process(value: bool) -> bool:
+    """Whether `value` holds on any process; waits for all of them."""
+    return value if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(value)).any())
 
 
 def make_mesh() -> Mesh:
@@ -48,33 +151,49 @@ def put_rows(sharding: NamedSharding, local: Mapping[str, np.ndarray]) -> dict[s
 
 
 class StopRequest:
-    """Set by SIGTERM or SIGINT. A second SIGINT raises KeyboardInterrupt as usual."""
+    """A wish to stop, by SIGTERM or SIGINT to any process of the worker; all of them stop before the same step.
+
+    A second SIGINT raises KeyboardInterrupt as usual.
+    """
 
     def __init__(self) -> None:
         self._event = threading.Event()
-        self.signal_name = ""
+        self._shared = jax.distributed.is_initialized()
+        self.signal_name = "SIGTERM"
 
-    def requested(self) -> bool:
-        """Whether to stop before the next step; the same answer on every process of the worker."""
+    @property
+    def noticed(self) -> bool:
+        """Whether this process knows that it is to stop. Among several, that is only once they have agreed on when."""
         return self._event.is_set()
+
+    def before_step(self) -> bool:
+        """Whether to stop before the next step. Every process asks exactly once per step."""
+        if self._shared and not self.noticed and multihost_utils.reached_preemption_sync_point(next(_steps)):
+            self._event.set()
+        return self.noticed
 
     def check(self) -> None:
         """Raises Interrupted if a stop is requested; for the time before anything is computed."""
-        if self.requested():
+        if self.noticed:
             raise Interrupted(f"stopped by {self.signal_name} before the first step. Run the same command again.")
 
-    def _set(self, number: int, _frame: object) -> None:
-        self.signal_name = signal.Signals(number).name
-        log.warning("%s: stopping; Ctrl-C aborts at once", self.signal_name)
-        self._event.set()
+    def on_signal(self, number: int, _frame: object) -> None:
+        name = signal.Signals(number).name
+        log.warning("%s: stopping; Ctrl-C aborts at once", name)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._shared:
+            os.kill(os.getpid(), signal.SIGTERM)  # JAX's own handler tells the others
+        else:
+            self.signal_name = name
+            self._event.set()
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Turns SIGTERM and SIGINT into a StopRequest while inside."""
+    """Turns SIGTERM and SIGINT into a StopRequest while inside. In a job of several processes JAX handles SIGTERM."""
     stop = StopRequest()
-    previous = {number: signal.signal(number, stop._set) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = (signal.SIGINT,) if jax.distributed.is_initialized() else (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, stop.on_signal) for number in numbers}
     try:
         yield stop
     finally:

@@ -1,5 +1,7 @@
 """The loop: token blocks in, steps dispatched, activations handed to the writer."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from pipeline.data.documents import TokenBlock
@@ -26,54 +28,71 @@ def extract(
 ) -> None:
     """Runs every block of the feed through the model. Returns when all of them are committed.
 
-    While step n computes, step n-1 is copied to the host and step n-2 is in the writer. Raises Interrupted after a
-    stop request, once the complete blocks are committed, and whatever failed in the feed or the writer.
+    While step n computes, step n-1 is copied to the host and step n-2 is in the writer. All processes of the worker
+    dispatch the same number of steps: one that has no rows left feeds padding until none of them has any. Raises
+    Interrupted after a stop request, once the complete blocks are committed, and whatever failed in the feed or the
+    writer.
     """
     sharding = row_sharding(step.mesh)
+    no_rows = {name: np.zeros((plan.process_rows, plan.length), np.int32) for name in _INPUTS}
 
-    def dispatch(block: TokenBlock, first_row: int) -> Step:
-        rows = slice(first_row, first_row + plan.process_rows)
-        batch = put_rows(sharding, step_rows(block, rows, plan.process_rows))
-        activations, counts = step(params, batch["tokens"], batch["segments"], batch["positions"])
-        counts.copy_to_host_async()
-        return Step(block, first_row, plan.process_rows, start_copies(activations, plan.first_row), counts)
-
-    def run_block(block: TokenBlock) -> None:
-        if block.num_rows == 0:  # a stream without documents: only its record says so
+    def dispatch(block: TokenBlock | None, first_row: int) -> Step:
+        with metrics.stage("loop", "budget"):
             writer.acquire()
-            writer.submit(Step(block, first_row=0, num_rows=0, copies=[], counts=None))
-        for first_row in range(0, block.num_rows, plan.process_rows):
-            if stop.requested():
-                return
-            with metrics.stage("loop", "budget"):
-                writer.acquire()
-            with metrics.stage("loop", "dispatch"):
-                writer.submit(dispatch(block, first_row))
+        with metrics.stage("loop", "dispatch"):
+            rows = slice(first_row, first_row + plan.process_rows)
+            batch = put_rows(sharding, step_rows(block, rows, plan.process_rows) if block else no_rows)
+            activations, counts = step(params, batch["tokens"], batch["segments"], batch["positions"])
+            counts.copy_to_host_async()
+            copies = start_copies(activations, plan.first_row) if block else []
+            dispatched = Step(block, first_row, plan.process_rows, copies, counts)
+            writer.submit(dispatched)
+        return dispatched
 
     try:
-        while not stop.requested():
-            try:
-                with metrics.stage("loop", "data"):
-                    block = feed.get(timeout_s=STOP_POLL_S)
-            except TimeoutError:
-                continue
-            metrics.seconds["feed"]["full"] = feed.producer_wait_s
-            if block is None:
-                break
-            run_block(block)
+        for block in _blocks(feed, metrics, stop):
+            if block.num_rows == 0:  # a stream without documents: only its record says so
+                writer.acquire()
+                writer.submit(Step(block, first_row=0, num_rows=0, copies=[], counts=None))
+            for first_row in range(0, block.num_rows, plan.process_rows):
+                if stop.before_step():
+                    break
+                dispatch(block, first_row)
+        while plan.processes > 1 and not stop.before_step():
+            counts = dispatch(None, first_row=0).counts
+            with metrics.stage("loop", "others"):
+                if np.asarray(counts)[0] == 0:
+                    break
     finally:  # also when the feed fails: what was computed is stored
         with metrics.stage("loop", "finish"):
             writer.close()
-    if stop.requested():
+    if stop.noticed:
         raise Interrupted(
             f"stopped by {stop.signal_name} after {metrics.blocks} complete blocks, which are committed. "
             f"Run the same command again to resume."
         )
 
 
+_INPUTS = ("tokens", "segments", "positions")
+
+
+def _blocks(feed: Feed, metrics: Metrics, stop: StopRequest) -> Iterator[TokenBlock]:
+    """The feed's blocks, until there is none left or a stop is noticed."""
+    while not stop.noticed:
+        try:
+            with metrics.stage("loop", "data"):
+                block = feed.get(timeout_s=STOP_POLL_S)
+        except TimeoutError:
+            continue
+        metrics.seconds["feed"]["full"] = feed.producer_wait_s
+        if block is None:
+            return
+        yield block
+
+
 def step_rows(block: TokenBlock, rows: slice, num_rows: int) -> dict[str, np.ndarray]:
     """The model's inputs for some rows of a block, int32 [num_rows, T]; rows past the block's end are padding."""
-    inputs = {name: getattr(block, name)[rows] for name in ("tokens", "segments", "positions")}
+    inputs = {name: getattr(block, name)[rows] for name in _INPUTS}
     short = num_rows - inputs["tokens"].shape[0]
     if short:
         inputs = {name: np.pad(values, ((0, short), (0, 0))) for name, values in inputs.items()}

@@ -81,7 +81,7 @@ def work_left(records: Sequence[CommitRecord], budget: int | None) -> tuple[Curs
 def open_job(config: RunConfig) -> Job:
     """Opens everything that a run reads, checks it against each other, and plans. No weights are read.
 
-    JAX is asked for the number of devices, after what can be wrong without them.
+    JAX is asked for the number of devices after what can be wrong without them.
 
     Raises ConfigError, InputError, CheckpointError, or StoreMismatch.
     """
@@ -112,7 +112,7 @@ def open_job(config: RunConfig) -> Job:
         store={"compression": str(config.store.compression)},
         num_streams=plan.num_streams,
         rows_per_block=plan.rows_per_block,
-        config=asdict(config),
+        config={name: value for name, value in asdict(config).items() if name != "distributed"},
     )
     return Job(config, model, source, tokenizer, plan, metadata, store_layout(plan, str(config.store.compression)))
 

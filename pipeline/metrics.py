@@ -5,6 +5,7 @@ tokenises and packs whenever it is not waiting:
 
     feed    full (waits for the loop to take a block)
     loop    data (waits for the feed)       | budget (waits for a place in flight) | dispatch | finish
+            others (has no rows left, and waits for the processes that do)
     writer  idle (waits for a step)         | results (waits for compute and device-to-host) | copy | store
 
 The binding stage is the one that the others wait for.
@@ -40,6 +41,8 @@ class Metrics:
         self.blocks = 0
         self.stored_bytes = 0
         self.seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self.stages: dict[str, str] = {}  # what each thread is doing now
+        self.last_step = time.monotonic()
         self._lines: list[str] = []
         self._interval_s = interval_s
         self.name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{socket.gethostname()}-{os.getpid()}.jsonl"
@@ -59,9 +62,11 @@ class Metrics:
     def stage(self, thread: str, name: str) -> Iterator[None]:
         """Adds the seconds spent inside to a stage of a thread."""
         began = time.monotonic()
+        self.stages[thread] = name
         try:
             yield
         finally:
+            self.stages[thread] = "between stages"
             self.seconds[thread][name] += time.monotonic() - began
 
     @property
@@ -72,11 +77,12 @@ class Metrics:
     def tokens_per_s(self) -> float:
         return self.tokens / max(self.elapsed_s, 1e-9)
 
-    def drained(self, tokens: int) -> None:
-        """Counts one step whose activations have reached the host."""
+    def drained(self, tokens: int, tokens_of_all: int) -> None:
+        """Counts one step whose activations have reached the host; the progress bar shows all processes' tokens."""
         self.steps += 1
         self.tokens += tokens
-        self._bar.update(tokens)
+        self.last_step = time.monotonic()
+        self._bar.update(tokens_of_all)
 
     def committed(self, num_bytes: int) -> None:
         """Counts one block that is durable."""

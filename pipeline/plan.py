@@ -70,6 +70,7 @@ class Plan:
     step_rows: int  # B, rows per step over all processes of the worker
     process_rows: int  # rows per step of one process
     first_row: int  # of this process's rows among the step's
+    processes: int  # of this worker, which step together
     rows_per_block: int
     num_streams: int
     streams: tuple[int, ...]  # of this process
@@ -149,6 +150,7 @@ def make_plan(
         step_rows=batch.rows,
         process_rows=process_rows,
         first_row=topology.process * process_rows,
+        processes=topology.processes,
         rows_per_block=rows_per_block,
         num_streams=num_streams,
         streams=tuple(range(topology.index, num_streams, topology.count)),

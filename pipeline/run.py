@@ -14,9 +14,16 @@ from pipeline.forward import CompiledStep, compile_step
 from pipeline.job import Job, open_job
 from pipeline.metrics import Metrics
 from pipeline.store.writing import StoreWriter
+from pipeline.watchdog import Watchdog
 from pipeline.writer import BlockWriter
 
 log = logging.getLogger("pipeline")
+
+
+def join_and_run(config: RunConfig) -> None:
+    """Joins the other processes of this worker, if it has any, then does its share of `run`."""
+    distributed.initialise(config.distributed)
+    run(config)
 
 
 def run(config: RunConfig) -> None:
@@ -29,14 +36,15 @@ def run(config: RunConfig) -> None:
         log.info("%s", job.plan.describe())
         stop.check()
         store = StoreWriter.open(config.store.path, job.metadata, job.layout)
+        distributed.require_same_config(config)
         work = job.work(store.records)
-        if work:
+        if distributed.any_process(bool(work)):
             compiled = compile_job(job)
             stop.check()
             fill(job, store, work, stop, *compiled)
         else:
-            log.info("%s has all that was asked of this process: nothing to do", config.store.path)
-        store.refresh()  # other workers may have committed the rest
+            log.info("%s has all that was asked of this worker: nothing to do", config.store.path)
+        store.refresh()  # other processes may have committed the rest
         if job.is_done(store.records):
             store.finish()
 
@@ -49,7 +57,7 @@ def compile_job(job: Job) -> tuple[CompiledStep, object]:
         plan.keys,
         dtype=str(config.model.dtype),
         sharding=distributed.replicated(mesh),
-        progress=config.run.progress,
+        progress=config.run.progress and distributed.is_first(),
     )
     step = compile_step(
         job.model,
@@ -79,15 +87,15 @@ def fill(
     metrics = Metrics(
         total_tokens=plan.max_tokens,
         stored_tokens=sum(record.tokens for records in store.records.values() for record in records),
-        progress=run_options.progress,
+        progress=run_options.progress and distributed.is_first(),
         interval_s=run_options.metrics_interval_s,
     )
     writer = BlockWriter(store, plan, metrics)
-    with closing(metrics), closing(Feed(work)) as feed:
+    with closing(metrics), closing(Feed(work)) as feed, Watchdog(metrics, run_options.stall_timeout_s):
         extract(plan, step, params, feed, writer, metrics, stop)
     log.info("%s", metrics.summary())
     return metrics
 
 
 if __name__ == "__main__":
-    cli.main(run)
+    cli.main(join_and_run)

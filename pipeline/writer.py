@@ -30,9 +30,12 @@ POLL_S = 0.02  # how often an idle writer looks whether a block's writes have fi
 
 @dataclass(frozen=True)
 class Step:
-    """One dispatched step: rows `first_row` .. of `block`, and the copies of its activations."""
+    """One dispatched step: rows `first_row` .. of `block`, and the copies of its activations.
 
-    block: TokenBlock
+    Without a block it is padding, computed because other processes have rows.
+    """
+
+    block: TokenBlock | None
     first_row: int
     num_rows: int
     copies: list[HostBlock]  # emptied by the writer: an array's host copy lives as long as the array
@@ -40,10 +43,12 @@ class Step:
 
     @property
     def is_last(self) -> bool:
-        return self.first_row + self.num_rows >= self.block.num_rows
+        return self.block is not None and self.first_row + self.num_rows >= self.block.num_rows
 
     @property
     def num_tokens(self) -> int:
+        if self.block is None:
+            return 0
         return int(np.count_nonzero(self.block.segments[self.first_row : self.first_row + self.num_rows]))
 
 
@@ -117,14 +122,16 @@ class BlockWriter:
 
     def _drain(self, step: Step) -> None:
         """Waits for a step's activations and copies them into the block's buffers."""
-        if step.first_row == 0:
+        if step.first_row == 0 and step.block is not None:
             while not self._free:
                 self._commit()
-        buffers = self._free[0]
         while step.copies:
-            self._copy(step.copies.pop(), step.first_row, buffers)
-        self._check_finite(step)
-        self._metrics.drained(step.num_tokens)
+            self._copy(step.copies.pop(), step.first_row, self._free[0])
+        if step.counts is not None:
+            with self._metrics.stage("writer", "results"):
+                of_all, *not_finite = np.asarray(step.counts).tolist()
+            self._check_finite(step, not_finite)
+            self._metrics.drained(step.num_tokens, of_all)
         self.in_flight.release()
 
     def _copy(self, copy: HostBlock, first_row: int, buffers: list[np.ndarray]) -> None:
@@ -134,16 +141,16 @@ class BlockWriter:
         with self._metrics.stage("writer", "copy"):
             np.copyto(buffers[copy.key_index][rows, :, copy.features], values)
 
-    def _check_finite(self, step: Step) -> None:
-        if step.counts is None:
-            return
-        _, *not_finite = np.asarray(step.counts).tolist()
+    def _check_finite(self, step: Step, not_finite: list[int]) -> None:
+        """The counts are over all processes, so all of them end, each with this message."""
         found = [f"{key.name} ({n} tokens)" for key, n in zip(self._plan.keys, not_finite, strict=True) if n]
         if found:
-            block = step.block
+            blocks = [f"block {step.block.index} of stream {step.block.stream}"] if step.block else []
+            if self._plan.processes > 1:
+                blocks.append("another process's block")
             raise NotFiniteError(
-                f"block {block.index} of stream {block.stream} has activations that are not finite as "
-                f"{self._plan.dtype}: {', '.join(found)}. The block is not stored. Start a new store with "
+                f"{' or '.join(blocks)} has activations that are not finite as "
+                f"{self._plan.dtype}: {', '.join(found)}. It is not stored. Start a new store with "
                 f"capture.dtype=bfloat16 or float32; if that does not help, with model.dtype=float32."
             )
 

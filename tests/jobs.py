@@ -6,8 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -79,3 +82,39 @@ def assert_same_store(store: Path, reference: Path) -> None:
     assert sorted(left) == sorted(right)
     different = [key for key in left if left[key] != right[key]]
     assert not different
+
+
+@contextmanager
+def local_processes(processes: int, devices: int, *overrides: str) -> Iterator[subprocess.Popen]:
+    """The job in several processes, by launch/local.py; none of them outlives the block."""
+    arguments = ["launch/local.py", "--processes", str(processes), "--devices", str(devices), *overrides]
+    launcher = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield launcher
+    finally:
+        for process in [*children(launcher), launcher]:
+            process.kill()
+        launcher.wait()
+
+
+def run_processes(processes: int, devices: int, *overrides: str, timeout_s: float = 300) -> subprocess.CompletedProcess:
+    """Runs the job in several processes to its end."""
+    with local_processes(processes, devices, *overrides) as launcher:
+        output, _ = launcher.communicate(timeout=timeout_s)
+    return subprocess.CompletedProcess(launcher.args, launcher.returncode, output)
+
+
+def children(launcher: subprocess.Popen) -> list[psutil.Process]:
+    """The processes that a launcher has started, in order; none when it is gone."""
+    try:
+        return psutil.Process(launcher.pid).children()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def wait_for_blocks(launcher: subprocess.Popen, store: Path, blocks: int) -> None:
+    """Waits until the store has so many blocks, or the job has ended."""
+    while committed(store) < blocks and launcher.poll() is None:
+        time.sleep(0.002)

@@ -1,0 +1,242 @@
+"""The job in several processes: real JAX processes over gloo, started by launch/local.py."""
+
+import random
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.jobs import (
+    assert_same_store,
+    children,
+    committed,
+    local_processes,
+    run,
+    run_processes,
+    start,
+    wait_for_blocks,
+    write_text,
+)
+
+MIN_BLOCKS = 40
+EXIT_S = 30  # within which all processes end when one has failed
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> list[str]:
+    text = write_text(tmp_path_factory.mktemp("text"), files=4, documents=150)
+    return [f"data.path={text}", "data.num_streams=3", *SMALL]
+
+
+SMALL = [
+    "batch.rows=4",
+    "batch.length=128",
+    "capture.layers=[1,3]",
+    "capture.sites=[resid_post,attn_out]",
+    "store.shard_mib=0.25",
+    "run.metrics_interval_s=0.2",
+    "run.progress=false",
+]
+
+
+@pytest.fixture(scope="module")
+def reference(overrides, tmp_path_factory) -> Path:
+    """The store of one process that nothing disturbed."""
+    path = tmp_path_factory.mktemp("reference") / "store"
+    result = run(*overrides, f"store.path={path}")
+    assert result.returncode == 0, result.stderr
+    assert committed(path) >= MIN_BLOCKS
+    return path
+
+
+def assert_sound(store: Path) -> None:
+    result = run(f"store.path={store}", module="pipeline.verify")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_two_processes_with_two_devices_each_make_the_same_store_as_one(overrides, reference, tmp_path):
+    result = run_processes(2, 2, *overrides, f"store.path={tmp_path / 'store'}")
+    assert result.returncode == 0, result.stdout
+    assert_same_store(tmp_path / "store", reference)
+
+
+def test_sigterm_to_one_stops_all_at_once_and_four_processes_resume_what_two_began(overrides, reference, tmp_path):
+    """Four processes have three streams between them: one has nothing to do, and keeps the others company."""
+    store = tmp_path / "store"
+    with local_processes(2, 1, *overrides, f"store.path={store}") as launcher:
+        wait_for_blocks(launcher, store, 5)
+        children(launcher)[1].send_signal(signal.SIGTERM)
+        output, _ = launcher.communicate(timeout=EXIT_S)
+    assert launcher.returncode == 42, output
+    for process in (0, 1):
+        assert f"process {process} of 2" in output
+    assert output.count("Interrupted: stopped by SIGTERM") == 2
+    assert 5 <= committed(store) < MIN_BLOCKS
+    result = run_processes(4, 1, *overrides, f"store.path={store}")
+    assert result.returncode == 0, result.stdout
+    assert_same_store(store, reference)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_takes_the_others_with_it_and_the_next_start_resumes(overrides, reference, tmp_path, victim):
+    store = tmp_path / "store"
+    with local_processes(2, 1, *overrides, f"store.path={store}") as launcher:
+        wait_for_blocks(launcher, store, 3)
+        children(launcher)[victim].kill()
+        output, _ = launcher.communicate(timeout=EXIT_S)
+    assert launcher.returncode == 1, output
+    assert f"[{victim}] ended with SIGKILL" in output
+    assert committed(store) < MIN_BLOCKS
+    result = run(*overrides, f"store.path={store}")
+    assert result.returncode == 0, result.stderr
+    assert_same_store(store, reference)
+
+
+def test_an_error_in_one_process_ends_all_with_its_exit_code_and_its_message(overrides, tmp_path):
+    """Stream 1, the second process's, meets a row without text in the middle of its file."""
+    text = write_text(tmp_path / "text", files=3, documents=150)
+    table = pq.read_table(text / "001.parquet").to_pydict()
+    table["text"][70] = None
+    pq.write_table(pa.table(table), text / "001.parquet", row_group_size=16)
+    store = tmp_path / "store"
+    started = time.monotonic()
+    result = run_processes(2, 1, *overrides, f"data.path={text}", f"store.path={store}")
+    assert time.monotonic() - started < EXIT_S + 30  # with the start
+    assert result.returncode == 2, result.stdout
+    errors = [line for line in result.stdout.splitlines() if "InputError" in line]
+    assert len(errors) == 1
+    assert "process 1 of 2" in errors[0]
+    assert "001.parquet" in errors[0]
+    assert committed(store) > 0
+
+
+@pytest.mark.parametrize("documents", [(0, 1, 1000), (0, 0, 0)])
+def test_streams_of_very_different_lengths_end_together(tmp_path, documents):
+    """Four processes: one without a stream, one whose stream is empty, one with a document, one with many."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for file, count in enumerate(documents):
+        rows = {"text": [f"{k} words" for k in range(count)], "id": [f"{file}/{k}" for k in range(count)]}
+        schema = pa.schema([("text", pa.string()), ("id", pa.string())])
+        pq.write_table(pa.table(rows, schema=schema), text / f"{file}.parquet")
+    job = [f"data.path={text}", "data.num_streams=3", *SMALL]
+    result = run_processes(4, 1, *job, f"store.path={tmp_path / 'four'}")
+    assert result.returncode == 0, result.stdout
+    assert run(*job, f"store.path={tmp_path / 'one'}").returncode == 0
+    assert_same_store(tmp_path / "four", tmp_path / "one")
+    assert_sound(tmp_path / "four")
+
+
+def test_a_finished_store_is_left_alone_by_many_processes_too(overrides, reference, tmp_path):
+    result = run_processes(2, 1, *overrides, f"store.path={reference}")
+    assert result.returncode == 0, result.stdout
+    assert "nothing to do" in result.stdout
+
+
+def test_a_sweep_starts_the_processes_once_and_gives_each_job_its_store(overrides, tmp_path):
+    sweep = [
+        "-m",
+        *overrides,
+        "run.max_tokens=3000",
+        "capture.layers=[1],[3]",
+        f"store.path={tmp_path}/${{hydra:job.num}}",
+        f"hydra.sweep.dir={tmp_path}/logs",
+    ]
+    result = run_processes(2, 1, *sweep)
+    assert result.returncode == 0, result.stdout
+    for number, layer in enumerate((1, 3)):
+        single = [*overrides, "run.max_tokens=3000", f"capture.layers=[{layer}]"]
+        assert run(*single, f"store.path={tmp_path}/single-{number}").returncode == 0
+        assert_same_store(tmp_path / str(number), tmp_path / f"single-{number}")
+
+
+def test_processes_with_different_configurations_refuse_each_other(overrides, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        joined = [f"distributed.coordinator=localhost:{probe.getsockname()[1]}", "distributed.num_processes=2"]
+    job = [*overrides, *joined, f"store.path={tmp_path / 'store'}"]
+    processes = [start(*job, f"run.max_tokens={1000 + i}", f"distributed.process_id={i}") for i in range(2)]
+    for process in processes:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 2, output
+        assert "processes [1] were started with another configuration than process 0" in output
+
+
+def test_half_a_place_among_processes_is_refused(overrides, tmp_path):
+    result = run(*overrides, f"store.path={tmp_path / 'store'}", "distributed.process_id=0")
+    assert result.returncode == 2
+    assert "expected all three" in result.stderr
+
+
+def test_a_process_that_hangs_is_reported_and_then_given_up(overrides, tmp_path):
+    store = tmp_path / "store"
+    job = [*overrides, f"store.path={store}", "run.stall_timeout_s=3", "distributed.heartbeat_timeout_s=300"]
+    with local_processes(2, 1, *job) as launcher:
+        wait_for_blocks(launcher, store, 3)
+        first, second = children(launcher)
+        second.suspend()
+        first.wait(timeout=EXIT_S)
+        second.kill()
+        output, _ = launcher.communicate(timeout=EXIT_S)
+    assert launcher.returncode == 1, output
+    assert "[0] ended with exit code 1" in output
+    assert "no step has finished for 3 s" in output
+    assert "writer: results" in output
+    assert "Giving up; run the same command again to resume." in output
+
+
+def disturb(launcher: subprocess.Popen, store: Path, rng: random.Random) -> str:
+    """Kills one process or all, or sends SIGTERM to one, during the start or after some blocks. Says which."""
+    wanted = rng.choice([0, 1, 2, 4])
+    if wanted:
+        wait_for_blocks(launcher, store, committed(store) + wanted)
+    time.sleep(rng.uniform(0, 0.05) if wanted else rng.uniform(0.5, 8))
+    processes = children(launcher)
+    fault = rng.choice(["kill one", "kill all", "terminate one"])
+    victims = processes if fault == "kill all" else rng.sample(processes, min(1, len(processes)))
+    for victim in victims:
+        victim.send_signal(signal.SIGTERM if fault == "terminate one" else signal.SIGKILL)
+    return fault
+
+
+def chaos(overrides: list[str], store: Path, rounds: int, seed: int) -> list[tuple[str, int, float]]:
+    """(fault, exit code, seconds from the fault to the end) of each round."""
+    rng = random.Random(seed)
+    seen = []
+    for _ in range(rounds):
+        processes, devices = rng.choice([(2, 2), (2, 1), (1, 2), (4, 1)])
+        with local_processes(processes, devices, *overrides, f"store.path={store}") as launcher:
+            fault = disturb(launcher, store, rng)
+            began = time.monotonic()
+            output, _ = launcher.communicate(timeout=90)
+        seen.append((fault, launcher.returncode, time.monotonic() - began))
+        assert launcher.returncode in (0, 1, 42), output
+        assert launcher.returncode != 0 or committed(store) >= MIN_BLOCKS
+    return seen
+
+
+def test_short_chaos(overrides, reference, tmp_path):
+    chaos(overrides, tmp_path / "store", rounds=3, seed=1)
+    result = run_processes(2, 2, *overrides, f"store.path={tmp_path / 'store'}")
+    assert result.returncode == 0, result.stdout
+    assert_same_store(tmp_path / "store", reference)
+
+
+@pytest.mark.slow
+def test_twenty_rounds_of_chaos(overrides, reference, tmp_path):
+    """Until the store is complete, again and again, so that every round disturbs a run."""
+    rounds = []
+    for number in range(4):
+        store = tmp_path / str(number)
+        rounds += chaos(overrides, store, rounds=5, seed=number)
+        assert run_processes(2, 2, *overrides, f"store.path={store}").returncode == 0
+        assert_same_store(store, reference)
+    for fault, code, seconds in rounds:
+        print(f"{fault}: exit code {code} after {seconds:.1f} s")
+    assert all(seconds < EXIT_S for *_, seconds in rounds)
+    assert sum(code != 0 for _, code, _ in rounds) >= 15
