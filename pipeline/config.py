@@ -29,6 +29,8 @@ class StorageDtype(StrEnum):
 class Attention(StrEnum):
     auto = "auto"
     xla = "xla"
+    splash = "splash"
+    cudnn = "cudnn"
 
 
 class Weights(StrEnum):

@@ -3,6 +3,7 @@
 Letters: B rows, T positions, D width of the site.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,9 +13,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
 from pipeline.distributed import replicated, row_sharding
+from pipeline.models.attention import choose_attention
 from pipeline.models.decoder import Params
 from pipeline.models.registry import Model
 from pipeline.sites import ActivationKey
+
+log = logging.getLogger("pipeline")
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,11 @@ def compile_step(
 ) -> CompiledStep:
     """Lowers and compiles the step for `rows` (global) rows of `length` tokens; activations come out as `dtype`."""
     keys = tuple(keys)
+    chosen = choose_attention(attention, model.arch, mesh, length, params["embed"].dtype.name)
+    log.info("%s", chosen.describe())
 
     def step(params: Params, tokens: Array, segments: Array, positions: Array) -> tuple[tuple[Array, ...], Array]:
-        captured = model.apply(params, tokens, segments, positions, keys, attention)
+        captured = model.apply(params, tokens, segments, positions, keys, chosen.attend)
         valid = segments != 0
         with jax.named_scope("store"):
             activations = tuple(jnp.where(valid[:, :, None], captured[key], 0).astype(dtype) for key in keys)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from pipeline.models.architecture import Architecture
+from pipeline.models.attention import Attend
 from pipeline.models.layers import Weights, attention_block, mlp_block, norm, norm_if_any
 from pipeline.models.rope import RopeTable, rope_table
 from pipeline.models.runs import layer_runs, residual_index
@@ -47,7 +48,7 @@ def forward(
     segments: Int32[Array, "B T"],
     positions: Int32[Array, "B T"],
     keys: tuple[ActivationKey, ...],
-    attention: str,
+    attend: Attend,
 ) -> dict[ActivationKey, Float[Array, "B T width"]]:
     """The activations of `keys`, in the weights' dtype. Pure, to be jitted; values at padding mean nothing.
 
@@ -57,7 +58,7 @@ def forward(
 
     def layer(x: Array, weights: LayerWeights, is_local: bool | Bool[Array, ""]) -> tuple[Array, dict[Site, Array]]:
         own, mlp = weights.get("attention", {}), weights.get("mlp", {})
-        sites = attention_block(x, own, arch, ropes, segments, is_local, attention)
+        sites = attention_block(x, own, arch, ropes, segments, is_local, attend)
         stream = x
         if Site.attn_out in sites:  # the capture may end before
             stream = norm_if_any(x + sites[Site.attn_out], own, "sum_norm", arch)

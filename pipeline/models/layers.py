@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pipeline.models.architecture import Activation, Architecture, Norm
-from pipeline.models.attention import attention
+from pipeline.models.attention import Attend
 from pipeline.models.rope import RopeTable, apply_rope, choose_table
 from pipeline.sites import Site
 
@@ -72,7 +72,7 @@ def attention_block(
     ropes: tuple[RopeTable, RopeTable] | None,
     segments: Int32[Array, "B T"],
     is_local: bool | Bool[Array, ""],
-    impl: str,
+    attend: Attend,
 ) -> dict[Site, Array]:
     """Attention's sites for the residual stream x, as far as there are weights; heads in axes [N or K, H].
 
@@ -85,7 +85,7 @@ def attention_block(
             if ropes is not None:
                 sites[site] = apply_rope(sites[site], choose_table(ropes, is_local))
     if sites.keys() >= {Site.q, Site.k, Site.v}:
-        z = _attend(sites[Site.q], sites[Site.k], sites[Site.v], segments, arch, is_local, impl)
+        z = _attend(sites[Site.q], sites[Site.k], sites[Site.v], segments, arch, is_local, attend)
         sites[Site.attn_z] = z
         if "o" in weights:
             attn_out = project("BTNH,DNH->BTD", z, weights, "o")
@@ -109,9 +109,10 @@ def _attend(
     segments: Int32[Array, "B T"],
     arch: Architecture,
     is_local: bool | Bool[Array, ""],
-    impl: str,
+    attend: Attend,
 ) -> Float[Array, "B T N H"]:
-    everywhere = partial(attention, causal=arch.causal, impl=impl, scale=arch.attention_scale, softcap=arch.softcap)
+    scale = arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
+    everywhere = partial(attend, causal=arch.causal, scale=scale, softcap=arch.softcap)
     if arch.local is None or arch.local.window >= q.shape[1] or is_local is False:
         return everywhere(q, k, v, segments)
     within = partial(everywhere, window=arch.local.window)

@@ -10,6 +10,8 @@ from jaxtyping import Array, Float, Int32
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.models import bert, decoder, gemma, gpt2, gpt_neox, leaves, llama, mistral, olmo2, qwen2, qwen3
 from pipeline.models.architecture import Architecture, KeyTable
+from pipeline.models.attention import Attend
+from pipeline.models.attention_xla import attend_xla
 from pipeline.models.checkpoint import Checkpoint
 from pipeline.models.files import open_files
 from pipeline.models.hf_config import HfConfig, refuse_unreadable
@@ -137,10 +139,10 @@ class Model:
         segments: Int32[Array, "B T"],
         positions: Int32[Array, "B T"],
         keys: Sequence[ActivationKey],
-        attention: str = "auto",
+        attend: Attend = attend_xla,
     ) -> dict[ActivationKey, Float[Array, "B T width"]]:
         """The activations of `keys`. Pure, to be jitted; values at padding (segment 0) mean nothing."""
-        return decoder.forward(self.arch, params, tokens, segments, positions, tuple(keys), attention)
+        return decoder.forward(self.arch, params, tokens, segments, positions, tuple(keys), attend)
 
     def _leaves(self, keys: Sequence[ActivationKey]) -> leaves.LeafTree:
         return leaves.needed_leaves(self.arch, self.table, keys)

@@ -1,70 +1,108 @@
-import jax.numpy as jnp
+"""Which implementation is chosen, and what is said when it is not the one that was asked for."""
+
+from dataclasses import dataclass, replace
+
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from pipeline.errors import ConfigError
-from pipeline.models.attention import attention
+from pipeline.models.architecture import Architecture
+from pipeline.models.attention import choose_attention
 
-SEGMENTS = np.array([[1, 1, 1, 2, 2, 0, 0], [0, 0, 0, 0, 0, 0, 0], [1, 2, 3, 3, 3, 3, 3]], np.int32)
-
-
-def inputs(num_heads: int, num_kv_heads: int, dtype=np.float32) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(0)
-    shapes = [(3, 7, heads, 8) for heads in (num_heads, num_kv_heads, num_kv_heads)]
-    return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
-
-
-def one_by_one(q, k, v, segments, causal: bool, scale=None, softcap=None, window=1000) -> np.ndarray:
-    """Attention written with loops, in float64."""
-    scale = scale or q.shape[3] ** -0.5
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    out = np.zeros_like(q)
-    group = q.shape[2] // k.shape[2]
-    for row, t, head in np.ndindex(q.shape[:3]):
-        within = range(t - window + 1, t + 1) if causal else range(q.shape[1])
-        keys = [s for s in range(q.shape[1]) if segments[row, s] == segments[row, t] and s in within]
-        scores = np.array([q[row, t, head] @ k[row, s, head // group] for s in keys]) * scale
-        scores = softcap * np.tanh(scores / softcap) if softcap else scores
-        weights = np.exp(scores - scores.max())
-        out[row, t, head] = sum(
-            w * v[row, s, head // group] for w, s in zip(weights / weights.sum(), keys, strict=True)
-        )
-    return out
+LLAMA = Architecture(
+    num_layers=2,
+    vocab_size=100,
+    max_positions=4096,
+    d_model=512,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    d_mlp=1024,
+    norm_eps=1e-6,
+    rope=None,
+)
+GEMMA = replace(LLAMA, head_dim=256, softcap=50.0)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("impl", ["xla", "auto"])
-def test_equals_loops(num_heads: int, num_kv_heads: int, causal: bool, impl: str) -> None:
-    q, k, v = inputs(num_heads, num_kv_heads)
-    got = attention(q, k, v, jnp.array(SEGMENTS), causal=causal, impl=impl)
-    np.testing.assert_allclose(got, one_by_one(q, k, v, SEGMENTS, causal), atol=2e-6)
+@dataclass(frozen=True)
+class Device:
+    """As much of a device as the choice looks at: this machine has none of these."""
+
+    platform: str
+    compute_capability: str = "9.0"
 
 
-@pytest.mark.parametrize("rule", [{"window": 1}, {"window": 3}, {"softcap": 2.0}, {"scale": 0.1, "softcap": 0.5}])
-def test_windows_scales_and_caps_equal_loops(rule: dict) -> None:
-    q, k, v = inputs(4, 2)
-    got = attention(q, k, v, jnp.array(SEGMENTS), causal=True, impl="xla", **rule)
-    np.testing.assert_allclose(got, one_by_one(q, k, v, SEGMENTS, True, **rule), atol=2e-6)
+@dataclass(frozen=True)
+class Devices:
+    """As much of a mesh."""
+
+    platform: str
+    tensor: int = 1
+    compute_capability: str = "9.0"
+
+    @property
+    def devices(self) -> np.ndarray:
+        return np.array([[Device(self.platform, self.compute_capability)]])
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return {"data": 4, "tensor": self.tensor}
 
 
-def test_scores_do_not_overflow_in_bfloat16() -> None:
-    q, k, v = inputs(4, 2, jnp.bfloat16)
-    got = attention(q * 200, k * 200, v, jnp.array(SEGMENTS), causal=True, impl="xla")
-    assert got.dtype == jnp.bfloat16
-    assert np.isfinite(np.asarray(got, np.float32)).all()
+CHOSEN = {
+    "cpu": (LLAMA, Devices("cpu"), 100, "float32", "xla", None),
+    "tpu": (LLAMA, Devices("tpu"), 1024, "bfloat16", "splash", None),
+    "tpu, float32": (LLAMA, Devices("tpu"), 1024, "float32", "splash", None),
+    "tpu, capped": (GEMMA, Devices("tpu"), 1024, "bfloat16", "splash", None),
+    "tpu, odd rows": (
+        LLAMA,
+        Devices("tpu"),
+        1000,
+        "bfloat16",
+        "xla",
+        "multiples of 128 tokens and batch.length is 1000",
+    ),
+    "tpu, too few heads": (
+        LLAMA,
+        Devices("tpu", tensor=4),
+        1024,
+        "bfloat16",
+        "xla",
+        "mesh.tensor=4.*2 key-value heads",
+    ),
+    "gpu": (LLAMA, Devices("gpu"), 1000, "bfloat16", "cudnn", None),
+    "gpu, float32": (LLAMA, Devices("gpu"), 1024, "float32", "xla", "bfloat16 and model.dtype is float32"),
+    "gpu, capped": (GEMMA, Devices("gpu"), 1024, "bfloat16", "xla", "caps them at 50"),
+    "gpu, long heads": (replace(LLAMA, head_dim=256), Devices("gpu"), 1024, "bfloat16", "cudnn", None),
+    "older gpu, long heads": (
+        *(replace(LLAMA, head_dim=256), Devices("gpu", compute_capability="8.6"), 1024, "bfloat16", "xla"),
+        "up to 128, and the model's are 256",
+    ),
+    "old gpu": (LLAMA, Devices("gpu", compute_capability="7.5"), 1024, "bfloat16", "xla", r"8\.0 .* has 7\.5"),
+}
 
 
-@pytest.mark.parametrize(("length", "window"), [(1, 9), (127, 20), (128, 1000), (129, 1000), (300, 1000), (300, 100)])
-def test_blocks_of_queries_are_joined_in_order(length: int, window: int) -> None:
-    rng = np.random.default_rng(1)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, length, heads, 8)), jnp.float32) for heads in (2, 1, 1))
-    segments = np.sort(rng.integers(1, 4, (1, length), dtype=np.int32), axis=1)
-    got = attention(q, k, v, jnp.array(segments), causal=True, impl="xla", window=window)
-    np.testing.assert_allclose(got, one_by_one(q, k, v, segments, causal=True, window=window), atol=2e-6)
+@pytest.mark.parametrize(("arch", "mesh", "length", "dtype", "name", "note"), CHOSEN.values(), ids=CHOSEN.keys())
+def test_auto_says_why_it_does_without_the_kernel_and_the_kernel_itself_refuses(
+    arch, mesh, length, dtype, name, note
+) -> None:
+    chosen = choose_attention("auto", arch, mesh, length, dtype)
+    assert chosen.name == name
+    assert (chosen.note is None) == (note is None)
+    if note is not None:
+        with pytest.raises(ConfigError, match=f"{note}.*Set model.attention=auto"):
+            choose_attention("splash" if mesh.platform == "tpu" else "cudnn", arch, mesh, length, dtype)
+
+
+@pytest.mark.parametrize(("name", "platform"), [("splash", "TPU"), ("cudnn", "GPU")])
+def test_kernels_of_other_platforms_are_refused(name: str, platform: str) -> None:
+    mesh = Mesh(np.array(jax.devices("cpu")[:1]).reshape(1, 1), ("data", "tensor"))
+    with pytest.raises(ConfigError, match=f"model.attention={name} .* needs a {platform} .* platform cpu"):
+        choose_attention(name, LLAMA, mesh, 1024, "bfloat16")
 
 
 def test_unknown_implementation() -> None:
-    q, k, v = inputs(4, 2)
-    with pytest.raises(ConfigError, match=r"model\.attention is 'flash'.*auto, xla"):
-        attention(q, k, v, jnp.array(SEGMENTS), causal=True, impl="flash")
+    with pytest.raises(ConfigError, match=r"model\.attention is 'flash'.*auto, xla, splash, cudnn"):
+        choose_attention("flash", LLAMA, Devices("cpu"), 1024, "bfloat16")

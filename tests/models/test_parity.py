@@ -66,7 +66,7 @@ CASES = {
 
 def run(model: Model, keys, tokens, segments, positions, dtype="float32") -> dict[ActivationKey, np.ndarray]:
     params = model.load(keys, dtype, DEVICE)
-    apply = jax.jit(model.apply, static_argnames=("keys", "attention"))
+    apply = jax.jit(model.apply, static_argnames="keys")
     captured = apply(params, jnp.array(tokens), jnp.array(segments), jnp.array(positions), keys=keys)
     return {key: np.asarray(value, np.float32) for key, value in captured.items()}
 

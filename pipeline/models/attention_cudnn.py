@@ -1,0 +1,50 @@
+"""Attention on an NVIDIA GPU: cuDNN's fused kernel, through `jax.nn.dot_product_attention`."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int32
+
+from pipeline.models.architecture import Architecture
+
+_HOPPER = 9.0  # compute capability
+
+
+def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | None:
+    """Why the kernel cannot serve this model, with what would change that; None if it can."""
+    capability = float(mesh.devices.flat[0].compute_capability)
+    max_head_dim = 256 if capability >= _HOPPER else 128
+    if dtype != "bfloat16":
+        return f"it computes in bfloat16 and model.dtype is {dtype}"
+    if arch.softcap is not None:
+        return f"it cannot cap scores, and the model caps them at {arch.softcap:g}"
+    if arch.head_dim % 8 or arch.head_dim > max_head_dim:
+        return (
+            f"on this GPU it takes heads of a multiple of 8 up to {max_head_dim}, and the model's are {arch.head_dim}"
+        )
+    if capability < 8.0:
+        return f"it needs compute capability 8.0 (Ampere) and the GPU has {capability}"
+    return None
+
+
+@jax.named_scope("cudnn")
+def attend_cudnn(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segments: Int32[Array, "B T"],
+    *,
+    causal: bool,
+    scale: float,
+    softcap: None = None,
+    window: int | None = None,
+) -> Float[Array, "B T N H"]:
+    """What `Attend` says, without `softcap`. JAX divides rows and heads among devices as they come.
+
+    cuDNN takes segments as a bias: [B, 1, T, T] numbers in q's dtype, the same for all heads and layers.
+    """
+    visible = segments[:, None, :, None] == segments[:, None, None, :]
+    if window is not None:  # in the bias, too: cuDNN does not take both
+        order = jnp.arange(q.shape[1])
+        visible &= order[:, None] - order < window
+    return jax.nn.dot_product_attention(q, k, v, mask=visible, scale=scale, is_causal=causal, implementation="cudnn")
