@@ -118,17 +118,23 @@ class Model:
         return leaves.flops_per_token(self.arch, self.table, keys, length)
 
     def load(
-        self, keys: Sequence[ActivationKey], dtype: str, sharding: Sharding, progress: bool = False
+        self,
+        keys: Sequence[ActivationKey],
+        dtype: str,
+        sharding: Sharding,
+        progress: bool = False,
+        with_int8: bool = False,
     ) -> decoder.Params:
-        """The parameters that `keys` need, on the devices, in `dtype` (float32 or bfloat16).
+        """The parameters that `keys` need, on the devices, in `dtype` (float32 or bfloat16); `with_int8`, the layers'
+        matrices in int8.
 
         Raises CheckpointError, naming every tensor that is missing, wrongly shaped or unexpected.
         """
         needed = self._leaves(keys)
         if self.random_seed is not None:
-            return random_params(needed, self.random_seed, dtype, sharding, progress)
+            return random_params(needed, self.random_seed, dtype, sharding, progress, with_int8)
         check_tensors(self.checkpoint, self.arch, self.table, needed)
-        return load_params(self.checkpoint, needed, dtype, sharding, progress)
+        return load_params(self.checkpoint, needed, dtype, sharding, progress, with_int8)
 
     def apply(
         self,
