@@ -6,8 +6,8 @@ Exit codes: 0 finished; 42 interrupted, run again to resume; 2 the configuration
 import logging
 from contextlib import closing
 
-from pipeline import cli, distributed
-from pipeline.config import RunConfig
+from pipeline import cli, distributed, weights_error
+from pipeline.config import RunConfig, WeightsDtype
 from pipeline.data.feed import Feed, StreamWork
 from pipeline.extract import extract
 from pipeline.forward import CompiledStep, compile_step
@@ -31,6 +31,8 @@ def run(config: RunConfig) -> None:
         store = StoreWriter.open(config.store.path, job.metadata, job.layout)
         work = job.work(store.records)
         if work:
+            if config.model.weights_dtype is WeightsDtype.int8 and store.weights_error is None:
+                store.record_weights_error(weights_error.measure(job))
             compiled = compile_job(job)
             stop.check()
             fill(job, store, work, stop, *compiled)
@@ -50,6 +52,7 @@ def compile_job(job: Job) -> tuple[CompiledStep, object]:
         dtype=str(config.model.dtype),
         sharding=distributed.replicated(mesh),
         progress=config.run.progress,
+        with_int8=config.model.weights_dtype is WeightsDtype.int8,
     )
     step = compile_step(
         job.model,

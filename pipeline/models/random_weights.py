@@ -2,7 +2,8 @@
 
 import math
 import zlib
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +27,7 @@ def random_params(
     A tensor's values depend on the seed and its HF key alone, not on what is captured or how many devices there are.
     """
 
-    @partial(jax.jit, static_argnames=("shape", "num_inputs"), out_shardings=sharding)
-    def normal(tensor_ids: Array, shape: tuple[int, ...], num_inputs: int) -> Array | Int8Weight:
-        element_ids = jax.lax.iota(jnp.uint32, math.prod(shape) // len(tensor_ids))
-        bits = _mix(_mix(tensor_ids)[:, None] + _mix(element_ids)[None, :])
-        # In (-1, 1), ends excluded: 23 bits and a half are exact in float32, one bit more would round up to 1.
-        uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-22 - 1.0
-        values = (_STD * math.sqrt(2) * jax.lax.erf_inv(uniform)).reshape(shape)
-        return Int8Weight(*quantise(values, num_inputs)) if num_inputs else values.astype(dtype)
+    normal = _normal(dtype, sharding)
 
     def make(leaf: Leaf) -> Array | Int8Weight:
         if leaf.key.endswith("norm"):
@@ -43,6 +37,22 @@ def random_params(
 
     # One after the other: all processes must start the same programs in the same order.
     return build_params(make, leaves, "making weights", progress, threads=1)
+
+
+@cache
+def _normal(dtype: str, sharding: Sharding) -> Callable[[Array, tuple[int, ...], int], Array | Int8Weight]:
+    """A compiled function from a leaf's tensor ids, shape and number of inputs (0: not in int8) to its values."""
+
+    @partial(jax.jit, static_argnums=(1, 2), out_shardings=sharding)
+    def normal(tensor_ids: Array, shape: tuple[int, ...], num_inputs: int) -> Array | Int8Weight:
+        element_ids = jax.lax.iota(jnp.uint32, math.prod(shape) // len(tensor_ids))
+        bits = _mix(_mix(tensor_ids)[:, None] + _mix(element_ids)[None, :])
+        # In (-1, 1), ends excluded: 23 bits and a half are exact in float32, one bit more would round up to 1.
+        uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-22 - 1.0
+        values = (_STD * math.sqrt(2) * jax.lax.erf_inv(uniform)).reshape(shape)
+        return Int8Weight(*quantise(values, num_inputs)) if num_inputs else values.astype(dtype)
+
+    return normal
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
