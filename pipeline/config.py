@@ -20,6 +20,11 @@ class ComputeDtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class WeightsDtype(StrEnum):
+    same = "same"
+    int8 = "int8"
+
+
 class StorageDtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -84,6 +89,7 @@ class ModelConfig:
     path: str = MISSING  # a directory, a remote path (gs://...), or a Hub id
     revision: str | None = None  # of a Hub id
     dtype: ComputeDtype = ComputeDtype.bfloat16
+    weights_dtype: WeightsDtype = WeightsDtype.same  # of the layers' matrices: as `dtype`, or int8 with scales
     attention: Attention = Attention.auto
     weights: Weights = Weights.auto
     init: Init = Init.checkpoint  # random: only config.json (and the tokenizer) are read

@@ -74,8 +74,11 @@ def compile_step(
     by_rows = row_sharding(mesh)
     batch = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=by_rows)
     jitted = jax.jit(step, out_shardings=((by_rows,) * len(keys), replicated(mesh)))
-    # What the user calls float32 is float32, also where the hardware would rather multiply in less.
-    precision = "highest" if params["embed"].dtype == jnp.float32 else "default"
-    with jax.default_matmul_precision(precision):
+    with jax.default_matmul_precision(matmul_precision(params["embed"].dtype)):
         executable = jitted.lower(params, batch, batch, batch).compile()
     return CompiledStep(mesh, keys, model.flops_per_token(keys, length) * rows * length, executable)
+
+
+def matmul_precision(dtype: jnp.dtype | str) -> str:
+    """What the user calls float32 is float32, also where the hardware would rather multiply in less."""
+    return "highest" if dtype == jnp.float32 else "default"

@@ -3,7 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from pipeline.config import RunConfig
+import numpy as np
+from jaxtyping import Int32
+
+from pipeline.config import RunConfig, WeightsDtype
 from pipeline.data.documents import Cursor, Source
 from pipeline.data.feed import StreamWork
 from pipeline.data.sources import open_source
@@ -44,6 +47,16 @@ class Job:
         return all(
             work_left(records.get(stream, ()), plan.stream_budget(stream)) is None for stream in range(plan.num_streams)
         )
+
+    def first_rows(self, num_tokens: int) -> dict[str, Int32[np.ndarray, "B T"]] | None:
+        """Tokens, segments and positions of the first rows of the first stream that has any: as many rows as have
+        `num_tokens` slots, or the beginning of one; None where there are no documents at all."""
+        for stream in range(self.plan.num_streams):
+            block = next(self._stream(stream).blocks())
+            if block.num_rows:
+                part = np.s_[: max(1, num_tokens // self.plan.length), :num_tokens]
+                return {name: getattr(block, name)[part] for name in ("tokens", "segments", "positions")}
+        return None
 
     def _stream(self, stream: int) -> TokenStream:
         batch = self.config.batch
@@ -100,7 +113,7 @@ def open_job(config: RunConfig) -> Job:
     geometry = StoredGeometry(stored.num_streams, stored.rows_per_block) if stored else None
     plan = make_plan(config, model, len(source.shards), topology(config.run), geometry)
     metadata = StoreMetadata(
-        model=model.identity() | {"dtype": str(config.model.dtype), "vocab_size": model.vocab_size},
+        model=_model_identity(model, config),
         tokenizer=tokenizer.identity(),
         data=source.fingerprint(),
         batch={
@@ -115,6 +128,13 @@ def open_job(config: RunConfig) -> Job:
         config={name: value for name, value in asdict(config).items() if name != "distributed"},
     )
     return Job(config, model, source, tokenizer, plan, metadata, store_layout(plan, str(config.store.compression)))
+
+
+def _model_identity(model: Model, config: RunConfig) -> dict[str, object]:
+    identity = model.identity() | {"dtype": str(config.model.dtype), "vocab_size": model.vocab_size}
+    if config.model.weights_dtype is not WeightsDtype.same:  # stores from before there was a choice can be resumed
+        identity["weights_dtype"] = str(config.model.weights_dtype)
+    return identity
 
 
 def print_plan(config: RunConfig) -> None:

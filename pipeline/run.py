@@ -6,8 +6,8 @@ Exit codes: 0 finished; 42 interrupted, run again to resume; 2 the configuration
 import logging
 from contextlib import closing
 
-from pipeline import cli, distributed
-from pipeline.config import RunConfig
+from pipeline import cli, distributed, weights_error
+from pipeline.config import RunConfig, WeightsDtype
 from pipeline.data.feed import Feed, StreamWork
 from pipeline.extract import extract
 from pipeline.forward import CompiledStep, compile_step
@@ -39,6 +39,9 @@ def run(config: RunConfig) -> None:
         distributed.require_same_config(config)
         work = job.work(store.records)
         if distributed.any_process(bool(work)):
+            is_measured = config.model.weights_dtype is not WeightsDtype.int8 or store.weights_error is not None
+            if not is_measured and distributed.is_first():
+                store.record_weights_error(weights_error.measure(job))
             compiled = compile_job(job)
             stop.check()
             fill(job, store, work, stop, *compiled)
@@ -58,6 +61,7 @@ def compile_job(job: Job) -> tuple[CompiledStep, object]:
         dtype=str(config.model.dtype),
         sharding=distributed.replicated(mesh),
         progress=config.run.progress and distributed.is_first(),
+        with_int8=config.model.weights_dtype is WeightsDtype.int8,
     )
     step = compile_step(
         job.model,

@@ -107,5 +107,5 @@ KeyTable = dict[str, tuple[str, str]]
 The axes are shape letters, grouped as the HF tensor's axes are: `("attention.q", "NH D")` means that HF's tensor has
 the shape [N * H, D] and ours, `weights["attention"]["q"]`, has [N, H, D]. HF's order of axes is kept: measured, a
 matrix product with [out, in] is as fast as with [in, out]. Where a family has another order, as GPT-2's [in, out], ours
-follows an arrow: `("mlp.up", "D F -> FD")`.
+follows an arrow: `("mlp.up", "D F -> FD")`. In ours, a layer's matrix has its outputs first, its inputs last.
 """

@@ -54,22 +54,13 @@ def forward(
 
     Params must be those that were loaded for the same keys.
     """
-    ropes = _rope_tables(arch, positions)
+    ropes = rope_tables(arch, positions)
 
     def layer(x: Array, weights: LayerWeights, is_local: bool | Bool[Array, ""]) -> tuple[Array, dict[Site, Array]]:
-        own, mlp = weights.get("attention", {}), weights.get("mlp", {})
-        sites = attention_block(x, own, arch, ropes, segments, is_local, attend)
-        stream = x
-        if Site.attn_out in sites:  # the capture may end before
-            stream = norm_if_any(x + sites[Site.attn_out], own, "sum_norm", arch)
-            sites[Site.resid_mid] = stream
-        sites |= mlp_block(x if arch.parallel else stream, mlp, arch)
-        if Site.mlp_out in sites:
-            stream = norm_if_any(stream + sites[Site.mlp_out], mlp, "sum_norm", arch)
-        return stream, sites
+        return layer_sites(arch, x, weights, ropes, segments, is_local, attend)
 
     with jax.named_scope("embed"):
-        x = _embed(arch, params, tokens, positions)
+        x = embed(arch, params, tokens, positions)
     residuals = {0: x}
     inner: dict[ActivationKey, Array] = {}
     for run, weights in zip(layer_runs(keys, arch.num_layers), params["runs"], strict=True):
@@ -95,7 +86,32 @@ def forward(
     return {key: captured(key) for key in keys}
 
 
-def _embed(
+def layer_sites(
+    arch: Architecture,
+    x: Float[Array, "B T D"],
+    weights: LayerWeights,
+    ropes: tuple[RopeTable, RopeTable] | None,
+    segments: Int32[Array, "B T"],
+    is_local: bool | Bool[Array, ""],
+    attend: Attend,
+) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
+    """The residual stream after a layer, and the layer's sites as far as there are weights for them.
+
+    `ropes` are those of `rope_tables`; in a scan over local and global layers, `is_local` is data.
+    """
+    own, mlp = weights.get("attention", {}), weights.get("mlp", {})
+    sites = attention_block(x, own, arch, ropes, segments, is_local, attend)
+    stream = x
+    if Site.attn_out in sites:  # the capture may end before
+        stream = norm_if_any(x + sites[Site.attn_out], own, "sum_norm", arch)
+        sites[Site.resid_mid] = stream
+    sites |= mlp_block(x if arch.parallel else stream, mlp, arch)
+    if Site.mlp_out in sites:
+        stream = norm_if_any(stream + sites[Site.mlp_out], mlp, "sum_norm", arch)
+    return stream, sites
+
+
+def embed(
     arch: Architecture, params: Params, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"]
 ) -> Float[Array, "B T D"]:
     """What enters layer 0. All tokens are of type 0."""
@@ -109,7 +125,7 @@ def _embed(
     return norm_if_any(x, params, "embed_norm", arch)
 
 
-def _rope_tables(arch: Architecture, positions: Int32[Array, "B T"]) -> tuple[RopeTable, RopeTable] | None:
+def rope_tables(arch: Architecture, positions: Int32[Array, "B T"]) -> tuple[RopeTable, RopeTable] | None:
     """The tables of global and of local layers; one object where they are the same."""
     if arch.rope is None:
         return None

@@ -77,7 +77,7 @@ class LocalFiles:
 
     def open(self, name: str) -> ByteSource:
         with _named_errors(self.where, CheckpointError):
-            return _map_file(self._root / name)
+            return _local_file(self._root / name)
 
     def names(self) -> list[str]:
         with _named_errors(self.where, CheckpointError):
@@ -142,7 +142,7 @@ class HubFiles:
         return self._fetch(name).read_bytes()
 
     def open(self, name: str) -> ByteSource:
-        return _map_file(self._fetch(name))
+        return _local_file(self._fetch(name))
 
     def names(self) -> list[str]:
         with _named_errors(self.where, PipelineError):
@@ -173,10 +173,14 @@ class HubFiles:
             raise PipelineError(f"{self._repo}/{name} cannot be fetched from the Hub: {error}. Try again.") from error
 
 
-def _map_file(path: Path) -> ByteSource:
-    size = path.stat().st_size
-    content = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
-    return ByteSource(str(path), size, lambda start, stop: content[start:stop])
+def _local_file(path: Path) -> ByteSource:
+    """Read, not mapped: mapped pages would count as this process's memory, all of the checkpoint in the end."""
+
+    def read(start: int, stop: int) -> np.ndarray:
+        with _named_errors(str(path), CheckpointError):
+            return np.fromfile(path, np.uint8, stop - start, offset=start)
+
+    return ByteSource(str(path), path.stat().st_size, read)
 
 
 def _named_errors(where: str, failed: type[PipelineError]) -> AbstractContextManager[None]:

@@ -16,13 +16,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from pipeline.models import int8
 from pipeline.models.architecture import Activation, Architecture, Norm
 from pipeline.models.attention import Attend
+from pipeline.models.int8 import Int8Weight
 from pipeline.models.rope import RopeTable, apply_rope, choose_table
 from pipeline.sites import Site
 
-Weights = Mapping[str, Array]
-"""One block's weights by our keys. One that a family lacks is absent."""
+Weights = Mapping[str, Array | Int8Weight]
+"""One block's weights by our keys. One that a family lacks is absent; matrices may be int8."""
 
 _ACTIVATIONS = {
     Activation.silu: jax.nn.silu,
@@ -59,7 +61,8 @@ def norm_if_any(x: Array, weights: Weights, key: str, arch: Architecture) -> Arr
 
 def project(subscripts: str, x: Array, weights: Weights, key: str) -> Array:
     """A linear map by `weights[key]`, with its bias where there is one."""
-    y = jnp.einsum(subscripts, x, weights[key])
+    weight = weights[key]
+    y = int8.product(subscripts, x, weight) if isinstance(weight, Int8Weight) else jnp.einsum(subscripts, x, weight)
     bias = weights.get(f"{key}_bias")
     return y if bias is None else y + bias
 

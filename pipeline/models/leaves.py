@@ -21,6 +21,7 @@ class Leaf:
     hf_shape: tuple[int, ...]  # of each of the tensors
     axes: tuple[int, ...]  # the same with HF's axes taken apart
     order: tuple[int, ...]  # of `axes` in ours
+    num_inputs: int  # of a layer's matrix: how many of our last axes its product sums over; 0 for everything else
 
     @property
     def is_stacked(self) -> bool:
@@ -113,12 +114,15 @@ def _leaf(arch: Architecture, table: KeyTable, hf_key: str, layers: Sequence[int
     ours, axes = table[hf_key]
     groups, _, order = axes.partition(" -> ")
     letters = groups.replace(" ", "")
+    first = (order or letters)[0]
+    inputs = "".join(group for group in groups.split() if first not in group) if "." in ours else ""
     return Leaf(
         key=ours,
         tensors=tuple(hf_key.replace("*", str(layer)) for layer in layers),
         hf_shape=tuple(math.prod(map(arch.axis, group)) for group in groups.split()),
         axes=tuple(map(arch.axis, letters)),
         order=tuple(letters.index(letter) for letter in order or letters),
+        num_inputs=len(inputs),
     )
 
 
@@ -135,6 +139,6 @@ def flops_per_token(arch: Architecture, table: KeyTable, keys: Sequence[Activati
     left out.
     """
     in_layers = jax.tree.leaves(needed_leaves(arch, table, keys)["runs"])
-    matrices = sum(leaf.size for leaf in in_layers if len(leaf.hf_shape) == 2)
+    matrices = sum(leaf.size for leaf in in_layers if leaf.num_inputs)
     num_attentions = sum(len(run) for run in layer_runs(keys, arch.num_layers) if "z" in _steps(run, arch))
     return 2 * matrices + num_attentions * 4 * length * arch.num_heads * arch.head_dim

@@ -2,7 +2,8 @@
 
 import math
 import zlib
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -11,33 +12,47 @@ from jax.sharding import Sharding
 from jaxtyping import Array, UInt32
 
 from pipeline.models.decoder import Params
+from pipeline.models.int8 import Int8Weight, quantise
 from pipeline.models.leaves import Leaf, LeafTree
 from pipeline.models.weights import build_params
 
 _STD = 0.02  # transformers' usual `initializer_range`
 
 
-def random_params(leaves: LeafTree, seed: int, dtype: str, sharding: Sharding, progress: bool) -> Params:
+def random_params(
+    leaves: LeafTree, seed: int, dtype: str, sharding: Sharding, progress: bool, with_int8: bool = False
+) -> Params:
     """Random parameters, made on the devices: norms are 1, everything else normal with standard deviation 0.02.
 
     A tensor's values depend on the seed and its HF key alone, not on what is captured or how many devices there are.
     """
 
-    @partial(jax.jit, static_argnames=("shape",), out_shardings=sharding)
-    def normal(tensor_ids: Array, shape: tuple[int, ...]) -> Array:
+    normal = _normal(dtype, sharding)
+
+    def make(leaf: Leaf) -> Array | Int8Weight:
+        if leaf.key.endswith("norm"):
+            return jnp.ones(leaf.shape, dtype, device=sharding)
+        tensor_ids = np.array([zlib.crc32(f"{seed} {name}".encode()) for name in leaf.tensors], np.uint32)
+        return normal(tensor_ids, leaf.shape, leaf.num_inputs if with_int8 else 0)
+
+    # One after the other: all processes must start the same programs in the same order.
+    return build_params(make, leaves, "making weights", progress, threads=1)
+
+
+@cache
+def _normal(dtype: str, sharding: Sharding) -> Callable[[Array, tuple[int, ...], int], Array | Int8Weight]:
+    """A compiled function from a leaf's tensor ids, shape and number of inputs (0: not in int8) to its values."""
+
+    @partial(jax.jit, static_argnums=(1, 2), out_shardings=sharding)
+    def normal(tensor_ids: Array, shape: tuple[int, ...], num_inputs: int) -> Array | Int8Weight:
         element_ids = jax.lax.iota(jnp.uint32, math.prod(shape) // len(tensor_ids))
         bits = _mix(_mix(tensor_ids)[:, None] + _mix(element_ids)[None, :])
         # In (-1, 1), ends excluded: 23 bits and a half are exact in float32, one bit more would round up to 1.
         uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-22 - 1.0
-        return (_STD * math.sqrt(2) * jax.lax.erf_inv(uniform)).astype(dtype).reshape(shape)
+        values = (_STD * math.sqrt(2) * jax.lax.erf_inv(uniform)).reshape(shape)
+        return Int8Weight(*quantise(values, num_inputs)) if num_inputs else values.astype(dtype)
 
-    def make(leaf: Leaf) -> Array:
-        if leaf.key.endswith("norm"):
-            return jnp.ones(leaf.shape, dtype, device=sharding)
-        return normal(np.array([zlib.crc32(f"{seed} {name}".encode()) for name in leaf.tensors], np.uint32), leaf.shape)
-
-    # One after the other: all processes must start the same programs in the same order.
-    return build_params(make, leaves, "making weights", progress, threads=1)
+    return normal
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:

@@ -5,16 +5,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import Sharding
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, PyTree
 
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.models import bert, decoder, gemma, gpt2, gpt_neox, leaves, llama, mistral, olmo2, qwen2, qwen3
+from pipeline.models import bert, decoder, gemma, gpt2, gpt_neox, llama, mistral, olmo2, qwen2, qwen3
 from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.attention import Attend
 from pipeline.models.attention_xla import attend_xla
 from pipeline.models.checkpoint import Checkpoint
 from pipeline.models.files import open_files
 from pipeline.models.hf_config import HfConfig, refuse_unreadable
+from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves, num_params
 from pipeline.models.random_weights import random_params
 from pipeline.models.weights import check_tensors, load_params
 from pipeline.sites import POST_NORM_HOOKS, UNROTATED_HOOKS, ActivationKey, Site
@@ -113,24 +114,35 @@ class Model:
 
     def num_params(self, keys: Sequence[ActivationKey]) -> int:
         """How many parameters are loaded to capture `keys`."""
-        return leaves.num_params(self._leaves(keys))
+        return num_params(self.leaves(keys))
 
     def flops_per_token(self, keys: Sequence[ActivationKey], length: int) -> int:
         """Floating-point operations per token slot to capture `keys` in rows of `length`."""
-        return leaves.flops_per_token(self.arch, self.table, keys, length)
+        return flops_per_token(self.arch, self.table, keys, length)
 
     def load(
-        self, keys: Sequence[ActivationKey], dtype: str, sharding: Sharding, progress: bool = False
+        self,
+        keys: Sequence[ActivationKey],
+        dtype: str,
+        sharding: Sharding,
+        progress: bool = False,
+        with_int8: bool = False,
     ) -> decoder.Params:
-        """The parameters that `keys` need, on the devices, in `dtype` (float32 or bfloat16).
+        """The parameters that `keys` need, on the devices, in `dtype` (float32 or bfloat16); `with_int8`, the layers'
+        matrices in int8.
 
         Raises CheckpointError, naming every tensor that is missing, wrongly shaped or unexpected.
         """
-        needed = self._leaves(keys)
+        return self.load_leaves(self.leaves(keys), dtype, sharding, progress, with_int8)
+
+    def load_leaves(
+        self, needed: LeafTree, dtype: str, sharding: Sharding, progress: bool = False, with_int8: bool = False
+    ) -> PyTree[Array]:
+        """As `load`, for any part of what `leaves` gives."""
         if self.random_seed is not None:
-            return random_params(needed, self.random_seed, dtype, sharding, progress)
+            return random_params(needed, self.random_seed, dtype, sharding, progress, with_int8)
         check_tensors(self.checkpoint, self.arch, self.table, needed)
-        return load_params(self.checkpoint, needed, dtype, sharding, progress)
+        return load_params(self.checkpoint, needed, dtype, sharding, progress, with_int8)
 
     def apply(
         self,
@@ -144,8 +156,9 @@ class Model:
         """The activations of `keys`. Pure, to be jitted; values at padding (segment 0) mean nothing."""
         return decoder.forward(self.arch, params, tokens, segments, positions, tuple(keys), attend)
 
-    def _leaves(self, keys: Sequence[ActivationKey]) -> leaves.LeafTree:
-        return leaves.needed_leaves(self.arch, self.table, keys)
+    def leaves(self, keys: Sequence[ActivationKey]) -> LeafTree:
+        """What `load` puts on the devices, not yet read."""
+        return needed_leaves(self.arch, self.table, keys)
 
 
 def open_model(path: str, *, revision: str | None = None, init: str = "checkpoint", seed: int = 0) -> Model:
@@ -168,7 +181,7 @@ def open_model(path: str, *, revision: str | None = None, init: str = "checkpoin
     model = Model(name, arch, table, checkpoint, seed if init == "random" else None)
     if init == "checkpoint" and checkpoint.commit is None:  # the Hub's files are fetched only when they are needed
         last = ActivationKey(arch.num_layers - 1, Site.resid_post), ActivationKey(-1, Site.final_norm)
-        everything = leaves.needed_leaves(arch, table, last)
+        everything = needed_leaves(arch, table, last)
         check_tensors(checkpoint, arch, table, everything)
     return model
 

@@ -61,10 +61,12 @@ class SafetensorsFile:
         _check_layout(source, data_start, self.tensors)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop-1 of a tensor's first axis, in its dtype (of FLOAT_DTYPES); a view of local files."""
+        """Rows start..stop-1 of a tensor's first axis, in its dtype (of FLOAT_DTYPES)."""
         info = self.tensors[name]
         row_bytes = (info.stop - info.start) // info.shape[0]
         raw = self._source.read(info.start + start * row_bytes, info.start + stop * row_bytes)
+        if raw.size != (stop - start) * row_bytes:  # it was whole when it was opened
+            raise _damaged(self._source, f"{(stop - start) * row_bytes} bytes of {name}", f"{raw.size}")
         return raw.view(FLOAT_DTYPES[info.dtype]).reshape(stop - start, *info.shape[1:])
 
     def sample(self, name: str, num_pieces: int, piece_bytes: int) -> bytes:

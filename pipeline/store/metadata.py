@@ -88,7 +88,8 @@ class StoreRoot:
     """The content of the root zarr.json.
 
     arrays: names of the activation arrays. complete: no block is missing. blocks: of a complete store, the number of
-    blocks of each stream. created: UTC, ISO 8601; the only value that differs between two runs of one configuration.
+    blocks of each stream. weights_error: of a model with int8 weights, the relative error that they cause by array
+    name. created: UTC, ISO 8601; the only value that differs between two runs of one configuration.
     """
 
     metadata: StoreMetadata
@@ -96,6 +97,7 @@ class StoreRoot:
     created: str
     complete: bool = False
     blocks: tuple[int, ...] | None = None
+    weights_error: Json | None = None
 
     def to_json(self) -> bytes:
         stored = {f.name: getattr(self.metadata, f.name) for f in fields(self.metadata)}
@@ -104,6 +106,7 @@ class StoreRoot:
             "complete": self.complete,
             **({} if self.blocks is None else {"blocks": list(self.blocks)}),
             "arrays": list(self.arrays),
+            **({} if self.weights_error is None else {"weights_error": self.weights_error}),
             **stored,
             "fingerprint": self.metadata.fingerprint(),
             "created": self.created,
@@ -133,6 +136,7 @@ class StoreRoot:
                 attributes["created"],
                 attributes["complete"],
                 None if blocks is None else tuple(blocks),
+                attributes.get("weights_error"),
             )
             fingerprint = attributes["fingerprint"]
         except (KeyError, TypeError, AttributeError) as error:

@@ -83,6 +83,7 @@ class ActivationStore:
         self.path = path
         self.metadata: StoreMetadata = root.metadata
         self.complete: bool = root.complete
+        self.weights_error: Mapping[str, float | None] | None = root.weights_error  # of int8 weights, by array name
         self.keys: tuple[ActivationKey, ...] = tuple(ActivationKey.parse(name) for name in root.arrays)
         self.arrays = arrays
         self._kvstore = kvstore

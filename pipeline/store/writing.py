@@ -24,7 +24,7 @@ from pipeline.store.kvstore import (
     write_key,
 )
 from pipeline.store.layout import MAX_ROWS, StoreLayout
-from pipeline.store.metadata import ROOT_KEY, StoreMetadata, StoreRoot, read_root
+from pipeline.store.metadata import ROOT_KEY, Json, StoreMetadata, StoreRoot, read_root
 from pipeline.store.tables import encode_table, table_digest, table_key
 
 
@@ -81,6 +81,15 @@ class StoreWriter:
     @property
     def complete(self) -> bool:
         return self._root.complete
+
+    @property
+    def weights_error(self) -> Json | None:
+        """What `record_weights_error` has recorded, now or when the store was created."""
+        return self._root.weights_error
+
+    def record_weights_error(self, errors: Json) -> None:
+        """Writes the relative error of each array that int8 weights cause into the store's attributes."""
+        self._update_root(weights_error=errors)
 
     def begin_block(self, stream: int, block: int, arrays: Mapping[str, np.ndarray], table: pa.Table) -> PendingBlock:
         """Starts writing a block's arrays and its document table, and does not wait.
@@ -154,12 +163,12 @@ class StoreWriter:
         """Writes (or replaces) `_metrics/<name>`. Raises StoreError, and nothing else; the store is then as before."""
         write_key(self._kvstore, f"_metrics/{name}", text)
 
-    def _update_root(self, complete: bool, blocks: tuple[int, ...] | None) -> None:
+    def _update_root(self, **changes: object) -> None:
         """Processes that do this at the same time write the same."""
         before = read_root(self.path, self._kvstore)
         if before is None:
             raise StoreError(f"{self.path}/{ROOT_KEY} was deleted while the store was being written.")
-        self._root = replace(before, complete=complete, blocks=blocks)
+        self._root = replace(before, **changes)
         if self._root != before:
             write_key(self._kvstore, ROOT_KEY, self._root.to_json())
 

@@ -1,0 +1,52 @@
+"""Weight-only int8: a layer's matrices as whole numbers, with a scale per output channel.
+
+Symmetric: w = values * scale, with the scale that takes the channel's largest |w| to 127. Norms, biases and embeddings
+stay in the compute dtype: the first two are small, and a lookup reads few rows, but would put its error into the
+residual stream before any layer.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int8
+
+from pipeline.models.leaves import Leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Int8Weight:
+    """A matrix whose first axes are outputs, whose last are inputs; in a stack, after the axis of the layers."""
+
+    values: Int8[Array, "*outputs_inputs"]
+    scale: Float32[Array, "*outputs"]
+
+
+def is_int8(leaf: Leaf) -> bool:
+    """Whether weight-only int8 is about this leaf: a matrix of a layer."""
+    return leaf.num_inputs > 0
+
+
+def quantise(weight: Array | np.ndarray, num_inputs: int) -> tuple[Array | np.ndarray, Array | np.ndarray]:
+    """The values (int8) and the scale (float32) of a weight whose last `num_inputs` axes are inputs.
+
+    numpy or JAX, as the weight is. A channel with a value that is not finite has a scale that is not, and so shows.
+    """
+    xp = weight.__array_namespace__()
+    inputs = tuple(range(-num_inputs, 0))
+    wide = weight.astype(np.float32)
+    largest = xp.maximum(wide.max(inputs, keepdims=True), -wide.min(inputs, keepdims=True))
+    scale = xp.where(largest == 0, np.float32(1), largest / np.float32(127))
+    with np.errstate(invalid="ignore"):
+        return xp.rint(wide / scale).astype(np.int8), scale.squeeze(inputs)
+
+
+def product(subscripts: str, x: Array, weight: Int8Weight) -> Array:
+    """einsum(subscripts, x, values * scale) for subscripts whose output ends in the weight's output axes.
+
+    The weight is read as int8, whose numbers every float dtype holds exactly; sums and scaling are float32.
+    """
+    y = jnp.einsum(subscripts, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
+    return (y * weight.scale).astype(x.dtype)
