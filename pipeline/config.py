@@ -41,6 +41,8 @@ class Attention(StrEnum):
 class Weights(StrEnum):
     auto = "auto"
     replicated = "replicated"
+    tensor = "tensor"
+    fsdp = "fsdp"
 
 
 class Init(StrEnum):

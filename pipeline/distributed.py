@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
@@ -105,11 +105,17 @@ def topology(run: RunOptions) -> Topology:
     """The processes and devices that JAX sees, and this worker's place among the workers."""
     return Topology(
         devices=jax.device_count(),
+        device_bytes=_device_bytes(),
         processes=jax.process_count(),
         process=jax.process_index(),
         workers=run.worker_count,
         worker=run.worker_index,
     )
+
+
+def _device_bytes() -> int | None:
+    """The memory that JAX may use of each device; None where it does not say, as on the CPU."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def require_same_config(config: RunConfig) -> None:
@@ -131,14 +137,23 @@ def any_process(value: bool) -> bool:
     return value if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(value)).any())
 
 
-def make_mesh() -> Mesh:
-    """All devices along `data`, one along `tensor`; a process's devices are neighbours along `data`."""
-    return jax.make_mesh((jax.device_count(), 1), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
+def make_mesh(tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """All devices, `tensor` neighbours along `tensor`. A process's devices are neighbours: its rows lie together."""
+    ordered = sorted(devices or jax.devices(), key=lambda device: (device.process_index, device.id))
+    grid = np.array(ordered).reshape(-1, tensor)
+    return Mesh(grid, ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
     """Rows divided along `data`; a row is never divided."""
     return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def activation_sharding(mesh: Mesh, width: int) -> NamedSharding:
+    """Of [B, T, D]: rows along `data`, and D along `tensor` where it divides, so that each device copies its part."""
+    if mesh.shape["tensor"] == 1 or width % mesh.shape["tensor"]:
+        return row_sharding(mesh)
+    return NamedSharding(mesh, PartitionSpec("data", None, "tensor"))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

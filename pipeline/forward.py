@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
-from pipeline.distributed import replicated, row_sharding
+from pipeline.distributed import activation_sharding, replicated, row_sharding
 from pipeline.models.attention import choose_attention
 from pipeline.models.decoder import Params
+from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
 from pipeline.sites import ActivationKey
 
@@ -39,9 +40,9 @@ class CompiledStep:
     ) -> tuple[tuple[Float[Array, "B T D"], ...], Int32[Array, " 1+keys"]]:
         """Dispatches one step. Inputs are divided by rows along the mesh's `data` axis.
 
-        Returns the activations in the order of `keys`, divided like the inputs and 0 at padding, and counts over all
-        processes, the same on every device: of the valid tokens, then for each key of the tokens with a value that is
-        not finite in the stored dtype.
+        Returns the activations in the order of `keys`, divided as `activation_sharding` says and 0 at padding, and
+        counts over all processes, the same on every device: of the valid tokens, then for each key of the tokens with a
+        value that is not finite in the stored dtype.
         """
         return self.executable(params, tokens, segments, positions)
 
@@ -49,7 +50,7 @@ class CompiledStep:
 def compile_step(
     model: Model,
     params: Params,
-    mesh: Mesh,
+    partition: Partition,
     *,
     rows: int,
     length: int,
@@ -59,11 +60,12 @@ def compile_step(
 ) -> CompiledStep:
     """Lowers and compiles the step for `rows` (global) rows of `length` tokens; activations come out as `dtype`."""
     keys = tuple(keys)
+    mesh = partition.mesh
     chosen = choose_attention(attention, model.arch, mesh, length, params["embed"].dtype.name)
     log.info("%s", chosen.describe())
 
     def step(params: Params, tokens: Array, segments: Array, positions: Array) -> tuple[tuple[Array, ...], Array]:
-        captured = model.apply(params, tokens, segments, positions, keys, chosen.attend)
+        captured = model.apply(params, tokens, segments, positions, keys, chosen.attend, partition)
         valid = segments != 0
         with jax.named_scope("store"):
             activations = tuple(jnp.where(valid[:, :, None], captured[key], 0).astype(dtype) for key in keys)
@@ -73,7 +75,8 @@ def compile_step(
 
     by_rows = row_sharding(mesh)
     batch = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=by_rows)
-    jitted = jax.jit(step, out_shardings=((by_rows,) * len(keys), replicated(mesh)))
+    of_activations = tuple(activation_sharding(mesh, model.width(key.site)) for key in keys)
+    jitted = jax.jit(step, out_shardings=(of_activations, replicated(mesh)))
     with jax.default_matmul_precision(matmul_precision(params["embed"].dtype)):
         executable = jitted.lower(params, batch, batch, batch).compile()
     return CompiledStep(mesh, keys, model.flops_per_token(keys, length) * rows * length, executable)

@@ -4,11 +4,11 @@ Pure arithmetic on ints: nothing here touches a device, the network or a file, s
 them. `python -m pipeline.plan <overrides>` prints what `python -m pipeline.run <overrides>` would do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from pipeline.config import BatchConfig, CaptureConfig, RunConfig
+from pipeline.config import CaptureConfig, RunConfig, Weights, WeightsDtype
 from pipeline.errors import ConfigError
 from pipeline.sites import ActivationKey, Site, activation_keys
 from pipeline.store.layout import ITEM_BYTES, MIB, rows_per_block_for
@@ -16,6 +16,7 @@ from pipeline.store.layout import ITEM_BYTES, MIB, rows_per_block_for
 MAX_STEPS_IN_FLIGHT = 4  # one computing, one copying to the host, one being drained, one in reserve
 MAX_STEPS_PER_BLOCK = 64  # bounds what a kill loses and how far ahead of the devices rows are packed
 MAX_AUTO_STREAMS = 64
+MAX_WEIGHTS_SHARE = 0.6  # of a device's memory, before they are divided: the rest is for activations
 STEPS_PER_AUTO_STREAM = 100  # a stream wastes at most one partly padded step: 1 % of it
 
 
@@ -27,7 +28,12 @@ class ModelFacts(Protocol):
     max_positions: int
     sites: tuple[Site, ...]
 
+    tensor_dims: Mapping[str, int]  # what the mesh's tensor axis divides
+
     def width(self, site: Site) -> int: ...
+
+    def weight_bytes(self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool) -> tuple[int, int]:
+        """Of the layers' matrices, and of all other weights."""
 
     def hook_name(self, key: ActivationKey) -> str: ...
 
@@ -37,6 +43,7 @@ class Topology:
     """The processes and devices of this run. `index` counts over all processes of all workers."""
 
     devices: int  # of this worker, over all its processes
+    device_bytes: int | None = None  # memory of each; None: not known
     processes: int = 1  # of this worker
     process: int = 0
     workers: int = 1
@@ -71,6 +78,9 @@ class Plan:
     process_rows: int  # rows per step of one process
     first_row: int  # of this process's rows among the step's
     processes: int  # of this worker, which step together
+    tensor: int  # devices along the mesh's tensor axis
+    weights: Weights  # replicated, tensor or fsdp
+    weights_bytes: int  # on each device
     rows_per_block: int
     num_streams: int
     streams: tuple[int, ...]  # of this process
@@ -106,6 +116,7 @@ class Plan:
             f"block     {self.rows_per_block} rows, {self.block_bytes / MIB:.1f} MiB in {len(self.keys)} store shards",
             f"streams   {self.num_streams}, {len(self.streams)} of them here; {wanted}",
             f"memory    up to {self.host_bytes / MIB:.0f} MiB of activations on the host",
+            f"weights   {self.weights}: {self.weights_bytes / MIB:.0f} MiB on each device",
         ]
         return "\n".join([*lines, *(f"note      {note}" for note in self.notes)])
 
@@ -123,7 +134,6 @@ def make_plan(
     """
     keys = captured_keys(config.capture, model)
     batch = config.batch
-    process_rows = _process_rows(batch, config, topology)
     if not 1 <= batch.length <= model.max_positions:
         raise ConfigError(
             f"batch.length is {batch.length}, but the model has {model.max_positions} positions. "
@@ -134,6 +144,9 @@ def make_plan(
     if not config.store.shard_mib > 0:
         raise ConfigError(f"store.shard_mib is {config.store.shard_mib}. Set it to more than 0.")
 
+    data, tensor = _mesh(config, model, topology)
+    process_rows = _process_rows(config, topology, data)
+    weights, weights_bytes, note = _weights(config, model, keys, data, tensor, topology)
     itemsize = ITEM_BYTES[config.capture.dtype]
     widths = tuple(model.width(key.site) for key in keys)
     row_bytes = batch.length * sum(widths) * itemsize
@@ -151,6 +164,9 @@ def make_plan(
         process_rows=process_rows,
         first_row=topology.process * process_rows,
         processes=topology.processes,
+        tensor=tensor,
+        weights=weights,
+        weights_bytes=weights_bytes,
         rows_per_block=rows_per_block,
         num_streams=num_streams,
         streams=tuple(range(topology.index, num_streams, topology.count)),
@@ -159,7 +175,7 @@ def make_plan(
         step_bytes=step_bytes,
         block_bytes=rows_per_block * row_bytes,
         host_buffers=2,  # one is filled while the other is written
-        notes=_notes(config, inflight_steps, num_streams, num_source_shards, topology),
+        notes=(*note, *_notes(config, inflight_steps, num_streams, num_source_shards, topology)),
     )
 
 
@@ -194,19 +210,76 @@ def captured_layers(layers: object, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(layers))
 
 
-def _process_rows(batch: BatchConfig, config: RunConfig, topology: Topology) -> int:
-    """Rows per step of one process; every device along the mesh's data axis gets the same number."""
-    if config.mesh.tensor != 1:
-        raise ConfigError(f"mesh.tensor is {config.mesh.tensor}; only 1 is implemented. Set mesh.tensor=1.")
-    data = config.mesh.data if config.mesh.data is not None else topology.devices
-    if data != topology.devices:
+def _mesh(config: RunConfig, model: ModelFacts, topology: Topology) -> tuple[int, int]:
+    """Devices along `data` and along `tensor`."""
+    tensor = config.mesh.tensor
+    if tensor < 1:
+        raise ConfigError(f"mesh.tensor is {tensor}. Set it to at least 1.")
+    data = config.mesh.data if config.mesh.data is not None else max(1, topology.devices // tensor)
+    if data * tensor != topology.devices:
         raise ConfigError(
-            f"mesh.data * mesh.tensor = {data} * 1 is not the number of devices, {topology.devices}. "
-            f"Set mesh.data=null."
+            f"mesh.data * mesh.tensor = {data} * {tensor} is not the number of devices, {topology.devices}. "
+            f"Set mesh.data=null and mesh.tensor to a divisor of {topology.devices}."
         )
-    if batch.rows < 1 or batch.rows % data:
+    of_process = topology.devices // topology.processes
+    if of_process % tensor:
         raise ConfigError(
-            f"batch.rows = {batch.rows} is not a multiple of the {data} devices that share the rows. "
+            f"mesh.tensor={tensor} does not divide the {of_process} devices of a process "
+            f"({topology.devices} devices / {topology.processes} processes): rows must stay within their process. "
+            f"Set mesh.tensor to a divisor of {of_process}."
+        )
+    for name, size in model.tensor_dims.items():
+        if size % tensor:
+            raise ConfigError(
+                f"mesh.tensor={tensor} does not divide the model's {size} {name}: {size} = {size // tensor} * {tensor} "
+                f"+ {size % tensor}. Set mesh.tensor to a common divisor of "
+                f"{', '.join(f'{size} {name}' for name, size in model.tensor_dims.items())}."
+            )
+    return data, tensor
+
+
+def _weights(
+    config: RunConfig, model: ModelFacts, keys: Sequence[ActivationKey], data: int, tensor: int, topology: Topology
+) -> tuple[Weights, int, tuple[str, ...]]:
+    """How the weights are divided, the bytes on each device, and why, where that was not asked for."""
+    with_int8 = config.model.weights_dtype is WeightsDtype.int8
+    matrices, others = model.weight_bytes(keys, str(config.model.dtype), with_int8)
+    sizes = {
+        Weights.replicated: matrices + others,
+        Weights.tensor: matrices // tensor + others,
+        Weights.fsdp: matrices // (tensor * data) + others,
+    }
+    wanted = config.model.weights
+    if (wanted is Weights.tensor and tensor == 1) or (wanted is Weights.replicated and tensor > 1):
+        raise ConfigError(
+            f"model.weights={wanted} with mesh.tensor={tensor}: expected tensor with more than 1, replicated with 1. "
+            f"Set model.weights=auto."
+        )
+    whole = Weights.tensor if tensor > 1 else Weights.replicated
+    note: tuple[str, ...] = ()
+    if wanted is Weights.auto:
+        wanted = whole
+        if topology.device_bytes is not None and sizes[whole] > MAX_WEIGHTS_SHARE * topology.device_bytes and data > 1:
+            wanted = Weights.fsdp
+            note = (
+                f"weights are divided over the {data} devices along data: {sizes[whole] / MIB:.0f} MiB {whole} would "
+                f"be more than {MAX_WEIGHTS_SHARE:.0%} of a device's {topology.device_bytes / MIB:.0f} MiB",
+            )
+    if topology.device_bytes is not None and sizes[wanted] > topology.device_bytes:
+        raise ConfigError(
+            f"the weights, {wanted}, take {sizes[wanted] / MIB:.0f} MiB on each device, which has "
+            f"{topology.device_bytes / MIB:.0f} MiB. Use more devices with model.weights=fsdp, a larger mesh.tensor, "
+            f"or model.weights_dtype=int8."
+        )
+    return wanted, sizes[wanted], note
+
+
+def _process_rows(config: RunConfig, topology: Topology, data: int) -> int:
+    """Rows per step of one process; every device along the mesh's data axis gets the same number."""
+    rows = config.batch.rows
+    if rows < 1 or rows % data:
+        raise ConfigError(
+            f"batch.rows = {rows} is not a multiple of the {data} devices that share the rows. "
             f"Set batch.rows to a multiple of {data}."
         )
     if not 0 <= config.run.worker_index < config.run.worker_count:
@@ -214,7 +287,7 @@ def _process_rows(batch: BatchConfig, config: RunConfig, topology: Topology) -> 
             f"run.worker_index is {config.run.worker_index} with run.worker_count={config.run.worker_count}. "
             f"Set it to 0..{config.run.worker_count - 1}."
         )
-    return batch.rows // topology.processes
+    return rows // topology.processes
 
 
 def _rows_per_block(config: RunConfig, row_bytes: int, stored: StoredGeometry | None) -> int:

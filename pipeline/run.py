@@ -7,12 +7,13 @@ import logging
 from contextlib import closing
 
 from pipeline import cli, distributed, weights_error
-from pipeline.config import RunConfig, WeightsDtype
+from pipeline.config import RunConfig, Weights, WeightsDtype
 from pipeline.data.feed import Feed, StreamWork
 from pipeline.extract import extract
 from pipeline.forward import CompiledStep, compile_step
 from pipeline.job import Job, open_job
 from pipeline.metrics import Metrics
+from pipeline.models.partition import Partition
 from pipeline.store.writing import StoreWriter
 from pipeline.watchdog import Watchdog
 from pipeline.writer import BlockWriter
@@ -55,18 +56,18 @@ def run(config: RunConfig) -> None:
 def compile_job(job: Job) -> tuple[CompiledStep, object]:
     """Loads the weights that the captured sites need onto the devices, and compiles the step, once."""
     config, plan = job.config, job.plan
-    mesh = distributed.make_mesh()
+    partition = Partition(distributed.make_mesh(plan.tensor), fsdp=plan.weights is Weights.fsdp)
     params = job.model.load(
         plan.keys,
         dtype=str(config.model.dtype),
-        sharding=distributed.replicated(mesh),
+        sharding=partition.of_leaf,
         progress=config.run.progress and distributed.is_first(),
         with_int8=config.model.weights_dtype is WeightsDtype.int8,
     )
     step = compile_step(
         job.model,
         params,
-        mesh,
+        partition,
         rows=plan.step_rows,
         length=plan.length,
         keys=plan.keys,

@@ -63,7 +63,7 @@ def committed(store: Path) -> int:
 
 
 def objects(store: Path) -> dict[str, bytes]:
-    """Every object of a store but its metrics, by key; the time of creation is taken out."""
+    """Every object of a store but its metrics, by key; the time and command of creation are taken out."""
     found = {}
     for file in sorted(store.rglob("*")):
         key = str(file.relative_to(store))
@@ -71,7 +71,7 @@ def objects(store: Path) -> dict[str, bytes]:
             found[key] = file.read_bytes()
     root = json.loads(found["zarr.json"])
     del root["attributes"]["activation_store"]["created"]
-    root["attributes"]["activation_store"]["config"]["store"].pop("path")
+    del root["attributes"]["activation_store"]["config"]
     found["zarr.json"] = json.dumps(root).encode()
     return found
 

@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.distributed import make_mesh, replicated, row_sharding
 from pipeline.forward import CompiledStep, compile_step
+from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
 from pipeline.sites import Site, activation_keys
 
@@ -47,7 +48,9 @@ def batch() -> dict[str, np.ndarray]:
 def compiled(model: Model, dtype: str, keys=KEYS) -> tuple[CompiledStep, object]:
     mesh = make_mesh()
     params = model.load(keys, "float32", replicated(mesh))
-    return compile_step(model, params, mesh, rows=ROWS, length=LENGTH, keys=keys, dtype=dtype, attention="auto"), params
+    return compile_step(
+        model, params, Partition(mesh), rows=ROWS, length=LENGTH, keys=keys, dtype=dtype, attention="auto"
+    ), params
 
 
 def on_devices(step: CompiledStep, inputs: dict[str, np.ndarray]) -> tuple[jax.Array, ...]:
@@ -98,7 +101,7 @@ def test_compiled_exactly_once(model: Model) -> None:
     params = model.load(KEYS[-1:], "float32", replicated(mesh))
     compilations.clear()
     step = compile_step(
-        model, params, mesh, rows=ROWS, length=LENGTH, keys=KEYS[-1:], dtype="bfloat16", attention="auto"
+        model, params, Partition(mesh), rows=ROWS, length=LENGTH, keys=KEYS[-1:], dtype="bfloat16", attention="auto"
     )
     for _ in range(3):
         jax.block_until_ready(step(params, *on_devices(step, batch())))
@@ -118,6 +121,7 @@ sys.path.insert(0, {tests!r})
 from jax.sharding import AxisType
 from pipeline.distributed import make_mesh, replicated
 from pipeline.forward import compile_step
+from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
 from test_forward import KEYS, LENGTH, ROWS, batch, on_devices
 model = open_model({path!r}, init="random")
@@ -126,7 +130,7 @@ results = []
 for mesh in (one, make_mesh()):
     params = model.load(KEYS, "float32", replicated(mesh))
     step = compile_step(
-        model, params, mesh, rows=ROWS, length=LENGTH, keys=KEYS, dtype="float32", attention="auto"
+        model, params, Partition(mesh), rows=ROWS, length=LENGTH, keys=KEYS, dtype="float32", attention="auto"
     )
     results.append(jax.tree.map(np.asarray, step(params, *on_devices(step, batch()))))
 text = step.executable.as_text()

@@ -1,10 +1,21 @@
 """Plan is arithmetic: these tests need no device, no model and no file."""
 
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import pytest
 
-from pipeline.config import BatchConfig, CaptureConfig, MeshConfig, ParquetData, RunConfig, RunOptions, StoreConfig
+from pipeline.config import (
+    BatchConfig,
+    CaptureConfig,
+    MeshConfig,
+    ModelConfig,
+    ParquetData,
+    RunConfig,
+    RunOptions,
+    StoreConfig,
+    Weights,
+)
 from pipeline.errors import ConfigError
 from pipeline.plan import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK, MIB, StoredGeometry, Topology, make_plan
 from pipeline.sites import ActivationKey, Site
@@ -16,6 +27,10 @@ class Facts:
     vocab_size: int = 151_936
     max_positions: int = 32_768
     sites: tuple[Site, ...] = tuple(Site)
+    tensor_dims = MappingProxyType({"attention heads": 14, "key-value heads": 2, "MLP neurons": 4864})
+
+    def weight_bytes(self, keys, dtype, with_int8) -> tuple[int, int]:
+        return (1000 if with_int8 else 4000) * MIB, 200 * MIB
 
     def hook_name(self, key: ActivationKey) -> str:
         return key.hook_name()
@@ -134,7 +149,12 @@ REFUSED = {
     "no shard": (dict(store=StoreConfig(path="/x", shard_mib=0)), "store.shard_mib"),
     "worker beyond the count": (dict(run=RunOptions(worker_index=2, worker_count=2)), "run.worker_index is 2"),
     "more streams than source shards": (dict(data=ParquetData(num_streams=9)), "data.num_streams is 9.*8 source"),
-    "a tensor axis": (dict(mesh=MeshConfig(tensor=2)), "mesh.tensor is 2"),
+    "a tensor axis": (dict(mesh=MeshConfig(tensor=2)), r"mesh.data \* mesh.tensor = 1 \* 2 .* devices, 1\."),
+    "a tensor axis of nothing": (dict(mesh=MeshConfig(tensor=0)), "mesh.tensor is 0"),
+    "weights along no tensor axis": (
+        dict(model=ModelConfig(weights=Weights.tensor)),
+        "model.weights=tensor with mesh.tensor=1",
+    ),
     "a data axis of other length": (dict(mesh=MeshConfig(data=3)), "mesh.data"),
 }
 
@@ -144,6 +164,43 @@ def test_what_cannot_work_is_refused_with_a_remedy(changes, message):
     with pytest.raises(ConfigError, match=message) as refused:
         planned(replace(BASE, **changes))
     assert any(word in str(refused.value) for word in ("Set ", "Name each"))
+
+
+MESHES = {
+    "heads": (4, 8, r"does not divide the model's 14 attention heads: 14 = 3 \* 4 \+ 2"),
+    "across processes": (2, 1, r"mesh.tensor=2 does not divide the 1 devices of a process \(8 devices / 8 processes\)"),
+    "not a divisor": (3, 8, r"mesh.data \* mesh.tensor = 2 \* 3 is not the number of devices, 8"),
+}
+
+
+@pytest.mark.parametrize(("tensor", "of_process", "message"), MESHES.values(), ids=MESHES.keys())
+def test_an_illegal_mesh_is_refused_with_the_whole_equation(tensor, of_process, message):
+    with pytest.raises(ConfigError, match=message):
+        planned(replace(BASE, mesh=MeshConfig(tensor=tensor)), topology=Topology(devices=8, processes=8 // of_process))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tensor", "device_mib", "weights", "weights_mib", "noted"),
+    [
+        ("auto", 1, None, "replicated", 4200, False),
+        ("auto", 1, 8000, "replicated", 4200, False),
+        ("auto", 1, 6000, "fsdp", 1200, True),
+        ("fsdp", 1, None, "fsdp", 1200, False),
+        ("auto", 2, 6000, "tensor", 2200, False),
+        ("auto", 2, 3000, "fsdp", 1200, True),
+    ],
+)
+def test_weights_are_divided_when_they_would_not_fit(wanted, tensor, device_mib, weights, weights_mib, noted):
+    """4000 MiB of matrices and 200 MiB of embeddings and norms, on 4 devices."""
+    config = replace(BASE, model=ModelConfig(weights=Weights(wanted)), mesh=MeshConfig(tensor=tensor))
+    plan = planned(config, topology=Topology(devices=4, device_bytes=device_mib and device_mib * MIB))
+    assert (plan.weights, plan.weights_bytes) == (weights, weights_mib * MIB)
+    assert any("weights are divided" in note for note in plan.notes) == noted
+
+
+def test_weights_that_fit_nowhere_are_refused():
+    with pytest.raises(ConfigError, match=r"fsdp, take 1200 MiB on each device, which has 1000 MiB\. Use more devices"):
+        planned(topology=Topology(devices=4, device_bytes=1000 * MIB))
 
 
 def test_rows_must_divide_among_the_devices():

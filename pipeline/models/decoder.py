@@ -12,17 +12,11 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pipeline.models.architecture import Architecture
 from pipeline.models.attention import Attend
-from pipeline.models.layers import Weights, attention_block, mlp_block, norm, norm_if_any
+from pipeline.models.layers import LayerWeights, attention_block, mlp_block, norm, norm_if_any
+from pipeline.models.partition import Partition
 from pipeline.models.rope import RopeTable, rope_table
 from pipeline.models.runs import layer_runs, residual_index
 from pipeline.sites import ActivationKey, Site
-
-
-class LayerWeights(TypedDict, total=False):
-    """One layer's weights. The last layer has only those that its captured sites need."""
-
-    attention: Weights
-    mlp: Weights
 
 
 class Params(TypedDict, total=False):
@@ -41,6 +35,10 @@ class Params(TypedDict, total=False):
     final_norm_bias: Float[Array, " D"]
 
 
+STREAM_SITES = {Site.attn_out, Site.resid_mid, Site.mlp_out}
+"""The sites inside of a layer that are as wide as the residual stream."""
+
+
 def forward(
     arch: Architecture,
     params: Params,
@@ -49,18 +47,21 @@ def forward(
     positions: Int32[Array, "B T"],
     keys: tuple[ActivationKey, ...],
     attend: Attend,
+    partition: Partition,
 ) -> dict[ActivationKey, Float[Array, "B T width"]]:
     """The activations of `keys`, in the weights' dtype. Pure, to be jitted; values at padding mean nothing.
 
-    Params must be those that were loaded for the same keys.
+    Params must be those that were loaded for the same keys, and lie as `partition` says.
     """
     ropes = rope_tables(arch, positions)
 
     def layer(x: Array, weights: LayerWeights, is_local: bool | Bool[Array, ""]) -> tuple[Array, dict[Site, Array]]:
-        return layer_sites(arch, x, weights, ropes, segments, is_local, attend)
+        x, sites = layer_sites(arch, x, partition.gather(weights), ropes, segments, is_local, attend)
+        sites |= {site: partition.residual(sites[site]) for site in STREAM_SITES & sites.keys()}
+        return partition.residual(x), sites
 
     with jax.named_scope("embed"):
-        x = embed(arch, params, tokens, positions)
+        x = partition.residual(embed(arch, params, tokens, positions))
     residuals = {0: x}
     inner: dict[ActivationKey, Array] = {}
     for run, weights in zip(layer_runs(keys, arch.num_layers), params["runs"], strict=True):
@@ -75,13 +76,15 @@ def forward(
                 )
             else:
                 x, _ = jax.lax.scan(lambda x, each: (layer(x, *each)[0], None), x, (weights, np.array(are_local)))
-        residuals[run.stop] = x
+        residuals[run.stop] = x = partition.residual(x)
 
     def captured(key: ActivationKey) -> Array:
         if key in inner:
             return inner[key].reshape(*tokens.shape, -1)  # heads side by side
         residual = residuals[residual_index(key, arch.num_layers)]
-        return norm(residual, params, "final_norm", arch) if key.site is Site.final_norm else residual
+        if key.site is Site.final_norm:
+            return partition.residual(norm(residual, params, "final_norm", arch))
+        return residual
 
     return {key: captured(key) for key in keys}
 

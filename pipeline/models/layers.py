@@ -11,6 +11,7 @@ Letters: B rows, T positions, D model dim, N heads, K key-value heads, H head di
 
 from collections.abc import Mapping
 from functools import partial
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,14 @@ from pipeline.sites import Site
 
 Weights = Mapping[str, Array | Int8Weight]
 """One block's weights by our keys. One that a family lacks is absent; matrices may be int8."""
+
+
+class LayerWeights(TypedDict, total=False):
+    """One layer's weights. The last layer has only those that its captured sites need."""
+
+    attention: Weights
+    mlp: Weights
+
 
 _ACTIVATIONS = {
     Activation.silu: jax.nn.silu,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from pipeline.models.architecture import Architecture, KeyTable
@@ -129,6 +130,20 @@ def _leaf(arch: Architecture, table: KeyTable, hf_key: str, layers: Sequence[int
 def num_params(leaves: LeafTree) -> int:
     """How many numbers the leaves hold."""
     return sum(leaf.size for leaf in jax.tree.leaves(leaves))
+
+
+def weight_bytes(leaves: LeafTree, dtype: str, with_int8: bool) -> tuple[int, int]:
+    """Bytes of the layers' matrices, in int8 if so, and of all other leaves."""
+    itemsize = jnp.dtype(dtype).itemsize
+    matrices = others = 0
+    for leaf in jax.tree.leaves(leaves):
+        if leaf.num_inputs == 0:
+            others += leaf.size * itemsize
+        elif with_int8:
+            matrices += leaf.size + 4 * math.prod(leaf.shape[: -leaf.num_inputs])  # with the float32 scales
+        else:
+            matrices += leaf.size * itemsize
+    return matrices, others
 
 
 def flops_per_token(arch: Architecture, table: KeyTable, keys: Sequence[ActivationKey], length: int) -> int:

@@ -12,38 +12,42 @@ from jax.sharding import Sharding
 from jaxtyping import Array, UInt32
 
 from pipeline.models.decoder import Params
-from pipeline.models.int8 import Int8Weight, quantise
+from pipeline.models.int8 import Int8Weight, is_int8, quantise
 from pipeline.models.leaves import Leaf, LeafTree
-from pipeline.models.weights import build_params
+from pipeline.models.weights import Placement, build_params, without_inputs
 
 _STD = 0.02  # transformers' usual `initializer_range`
 
 
 def random_params(
-    leaves: LeafTree, seed: int, dtype: str, sharding: Sharding, progress: bool, with_int8: bool = False
+    leaves: LeafTree, seed: int, dtype: str, place: Placement, progress: bool, with_int8: bool = False
 ) -> Params:
     """Random parameters, made on the devices: norms are 1, everything else normal with standard deviation 0.02.
 
     A tensor's values depend on the seed and its HF key alone, not on what is captured or how many devices there are.
     """
 
-    normal = _normal(dtype, sharding)
-
     def make(leaf: Leaf) -> Array | Int8Weight:
+        sharding = place(leaf)
         if leaf.key.endswith("norm"):
             return jnp.ones(leaf.shape, dtype, device=sharding)
         tensor_ids = np.array([zlib.crc32(f"{seed} {name}".encode()) for name in leaf.tensors], np.uint32)
-        return normal(tensor_ids, leaf.shape, leaf.num_inputs if with_int8 else 0)
+        if with_int8 and is_int8(leaf):
+            scale_sharding = without_inputs(sharding, len(leaf.shape) - leaf.num_inputs)
+            return _normal(dtype, Int8Weight(sharding, scale_sharding))(tensor_ids, leaf.shape, leaf.num_inputs)
+        return _normal(dtype, sharding)(tensor_ids, leaf.shape, 0)
 
     # One after the other: all processes must start the same programs in the same order.
     return build_params(make, leaves, "making weights", progress, threads=1)
 
 
 @cache
-def _normal(dtype: str, sharding: Sharding) -> Callable[[Array, tuple[int, ...], int], Array | Int8Weight]:
+def _normal(
+    dtype: str, shardings: Sharding | Int8Weight
+) -> Callable[[Array, tuple[int, ...], int], Array | Int8Weight]:
     """A compiled function from a leaf's tensor ids, shape and number of inputs (0: not in int8) to its values."""
 
-    @partial(jax.jit, static_argnums=(1, 2), out_shardings=sharding)
+    @partial(jax.jit, static_argnums=(1, 2), out_shardings=shardings)
     def normal(tensor_ids: Array, shape: tuple[int, ...], num_inputs: int) -> Array | Int8Weight:
         element_ids = jax.lax.iota(jnp.uint32, math.prod(shape) // len(tensor_ids))
         bits = _mix(_mix(tensor_ids)[:, None] + _mix(element_ids)[None, :])

@@ -15,9 +15,10 @@ from pipeline.models.attention_xla import attend_xla
 from pipeline.models.checkpoint import Checkpoint
 from pipeline.models.files import open_files
 from pipeline.models.hf_config import HfConfig, refuse_unreadable
-from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves, num_params
+from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves, num_params, weight_bytes
+from pipeline.models.partition import Partition
 from pipeline.models.random_weights import random_params
-from pipeline.models.weights import check_tensors, load_params
+from pipeline.models.weights import Placement, check_tensors, load_params
 from pipeline.sites import POST_NORM_HOOKS, UNROTATED_HOOKS, ActivationKey, Site
 
 
@@ -116,6 +117,19 @@ class Model:
         """How many parameters are loaded to capture `keys`."""
         return num_params(self.leaves(keys))
 
+    def weight_bytes(self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool = False) -> tuple[int, int]:
+        """What `load` takes in memory, each array counted once: of the layers' matrices, and of all else."""
+        return weight_bytes(self.leaves(keys), dtype, with_int8)
+
+    @property
+    def tensor_dims(self) -> dict[str, int]:
+        """What the mesh's `tensor` axis divides."""
+        return {
+            "attention heads": self.arch.num_heads,
+            "key-value heads": self.arch.num_kv_heads,
+            "MLP neurons": self.arch.d_mlp,
+        }
+
     def flops_per_token(self, keys: Sequence[ActivationKey], length: int) -> int:
         """Floating-point operations per token slot to capture `keys` in rows of `length`."""
         return flops_per_token(self.arch, self.table, keys, length)
@@ -124,25 +138,31 @@ class Model:
         self,
         keys: Sequence[ActivationKey],
         dtype: str,
-        sharding: Sharding,
+        sharding: Sharding | Placement,
         progress: bool = False,
         with_int8: bool = False,
     ) -> decoder.Params:
         """The parameters that `keys` need, on the devices, in `dtype` (float32 or bfloat16); `with_int8`, the layers'
-        matrices in int8.
+        matrices in int8. `sharding` is of every array, or says which, as `Partition.of_leaf` does.
 
         Raises CheckpointError, naming every tensor that is missing, wrongly shaped or unexpected.
         """
         return self.load_leaves(self.leaves(keys), dtype, sharding, progress, with_int8)
 
     def load_leaves(
-        self, needed: LeafTree, dtype: str, sharding: Sharding, progress: bool = False, with_int8: bool = False
+        self,
+        needed: LeafTree,
+        dtype: str,
+        sharding: Sharding | Placement,
+        progress: bool = False,
+        with_int8: bool = False,
     ) -> PyTree[Array]:
         """As `load`, for any part of what `leaves` gives."""
+        place = sharding if callable(sharding) else lambda _: sharding
         if self.random_seed is not None:
-            return random_params(needed, self.random_seed, dtype, sharding, progress, with_int8)
+            return random_params(needed, self.random_seed, dtype, place, progress, with_int8)
         check_tensors(self.checkpoint, self.arch, self.table, needed)
-        return load_params(self.checkpoint, needed, dtype, sharding, progress, with_int8)
+        return load_params(self.checkpoint, needed, dtype, place, progress, with_int8)
 
     def apply(
         self,
@@ -152,9 +172,10 @@ class Model:
         positions: Int32[Array, "B T"],
         keys: Sequence[ActivationKey],
         attend: Attend = attend_xla,
+        partition: Partition = Partition(),  # noqa: B008  frozen
     ) -> dict[ActivationKey, Float[Array, "B T width"]]:
         """The activations of `keys`. Pure, to be jitted; values at padding (segment 0) mean nothing."""
-        return decoder.forward(self.arch, params, tokens, segments, positions, tuple(keys), attend)
+        return decoder.forward(self.arch, params, tokens, segments, positions, tuple(keys), attend, partition)
 
     def leaves(self, keys: Sequence[ActivationKey]) -> LeafTree:
         """What `load` puts on the devices, not yet read."""

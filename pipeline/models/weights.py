@@ -30,6 +30,10 @@ _IGNORED_TENSORS = (  # of a layer: constants, stored by older versions of trans
 Index = tuple[slice, ...]  # a part of a leaf
 
 
+Placement = Callable[[Leaf], Sharding]
+"""Where a leaf's parts lie."""
+
+
 def check_tensors(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, leaves: LeafTree) -> None:
     """Compares what the leaves need with what the checkpoint has.
 
@@ -69,7 +73,7 @@ def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, exp
 
 
 def load_params(
-    checkpoint: Checkpoint, leaves: LeafTree, dtype: str, sharding: Sharding, progress: bool, with_int8: bool = False
+    checkpoint: Checkpoint, leaves: LeafTree, dtype: str, place: Placement, progress: bool, with_int8: bool = False
 ) -> Params:
     """The parameters on the devices, in `dtype`, the layers' matrices in int8 if asked; every process reads the parts
     that its devices hold.
@@ -79,10 +83,10 @@ def load_params(
 
     def load(leaf: Leaf) -> Array | Int8Weight:
         if with_int8 and is_int8(leaf):
-            weight = _load_int8(checkpoint, leaf, sharding)
+            weight = _load_int8(checkpoint, leaf, place(leaf))
         else:
             read = partial(read_leaf, checkpoint, leaf, np.dtype(dtype))
-            weight = jax.make_array_from_callback(leaf.shape, sharding, read)
+            weight = jax.make_array_from_callback(leaf.shape, place(leaf), read)
         return jax.block_until_ready(weight)  # the host's copy is free then
 
     return build_params(load, leaves, "loading weights", progress, _LOADING_THREADS)
