@@ -17,6 +17,7 @@ from pipeline.store.arrays import open_or_create, set_rows
 from pipeline.store.commits import COMMITS_PREFIX, CommitRecord, read_records
 from pipeline.store.kvstore import (
     list_keys,
+    object_url,
     open_kvstore,
     read_key,
     store_errors,
@@ -126,7 +127,7 @@ class StoreWriter:
         if record.block != len(records):
             raise ValueError(f"stream {record.stream} has {len(records)} blocks; {record.block} is not the next")
         for key, future in pending.futures.items():
-            with store_errors(self._kvstore.url + key):
+            with store_errors(object_url(self._kvstore, key)):
                 future.result()
         record = replace(record, table_sha256=pending.table_sha256)
         write_key(self._kvstore, record.key, record.to_json())
