@@ -96,7 +96,9 @@ def open_kvstore(path: str | os.PathLike[str]) -> ts.KvStore:
     path = os.fspath(path)
     with store_errors(path):
         if "://" in path:
-            spec = ts.KvStore.Spec(path.rstrip("/") + "/").to_json() | (_s3_service() if path.startswith("s3://") else {})
+            spec = ts.KvStore.Spec(path.rstrip("/") + "/").to_json() | (
+                _s3_service() if path.startswith("s3://") else {}
+            )
         else:
             spec = {"driver": "file", "path": os.path.abspath(os.path.expanduser(path)).rstrip("/") + "/"}
         return ts.KvStore.open(spec, context=context()).result()
