@@ -58,17 +58,26 @@ class CommitRecord:
 
     def to_json(self) -> bytes:
         """UTF-8 JSON with a stable order of keys and a checksum of the rest, so that an edited record is noticed."""
-        return (json.dumps(self._content(), indent=1, ensure_ascii=False) + "\n").encode()
+        content = self._content()
+        return (json.dumps(content | {"sha256": _digest(content)}, indent=1, ensure_ascii=False) + "\n").encode()
 
     def to_line(self) -> bytes:
-        """The same JSON on one line."""
+        """The same on one line, without the checksum: that of all lines together covers it."""
         return (json.dumps(self._content(), separators=(",", ":"), ensure_ascii=False) + "\n").encode()
 
     def _content(self) -> dict[str, Any]:
         content = {"version": self.version, **{f.name: getattr(self, f.name) for f in fields(self)}}
         content["skipped"] = [dict(entry) for entry in self.skipped]
         content["start"], content["next"] = dict(self.start), dict(self.next)
-        return content | {"sha256": _digest(content)}
+        return content
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "CommitRecord":
+        return cls._from_content(json.loads(line))
+
+    @classmethod
+    def _from_content(cls, content: dict[str, Any]) -> "CommitRecord":
+        return cls(**{**content, "skipped": tuple(content["skipped"])})
 
     @classmethod
     def from_json(cls, text: bytes, subject: str) -> "CommitRecord":
@@ -76,7 +85,7 @@ class CommitRecord:
         try:
             content = json.loads(text)
             digest = content.pop("sha256")
-            record = cls(**{**content, "skipped": tuple(content["skipped"])})
+            record = cls._from_content(content)
             sound = all(type(content[name]) is int for name in _COUNTS)
             sound = sound and _CURSOR == set(record.start) == set(record.next)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -160,14 +169,13 @@ def consolidated_digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def read_consolidated(path: str, kvstore: ts.KvStore, sha256: str | None) -> Records | None:
+def read_consolidated(kvstore: ts.KvStore, sha256: str | None) -> Records | None:
     """The consolidated records, or None where there are none with this sha256. Raises StoreError."""
     text = None if sha256 is None else read_key(kvstore, CONSOLIDATED_KEY)
     if text is None or consolidated_digest(text) != sha256:
         return None
     records: Records = {}
-    for line in text.splitlines():
-        record = CommitRecord.from_json(line, f"{path}/{CONSOLIDATED_KEY}")
+    for record in map(CommitRecord.from_line, text.splitlines()):
         records.setdefault(record.stream, []).append(record)
     return records
 

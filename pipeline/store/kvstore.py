@@ -53,11 +53,15 @@ _ANY_REMEDY = "What was committed before stays valid; once the cause is gone, ru
 def _context(
     retries: int, retry_delay_s: float, concurrency: int | None = None, copy_threads: int | None = None
 ) -> ts.Context:
-    delays = {"initial_delay": f"{retry_delay_s}s", "max_delay": f"{_LAST_DELAY * retry_delay_s}s"}
-    spec = dict.fromkeys(("gcs_request_retries", "s3_request_retries"), {"max_retries": retries, **delays})
+    retry = {
+        "max_retries": retries,
+        "initial_delay": f"{retry_delay_s}s",
+        "max_delay": f"{_LAST_DELAY * retry_delay_s}s",
+    }
+    spec: dict[str, dict[str, int | str]] = {"gcs_request_retries": retry, "s3_request_retries": retry}
     if concurrency is not None:
         names = ("gcs_request_concurrency", "s3_request_concurrency", "file_io_concurrency")
-        spec |= dict.fromkeys(names, {"limit": concurrency})
+        spec |= {name: {"limit": concurrency} for name in names}
     if copy_threads is not None:
         spec["data_copy_concurrency"] = {"limit": copy_threads}
     return ts.Context(spec, parent=_PROCESS)
@@ -128,7 +132,7 @@ def read_key(kvstore: ts.KvStore, key: str) -> bytes | None:
 
 
 def read_keys(kvstore: ts.KvStore, keys: list[str]) -> Iterator[bytes | None]:
-    """The objects' bytes, in order, None where there is none; many requests are under way at once. Raises StoreError."""
+    """The objects' bytes, in order, None where there is none; many are asked for at once. Raises StoreError."""
     reads: deque[tuple[str, ts.Future]] = deque()
     for key in keys:
         reads.append((key, kvstore.read(key)))

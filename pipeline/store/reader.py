@@ -104,7 +104,7 @@ class ActivationStore:
         if root is None:
             raise StoreInvalid(f"there is no activation store at {path}: it has no zarr.json.")
         arrays = open_existing(kvstore, [*(spec.name for spec in SIDE_ARRAYS), *root.arrays])
-        records = read_consolidated(path, kvstore, root.commits_sha256)
+        records = read_consolidated(kvstore, root.commits_sha256)
         return cls(path, kvstore, root, read_records(path, kvstore) if records is None else records, arrays)
 
     @property

@@ -65,7 +65,7 @@ class StoreWriter:
     ) -> None:
         self.path = path
         self.layout = layout
-        consolidated = read_consolidated(path, kvstore, root.commits_sha256)
+        consolidated = read_consolidated(kvstore, root.commits_sha256)
         self.records: Records = read_records(path, kvstore, known=consolidated)
         self._consolidated = root.commits_sha256 if consolidated == self.records else None
         self._kvstore = kvstore

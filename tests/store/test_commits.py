@@ -111,9 +111,9 @@ def test_consolidated_records_survive(tmp_path):
     text = consolidate(records)
     assert text.count(b"\n") == 4
     write_key(kvstore, CONSOLIDATED_KEY, text)
-    assert read_consolidated("store", kvstore, consolidated_digest(text)) == records
-    assert read_consolidated("store", kvstore, "0" * 64) is None
-    assert read_consolidated("store", kvstore, None) is None
+    assert read_consolidated(kvstore, consolidated_digest(text)) == records
+    assert read_consolidated(kvstore, "0" * 64) is None
+    assert read_consolidated(kvstore, None) is None
     assert read_records("store", kvstore) == {}
 
 
