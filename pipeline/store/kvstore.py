@@ -73,7 +73,11 @@ _current = _context(RETRIES, RETRY_DELAY_S)
 
 
 def configure_storage(
-    *, retries: int, retry_delay_s: float, concurrency: int | None = None, copy_threads: int | None = None
+    *,
+    retries: int = RETRIES,
+    retry_delay_s: float = RETRY_DELAY_S,
+    concurrency: int | None = None,
+    copy_threads: int | None = None,
 ) -> None:
     """Sets how the stores that this process opens from now on treat storage.
 

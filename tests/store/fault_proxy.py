@@ -3,10 +3,9 @@
 import random
 import socket
 import threading
-import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from enum import StrEnum
 from http.client import HTTPConnection, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,23 +21,23 @@ class Fault(StrEnum):
     short = "short body"  # the connection ends in the middle of the answer
 
 
-class FaultProxy:
-    """Forwards to `backend` (host:port). Each request meets a fault with probability `rate`, drawn with `seed`.
+# The emulators answer one request at a time, and connections beyond a short queue wait for a second or more.
+BACKEND_REQUESTS = 4
 
-    `requests` counts what arrived and `served` what the backend answered in full, by method and object; `faults` what
-    was done to them.
+
+class FaultProxy:
+    """Forwards to `backend` (host:port). Each request meets a fault with the probability that `reset` was given.
+
+    `requests` counts what arrived, by method and object, and `faults` what was done to it. A request that hangs does so
+    for `hang_s` seconds, unless its client gives up before.
     """
 
-    def __init__(self, backend: str, rate: float = 0.0, seed: int = 0, hang_s: float = 30.0) -> None:
+    def __init__(self, backend: str, hang_s: float = 4.0) -> None:
         self.backend = backend
-        self.rate = rate
         self.hang_s = hang_s
-        self.kinds = list(Fault)
-        self.requests: Counter[tuple[str, str]] = Counter()
-        self.served: Counter[tuple[str, str]] = Counter()
-        self.faults: Counter[Fault] = Counter()
-        self._random = random.Random(seed)
+        self.turn = threading.Semaphore(BACKEND_REQUESTS)
         self._lock = threading.Lock()
+        self.reset()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: _Handler(self, *args))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -54,28 +53,27 @@ class FaultProxy:
             self._server.server_close()
             thread.join()
 
-    def clear(self) -> None:
+    def reset(self, rate: float = 0.0, seed: int = 0, kinds: Sequence[Fault] = tuple(Fault)) -> None:
+        """Sets the rate of faults, and the counters to zero."""
         with self._lock:
-            for counter in (self.requests, self.served, self.faults):
-                counter.clear()
+            self._rate, self._random, self._kinds = rate, random.Random(seed), kinds
+            self.requests: Counter[tuple[str, str]] = Counter()
+            self.faults: Counter[Fault] = Counter()
 
     def arrived(self, what: tuple[str, str]) -> Fault | None:
         """Counts a request and decides what happens to it."""
         with self._lock:
             self.requests[what] += 1
-            if self._random.random() >= self.rate:
+            if self._random.random() >= self._rate:
                 return None
-            fault = self._random.choice(self.kinds)
+            fault = self._random.choice(self._kinds)
             self.faults[fault] += 1
             return fault
-
-    def answered(self, what: tuple[str, str]) -> None:
-        with self._lock:
-            self.served[what] += 1
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # header and body in one packet
 
     def __init__(self, proxy: FaultProxy, *args: object) -> None:
         self._proxy = proxy
@@ -92,19 +90,20 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in (Fault.too_many_requests, Fault.unavailable):
             self._answer(int(fault), [], b"")
         elif fault is Fault.hang:
-            time.sleep(self._proxy.hang_s)
+            self.connection.settimeout(self._proxy.hang_s)
+            with suppress(TimeoutError):
+                self.rfile.peek(1)  # returns when the client closes
             self._cut()
         elif fault is Fault.refused:
             self._cut()
         else:
             response, content = self._forward(body)
-            if fault is Fault.unanswered:
+            if fault is Fault.unanswered or (fault is Fault.short and not content):
                 self._cut()
-            elif fault is Fault.short and content:
+            elif fault is Fault.short:
                 self._answer(response.status, response.getheaders(), content[: len(content) // 2], len(content))
                 self._cut()
             else:
-                self._proxy.answered(what)
                 self._answer(response.status, response.getheaders(), content)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = _serve
@@ -120,14 +119,12 @@ class _Handler(BaseHTTPRequestHandler):
         return b"".join(chunks)
 
     def _forward(self, body: bytes) -> tuple[HTTPResponse, bytes]:
-        connection = HTTPConnection(self._proxy.backend, timeout=60)
         headers = {k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "connection")}
         headers["Content-Length"] = str(len(body))
-        connection.request(self.command, self.path, body, headers)
-        response = connection.getresponse()
-        content = response.read()
-        connection.close()
-        return response, content
+        with self._proxy.turn, closing(HTTPConnection(self._proxy.backend, timeout=60)) as connection:
+            connection.request(self.command, self.path, body, headers)
+            response = connection.getresponse()
+            return response, response.read()
 
     def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes, length: int | None = None) -> None:
         self.send_response_only(status)
@@ -138,6 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(content) if length is None else length))
         self.end_headers()
         self.wfile.write(content)
+        self.wfile.flush()
 
     def _cut(self) -> None:
         self.close_connection = True
@@ -150,11 +148,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def object_key(target: str) -> str:
-    """The object that a request of the GCS JSON API or of S3 (path style) is about, or the prefix that it lists."""
+    """The object that a request of the GCS JSON API or of S3 (path style) is about, or PREFIX* for a listing."""
     url = urlsplit(target)
     query = {name: values[0] for name, values in parse_qs(url.query).items()}
-    for name in ("name", "prefix"):  # a GCS upload; a listing
+    if "name" in query:  # an upload to GCS
+        return query["name"]
+    for name in ("prefix", "startOffset"):
         if name in query:
-            return query[name] + ("*" if name == "prefix" else "")
+            return query[name] + "*"
     _, found, key = url.path.partition("/o/")
     return unquote(key if found else url.path.lstrip("/").partition("/")[2])
