@@ -1,6 +1,5 @@
 """What every test may use: object stores, and the real material beside the checkout, when it is there."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -7,19 +7,19 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import tensorstore as ts
 
-from pipeline.errors import StoreError, StoreInvalid
-
-RETRIES = 16
-RETRY_DELAY_S = 1.0
-_LAST_DELAY = 32  # of a retry, in first delays
+from pipeline.errors import ConfigError, StoreError, StoreInvalid
 
 # TensorStore reads these with its first request. By itself it waits for ever for a server that says nothing.
 os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", "30")
 os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "60")
 os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+
+_RETRIES = ("gcs_request_retries", "s3_request_retries")
+_CONCURRENCY = ("gcs_request_concurrency", "s3_request_concurrency", "file_io_concurrency")
 
 # How many small objects to have asked for. TensorStore has fewer requests under way; the rest wait inside it.
 _KEYS_AHEAD = 256
@@ -50,48 +50,41 @@ _CAUSES = (  # a sign in the message, what is raised, the remedy; the first that
 _ANY_REMEDY = "What was committed before stays valid; once the cause is gone, run the same command again."
 
 
-def _context(
-    retries: int, retry_delay_s: float, concurrency: int | None = None, copy_threads: int | None = None
-) -> ts.Context:
-    retry = {
-        "max_retries": retries,
-        "initial_delay": f"{retry_delay_s}s",
-        "max_delay": f"{_LAST_DELAY * retry_delay_s}s",
-    }
-    spec: dict[str, dict[str, int | str]] = {"gcs_request_retries": retry, "s3_request_retries": retry}
-    if concurrency is not None:
-        names = ("gcs_request_concurrency", "s3_request_concurrency", "file_io_concurrency")
-        spec |= {name: {"limit": concurrency} for name in names}
-    if copy_threads is not None:
-        spec["data_copy_concurrency"] = {"limit": copy_threads}
-    return ts.Context(spec, parent=_PROCESS)
-
-
 # All stores of the process share the limits on concurrent requests, and `memory://` is one store.
-_PROCESS = ts.Context()
-_current = _context(RETRIES, RETRY_DELAY_S)
+_process = ts.Context()
 
 
 def configure_storage(
-    *,
-    retries: int = RETRIES,
-    retry_delay_s: float = RETRY_DELAY_S,
-    concurrency: int | None = None,
-    copy_threads: int | None = None,
+    retries: int = 16, retry_delay_s: float = 1.0, concurrency: int | None = None, copy_threads: int | None = None
 ) -> None:
     """Sets how the stores that this process opens from now on treat storage.
 
-    A request that fails is sent again up to `retries` times, after `retry_delay_s` seconds and then twice as long each
-    time, at most 32 times as long. `concurrency`: requests (of local paths: files) under way at once; null: 32, or as
-    many files as the machine has cores and at least 4. `copy_threads`: threads that encode and decode; null: the cores.
+    A request that fails is sent again up to `retries` times: after `retry_delay_s` seconds, then after twice as long
+    each time, at most 32 times as long. `concurrency`: requests (of local paths: files) under way at once; None: 32, or
+    as many files as there are cores and at least 4. `copy_threads`: threads that encode and decode; None: the cores.
+    Raises ConfigError for a value that is out of range.
     """
-    global _current
-    _current = _context(retries, retry_delay_s, concurrency, copy_threads)
+    global _context
+    delays = {"initial_delay": f"{retry_delay_s}s", "max_delay": f"{32 * retry_delay_s}s"}
+    spec: dict[str, Any] = {name: {"max_retries": retries, **delays} for name in _RETRIES}
+    if concurrency is not None:
+        spec |= {name: {"limit": concurrency} for name in _CONCURRENCY}
+    if copy_threads is not None:
+        spec["data_copy_concurrency"] = {"limit": copy_threads}
+    try:
+        if retry_delay_s < 0:
+            raise ValueError(f"a delay of {retry_delay_s} s is less than none")
+        _context = ts.Context(spec, parent=_process)
+    except ValueError as error:
+        raise ConfigError(f"store.retries, retry_delay_s, concurrency or copy_threads: {error}.") from error
+
+
+configure_storage()
 
 
 def context() -> ts.Context:
     """The context in which this process opens key-value stores and arrays."""
-    return _current
+    return _context
 
 
 def open_kvstore(path: str | os.PathLike[str]) -> ts.KvStore:

@@ -39,7 +39,7 @@ def s3_emulator() -> Iterator[str]:
 
 
 def new_bucket(scheme: str, address: str) -> str:
-    """The URL of a new bucket. The emulator of GCS lists whole buckets, whatever is asked for: let it hold one store."""
+    """The URL of a new bucket. The emulator of GCS always lists all of a bucket: put one store in each."""
     name = f"bucket-{uuid.uuid4().hex}"
     if scheme == "gs":
         body = json.dumps({"name": name}).encode()
