@@ -29,12 +29,11 @@ class FaultProxy:
     """Forwards to `backend` (host:port). Each request meets a fault with the probability that `reset` was given.
 
     `requests` counts what arrived, by method and object, and `faults` what was done to it. A request that hangs does so
-    for `hang_s` seconds, unless its client gives up before.
+    for `hang_s` seconds, unless its client gives up before; then the connection ends.
     """
 
-    def __init__(self, backend: str, hang_s: float = 4.0) -> None:
+    def __init__(self, backend: str) -> None:
         self.backend = backend
-        self.hang_s = hang_s
         self.turn = threading.Semaphore(BACKEND_REQUESTS)
         self._lock = threading.Lock()
         self.reset()
@@ -53,9 +52,12 @@ class FaultProxy:
             self._server.server_close()
             thread.join()
 
-    def reset(self, rate: float = 0.0, seed: int = 0, kinds: Sequence[Fault] = tuple(Fault)) -> None:
-        """Sets the rate of faults, and the counters to zero."""
+    def reset(
+        self, rate: float = 0.0, seed: int = 0, kinds: Sequence[Fault] = tuple(Fault), hang_s: float = 0.3
+    ) -> None:
+        """Sets what faults there are, and the counters to zero."""
         with self._lock:
+            self.hang_s = hang_s
             self._rate, self._random, self._kinds = rate, random.Random(seed), kinds
             self.requests: Counter[tuple[str, str]] = Counter()
             self.faults: Counter[Fault] = Counter()

@@ -1,5 +1,6 @@
 """The store on Google Cloud Storage's and Amazon S3's protocols, served by emulators over HTTP."""
 
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -127,6 +128,20 @@ def test_what_retries_do_not_heal_names_the_object_and_the_store_resumes(service
     assert ActivationStore.open(path).num_tokens == 0
     write_store(path)
     assert verify_store(path) == []
+
+
+def test_a_service_that_says_nothing_is_given_up(gcs):
+    """After TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS: 60, and 1 in these tests."""
+    path = new_bucket("gs", gcs.backend)
+    configure_storage(retries=0)
+    try:
+        gcs.reset(rate=1, kinds=[Fault.hang], hang_s=100)
+        start = time.monotonic()
+        with pytest.raises(StoreError, match="Timeout was reached"):
+            read_key(open_kvstore(path), "key")
+        assert time.monotonic() - start < 50
+    finally:
+        configure_storage()
 
 
 def test_credentials_are_in_no_object(service):
