@@ -44,7 +44,10 @@ def assert_survives(scheme: str, proxy: FaultProxy, seed: int, clean: dict[str, 
     path = f"{new_bucket(scheme, proxy.backend)}/store"
     proxy.reset(rate=random.Random(seed).uniform(0.02, 0.4), seed=seed)
     runs = 1
-    while not finishes(path):
+    while (error := run(path)) is not None:
+        assert error.exit_code == 1
+        assert str(error).startswith(path)
+        assert "run the same command again" in str(error)
         runs += 1
         assert runs <= MAX_RUNS
     faults = proxy.faults.total()
@@ -54,15 +57,12 @@ def assert_survives(scheme: str, proxy: FaultProxy, seed: int, clean: dict[str, 
     return runs, faults
 
 
-def finishes(path: str) -> bool:
+def run(path: str) -> StoreError | None:
     try:
         write_store(path)
     except StoreError as error:
-        assert error.exit_code == 1
-        assert str(error).startswith(path)
-        assert "run the same command again" in str(error)
-        return False
-    return True
+        return error
+    return None
 
 
 @pytest.mark.parametrize("seed", range(3))
