@@ -4,7 +4,8 @@ A run composes YAML into these frozen dataclasses once (`run_config`); no dict t
 about another (a layer that the model lacks, rows that do not divide) is checked in `plan.py`.
 """
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -182,6 +183,10 @@ class StoreConfig:
     path: str = MISSING
     shard_mib: float = 16.0  # target size of one activation array's store shard
     compression: Compression = Compression.none
+    retries: int = 16  # of a request that failed, each after twice as long a time, before the run ends
+    retry_delay_s: float = 1.0  # before the first retry; at most 32 times as long before later ones
+    concurrency: int | None = None  # requests under way at once; null: 32, for local files the cores or at least 4
+    copy_threads: int | None = None  # that encode and decode chunks; null: the cores
 
 
 @dataclass(frozen=True)
@@ -243,11 +248,27 @@ def register() -> None:
 
 
 def run_config(composed: DictConfig) -> RunConfig:
-    """The typed, frozen configuration. Raises ConfigError for a mandatory key without a value."""
+    """The typed, frozen configuration. Raises ConfigError for a mandatory key without a value, and for credentials."""
     try:
         missing = sorted(OmegaConf.missing_keys(composed))
         if missing:
             raise ConfigError(f"no value for {', '.join(missing)}. Give one on the command line, e.g. {missing[0]}=...")
-        return OmegaConf.to_object(composed)
+        config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ConfigError(f"the configuration does not compose: {error}") from error
+    _require_no_credentials(config)
+    return config
+
+
+_CREDENTIALS = re.compile(r"://[^/]*@|[?&][^=&]*(token|sig|signature|key|credential|password)=", re.IGNORECASE)
+
+
+def _require_no_credentials(config: RunConfig) -> None:
+    """The configuration is stored and logged, so no URL in it may carry a password or a signature."""
+    for group, values in asdict(config).items():
+        for key, value in values.items():
+            if _CREDENTIALS.search(str(value)):
+                raise ConfigError(
+                    f"{group}.{key} has a URL with credentials in it, which would be stored and logged. Give them as "
+                    f"the storage's own tools expect them (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
+                )

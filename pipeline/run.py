@@ -14,6 +14,7 @@ from pipeline.forward import CompiledStep, compile_step
 from pipeline.job import Job, open_job
 from pipeline.metrics import Metrics
 from pipeline.models.partition import Partition
+from pipeline.store.kvstore import configure_storage
 from pipeline.store.writing import StoreWriter
 from pipeline.watchdog import Watchdog
 from pipeline.writer import BlockWriter
@@ -32,6 +33,8 @@ def run(config: RunConfig) -> None:
 
     Raises a PipelineError. What was committed before stays valid, and the same call resumes.
     """
+    storage = config.store
+    configure_storage(storage.retries, storage.retry_delay_s, storage.concurrency, storage.copy_threads)
     with distributed.stop_on_signals() as stop:
         job = open_job(config)
         log.info("%s", job.plan.describe())

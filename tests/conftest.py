@@ -1,10 +1,15 @@
-"""What every test may use: the real material beside the checkout, when it is there."""
+"""What every test may use: object stores, and the real material beside the checkout, when it is there."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.store.emulators import gcs_emulator, s3_emulator
+from tests.store.fault_proxy import FaultProxy
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+SECRET = "ya29.nobody-may-see-this"
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +18,42 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("the real material (../shared) is not on this machine")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def gcs_proxy() -> Iterator[FaultProxy]:
+    """Google Cloud Storage's emulator behind a proxy. TensorStore keeps the first address that a process gives it."""
+    with gcs_emulator() as address, FaultProxy(address).serving() as proxy, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORSTORE_GCS_HTTP_URL", proxy.url)
+        patch.setenv("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "1")
+        patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", SECRET)
+        patch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        patch.setenv("FSSPEC_GCS_TOKEN", "anon")
+        yield proxy
+
+
+@pytest.fixture
+def gcs(gcs_proxy: FaultProxy) -> Iterator[FaultProxy]:
+    """The proxy, without faults, its counters at zero."""
+    gcs_proxy.reset()
+    yield gcs_proxy
+    gcs_proxy.reset()
+
+
+@pytest.fixture(scope="session")
+def s3_proxy() -> Iterator[FaultProxy]:
+    """The emulator of Amazon S3 behind a proxy."""
+    with s3_emulator() as address, FaultProxy(address).serving() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def s3(s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """The proxy, without faults, its counters at zero."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_proxy.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    s3_proxy.reset()
+    yield s3_proxy
+    s3_proxy.reset()

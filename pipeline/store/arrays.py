@@ -7,7 +7,7 @@ from typing import Any
 import tensorstore as ts
 
 from pipeline.errors import StoreError
-from pipeline.store.kvstore import CONTEXT, read_keys, store_errors, write_key
+from pipeline.store.kvstore import context, object_url, read_keys, store_errors, write_key
 from pipeline.store.layout import MAX_ROWS, ArraySpec, StoreLayout
 
 _LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -61,7 +61,7 @@ def set_rows(kvstore: ts.KvStore, names: Iterable[str], rows: int) -> None:
     keys = [f"{name}/zarr.json" for name in names]
     for key, text in zip(keys, read_keys(kvstore, keys), strict=True):
         if text is None:
-            raise StoreError(f"{kvstore.url}{key} was deleted while the store was being written.")
+            raise StoreError(f"{object_url(kvstore, key)} was deleted while the store was being written.")
         metadata = json.loads(text)
         if metadata["shape"][0] != rows:
             metadata["shape"][0] = rows
@@ -72,15 +72,15 @@ def _open(
     kvstore: ts.KvStore, wanted: Mapping[str, dict[str, Any]], create: Collection[str] = ()
 ) -> dict[str, ts.TensorStore]:
     # Within one cache pool, arrays that are open lend their metadata to those that are opened later.
-    context = ts.Context({"cache_pool": {"total_bytes_limit": 0}}, parent=CONTEXT)
+    own_pool = ts.Context({"cache_pool": {"total_bytes_limit": 0}}, parent=context())
     opening = {}
     for name, metadata in wanted.items():
         spec = {"driver": "zarr3", "kvstore": (kvstore / name / "").spec().to_json()}
         if metadata:
             spec["metadata"] = metadata
-        opening[name] = ts.open(spec, open=True, create=name in create, context=context)
+        opening[name] = ts.open(spec, open=True, create=name in create, context=own_pool)
     opened = {}
     for name, future in opening.items():
-        with store_errors(f"{kvstore.url}{name}/zarr.json"):
+        with store_errors(object_url(kvstore, f"{name}/zarr.json")):
             opened[name] = future.result()
     return opened

@@ -2,21 +2,25 @@
 
 A record is a small JSON object, written last, after all of the block's arrays and its document table are durable. It
 holds nothing that differs from run to run, so a block that is computed again leaves the same bytes.
+
+A complete store has them a second time in one object, the consolidated records, so that opening it does not take one
+request per block. The root names that object's sha256, and only while the store is complete.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import tensorstore as ts
 
 from pipeline.errors import StoreError, StoreInvalid
-from pipeline.store.kvstore import list_keys, read_keys
+from pipeline.store.kvstore import list_keys, read_key, read_keys
 
 COMMITS_PREFIX = "_commits/"
+CONSOLIDATED_KEY = COMMITS_PREFIX + "consolidated.jsonl"
 _KEY = re.compile(r"_commits/stream-(\d{5,})/block-(\d{6,})\.json")
 _COUNTS = ("version", "stream", "block", "rows", "tokens", "documents", "tokens_cut")
 _CURSOR = {"shard", "document", "token", "ordinal"}
@@ -54,11 +58,26 @@ class CommitRecord:
 
     def to_json(self) -> bytes:
         """UTF-8 JSON with a stable order of keys and a checksum of the rest, so that an edited record is noticed."""
+        content = self._content()
+        return (json.dumps(content | {"sha256": _digest(content)}, indent=1, ensure_ascii=False) + "\n").encode()
+
+    def to_line(self) -> bytes:
+        """The same on one line, without the checksum: that of all lines together covers it."""
+        return (json.dumps(self._content(), separators=(",", ":"), ensure_ascii=False) + "\n").encode()
+
+    def _content(self) -> dict[str, Any]:
         content = {"version": self.version, **{f.name: getattr(self, f.name) for f in fields(self)}}
         content["skipped"] = [dict(entry) for entry in self.skipped]
         content["start"], content["next"] = dict(self.start), dict(self.next)
-        content["sha256"] = _digest(content)
-        return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+        return content
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "CommitRecord":
+        return cls._from_content(json.loads(line))
+
+    @classmethod
+    def _from_content(cls, content: dict[str, Any]) -> "CommitRecord":
+        return cls(**{**content, "skipped": tuple(content["skipped"])})
 
     @classmethod
     def from_json(cls, text: bytes, subject: str) -> "CommitRecord":
@@ -66,7 +85,7 @@ class CommitRecord:
         try:
             content = json.loads(text)
             digest = content.pop("sha256")
-            record = cls(**{**content, "skipped": tuple(content["skipped"])})
+            record = cls._from_content(content)
             sound = all(type(content[name]) is int for name in _COUNTS)
             sound = sound and _CURSOR == set(record.start) == set(record.next)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -92,22 +111,24 @@ def parse_commit_key(key: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def read_records(path: str, kvstore: ts.KvStore) -> dict[int, list[CommitRecord]]:
-    """The committed blocks by stream, in order.
+Records = dict[int, list[CommitRecord]]  # by stream, in the order of their blocks
 
-    Raises StoreInvalid for a damaged record, and for a stream whose blocks are not 0, 1, 2, ...
+
+def read_records(path: str, kvstore: ts.KvStore, known: Mapping[int, Sequence[CommitRecord]] | None = None) -> Records:
+    """The committed blocks, as the records' keys say; of those that are `known` the records are not read again.
+
+    A truncated record is always read, since a longer run replaces it. Raises StoreInvalid for a damaged record, and
+    for a stream whose blocks are not 0, 1, 2, ...
     """
-    found = _read_all(kvstore)
+    same = {(r.stream, r.block): r for stream in (known or {}).values() for r in stream if not r.truncated}
+    found = _read_all(path, kvstore, same)
     if _seems_inconsistent(found):  # because another worker committed, or withdrew a truncated record, meanwhile?
-        found = _read_all(kvstore)
-    records: dict[int, list[CommitRecord]] = {}
-    for (stream, block), text in found.items():
+        found = _read_all(path, kvstore, same)
+    records: Records = {}
+    for (stream, block), record in found.items():
         key = commit_key(stream, block)
-        if text is None:
+        if record is None:
             raise StoreError(f"{path}/{key} disappeared while it was being read, twice. Run the same command again.")
-        record = CommitRecord.from_json(text, f"{path}/{key}")
-        if (record.stream, record.block) != (stream, block):
-            raise StoreInvalid(f"{path}/{key} is the record of block {record.block} of stream {record.stream}.")
         before = records.setdefault(stream, [])
         if block != len(before):
             raise StoreInvalid(
@@ -118,14 +139,48 @@ def read_records(path: str, kvstore: ts.KvStore) -> dict[int, list[CommitRecord]
     return records
 
 
-def _read_all(kvstore: ts.KvStore) -> dict[tuple[int, int], bytes | None]:
-    """What each record holds, by (stream, block), in order; None for one that was deleted after it was listed."""
+def _read_all(
+    path: str, kvstore: ts.KvStore, known: Mapping[tuple[int, int], CommitRecord]
+) -> dict[tuple[int, int], CommitRecord | None]:
+    """Every record by (stream, block), in order; None for one that was deleted after it was listed."""
     places = sorted(filter(None, map(parse_commit_key, list_keys(kvstore, COMMITS_PREFIX))))
-    texts = read_keys(kvstore, [commit_key(*place) for place in places])
-    return dict(zip(places, texts, strict=True))
+    found: dict[tuple[int, int], CommitRecord | None] = {place: known.get(place) for place in places}
+    unknown = [place for place in places if place not in known]
+    for place, text in zip(unknown, read_keys(kvstore, [commit_key(*place) for place in unknown]), strict=True):
+        if text is not None:
+            found[place] = _parse_record(text, f"{path}/{commit_key(*place)}", place)
+    return found
 
 
-def _seems_inconsistent(found: Mapping[tuple[int, int], bytes | None]) -> bool:
+def _parse_record(text: bytes, subject: str, place: tuple[int, int]) -> CommitRecord:
+    record = CommitRecord.from_json(text, subject)
+    if (record.stream, record.block) != place:
+        raise StoreInvalid(f"{subject} is the record of block {record.block} of stream {record.stream}.")
+    return record
+
+
+def consolidate(records: Mapping[int, Sequence[CommitRecord]]) -> bytes:
+    """One line per record, by stream and block."""
+    return b"".join(record.to_line() for stream in sorted(records) for record in records[stream])
+
+
+def consolidated_digest(text: bytes) -> str:
+    """sha256, as hex, of the consolidated records: the root of a complete store names it."""
+    return hashlib.sha256(text).hexdigest()
+
+
+def read_consolidated(kvstore: ts.KvStore, sha256: str | None) -> Records | None:
+    """The consolidated records, or None where there are none with this sha256. Raises StoreError."""
+    text = None if sha256 is None else read_key(kvstore, CONSOLIDATED_KEY)
+    if text is None or consolidated_digest(text) != sha256:
+        return None
+    records: Records = {}
+    for record in map(CommitRecord.from_line, text.splitlines()):
+        records.setdefault(record.stream, []).append(record)
+    return records
+
+
+def _seems_inconsistent(found: Mapping[tuple[int, int], CommitRecord | None]) -> bool:
     gap = any(block and (stream, block - 1) not in found for stream, block in found)
     return gap or None in found.values()
 

@@ -87,9 +87,10 @@ class StoreMetadata:
 class StoreRoot:
     """The content of the root zarr.json.
 
-    arrays: names of the activation arrays. complete: no block is missing. blocks: of a complete store, the number of
-    blocks of each stream. weights_error: of a model with int8 weights, the relative error that they cause by array
-    name. created: UTC, ISO 8601; the only value that differs between two runs of one configuration.
+    arrays: names of the activation arrays. complete: no block is missing. blocks, commits_sha256: of a complete store,
+    the number of blocks of each stream and the sha256 of the consolidated records. weights_error: of a model with int8
+    weights, the relative error that they cause by array name. created: UTC, ISO 8601; the only value that differs
+    between two runs of one configuration.
     """
 
     metadata: StoreMetadata
@@ -98,6 +99,7 @@ class StoreRoot:
     complete: bool = False
     blocks: tuple[int, ...] | None = None
     weights_error: Json | None = None
+    commits_sha256: str | None = None
 
     def to_json(self) -> bytes:
         stored = {f.name: getattr(self.metadata, f.name) for f in fields(self.metadata)}
@@ -105,6 +107,7 @@ class StoreRoot:
             "version": FORMAT_VERSION,
             "complete": self.complete,
             **({} if self.blocks is None else {"blocks": list(self.blocks)}),
+            **({} if self.commits_sha256 is None else {"commits_sha256": self.commits_sha256}),
             "arrays": list(self.arrays),
             **({} if self.weights_error is None else {"weights_error": self.weights_error}),
             **stored,
@@ -137,6 +140,7 @@ class StoreRoot:
                 attributes["complete"],
                 None if blocks is None else tuple(blocks),
                 attributes.get("weights_error"),
+                attributes.get("commits_sha256"),
             )
             fingerprint = attributes["fingerprint"]
         except (KeyError, TypeError, AttributeError) as error:

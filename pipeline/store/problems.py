@@ -9,11 +9,16 @@ class Remedy(StrEnum):
 
     recompute = (
         "To repair the store, delete the commit records (_commits/stream-.../block-....json) of these blocks and of "
-        "all later blocks of their streams, then run the job again: it computes them again, with the same result."
+        "all later blocks of their streams, and _commits/consolidated.jsonl, then run the job again: it computes them "
+        "again, with the same result."
     )
     rerun = (
         "An interrupted job leaves arrays with the wrong number of rows: run it again. A zarr.json of an array that "
         "is damaged or edited can be deleted first: the job writes it anew."
+    )
+    consolidate = (
+        "The consolidated records only repeat the commit records: delete _commits/consolidated.jsonl, which the job, "
+        "run again, writes anew."
     )
     other_dtype = (
         "Values that are not finite were computed like that, and would be again: float16 ends at 65504. "

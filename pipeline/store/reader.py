@@ -29,7 +29,7 @@ from pipeline.errors import StoreError, StoreInvalid
 from pipeline.sites import ActivationKey, Site
 from pipeline.store.arrays import open_existing
 from pipeline.store.batches import Batch, BatchReader
-from pipeline.store.commits import CommitRecord, read_records
+from pipeline.store.commits import CommitRecord, read_consolidated, read_records
 from pipeline.store.kvstore import open_kvstore
 from pipeline.store.layout import POSITIONS, SIDE_ARRAYS
 from pipeline.store.metadata import StoreMetadata, StoreRoot, read_root, stored_layout
@@ -104,7 +104,8 @@ class ActivationStore:
         if root is None:
             raise StoreInvalid(f"there is no activation store at {path}: it has no zarr.json.")
         arrays = open_existing(kvstore, [*(spec.name for spec in SIDE_ARRAYS), *root.arrays])
-        return cls(path, kvstore, root, read_records(path, kvstore), arrays)
+        records = read_consolidated(kvstore, root.commits_sha256)
+        return cls(path, kvstore, root, read_records(path, kvstore) if records is None else records, arrays)
 
     @property
     def layers(self) -> tuple[int, ...]:

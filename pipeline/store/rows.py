@@ -5,7 +5,7 @@ import tensorstore as ts
 from jaxtyping import Int64
 
 from pipeline.errors import StoreInvalid
-from pipeline.store.kvstore import list_keys, store_errors
+from pipeline.store.kvstore import list_keys, object_url, store_errors
 
 # How many pieces to have under way. Enough to keep an object store busy; with more, TensorStore's own buffers no longer
 # come from what was freed just before (measured: 30 pieces take 20 to 40 times the page faults of 6).
@@ -36,7 +36,7 @@ def start_read(array: ts.TensorStore, first_row: int, out: np.ndarray) -> ts.Wri
 
 def wait_read(array: ts.TensorStore, read: ts.WriteFutures) -> None:
     """Waits for a read of `array`. Raises StoreError."""
-    with store_errors(array.kvstore.url):
+    with store_errors(object_url(array.kvstore, "")):
         read.result()
 
 
@@ -53,6 +53,6 @@ def require_stored(array: ts.TensorStore, rows: Int64[np.ndarray, " n"], values:
         key = "/".join(["c", str(shard), *["0"] * (array.ndim - 1)])
         if key not in list_keys(array.kvstore, key):
             raise StoreInvalid(
-                f"{array.kvstore.url}{key} is missing, although the block is committed. "
+                f"{object_url(array.kvstore, key)} is missing, although the block is committed. "
                 "Run pipeline.verify, which lists all damage and says how to repair it."
             )

@@ -18,7 +18,14 @@ from pipeline.store.checks import (
     check_table,
     check_tiling,
 )
-from pipeline.store.commits import COMMITS_PREFIX, CommitRecord, parse_commit_key
+from pipeline.store.commits import (
+    COMMITS_PREFIX,
+    CONSOLIDATED_KEY,
+    CommitRecord,
+    consolidate,
+    consolidated_digest,
+    parse_commit_key,
+)
 from pipeline.store.kvstore import list_keys, open_kvstore, read_key, read_keys
 from pipeline.store.layout import MAX_ROWS, POSITIONS, SIDE_ARRAYS, StoreLayout
 from pipeline.store.metadata import ROOT_KEY, StoreRoot, stored_layout
@@ -58,6 +65,7 @@ def verify_store(path: str, progress: Callable[[int, int], None] | None = None) 
     problems: list[Problem] = []
     records = _read_records(kvstore, problems)
     problems += _check_records(root, records)
+    problems += _check_consolidated(kvstore, root, records)
     arrays = _open_arrays(kvstore, root, problems)
     if arrays is None:
         return problems
@@ -84,7 +92,7 @@ def verify_store(path: str, progress: Callable[[int, int], None] | None = None) 
 
 def _read_records(kvstore: ts.KvStore, problems: list[Problem]) -> dict[int, list[CommitRecord]]:
     """The records that can be read, by stream, in the order of their blocks."""
-    keys = list_keys(kvstore, COMMITS_PREFIX)
+    keys = [key for key in list_keys(kvstore, COMMITS_PREFIX) if key != CONSOLIDATED_KEY]
     records: dict[int, list[CommitRecord]] = {}
     for key, text in zip(keys, read_keys(kvstore, keys), strict=True):
         if text is None:  # withdrawn since it was listed: a worker is writing the block again
@@ -119,6 +127,21 @@ def _check_records(root: StoreRoot, records: Mapping[int, Sequence[CommitRecord]
             yield Problem(
                 where, f"the store was completed with {expected} blocks of this stream, {found} have a record"
             )
+
+
+def _check_consolidated(
+    kvstore: ts.KvStore, root: StoreRoot, records: Mapping[int, Sequence[CommitRecord]]
+) -> Iterator[Problem]:
+    """A store that is not complete, and one that was finished by an earlier program, has no consolidated records."""
+    if root.commits_sha256 is None:
+        return
+    text = read_key(kvstore, CONSOLIDATED_KEY)
+    if text is None:
+        yield Problem(CONSOLIDATED_KEY, "is missing, although the store is complete", Remedy.consolidate)
+    elif consolidated_digest(text) != root.commits_sha256:
+        yield Problem(CONSOLIDATED_KEY, f"has not the sha256 that {ROOT_KEY} names", Remedy.consolidate)
+    elif text != consolidate(records):
+        yield Problem(CONSOLIDATED_KEY, "does not agree with the commit records", Remedy.consolidate)
 
 
 def _open_arrays(kvstore: ts.KvStore, root: StoreRoot, problems: list[Problem]) -> dict[str, ts.TensorStore] | None:

@@ -14,9 +14,19 @@ import tensorstore as ts
 
 from pipeline.errors import StoreError, StoreInvalid
 from pipeline.store.arrays import open_or_create, set_rows
-from pipeline.store.commits import COMMITS_PREFIX, CommitRecord, read_records
+from pipeline.store.commits import (
+    COMMITS_PREFIX,
+    CONSOLIDATED_KEY,
+    CommitRecord,
+    Records,
+    consolidate,
+    consolidated_digest,
+    read_consolidated,
+    read_records,
+)
 from pipeline.store.kvstore import (
     list_keys,
+    object_url,
     open_kvstore,
     read_key,
     store_errors,
@@ -55,7 +65,9 @@ class StoreWriter:
     ) -> None:
         self.path = path
         self.layout = layout
-        self.records: dict[int, list[CommitRecord]] = read_records(path, kvstore)
+        consolidated = read_consolidated(kvstore, root.commits_sha256)
+        self.records: Records = read_records(path, kvstore, known=consolidated)
+        self._consolidated = root.commits_sha256 if consolidated == self.records else None
         self._kvstore = kvstore
         # `memory://` would keep the arrays themselves, which the caller fills again, and free them under its own lock
         # while it waits for the interpreter's: a deadlock.
@@ -126,26 +138,27 @@ class StoreWriter:
         if record.block != len(records):
             raise ValueError(f"stream {record.stream} has {len(records)} blocks; {record.block} is not the next")
         for key, future in pending.futures.items():
-            with store_errors(self._kvstore.url + key):
+            with store_errors(object_url(self._kvstore, key)):
                 future.result()
         record = replace(record, table_sha256=pending.table_sha256)
         write_key(self._kvstore, record.key, record.to_json())
         records.append(record)
 
     def refresh(self) -> None:
-        """Reads the commit records again: other processes may have committed blocks of their streams."""
-        self.records = read_records(self.path, self._kvstore)
+        """Reads the commit records that are new: other processes may have committed blocks of their streams."""
+        self.records = read_records(self.path, self._kvstore, known=self.records)
 
     def reopen(self) -> None:
         """Makes a complete store one that can be extended. Does nothing to a store that is not complete."""
         # In this order, and in `finish` in the other: a store that is not complete never lacks room for a block.
         set_rows(self._kvstore, self._array_names(), MAX_ROWS)
-        self._update_root(complete=False, blocks=None)
+        self._update_root(complete=False, blocks=None, commits_sha256=None)
+        self._consolidated = None
         self._arrays = open_or_create(self._kvstore, self.layout)
 
     def finish(self) -> None:
-        """Declares that every stream has its last block: trims the arrays to the last committed row, marks the store
-        complete. Does nothing to a store that is complete already.
+        """Declares that every stream has its last block: consolidates the records, marks the store complete, trims the
+        arrays to the last committed row. Does nothing to a store that is complete already.
 
         Call it only once no process has a block to commit. The records are read again, since others wrote some.
         Nothing is deleted: objects without a commit record may be those of a block that a worker with a larger
@@ -156,7 +169,12 @@ class StoreWriter:
         last = [stream[-1] for stream in self.records.values()]
         rows = max((self.layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
         blocks = tuple(len(self.records.get(stream, ())) for stream in range(self.layout.num_streams))
-        self._update_root(complete=True, blocks=blocks)
+        consolidated = consolidate(self.records)
+        digest = consolidated_digest(consolidated)
+        if digest != self._consolidated:
+            write_key(self._kvstore, CONSOLIDATED_KEY, consolidated)
+            self._consolidated = digest
+        self._update_root(complete=True, blocks=blocks, commits_sha256=digest)
         set_rows(self._kvstore, self._array_names(), rows)
 
     def write_metrics(self, name: str, text: bytes) -> None:

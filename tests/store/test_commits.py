@@ -7,7 +7,16 @@ import tensorstore as ts
 
 from pipeline.errors import StoreError, StoreInvalid
 from pipeline.store import commits
-from pipeline.store.commits import CommitRecord, commit_key, parse_commit_key, read_records
+from pipeline.store.commits import (
+    CONSOLIDATED_KEY,
+    CommitRecord,
+    commit_key,
+    consolidate,
+    consolidated_digest,
+    parse_commit_key,
+    read_consolidated,
+    read_records,
+)
 from pipeline.store.kvstore import open_kvstore, read_keys, write_key
 
 CURSOR = {"shard": 0, "document": 5, "token": 128, "ordinal": 7}
@@ -82,6 +91,30 @@ def test_a_record_under_another_name_is_refused(tmp_path):
     write_key(kvstore, commit_key(0, 0), RECORD.to_json())
     with pytest.raises(StoreInvalid, match="is the record of block 12 of stream 3"):
         read_records("store", kvstore)
+
+
+def test_records_that_are_known_are_not_read_again(tmp_path):
+    """Unless they are truncated: a longer run replaces those."""
+    kvstore = open_kvstore(str(tmp_path))
+    whole = [replace(RECORD, block=block, truncated=False) for block in range(2)]
+    short, longer = (replace(RECORD, stream=4, block=0, tokens=tokens) for tokens in (10, 20))
+    for record in (*whole, longer):
+        write_key(kvstore, record.key, record.to_json())
+    write_key(kvstore, whole[0].key, b"not read")
+    gone = replace(RECORD, stream=5, block=0, truncated=False)
+    assert read_records("store", kvstore, {3: whole[:1], 4: [short], 5: [gone]}) == {3: whole, 4: [longer]}
+
+
+def test_consolidated_records_survive(tmp_path):
+    kvstore = open_kvstore(str(tmp_path))
+    records = {0: [replace(RECORD, stream=0, block=0)], 3: [replace(RECORD, block=block) for block in range(3)]}
+    text = consolidate(records)
+    assert text.count(b"\n") == 4
+    write_key(kvstore, CONSOLIDATED_KEY, text)
+    assert read_consolidated(kvstore, consolidated_digest(text)) == records
+    assert read_consolidated(kvstore, "0" * 64) is None
+    assert read_consolidated(kvstore, None) is None
+    assert read_records("store", kvstore) == {}
 
 
 def before_each_read(monkeypatch, act: Callable[[], None]) -> None:

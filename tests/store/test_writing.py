@@ -17,9 +17,10 @@ import zarr
 from pipeline.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.store import ActivationStore, arrays, writing
 from pipeline.store.arrays import set_rows
+from pipeline.store.commits import CONSOLIDATED_KEY
 from pipeline.store.kvstore import list_keys, open_kvstore, read_key, write_key
 from pipeline.store.layout import MAX_ROWS
-from pipeline.store.metadata import read_metadata
+from pipeline.store.metadata import read_metadata, read_root
 from pipeline.store.problems import Remedy
 from pipeline.store.verify import verify_store
 from pipeline.store.writing import StoreWriter
@@ -227,10 +228,12 @@ NUM_ARRAYS = len(layout().all_arrays)
 
 
 @pytest.mark.parametrize("longer", [False, True])
-@pytest.mark.parametrize("writes", range(NUM_ARRAYS + 1))
-@pytest.mark.parametrize("call", ["finish", "reopen"])
+@pytest.mark.parametrize(
+    ("call", "writes"),
+    [("finish", writes) for writes in range(NUM_ARRAYS + 2)] + [("reopen", writes) for writes in range(NUM_ARRAYS + 1)],
+)
 def test_finish_and_reopen_interrupted_between_any_two_writes(store_path, call, writes, longer):
-    """The root and each array's zarr.json are written one after the other."""
+    """The consolidated records, the root and each array's zarr.json are written one after the other."""
     max_rows = ROWS + 2
     write_store(store_path, finish=call == "reopen", max_rows=max_rows)
     writer = StoreWriter.open(store_path, metadata(), layout())
@@ -240,7 +243,7 @@ def test_finish_and_reopen_interrupted_between_any_two_writes(store_path, call, 
     problems = verify_store(store_path)
     wrong = {f"{spec.name}/zarr.json" for spec in layout().all_arrays}
     if call == "finish":
-        wrong = wrong - set(done) if writes else set()
+        wrong = wrong - set(done) if "zarr.json" in done else set()
     else:
         wrong &= set(done)
     assert {problem.where for problem in problems} == wrong
@@ -249,6 +252,67 @@ def test_finish_and_reopen_interrupted_between_any_two_writes(store_path, call, 
     write_store(store_path, max_rows=None if longer else max_rows)
     assert verify_store(store_path) == []
     assert ActivationStore.open(store_path).num_tokens == stored_tokens(None if longer else max_rows)
+
+
+def delete_consolidated(path: str) -> None:
+    write_key(open_kvstore(path), CONSOLIDATED_KEY, None)
+
+
+def damage_consolidated(path: str) -> None:
+    content = read_key(open_kvstore(path), CONSOLIDATED_KEY)
+    write_key(open_kvstore(path), CONSOLIDATED_KEY, content.replace(b'"rows":4', b'"rows":3', 1))
+
+
+def consolidate_too_few(path: str) -> None:
+    """As when two processes finish a store of which the slower one has seen less."""
+    content = read_key(open_kvstore(path), CONSOLIDATED_KEY)
+    write_key(open_kvstore(path), CONSOLIDATED_KEY, b"".join(content.splitlines(keepends=True)[:-1]))
+
+
+@pytest.mark.parametrize("spoil", [delete_consolidated, damage_consolidated, consolidate_too_few])
+def test_consolidated_records_that_are_not_those_of_the_root_are_not_used(store_path, spoil):
+    write_store(store_path)
+    expected = objects(store_path)
+    spoil(store_path)
+    assert ActivationStore.open(store_path).num_tokens == stored_tokens()
+    assert [(problem.where, problem.remedy) for problem in verify_store(store_path)] == [
+        (CONSOLIDATED_KEY, Remedy.consolidate)
+    ]
+    StoreWriter.open(store_path, metadata(store={"compression": "none"}), layout()).finish()
+    assert objects(store_path) == expected
+
+
+def test_a_store_from_before_there_were_consolidated_records(store_path):
+    write_store(store_path)
+    expected = objects(store_path)
+    delete_consolidated(store_path)
+    root = read_root(store_path, open_kvstore(store_path))
+    write_key(open_kvstore(store_path), "zarr.json", replace(root, commits_sha256=None).to_json())
+    assert ActivationStore.open(store_path).num_tokens == stored_tokens()
+    assert verify_store(store_path) == []
+    StoreWriter.open(store_path, metadata(store={"compression": "none"}), layout()).finish()
+    assert objects(store_path) == expected
+
+
+def test_a_run_believes_the_records_and_not_what_was_consolidated(store_path):
+    """Someone deleted records, as pipeline.verify says for repairing a store, and nothing else."""
+    write_store(store_path)
+    expected = objects(store_path)
+    for block in list(blocks(0))[1:]:
+        write_key(open_kvstore(store_path), block.record.key, None)
+    assert CONSOLIDATED_KEY in {problem.where for problem in verify_store(store_path)}
+    writer = StoreWriter.open(store_path, metadata(store={"compression": "none"}), layout())
+    assert [record.block for record in writer.records[0]] == [0]
+    write_store(store_path)
+    assert objects(store_path) == expected
+
+
+def test_while_a_store_is_extended_what_was_consolidated_is_not_used(store_path):
+    write_store(store_path, max_rows=ROWS)
+    write_store(store_path, finish=False)
+    assert read_key(open_kvstore(store_path), CONSOLIDATED_KEY) is not None
+    assert ActivationStore.open(store_path).num_tokens == stored_tokens()
+    assert verify_store(store_path) == []
 
 
 def test_what_a_killed_longer_run_left_in_a_finished_store_is_named(store_path):

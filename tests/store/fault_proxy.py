@@ -1,0 +1,162 @@
+"""An HTTP proxy before an object store's emulator: it counts requests, and damages some of them as networks do."""
+
+import random
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from enum import StrEnum
+from http.client import HTTPConnection, HTTPResponse
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+
+
+class Fault(StrEnum):
+    too_many_requests = "429"
+    unavailable = "503"
+    hang = "hang"  # the request is not answered
+    refused = "cut before"  # the connection ends before the server has the request
+    unanswered = "cut after"  # the server has carried out the request, and its answer is lost
+    short = "short body"  # the connection ends in the middle of the answer
+
+
+# The emulators answer one request at a time, and connections beyond a short queue wait for a second or more.
+BACKEND_REQUESTS = 4
+
+
+class FaultProxy:
+    """Forwards to `backend` (host:port). Each request meets a fault with the probability that `reset` was given.
+
+    `requests` counts what arrived, by method and object, and `faults` what was done to it. A request that hangs does so
+    for `hang_s` seconds, unless its client gives up before; then the connection ends.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.turn = threading.Semaphore(BACKEND_REQUESTS)
+        self._lock = threading.Lock()
+        self.reset()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: _Handler(self, *args))
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    @contextmanager
+    def serving(self) -> Iterator["FaultProxy"]:
+        thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._server.shutdown()
+            self._server.server_close()
+            thread.join()
+
+    def reset(
+        self, rate: float = 0.0, seed: int = 0, kinds: Sequence[Fault] = tuple(Fault), hang_s: float = 0.3
+    ) -> None:
+        """Sets what faults there are, and the counters to zero."""
+        with self._lock:
+            self.hang_s = hang_s
+            self._rate, self._random, self._kinds = rate, random.Random(seed), kinds
+            self.requests: Counter[tuple[str, str]] = Counter()
+            self.faults: Counter[Fault] = Counter()
+
+    def arrived(self, what: tuple[str, str]) -> Fault | None:
+        """Counts a request and decides what happens to it."""
+        with self._lock:
+            self.requests[what] += 1
+            if self._random.random() >= self._rate:
+                return None
+            fault = self._random.choice(self._kinds)
+            self.faults[fault] += 1
+            return fault
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1  # header and body in one packet
+
+    def __init__(self, proxy: FaultProxy, *args: object) -> None:
+        self._proxy = proxy
+        super().__init__(*args)
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # a client that gave up
+            super().handle()
+
+    def _serve(self) -> None:
+        body = self._body()
+        what = (self.command, object_key(self.path))
+        fault = self._proxy.arrived(what)
+        if fault in (Fault.too_many_requests, Fault.unavailable):
+            self._answer(int(fault), [], b"")
+        elif fault is Fault.hang:
+            self.connection.settimeout(self._proxy.hang_s)
+            with suppress(TimeoutError):
+                self.rfile.peek(1)  # returns when the client closes
+            self._cut()
+        elif fault is Fault.refused:
+            self._cut()
+        else:
+            response, content = self._forward(body)
+            if fault is Fault.unanswered or (fault is Fault.short and not content):
+                self._cut()
+            elif fault is Fault.short:
+                self._answer(response.status, response.getheaders(), content[: len(content) // 2], len(content))
+                self._cut()
+            else:
+                self._answer(response.status, response.getheaders(), content)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = _serve
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        chunks = []
+        while size := int(self.rfile.readline(), 16):
+            chunks.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(chunks)
+
+    def _forward(self, body: bytes) -> tuple[HTTPResponse, bytes]:
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "connection")}
+        headers["Content-Length"] = str(len(body))
+        with self._proxy.turn, closing(HTTPConnection(self._proxy.backend, timeout=60)) as connection:
+            connection.request(self.command, self.path, body, headers)
+            response = connection.getresponse()
+            return response, response.read()
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes, length: int | None = None) -> None:
+        self.send_response_only(status)
+        for name, value in headers:
+            if name.lower() not in ("connection", "content-length", "transfer-encoding"):
+                self.send_header(name, value)
+        if self.command != "HEAD":
+            self.send_header("Content-Length", str(len(content) if length is None else length))
+        self.end_headers()
+        self.wfile.write(content)
+        self.wfile.flush()
+
+    def _cut(self) -> None:
+        self.close_connection = True
+        with suppress(OSError):
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def object_key(target: str) -> str:
+    """The object that a request of the GCS JSON API or of S3 (path style) is about, or PREFIX* for a listing."""
+    url = urlsplit(target)
+    query = {name: values[0] for name, values in parse_qs(url.query).items()}
+    if "name" in query:  # an upload to GCS
+        return query["name"]
+    for name in ("prefix", "startOffset"):
+        if name in query:
+            return query[name] + "*"
+    _, found, key = url.path.partition("/o/")
+    return unquote(key if found else url.path.lstrip("/").partition("/")[2])

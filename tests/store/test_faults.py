@@ -1,0 +1,81 @@
+"""A store that is written while the network and the service fail at random ends as the store of a quiet day."""
+
+import json
+import random
+
+import pytest
+
+from pipeline.errors import StoreError
+from pipeline.store.kvstore import configure_storage, open_kvstore, read_key
+from pipeline.store.verify import verify_store
+from tests.store.emulators import new_bucket
+from tests.store.example_store import write_store
+from tests.store.fault_proxy import FaultProxy
+
+MAX_RUNS = 40
+
+
+@pytest.fixture
+def impatient():
+    """So few retries, and quick ones, that some runs end."""
+    configure_storage(retries=2, retry_delay_s=0.01)
+    yield
+    configure_storage()
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory) -> dict[str, bytes]:
+    path = str(tmp_path_factory.mktemp("clean") / "store")
+    write_store(path)
+    return objects(path)
+
+
+def objects(path: str) -> dict[str, bytes]:
+    """Every object, the time of creation taken out."""
+    kvstore = open_kvstore(path)
+    found = {key.decode(): read_key(kvstore, key.decode()) for key in kvstore.list().result()}
+    root = json.loads(found["zarr.json"])
+    del root["attributes"]["activation_store"]["created"]
+    return found | {"zarr.json": json.dumps(root).encode()}
+
+
+def assert_survives(scheme: str, proxy: FaultProxy, seed: int, clean: dict[str, bytes]) -> tuple[int, int]:
+    """Runs until the store is finished, as a launcher does. Returns how many runs and how many faults there were."""
+    path = f"{new_bucket(scheme, proxy.backend)}/store"
+    proxy.reset(rate=random.Random(seed).uniform(0.02, 0.4), seed=seed)
+    runs = 1
+    while (error := run(path)) is not None:
+        assert error.exit_code == 1
+        assert str(error).startswith(path)
+        assert "run the same command again" in str(error)
+        runs += 1
+        assert runs <= MAX_RUNS
+    faults = proxy.faults.total()
+    proxy.reset()
+    assert objects(path) == clean
+    assert verify_store(path) == []
+    return runs, faults
+
+
+def run(path: str) -> StoreError | None:
+    try:
+        write_store(path)
+    except StoreError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_the_store_is_that_of_a_clean_run(scheme, seed, clean, impatient, request):
+    _, faults = assert_survives(scheme, request.getfixturevalue("gcs" if scheme == "gs" else "s3"), seed, clean)
+    assert faults
+
+
+@pytest.mark.slow
+def test_fifty_stores_are_those_of_clean_runs(gcs, s3, clean, impatient):
+    """At other rates and in another order of faults each."""
+    found = [assert_survives(*((("gs", gcs), ("s3", s3))[seed % 2]), seed, clean) for seed in range(100, 150)]
+    runs, faults = (sum(column) for column in zip(*found, strict=True))
+    print(f"50 stores, {runs} runs, {faults} faults")
+    assert runs > 50  # some ended with an error and were resumed

@@ -1,0 +1,151 @@
+"""The store on Google Cloud Storage's and Amazon S3's protocols, served by emulators over HTTP."""
+
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pipeline.errors import StoreError, StoreMismatch
+from pipeline.store import ActivationStore
+from pipeline.store.commits import COMMITS_PREFIX, CONSOLIDATED_KEY
+from pipeline.store.kvstore import configure_storage, list_keys, open_kvstore, read_key, write_if_absent
+from pipeline.store.metadata import read_metadata
+from pipeline.store.tables import table_key
+from pipeline.store.verify import verify_store
+from pipeline.store.writing import StoreWriter
+from tests.conftest import SECRET
+from tests.store.emulators import new_bucket
+from tests.store.example_store import ROWS, blocks, layout, metadata, stored_tokens, write_store
+from tests.store.fault_proxy import Fault, FaultProxy
+
+# What each service calls the request that writes an object.
+WRITE = {"gs": "POST", "s3": "PUT"}
+
+
+@pytest.fixture(params=["gs", "s3"])
+def service(request) -> tuple[str, FaultProxy]:
+    """The URL of a place for a store, and the proxy before it."""
+    proxy = request.getfixturevalue("gcs" if request.param == "gs" else "s3")
+    return f"{new_bucket(request.param, proxy.backend)}/some/store", proxy
+
+
+def requests(proxy: FaultProxy, path: str) -> Counter[tuple[str, str]]:
+    """Those to objects of the store, by method and key."""
+    prefix = path.split("/", 3)[3] + "/"
+    return Counter(
+        {(method, key[len(prefix) :]): n for (method, key), n in proxy.requests.items() if key.startswith(prefix)}
+    )
+
+
+def stored_keys(path: str) -> set[str]:
+    return {key.decode() for key in open_kvstore(path).list().result()}
+
+
+def test_a_store_is_written_extended_verified_and_read(service):
+    path, _ = service
+    assert read_metadata(path) is None
+    write_store(path, finish=False, max_rows=ROWS)
+    assert ActivationStore.open(path).num_tokens == stored_tokens(ROWS)
+    write_store(path, max_rows=ROWS + 2)
+    assert verify_store(path) == []
+    write_store(path)
+    assert verify_store(path) == []
+    store = ActivationStore.open(path)
+    assert store.complete
+    batches = store.batches((1, "resid_post"), 50, shuffle=True)
+    assert sum(len(batch.tokens) for batch in batches) == stored_tokens()
+    with pytest.raises(StoreMismatch):
+        StoreWriter.open(path, metadata(tokenizer={"sha256": "other"}), layout())
+
+
+def test_a_store_has_the_objects_of_a_local_one(service, tmp_path):
+    path, _ = service
+    write_store(path)
+    write_store(str(tmp_path))
+    remote, local = open_kvstore(path), open_kvstore(str(tmp_path))
+    keys = stored_keys(path)
+    assert stored_keys(str(tmp_path)) == keys
+    assert [key for key in keys - {"zarr.json"} if read_key(remote, key) != read_key(local, key)] == []
+
+
+def test_a_block_is_one_write_for_each_object_and_nothing_is_read_back(service):
+    path, proxy = service
+    writer = StoreWriter.open(path, metadata(), layout())
+    block = next(blocks(0))
+    proxy.reset()
+    writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
+    keys = [layout().shard_key(spec, 0, 0) for spec in layout().all_arrays]
+    keys += [table_key(0, 0), block.record.key]
+    assert requests(proxy, path) == {(WRITE[path[:2]], key): 1 for key in keys}
+
+
+def test_a_finished_store_is_opened_without_a_request_for_each_block(service):
+    path, proxy = service
+    write_store(path)
+    proxy.reset()
+    ActivationStore.open(path)
+    of_commits = {key: n for (_, key), n in requests(proxy, path).items() if key.startswith(COMMITS_PREFIX)}
+    assert of_commits == {CONSOLIDATED_KEY: 1}
+    proxy.reset()
+    StoreWriter.open(path, metadata(store={"compression": "none"}), layout())
+    of_commits = {key: n for (_, key), n in requests(proxy, path).items() if key.startswith(COMMITS_PREFIX)}
+    assert of_commits == {CONSOLIDATED_KEY: 1, f"{COMMITS_PREFIX}*": 1}
+
+
+def test_of_several_processes_that_create_an_object_one_succeeds(s3):
+    """Only on S3: the emulator of GCS ignores what a write is conditional on."""
+    path = new_bucket("s3", s3.backend)
+    stores = [open_kvstore(path) for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        wrote = list(pool.map(lambda i: write_if_absent(stores[i], "key", bytes([i])), range(8)))
+    assert sum(wrote) == 1
+    assert read_key(stores[0], "key") == bytes([wrote.index(True)])
+    assert list_keys(stores[0], "k") == ["key"]
+
+
+@pytest.fixture
+def impatient():
+    """Few retries, and quick ones."""
+    configure_storage(retries=2, retry_delay_s=0.01)
+    yield
+    configure_storage()
+
+
+@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.hang])
+def test_what_retries_do_not_heal_names_the_object_and_the_store_resumes(service, impatient, fault):
+    path, proxy = service
+    writer = StoreWriter.open(path, metadata(store={"compression": "none"}), layout())
+    block = next(blocks(0))
+    proxy.reset(rate=1, kinds=[fault])
+    with pytest.raises(StoreError, match=f"^{path}/.*: ABORTED: .*All 2 retry attempts failed.*run the same") as caught:
+        writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
+    assert caught.value.exit_code == 1
+    assert SECRET not in str(caught.value)
+    if fault in (Fault.too_many_requests, Fault.unavailable):  # of connections that end, curl by itself tries some anew
+        assert max(requests(proxy, path).values()) == 3
+    proxy.reset()
+    assert ActivationStore.open(path).num_tokens == 0
+    write_store(path)
+    assert verify_store(path) == []
+
+
+def test_a_service_that_says_nothing_is_given_up(gcs):
+    """After TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS: 60, and 1 in these tests."""
+    path = new_bucket("gs", gcs.backend)
+    configure_storage(retries=0)
+    try:
+        gcs.reset(rate=1, kinds=[Fault.hang], hang_s=100)
+        start = time.monotonic()
+        with pytest.raises(StoreError, match="Timeout was reached"):
+            read_key(open_kvstore(path), "key")
+        assert time.monotonic() - start < 50
+    finally:
+        configure_storage()
+
+
+def test_credentials_are_in_no_object(service):
+    path, _ = service
+    write_store(path)
+    kvstore = open_kvstore(path)
+    assert not [key for key in stored_keys(path) if SECRET.encode() in read_key(kvstore, key)]
