@@ -167,7 +167,8 @@ def _pieces(
     is_divided = not whole_channels or axis < len(index) - leaf.num_inputs
     if is_divided:
         start, stop, _ = index[axis].indices(num_items)
-        items_per_piece = max(1, _PIECE_BYTES // item_bytes)
+        piece_bytes = _PIECE_BYTES // 2 if whole_channels else _PIECE_BYTES  # quantising needs room of its own
+        items_per_piece = max(1, piece_bytes // item_bytes)
     for first in range(start, stop, items_per_piece):
         last = min(first + items_per_piece, stop)
         rows = checkpoint.rows(checkpoint.prefix + tensor, first * rows_per_item, last * rows_per_item)
