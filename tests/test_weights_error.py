@@ -53,7 +53,7 @@ def test_figures_are_those_of_a_direct_computation(layers: str, dtype: str, tole
     job = open_job(job_config(text, tmp_path / "store", f"capture.layers={layers}", f"model.dtype={dtype}", SITES))
     rows = job.first_rows(1024)
     assert {values.shape for values in rows.values()} == {(4, 128)}  # the first block
-    got = int8_errors(job.model, job.plan.keys, rows, dtype, "auto")
+    got = int8_errors(job.model, job.plan.keys, rows, dtype)
     expected = direct_errors(job, rows, dtype)
     assert list(got) == list(job.plan.keys)
     assert got[ActivationKey.parse("embed")] == expected[ActivationKey.parse("embed")] == 0
