@@ -12,10 +12,10 @@ from jax.sharding import SingleDeviceSharding
 from pipeline.cli import PACKAGE
 from pipeline.distributed import make_mesh, replicated
 from pipeline.forward import compile_step
-from pipeline.models import weights
+from pipeline.models import leaf_reading
 from pipeline.models.int8 import Int8Weight, quantise
+from pipeline.models.leaf_reading import read_int8, read_leaf
 from pipeline.models.registry import Model, open_model
-from pipeline.models.weights import read_int8, read_leaf
 from pipeline.sites import ActivationKey, Site, activation_keys
 
 DEVICE = SingleDeviceSharding(jax.devices()[0])
@@ -112,7 +112,7 @@ def test_forward_is_that_of_the_rounded_weights(family: str, tmp_path) -> None:
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
 def test_a_part_has_the_scales_of_whole_channels(family: str, name: str, piece_bytes: int, tmp_path, monkeypatch):
     """What a process reads when weights are divided among devices, along any axis, in pieces of any size."""
-    monkeypatch.setattr(weights, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(leaf_reading, "_PIECE_BYTES", piece_bytes)
     save_random(family, tmp_path)
     model = open_model(str(tmp_path))
     leaf = model.leaves((LAST,))["runs"][0]["attention"][name]
