@@ -1,8 +1,8 @@
 """What int8 weights cost: the error of every captured activation, measured once, when a store is created.
 
 The same rows go through the layers with float and with int8 weights, one layer at a time, so that a model that fits as
-int8 only can be measured too. It happens on one device of this process, without the others: every process that
-measures finds the same.
+int8 only can be measured too. It happens on one device of one process, without the others, in plain XLA attention: the
+figures do not depend on the devices of the job.
 """
 
 import logging

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.monitoring
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -70,6 +72,26 @@ def test_dispatch_takes_less_than_a_millisecond_for_24_captured_layers(tmp_path:
         seconds.append(time.perf_counter() - began)
         jax.block_until_ready(outputs)
     assert min(seconds) < 1e-3
+
+
+def program(path: Path, num_layers: int, num_captured: int) -> tuple[int, int]:
+    """How many instructions and loops the compiled step has, with the captured layers evenly spread."""
+    (path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": num_layers}))
+    layers = tuple(round(num_layers * (number + 1) / num_captured) - 1 for number in range(num_captured))
+    model, mesh, keys = open_model(str(path), init="random"), make_mesh(), activation_keys(layers, (Site.resid_post,))
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=replicated(mesh)), model.leaves(keys)
+    )
+    step = compile_step(model, params, mesh, rows=ROWS, length=LENGTH, keys=keys, dtype="bfloat16", attention="xla")
+    text = step.executable.as_text()
+    return len(re.findall(r"^\s+(?:ROOT )?%\S+ = ", text, re.MULTILINE)), len(re.findall(r" while\(", text))
+
+
+def test_the_program_grows_with_the_captured_layers_not_with_depth(tmp_path: Path) -> None:
+    one, three, six = (program(tmp_path, 24, num_captured) for num_captured in (1, 3, 6))
+    assert [loops for _, loops in (one, three, six)] == [1, 3, 6]
+    assert six[0] - three[0] == pytest.approx(1.5 * (three[0] - one[0]), rel=0.05)
+    assert program(tmp_path, 80, 3) == three
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -65,6 +65,10 @@ def int8_weights(tensors: dict[str, np.ndarray]) -> None:
     tensors[UP] = tensors[UP].astype(np.int8)
 
 
+def fp8_weights(tensors: dict[str, np.ndarray]) -> None:
+    tensors[UP] = tensors[UP].astype(ml_dtypes.float8_e4m3fn)
+
+
 DAMAGED = {
     "empty file": (lambda p: cut(p, 0), r"model\.safetensors is not a whole.*at least 8 bytes, got 0"),
     "cut in the header": (lambda p: cut(p, 100), "expected a header within the file's 100 bytes"),
@@ -92,6 +96,11 @@ DAMAGED = {
         lambda p: edit_tensors(p, lambda t: t.update({UP: np.zeros((47, 32), np.float32)})),
         rf"{UP} has shape \(47, 32\), expected \(48, 32\)",
     ),
+    "transposed": (
+        lambda p: edit_tensors(p, lambda t: t.update({UP: np.ascontiguousarray(t[UP].T)})),
+        rf"{UP} has shape \(32, 48\), expected \(48, 32\)",
+    ),
+    "fp8": (lambda p: edit_tensors(p, fp8_weights), f"{UP} has dtype F8_E4M3, expected F32, F16, BF16"),
     "quantised": (lambda p: edit_tensors(p, int8_weights), f"{UP} has dtype I8, expected F32, F16, BF16"),
     "layer beyond the model": (
         lambda p: edit_tensors(p, lambda t: t.update({"model.layers.4.mlp.up_proj.weight": t[UP]})),
@@ -110,6 +119,13 @@ def test_damage_is_named_when_the_model_is_opened(case: str, checkpoint: Path) -
     with pytest.raises(CheckpointError, match=message) as error:
         open_model(str(checkpoint))
     assert str(checkpoint) in str(error.value)
+
+
+def test_a_file_that_shrinks_under_its_reader(checkpoint: Path) -> None:
+    model = open_model(str(checkpoint))
+    cut(checkpoint, 20_000)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors is not a whole.*bytes of {UP}, got"):
+        model.checkpoint.rows(UP, 0, 48)
 
 
 def test_constants_of_older_versions_are_accepted(checkpoint: Path) -> None:

@@ -8,9 +8,9 @@ from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file
 
 from pipeline.models.checkpoint import Checkpoint
+from pipeline.models.leaf_reading import read_leaf
 from pipeline.models.leaves import needed_leaves
 from pipeline.models.registry import Model, open_model
-from pipeline.models.weights import read_leaf
 from pipeline.sites import ActivationKey, Site, activation_keys
 
 DEVICE = SingleDeviceSharding(jax.devices()[0])

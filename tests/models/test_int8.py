@@ -1,0 +1,163 @@
+"""Weight-only int8: what is quantised, how exactly, and that the forward pass is that of the rounded weights."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hf_reference import NUM_LAYERS, save_random
+from jax.sharding import SingleDeviceSharding
+
+from pipeline.cli import PACKAGE
+from pipeline.distributed import make_mesh, replicated
+from pipeline.forward import compile_step
+from pipeline.models import leaf_reading
+from pipeline.models.int8 import Int8Weight, quantise
+from pipeline.models.leaf_reading import read_int8, read_leaf
+from pipeline.models.registry import Model, open_model
+from pipeline.sites import ActivationKey, Site, activation_keys
+
+DEVICE = SingleDeviceSharding(jax.devices()[0])
+FAMILIES = ("bert", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "qwen2", "qwen3")
+LAST = ActivationKey(NUM_LAYERS - 1, Site.resid_post)
+MATRICES = {"q", "k", "v", "qkv", "o", "gate", "up", "down"}
+
+
+def is_quantised(node: object) -> bool:
+    return isinstance(node, Int8Weight)
+
+
+def dequantised(params):
+    """The float weights that int8 weights stand for."""
+
+    def restore(node):
+        if not is_quantised(node):
+            return node
+        num_inputs = node.values.ndim - node.scale.ndim
+        return node.values.astype(jnp.float32) * jnp.expand_dims(node.scale, tuple(range(-num_inputs, 0)))
+
+    return jax.tree.map(restore, params, is_leaf=is_quantised)
+
+
+def every_key(model: Model) -> tuple[ActivationKey, ...]:
+    return activation_keys(tuple(range(NUM_LAYERS)), model.sites)
+
+
+@pytest.mark.parametrize("num_inputs", [1, 2])
+def test_symmetric_per_output_channel(num_inputs: int) -> None:
+    weight = np.random.default_rng(0).normal(size=(5, 6, 7)).astype(np.float32)
+    weight[2, ..., 0] = 100  # an outlier costs its own channel only
+    weight[4] = 0
+    values, scale = quantise(weight, num_inputs)
+    inputs = tuple(range(-num_inputs, 0))
+    assert (values.dtype, scale.dtype, scale.shape) == (np.int8, np.float32, weight.shape[:-num_inputs])
+    largest = np.abs(values).max(inputs)
+    assert (largest[:4] == 127).all()
+    assert (largest[4] == 0).all()
+    error = np.abs(values * np.expand_dims(scale, inputs) - weight)
+    assert (error <= np.expand_dims(scale, inputs) * 0.5001).all()
+    on_device = quantise(jnp.asarray(weight), num_inputs)
+    np.testing.assert_allclose(on_device[1], scale, rtol=1e-6)
+    assert np.abs(on_device[0].astype(np.int32) - values.astype(np.int32)).max() <= 1
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_stays_so(value: float) -> None:
+    weight = np.ones((2, 3), np.float32)
+    weight[1, 1] = value
+    _, scale = quantise(weight, 1)
+    assert np.isfinite(scale).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_matrices_of_layers_and_nothing_else(family: str, tmp_path) -> None:
+    save_random(family, tmp_path)
+    model = open_model(str(tmp_path))
+    for keys in ((LAST,), every_key(model)):  # stacked, and one by one
+        exact = jax.tree_util.tree_leaves_with_path(model.load(keys, "float32", DEVICE))
+        small = model.load(keys, "float32", DEVICE, with_int8=True)
+        loaded = jax.tree_util.tree_leaves_with_path(small, is_leaf=is_quantised)
+        for (path, expected), (_, got), restored in zip(
+            exact, loaded, jax.tree.leaves(dequantised(small)), strict=True
+        ):
+            assert is_quantised(got) == (path[-1].key in MATRICES), path
+            if is_quantised(got):
+                num_inputs = expected.ndim - got.scale.ndim
+                bound = np.expand_dims(np.asarray(got.scale), tuple(range(-num_inputs, 0))) * 0.5001
+                assert (np.abs(restored - expected) <= bound).all(), path
+            else:
+                np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forward_is_that_of_the_rounded_weights(family: str, tmp_path) -> None:
+    """At every site of every layer."""
+    save_random(family, tmp_path)
+    model = open_model(str(tmp_path))
+    tokens = jnp.array(np.random.default_rng(1).integers(0, 199, (2, 24)), jnp.int32)
+    rest = jnp.ones_like(tokens), jnp.tile(jnp.arange(24, dtype=jnp.int32), (2, 1))
+    apply = jax.jit(model.apply, static_argnames="keys")
+    keys = every_key(model)
+    params = model.load(keys, "float32", DEVICE, with_int8=True)
+    got = apply(params, tokens, *rest, keys=keys)
+    for key, expected in apply(dequantised(params), tokens, *rest, keys=keys).items():
+        largest = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(got[key], expected, rtol=0, atol=1e-5 * largest, err_msg=key.name)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("llama", "q"), ("llama", "o"), ("gpt2", "qkv"), ("gpt2", "o"), ("gpt_neox", "qkv")]
+)
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_a_part_has_the_scales_of_whole_channels(family: str, name: str, piece_bytes: int, tmp_path, monkeypatch):
+    """What a process reads when weights are divided among devices, along any axis, in pieces of any size."""
+    monkeypatch.setattr(leaf_reading, "_PIECE_BYTES", piece_bytes)
+    save_random(family, tmp_path)
+    model = open_model(str(tmp_path))
+    leaf = model.leaves((LAST,))["runs"][0]["attention"][name]
+    whole = (slice(None),) * len(leaf.shape)
+    exact = read_leaf(model.checkpoint, leaf, np.dtype(np.float32), whole)
+    values, scale = quantise(exact, leaf.num_inputs)
+    for axis in range(len(leaf.shape)):
+        part = tuple(slice(1, 3) if i == axis else slice(None) for i in range(len(leaf.shape)))
+        np.testing.assert_array_equal(read_leaf(model.checkpoint, leaf, np.dtype(np.float32), part), exact[part])
+        got = read_int8(model.checkpoint, leaf, part)
+        np.testing.assert_array_equal(got[0], values[part])
+        np.testing.assert_array_equal(got[1], scale[part[: scale.ndim]])
+
+
+def test_random_weights_are_rounded_like_a_checkpoint(tmp_path) -> None:
+    save_random("qwen2", tmp_path)
+    model = open_model(str(tmp_path), init="random")
+    exact = model.load((LAST,), "float32", DEVICE)["runs"][0]["mlp"]
+    small = model.load((LAST,), "float32", DEVICE, with_int8=True)["runs"][0]["mlp"]
+    values, scale = quantise(np.asarray(exact["down"]), 1)
+    assert np.abs(small["down"].values.astype(np.int32) - values.astype(np.int32)).max() <= 1  # ties, when fused
+    np.testing.assert_allclose(small["down"].scale, scale, rtol=1e-6)
+    np.testing.assert_array_equal(small["norm"], exact["norm"])
+
+
+def num_bytes(tree: object) -> int:
+    return sum(array.nbytes for array in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("float32", 0.25), ("bfloat16", 0.5)])
+def test_memory_of_the_layers_weights(dtype: str, share: float) -> None:
+    model = open_model(str(PACKAGE / "assets" / "tiny-qwen2"))
+    keys = (ActivationKey(model.num_layers - 1, Site.resid_post),)
+    exact, small = (model.load(keys, dtype, DEVICE, with_int8=with_int8)["runs"] for with_int8 in (False, True))
+    assert num_bytes(small) / num_bytes(exact) == pytest.approx(share, rel=0.06)
+
+
+def test_weights_are_int8_until_their_product(tmp_path) -> None:
+    """The step's temporary memory has no place for the float weights of all layers."""
+    config = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 32}
+    config |= {"num_attention_heads": 2, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, mesh = open_model(str(tmp_path), init="random"), make_mesh()
+    keys = (ActivationKey(31, Site.resid_post),)
+    for dtype in ("float32", "bfloat16"):
+        params = model.load(keys, dtype, replicated(mesh), with_int8=True)
+        step = compile_step(model, params, mesh, rows=8, length=16, keys=keys, dtype=dtype, attention="auto")
+        assert step.executable.memory_analysis().temp_size_in_bytes < num_bytes(params["runs"]) / 4
