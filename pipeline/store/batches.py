@@ -133,7 +133,7 @@ class BatchReader(Iterator[Batch]):
         return asdict(self._position) | {"order": self._checksum}
 
     def close(self) -> None:
-        """Ends the reader's threads. An iterator that is dropped, or at its end, is closed by itself."""
+        """Ends the reader's threads when they are done with what they are reading; dropping the reader does so too."""
         self._batches.close()
 
     @cached_property
@@ -152,18 +152,19 @@ class BatchReader(Iterator[Batch]):
         return Position(**state)
 
     def _read(self) -> Iterator[tuple[Batch, Position]]:
-        # Leaving the inner `with` waits for what was submitted: the fill, then the gathers, which wait for no fill.
-        with (
-            ThreadPoolExecutor(GATHERING_THREADS, thread_name_prefix="gather") as gatherers,
-            ThreadPoolExecutor(1, thread_name_prefix="fill") as filler,
-        ):
-            ahead: deque[tuple[Future[Batch], Position]] = deque()
+        gatherers = ThreadPoolExecutor(GATHERING_THREADS, thread_name_prefix="gather")
+        filler = ThreadPoolExecutor(1, thread_name_prefix="fill")
+        ahead: deque[tuple[Future[Batch], Position]] = deque()
+        try:
             for batch in self._submitted(gatherers, self._filled(filler)):
                 ahead.append(batch)
                 if len(ahead) > AHEAD:
                     yield _done(ahead.popleft())
             while ahead:
                 yield _done(ahead.popleft())
+        finally:  # without waiting: a reader that is dropped may be collected in one of these threads
+            filler.shutdown(wait=False, cancel_futures=True)
+            gatherers.shutdown(wait=False, cancel_futures=True)
 
     def _submitted(
         self, gatherers: ThreadPoolExecutor, filled: Iterator[tuple[Buffer, TokenMemory, bool]]
@@ -218,6 +219,8 @@ class BatchReader(Iterator[Batch]):
         """The buffers that are left to read, epoch after epoch."""
         start, epochs = self._position, self._reading.epochs
         if next(self._order.pieces(start.epoch), None) is None:
+            if epochs is None:
+                self._refuse(0)
             return
         for epoch in count(start.epoch) if epochs is None else range(start.epoch, epochs):
             yield from self._order.buffers(epoch, start.buffer if epoch == start.epoch else 0)
