@@ -126,6 +126,11 @@ class ActivationStore:
         """Token slots of a row."""
         return self._layout.length
 
+    @property
+    def blocks(self) -> tuple[CommitRecord, ...]:
+        """The records of the committed blocks, in the order of their rows."""
+        return tuple(self._blocks)
+
     @cached_property
     def num_tokens(self) -> int:
         """Stored tokens, without padding."""
