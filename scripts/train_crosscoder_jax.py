@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pipeline.store import ActivationStore
 
-BATCH_SIZE, EXPANSION, ACTIVE = 1024, 8, 16
+BATCH_SIZE, EXPANSION, ACTIVE = 512, 4, 16
 LEARNING_RATE, MOMENTS, EPSILON = 1e-3, (0.9, 0.999), 1e-8
 
 Params = dict[str, jax.Array]

@@ -10,7 +10,7 @@ from torch import nn
 
 from pipeline.store import ActivationStore
 
-BATCH_SIZE, EXPANSION, K = 1024, 8, 16
+BATCH_SIZE, EXPANSION, K = 512, 4, 16
 
 
 class SparseAutoencoder(nn.Module):

@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.inspection.sample import ActivationView, StoreSample
 from pipeline.inspection.summary import Summary
-from pipeline.inspection.svg import COLOURS, Axis, Chart, legend, number, stacked_bar
+from pipeline.inspection.svg import COLOURS, Axis, Chart, number, stacked_bar
 from pipeline.sites import ActivationKey
 
 MAX_HISTOGRAMS = 24
@@ -95,7 +95,7 @@ def _by_layer(views: Sequence[ActivationView]) -> str:
     quantiles = {view.name: np.quantile(view.valid_norms, (0.05, 0.95)) for view in views}
     lowest, highest = min(q[0] for q in quantiles.values()), max(q[1] for q in quantiles.values())
     y = _norm_axis("L2 norm", lowest, max(highest, *(float(view.valid_norms.mean()) for view in views)))
-    chart = Chart(Axis("layer", min(layers) - 0.5, max(layers) + 0.5), y)
+    chart = Chart(Axis("layer", min(layers) - 0.5, max(layers) + 0.5, whole=True), y)
     for k, site in enumerate(dict.fromkeys(key.site for key in keys if key.site.per_layer)):
         chosen = sorted((key.layer, view) for key, view in zip(keys, views, strict=True) if key.site is site)
         xs = [layer for layer, _ in chosen]
@@ -145,7 +145,7 @@ def _histogram(view: ActivationView) -> str:
     high = max(high, low * 1.001)
     edges = np.geomspace(low, high, 61) if log else np.linspace(low, high, 61)
     heights = np.histogram(norms, edges)[0]
-    chart = Chart(Axis("L2 norm", low, high, log), Axis("tokens", 0, max(1, heights.max())), height=200)
+    chart = Chart(Axis("L2 norm", low, high, log), Axis("tokens", 0, 1.15 * max(1, heights.max())), height=200)
     return chart.bars(edges, heights, COLOURS[0]).rule(float(np.median(norms)), "median").svg()
 
 
@@ -178,7 +178,7 @@ def _row_of_text(
             segment = beside.segments[row, t]
             spans.append(f'{"<br>" if spans else ""}<b title="document {beside.documents[row, t]}">▸</b>')
         text = tokenizer.decode([token]) if tokenizer else f"{token} "
-        shown = escape(text).replace("\n", "↵\n")
+        shown = escape(text).replace("\n", "↵")
         share = min(1.0, float(scale.share(norm))) if math.isfinite(norm) else 1.0
         title = f"token {token}, position {beside.positions[row, t]}, norm {number(norm)}"
         spans.append(f'<span style="background:{_heat(share)}" title="{title}">{shown}</span>')
@@ -195,7 +195,7 @@ def _heat(share: float) -> str:
 
 
 def _packing(sample: StoreSample) -> str:
-    """Each row as a bar: its document windows in turn, padding in grey."""
+    """Each row as a line of bars: its document windows."""
     segments = sample.beside.segments[:MAP_ROWS]
     width, height, length = 900, 9, segments.shape[1]
     shapes = []
@@ -203,15 +203,18 @@ def _packing(sample: StoreSample) -> str:
         starts = np.flatnonzero(np.diff(row, prepend=-1))
         for start, stop in zip(starts, [*starts[1:], length], strict=True):
             x, wide = width * start / length, width * (stop - start) / length
-            kind = f'fill="{("#7ba7d6", "#2f6db3")[row[start] % 2]}"' if row[start] else 'class="rest"'
-            what = f"document {sample.beside.documents[r, start]}" if row[start] else "padding"
+            document = int(sample.beside.documents[r, start])
+            kind = f'fill="{COLOURS[document % 7]}"' if row[start] else 'class="rest"'
+            what = f"document {document}" if row[start] else "padding"
             shapes.append(
                 f'<rect x="{x:.1f}" y="{r * height}" width="{max(wide - 0.5, 0.3):.1f}" height="{height - 2}" {kind}>'
                 f"<title>row {sample.rows[r]}, {what}: {stop - start} tokens</title></rect>"
             )
     svg = f'<svg viewBox="0 0 {width} {len(segments) * height}" width="{width}">{"".join(shapes)}</svg>'
-    entries = [("document windows, in turn", "#2f6db3"), ("", "#7ba7d6"), ("padding", "#e3e7eb")]
-    return f"<h2>Packing</h2><p>{len(segments)} of the sampled rows, {length} slots each.</p>{svg}{legend(entries)}"
+    return (
+        f"<h2>Packing</h2><p>{len(segments)} of the sampled rows, {length} slots each. A bar is a document's window in "
+        f"the row; padding is grey.</p>{svg}"
+    )
 
 
 def _documents(summary: Summary) -> str:
@@ -221,7 +224,7 @@ def _documents(summary: Summary) -> str:
         high = max(int(lengths.max()), int(lengths.min()) + 1)
         edges = np.unique(np.geomspace(lengths.min(), high, 50).round().astype(int)).tolist()
         heights = np.histogram(lengths, edges)[0]
-        chart = Chart(Axis("tokens", edges[0], edges[-1], log=True), Axis("documents", 0, max(1, heights.max())))
+        chart = Chart(Axis("tokens", edges[0], edges[-1], log=True), Axis("documents", 0, 1.15 * max(1, heights.max())))
         chart.bars(edges, heights, COLOURS[2])
         if edges[0] < summary.layout.length < edges[-1]:
             chart.rule(summary.layout.length, "a row")
@@ -231,7 +234,9 @@ def _documents(summary: Summary) -> str:
         shares = [1 - r.tokens / max(1, r.rows * summary.layout.length) for r in summary.blocks[::every]]
         xs = list(range(0, len(summary.blocks), every))
         axis = Axis("padding", 0, max(0.05, *shares))
-        chart = Chart(Axis("block", 0, max(1, xs[-1])), axis).line(xs, shares, COLOURS[3], dots=len(xs) < 60)
+        chart = Chart(Axis("block", 0, max(1, xs[-1]), whole=True), axis).line(
+            xs, shares, COLOURS[3], dots=len(xs) < 60
+        )
         charts.append(_figure("Share of padding by block", chart.svg()))
     return f'<h2>Documents and blocks</h2><div class="charts">{"".join(charts)}</div>'
 

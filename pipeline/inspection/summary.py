@@ -88,18 +88,22 @@ def summarise(store: ActivationStore) -> Summary:
     every = -(-len(blocks) // MAX_TABLES) or 1
     lengths = [table["n_tokens"] for table in read_tables(kvstore, blocks[::every])]
     logs = [key for key in list_keys(kvstore, "_metrics/") if key.endswith(".jsonl")]
-    runs = {
-        key.removeprefix("_metrics/"): [json.loads(line) for line in (text or b"").decode().splitlines()]
-        for key, text in zip(logs, read_keys(kvstore, logs), strict=True)
-    }
+    runs = {key: _snapshots(key, text) for key, text in zip(logs, read_keys(kvstore, logs), strict=True)}
     return Summary(
         path=store.path,
         root=root,
         layout=stored_layout(root, store.arrays),
         blocks=blocks,
         document_tokens=np.concatenate([np.empty(0, np.int64), *(pc.drop_null(column) for column in lengths)]),
-        runs={name: snapshots for name, snapshots in runs.items() if snapshots},
+        runs={key.removeprefix("_metrics/"): snapshots for key, snapshots in runs.items() if snapshots},
     )
+
+
+def _snapshots(key: str, text: bytes | None) -> list[Mapping[str, Any]]:
+    try:
+        return [json.loads(line) for line in (text or b"").splitlines()]
+    except ValueError as error:
+        raise StoreInvalid(f"{key} is no log of a run: {error}. Delete it; nothing depends on it.") from error
 
 
 def _joined(*parts: object) -> str:

@@ -14,12 +14,13 @@ COLOURS = ("#2f6db3", "#c8553d", "#3c8d5a", "#8a5aa8", "#b58a1c", "#3b9aa8", "#a
 
 @dataclass(frozen=True)
 class Axis:
-    """From `low` to `high`, both shown; `log` for a logarithmic one."""
+    """From `low` to `high`, both shown. log: a logarithmic one; whole: ticks at whole numbers only."""
 
     label: str
     low: float
     high: float
     log: bool = False
+    whole: bool = False
 
     def share(self, value: np.ndarray | float) -> np.ndarray | float:
         """Where a value is between the ends, 0 to 1."""
@@ -34,7 +35,8 @@ class Axis:
             every = -(-len(exponents) // 6) or 1
             return [10.0**e for e in exponents][::every]
         step = 10.0 ** math.floor(math.log10(max(self.high - self.low, 1e-12)))
-        step *= next((m for m in (0.1, 0.2, 0.5, 1.0, 2.0) if (self.high - self.low) / (step * m) <= 5), 2.0)
+        step *= next((m for m in (0.1, 0.2, 0.5, 1.0, 2.0) if (self.high - self.low) / (step * m) <= 6), 2.0)
+        step = max(step, 1.0) if self.whole else step
         first = math.ceil(self.low / step - 1e-9)
         return [k * step for k in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
