@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pipeline.store import ActivationStore
 
-BATCH_SIZE, EXPANSION, ACTIVE = 512, 4, 16
+EXPANSION, ACTIVE = 4, 16
 LEARNING_RATE, MOMENTS, EPSILON = 1e-3, (0.9, 0.999), 1e-8
 
 Params = dict[str, jax.Array]
@@ -45,14 +45,14 @@ def step(params: Params, moments: tuple[Params, Params], x: jax.Array, count: in
     return params, (first, second), loss
 
 
-def train(path: str, site: str, steps: int) -> list[float]:
+def train(path: str, site: str, steps: int, batch_size: int = 1024) -> list[float]:
     """The mean squared error of each step; activations are normalised, so that predicting nothing gives 1."""
     store = ActivationStore.open(path)
     keys = [(layer, site) for layer in store.layers]
     normalisation = {name: sample.normalisation() for name, sample in store.sample(keys).items()}
     batches = store.batches(
         keys,
-        BATCH_SIZE,
+        batch_size,
         shuffle=True,
         seed=0,
         epochs=None,

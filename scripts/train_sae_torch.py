@@ -10,7 +10,7 @@ from torch import nn
 
 from pipeline.store import ActivationStore
 
-BATCH_SIZE, EXPANSION, K = 512, 4, 16
+EXPANSION, K = 4, 16
 
 
 class SparseAutoencoder(nn.Module):
@@ -28,13 +28,13 @@ class SparseAutoencoder(nn.Module):
         return self.decoder(sparse)
 
 
-def train(path: str, key: str, steps: int) -> list[float]:
+def train(path: str, key: str, steps: int, batch_size: int = 1024) -> list[float]:
     """The mean squared error of each step; activations are normalised, so that predicting nothing gives 1."""
     torch.manual_seed(0)
     store = ActivationStore.open(path)
     normalisation = {name: sample.normalisation() for name, sample in store.sample(key).items()}
     batches = store.batches(
-        key, BATCH_SIZE, shuffle=True, seed=0, epochs=None, normalisation=normalisation, framework="torch"
+        key, batch_size, shuffle=True, seed=0, epochs=None, normalisation=normalisation, framework="torch"
     )
     width = store.arrays[key].shape[2]
     autoencoder = SparseAutoencoder(width, EXPANSION * width)

