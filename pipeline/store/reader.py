@@ -12,7 +12,7 @@ Shapes: T positions of a row, D features of an activation.
 
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import SupportsIndex
@@ -28,16 +28,23 @@ from numpy.typing import DTypeLike
 from pipeline.errors import StoreError, StoreInvalid
 from pipeline.sites import ActivationKey, Site
 from pipeline.store.arrays import open_existing
-from pipeline.store.batches import Batch, BatchReader
+from pipeline.store.batches import BatchReader, Reading
 from pipeline.store.commits import CommitRecord, read_consolidated, read_records
+from pipeline.store.filters import TokenFilter
+from pipeline.store.frameworks import Framework
 from pipeline.store.kvstore import open_kvstore
 from pipeline.store.layout import POSITIONS, SIDE_ARRAYS
 from pipeline.store.metadata import StoreMetadata, StoreRoot, read_root, stored_layout
 from pipeline.store.rows import read_runs, require_stored
+from pipeline.store.sample import ActivationSample, Normalisation
 from pipeline.store.tables import empty_table, read_tables
 
 Key = ActivationKey | tuple[SupportsIndex | None, Site | str] | str
 Rows = SupportsIndex | slice | Sequence[SupportsIndex] | np.ndarray
+
+
+# A sample's tokens come from as many places as fit into this.
+SAMPLE_BUFFER_MIB = 64.0
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,11 @@ class ActivationStore:
         """Token slots of a row."""
         return self._layout.length
 
+    @property
+    def blocks(self) -> tuple[CommitRecord, ...]:
+        """The records of the committed blocks, in the order of their rows."""
+        return tuple(self._blocks)
+
     @cached_property
     def num_tokens(self) -> int:
         """Stored tokens, without padding."""
@@ -195,23 +207,87 @@ class ActivationStore:
         *,
         shuffle: bool = False,
         seed: int = 0,
+        epochs: int | None = 1,
+        rank: int = 0,
+        world: int = 1,
+        token_filter: TokenFilter = TokenFilter(),  # noqa: B008  frozen
+        normalisation: Mapping[str, Normalisation] | None = None,
+        stack: bool = False,
         dtype: DTypeLike = None,
+        framework: Framework | str = Framework.numpy,
         drop_last: bool = False,
         buffer_mib: float = 256.0,
-    ) -> Iterator[Batch]:
-        """Every stored token exactly once, `batch_size` at a time, never padding.
+        state: Mapping[str, int] | None = None,
+    ) -> BatchReader:
+        """Every stored token exactly once per epoch, `batch_size` at a time, never padding.
 
-        `keys` is one activation, e.g. (5, "resid_post"), or a list of them; see `Batch`. Unshuffled, tokens come in
-        the order of their rows. Shuffled, blocks come in random order and their pieces fill a buffer of `buffer_mib`
-        MiB of activations, which is emptied in random order; the order depends on `seed` and `buffer_mib` alone. While
-        one buffer is emptied the next is read. Raises StoreError for a damaged block, and when `keys` is empty.
+        keys: one activation, e.g. (5, "resid_post"), or a list of them, aligned: see `Batch`. stack: several of one
+        width as one array [n, K, D].
+
+        shuffle: blocks come in random order and their pieces fill a buffer of `buffer_mib` MiB of activations, which is
+        emptied in random order while another is filled; otherwise tokens come in the order of their rows. The order
+        depends on `seed`, the epoch and what else the arguments say, not on timing. epochs: None for no end.
+
+        rank, world: this reader's share of the store; shares do not overlap. Of several readers, each has the same
+        number of batches, all full. For that the segments of the whole store are read first (4 bytes per token); with
+        epochs=None nothing is, and nobody ends. Batches never mix epochs; `drop_last` drops an epoch's short one.
+
+        token_filter: what to leave out. normalisation: by array name; gives float32. dtype: the store's unless given.
+        framework: numpy, jax or torch arrays. state: `BatchReader.state()` of an equal reader, to go on from there.
+
+        Raises StoreError for a damaged block and when `keys` is empty, ValueError for arguments that contradict
+        each other or the state, and ImportError when the framework is not installed.
         """
         single = _is_key(keys)
         names = [self._key(key).name for key in ([keys] if single else keys)]
         if not names:
             raise StoreError(f"no activations of the store {self.path} are asked for; it has {self._key_names()}.")
-        reader = BatchReader(self._layout, self.arrays, self._blocks, tuple(names), buffer_mib)
-        return reader.batches(batch_size, None if not shuffle else seed, dtype, drop_last, single)
+        if stack and len({(self.arrays[name].shape[2], self.arrays[name].dtype) for name in names}) > 1:
+            sizes = {name: (self.arrays[name].shape[2], self.arrays[name].dtype.name) for name in names}
+            raise ValueError(f"stack=True needs one width and dtype, got {sizes}. Leave it out to get them by name.")
+        reading = Reading(
+            names=tuple(names),
+            batch_size=batch_size,
+            single=single,
+            seed=seed if shuffle else None,
+            epochs=epochs,
+            rank=rank,
+            world=world,
+            token_filter=token_filter,
+            normalisation=normalisation or {},
+            stack=stack,
+            dtype=dtype,
+            framework=Framework(framework),
+            drop_last=drop_last,
+            buffer_mib=buffer_mib,
+        )
+        return BatchReader(self._layout, self.arrays, self._blocks, reading, state)
+
+    def sample(
+        self,
+        keys: Key | Sequence[Key],
+        num_tokens: int = 65536,
+        seed: int = 0,
+        token_filter: TokenFilter = TokenFilter(),  # noqa: B008  frozen
+    ) -> dict[str, ActivationSample]:
+        """Mean, variance and norms of some activations, by array name, from the first `num_tokens` shuffled tokens.
+
+        The same arguments give the same sample. Raises ValueError where the filter leaves no token.
+        """
+        keys = [keys] if _is_key(keys) else keys
+        names = [self._key(key).name for key in keys]
+        batches = self.batches(
+            names, 4096, shuffle=True, seed=seed, token_filter=token_filter, buffer_mib=SAMPLE_BUFFER_MIB
+        )
+        chunks: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        left = num_tokens
+        for batch in batches:
+            for name in names:
+                chunks[name].append(batch.activations[name][:left])
+            left -= len(batch.tokens)
+            if left <= 0:
+                batches.close()
+        return {name: ActivationSample.of(chunks[name]) for name in names}
 
     def _key(self, key: Key) -> ActivationKey:
         try:

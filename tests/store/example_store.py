@@ -117,6 +117,17 @@ def stored_tokens(max_rows: int | None = None) -> int:
     return sum(block.record.tokens for stream in range(NUM_STREAMS) for block in blocks(stream, max_rows))
 
 
+def all_tokens() -> list[tuple[int, int]]:
+    """(document, token id) of every stored token, in the order of their rows."""
+    found = []
+    order = {layout().shard_index(s, b.record.block): b for s in range(NUM_STREAMS) for b in blocks(s)}
+    for shard in sorted(order):
+        arrays = order[shard].arrays
+        valid = arrays["segments"] > 0
+        found += zip(arrays["documents"][valid].tolist(), arrays["tokens"][valid].tolist(), strict=True)
+    return found
+
+
 def _rows(lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
     """Rows as lists of (ordinal, first token, last token); a document goes on in the next row."""
     row: list[tuple[int, int, int]] = []

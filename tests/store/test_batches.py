@@ -1,13 +1,17 @@
+import itertools
+import json
+
 import numpy as np
 import pytest
 
-from pipeline.store import ActivationStore, Batch
+from pipeline.store import ActivationStore, Batch, TokenFilter
+from pipeline.store.filters import norms_of
 from pipeline.store.kvstore import open_kvstore, read_key, write_key
 from tests.store.example_store import (
     LENGTH,
     NUM_STREAMS,
     activation,
-    blocks,
+    all_tokens,
     layout,
     stored_tokens,
     token_ids,
@@ -25,16 +29,6 @@ def store(store_path) -> ActivationStore:
 
 def tokens_of(batch: Batch) -> list[tuple[int, int]]:
     return list(zip(batch.documents.tolist(), batch.tokens.tolist(), strict=True))
-
-
-def all_tokens() -> list[tuple[int, int]]:
-    found = []
-    order = {layout().shard_index(s, b.record.block): b for s in range(NUM_STREAMS) for b in blocks(s)}
-    for shard in sorted(order):
-        arrays = order[shard].arrays
-        valid = arrays["segments"] > 0
-        found += zip(arrays["documents"][valid].tolist(), arrays["tokens"][valid].tolist(), strict=True)
-    return found
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 32, 1000])
@@ -121,3 +115,164 @@ def test_shuffling_mixes_streams_and_blocks(store):
 def test_a_batch_has_at_least_one_token(store):
     with pytest.raises(ValueError, match="batch_size"):
         next(store.batches("embed", 0))
+
+
+NAME = "blocks.1.resid_post"
+SHUFFLED = {"shuffle": True, "seed": 5, "buffer_mib": TINY_MIB}
+
+
+def same(left: Batch, right: Batch) -> bool:
+    return all(np.array_equal(vars(left)[name], vars(right)[name]) for name in vars(left))
+
+
+def test_every_epoch_has_every_token_in_another_order(store):
+    tokens = [t for b in store.batches(NAME, 7, epochs=3, **SHUFFLED) for t in tokens_of(b)]
+    epochs = [tokens[i : i + stored_tokens()] for i in range(0, 3 * stored_tokens(), stored_tokens())]
+    assert len(tokens) == 3 * stored_tokens()
+    assert all(sorted(epoch) == sorted(all_tokens()) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize("options", [{}, SHUFFLED, {**SHUFFLED, "rank": 1, "world": 2, "batch_size": 3}])
+@pytest.mark.parametrize("epochs", [2, None])
+def test_a_reader_goes_on_where_another_stopped(store, options, epochs):
+    options = {"batch_size": 7, "epochs": epochs, **options}
+    expected = list(itertools.islice(store.batches(NAME, **options), 60))
+    for stop in [*range(12), len(expected) // 2, len(expected) - 1]:
+        first = store.batches(NAME, **options)
+        taken = list(itertools.islice(first, stop))
+        state = json.loads(json.dumps(first.state()))
+        first.close()
+        rest = list(itertools.islice(store.batches(NAME, **options, state=state), len(expected) - stop))
+        assert len(taken) + len(rest) == len(expected)
+        assert all(map(same, taken + rest, expected))
+
+
+def test_the_state_of_a_finished_reader_has_nothing_left(store):
+    reader = store.batches(NAME, 7)
+    list(reader)
+    assert list(store.batches(NAME, 7, state=reader.state())) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"batch_size": 8}, {"seed": 6}, {"shuffle": False}, {"token_filter": TokenFilter(skip_first=1)}, {"world": 2}],
+)
+def test_a_state_of_another_reading_is_refused(store, change):
+    state = store.batches(NAME, **{"batch_size": 7, "seed": 5, "shuffle": True}).state()
+    with pytest.raises(ValueError, match="state is of another reading"):
+        store.batches(NAME, **{"batch_size": 7, "seed": 5, "shuffle": True, **change}, state=state)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("token_filter", [TokenFilter(), TokenFilter(drop_tokens=(3, 40), skip_first=1)])
+def test_ranks_share_the_store_and_have_equally_many_full_batches(store, world, token_filter):
+    options = {"epochs": 2, "world": world, "token_filter": token_filter, **SHUFFLED}
+    readers = [store.batches(NAME, 3, rank=rank, **options) for rank in range(world)]
+    found = [[(reader.state()["epoch"], batch) for batch in reader] for reader in readers]
+    assert len({tuple(epoch for epoch, _ in batches) for batches in found}) == 1
+    assert {epoch for epoch, _ in found[0]} == {0, 1}
+    assert all(len(batch.tokens) == 3 for batches in found for _, batch in batches)
+    for epoch in range(2):
+        seen = [t for batches in found for e, batch in batches if e == epoch for t in tokens_of(batch)]
+        assert len(set(seen)) == len(seen)
+        assert set(seen) <= set(all_tokens())
+
+
+def test_without_an_end_ranks_need_not_count(store):
+    """Nothing is read before the first batch but what it needs, and each goes through all that it has."""
+    limits = TokenFilter(norms={NAME: (0, np.inf)})
+    seen = []
+    for rank in range(2):
+        reader = store.batches(NAME, 3, epochs=None, rank=rank, world=2, token_filter=limits, **SHUFFLED)
+        for batch in reader:
+            if reader.state()["epoch"] or reader.state()["batch"] == 0:
+                break
+            seen += tokens_of(batch)
+        reader.close()
+    assert len(set(seen)) == len(seen) >= stored_tokens() - 2 * 6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, "epochs is 0"),
+        ({"world": 2, "token_filter": TokenFilter(norms={NAME: (0, 1)})}, "epochs=None"),
+        ({"token_filter": TokenFilter(norms={"embed": (0, 1)})}, r"norms names \['embed'\]"),
+        ({"normalisation": {"embed": None}}, r"normalisation names \['embed'\]"),
+        ({"rank": 2, "world": 2}, "rank 2 of 2"),
+        ({"framework": "tensorflow"}, "tensorflow"),
+        ({"keys": [NAME, "embed"], "stack": True}, "stack=True needs one width"),
+    ],
+)
+def test_arguments_that_contradict_each_other(store, options, message):
+    with pytest.raises(ValueError, match=message):
+        store.batches(**{"keys": NAME, "batch_size": 4, **options})
+
+
+@pytest.mark.parametrize("epochs", [1, None])
+def test_more_readers_than_the_store_feeds(store, epochs):
+    with pytest.raises(ValueError, match="Use fewer readers"):
+        list(store.batches(NAME, 32, rank=0, world=30, epochs=epochs))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_filters(store, shuffle):
+    everything = next(store.batches([NAME], 1000))
+    norms = norms_of(everything.activations[NAME])
+    low, high = np.quantile(norms, [0.2, 0.8])
+    keep = (everything.positions >= 2) & ~np.isin(everything.tokens, [3, 40]) & (norms >= low) & (norms <= high)
+    assert 0 < keep.sum() < 0.6 * len(keep)
+    token_filter = TokenFilter(drop_tokens=(3, 40), skip_first=2, norms={NAME: (low, high)})
+    expected = [t for t, kept in zip(tokens_of(everything), keep, strict=True) if kept]
+    found = [t for b in store.batches(NAME, 5, shuffle=shuffle, token_filter=token_filter) for t in tokens_of(b)]
+    assert (sorted(found) == sorted(expected)) if shuffle else (found == expected)
+
+
+def test_stacked_activations_are_those_by_name(store):
+    keys = [(3, "resid_post"), (1, "resid_post")]
+    for stacked, named in zip(
+        store.batches(keys, 16, stack=True, **SHUFFLED), store.batches(keys, 16, **SHUFFLED), strict=True
+    ):
+        assert stacked.activations.dtype == "bfloat16"
+        np.testing.assert_array_equal(stacked.activations, np.stack(list(named.activations.values()), axis=1))
+        np.testing.assert_array_equal(stacked.tokens, named.tokens)
+
+
+@pytest.mark.parametrize("stack", [False, True])
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_normalised_activations(store, stack, dtype):
+    keys = [(3, "resid_post"), (1, "resid_post")]
+    samples = store.sample(keys, num_tokens=50, seed=1)
+    normalisation = {NAME: samples[NAME].normalisation()}
+    plain = next(store.batches(keys, 20)).activations
+    found = next(store.batches(keys, 20, stack=stack, normalisation=normalisation, dtype=dtype)).activations
+    if stack:
+        found = dict(zip(plain, np.moveaxis(found, 1, 0), strict=True))
+    expected = normalisation[NAME].apply(plain[NAME], dtype)
+    assert expected.dtype == (dtype or np.float32)
+    np.testing.assert_array_equal(found[NAME], expected)
+    np.testing.assert_array_equal(found["blocks.3.resid_post"].astype(np.float32), plain["blocks.3.resid_post"])
+
+
+def test_a_sample_is_of_so_many_tokens_and_seeded(store):
+    one, same_seed, other = (store.sample(NAME, num_tokens=30, seed=seed)[NAME] for seed in (0, 0, 1))
+    assert one.num_tokens == 30
+    np.testing.assert_array_equal(one.norms, same_seed.norms)
+    assert not np.array_equal(one.norms, other.norms)
+    assert store.sample([NAME, "embed"])["embed"].num_tokens == stored_tokens()
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_batches_of_a_framework_hold_what_numpys_do(store, framework):
+    pytest.importorskip(framework)
+    for ours, numpys in zip(
+        store.batches([NAME, "embed"], 16, framework=framework, dtype="float32", **SHUFFLED),
+        store.batches([NAME, "embed"], 16, dtype="float32", **SHUFFLED),
+        strict=True,
+    ):
+        for name in ("tokens", "segments", "positions", "documents"):
+            np.testing.assert_array_equal(np.asarray(getattr(ours, name)), getattr(numpys, name))
+        for name, values in numpys.activations.items():
+            assert type(ours.activations[name]).__module__.split(".")[0].startswith(framework)
+            np.testing.assert_array_equal(np.asarray(ours.activations[name]), values)

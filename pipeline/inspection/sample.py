@@ -1,0 +1,87 @@
+"""A sample of a store's rows, and what it shows of every activation.
+
+Shapes: n rows, T positions of a row, D features of an activation.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float32, Float64
+
+from pipeline.errors import StoreInvalid
+from pipeline.store import ActivationStore, TokenRows
+from pipeline.store.filters import norms_of
+
+# Tokens whose covariance is decomposed: the spectrum has at most so many components.
+SPECTRUM_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class ActivationView:
+    """One activation in the sample.
+
+    norms: [n, T], NaN where padded. spectrum: the shares of the variance of up to SPECTRUM_TOKENS tokens that their
+    principal components have, descending. non_finite: tokens with an infinite or NaN feature; not in the spectrum.
+    """
+
+    name: str
+    width: int
+    dtype: str
+    norms: Float32[np.ndarray, "n T"]
+    spectrum: Float64[np.ndarray, " components"]
+    non_finite: int
+
+    @property
+    def valid_norms(self) -> Float32[np.ndarray, " tokens"]:
+        return self.norms[np.isfinite(self.norms)]
+
+    @property
+    def effective_dimension(self) -> float:
+        """The participation ratio of the spectrum: D for isotropic activations, 1 for a line."""
+        return 1 / float(np.square(self.spectrum).sum()) if self.spectrum.size else float("nan")
+
+
+@dataclass(frozen=True)
+class StoreSample:
+    """Some rows of a store: `beside` their activations [n, T], and a view of each activation."""
+
+    rows: np.ndarray
+    beside: TokenRows
+    views: tuple[ActivationView, ...]
+
+
+def take_sample(store: ActivationStore, num_tokens: int, seed: int) -> StoreSample:
+    """Random rows of about `num_tokens` slots; the same for the same store and seed. Raises StoreError."""
+    if not store.rows.size:
+        raise StoreInvalid(f"{store.path} has no rows yet: there is nothing to sample.")
+    num_rows = min(len(store.rows), -(-num_tokens // store.length))
+    rows = np.sort(np.random.default_rng(seed).choice(store.rows, num_rows, replace=False))
+    beside = store.read_tokens(rows)
+    valid = beside.segments > 0
+    return StoreSample(rows, beside, tuple(_view(store, key.name, rows, valid) for key in store.keys))
+
+
+def _view(store: ActivationStore, name: str, rows: np.ndarray, valid: np.ndarray) -> ActivationView:
+    key = next(key for key in store.keys if key.name == name)
+    values = store.read(key.layer if key.site.per_layer else None, key.site, rows)[valid]
+    norms = np.full(valid.shape, np.nan, np.float32)
+    norms[valid] = norms_of(values)
+    finite = np.isfinite(values).all(axis=1)
+    every = -(-int(finite.sum()) // SPECTRUM_TOKENS) or 1
+    return ActivationView(
+        name=name,
+        width=values.shape[1],
+        dtype=values.dtype.name,
+        norms=norms,
+        spectrum=_spectrum(values[finite][::every].astype(np.float64)),
+        non_finite=int((~finite).sum()),
+    )
+
+
+def _spectrum(values: Float64[np.ndarray, "n D"]) -> Float64[np.ndarray, " components"]:
+    if len(values) < 2:
+        return np.empty(0)
+    centred = values - values.mean(axis=0)
+    gram = centred @ centred.T if len(centred) < centred.shape[1] else centred.T @ centred
+    variances = np.maximum(np.linalg.eigvalsh(gram)[::-1], 0)
+    return variances / max(variances.sum(), np.finfo(np.float64).tiny)

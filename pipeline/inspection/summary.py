@@ -1,0 +1,116 @@
+"""What a store says about itself: its description, commit records, document tables and metrics. No array is read."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+
+from pipeline.errors import StoreInvalid
+from pipeline.store import ActivationStore
+from pipeline.store.commits import CommitRecord
+from pipeline.store.kvstore import list_keys, open_kvstore, read_keys
+from pipeline.store.layout import MIB, StoreLayout
+from pipeline.store.metadata import StoreRoot, read_root, stored_layout
+from pipeline.store.tables import read_tables
+
+# Of a large store, the documents of so many blocks, evenly spaced.
+MAX_TABLES = 64
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A store without its activations.
+
+    blocks: commit records in the order of their rows. document_tokens: lengths of the documents in some blocks.
+    runs: by the name of each run's log, what it measured: a list of `pipeline.metrics.Metrics.snapshot()`.
+    """
+
+    path: str
+    root: StoreRoot
+    layout: StoreLayout
+    blocks: tuple[CommitRecord, ...]
+    document_tokens: np.ndarray
+    runs: Mapping[str, list[Mapping[str, Any]]]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(record.tokens for record in self.blocks)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(record.rows for record in self.blocks)
+
+    @property
+    def padding(self) -> float:
+        """The share of the stored rows' slots that hold no token."""
+        return 1 - self.num_tokens / max(1, self.num_rows * self.layout.length)
+
+    def array_mib(self, name: str) -> float:
+        """MiB of an array's stored blocks, before compression."""
+        spec = next(spec for spec in self.layout.all_arrays if spec.name == name)
+        return len(self.blocks) * self.layout.rows_per_block * self.layout.length * spec.position_bytes / MIB
+
+    def lines(self) -> list[str]:
+        """For people, without the statistics of the activations."""
+        metadata, config = self.root.metadata, self.root.metadata.config
+        model, data, batch = metadata.model, metadata.data, metadata.batch
+        per_stream = [sum(r.stream == stream for r in self.blocks) for stream in range(metadata.num_streams)]
+        skipped = sum(len(record.skipped) for record in self.blocks)
+        cut = sum(record.tokens_cut for record in self.blocks)
+        beside = [spec.name for spec in self.layout.all_arrays if spec not in self.layout.arrays]
+        activations_mib = sum(self.array_mib(spec.name) for spec in self.layout.arrays)
+        facts = {
+            "state": f"{'complete' if self.root.complete else 'unfinished'}, created {self.root.created}",
+            "model": _joined(model.get("family"), model.get("dtype"), config.get("model", {}).get("path")),
+            "data": _joined(data.get("source"), config.get("data", {}).get("path"), data.get("dataset")),
+            "rows": _joined(f"{self.layout.length} tokens", batch.get("packing"), batch.get("long_documents")),
+            "tokens": f"{self.num_tokens:,} in {self.num_rows:,} rows; {self.padding:.1%} of their slots are padding",
+            "blocks": f"{len(self.blocks):,} of {self.layout.rows_per_block} rows; by stream: {_counts(per_stream)}",
+            "documents": f"{sum(r.documents for r in self.blocks):,}, a document counted in each block that has tokens "
+            f"of it; {skipped:,} entries of skipped ones, {cut:,} tokens cut",
+            "size": f"{activations_mib:,.1f} MiB of activations and {sum(map(self.array_mib, beside)):,.1f} MiB beside "
+            f"them, before compression ({self.layout.compression})",
+            "fingerprint": metadata.fingerprint()[:16],
+        }
+        return [self.path, *(f"  {name:12}{text}" for name, text in facts.items())]
+
+
+def summarise(store: ActivationStore) -> Summary:
+    """Raises StoreError."""
+    kvstore = open_kvstore(store.path)
+    root = read_root(store.path, kvstore)
+    if root is None:
+        raise StoreInvalid(f"{store.path} lost its zarr.json while it was being read.")
+    blocks = store.blocks
+    every = -(-len(blocks) // MAX_TABLES) or 1
+    lengths = [table["n_tokens"] for table in read_tables(kvstore, blocks[::every])]
+    logs = [key for key in list_keys(kvstore, "_metrics/") if key.endswith(".jsonl")]
+    runs = {key: _snapshots(key, text) for key, text in zip(logs, read_keys(kvstore, logs), strict=True)}
+    return Summary(
+        path=store.path,
+        root=root,
+        layout=stored_layout(root, store.arrays),
+        blocks=blocks,
+        document_tokens=np.concatenate([np.empty(0, np.int64), *(pc.drop_null(column) for column in lengths)]),
+        runs={key.removeprefix("_metrics/"): snapshots for key, snapshots in runs.items() if snapshots},
+    )
+
+
+def _snapshots(key: str, text: bytes | None) -> list[Mapping[str, Any]]:
+    try:
+        return [json.loads(line) for line in (text or b"").splitlines()]
+    except ValueError as error:
+        raise StoreInvalid(f"{key} is no log of a run: {error}. Delete it; nothing depends on it.") from error
+
+
+def _joined(*parts: object) -> str:
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _counts(per_stream: list[int]) -> str:
+    if len(per_stream) <= 16:
+        return " ".join(map(str, per_stream))
+    return f"{min(per_stream)} to {max(per_stream)} in {len(per_stream)} streams"

@@ -1,0 +1,135 @@
+"""Memory that pieces of blocks are read into, and out of which tokens are gathered.
+
+Shapes: S slots (row, position) of a buffer, T positions of a row, K keys, D features.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import tensorstore as ts
+from jaxtyping import Int64
+
+from pipeline.store.commits import CommitRecord
+from pipeline.store.filters import TokenFilter
+from pipeline.store.frameworks import aligned_empty
+from pipeline.store.layout import POSITIONS, SIDE_ARRAYS, StoreLayout
+from pipeline.store.order import Buffer, ReadingOrder
+from pipeline.store.rows import READS_AHEAD, require_stored, start_read, wait_read
+
+STACKED = "stacked"  # the name of the memory [S, K, D] that several arrays of one width share
+
+
+class StoredBlocks:
+    """The committed blocks of a store, and what stands beside the activations of those that are being read."""
+
+    def __init__(
+        self, layout: StoreLayout, arrays: Mapping[str, ts.TensorStore], records: Sequence[CommitRecord]
+    ) -> None:
+        self.layout = layout
+        self.arrays = arrays
+        self.records = records
+        self._beside: dict[int, tuple[int, dict[str, np.ndarray]]] = {}  # by block: its window, and [rows, T] by name
+
+    def first_row(self, block: int) -> int:
+        record = self.records[block]
+        return self.layout.first_row(record.stream, record.block)
+
+    def beside(self, buffer: Buffer) -> list[dict[str, np.ndarray]]:
+        """The side arrays of each of the buffer's pieces. Those of earlier windows are forgotten."""
+        oldest = min(piece.window for piece in buffer.pieces)
+        kept = {b: held for b, held in self._beside.items() if held[0] >= oldest}
+        missing = {piece.block: piece.window for piece in buffer.pieces if piece.block not in kept}
+        read = self.read_beside(list(missing), [spec.name for spec in SIDE_ARRAYS])
+        self._beside = kept | {b: (missing[b], values) for b, values in zip(missing, read, strict=True)}
+        return [
+            {name: side[p.first : p.first + p.num_rows] for name, side in self._beside[p.block][1].items()}
+            for p in buffer.pieces
+        ]
+
+    def read_beside(self, blocks: Sequence[int], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
+        """The named side arrays of some blocks, [rows, T] each. Raises StoreError for a damaged or missing one."""
+        reads = [(b, name, *self._start(b, name)) for b in blocks for name in names]
+        found: dict[int, dict[str, np.ndarray]] = {b: {} for b in blocks}
+        for block, name, values, read in reads:
+            wait_read(self.arrays[name], read)
+            if name != POSITIONS.name:  # where zeros are nothing unusual
+                first = self.first_row(block)
+                require_stored(self.arrays[name], np.arange(first, first + len(values)), values)
+            found[block][name] = values
+        return list(found.values())
+
+    def _start(self, block: int, name: str) -> tuple[np.ndarray, ts.WriteFutures]:
+        shape = (self.records[block].rows, self.layout.length)
+        values = np.empty(shape, self.arrays[name].dtype.numpy_dtype)
+        return values, start_read(self.arrays[name], self.first_row(block), values)
+
+
+class TokenMemory:
+    """Memory for whole pieces: [S, D] by array name, or [S, K, D] under `STACKED`, and [S] by side array.
+
+    `order` are the slots in the order in which they are to be handed out. `users` are what still reads the memory.
+    """
+
+    def __init__(self, blocks: StoredBlocks, names: Sequence[str], stack: bool, rows: int) -> None:
+        self._blocks = blocks
+        length = blocks.layout.length
+        arrays = {name: blocks.arrays[name] for name in names}
+        shapes = {name: (rows, length, array.shape[2]) for name, array in arrays.items()}
+        dtypes = {name: array.dtype.numpy_dtype for name, array in arrays.items()}
+        if stack:
+            width = shapes[names[0]][2]
+            stacked = np.empty((rows, length, len(names), width), dtypes[names[0]])
+            self._targets = {name: stacked[:, :, k] for k, name in enumerate(names)}
+            self._slots = {STACKED: stacked.reshape(-1, len(names), width)}
+        else:
+            self._targets = {name: np.empty(shapes[name], dtypes[name]) for name in names}
+            self._slots = {name: target.reshape(-1, target.shape[2]) for name, target in self._targets.items()}
+        self._beside = {spec.name: np.empty((rows, length), spec.dtype) for spec in SIDE_ARRAYS}
+        self._slots |= {name: side.reshape(-1) for name, side in self._beside.items()}
+        self.order: Int64[np.ndarray, " n"] = np.empty(0, np.int64)
+        self.users: list[Future[None]] = []
+
+    def fill(self, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter) -> None:
+        """Waits until nobody uses the memory, then reads the buffer's pieces into it. Raises StoreError."""
+        for user in self.users:
+            user.exception()  # waits; whoever takes its result meets the error
+        self.users = []
+        beside = self._blocks.beside(buffer)
+        reads: deque[tuple[ts.TensorStore, ts.WriteFutures]] = deque()
+        row_numbers: list[np.ndarray] = []
+        row = 0
+        for piece, sides in zip(buffer.pieces, beside, strict=True):
+            rows = slice(row, row + piece.num_rows)
+            first = self._blocks.first_row(piece.block) + piece.first
+            for name, target in self._targets.items():
+                array = self._blocks.arrays[name]
+                reads.append((array, start_read(array, first, target[rows])))
+            for name, values in sides.items():
+                self._beside[name][rows] = values
+            row_numbers.append(np.arange(first, first + piece.num_rows))
+            row = rows.stop
+            while len(reads) > READS_AHEAD:
+                wait_read(*reads.popleft())
+        slots = np.flatnonzero(token_filter.keeps({name: side[:row] for name, side in self._beside.items()}))
+        while reads:
+            wait_read(*reads.popleft())
+        for name, target in self._targets.items():
+            require_stored(self._blocks.arrays[name], np.concatenate(row_numbers), target[:row])
+        flat = {name: target.reshape(-1, target.shape[2]) for name, target in self._targets.items()}
+        self.order = order.shuffled(buffer, token_filter.within_norms(slots, flat))
+
+    def like(self, num_tokens: int) -> dict[str, np.ndarray]:
+        """Memory for a batch: what a slot holds, `num_tokens` times, by name."""
+        slots = self._slots.items()
+        return {name: aligned_empty((num_tokens, *values.shape[1:]), values.dtype) for name, values in slots}
+
+    def gather(self, start: int, stop: int, out: Mapping[str, np.ndarray], at: int) -> None:
+        """Copies the tokens `order[start:stop]` into `out`, from its token `at` on."""
+        slots = self.order[start:stop]
+        for name, values in self._slots.items():
+            # As plain integers, for which numpy lets other threads run; mode="raise" would copy twice.
+            integers = f"u{values.itemsize}"
+            target = out[name][at : at + len(slots)]
+            np.take(values.view(integers), slots, axis=0, out=target.view(integers), mode="clip")

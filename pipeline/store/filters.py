@@ -1,0 +1,62 @@
+"""Which tokens a reader hands out. Shapes: T positions of a row, n tokens, D features."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int, Int32
+
+from pipeline.store.layout import POSITIONS, TOKENS
+
+Limits = Mapping[str, tuple[float, float]]
+
+_TOKENS_AT_A_TIME = 4096  # of which norms are computed: small enough for the processor's caches
+
+
+@dataclass(frozen=True)
+class TokenFilter:
+    """What is left out, besides padding.
+
+    drop_tokens: token ids, such as the tokenizer's special ones. skip_first: positions at the beginning of each
+    document (of each of its windows, where it is longer than a row), where attention sinks are. norms: by array name,
+    the least and the greatest L2 norm of an activation; a token is left out when one of its activations is outside.
+    `store.sample(...).norm_quantile` gives such limits.
+    """
+
+    drop_tokens: tuple[int, ...] = ()
+    skip_first: int = 0
+    norms: Limits = field(default_factory=dict)
+
+    @property
+    def side_arrays(self) -> tuple[str, ...]:
+        """The names of the side arrays, besides segments, that `keeps` looks at."""
+        return ((TOKENS.name,) if self.drop_tokens else ()) + ((POSITIONS.name,) if self.skip_first else ())
+
+    def keeps(self, beside: Mapping[str, Int32[np.ndarray, "rows T"]]) -> Bool[np.ndarray, "rows T"]:
+        """Whether each slot is handed out, as far as its token and position tell."""
+        keep = beside["segments"] > 0
+        if self.drop_tokens:
+            keep &= ~np.isin(beside["tokens"], self.drop_tokens)
+        if self.skip_first:
+            keep &= beside["positions"] >= self.skip_first
+        return keep
+
+    def within_norms(
+        self, slots: Int[np.ndarray, " n"], activations: Mapping[str, np.ndarray]
+    ) -> Int[np.ndarray, " kept"]:
+        """Those slots whose activations, [slot, D] by array name, are within the limits."""
+        for name, (least, greatest) in self.norms.items():
+            chunks = (slots[i : i + _TOKENS_AT_A_TIME] for i in range(0, len(slots), _TOKENS_AT_A_TIME))
+            kept = [chunk[_between(norms_of(activations[name][chunk]), least, greatest)] for chunk in chunks]
+            slots = np.concatenate([slots[:0], *kept])
+        return slots
+
+
+def norms_of(activations: np.ndarray) -> Float32[np.ndarray, " n"]:
+    """The L2 norm of each row of [n, D], in float32."""
+    values = activations.astype(np.float32)
+    return np.sqrt(np.einsum("nd,nd->n", values, values))
+
+
+def _between(norms: Float32[np.ndarray, " n"], least: float, greatest: float) -> Bool[np.ndarray, " n"]:
+    return (norms >= least) & (norms <= greatest)

@@ -1,0 +1,60 @@
+"""Batches as arrays of numpy, JAX or PyTorch. Neither of the latter is imported before it is asked for.
+
+Shapes: n tokens of a batch.
+"""
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike
+
+_ALIGNMENT = 64  # bytes: XLA takes a numpy array's memory as it is when it begins at a multiple of this
+
+
+class Framework(StrEnum):
+    """Whose arrays a reader yields."""
+
+    numpy = "numpy"
+    jax = "jax"
+    torch = "torch"
+
+
+def converter(framework: Framework) -> Callable[[np.ndarray], Any]:
+    """What turns a numpy array into one of the framework. Raises ImportError where that is not installed.
+
+    The array's memory is used as it is: always by torch, and by JAX on CPU, where no transfer is needed. JAX has no
+    int64 unless `jax_enable_x64` is set; until then int64 arrays (document numbers) stay numpy's.
+    """
+    match framework:
+        case Framework.numpy:
+            return lambda array: array
+        case Framework.torch:
+            import torch
+
+            def to_torch(array: np.ndarray) -> torch.Tensor:
+                if array.dtype == ml_dtypes.bfloat16:  # for which numpy's buffers and DLPack have no name
+                    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+                return torch.from_numpy(array)
+
+            return to_torch
+        case Framework.jax:
+            import jax
+
+            def to_jax(array: np.ndarray) -> np.ndarray | jax.Array:
+                if array.dtype == np.int64 and not jax.config.jax_enable_x64:
+                    return array
+                return jax.device_put(array)
+
+            return to_jax
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """`np.empty`, beginning where XLA can use the memory without a copy."""
+    dtype = np.dtype(dtype)
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)

@@ -1,0 +1,49 @@
+"""The examples of reading a store really train: their losses fall."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.trained_store import make_store
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> str:
+    return make_store(tmp_path_factory.mktemp("store"))
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def falls(losses: list[float]) -> bool:
+    return np.mean(losses[-10:]) < 0.5 * np.mean(losses[:5])
+
+
+def test_a_sparse_autoencoder_in_torch(store):
+    torch = pytest.importorskip("torch")
+    torch.set_num_threads(1)  # small steps: with more, threads mostly wait for each other
+    losses = load("train_sae_torch").train(store, "blocks.2.resid_post", 200, batch_size=128)
+    assert len(losses) == 200
+    assert falls(losses)
+
+
+def test_a_crosscoder_in_jax(store):
+    losses = load("train_crosscoder_jax").train(store, "resid_post", 200, batch_size=128)
+    assert len(losses) == 200
+    assert falls(losses)
+
+
+def test_the_command_line(store):
+    command = [sys.executable, SCRIPTS / "train_crosscoder_jax.py", store, "--steps", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1].startswith("step     2 loss ")

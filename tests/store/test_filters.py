@@ -1,0 +1,43 @@
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pipeline.store.filters import TokenFilter, norms_of
+
+BESIDE = {
+    "segments": np.array([[1, 1, 1, 2, 2, 0]]),
+    "tokens": np.array([[7, 8, 9, 7, 8, 0]]),
+    "positions": np.array([[0, 1, 2, 0, 1, 0]]),
+}
+
+
+@pytest.mark.parametrize(
+    ("token_filter", "kept"),
+    [
+        (TokenFilter(), [0, 1, 2, 3, 4]),
+        (TokenFilter(drop_tokens=(7,)), [1, 2, 4]),
+        (TokenFilter(drop_tokens=(0, 8, 9)), [0, 3]),
+        (TokenFilter(skip_first=1), [1, 2, 4]),
+        (TokenFilter(skip_first=2, drop_tokens=(9,)), []),
+    ],
+)
+def test_tokens_and_positions(token_filter, kept):
+    beside = {name: BESIDE[name] for name in ("segments", *token_filter.side_arrays)}
+    assert np.flatnonzero(token_filter.keeps(beside)).tolist() == kept
+
+
+def test_norms_of_every_named_activation_count():
+    a = np.arange(10_000, dtype=np.float32)[:, None] * [[3, 4]]
+    slots = np.arange(0, 10_000, 2)
+    limits = TokenFilter(norms={"a": (50, 40_000)})
+    assert limits.within_norms(slots, {"a": a}).tolist() == list(range(10, 8001, 2))
+    both = TokenFilter(norms={"a": (50, 40_000), "b": (0, 500)})
+    assert both.within_norms(slots, {"a": a, "b": a}).tolist() == list(range(10, 101, 2))
+    assert TokenFilter().within_norms(slots, {}) is slots
+
+
+def test_norms_are_computed_wider_than_they_are_stored():
+    values = np.random.default_rng(0).standard_normal((50, 300)).astype(ml_dtypes.bfloat16)
+    expected = np.linalg.norm(values.astype(np.float64), axis=1)
+    np.testing.assert_allclose(norms_of(values), expected, rtol=1e-6)
+    assert norms_of(values).dtype == np.float32

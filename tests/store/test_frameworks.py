@@ -1,0 +1,59 @@
+import subprocess
+import sys
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pipeline.store.frameworks import Framework, aligned_empty, converter
+
+DTYPES = ["bfloat16", "float16", "float32", "int32", "int64"]
+
+
+def example(dtype: str) -> np.ndarray:
+    array = aligned_empty((50, 3), dtype)
+    array[:] = np.arange(150).reshape(50, 3)
+    return array
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_takes_the_memory_as_it_is(dtype):
+    torch = pytest.importorskip("torch")
+    array = example(dtype)
+    tensor = converter(Framework.torch)(array)
+    assert tensor.dtype == getattr(torch, dtype)
+    assert tensor.data_ptr() == array.ctypes.data
+    np.testing.assert_array_equal(tensor.double().numpy(), array.astype(np.float64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_jax_takes_the_memory_as_it_is(dtype):
+    array = example(dtype)
+    converted = converter(Framework.jax)(array)
+    if dtype == "int64":  # which JAX does not have by default
+        assert converted is array
+        return
+    assert isinstance(converted, jax.Array)
+    assert converted.dtype == dtype
+    assert converted.unsafe_buffer_pointer() == array.ctypes.data
+    np.testing.assert_array_equal(converted, array)
+
+
+def test_numpy_is_numpy():
+    array = example("bfloat16")
+    assert converter(Framework.numpy)(array) is array
+    assert array.dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (5, 7), (0, 3)])
+def test_memory_is_aligned(shape):
+    array = aligned_empty(shape, "int64")
+    assert array.shape == shape
+    assert array.ctypes.data % 64 == 0 or not array.size
+
+
+def test_the_reader_imports_neither_jax_nor_torch():
+    code = "import sys, pipeline.store; print([name for name in ('jax', 'torch', 'hydra') if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,97 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from pipeline.store.order import Piece, ReadingOrder
+
+BLOCK_ROWS = (10, 3, 10, 10, 1, 7, 10, 10)
+PIECE_ROWS = 4
+ALL = {(block, row) for block, rows in enumerate(BLOCK_ROWS) for row in range(rows)}
+
+
+def order(**changes) -> ReadingOrder:
+    given = {"block_rows": BLOCK_ROWS, "piece_rows": PIECE_ROWS, "pieces_per_buffer": 3, "window_blocks": 2, "seed": 7}
+    return ReadingOrder(**(given | changes))
+
+
+def rows(pieces) -> list[tuple[int, int]]:
+    return [(piece.block, piece.first + r) for piece in pieces for r in range(piece.num_rows)]
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 19, 40])
+@pytest.mark.parametrize("window_blocks", [1, 2, 100])
+def test_the_ranks_together_read_every_row_once(seed, world, window_blocks):
+    orders = [order(seed=seed, world=world, rank=rank, window_blocks=window_blocks) for rank in range(world)]
+    for epoch in range(3):
+        shares = [list(o.pieces(epoch)) for o in orders]
+        found = [row for share in shares for row in rows(share)]
+        assert len(found) == len(ALL)
+        assert set(found) == ALL
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_without_a_seed_rows_are_in_order():
+    assert rows(order(seed=None).pieces(4)) == sorted(ALL)
+
+
+def test_the_order_is_another_in_every_epoch_and_for_every_seed():
+    found = [tuple(order(seed=seed).pieces(epoch)) for seed in range(3) for epoch in range(3)]
+    assert len(set(found)) == len(found)
+    assert list(order().pieces(2)) == list(order().pieces(2))
+
+
+def test_windows_are_consecutive_and_bound_the_blocks_that_are_mixed():
+    windows = [piece.window for piece in order().pieces(0)]
+    assert windows == sorted(windows)
+    for _, pieces in itertools.groupby(order().pieces(0), key=lambda piece: piece.window):
+        assert len({piece.block for piece in pieces}) <= 2
+
+
+@pytest.mark.parametrize("start", [0, 1, 4])
+def test_buffers_can_begin_anywhere(start):
+    everything = list(order().buffers(1))
+    assert [buffer.index for buffer in everything] == list(range(len(everything)))
+    assert all(len(buffer.pieces) == 3 for buffer in everything[:-1])
+    assert [piece for buffer in everything for piece in buffer.pieces] == list(order().pieces(1))
+    assert list(order().buffers(1, start)) == everything[start:]
+
+
+def test_tokens_are_shuffled_by_seed_epoch_rank_and_buffer():
+    slots = np.arange(50)
+    buffers = [buffer for epoch in range(2) for buffer in itertools.islice(order().buffers(epoch), 2)]
+    found = [tuple(o.shuffled(b, slots)) for o in (order(), order(seed=8), order(rank=1, world=2)) for b in buffers]
+    assert len(set(found)) == len(found)
+    assert all(sorted(each) == slots.tolist() for each in found)
+    assert tuple(order().shuffled(buffers[0], slots)) == found[0]
+    assert order(seed=None).shuffled(buffers[0], slots).tolist() == slots.tolist()
+
+
+@pytest.mark.parametrize("world", [1, 3, 40])
+def test_every_rank_knows_the_tokens_of_all(world):
+    tokens = [[100 * block + p for p in range(-(-rows // PIECE_ROWS))] for block, rows in enumerate(BLOCK_ROWS)]
+    expected = [
+        sum(tokens[p.block][p.first // PIECE_ROWS] for p in order(world=world, rank=rank).pieces(5))
+        for rank in range(world)
+    ]
+    for rank in (0, world - 1):
+        assert order(world=world, rank=rank).tokens_of_ranks(5, tokens) == expected
+
+
+def test_a_store_without_blocks():
+    empty = order(block_rows=(), world=2, rank=1)
+    assert list(empty.pieces(0)) == []
+    assert list(empty.buffers(0)) == []
+    assert empty.tokens_of_ranks(0, []) == [0, 0]
+
+
+def test_a_million_blocks_cost_no_reading_and_little_time():
+    many = order(block_rows=(10,) * 1_000_000, window_blocks=64, world=64, rank=63)
+    assert isinstance(next(many.pieces(0)), Piece)
+
+
+@pytest.mark.parametrize(("rank", "world"), [(-1, 2), (2, 2), (0, 0)])
+def test_the_rank_is_one_of_the_world(rank, world):
+    with pytest.raises(ValueError, match="rank"):
+        order(rank=rank, world=world)

@@ -1,0 +1,82 @@
+"""Real trainings by the libraries that people train sparse autoencoders with, from a store.
+
+Neither is among the test requirements; both are trained here wherever they are installed.
+"""
+
+import numpy as np
+import pytest
+
+from pipeline.store import ActivationStore
+from tests.trained_store import make_store
+
+torch = pytest.importorskip("torch")
+STEPS, BATCH_SIZE = 300, 256
+KEY = "blocks.2.resid_post"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> ActivationStore:
+    return ActivationStore.open(make_store(tmp_path_factory.mktemp("store")))
+
+
+def activations(store: ActivationStore):
+    """What both take for data: an endless iterator of [n, d], here of unit variance."""
+    normalisation = {KEY: store.sample(KEY)[KEY].normalisation()}
+    batches = store.batches(
+        KEY, BATCH_SIZE, shuffle=True, seed=0, epochs=None, normalisation=normalisation, framework="torch"
+    )
+    return (batch.activations for batch in batches)
+
+
+def test_saelens_trains_from_a_store(store):
+    pytest.importorskip("sae_lens")
+    from sae_lens import TopKTrainingSAE, TopKTrainingSAEConfig
+    from sae_lens.config import SAETrainerConfig
+    from sae_lens.training.sae_trainer import SAETrainer
+
+    losses = []
+
+    class Recorded(SAETrainer):
+        def step(self, batch):
+            output = super().step(batch)
+            losses.append(output.losses["mse_loss"].item())
+            return output
+
+    torch.manual_seed(0)
+    width = store.arrays[KEY].shape[2]
+    sae = TopKTrainingSAE(TopKTrainingSAEConfig(d_in=width, d_sae=4 * width, k=16, device="cpu", dtype="float32"))
+    config = SAETrainerConfig(STEPS * BATCH_SIZE, BATCH_SIZE, lr=1e-3, lr_end=1e-4)
+    Recorded(config, sae, activations(store)).fit()
+    assert len(losses) >= STEPS
+    assert np.mean(losses[-20:]) < 0.4 * np.mean(losses[:5])
+
+
+def test_dictionary_learning_trains_from_a_store(store):
+    pytest.importorskip("dictionary_learning")
+    from dictionary_learning.trainers.top_k import AutoEncoderTopK, TopKTrainer
+    from dictionary_learning.training import trainSAE
+
+    losses = []
+
+    class Recorded(TopKTrainer):
+        def update(self, step, x):
+            losses.append(super().update(step, x))
+
+    width = store.arrays[KEY].shape[2]
+    config = {
+        "trainer": Recorded,
+        "steps": STEPS,
+        "activation_dim": width,
+        "dict_size": 4 * width,
+        "k": 16,
+        "layer": 2,
+        "lm_name": "bundled",
+        "lr": 1e-3,
+        "warmup_steps": 10,
+        "dict_class": AutoEncoderTopK,
+        "device": "cpu",
+        "seed": 0,
+    }
+    trainSAE(activations(store), [config], STEPS, device="cpu")
+    assert len(losses) == STEPS
+    assert np.mean(losses[-20:]) < 0.4 * np.mean(losses[:5])
