@@ -66,6 +66,11 @@ class OnError(StrEnum):
     skip = "skip"
 
 
+class OnNotFinite(StrEnum):
+    fail = "fail"
+    warn = "warn"
+
+
 class SpecialTokens(StrEnum):
     tokenizer = "tokenizer"
     none = "none"
@@ -176,6 +181,8 @@ class CaptureConfig:
     layers: Any = MISSING  # list of layer numbers, or "all"
     sites: list[str] = field(default_factory=lambda: ["resid_post"])
     dtype: StorageDtype = StorageDtype.bfloat16
+    statistics: bool = True  # of every array: mean, variance, norms; computed on the devices
+    on_not_finite: OnNotFinite = OnNotFinite.fail  # what a value does that is NaN or too large for `dtype`
 
 
 @dataclass(frozen=True)

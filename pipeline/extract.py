@@ -42,10 +42,11 @@ def extract(
         with metrics.stage("loop", "dispatch"):
             rows = slice(first_row, first_row + plan.process_rows)
             batch = put_rows(sharding, step_rows(block, rows, plan.process_rows) if block else no_rows)
-            activations, counts = step(params, batch["tokens"], batch["segments"], batch["positions"])
-            counts.copy_to_host_async()
-            copies = start_copies(activations, plan.first_row) if block else []
-            dispatched = Step(block, first_row, plan.process_rows, copies, counts)
+            outputs = step(params, batch["tokens"], batch["segments"], batch["positions"])
+            outputs.counts.copy_to_host_async()
+            wanted = (*outputs.activations, *(outputs.statistics or ()))
+            copies = start_copies(wanted, plan.first_row) if block else []
+            dispatched = Step(block, first_row, plan.process_rows, copies, outputs.counts)
             writer.submit(dispatched)
         return dispatched
 

@@ -6,11 +6,12 @@ Letters: B rows, T positions, D width of the site.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pipeline.distributed import activation_sharding, replicated, row_sharding
 from pipeline.models.attention import choose_attention
@@ -20,6 +21,24 @@ from pipeline.models.registry import Model
 from pipeline.sites import ActivationKey
 
 log = logging.getLogger("pipeline")
+
+
+class RowStatistics(NamedTuple):
+    """Of each row's valid, finite tokens: the part of the statistics that the devices compute.
+
+    The keys' features lie one after the other in W. In one array each, since every output costs the host time.
+    """
+
+    moments: Float32[Array, "B 2 W"]  # of each feature the mean, and the sum of squared deviations from it
+    norms: Float32[Array, "B keys T"]  # of each token; 0 at padding, NaN where a value is not finite
+
+
+class StepOutputs(NamedTuple):
+    """What a step leaves on the devices."""
+
+    activations: tuple[Float[Array, "B T D"], ...]  # in the order of the keys; 0 at padding
+    statistics: RowStatistics | None
+    counts: Int32[Array, " 1+keys"]  # over all processes: valid tokens, then of each key those that are not finite
 
 
 @dataclass(frozen=True)
@@ -37,13 +56,9 @@ class CompiledStep:
         tokens: Int32[Array, "B T"],
         segments: Int32[Array, "B T"],
         positions: Int32[Array, "B T"],
-    ) -> tuple[tuple[Float[Array, "B T D"], ...], Int32[Array, " 1+keys"]]:
-        """Dispatches one step. Inputs are divided by rows along the mesh's `data` axis.
-
-        Returns the activations in the order of `keys`, divided as `activation_sharding` says and 0 at padding, and
-        counts over all processes, the same on every device: of the valid tokens, then for each key of the tokens with a
-        value that is not finite in the stored dtype.
-        """
+    ) -> StepOutputs:
+        """Dispatches one step. Inputs are divided by rows along the mesh's `data` axis, and so is what comes out, but
+        for the counts, which every device has. Activations may be divided along `tensor` too: `activation_sharding`."""
         return self.executable(params, tokens, segments, positions)
 
 
@@ -57,6 +72,7 @@ def compile_step(
     keys: Sequence[ActivationKey],
     dtype: str,
     attention: str,
+    statistics: bool = True,
 ) -> CompiledStep:
     """Lowers and compiles the step for `rows` (global) rows of `length` tokens; activations come out as `dtype`."""
     keys = tuple(keys)
@@ -64,22 +80,46 @@ def compile_step(
     chosen = choose_attention(attention, model.arch, mesh, length, params["embed"].dtype.name)
     log.info("%s", chosen.describe())
 
-    def step(params: Params, tokens: Array, segments: Array, positions: Array) -> tuple[tuple[Array, ...], Array]:
+    def step(params: Params, tokens: Array, segments: Array, positions: Array) -> StepOutputs:
         captured = model.apply(params, tokens, segments, positions, keys, chosen.attend, partition)
         valid = segments != 0
         with jax.named_scope("store"):
-            activations = tuple(jnp.where(valid[:, :, None], captured[key], 0).astype(dtype) for key in keys)
-            not_finite = [~jnp.isfinite(values).all(axis=-1) for values in activations]
-            counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in (valid, *not_finite)])
-        return activations, counts
+            values = [jnp.where(valid[:, :, None], captured[key], 0) for key in keys]
+            activations = tuple(x.astype(dtype) for x in values)
+            finite = [jnp.isfinite(x).all(axis=-1) for x in activations]
+            counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in (valid, *(~each for each in finite))])
+        with jax.named_scope("statistics"):
+            of_rows = _row_statistics([_as_stored(x, dtype) for x in values], valid, finite) if statistics else None
+        return StepOutputs(activations, of_rows, counts)
 
     by_rows = row_sharding(mesh)
     batch = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=by_rows)
     of_activations = tuple(activation_sharding(mesh, model.width(key.site)) for key in keys)
-    jitted = jax.jit(step, out_shardings=(of_activations, replicated(mesh)))
+    of_statistics = RowStatistics(by_rows, by_rows) if statistics else None
+    jitted = jax.jit(step, out_shardings=StepOutputs(of_activations, of_statistics, replicated(mesh)))
     with jax.default_matmul_precision(matmul_precision(params["embed"].dtype)):
         executable = jitted.lower(params, batch, batch, batch).compile()
     return CompiledStep(mesh, keys, model.flops_per_token(keys, length) * rows * length, executable)
+
+
+def _as_stored(x: Float[Array, "B T D"], dtype: str) -> Float32[Array, "B T D"]:
+    """The numbers that the store will hold. A cast there and back would not do: XLA may leave both out."""
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant)
+
+
+def _row_statistics(
+    activations: Sequence[Float32[Array, "B T D"]], valid: Bool[Array, "B T"], finite: Sequence[Bool[Array, "B T"]]
+) -> RowStatistics:
+    moments, norms = [], []
+    for x, is_finite in zip(activations, finite, strict=True):
+        used = (valid & is_finite)[:, :, None]
+        x = jnp.where(used, x, 0)
+        mean = jnp.sum(x, axis=1) / jnp.maximum(jnp.sum(used, axis=1), 1)
+        m2 = jnp.sum(jnp.where(used, jnp.square(x - mean[:, None]), 0), axis=1)
+        moments.append(jnp.stack([mean, m2], axis=1))
+        norms.append(jnp.where(is_finite, jnp.linalg.norm(x, axis=-1), jnp.nan))
+    return RowStatistics(jnp.concatenate(moments, axis=-1), jnp.stack(norms, axis=1))
 
 
 def matmul_precision(dtype: jnp.dtype | str) -> str:

@@ -121,7 +121,7 @@ def open_job(config: RunConfig) -> Job:
             "packing": str(config.batch.packing),
             "long_documents": str(config.batch.long_documents),
         },
-        capture={"arrays": [key.name for key in plan.keys], "dtype": plan.dtype},
+        capture={"arrays": [key.name for key in plan.keys], "dtype": plan.dtype, "statistics": plan.statistics},
         store={"compression": str(config.store.compression)},
         num_streams=plan.num_streams,
         rows_per_block=plan.rows_per_block,

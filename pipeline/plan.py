@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from pipeline.config import CaptureConfig, RunConfig, Weights, WeightsDtype
+from pipeline.config import CaptureConfig, OnNotFinite, RunConfig, Weights, WeightsDtype
 from pipeline.errors import ConfigError
 from pipeline.sites import ActivationKey, Site, activation_keys
 from pipeline.store.layout import ITEM_BYTES, MIB, rows_per_block_for
@@ -73,6 +73,8 @@ class Plan:
     widths: tuple[int, ...]  # D of each key
     hook_names: tuple[str, ...]  # TransformerLens' names of the keys
     dtype: str  # of the stored activations
+    statistics: bool  # whether the step computes them too
+    fail_on_not_finite: bool
     length: int  # T
     step_rows: int  # B, rows per step over all processes of the worker
     process_rows: int  # rows per step of one process
@@ -159,6 +161,8 @@ def make_plan(
         widths=widths,
         hook_names=tuple(model.hook_name(key) for key in keys),
         dtype=str(config.capture.dtype),
+        statistics=config.capture.statistics,
+        fail_on_not_finite=config.capture.on_not_finite is OnNotFinite.fail,
         length=batch.length,
         step_rows=batch.rows,
         process_rows=process_rows,

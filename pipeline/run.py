@@ -76,6 +76,7 @@ def compile_job(job: Job) -> tuple[CompiledStep, object]:
         keys=plan.keys,
         dtype=plan.dtype,
         attention=str(config.model.attention),
+        statistics=plan.statistics,
     )
     return step, params
 

@@ -13,18 +13,18 @@ import numpy as np
 
 @dataclass(frozen=True)
 class HostBlock:
-    """One device's part of one activation, on its way to the host.
+    """One device's part of one output, on its way to the host.
 
-    `rows` and `features` say where it belongs in the process's [process_rows, T, D] part of the global array.
+    `rows` are those of the process's part of the output that it belongs to, `rest` its place along the other axes.
     """
 
-    key_index: int
+    output: int
     rows: slice
-    features: slice
+    rest: tuple[slice, ...]
     data: jax.Array
 
     def wait(self) -> np.ndarray:
-        """The values, [rows, T, features]. Waits without holding the GIL; on CPU it is a view, not a copy."""
+        """The values. Waits without holding the GIL; on CPU it is a view, not a copy."""
         return np.asarray(self.data)
 
 
@@ -34,13 +34,14 @@ def start_copies(outputs: Sequence[jax.Array], first_row: int) -> list[HostBlock
     `first_row` is the global row at which this process's rows begin.
     """
     blocks = []
-    for key_index, output in enumerate(outputs):
+    for number, output in enumerate(outputs):
         for shard in output.addressable_shards:
             if shard.replica_id != 0:
                 continue
             shard.data.copy_to_host_async()
             start, stop, _ = shard.index[0].indices(output.shape[0])
-            blocks.append(HostBlock(key_index, slice(start - first_row, stop - first_row), shard.index[2], shard.data))
+            rows = slice(start - first_row, stop - first_row)
+            blocks.append(HostBlock(number, rows, shard.index[1:], shard.data))
     return blocks
 
 

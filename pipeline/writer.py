@@ -20,6 +20,7 @@ from pipeline.errors import NotFiniteError, StoreError
 from pipeline.metrics import Metrics
 from pipeline.plan import Plan
 from pipeline.store.commits import CommitRecord
+from pipeline.store.statistics import Statistics, block_statistics
 from pipeline.store.writing import PendingBlock, StoreWriter
 from pipeline.transfer import HostBlock, InFlight
 
@@ -139,7 +140,7 @@ class BlockWriter:
             values = copy.wait()
         rows = slice(first_row + copy.rows.start, first_row + copy.rows.stop)
         with self._metrics.stage("writer", "copy"):
-            np.copyto(buffers[copy.key_index][rows, :, copy.features], values)
+            np.copyto(buffers[copy.output][rows, *copy.rest], values)
 
     def _check_finite(self, step: Step, not_finite: list[int]) -> None:
         """The counts are over all processes, so all of them end, each with this message."""
@@ -148,11 +149,15 @@ class BlockWriter:
             blocks = [f"block {step.block.index} of stream {step.block.stream}"] if step.block else []
             if self._plan.processes > 1:
                 blocks.append("another process's block")
-            raise NotFiniteError(
-                f"{' or '.join(blocks)} has activations that are not finite as "
-                f"{self._plan.dtype}: {', '.join(found)}. It is not stored. Start a new store with "
-                f"capture.dtype=bfloat16 or float32; if that does not help, with model.dtype=float32."
+            what = (
+                f"{' or '.join(blocks)} has activations that are not finite as {self._plan.dtype}: {', '.join(found)}."
             )
+            if self._plan.fail_on_not_finite:
+                raise NotFiniteError(
+                    f"{what} It is not stored. Start a new store with capture.dtype=bfloat16 or float32; if that does "
+                    f"not help, with model.dtype=float32."
+                )
+            log.warning("%s They are stored as they are, and left out of the statistics.", what)
 
     def _begin(self, block: TokenBlock) -> None:
         """Starts writing a block whose activations are all in the buffers."""
@@ -161,17 +166,31 @@ class BlockWriter:
             for buffer in buffers:
                 buffer[block.num_rows :] = 0
             arrays = _side_arrays(block, self._plan.rows_per_block)
-            arrays |= {key.name: buffer for key, buffer in zip(self._plan.keys, buffers, strict=True)}
+            activations, of_rows = buffers[: len(self._plan.keys)], buffers[len(self._plan.keys) :]
+            arrays |= {key.name: buffer for key, buffer in zip(self._plan.keys, activations, strict=True)}
+        with self._metrics.stage("writer", "statistics"):
+            statistics = self._statistics(block, of_rows) if of_rows else None
         with self._metrics.stage("writer", "store"):
-            pending = self._store.begin_block(block.stream, block.index, arrays, block.table)
+            pending = self._store.begin_block(block.stream, block.index, arrays, block.table, statistics)
         self._pending.append((pending, commit_record(block), buffers))
+
+    def _statistics(self, block: TokenBlock, of_rows: list[np.ndarray]) -> dict[str, Statistics]:
+        """The block's, by array; `of_rows` are the buffers of forward.RowStatistics."""
+        moments, norms = (part[: block.num_rows] for part in of_rows)
+        valid = block.segments != 0
+        found, first = {}, 0
+        for number, (key, width) in enumerate(zip(self._plan.keys, self._plan.widths, strict=True)):
+            mean, m2 = moments[:, 0, first : first + width], moments[:, 1, first : first + width]
+            found[key.name] = block_statistics(valid, mean, m2, norms[:, number])
+            first += width
+        return found
 
     def _commit(self) -> None:
         """Waits until the oldest pending block is durable, writes its commit record, and frees its buffers."""
         pending, record, buffers = self._pending.popleft()
         with self._metrics.stage("writer", "store"):
             self._store.commit(pending, record)
-        self._metrics.committed(sum(buffer.nbytes for buffer in buffers))
+        self._metrics.committed(self._plan.block_bytes)
         self._free.append(buffers)
 
     def _write_metrics(self) -> None:
@@ -200,9 +219,16 @@ def commit_record(block: TokenBlock) -> CommitRecord:
 
 
 def _new_buffers(plan: Plan) -> list[np.ndarray]:
-    """One store shard per captured key. The memory is touched only when it is filled."""
+    """What a block's steps put out: a store shard for each captured key, then forward.RowStatistics if there are any.
+    The memory is touched only when it is filled."""
     dtype = np.dtype(ml_dtypes.bfloat16) if plan.dtype == "bfloat16" else np.dtype(plan.dtype)
-    return [np.empty((plan.rows_per_block, plan.length, width), dtype) for width in plan.widths]
+    rows, length = plan.rows_per_block, plan.length
+    buffers = [np.empty((rows, length, width), dtype) for width in plan.widths]
+    if plan.statistics:
+        buffers += [
+            np.empty(shape, np.float32) for shape in ((rows, 2, sum(plan.widths)), (rows, len(plan.keys), length))
+        ]
+    return buffers
 
 
 def _side_arrays(block: TokenBlock, rows_per_block: int) -> dict[str, np.ndarray]:

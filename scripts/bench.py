@@ -104,8 +104,8 @@ def bare_forward(case: Case) -> float:
     ]
     began = time.perf_counter()
     for batch in batches:
-        activations, _ = case.step(case.params, batch["tokens"], batch["segments"], batch["positions"])
-    jax.block_until_ready(activations)
+        outputs = case.step(case.params, batch["tokens"], batch["segments"], batch["positions"])
+    jax.block_until_ready(outputs)
     return sum(block.num_tokens for block in blocks) / (time.perf_counter() - began)
 
 

@@ -49,11 +49,11 @@ def outputs(tensor, fsdp, devices=None, with_int8=False):
     step = compile_step(
         model, params, partition, rows=8, length=24, keys=KEYS, dtype="float32", attention="auto"
     )
-    activations, counts = step(params, **put_rows(row_sharding(partition.mesh), batch))
+    activations, _, counts = step(params, **put_rows(row_sharding(partition.mesh), batch))
     assert int(counts[0]) == 8 * 21
     whole = [np.full(array.shape, np.nan, np.float32) for array in activations]
     for copy in start_copies(activations, first_row=0):  # as the writer gathers them
-        place = whole[copy.key_index][copy.rows, :, copy.features]
+        place = whole[copy.output][copy.rows, *copy.rest]
         assert np.isnan(place).all()  # each element once
         place[...] = copy.wait()
     on_first = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params["runs"]))

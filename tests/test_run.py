@@ -119,6 +119,13 @@ def test_activations_that_overflow_the_stored_dtype_end_the_run_and_are_not_stor
     assert ActivationStore.open(str(tmp_path / "a")).num_tokens == 0
     run(job_config(text, tmp_path / "b", *overrides, "capture.dtype=bfloat16"))
     assert ActivationStore.open(str(tmp_path / "b")).num_tokens >= 2000
+    run(job_config(text, tmp_path / "c", *overrides, "capture.dtype=float16", "capture.on_not_finite=warn"))
+    store = ActivationStore.open(str(tmp_path / "c"))
+    statistics = store.statistics(2, "resid_post")
+    assert statistics.count + statistics.not_finite == store.num_tokens
+    assert statistics.not_finite > 0
+    assert np.isfinite(statistics.mean).all()
+    assert verify_store(str(tmp_path / "c")) == []
 
 
 @pytest.mark.parametrize("experiment", sorted(file.stem for file in (cli.config_dir() / "experiment").glob("*.yaml")))

@@ -34,8 +34,9 @@ class CommitRecord:
     document table. tokens_cut: tokens that `batch.long_documents=cut` dropped from these documents. skipped: the
     documents that `data.on_error=skip` left out, as {source, index, reason}. start, next: the cursors (as JSON) of
     this block and of the stream's next one. exhausted: the stream has no document after this block. truncated:
-    `run.max_tokens` ended the block early; a longer run writes it again, with the same first rows. table_sha256: of the
-    document table's file; the writer fills it in.
+    `run.max_tokens` ended the block early; a longer run writes it again, with the same first rows. table_sha256,
+    statistics_sha256: of the document table's file and of the statistics' (empty: there are none); the writer fills
+    them in.
     """
 
     stream: int
@@ -50,6 +51,7 @@ class CommitRecord:
     exhausted: bool
     truncated: bool
     table_sha256: str = ""
+    statistics_sha256: str = ""
     version: int = 1
 
     @property

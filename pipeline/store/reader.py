@@ -37,6 +37,7 @@ from pipeline.store.layout import POSITIONS, SIDE_ARRAYS
 from pipeline.store.metadata import StoreMetadata, StoreRoot, read_root, stored_layout
 from pipeline.store.rows import read_runs, require_stored
 from pipeline.store.sample import ActivationSample, Normalisation
+from pipeline.store.statistics import Statistics, merge_blocks, read_merged
 from pipeline.store.tables import empty_table, read_tables
 
 Key = ActivationKey | tuple[SupportsIndex | None, Site | str] | str
@@ -153,6 +154,19 @@ class ActivationStore:
         """
         tables = list(read_tables(self._kvstore, self._blocks))
         return pa.concat_tables(tables, promote_options="default") if tables else empty_table()
+
+    def statistics(self, layer: SupportsIndex | None, site: Site | str) -> Statistics:
+        """Mean and variance of each feature, and the norms, over every stored token of an array.
+
+        Raises StoreError for a store that was made with capture.statistics=false.
+        """
+        name = self._key((layer, site)).name
+        found = (
+            read_merged(self._kvstore, name) if self.complete else merge_blocks(self._kvstore, self._blocks).get(name)
+        )
+        if found is None:
+            raise StoreError(f"{self.path} has no statistics of {name}: it was made with capture.statistics=false.")
+        return found
 
     def read(self, layer: SupportsIndex | None, site: Site | str, rows: Rows, dtype: DTypeLike = None) -> np.ndarray:
         """Activations [n, T, D] of some rows ([T, D] for one), zeros where padded.

@@ -36,18 +36,23 @@ def table_digest(content: bytes) -> str:
 def decode_table(content: bytes | None, record: CommitRecord) -> pa.Table:
     """A block's document table from its file's bytes. Raises StoreInvalid when it is missing or damaged."""
     subject = table_key(record.stream, record.block)
-    if content is None:
-        raise StoreInvalid(f"{subject} is missing, although the block is committed. {DAMAGE_REMEDY}")
-    if table_digest(content) != record.table_sha256:
-        raise StoreInvalid(f"{subject} has not the sha256 that the commit record names. {DAMAGE_REMEDY}")
-    try:
-        table = pq.read_table(pa.BufferReader(content))
-    except (pa.ArrowException, OSError) as error:
-        raise StoreInvalid(f"{subject} cannot be read: {error}. {DAMAGE_REMEDY}") from error
+    table = decode_parquet(content, subject, record.table_sha256)
     missing = [name for name in DOCUMENT_SCHEMA.names if name not in table.column_names]
     if missing:
         raise StoreInvalid(f"{subject} lacks the columns {missing}; it has {table.column_names}.")
     return table
+
+
+def decode_parquet(content: bytes | None, subject: str, sha256: str) -> pa.Table:
+    """A parquet file that a commit record vouches for. Raises StoreInvalid when it is missing or damaged."""
+    if content is None:
+        raise StoreInvalid(f"{subject} is missing, although the block is committed. {DAMAGE_REMEDY}")
+    if table_digest(content) != sha256:
+        raise StoreInvalid(f"{subject} has not the sha256 that the commit record names. {DAMAGE_REMEDY}")
+    try:
+        return pq.read_table(pa.BufferReader(content))
+    except (pa.ArrowException, OSError) as error:
+        raise StoreInvalid(f"{subject} cannot be read: {error}. {DAMAGE_REMEDY}") from error
 
 
 def read_tables(kvstore: ts.KvStore, records: Sequence[CommitRecord]) -> Iterator[pa.Table]:

@@ -35,6 +35,7 @@ from pipeline.store.kvstore import (
 )
 from pipeline.store.layout import MAX_ROWS, StoreLayout
 from pipeline.store.metadata import ROOT_KEY, Json, StoreMetadata, StoreRoot, read_root
+from pipeline.store.statistics import Statistics, encode_statistics, merge_blocks, statistics_key, write_merged
 from pipeline.store.tables import encode_table, table_digest, table_key
 
 
@@ -46,6 +47,7 @@ class PendingBlock:
     block: int
     futures: Mapping[str, ts.Future | ts.WriteFutures]
     table_sha256: str
+    statistics_sha256: str
 
     @property
     def done(self) -> bool:
@@ -103,8 +105,15 @@ class StoreWriter:
         """Writes the relative error of each array that int8 weights cause into the store's attributes."""
         self._update_root(weights_error=errors)
 
-    def begin_block(self, stream: int, block: int, arrays: Mapping[str, np.ndarray], table: pa.Table) -> PendingBlock:
-        """Starts writing a block's arrays and its document table, and does not wait.
+    def begin_block(
+        self,
+        stream: int,
+        block: int,
+        arrays: Mapping[str, np.ndarray],
+        table: pa.Table,
+        statistics: Mapping[str, Statistics] | None = None,
+    ) -> PendingBlock:
+        """Starts writing a block's arrays, its document table and its statistics (if any), and does not wait.
 
         `arrays` holds every array of the layout by name, each of the full shard shape [R, T] or [R, T, D] with zeros
         (documents: -1) where padded. The arrays are not copied: leave them untouched until `commit` returns.
@@ -123,9 +132,12 @@ class StoreWriter:
                 shard = self._arrays[spec.name][first : first + self.layout.rows_per_block]
                 write = shard.write(arrays[spec.name], can_reference_source_data_indefinitely=self._may_reference)
                 futures[self.layout.shard_key(spec, stream, block)] = write
-            parquet = encode_table(table)
-            futures[table_key(stream, block)] = self._kvstore.write(table_key(stream, block), parquet)
-        return PendingBlock(stream, block, futures, table_digest(parquet))
+            tables = {table_key(stream, block): encode_table(table)}
+            if statistics is not None:
+                tables[statistics_key(stream, block)] = encode_statistics(statistics)
+            futures |= {key: self._kvstore.write(key, parquet) for key, parquet in tables.items()}
+        table_sha256, statistics_sha256, *_ = (*map(table_digest, tables.values()), "")
+        return PendingBlock(stream, block, futures, table_sha256, statistics_sha256)
 
     def commit(self, pending: PendingBlock, record: CommitRecord) -> None:
         """Waits until every object of the block is durable, then writes the record.
@@ -140,7 +152,7 @@ class StoreWriter:
         for key, future in pending.futures.items():
             with store_errors(object_url(self._kvstore, key)):
                 future.result()
-        record = replace(record, table_sha256=pending.table_sha256)
+        record = replace(record, table_sha256=pending.table_sha256, statistics_sha256=pending.statistics_sha256)
         write_key(self._kvstore, record.key, record.to_json())
         records.append(record)
 
@@ -157,8 +169,8 @@ class StoreWriter:
         self._arrays = open_or_create(self._kvstore, self.layout)
 
     def finish(self) -> None:
-        """Declares that every stream has its last block: consolidates the records, marks the store complete, trims the
-        arrays to the last committed row. Does nothing to a store that is complete already.
+        """Declares that every stream has its last block: consolidates the records, merges the statistics, marks the
+        store complete, trims the arrays to the last committed row. Does nothing to a store that is complete already.
 
         Call it only once no process has a block to commit. The records are read again, since others wrote some.
         Nothing is deleted: objects without a commit record may be those of a block that a worker with a larger
@@ -174,6 +186,8 @@ class StoreWriter:
         if digest != self._consolidated:
             write_key(self._kvstore, CONSOLIDATED_KEY, consolidated)
             self._consolidated = digest
+            committed = [record for stream in self.records.values() for record in stream]
+            write_merged(self._kvstore, merge_blocks(self._kvstore, committed))
         self._update_root(complete=True, blocks=blocks, commits_sha256=digest)
         set_rows(self._kvstore, self._array_names(), rows)
 

@@ -1,0 +1,218 @@
+"""Statistics of the stored activations: of each row on the device, of each block in `_stats/`, of all in `stats/`.
+
+Merging is that of groups with known counts (Chan, Golub & LeVeque, 1979), in float64 and in the order of the blocks, so
+that it gives the same numbers however the blocks came about.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import tensorstore as ts
+from jaxtyping import Bool, Float, Float32, Float64, Int64
+
+from pipeline.store.commits import CommitRecord
+from pipeline.store.kvstore import read_keys, write_key
+from pipeline.store.tables import decode_parquet, encode_table
+
+BINS_PER_OCTAVE = 32
+_MIN_EXPONENT, _MAX_EXPONENT = -14, 26  # norms beyond 2 to these powers fall into the first and the last bin
+NUM_BINS = (_MAX_EXPONENT - _MIN_EXPONENT) * BINS_PER_OCTAVE
+QUANTILES = (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)
+
+STATISTICS_PREFIX = "_stats/"
+_SCHEMA = pa.schema(
+    [
+        ("array", pa.string()),
+        ("count", pa.int64()),
+        ("not_finite", pa.int64()),
+        ("mean", pa.list_(pa.float64())),
+        ("m2", pa.list_(pa.float64())),
+        ("norm_sum", pa.float64()),
+        ("norm_histogram", pa.list_(pa.int64())),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of one activation array's valid tokens, as they are stored.
+
+    count: the tokens that are finite; not_finite: those that are not, and are left out of everything else. mean: of
+    each feature. m2: each feature's sum of squared deviations from its mean. norm_sum: of the tokens' L2 norms.
+    norm_histogram: how many norms lie in each of NUM_BINS bins, BINS_PER_OCTAVE to a factor of two.
+    """
+
+    count: int
+    not_finite: int
+    mean: Float64[np.ndarray, " d"]
+    m2: Float64[np.ndarray, " d"]
+    norm_sum: float
+    norm_histogram: Int64[np.ndarray, " bins"]
+
+    @property
+    def variance(self) -> Float64[np.ndarray, " d"]:
+        """Of each feature, divided by the number of tokens."""
+        return self.m2 / max(self.count, 1)
+
+    @property
+    def mean_norm(self) -> float:
+        return self.norm_sum / max(self.count, 1)
+
+    def norm_quantile(self, q: float) -> float:
+        """The norm that a share `q` of the tokens does not exceed, to within a bin (2 %); 0 without tokens."""
+        if self.count == 0:
+            return 0.0
+        bin_of_quantile = int(np.searchsorted(np.cumsum(self.norm_histogram), q * self.count))
+        return float(2 ** (_MIN_EXPONENT + (min(bin_of_quantile, NUM_BINS - 1) + 0.5) / BINS_PER_OCTAVE))
+
+
+def block_statistics(
+    valid: Bool[np.ndarray, "rows T"],
+    mean: Float32[np.ndarray, "rows d"],
+    m2: Float32[np.ndarray, "rows d"],
+    norms: Float32[np.ndarray, "rows T"],
+) -> Statistics:
+    """From what the device gives for each row; a norm is NaN where a value of the token is not finite."""
+    finite = valid & ~np.isnan(norms)
+    found = norms[finite].astype(np.float64)
+    with np.errstate(divide="ignore"):
+        octaves = np.log2(found) - _MIN_EXPONENT
+    bins = np.clip(octaves * BINS_PER_OCTAVE, 0, NUM_BINS - 1).astype(np.int64)
+    merged = _merge_groups(finite.sum(axis=1), mean.astype(np.float64), m2.astype(np.float64))
+    return Statistics(
+        count=int(finite.sum()),
+        not_finite=int((valid & ~finite).sum()),
+        mean=merged[0],
+        m2=merged[1],
+        norm_sum=float(found.sum()),
+        norm_histogram=np.bincount(bins, minlength=NUM_BINS),
+    )
+
+
+def merge(parts: Iterable[Statistics]) -> Statistics:
+    """Of all tokens of the parts, of which there is at least one; one after the other, so that few are in memory."""
+    parts = iter(parts)
+    total = next(parts)
+    for part in parts:
+        counts = np.array([total.count, part.count])
+        mean, m2 = _merge_groups(counts, np.stack([total.mean, part.mean]), np.stack([total.m2, part.m2]))
+        total = Statistics(
+            count=total.count + part.count,
+            not_finite=total.not_finite + part.not_finite,
+            mean=mean,
+            m2=m2,
+            norm_sum=total.norm_sum + part.norm_sum,
+            norm_histogram=total.norm_histogram + part.norm_histogram,
+        )
+    return total
+
+
+def _merge_groups(
+    counts: Int64[np.ndarray, " groups"], means: Float[np.ndarray, "groups d"], m2s: Float[np.ndarray, "groups d"]
+) -> tuple[Float64[np.ndarray, " d"], Float64[np.ndarray, " d"]]:
+    weights = counts / max(1, counts.sum())
+    mean = weights @ means
+    return mean, m2s.sum(axis=0) + counts @ np.square(means - mean)
+
+
+def statistics_key(stream: int, block: int) -> str:
+    """The key, relative to the store, of a block's statistics."""
+    return f"{STATISTICS_PREFIX}stream-{stream:05d}/block-{block:06d}.parquet"
+
+
+def encode_statistics(statistics: Mapping[str, Statistics]) -> bytes:
+    """A block's statistics as parquet: one row for each array."""
+    rows = [{"array": name} | vars(of_array) for name, of_array in statistics.items()]
+    return encode_table(pa.Table.from_pylist(rows, schema=_SCHEMA))
+
+
+def decode_statistics(content: bytes | None, record: CommitRecord) -> dict[str, Statistics]:
+    """A block's statistics by array. Raises StoreInvalid when they are missing or damaged."""
+    subject = statistics_key(record.stream, record.block)
+    table = decode_parquet(content, subject, record.statistics_sha256)
+    columns = {
+        name: table[name].to_pylist()
+        if not pa.types.is_list(table[name].type)
+        else [v.values.to_numpy() for v in table[name]]
+        for name in table.column_names
+    }
+    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    return {row.pop("array"): Statistics(**row) for row in rows}
+
+
+def merge_blocks(kvstore: ts.KvStore, records: Sequence[CommitRecord]) -> dict[str, Statistics]:
+    """Of all tokens of some blocks, by array; {} where a block has none. Raises StoreError."""
+    records = sorted(records, key=lambda record: (record.stream, record.block))  # rounding depends on the order
+    if not records or not all(record.statistics_sha256 for record in records):
+        return {}
+    contents = read_keys(kvstore, [statistics_key(record.stream, record.block) for record in records])
+    blocks = (decode_statistics(content, record) for content, record in zip(contents, records, strict=True))
+    total = next(blocks)
+    for block in blocks:
+        total = {name: merge([of_array, block[name]]) for name, of_array in total.items()}
+    return total
+
+
+def write_merged(kvstore: ts.KvStore, statistics: Mapping[str, Statistics]) -> None:
+    """Writes `stats/`: for each array a float64 Zarr array [mean or variance, feature], the rest in its attributes.
+
+    Processes that do this at the same time write the same. Raises StoreError.
+    """
+    if statistics:
+        write_key(kvstore, "stats/zarr.json", _json({"zarr_format": 3, "node_type": "group", "attributes": {}}))
+    for name, found in statistics.items():
+        values = np.stack([found.mean, found.variance])
+        quantiles = {str(q): found.norm_quantile(q) for q in QUANTILES}
+        used = np.flatnonzero(found.norm_histogram)
+        first, last = (int(used[0]), int(used[-1])) if len(used) else (0, 0)
+        attributes = {
+            "count": found.count,
+            "not_finite": found.not_finite,
+            "norm_sum": found.norm_sum,
+            "mean_norm": found.mean_norm,
+            "norm_quantiles": quantiles,
+            "norm_histogram": {  # bin i begins at 2 ** (min_exponent + i / bins_per_octave)
+                "min_exponent": _MIN_EXPONENT,
+                "bins_per_octave": BINS_PER_OCTAVE,
+                "first_bin": first,
+                "counts": found.norm_histogram[first : last + 1].tolist(),
+            },
+        }
+        metadata = {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(values.shape),
+            "data_type": "float64",
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(values.shape)}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": 0.0,
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+            "dimension_names": ["mean_variance", "feature"],
+            "attributes": attributes,
+        }
+        write_key(kvstore, f"stats/{name}/zarr.json", _json(metadata))
+        write_key(kvstore, f"stats/{name}/c/0/0", values.astype("<f8").tobytes())
+
+
+def read_merged(kvstore: ts.KvStore, name: str) -> Statistics | None:
+    """What `write_merged` has written of an array; None where it has not. Raises StoreError."""
+    text, content = read_keys(kvstore, [f"stats/{name}/zarr.json", f"stats/{name}/c/0/0"])
+    if text is None or content is None:
+        return None
+    found = json.loads(text)["attributes"]
+    mean, variance = np.frombuffer(content, "<f8").reshape(2, -1)
+    histogram = np.zeros(NUM_BINS, np.int64)
+    counts = found["norm_histogram"]["counts"]
+    first = found["norm_histogram"]["first_bin"]
+    histogram[first : first + len(counts)] = counts
+    return Statistics(
+        found["count"], found["not_finite"], mean, variance * found["count"], found["norm_sum"], histogram
+    )
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=1) + "\n").encode()

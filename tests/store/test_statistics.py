@@ -1,0 +1,79 @@
+"""Merging statistics, against numpy over all tokens at once."""
+
+import numpy as np
+import pytest
+
+from pipeline.store.statistics import Statistics, block_statistics, merge
+
+ROWS, T, D = 6, 20, 5
+
+
+def example(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Values [rows, T, D] far from zero, with a planted outlier, and which of the tokens are valid."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(300, 1, (ROWS, T, D)).astype(np.float32)
+    values[2, 3, 1] = 1e5
+    valid = np.arange(T) < rng.integers(0, T + 1, (ROWS, 1))
+    valid[2, 3] = True
+    valid[4] = False
+    return values, valid
+
+
+def statistics(values: np.ndarray, valid: np.ndarray) -> Statistics:
+    """As the device gives them: of each row."""
+    used = valid[:, :, None]
+    count = np.maximum(valid.sum(axis=1), 1)[:, None]
+    mean = np.where(used, values, 0).sum(axis=1) / count
+    m2 = np.where(used, np.square(values - mean[:, None]), 0).sum(axis=1)
+    norms = np.where(valid, np.linalg.norm(values, axis=-1), 0)
+    return block_statistics(valid, *(part.astype(np.float32) for part in (mean, m2, norms)))
+
+
+def test_a_block_equals_numpy():
+    values, valid = example(0)
+    tokens = values[valid].astype(np.float64)
+    found = statistics(values, valid)
+    assert (found.count, found.not_finite) == (len(tokens), 0)
+    np.testing.assert_allclose(found.mean, tokens.mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(found.variance, tokens.var(axis=0), rtol=1e-5)
+    norms = np.linalg.norm(tokens, axis=-1)
+    assert found.mean_norm == pytest.approx(norms.mean(), rel=1e-6)
+    assert found.norm_histogram.sum() == len(tokens)
+
+
+def test_merging_equals_numpy_whatever_the_order():
+    examples = [example(seed) for seed in range(4)]
+    tokens = np.concatenate([values[valid] for values, valid in examples]).astype(np.float64)
+    parts = [statistics(*each) for each in examples]
+    for order in (parts, parts[::-1], [merge(parts[:2]), merge(parts[2:])]):
+        total = merge(order)
+        assert total.count == len(tokens)
+        np.testing.assert_allclose(total.mean, tokens.mean(axis=0), rtol=1e-6)
+        np.testing.assert_allclose(total.variance, tokens.var(axis=0), rtol=1e-5)
+        assert np.array_equal(total.norm_histogram, sum(part.norm_histogram for part in parts))
+
+
+def test_quantiles_are_right_to_within_a_bin():
+    norms = np.random.default_rng(1).lognormal(2, 1.5, (1, 5000)).astype(np.float32)
+    found = block_statistics(
+        np.ones_like(norms, bool), np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32), norms
+    )
+    for q in (0.01, 0.5, 0.99):
+        assert found.norm_quantile(q) == pytest.approx(np.quantile(norms, q), rel=0.025)
+
+
+def test_no_tokens_and_norms_beyond_every_bin():
+    nothing = block_statistics(np.zeros((0, T), bool), *(np.zeros((0, n), np.float32) for n in (D, D, T)))
+    assert (nothing.count, nothing.mean_norm, nothing.norm_quantile(0.5)) == (0, 0, 0)
+    norms = np.array([[0, 1e-30, 1e30, np.inf, np.nan]], np.float32)
+    found = block_statistics(
+        np.ones_like(norms, bool), np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32), norms
+    )
+    assert (found.count, found.not_finite) == (4, 1)
+    assert (found.norm_histogram[0], found.norm_histogram[-1]) == (2, 2)
+    values, valid = example(0)
+    some = statistics(values, valid)
+    with_nothing = merge(
+        [block_statistics(np.zeros((0, T), bool), *(np.zeros((0, n), np.float32) for n in (D, D, T))), some]
+    )
+    np.testing.assert_array_equal(with_nothing.mean, some.mean)
