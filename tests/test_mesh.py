@@ -35,7 +35,7 @@ from pipeline.sites import Site, activation_keys
 from pipeline.transfer import start_copies
 
 model = open_model(sys.argv[1], init="random")
-KEYS = (*activation_keys((1,), tuple(Site)), *activation_keys((5,), (Site.resid_post,)))
+KEYS = (*activation_keys((1,), (Site.q, Site.attn_z, Site.attn_out, Site.mlp_post)), *activation_keys((5,), (Site.resid_post,)))
 rng = np.random.default_rng(0)
 batch = {
     "tokens": rng.integers(0, 101, (8, 24), dtype=np.int32),
@@ -47,7 +47,8 @@ def outputs(tensor, fsdp, devices=None, with_int8=False):
     partition = Partition(make_mesh(tensor, devices), fsdp)
     params = model.load(KEYS, "float32", partition.of_leaf, with_int8=with_int8)
     step = compile_step(
-        model, params, partition, rows=8, length=24, keys=KEYS, dtype="float32", attention="auto"
+        model, params, partition, rows=8, length=24, keys=KEYS, dtype="float32", attention="auto",
+        statistics=tensor == 1,  # their sums along a tensor axis would be fused with those of the layers
     )
     activations, _, counts = step(params, **put_rows(row_sharding(partition.mesh), batch))
     assert int(counts[0]) == 8 * 21
