@@ -140,9 +140,11 @@ def _model_identity(model: Model, config: RunConfig) -> dict[str, object]:
 def print_plan(config: RunConfig) -> None:
     """What a run would do, on the devices at hand: nothing is read but headers, and nothing is written."""
     job = open_job(config)
+    sites = ", ".join(f"{site} {job.model.width(site)}" for site in job.model.sites)
     num_params = job.model.num_params(job.plan.keys)
     flops = job.model.flops_per_token(job.plan.keys, job.plan.length)
     print(f"model     {job.model.family}, {job.model.num_layers} layers; the capture needs {num_params:,} parameters")
+    print(f"sites     {sites}")
     print(f"compute   {flops:,} FLOPs per token")
     print(f"data      {len(job.source.shards)} source shards")
     print(job.plan.describe())

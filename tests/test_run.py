@@ -11,8 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from pipeline import cli, distributed
 from pipeline.errors import NotFiniteError
-from pipeline.job import open_job
+from pipeline.job import open_job, print_plan
 from pipeline.run import compile_job, fill, run
+from pipeline.sites import ActivationKey, Site
 from pipeline.store import ActivationStore
 from pipeline.store.verify import verify_store
 from pipeline.store.writing import StoreWriter
@@ -133,3 +134,15 @@ def test_every_experiment_composes(experiment):
     config = cli.compose([f"+experiment={experiment}", "data.path=/somewhere", "store.path=/elsewhere"])
     assert config.capture.layers
     assert config.store.path == "/elsewhere"
+
+
+def test_the_plan_tells_what_a_model_has_and_costs(text, tmp_path, capsys):
+    print_plan(job_config(text, tmp_path / "store", "capture.layers=[2]"))
+    printed = capsys.readouterr().out
+    model = open_job(job_config(text, tmp_path / "store")).model
+    keys = (ActivationKey(2, Site.resid_post),)
+    assert f"qwen2, {model.num_layers} layers; the capture needs {model.num_params(keys):,} parameters" in printed
+    assert "embed 128, resid_pre 128, q 128, k 64, v 64, attn_z 128," in printed
+    assert f"{model.flops_per_token(keys, 128):,} FLOPs per token" in printed
+    assert "blocks.2.resid_post: 256 bytes per token as bfloat16" in printed
+    assert not (tmp_path / "store").exists()

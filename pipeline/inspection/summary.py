@@ -75,6 +75,9 @@ class Summary:
             f"them, before compression ({self.layout.compression})",
             "fingerprint": metadata.fingerprint()[:16],
         }
+        errors = [error for error in (self.root.weights_error or {}).values() if error is not None]
+        if errors:
+            facts["int8"] = f"weights; the relative error of activations is {min(errors)} to {max(errors)}"
         return [self.path, *(f"  {name:12}{text}" for name, text in facts.items())]
 
 

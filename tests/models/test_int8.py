@@ -10,11 +10,12 @@ from hf_reference import NUM_LAYERS, save_random
 from jax.sharding import SingleDeviceSharding
 
 from pipeline.cli import PACKAGE
-from pipeline.distributed import make_mesh, replicated
+from pipeline.distributed import make_mesh
 from pipeline.forward import compile_step
 from pipeline.models import leaf_reading
 from pipeline.models.int8 import Int8Weight, quantise
 from pipeline.models.leaf_reading import read_int8, read_leaf
+from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
 from pipeline.sites import ActivationKey, Site, activation_keys
 
@@ -155,9 +156,9 @@ def test_weights_are_int8_until_their_product(tmp_path) -> None:
     config = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 32}
     config |= {"num_attention_heads": 2, "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model, mesh = open_model(str(tmp_path), init="random"), make_mesh()
+    model, partition = open_model(str(tmp_path), init="random"), Partition(make_mesh())
     keys = (ActivationKey(31, Site.resid_post),)
     for dtype in ("float32", "bfloat16"):
-        params = model.load(keys, dtype, replicated(mesh), with_int8=True)
-        step = compile_step(model, params, mesh, rows=8, length=16, keys=keys, dtype=dtype, attention="auto")
+        params = model.load(keys, dtype, partition.of_leaf, with_int8=True)
+        step = compile_step(model, params, partition, rows=8, length=16, keys=keys, dtype=dtype, attention="auto")
         assert step.executable.memory_analysis().temp_size_in_bytes < num_bytes(params["runs"]) / 4
