@@ -1,6 +1,6 @@
 """The reader against numpy, on this machine: shuffled batches of 4096 tokens from a store in the page cache.
 
-    python scripts/bench_reader.py [--tokens 300000] [--repeats 5] [--epochs 6]
+    python scripts/bench_reader.py [--tokens 300000] [--repeats 5] [--epochs 12]
 
 A store of three layers, d=768, bfloat16, rows of 256 tokens, written first. numpy reads the store shards as files,
 whole and unchecked (`np.fromfile`); the reader reads, checks crc32c, shuffles and gathers. They alternate in one
@@ -85,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=300_000)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=6, help="of one layer; a third of it of three")
+    parser.add_argument("--epochs", type=int, default=12, help="of one layer; a third of it of three")
     options = parser.parse_args()
     write_store(options.tokens)
 
