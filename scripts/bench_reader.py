@@ -1,10 +1,11 @@
 """The reader against numpy, on this machine: shuffled batches of 4096 tokens from a store in the page cache.
 
-    python scripts/bench_reader.py [--tokens 300000] [--repeats 5] [--epochs 6]
+    python scripts/bench_reader.py [--tokens 300000] [--repeats 5] [--epochs 12]
 
 A store of three layers, d=768, bfloat16, rows of 256 tokens, written first. numpy reads the store shards as files,
 whole and unchecked (`np.fromfile`); the reader reads, checks crc32c, shuffles and gathers. They alternate in one
-process, because a shared machine drifts; the ratio is the median over neighbours. Writes build/bench-reader.json.
+process, because a shared machine drifts; the ratio is the median over neighbours. On a machine that others load, the
+CPU seconds tell more than the speed. Writes build/bench-reader.json.
 """
 
 import argparse
@@ -57,53 +58,60 @@ def write_store(num_tokens: int) -> None:
     writer.finish()
 
 
-def numpy_gib_per_s(layers: tuple[int, ...], epochs: int) -> float:
+def numpy_bytes(layers: tuple[int, ...], epochs: int) -> int:
     files = [file for layer in layers for file in (PATH / f"blocks.{layer}.resid_post" / "c").rglob("*")]
     files = [file for file in files if file.is_file()]
-    began = time.perf_counter()
-    num_bytes = sum(np.fromfile(file, np.uint8).nbytes for _ in range(epochs) for file in files)
-    return num_bytes / (time.perf_counter() - began) / GIB
+    return sum(np.fromfile(file, np.uint8).nbytes for _ in range(epochs) for file in files)
 
 
-def reader_gib_per_s(store: ActivationStore, layers: tuple[int, ...], epochs: int, stack: bool) -> float:
+def reader_bytes(store: ActivationStore, layers: tuple[int, ...], epochs: int, stack: bool) -> int:
     """From the call of `batches` to the last batch, threads and memory included."""
-    began, num_bytes = time.perf_counter(), 0
+    num_bytes = 0
     keys = [(layer, "resid_post") for layer in layers]
     for batch in store.batches(keys, BATCH_SIZE, shuffle=True, seed=0, epochs=epochs, stack=stack):
         arrays = [batch.activations] if stack else batch.activations.values()
         num_bytes += sum(array.nbytes for array in arrays)
-    return num_bytes / (time.perf_counter() - began) / GIB
+    return num_bytes
+
+
+def timed(read: Callable[[], int]) -> tuple[float, float]:
+    """GiB/s, and the CPU seconds of all threads per GiB."""
+    began, cpu = time.perf_counter(), time.process_time()
+    gib = read() / GIB
+    return gib / (time.perf_counter() - began), (time.process_time() - cpu) / gib
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=300_000)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=6, help="of one layer; a third of it of three")
+    parser.add_argument("--epochs", type=int, default=12, help="of one layer; a third of it of three")
     options = parser.parse_args()
     write_store(options.tokens)
 
     store = ActivationStore.open(PATH)
     few = max(1, options.epochs // 3)
-    cases: dict[str, Callable[[], float]] = {
-        "numpy, one layer": lambda: numpy_gib_per_s(LAYERS[:1], options.epochs),
-        "reader, one layer": lambda: reader_gib_per_s(store, LAYERS[:1], options.epochs, stack=False),
-        "numpy, three layers": lambda: numpy_gib_per_s(LAYERS, few),
-        "reader, three layers": lambda: reader_gib_per_s(store, LAYERS, few, stack=False),
-        "reader, three layers stacked": lambda: reader_gib_per_s(store, LAYERS, few, stack=True),
+    cases: dict[str, Callable[[], int]] = {
+        "numpy, one layer": lambda: numpy_bytes(LAYERS[:1], options.epochs),
+        "reader, one layer": lambda: reader_bytes(store, LAYERS[:1], options.epochs, stack=False),
+        "numpy, three layers": lambda: numpy_bytes(LAYERS, few),
+        "reader, three layers": lambda: reader_bytes(store, LAYERS, few, stack=False),
+        "reader, three layers stacked": lambda: reader_bytes(store, LAYERS, few, stack=True),
     }
-    speeds: dict[str, list[float]] = {name: [] for name in cases}
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     for _ in range(options.repeats):
-        for name, measure in cases.items():
-            speeds[name].append(measure())
+        for name, read in cases.items():
+            runs[name].append(timed(read))
+    speeds = {name: [speed for speed, _ in found] for name, found in runs.items()}
     for name, found in speeds.items():
-        print(f"{name:30} {statistics.median(found):5.2f} GiB/s ({min(found):.2f} to {max(found):.2f})", end="")
-        if name.startswith("reader"):
-            against = "numpy, one layer" if "one" in name else "numpy, three layers"
-            ratio = statistics.median(ours / raw for ours, raw in zip(found, speeds[against], strict=True))
-            print(f", {ratio:.2f} of numpy's", end="")
-        print()
-    Path("build/bench-reader.json").write_text(json.dumps(speeds, indent=1) + "\n")
+        cpu = statistics.median(seconds for _, seconds in runs[name])
+        against = speeds["numpy, one layer" if "one" in name else "numpy, three layers"]
+        ratio = statistics.median(ours / raw for ours, raw in zip(found, against, strict=True))
+        print(
+            f"{name:30} {statistics.median(found):5.2f} GiB/s ({min(found):.2f} to {max(found):.2f}), "
+            f"{cpu:.2f} CPU seconds per GiB, {ratio:.2f} of numpy's speed"
+        )
+    Path("build/bench-reader.json").write_text(json.dumps(runs, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """SAELens' loader of cached activations against this reader, on the same activations. Needs sae-lens.
 
-    python scripts/bench_saelens.py [--tokens 100000] [--repeats 3]
+    python scripts/bench_saelens.py [--tokens 300000] [--repeats 3]
 
 SAELens' cache is an Arrow data set of [context, d] per row, as its CacheActivationsRunner writes it, in float16 (Arrow
 has no bfloat16): two bytes, as in the store. Both give shuffled batches of 4096 tokens as torch tensors, alternate in
@@ -80,7 +80,7 @@ def tokens_per_s(batches: Iterator[torch.Tensor], num_tokens: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--tokens", type=int, default=300_000)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     write_store(options.tokens)

@@ -13,6 +13,7 @@ from pipeline.inspection.summary import summarise
 from pipeline.store import ActivationStore
 from pipeline.store.kvstore import open_kvstore, write_key
 from tests.jobs import run
+from tests.store.emulators import new_bucket
 from tests.store.example_store import DOCUMENT_LENGTHS, ROWS, WIDTHS, stored_tokens, write_store
 from tests.trained_store import make_store
 
@@ -169,3 +170,11 @@ def test_settings():
 def test_settings_that_are_wrong(arguments, message):
     with pytest.raises(ConfigError, match=message):
         parse(arguments)
+
+
+def test_a_remote_store(gcs, tmp_path, capsys):
+    path = f"{new_bucket('gs', gcs.backend)}/store"
+    write_store(path)
+    assert main([f"store.path={path}", f"inspect.html={tmp_path / 'page.html'}"]) == 0
+    assert f"{stored_tokens():,} in " in capsys.readouterr().out
+    Page((tmp_path / "page.html").read_text())

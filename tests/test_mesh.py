@@ -35,7 +35,8 @@ from pipeline.sites import Site, activation_keys
 from pipeline.transfer import start_copies
 
 model = open_model(sys.argv[1], init="random")
-KEYS = (*activation_keys((1,), (Site.q, Site.attn_z, Site.attn_out, Site.mlp_post)), *activation_keys((5,), (Site.resid_post,)))
+INNER = Site.q, Site.attn_z, Site.attn_out, Site.mlp_post
+KEYS = (*activation_keys((1,), INNER), *activation_keys((5,), (Site.resid_post,)))
 rng = np.random.default_rng(0)
 batch = {
     "tokens": rng.integers(0, 101, (8, 24), dtype=np.int32),

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -81,10 +82,13 @@ def _norms(sample: StoreSample) -> str:
     charts = [_figure("Norm by layer: mean, and 5 to 95 %", _by_layer(views))]
     charts.append(_figure("Mean norm by position in the document", _by_position(views, sample)))
     charts.append(_figure("Variance that the first components explain", _spectra(views)))
-    charts += [_figure(f"Norms of {view.name}", _histogram(view)) for view in views[:MAX_HISTOGRAMS]]
+    histograms = [_figure(view.name, _histogram(view)) for view in views[:MAX_HISTOGRAMS]]
     left_out = len(views) - MAX_HISTOGRAMS
     more = f"<p>{left_out} more arrays have no histogram here.</p>" if left_out > 0 else ""
-    return f'<h2>Norms and variance</h2><div class="charts">{"".join(charts)}</div>{more}'
+    return (
+        f'<h2>Norms and variance</h2><div class="charts">{"".join(charts)}</div>'
+        f'<h2>Histograms of norms</h2><div class="charts">{"".join(histograms)}</div>{more}'
+    )
 
 
 def _by_layer(views: Sequence[ActivationView]) -> str:
@@ -119,9 +123,33 @@ def _by_position(views: Sequence[ActivationView], sample: StoreSample) -> str:
     y = _norm_axis("mean L2 norm", float(np.nanmin(means)), float(np.nanmax(means)))
     chart = Chart(Axis("position, from 1", 1, max(2, int(edges[-1])), log=True), y)
     centres = [math.sqrt(left * max(left, right - 1)) for left, right in pairwise(edges.tolist())]
-    for k, (view, values) in enumerate(zip(views, means, strict=True)):
-        chart.line(centres, values, COLOURS[k % 8], view.name if len(views) <= 8 else "", dots=len(views) <= 4)
+    for style, values in zip(_styles(views), means, strict=True):
+        chart.line(centres, values, style.colour, style.label, dots=len(views) <= 4, opacity=style.opacity)
     return chart.svg()
+
+
+class _Style(NamedTuple):
+    colour: str
+    label: str
+    opacity: float
+
+
+def _styles(views: Sequence[ActivationView]) -> list[_Style]:
+    """How to draw each view's line: by colour, or many of them by their site's colour, deeper ones stronger."""
+    if len(views) <= 6:
+        return [_Style(COLOURS[k], view.name, 1.0) for k, view in enumerate(views)]
+    keys = [ActivationKey.parse(view.name) for view in views]
+    sites = list(dict.fromkeys(key.site for key in keys))
+    deepest = max(1, *(key.layer for key in keys))
+    first = {site: next(k for k, key in enumerate(keys) if key.site is site) for site in sites}
+    return [
+        _Style(
+            COLOURS[sites.index(key.site) % 8],
+            f"{key.site}, deeper layers stronger" if first[key.site] == k and key.site.per_layer else "",
+            0.3 + 0.7 * max(0, key.layer) / deepest,
+        )
+        for k, key in enumerate(keys)
+    ]
 
 
 def _spectra(views: Sequence[ActivationView]) -> str:
@@ -129,10 +157,10 @@ def _spectra(views: Sequence[ActivationView]) -> str:
     if most < 2:
         return "<p>Too few tokens.</p>"
     chart = Chart(Axis("components", 1, most, log=True), Axis("share of the variance", 0, 1))
-    for k, view in enumerate(views):
+    for style, view in zip(_styles(views), views, strict=True):
         at = np.unique(np.geomspace(1, max(1, len(view.spectrum)), 60).round().astype(int))
         shares = np.cumsum(view.spectrum)[at - 1] if view.spectrum.size else np.full(len(at), np.nan)
-        chart.line(at.tolist(), shares, COLOURS[k % 8], view.name if len(views) <= 8 else "")
+        chart.line(at.tolist(), shares, style.colour, style.label, opacity=style.opacity)
     return chart.svg()
 
 
@@ -145,7 +173,9 @@ def _histogram(view: ActivationView) -> str:
     high = max(high, low * 1.001)
     edges = np.geomspace(low, high, 61) if log else np.linspace(low, high, 61)
     heights = np.histogram(norms, edges)[0]
-    chart = Chart(Axis("L2 norm", low, high, log), Axis("tokens", 0, 1.15 * max(1, heights.max())), height=200)
+    chart = Chart(
+        Axis("L2 norm", low, high, log), Axis("tokens", 0, 1.15 * max(1, heights.max())), width=300, height=180
+    )
     return chart.bars(edges, heights, COLOURS[0]).rule(float(np.median(norms)), "median").svg()
 
 

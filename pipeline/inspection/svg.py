@@ -31,9 +31,11 @@ class Axis:
 
     def ticks(self) -> list[float]:
         if self.log and self.high / self.low >= 20:
-            exponents = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
-            every = -(-len(exponents) // 6) or 1
-            return [10.0**e for e in exponents][::every]
+            exponents = range(math.floor(math.log10(self.low)), math.floor(math.log10(self.high) + 1e-9) + 1)
+            multiples = (1, 2, 5) if len(exponents) <= 3 else (1,)
+            found = [m * 10.0**e for e in exponents for m in multiples]
+            found = [value for value in found if self.low * (1 - 1e-9) <= value <= self.high * (1 + 1e-9)]
+            return found[:: -(-len(found) // 8)]
         step = 10.0 ** math.floor(math.log10(max(self.high - self.low, 1e-12)))
         step *= next((m for m in (0.1, 0.2, 0.5, 1.0, 2.0) if (self.high - self.low) / (step * m) <= 6), 2.0)
         step = max(step, 1.0) if self.whole else step
@@ -53,11 +55,18 @@ class Chart:
     _legend: list[tuple[str, str]] = field(default_factory=list)
 
     def line(
-        self, xs: Sequence[float], ys: Sequence[float], colour: str, label: str = "", dots: bool = False
+        self,
+        xs: Sequence[float],
+        ys: Sequence[float],
+        colour: str,
+        label: str = "",
+        dots: bool = False,
+        opacity: float = 1.0,
     ) -> "Chart":
         points = [(self._x(x), self._y(y)) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self._marks.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
+        stroke = f'stroke="{colour}" stroke-width="1.8" opacity="{opacity:.2f}"'
+        self._marks.append(f'<polyline points="{path}" fill="none" {stroke}/>')
         if dots:
             self._marks += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
         if label:

@@ -13,7 +13,7 @@ from pipeline.store.layout import MAX_ROWS, ArraySpec, StoreLayout
 
 _LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC32C = {"name": "crc32c"}
-# Local files are mapped rather than read into memory that is new each time (measured: 1.4 times the throughput).
+# Local files are mapped rather than read into memory that is new each time (measured: 1.35 times the throughput).
 _MAPPED = {"file_io_mode": {"mode": "memmap"}}
 _COMPRESSION = {"none": [], "zstd": [{"name": "zstd", "configuration": {"level": 1}}]}
 

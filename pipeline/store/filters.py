@@ -27,6 +27,12 @@ class TokenFilter:
     skip_first: int = 0
     norms: Limits = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        # As plain numbers, so that equal filters look alike in the checksum of a reader's state.
+        object.__setattr__(self, "drop_tokens", tuple(map(int, self.drop_tokens)))
+        limits = {name: (float(least), float(greatest)) for name, (least, greatest) in self.norms.items()}
+        object.__setattr__(self, "norms", limits)
+
     @property
     def side_arrays(self) -> tuple[str, ...]:
         """The names of the side arrays, besides segments, that `keeps` looks at."""

@@ -7,6 +7,7 @@ import pytest
 from pipeline.store import ActivationStore, Batch, TokenFilter
 from pipeline.store.filters import norms_of
 from pipeline.store.kvstore import open_kvstore, read_key, write_key
+from tests.store.emulators import new_bucket
 from tests.store.example_store import (
     LENGTH,
     NUM_STREAMS,
@@ -276,3 +277,19 @@ def test_batches_of_a_framework_hold_what_numpys_do(store, framework):
         for name, values in numpys.activations.items():
             assert type(ours.activations[name]).__module__.split(".")[0].startswith(framework)
             np.testing.assert_array_equal(np.asarray(ours.activations[name]), values)
+
+
+@pytest.mark.parametrize(("kind", "server"), [("gs", "gcs"), ("s3", "s3")])
+def test_a_remote_store_gives_the_batches_of_a_local_one(request, tmp_path, kind, server):
+    remote = f"{new_bucket(kind, request.getfixturevalue(server).backend)}/store"
+    for path in (remote, str(tmp_path)):
+        write_store(path)
+    options = {"batch_size": 7, "epochs": 2, "token_filter": TokenFilter(skip_first=1), **SHUFFLED}
+    expected = list(ActivationStore.open(tmp_path).batches(NAME, **options))
+    reader = ActivationStore.open(remote).batches(NAME, **options)
+    found = list(itertools.islice(reader, 9))
+    state = reader.state()
+    reader.close()
+    found += ActivationStore.open(remote).batches(NAME, **options, state=state)
+    assert len(found) == len(expected)
+    assert all(map(same, found, expected))

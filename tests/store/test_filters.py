@@ -41,3 +41,8 @@ def test_norms_are_computed_wider_than_they_are_stored():
     expected = np.linalg.norm(values.astype(np.float64), axis=1)
     np.testing.assert_allclose(norms_of(values), expected, rtol=1e-6)
     assert norms_of(values).dtype == np.float32
+
+
+def test_numpys_numbers_make_the_same_filter():
+    numpys = TokenFilter(drop_tokens=np.array([3, 4]), norms={"a": np.quantile([1.0, 2.0], [0, 1])})
+    assert repr(numpys) == repr(TokenFilter(drop_tokens=(3, 4), norms={"a": (1, 2)}))
