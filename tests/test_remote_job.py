@@ -27,7 +27,7 @@ OVERRIDES = (
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text"), files=2, documents=40)
+    return write_text(tmp_path_factory.mktemp("text"), files=2, documents=20)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_killed_and_resumed_through_faults_it_is_the_local_store(scheme, text, r
     job = (*OVERRIDES, *inputs, f"store.path={path}")
     proxy.reset()
     kill_after(3, proxy, *job)
-    proxy.reset(rate=0.1)
+    proxy.reset(rate=0.05)
     result = run(*job)
     assert result.returncode == 0, result.stderr
     assert proxy.faults
