@@ -11,7 +11,7 @@ help:  ## list the targets
 
 setup: $(VENV)/.setup  ## install the package and what it needs into .venv
 
-setup-test: $(VENV)/.setup-test
+setup-test: $(VENV)/.setup-test $(VENV)-moto/.setup
 
 $(VENV)/.setup: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is %s. Use make PYTHON=python3.11 ..." % sys.version.split()[0])'
@@ -21,6 +21,11 @@ $(VENV)/.setup: pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.setup-test: $(VENV)/.setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[test]'
+	@touch $@
+
+$(VENV)-moto/.setup: scripts/moto-requirements.txt
+	@test -x $(VENV)-moto/bin/python || $(PYTHON) -m venv $(VENV)-moto
+	$(VENV)-moto/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 $(VENV)/.setup-train: $(VENV)/.setup

@@ -27,7 +27,7 @@ OVERRIDES = (
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text"), files=2, documents=80)
+    return write_text(tmp_path_factory.mktemp("text"), files=2, documents=20)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def kill_after(blocks: int, proxy: FaultProxy, *overrides: str) -> None:
     assert SECRET not in output
 
 
-@pytest.mark.parametrize("scheme", ["gs", "s3"])
+@pytest.mark.parametrize("scheme", ["gs", pytest.param("s3", marks=pytest.mark.slow)])
 def test_killed_and_resumed_through_faults_it_is_the_local_store(scheme, text, reference, request):
     """On S3 the store alone: reading from S3 needs s3fs, which is no dependency."""
     proxy = request.getfixturevalue("gcs" if scheme == "gs" else "s3")
@@ -85,7 +85,7 @@ def test_killed_and_resumed_through_faults_it_is_the_local_store(scheme, text, r
     job = (*OVERRIDES, *inputs, f"store.path={path}")
     proxy.reset()
     kill_after(3, proxy, *job)
-    proxy.reset(rate=0.1)
+    proxy.reset(rate=0.05)
     result = run(*job)
     assert result.returncode == 0, result.stderr
     assert proxy.faults
@@ -99,6 +99,7 @@ def test_killed_and_resumed_through_faults_it_is_the_local_store(scheme, text, r
     assert result.returncode == 0, result.stdout
 
 
+@pytest.mark.slow
 def test_what_cannot_be_healed_ends_the_run_and_the_next_one_goes_on(text, reference, gcs):
     path = f"{new_bucket('gs', gcs.backend)}/store"
     job = (*OVERRIDES, f"data.path={text}", f"store.path={path}", "store.retries=1")
