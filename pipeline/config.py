@@ -218,6 +218,8 @@ class RunOptions:
     max_tokens: int | None = None  # valid tokens to store; null: all of the data
     worker_index: int = 0
     worker_count: int = 1
+    claim: bool = False  # workers claim streams in the store, and may join and leave at any time
+    lease_s: float = 60.0  # of run.claim: how long a worker may be silent before others take over its streams
     max_inflight_mib: float = 2048.0  # activations on their way from device to host
     stall_timeout_s: float = 600.0  # without a finished step: a report; after twice as long the run ends, resumable
     progress: bool = True

@@ -1,12 +1,10 @@
 """The loop: token blocks in, steps dispatched, activations handed to the writer."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import Feed
-from pipeline.distributed import StopRequest, put_rows, row_sharding
+from pipeline.distributed import StopRequest, any_process, put_rows, row_sharding
 from pipeline.errors import Interrupted
 from pipeline.forward import CompiledStep
 from pipeline.metrics import Metrics
@@ -14,7 +12,7 @@ from pipeline.plan import Plan
 from pipeline.transfer import start_copies
 from pipeline.writer import BlockWriter, Step
 
-STOP_POLL_S = 0.2  # how often a loop that waits for input looks whether it is asked to stop
+POLL_S = 0.2  # how often a loop that waits for input looks whether it is asked to stop, or others have rows
 
 
 def extract(
@@ -29,9 +27,9 @@ def extract(
     """Runs every block of the feed through the model. Returns when all of them are committed.
 
     While step n computes, step n-1 is copied to the host and step n-2 is in the writer. All processes of the worker
-    dispatch the same number of steps: one that has no rows left feeds padding until none of them has any. Raises
-    Interrupted after a stop request, once the complete blocks are committed, and whatever failed in the feed or the
-    writer.
+    dispatch the same number of steps: one that has no rows, for now or for good, feeds padding until every feed has
+    ended. Raises Interrupted after a stop request, once the complete blocks are committed, and whatever failed in the
+    feed or the writer.
     """
     sharding = row_sharding(step.mesh)
     no_rows = {name: np.zeros((plan.process_rows, plan.length), np.int32) for name in _INPUTS}
@@ -50,20 +48,31 @@ def extract(
             writer.submit(dispatched)
         return dispatched
 
+    def dispatch_block(block: TokenBlock) -> None:
+        if block.num_rows == 0:  # a stream without documents: only its record says so
+            writer.acquire()
+            writer.submit(Step(block, first_row=0, num_rows=0, copies=[], counts=None))
+        for first_row in range(0, block.num_rows, plan.process_rows):
+            if stop.before_step():
+                break
+            dispatch(block, first_row)
+
     try:
-        for block in _blocks(feed, metrics, stop):
-            if block.num_rows == 0:  # a stream without documents: only its record says so
-                writer.acquire()
-                writer.submit(Step(block, first_row=0, num_rows=0, copies=[], counts=None))
-            for first_row in range(0, block.num_rows, plan.process_rows):
-                if stop.before_step():
+        others_have_rows = False
+        while not stop.noticed:
+            block, ended = _next_block(feed, metrics, timeout_s=0 if others_have_rows else POLL_S)
+            if block is not None:
+                dispatch_block(block)
+                others_have_rows = False
+            elif plan.processes == 1:
+                if ended:
                     break
-                dispatch(block, first_row)
-        while plan.processes > 1 and not stop.before_step():
-            counts = dispatch(None, first_row=0).counts
-            with metrics.stage("loop", "others"):
-                if np.asarray(counts)[0] == 0:
-                    break
+            elif not stop.before_step():
+                counts = dispatch(None, first_row=0).counts
+                with metrics.stage("loop", "others"):
+                    others_have_rows = np.asarray(counts)[0] > 0
+                    if not others_have_rows and not any_process(not ended):
+                        break
     finally:  # also when the feed fails: what was computed is stored
         with metrics.stage("loop", "finish"):
             writer.close()
@@ -77,18 +86,15 @@ def extract(
 _INPUTS = ("tokens", "segments", "positions")
 
 
-def _blocks(feed: Feed, metrics: Metrics, stop: StopRequest) -> Iterator[TokenBlock]:
-    """The feed's blocks, until there is none left or a stop is noticed."""
-    while not stop.noticed:
-        try:
-            with metrics.stage("loop", "data"):
-                block = feed.get(timeout_s=STOP_POLL_S)
-        except TimeoutError:
-            continue
-        metrics.seconds["feed"]["full"] = feed.producer_wait_s
-        if block is None:
-            return
-        yield block
+def _next_block(feed: Feed, metrics: Metrics, timeout_s: float) -> tuple[TokenBlock | None, bool]:
+    """The next block, if it is ready in time, and whether the feed has ended."""
+    try:
+        with metrics.stage("loop", "data"):
+            block = feed.get(timeout_s)
+    except TimeoutError:
+        return None, False
+    metrics.seconds["feed"]["full"] = feed.producer_wait_s
+    return block, block is None
 
 
 def step_rows(block: TokenBlock, rows: slice, num_rows: int) -> dict[str, np.ndarray]:

@@ -34,12 +34,13 @@ class Job:
 
     def work(self, records: Mapping[int, Sequence[CommitRecord]]) -> list[StreamWork]:
         """What is left of this process's streams, given the blocks that the store has. Empty: nothing to do."""
-        work = []
-        for stream in self.plan.streams:
-            left = work_left(records.get(stream, ()), self.plan.stream_budget(stream))
-            if left is not None:
-                work.append(StreamWork(self._stream(stream), *left))
-        return work
+        work = (self.stream_work(stream, records.get(stream, ())) for stream in self.plan.streams)
+        return [item for item in work if item is not None]
+
+    def stream_work(self, stream: int, records: Sequence[CommitRecord]) -> StreamWork | None:
+        """What is left of one stream, whose committed blocks are `records`."""
+        left = work_left(records, self.plan.stream_budget(stream))
+        return None if left is None else StreamWork(self._stream(stream), *left)
 
     def is_done(self, records: Mapping[int, Sequence[CommitRecord]]) -> bool:
         """Whether every stream, of whatever process, holds what is asked for."""

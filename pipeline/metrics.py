@@ -3,7 +3,7 @@
 Three threads work at once. The stages of the loop and of the writer add up to their life time; the feed reads,
 tokenises and packs whenever it is not waiting:
 
-    feed    full (waits for the loop to take a block)
+    feed    full (waits for the loop to take a block) | claim (waits for a stream that no other worker holds)
     loop    data (waits for the feed)       | budget (waits for a place in flight) | dispatch | finish
             others (has no rows left, and waits for the processes that do)
     writer  idle (waits for a step)         | results (waits for compute and device-to-host) | copy | store
@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 BINDING = {
     ("loop", "data"): "reading and tokenising",
+    ("feed", "claim"): "other workers, who hold the streams that are left",
     ("writer", "results"): "compute and device-to-host copies",
     ("writer", "copy"): "copying into host buffers",
     ("writer", "store"): "the store",
@@ -122,6 +123,7 @@ class Metrics:
     def binding_stage(self) -> tuple[str, float]:
         """The stage that the run waited for most, and its share of the elapsed time."""
         waits = {label: self.seconds[thread][name] for (thread, name), label in BINDING.items()}
+        waits[BINDING["loop", "data"]] -= self.seconds["feed"]["claim"]  # the loop waits for the feed meanwhile
         label = max(waits, key=waits.__getitem__)
         return label, waits[label] / max(self.elapsed_s, 1e-9)
 

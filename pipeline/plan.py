@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from pipeline.config import CaptureConfig, OnNotFinite, RunConfig, Weights, WeightsDtype
+from pipeline.config import CaptureConfig, OnNotFinite, RunConfig, RunOptions, Weights, WeightsDtype
 from pipeline.errors import ConfigError
 from pipeline.sites import ActivationKey, Site, activation_keys
 from pipeline.store.layout import ITEM_BYTES, MIB, rows_per_block_for
@@ -95,10 +95,7 @@ class Plan:
 
     def stream_budget(self, stream: int) -> int | None:
         """Valid tokens wanted of a stream: `run.max_tokens` divided evenly."""
-        if self.max_tokens is None:
-            return None
-        share, rest = divmod(self.max_tokens, self.num_streams)
-        return share + (stream < rest)
+        return None if self.max_tokens is None else stream_share(self.max_tokens, self.num_streams, stream)
 
     @property
     def host_bytes(self) -> int:
@@ -173,7 +170,7 @@ def make_plan(
         weights_bytes=weights_bytes,
         rows_per_block=rows_per_block,
         num_streams=num_streams,
-        streams=tuple(range(topology.index, num_streams, topology.count)),
+        streams=_streams(config.run, num_streams, topology),
         max_tokens=config.run.max_tokens,
         inflight_steps=inflight_steps,
         step_bytes=step_bytes,
@@ -181,6 +178,12 @@ def make_plan(
         host_buffers=2,  # one is filled while the other is written
         notes=(*note, *_notes(config, inflight_steps, num_streams, num_source_shards, topology)),
     )
+
+
+def stream_share(max_tokens: int, num_streams: int, stream: int) -> int:
+    """The valid tokens of `max_tokens` that fall to one stream."""
+    share, rest = divmod(max_tokens, num_streams)
+    return share + (stream < rest)
 
 
 def captured_keys(capture: CaptureConfig, model: ModelFacts) -> tuple[ActivationKey, ...]:
@@ -321,7 +324,22 @@ def _num_streams(config: RunConfig, num_source_shards: int, topology: Topology, 
         return stored.num_streams
     step_tokens = config.batch.rows * config.batch.length
     affordable = (config.run.max_tokens or 0) // (STEPS_PER_AUTO_STREAM * step_tokens)
-    return min(num_source_shards, max(topology.count, min(affordable, MAX_AUTO_STREAMS)))
+    least = MAX_AUTO_STREAMS if config.run.claim else 1  # not to depend on how large the worker is that comes first
+    return min(num_source_shards, max(topology.count, least, min(affordable, MAX_AUTO_STREAMS)))
+
+
+def _streams(run: RunOptions, num_streams: int, topology: Topology) -> tuple[int, ...]:
+    """Those that this process works on, or may claim."""
+    if not run.claim:
+        return tuple(range(topology.index, num_streams, topology.count))
+    if run.worker_count != 1:
+        raise ConfigError(
+            f"run.claim is true and run.worker_count is {run.worker_count}: either workers claim streams, or each has "
+            f"a fixed share. Set run.claim=false, or run.worker_count=1."
+        )
+    if not run.lease_s >= 1:
+        raise ConfigError(f"run.lease_s is {run.lease_s:g}. Set it to at least 1, better 30 or more.")
+    return tuple(range(num_streams))
 
 
 def _inflight_steps(max_inflight_mib: float, step_bytes: int) -> int:
@@ -338,7 +356,12 @@ def _notes(
     config: RunConfig, inflight_steps: int, num_streams: int, num_source_shards: int, topology: Topology
 ) -> tuple[str, ...]:
     notes = []
-    if config.run.max_tokens is None and config.data.num_streams is None and num_streams < num_source_shards:
+    if config.run.claim:
+        notes.append(
+            f"each process claims one stream at a time, so that {num_streams} can work at once; the number is fixed "
+            f"when the store is created, by data.num_streams (up to {num_source_shards})"
+        )
+    elif config.run.max_tokens is None and config.data.num_streams is None and num_streams < num_source_shards:
         notes.append(
             f"the number of streams is fixed when the store is created; set data.num_streams (up to "
             f"{num_source_shards}) if more processes or workers are to share this job later"

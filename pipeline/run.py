@@ -4,16 +4,19 @@ Exit codes: 0 finished; 42 interrupted, run again to resume; 2 the configuration
 """
 
 import logging
-from contextlib import closing
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 
 from pipeline import cli, distributed, weights_error
+from pipeline.claiming import ClaimedStreams
 from pipeline.config import RunConfig, Weights, WeightsDtype
-from pipeline.data.feed import Feed, StreamWork
+from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.extract import extract
 from pipeline.forward import CompiledStep, compile_step
 from pipeline.job import Job, open_job
 from pipeline.metrics import Metrics
 from pipeline.models.partition import Partition
+from pipeline.store.claims import Claims
 from pipeline.store.kvstore import configure_storage
 from pipeline.store.writing import StoreWriter
 from pipeline.watchdog import Watchdog
@@ -84,12 +87,15 @@ def compile_job(job: Job) -> tuple[CompiledStep, object]:
 def fill(
     job: Job,
     store: StoreWriter,
-    work: list[StreamWork],
+    work: Sequence[StreamWork],
     stop: distributed.StopRequest,
     step: CompiledStep,
     params: object,
 ) -> Metrics:
-    """Extracts the blocks of `work` into the store, opening it again if it was complete."""
+    """Extracts the blocks of `work` into the store, opening it again if it was complete.
+
+    With `run.claim` those of the streams that this process can claim, until no process has any left.
+    """
     if store.complete:
         store.reopen()
     plan, run_options = job.plan, job.config.run
@@ -99,8 +105,15 @@ def fill(
         progress=run_options.progress and distributed.is_first(),
         interval_s=run_options.metrics_interval_s,
     )
-    writer = BlockWriter(store, plan, metrics)
-    with closing(metrics), closing(Feed(work)) as feed, Watchdog(metrics, run_options.stall_timeout_s):
+    with ExitStack() as stack:
+        stack.enter_context(closing(metrics))
+        claimed = None
+        if run_options.claim:
+            claims = stack.enter_context(closing(Claims(store.path, run_options.lease_s)))
+            claimed = ClaimedStreams(job, store, claims, metrics)
+        writer = BlockWriter(store, plan, metrics, claimed)
+        feed = stack.enter_context(closing(Feed(claimed or InTurn(work))))
+        stack.enter_context(Watchdog(metrics, run_options.stall_timeout_s))
         extract(plan, step, params, feed, writer, metrics, stop)
     log.info("%s", metrics.summary())
     return metrics

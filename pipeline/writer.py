@@ -15,6 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from pipeline.claiming import ClaimedStreams
 from pipeline.data.documents import TokenBlock
 from pipeline.errors import NotFiniteError, StoreError
 from pipeline.metrics import Metrics
@@ -56,9 +57,11 @@ class Step:
 class BlockWriter:
     """Owns the writer thread. `submit` and `close` re-raise what failed there, with its traceback."""
 
-    def __init__(self, store: StoreWriter, plan: Plan, metrics: Metrics) -> None:
+    def __init__(self, store: StoreWriter, plan: Plan, metrics: Metrics, claimed: ClaimedStreams | None = None) -> None:
+        """With `claimed`, blocks of streams that this process no longer holds are dropped."""
         self.in_flight = InFlight(plan.inflight_steps)
         self._store = store
+        self._claimed = claimed
         self._plan = plan
         self._metrics = metrics
         self._queue: queue.Queue[Step | None] = queue.Queue(maxsize=plan.inflight_steps + 1)  # never full: see acquire
@@ -161,6 +164,9 @@ class BlockWriter:
 
     def _begin(self, block: TokenBlock) -> None:
         """Starts writing a block whose activations are all in the buffers."""
+        if self._claimed and not self._claimed.holds(block.stream):
+            self._claimed.finished(block.stream)
+            return
         buffers = self._free.popleft()
         with self._metrics.stage("writer", "copy"):
             for buffer in buffers:
@@ -189,8 +195,12 @@ class BlockWriter:
         """Waits until the oldest pending block is durable, writes its commit record, and frees its buffers."""
         pending, record, buffers = self._pending.popleft()
         with self._metrics.stage("writer", "store"):
-            self._store.commit(pending, record)
-        self._metrics.committed(self._plan.block_bytes)
+            self._store.wait(pending)
+            if self._claimed is None or self._claimed.holds(record.stream):
+                self._store.commit(pending, record)
+                self._metrics.committed(self._plan.block_bytes)
+            if self._claimed:
+                self._claimed.finished(record.stream)
         self._free.append(buffers)
 
     def _write_metrics(self) -> None:

@@ -17,7 +17,15 @@ from pipeline.config import (
     Weights,
 )
 from pipeline.errors import ConfigError
-from pipeline.plan import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK, MIB, StoredGeometry, Topology, make_plan
+from pipeline.plan import (
+    MAX_AUTO_STREAMS,
+    MAX_STEPS_IN_FLIGHT,
+    MAX_STEPS_PER_BLOCK,
+    MIB,
+    StoredGeometry,
+    Topology,
+    make_plan,
+)
 from pipeline.sites import ActivationKey, Site
 
 
@@ -125,6 +133,15 @@ def test_streams_are_divided_among_all_processes_of_all_workers():
     assert sorted(seen) == list(range(11))
 
 
+@pytest.mark.parametrize("topology", [ONE_DEVICE, Topology(devices=8, processes=8, process=3)])
+def test_with_claims_every_process_may_have_every_stream_and_there_are_many(topology):
+    """Their number does not depend on which worker creates the store."""
+    plan = planned(replace(BASE, run=RunOptions(claim=True, max_tokens=10_000)), 1000, topology)
+    assert plan.num_streams == MAX_AUTO_STREAMS
+    assert plan.streams == tuple(range(MAX_AUTO_STREAMS))
+    assert any("64 can work at once" in note for note in plan.notes)
+
+
 def test_steps_in_flight_are_limited_by_bytes_and_in_number():
     step_mib = 8 * 256 * 896 * 2 / MIB
     for mib, steps in [(10_000, MAX_STEPS_IN_FLIGHT), (2.5 * step_mib, 2), (1.5 * step_mib, 1)]:
@@ -148,6 +165,8 @@ REFUSED = {
     "no place for a step": (dict(run=RunOptions(max_inflight_mib=0.5)), "run.max_inflight_mib"),
     "no shard": (dict(store=StoreConfig(path="/x", shard_mib=0)), "store.shard_mib"),
     "worker beyond the count": (dict(run=RunOptions(worker_index=2, worker_count=2)), "run.worker_index is 2"),
+    "claims and a fixed share": (dict(run=RunOptions(claim=True, worker_count=2)), "run.worker_count is 2: either"),
+    "no lease": (dict(run=RunOptions(claim=True, lease_s=0)), "run.lease_s is 0"),
     "more streams than source shards": (dict(data=ParquetData(num_streams=9)), "data.num_streams is 9.*8 source"),
     "a tensor axis": (dict(mesh=MeshConfig(tensor=2)), r"mesh.data \* mesh.tensor = 1 \* 2 .* devices, 1\."),
     "a tensor axis of nothing": (dict(mesh=MeshConfig(tensor=0)), "mesh.tensor is 0"),

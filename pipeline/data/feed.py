@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from pipeline.data.documents import STREAM_START, Cursor, TokenBlock
 from pipeline.data.stream import TokenStream
@@ -26,13 +27,32 @@ class StreamWork:
         return self.stream.blocks(self.start, self.index, self.token_budget, should_stop)
 
 
+class Work(Protocol):
+    """Blocks to make, in order. Once `should_stop` says so, no block follows."""
+
+    def blocks(self, should_stop: Callable[[], bool]) -> Iterator[TokenBlock]: ...
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """One block of each stream in turn. A stream that has ended loses its turn."""
+
+    work: Sequence[StreamWork]
+
+    def blocks(self, should_stop: Callable[[], bool]) -> Iterator[TokenBlock]:
+        turns = deque(item.blocks(should_stop) for item in self.work)
+        while turns and not should_stop():
+            blocks = turns.popleft()
+            block = next(blocks, None)
+            if block is not None:
+                turns.append(blocks)
+                yield block
+
+
 class Feed:
-    """The blocks of several streams, one of each in turn, at most `depth` of them made ahead of `get`.
+    """The blocks of `work`, in order, at most `depth` of them made ahead of `get`."""
 
-    A stream that has ended loses its turn. The order depends on `work` alone.
-    """
-
-    def __init__(self, work: Sequence[StreamWork], depth: int = 2) -> None:
+    def __init__(self, work: Work, depth: int = 2) -> None:
         self._ready: deque[TokenBlock | BaseException | None] = deque()
         self._changed = threading.Condition()
         self._depth = depth
@@ -75,15 +95,10 @@ class Feed:
             self._changed.notify_all()
         self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def _produce(self, work: Sequence[StreamWork]) -> None:
+    def _produce(self, work: Work) -> None:
         try:
-            turns = deque(item.blocks(lambda: self._closed) for item in work)
-            while turns and not self._closed:
-                blocks = turns.popleft()
-                block = next(blocks, None)
-                if block is not None:
-                    turns.append(blocks)
-                    self._put(block)
+            for block in work.blocks(lambda: self._closed):
+                self._put(block)
             self._put(None)
         except TimeoutError as error:  # one of the source's own: from `get` it would say that the block is to come
             failure = PipelineError(f"reading the data timed out: {error}. Check access to it, and try again.")

@@ -104,7 +104,11 @@ _REMEDY = "Delete the record: the block is then computed again."
 
 def commit_key(stream: int, block: int) -> str:
     """The record's key, relative to the store."""
-    return f"{COMMITS_PREFIX}stream-{stream:05d}/block-{block:06d}.json"
+    return f"{_stream_prefix(stream)}block-{block:06d}.json"
+
+
+def _stream_prefix(stream: int) -> str:
+    return f"{COMMITS_PREFIX}stream-{stream:05d}/"
 
 
 def parse_commit_key(key: str) -> tuple[int, int] | None:
@@ -116,16 +120,23 @@ def parse_commit_key(key: str) -> tuple[int, int] | None:
 Records = dict[int, list[CommitRecord]]  # by stream, in the order of their blocks
 
 
-def read_records(path: str, kvstore: ts.KvStore, known: Mapping[int, Sequence[CommitRecord]] | None = None) -> Records:
-    """The committed blocks, as the records' keys say; of those that are `known` the records are not read again.
+def read_records(
+    path: str,
+    kvstore: ts.KvStore,
+    known: Mapping[int, Sequence[CommitRecord]] | None = None,
+    stream: int | None = None,
+) -> Records:
+    """The committed blocks, as the records' keys say; of those that are `known` the records are not read again. With
+    `stream`, of that stream only.
 
     A truncated record is always read, since a longer run replaces it. Raises StoreInvalid for a damaged record, and
     for a stream whose blocks are not 0, 1, 2, ...
     """
-    same = {(r.stream, r.block): r for stream in (known or {}).values() for r in stream if not r.truncated}
-    found = _read_all(path, kvstore, same)
+    prefix = COMMITS_PREFIX if stream is None else _stream_prefix(stream)
+    same = {(r.stream, r.block): r for known_stream in (known or {}).values() for r in known_stream if not r.truncated}
+    found = _read_all(path, kvstore, prefix, same)
     if _seems_inconsistent(found):  # because another worker committed, or withdrew a truncated record, meanwhile?
-        found = _read_all(path, kvstore, same)
+        found = _read_all(path, kvstore, prefix, same)
     records: Records = {}
     for (stream, block), record in found.items():
         key = commit_key(stream, block)
@@ -142,10 +153,10 @@ def read_records(path: str, kvstore: ts.KvStore, known: Mapping[int, Sequence[Co
 
 
 def _read_all(
-    path: str, kvstore: ts.KvStore, known: Mapping[tuple[int, int], CommitRecord]
+    path: str, kvstore: ts.KvStore, prefix: str, known: Mapping[tuple[int, int], CommitRecord]
 ) -> dict[tuple[int, int], CommitRecord | None]:
     """Every record by (stream, block), in order; None for one that was deleted after it was listed."""
-    places = sorted(filter(None, map(parse_commit_key, list_keys(kvstore, COMMITS_PREFIX))))
+    places = sorted(filter(None, map(parse_commit_key, list_keys(kvstore, prefix))))
     found: dict[tuple[int, int], CommitRecord | None] = {place: known.get(place) for place in places}
     unknown = [place for place in places if place not in known]
     for place, text in zip(unknown, read_keys(kvstore, [commit_key(*place) for place in unknown]), strict=True):

@@ -145,6 +145,13 @@ def _read_value(kvstore: ts.KvStore, key: str, read: ts.Future) -> bytes | None:
     return found.value if found.state == "value" else None
 
 
+def read_with_generations(kvstore: ts.KvStore, keys: list[str]) -> list[tuple[bytes | None, bytes]]:
+    """Of each object its bytes (None where there is none) and its generation, which each write changes."""
+    reads = [kvstore.read(key) for key in keys]
+    values = [_read_value(kvstore, key, read) for key, read in zip(keys, reads, strict=True)]
+    return [(value, read.result().stamp.generation) for value, read in zip(values, reads, strict=True)]
+
+
 def write_key(kvstore: ts.KvStore, key: str, value: bytes | None) -> None:
     """Writes an object durably (None deletes it). Raises StoreError."""
     with store_errors(object_url(kvstore, key)):
@@ -153,8 +160,13 @@ def write_key(kvstore: ts.KvStore, key: str, value: bytes | None) -> None:
 
 def write_if_absent(kvstore: ts.KvStore, key: str, value: bytes) -> bool:
     """Writes an object unless there is one; says whether it did. Of several processes, one succeeds."""
+    return write_if_unchanged(kvstore, key, value, _NO_OBJECT) is not None
+
+
+def write_if_unchanged(kvstore: ts.KvStore, key: str, value: bytes, generation: bytes) -> bytes | None:
+    """Writes an object if it still has this generation; returns the new one, or None. Raises StoreError."""
     with store_errors(object_url(kvstore, key)):
-        return kvstore.write(key, value, if_equal=_NO_OBJECT).result().generation != b""
+        return kvstore.write(key, value, if_equal=generation).result().generation or None
 
 
 def list_keys(kvstore: ts.KvStore, prefix: str) -> list[str]:

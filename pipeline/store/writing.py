@@ -1,7 +1,7 @@
 """Writing a store: blocks are written whole, then committed; a store is created, resumed, extended and finished.
 
 Several processes may hold a writer of one store at the same time, each for its own streams. `finish` and `reopen` may
-be called by any of them, or by all.
+be called by any of them, or by all. Should two write the same block all the same, the first record stays.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,8 @@ import pyarrow as pa
 import tensorstore as ts
 
 from pipeline.errors import StoreError, StoreInvalid
-from pipeline.store.arrays import open_or_create, set_rows
+from pipeline.store.arrays import open_existing, open_or_create, set_rows
+from pipeline.store.claims import delete_claims
 from pipeline.store.commits import (
     COMMITS_PREFIX,
     CONSOLIDATED_KEY,
@@ -33,8 +34,8 @@ from pipeline.store.kvstore import (
     write_if_absent,
     write_key,
 )
-from pipeline.store.layout import MAX_ROWS, StoreLayout
-from pipeline.store.metadata import ROOT_KEY, Json, StoreMetadata, StoreRoot, read_root
+from pipeline.store.layout import MAX_ROWS, SIDE_ARRAYS, StoreLayout
+from pipeline.store.metadata import ROOT_KEY, Json, StoreMetadata, StoreRoot, read_root, stored_layout
 from pipeline.store.statistics import Statistics, encode_statistics, merge_blocks, statistics_key, write_merged
 from pipeline.store.tables import encode_table, table_digest, table_key
 
@@ -56,7 +57,7 @@ class PendingBlock:
 
 
 class StoreWriter:
-    """The writing side of one store. Not thread-safe: one thread per writer.
+    """The writing side of one store. Not thread-safe: one thread per writer, but for `refresh_stream`.
 
     `records` are the committed blocks by stream, in order: those that were there when the writer was opened and those
     that it committed since.
@@ -91,6 +92,20 @@ class StoreWriter:
         root = _create_root(path, kvstore, metadata, layout) or _read_root(path, kvstore)
         root.metadata.require_same(metadata, path)
         return cls(path, kvstore, layout, root, open_or_create(kvstore, layout))
+
+    @classmethod
+    def open_existing(cls, path: str) -> "StoreWriter":
+        """Opens a store as it is, to finish it. Raises StoreInvalid where there is none, or it is damaged."""
+        kvstore = open_kvstore(path)
+        root = read_root(path, kvstore)
+        if root is None:
+            raise StoreInvalid(f"there is no activation store at {path}: it has no {ROOT_KEY}.")
+        arrays = open_existing(kvstore, [*(spec.name for spec in SIDE_ARRAYS), *root.arrays])
+        return cls(path, kvstore, stored_layout(root, arrays), root, arrays)
+
+    @property
+    def metadata(self) -> StoreMetadata:
+        return self._root.metadata
 
     @property
     def complete(self) -> bool:
@@ -139,26 +154,42 @@ class StoreWriter:
         table_sha256, statistics_sha256, *_ = (*map(table_digest, tables.values()), "")
         return PendingBlock(stream, block, futures, table_sha256, statistics_sha256)
 
+    def wait(self, pending: PendingBlock) -> None:
+        """Waits until every object of the block is durable, or one has failed: then it raises StoreError, naming it."""
+        for key, future in pending.futures.items():
+            with store_errors(object_url(self._kvstore, key)):
+                future.result()
+
     def commit(self, pending: PendingBlock, record: CommitRecord) -> None:
         """Waits until every object of the block is durable, then writes the record.
 
-        Raises StoreError, naming the object, when one could not be written; the block is then not in the store.
+        Raises StoreError, naming the object, when one could not be written; the block is then not in the store. A
+        record that is there already is left alone: that is fine if it is the same, and a StoreError if it is not.
         """
         if (record.stream, record.block) != (pending.stream, pending.block):
             raise ValueError(f"record of {record.stream, record.block} for {pending.stream, pending.block}")
         records = self.records.setdefault(record.stream, [])
         if record.block != len(records):
             raise ValueError(f"stream {record.stream} has {len(records)} blocks; {record.block} is not the next")
-        for key, future in pending.futures.items():
-            with store_errors(object_url(self._kvstore, key)):
-                future.result()
+        self.wait(pending)
         record = replace(record, table_sha256=pending.table_sha256, statistics_sha256=pending.statistics_sha256)
-        write_key(self._kvstore, record.key, record.to_json())
+        text = record.to_json()
+        if not write_if_absent(self._kvstore, record.key, text) and read_key(self._kvstore, record.key) != text:
+            raise StoreError(
+                f"{self.path}/{record.key} was written meanwhile, with another content, by another run on this store. "
+                f"It stays. Run the same command again, with the same configuration as the other."
+            )
         records.append(record)
 
     def refresh(self) -> None:
         """Reads the commit records that are new: other processes may have committed blocks of their streams."""
         self.records = read_records(self.path, self._kvstore, known=self.records)
+
+    def refresh_stream(self, stream: int) -> list[CommitRecord]:
+        """Reads one stream's new records. Any thread may, while no block of the stream is under way here."""
+        known = {stream: self.records.get(stream, [])}
+        self.records[stream] = read_records(self.path, self._kvstore, known, stream).get(stream, [])
+        return self.records[stream]
 
     def reopen(self) -> None:
         """Makes a complete store one that can be extended. Does nothing to a store that is not complete."""
@@ -173,14 +204,15 @@ class StoreWriter:
         store complete, trims the arrays to the last committed row. Does nothing to a store that is complete already.
 
         Call it only once no process has a block to commit. The records are read again, since others wrote some.
-        Nothing is deleted: objects without a commit record may be those of a block that a worker with a larger
-        `run.max_tokens` is about to commit, and would then be missing. Those that a killed run left behind stay, and
-        `verify_store` names them.
+        Claims are deleted, nothing else: objects without a commit record may be those of a block that a worker with a
+        larger `run.max_tokens` is about to commit, and would then be missing. Those that a killed run left behind stay,
+        and `verify_store` names them.
         """
         self.refresh()
         last = [stream[-1] for stream in self.records.values()]
         rows = max((self.layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
         blocks = tuple(len(self.records.get(stream, ())) for stream in range(self.layout.num_streams))
+        delete_claims(self._kvstore)
         consolidated = consolidate(self.records)
         digest = consolidated_digest(consolidated)
         if digest != self._consolidated:
@@ -211,9 +243,15 @@ class StoreWriter:
         records = self.records.get(stream, [])
         if block >= len(records):
             return
-        if not records[block].truncated:
+        record = records[block]
+        if not record.truncated:
             raise ValueError(f"block {block} of stream {stream} is committed, and was not truncated")
-        write_key(self._kvstore, records[block].key, None)
+        text = read_key(self._kvstore, record.key)
+        if text is not None and CommitRecord.from_json(text, f"{self.path}/{record.key}") != record:
+            raise StoreError(
+                f"{self.path}/{record.key} was replaced by another run on this store. Run the same command again."
+            )
+        write_key(self._kvstore, record.key, None)
         records.pop()
 
     def _check_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:

@@ -14,7 +14,7 @@ from material import assert_same_block, memory_source, word_tokenizer, write_par
 
 from pipeline.config import ParquetData
 from pipeline.data.documents import Document
-from pipeline.data.feed import Feed, StreamWork
+from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.stream import TokenStream
 from pipeline.errors import InputError, PipelineError
@@ -33,7 +33,7 @@ def three_streams() -> list[TokenStream]:
 
 
 def test_one_block_of_each_stream_in_turn():
-    with closing(Feed([StreamWork(one) for one in three_streams()])) as feed:
+    with closing(Feed(InTurn([StreamWork(one) for one in three_streams()]))) as feed:
         blocks = iter(feed.get, None)
         assert [(block.stream, block.index) for block in blocks] == [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1), (1, 2)]
         assert feed.get() is None
@@ -42,14 +42,14 @@ def test_one_block_of_each_stream_in_turn():
 def test_it_starts_where_the_work_says():
     _, one, _ = three_streams()
     first, second, third = one.blocks()
-    with closing(Feed([StreamWork(one, first.next, 1, token_budget=4)])) as feed:
+    with closing(Feed(StreamWork(one, first.next, 1, token_budget=4))) as feed:
         assert_same_block(feed.get(), second)
         assert feed.get() is None
     assert third.index == 2
 
 
 def test_no_work_ends_at_once():
-    with closing(Feed([])) as feed:
+    with closing(Feed(InTurn([]))) as feed:
         assert feed.get() is None
 
 
@@ -60,7 +60,7 @@ def bad_third_row() -> TokenStream:
 
 
 def test_an_error_comes_in_its_place_with_the_threads_traceback():
-    with closing(Feed([StreamWork(bad_third_row())])) as feed:
+    with closing(Feed(StreamWork(bad_third_row()))) as feed:
         assert feed.get().index == 0
         for _ in range(2):
             with pytest.raises(InputError, match="row 2: 'text' is null") as caught:
@@ -69,7 +69,7 @@ def test_an_error_comes_in_its_place_with_the_threads_traceback():
 
 
 def test_at_most_depth_blocks_are_made_ahead_and_waiting_is_measured():
-    with closing(Feed([StreamWork(three_streams()[1])], depth=1)) as feed:
+    with closing(Feed(StreamWork(three_streams()[1]), depth=1)) as feed:
         time.sleep(0.2)
         assert len(feed._ready) == 1
         assert [block.index for block in iter(feed.get, None)] == [0, 1, 2]
@@ -78,7 +78,7 @@ def test_at_most_depth_blocks_are_made_ahead_and_waiting_is_measured():
 
 
 def test_close_ends_a_waiting_thread():
-    feed = Feed([StreamWork(three_streams()[1])], depth=1)
+    feed = Feed(StreamWork(three_streams()[1]), depth=1)
     began = time.perf_counter()
     feed.close()
     assert time.perf_counter() - began < 1
@@ -112,7 +112,7 @@ def large_block(source) -> TokenStream:
 
 def test_a_block_that_is_not_ready_in_time_is_waited_for_again():
     release = threading.Event()
-    with closing(Feed([StreamWork(stream(SlowSource(release.wait), 0, 1))])) as feed:
+    with closing(Feed(StreamWork(stream(SlowSource(release.wait), 0, 1)))) as feed:
         for _ in range(2):
             with pytest.raises(TimeoutError, match=r"no block within 0.05 s"):
                 feed.get(timeout_s=0.05)
@@ -125,7 +125,7 @@ def test_a_source_that_times_out_is_not_taken_for_a_block_to_come():
     def fail():
         raise TimeoutError("the server is silent")
 
-    with closing(Feed([StreamWork(large_block(SlowSource(fail)))])) as feed:
+    with closing(Feed(StreamWork(large_block(SlowSource(fail))))) as feed:
         for _ in range(2):
             with pytest.raises(PipelineError, match="reading the data timed out: the server is silent.*try again"):
                 feed.get(timeout_s=10)
@@ -133,7 +133,7 @@ def test_a_source_that_times_out_is_not_taken_for_a_block_to_come():
 
 def test_close_ends_the_block_under_construction_after_the_next_document():
     source = SlowSource(lambda: time.sleep(0.01))
-    feed = Feed([StreamWork(large_block(source))])
+    feed = Feed(StreamWork(large_block(source)))
     time.sleep(0.1)
     feed.close()
     done = source.num_read
@@ -144,7 +144,7 @@ def test_close_ends_the_block_under_construction_after_the_next_document():
 
 def test_close_does_not_wait_for_a_source_that_hangs():
     release = threading.Event()
-    feed = Feed([StreamWork(large_block(SlowSource(release.wait)))])
+    feed = Feed(StreamWork(large_block(SlowSource(release.wait))))
     began = time.perf_counter()
     feed.close()
     assert time.perf_counter() - began < 3
@@ -157,7 +157,7 @@ def test_close_does_not_wait_for_a_source_that_hangs():
 def test_a_source_that_hangs_does_not_keep_the_process():
     program = (
         "import time; from test_feed import Feed, SlowSource, StreamWork, large_block; "
-        "feed = Feed([StreamWork(large_block(SlowSource(lambda: time.sleep(600))))]); feed.close(); print('closed')"
+        "feed = Feed(StreamWork(large_block(SlowSource(lambda: time.sleep(600))))); feed.close(); print('closed')"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent, capture_output=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, b"closed\n"), done.stderr

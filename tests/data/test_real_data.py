@@ -10,7 +10,7 @@ import pytest
 from pipeline.config import ArcData, LongDocuments, ParquetData, Template
 from pipeline.data.arc.augment import Augmentation
 from pipeline.data.arc.prompts import decode_prompt
-from pipeline.data.feed import Feed, StreamWork
+from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.data.sources import open_source
 from pipeline.data.stream import TokenStream
 from pipeline.data.tokenizer import load_tokenizer
@@ -30,7 +30,7 @@ def test_prose_comes_back_from_its_tokens(shared, tokenizer):
     ]
     tokens: dict[str, list[np.ndarray]] = {}
     slots = valid = 0
-    with closing(Feed(work)) as feed:
+    with closing(Feed(InTurn(work))) as feed:
         for block in iter(feed.get, None):
             slots += 0 if block.exhausted else block.tokens.size
             valid += 0 if block.exhausted else block.num_tokens

@@ -77,7 +77,10 @@ def test_a_block_is_one_write_for_each_object_and_nothing_is_read_back(service):
     writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
     keys = [layout().shard_key(spec, 0, 0) for spec in layout().all_arrays]
     keys += [table_key(0, 0), block.record.key]
-    assert requests(proxy, path) == {(WRITE[path[:2]], key): 1 for key in keys}
+    expected = {(WRITE[path[:2]], key): 1 for key in keys}
+    if path.startswith("s3"):  # of a service that is not Amazon's own TensorStore asks whether the record is there
+        expected["HEAD", block.record.key] = 1
+    assert requests(proxy, path) == expected
 
 
 def test_a_finished_store_is_opened_without_a_request_for_each_block(service):

@@ -156,6 +156,33 @@ def test_several_blocks_of_a_stream_may_be_under_way(store_path):
     assert StoreWriter.open(store_path, metadata(), layout()).records == writer.records
 
 
+def test_a_record_that_another_writer_has_written_stays(store_path):
+    """The same content is fine, another is refused; so it is when a truncated block is to be extended."""
+    first, *_ = blocks(0)
+    [*_, cut] = blocks(0, max_rows=ROWS - 1)
+    a, b, late = (StoreWriter.open(store_path, metadata(), layout()) for _ in range(3))
+    for writer in (a, b):
+        writer.commit(writer.begin_block(0, 0, first.arrays, first.table), first.record)
+    pending = late.begin_block(0, 0, cut.arrays, cut.table)
+    with pytest.raises(StoreError, match="block-000000.json was written meanwhile.*by another run"):
+        late.commit(pending, cut.record)
+    assert late.refresh_stream(0) == a.records[0] == b.records[0]
+
+    c = StoreWriter.open(store_path, metadata(), layout())
+    c.commit(c.begin_block(1, 0, *_truncated(1)[:2]), _truncated(1)[2])
+    d = StoreWriter.open(store_path, metadata(), layout())
+    whole = next(blocks(1))
+    c.commit(c.begin_block(1, 0, whole.arrays, whole.table), whole.record)
+    with pytest.raises(StoreError, match="was replaced by another run"):
+        d.begin_block(1, 0, whole.arrays, whole.table)
+    assert d.refresh_stream(1) == c.records[1]
+
+
+def _truncated(stream: int):
+    block = next(blocks(stream, max_rows=ROWS - 1))
+    return block.arrays, block.table, block.record
+
+
 def test_a_stored_block_does_not_depend_on_the_memory_it_came_from(store_path):
     """The caller fills its arrays again once a block is committed."""
     writer = StoreWriter.open(store_path, metadata(), layout())

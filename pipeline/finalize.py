@@ -1,0 +1,76 @@
+"""Marks a store complete: `python -m pipeline.finalize store.path=...`, once all of its workers are done.
+
+A run does this by itself when it finds every stream at its end; workers that do not know of each other may each have
+ended before the others. May be repeated, also at the same time. `force=true` completes a store whose streams have not
+ended, with what it holds.
+
+Exit codes: 0 complete; 1 a stream has not ended, and is named, or the store cannot be reached; 2 there is no store, or
+it is damaged.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from pipeline.errors import EXIT_FAILED, EXIT_OK, ConfigError, StoreError
+from pipeline.plan import stream_share
+from pipeline.store.commits import CommitRecord
+from pipeline.store.writing import StoreWriter
+
+_USAGE = "usage: python -m pipeline.finalize store.path=... [force=true]"
+
+
+def main(arguments: list[str]) -> int:
+    """Finalizes the store that `arguments` name, prints what each stream holds, and returns the exit code."""
+    try:
+        path, is_forced = parse(arguments)
+        store = StoreWriter.open_existing(path)
+        unfinished = [stream for stream in range(store.metadata.num_streams) if not print_stream(store, stream)]
+        if unfinished and not is_forced:
+            print(
+                f"{path} is not completed: streams {', '.join(map(str, unfinished))} have not ended. Let the workers "
+                f"go on, start one more, or pass force=true to complete the store with what it holds.",
+                file=sys.stderr,
+            )
+            return EXIT_FAILED
+        store.finish()
+    except (ConfigError, StoreError) as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(f"{path}: complete")
+    return EXIT_OK
+
+
+def parse(arguments: list[str]) -> tuple[str, bool]:
+    """The values of `store.path` and `force`. Raises ConfigError."""
+    values = dict(argument.partition("=")[::2] for argument in arguments)
+    path, force = values.pop("store.path", ""), values.pop("force", "false")
+    if not path or values or force not in ("true", "false"):
+        raise ConfigError(_USAGE)
+    return path.strip("'\""), force == "true"
+
+
+def print_stream(store: StoreWriter, stream: int) -> bool:
+    """Prints what a stream holds; returns whether it is at its end."""
+    records = store.records.get(stream, [])
+    max_tokens = store.metadata.config.get("run", {}).get("max_tokens")
+    share = None if max_tokens is None else stream_share(max_tokens, store.metadata.num_streams, stream)
+    end = end_of(records, share, store.layout.length)
+    tokens = sum(record.tokens for record in records)
+    print(f"stream {stream}: {len(records)} blocks, {tokens:,} tokens, {end or 'NOT AT ITS END'}")
+    return end is not None
+
+
+def end_of(records: Sequence[CommitRecord], share: int | None, length: int) -> str | None:
+    """Why a stream ends where it does, or None if it is not at its end.
+
+    `share`: the tokens that the run that created the store wanted of it. Without a truncated block they are reached by
+    the last row, of at most `length` tokens, of the last block.
+    """
+    if records and records[-1].exhausted:
+        return "the end of its data"
+    reached = share is not None and 0 <= sum(record.tokens for record in records) - share < length
+    return "the end of its share of run.max_tokens" if reached or (records and records[-1].truncated) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,197 @@
+"""Claims on streams: one owner at a time, whoever dies, sleeps or cannot reach the store."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, contextmanager
+
+import pytest
+
+from pipeline.errors import StoreInvalid
+from pipeline.store.claims import Claims, claim_key, delete_claims
+from pipeline.store.kvstore import list_keys, open_kvstore, read_key, write_key
+from tests.store.emulators import new_bucket
+
+LEASE_S = 2.0  # on a busy machine a thread may have to wait for half a second
+
+
+@contextmanager
+def claims(path, lease_s=LEASE_S):
+    with closing(Claims(path, lease_s)) as opened:
+        yield opened
+
+
+def claim(who: Claims, stream: int) -> bool:
+    return any(who.claim(vacancy) for vacancy in who.vacancies([stream]))
+
+
+def wait_until(condition, timeout_s=20.0) -> float:
+    """How long it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout_s
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def test_a_claimed_stream_is_nobody_elses_until_it_is_released(store_path):
+    with claims(store_path) as a, claims(store_path) as b:
+        assert claim(a, 3)
+        assert not claim(a, 3)
+        assert not claim(b, 3)
+        assert claim(b, 4)
+        assert (a.holds(3), a.holds(4), b.holds(3), b.holds(4)) == (True, False, False, True)
+        a.release(3)
+        assert not a.holds(3)
+        assert claim(b, 3)
+        assert b.holds(3)
+
+
+def test_a_claim_is_kept_for_longer_than_its_lease(tmp_path):
+    with claims(str(tmp_path)) as a, claims(str(tmp_path)) as b:
+        assert claim(a, 0)
+        deadline = time.monotonic() + 2.5 * LEASE_S
+        while time.monotonic() < deadline:
+            assert not b.vacancies([0])
+            assert a.holds(0)
+            time.sleep(LEASE_S / 10)
+
+
+def test_of_many_that_try_at_once_one_succeeds(store_path):
+    barrier = threading.Barrier(8)
+    successes = []
+
+    def contend(who: Claims):
+        for stream in range(20):
+            found = who.vacancies([stream])
+            barrier.wait(30)
+            successes.extend((stream, who.owner) for vacancy in found if who.claim(vacancy))
+
+    contenders = [Claims(store_path, lease_s=30) for _ in range(8)]
+    threads = [threading.Thread(target=contend, args=(who,)) for who in contenders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(stream for stream, _ in successes) == list(range(20))
+    for who in contenders:
+        assert all(who.holds(stream) for stream, owner in successes if owner == who.owner)
+        who.close()
+
+
+def test_closing_releases_everything(store_path):
+    with claims(store_path, lease_s=60) as a:
+        assert all(claim(a, stream) for stream in range(3))
+    with claims(store_path, lease_s=60) as b:
+        assert all(claim(b, stream) for stream in range(3))
+
+
+HOLDER = """
+import sys, time
+from pipeline.store.claims import Claims
+
+claims = Claims(sys.argv[1], float(sys.argv[2]))
+[vacancy] = claims.vacancies([0])
+print(claims.claim(vacancy), flush=True)
+while claims.holds(0):
+    time.sleep(0.01)
+claims.release(0)
+print("lost", flush=True)
+"""
+
+
+@contextmanager
+def holder(path, lease_s=LEASE_S):
+    """A process that holds stream 0 as long as it can."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, path, str(lease_s)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "True\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("own_lease_s", [LEASE_S, 60.0])
+def test_the_claim_of_a_process_that_was_killed_expires_after_its_own_lease(tmp_path, own_lease_s):
+    path = str(tmp_path)
+    with claims(path, own_lease_s) as a, holder(path) as process:
+        assert not claim(a, 0)
+        process.kill()
+        waited = wait_until(lambda: claim(a, 0))
+        assert 0.5 * LEASE_S < waited < 2 * LEASE_S  # it may have been renewed last a moment before the kill
+        assert a.holds(0)
+
+
+def test_a_process_that_slept_for_too_long_notices_and_takes_nothing_away(tmp_path):
+    path = str(tmp_path)
+    with claims(path) as a, holder(path) as process:
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: claim(a, 0))
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.readline() == "lost\n"
+        time.sleep(LEASE_S / 2)
+        assert a.holds(0)
+
+
+def test_an_owner_that_cannot_renew_gives_up_before_others_may_claim(tmp_path, caplog):
+    with claims(str(tmp_path)) as a:
+        assert claim(a, 0)
+        os.rename(tmp_path / "_claims", tmp_path / "away")
+        (tmp_path / "_claims").write_text("in the way")
+        waited = wait_until(lambda: not a.holds(0))
+        assert 0.3 * LEASE_S < waited < 0.7 * LEASE_S
+        os.remove(tmp_path / "_claims")
+        os.rename(tmp_path / "away", tmp_path / "_claims")
+        time.sleep(LEASE_S / 4)
+        assert not a.holds(0), "what was lost stays lost, although the store is back"
+        assert not a.vacancies([0])
+        a.release(0)
+        assert claim(a, 0), "nobody took it meanwhile"
+    assert "could not be renewed" in caplog.text
+
+
+def test_deleting_all_claims_takes_them_from_their_owners(store_path):
+    kvstore = open_kvstore(store_path)
+    with claims(store_path) as a:
+        assert claim(a, 0)
+        delete_claims(kvstore)
+        wait_until(lambda: not a.holds(0))
+    assert list_keys(kvstore, "_claims/") == []
+
+
+def test_what_is_no_claim_is_named(store_path):
+    write_key(open_kvstore(store_path), claim_key(2), b"{}")
+    with (
+        claims(store_path) as a,
+        pytest.raises(StoreInvalid, match=r"stream-00002\.json is not a claim.*Delete"),
+    ):
+        a.vacancies([2])
+    assert read_key(open_kvstore(store_path), claim_key(2)) == b"{}"
+
+
+def test_claims_on_the_protocol_of_s3(s3):
+    path = f"{new_bucket('s3', s3.backend)}/store"
+    with claims(path) as a, claims(path) as b:
+        assert claim(a, 0)
+        assert claim(b, 1)
+        time.sleep(LEASE_S)
+        assert a.holds(0)
+        assert not claim(b, 0)
+        a.release(0)
+        assert claim(b, 0)
+    delete_claims(open_kvstore(path))
+    assert list_keys(open_kvstore(path), "_claims/") == []
+
+
+def test_storage_that_ignores_the_conditions_of_a_write_is_refused(gcs):
+    """As this emulator does; Google's own storage does not."""
+    path = f"{new_bucket('gs', gcs.backend)}/store"
+    with pytest.raises(StoreInvalid, match=r"ignores the conditions of a write.*run\.worker_index"):
+        Claims(path, LEASE_S)
+    assert list_keys(open_kvstore(path), "_claims/") == []
