@@ -6,7 +6,7 @@ from pipeline.config import Packing, RunConfig
 from pipeline.models.architecture import Architecture
 from pipeline.roofline import Limits
 from pipeline.store.layout import MIB
-from pipeline.tpu import Chip
+from pipeline.tpu import GIB, Chip
 
 _LANES = 128  # a TPU's matrices are laid out and multiplied in tiles of so many columns
 _MIN_REMOTE_SHARD = 64 * MIB
@@ -14,7 +14,13 @@ _MAX_SHARD = 1024 * MIB
 
 
 def advise(
-    config: RunConfig, arch: Architecture, chip: Chip, reach: Limits, shard_bytes: int, tokens_per_chip: int
+    config: RunConfig,
+    arch: Architecture,
+    chip: Chip,
+    reach: Limits,
+    shard_bytes: int,
+    host_bytes: int,
+    tokens_per_chip: int,
 ) -> Iterator[str]:
     """One sentence for each choice that is poor."""
     if config.batch.packing is Packing.pad:
@@ -28,6 +34,11 @@ def advise(
         yield (
             f"store shards of {shard_bytes / MIB:.0f} MiB are more than readers like: a block holds whole steps of all "
             f"processes; lower batch.rows"
+        )
+    if host_bytes > chip.host_memory_bytes / 2:
+        yield (
+            f"activations may take {host_bytes / GIB:.0f} GiB of a host's {chip.host_memory_bytes / GIB:.0f}; lower "
+            f"batch.rows or run.max_inflight_mib"
         )
     if tokens_per_chip < chip.critical_tokens:
         yield (

@@ -290,9 +290,10 @@ _CREDENTIALS = re.compile(r"://[^/]*@|[?&][^=&]*(token|sig|signature|key|credent
 def _require_no_credentials(config: RunConfig) -> None:
     """The configuration is stored and logged, so no URL in it may carry a password or a signature."""
     for group, values in asdict(config).items():
-        for key, value in values.items():
+        named = {f"{group}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {}
+        for key, value in named.items():
             if _CREDENTIALS.search(str(value)):
                 raise ConfigError(
-                    f"{group}.{key} has a URL with credentials in it, which would be stored and logged. Give them as "
+                    f"{key} has a URL with credentials in it, which would be stored and logged. Give them as "
                     f"the storage's own tools expect them (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
                 )

@@ -51,6 +51,7 @@ class SlicePlan:
     binding: str
     tokens_per_s: float
     traffic: Traffic
+    host_bytes: int  # of activations in one host's memory, at most
     shard_bytes: int  # the largest object
     objects_per_block: int
     slots_per_block: int
@@ -81,6 +82,7 @@ class SlicePlan:
             f"bound by  {self.binding.replace('_', ' ')}: {self.tokens_per_s:,.0f} tokens/s",
             f"traffic   {traffic.device_to_host / 1e9:.1f} GB/s to the hosts; per host {traffic.host_memory / 1e9:.1f} "
             f"GB/s of memory, {traffic.network / 1e9:.2f} GB/s to the store",
+            f"hosts     up to {self.host_bytes / GIB:.1f} GiB of activations on each",
             f"store     shards of {self.shard_bytes / MIB:.1f} MiB, {self.objects_per_block} objects per block of "
             f"{self.slots_per_block:,} slots",
         ]
@@ -154,6 +156,7 @@ def plan_slice(config: RunConfig, model: Model, where: Slice) -> SlicePlan:
         binding=reach.binding,
         tokens_per_s=reach.tokens_per_s,
         traffic=traffic(cost, where, reach.tokens_per_s),
+        host_bytes=job.host_bytes,
         shard_bytes=shard_bytes,
         objects_per_block=objects_per_block,
         slots_per_block=slots_per_block,
@@ -164,7 +167,7 @@ def plan_slice(config: RunConfig, model: Model, where: Slice) -> SlicePlan:
         advice=(
             *job.notes,
             *((program.attention_note,) if program.attention_note else ()),
-            *advise(config, model.arch, where.chip, reach, shard_bytes, rows_per_chip * job.length),
+            *advise(config, model.arch, where.chip, reach, shard_bytes, job.host_bytes, rows_per_chip * job.length),
         ),
     )
 

@@ -21,6 +21,7 @@ class Chip:
     host_bytes_per_s: float  # from the device to the host, over PCIe
     network_bytes_per_s: float
     usd_per_hour: float  # list price on demand, in the cheapest region of the United States
+    host_memory_bytes: float  # of the virtual machine that has four chips
     num_dims: int  # of a slice's shape
     cores_per_chip: int  # in names like v4-32, whose number counts cores
 
@@ -30,16 +31,16 @@ class Chip:
         return self.flops_per_s / self.hbm_bytes_per_s  # 2 operations per number of 2 bytes
 
 
-# Peaks, HBM: cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e; usable HBM: libtpu's compiler. PCIe and network: "How to
-# Scale Your Model" (jax-ml.github.io/scaling-book/tpus), where v5e's pod of 6.4 Tbps is 3.1 GB/s a chip. Prices:
-# cloud.google.com/tpu/pricing, 2025; they change, and plan.usd_per_chip_hour overrides them.
+# Peaks, HBM, hosts: cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e; usable HBM: libtpu's compiler. PCIe, network: "How
+# to Scale Your Model" (jax-ml.github.io/scaling-book/tpus); v5e's 256 chips have 6.4 Tbps, which is 3.1 GB/s a chip.
+# Prices: cloud.google.com/tpu/pricing, 2025; they change, and plan.usd_per_chip_hour overrides them.
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 275e12, int(30.75 * GIB), 1228e9, 16e9, 6.25e9, 3.22, num_dims=3, cores_per_chip=2),
-        Chip("v5e", 197e12, int(15.75 * GIB), 819e9, 15e9, 3.1e9, 1.20, num_dims=2, cores_per_chip=1),
-        Chip("v5p", 459e12, int(95.73 * GIB), 2765e9, 16e9, 6.25e9, 4.20, num_dims=3, cores_per_chip=2),
-        Chip("v6e", 918e12, int(31.24 * GIB), 1638e9, 32e9, 12.5e9, 2.70, num_dims=2, cores_per_chip=1),
+        Chip("v4", 275e12, int(30.75 * GIB), 1228e9, 16e9, 6.25e9, 3.22, 407e9, num_dims=3, cores_per_chip=2),
+        Chip("v5e", 197e12, int(15.75 * GIB), 819e9, 15e9, 3.1e9, 1.20, 192e9, num_dims=2, cores_per_chip=1),
+        Chip("v5p", 459e12, int(95.73 * GIB), 2765e9, 16e9, 6.25e9, 4.20, 448e9, num_dims=3, cores_per_chip=2),
+        Chip("v6e", 918e12, int(31.24 * GIB), 1638e9, 32e9, 12.5e9, 2.70, 720e9, num_dims=2, cores_per_chip=1),
     )
 }
 _ALIASES = {"v5litepod": "v5e"}

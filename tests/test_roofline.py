@@ -9,7 +9,7 @@ from pipeline.advice import advise
 from pipeline.config import BatchConfig, Packing, ParquetData, RunConfig, StoreConfig
 from pipeline.models.architecture import Architecture
 from pipeline.roofline import Cost, Limits, bill, limits, traffic
-from pipeline.tpu import CHIPS, parse_slice
+from pipeline.tpu import CHIPS, GIB, parse_slice
 
 V5E_64 = parse_slice("v5e-64")
 COST = Cost(flops=1_000_000_000, activation_bytes=5380, fill=0.5)  # with the side arrays 5400 bytes a slot
@@ -57,14 +57,17 @@ COMPUTE_BOUND = Limits(compute=1.0, device_to_host=2.0, network=2.0, store=2.0)
 MIB = 1 << 20
 
 
-def advice(config=CONFIG, arch=ARCH, reach=COMPUTE_BOUND, shard_bytes=128 * MIB, tokens_per_chip=4096) -> str:
-    return "\n".join(advise(config, arch, CHIPS["v5e"], reach, shard_bytes, tokens_per_chip))
+def advice(
+    config=CONFIG, arch=ARCH, reach=COMPUTE_BOUND, shard_bytes=128 * MIB, host_bytes=GIB, tokens_per_chip=4096
+) -> str:
+    return "\n".join(advise(config, arch, CHIPS["v5e"], reach, shard_bytes, host_bytes, tokens_per_chip))
 
 
 POOR = {
     "padding": (dict(config=replace(CONFIG, batch=BatchConfig(packing=Packing.pad))), "batch.packing=pack"),
     "small shards": (dict(shard_bytes=16 * MIB), "16 MiB.*raise store.shard_mib to 64-512"),
     "large shards": (dict(shard_bytes=1792 * MIB), "1792 MiB.*lower batch.rows"),
+    "full hosts": (dict(host_bytes=150 * GIB), "150 GiB of a host's 179; lower batch.rows"),
     "few tokens": (dict(tokens_per_chip=128), "128 tokens per chip.* 241 .*raise batch.rows"),
     "odd widths": (dict(arch=replace(ARCH, d_mlp=1000)), "MLP width 1000: no multiple of 128"),
     "bound by the network": (dict(reach=replace(COMPUTE_BOUND, network=0.25)), "network limits.*25%.*fewer layers"),
