@@ -27,6 +27,12 @@ _COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast)(?:-start)?\("
 )
 
+# What libtpu would otherwise ask a TPU machine's metadata server for, and complain that nobody answers.
+_NO_TPU_MACHINE = {
+    **{"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1"},
+    **{"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"},
+}
+
 
 class DoesNotFit(ConfigError):
     """A program that needs more memory than a chip has."""
@@ -56,7 +62,8 @@ def slice_devices(where: Slice) -> Sequence[jax.Device]:
     """The devices of a slice, to compile for. Raises ConfigError where libtpu is missing or knows no such slice."""
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError("topology needs libtpu, which is not installed. Run pip install 'activation-pipeline[tpu]'.")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # this is no TPU machine: there is nobody to ask
+    for name, value in _NO_TPU_MACHINE.items():
+        os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")  # whatever this machine has, it is not used
     # One device per chip also of v4, where libtpu's default is one per core.
     options = {"chip_config_name": "megacore"} if where.chip.name == "v4" else {}

@@ -85,6 +85,39 @@ def test_what_does_not_fit_is_refused_with_what_would(shapes: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+KERNELS = """
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from pipeline.compile_check import slice_devices
+from pipeline.distributed import make_mesh
+from pipeline.models.attention_splash import attend_splash
+from pipeline.tpu import parse_slice
+for name in ("v4-8", "v5e-4", "v5p-8", "v6e-4"):
+    mesh = make_mesh(2, slice_devices(parse_slice(name)))
+    for num_heads, num_kv_heads, head_dim, length, dtype, rule in (
+        (14, 2, 64, 1024, "bfloat16", {"causal": True}),
+        (12, 12, 64, 512, "float32", {"causal": False}),
+        (8, 4, 256, 1152, "bfloat16", {"causal": True, "softcap": 50.0, "window": 300}),
+        (8, 2, 80, 640, "bfloat16", {"causal": True}),
+    ):
+        def shape(*sizes, dtype=dtype, spec=PartitionSpec("data")):
+            return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+        heads = PartitionSpec("data", None, "tensor")
+        qkv = [shape(2, length, number, head_dim, spec=heads) for number in (num_heads, num_kv_heads, num_kv_heads)]
+        with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+            attend = jax.jit(lambda *x: attend_splash(*x, scale=0.1, mesh=mesh, **rule))
+            text = attend.lower(*qkv, shape(2, length, dtype="int32")).compile().as_text()
+        assert "tpu_custom_call" in text
+        assert "all-" not in text
+"""
+
+
+@needs_libtpu
+def test_splash_compiles_for_every_kind_of_chip() -> None:
+    done = subprocess.run([sys.executable, "-c", KERNELS], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 SLICES = """
 import jax
 from pipeline.compile_check import slice_devices
@@ -107,21 +140,21 @@ def test_a_process_has_neighbouring_devices_of_every_slice() -> None:
 
 
 PODS = {
-    "Qwen2.5-7B on v5e-64": ("Qwen2.5-7B", "v5e-64", "[7,14,21]", 256),
-    "Llama-3-8B on v5e-64": ("Llama-3-8B", "v5e-64", "[8,16,24]", 256),
-    "Gemma-2-9B on v6e-64": ("Gemma-2-9B", "v6e-64", "[10,20,30]", 256),
-    "Llama-3-70B on v5e-256": ("Llama-3-70B", "v5e-256", "[20,40,60]", 512),
+    "Qwen2.5-7B on v5e-64": ("Qwen2.5-7B", "v5e-64", "[7,14,21]", 256, 2048),
+    "Llama-3-8B on v5e-64": ("Llama-3-8B", "v5e-64", "[8,16,24]", 256, 2048),
+    "Gemma-2-9B on v6e-64": ("Gemma-2-9B", "v6e-64", "[10,20,30]", 64, 8192),  # longer than its windows
+    "Llama-3-70B on v5e-256": ("Llama-3-70B", "v5e-256", "[20,40,60]", 512, 2048),
 }
 
 
 @needs_libtpu
 @pytest.mark.slow  # minutes: large programs for many chips
-@pytest.mark.parametrize(("name", "topology", "layers", "rows"), PODS.values(), ids=PODS.keys())
-def test_large_models_fit_pods(shapes: Path, name: str, topology: str, layers: str, rows: int) -> None:
+@pytest.mark.parametrize(("name", "topology", "layers", "rows", "length"), PODS.values(), ids=PODS.keys())
+def test_large_models_fit_pods(shapes: Path, name: str, topology: str, layers: str, rows: int, length: int) -> None:
     report = planned(
         shapes,
         name,
-        *(f"topology={topology}", f"capture.layers={layers}", f"batch.rows={rows}", "batch.length=2048"),
+        *(f"topology={topology}", f"capture.layers={layers}", f"batch.rows={rows}", f"batch.length={length}"),
         *("model.weights=fsdp", "run.max_inflight_mib=40000"),
     )
     assert_as_predicted(report)
