@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pipeline import compile_check
 from pipeline.advice import advise
 from pipeline.compile_check import Program
-from pipeline.config import RunConfig
+from pipeline.config import PlanConfig, RunConfig
 from pipeline.errors import ConfigError
 from pipeline.models.registry import Model, open_model
 from pipeline.plan import Plan, Topology, make_plan
@@ -57,6 +57,7 @@ class SlicePlan:
     slots_per_block: int
     num_tokens: int | None  # run.max_tokens
     bill: Bill | None  # None without run.max_tokens
+    notes: tuple[str, ...]
     advice: tuple[str, ...]
 
     def describe(self) -> str:
@@ -92,11 +93,13 @@ class SlicePlan:
                 f"{self.bill.chips_usd:,.0f} USD for the chips, {self.bill.store_usd_per_month:,.0f} a month for the "
                 f"store"
             )
+        lines += [f"note      {line}" for line in self.notes]
         return "\n".join([*lines, *(f"advice    {line}" for line in self.advice)])
 
 
 def print_slice_plan(config: RunConfig) -> None:
     """Raises ConfigError for what does not fit, saying what would."""
+    _check(config.plan)
     where = parse_slice(config.topology)
     model = open_model(
         config.model.path, revision=config.model.revision, init=str(config.model.init), seed=config.model.seed
@@ -112,29 +115,23 @@ def plan_slice(config: RunConfig, model: Model, where: Slice) -> SlicePlan:
     job = _job_plan(config, model, where)
     program = compile_check.compile_program(model, job, config, compile_check.slice_devices(where))
     compile_check.require_room(program, job, where)
-    options, assumed = config.plan, where.chip
-    row_bytes = job.length * sum(job.widths) * ITEM_BYTES[job.dtype]
+    options = config.plan
+    slot_bytes = sum(job.widths) * ITEM_BYTES[job.dtype]
+    cost = Cost(model.flops_per_token(job.keys, job.length), slot_bytes, options.fill)
     slots_per_block = job.rows_per_block * job.length
-    cost = Cost(
-        flops=model.flops_per_token(job.keys, job.length),
-        activation_bytes=row_bytes // job.length,
-        fill=options.fill,
-    )
     objects_per_block = len(job.keys) + len(SIDE_ARRAYS) + _RECORDS_PER_BLOCK
-    object_bytes = slots_per_block * (cost.activation_bytes + SIDE_BYTES) / objects_per_block
-    store_bytes_per_s = (
-        BUCKET_WRITES_PER_S * object_bytes if options.store_gb_per_s is None else options.store_gb_per_s * 1e9
-    )
+    store_bytes_per_s = (options.store_gb_per_s or 0) * 1e9
+    if not store_bytes_per_s:
+        store_bytes_per_s = BUCKET_WRITES_PER_S * slots_per_block * (slot_bytes + SIDE_BYTES) / objects_per_block
     reach = limits(cost, where, options.mfu, store_bytes_per_s)
-    price = assumed.usd_per_hour if options.usd_per_chip_hour is None else options.usd_per_chip_hour
+    price = where.chip.usd_per_hour if options.usd_per_chip_hour is None else options.usd_per_chip_hour
     along_data = where.num_chips // job.tensor
     rows_per_chip = job.step_rows // along_data
-    num_params = model.num_params(job.keys)
     shard_bytes = slots_per_block * max(job.widths) * ITEM_BYTES[job.dtype]
     return SlicePlan(
         family=model.family,
         num_layers=model.num_layers,
-        num_params=num_params,
+        num_params=model.num_params(job.keys),
         topology=where.name,
         num_chips=where.num_chips,
         num_hosts=where.num_hosts,
@@ -145,7 +142,7 @@ def plan_slice(config: RunConfig, model: Model, where: Slice) -> SlicePlan:
         length=job.length,
         steps_in_flight=job.inflight_steps,
         weight_bytes=job.weights_bytes,
-        output_bytes=rows_per_chip * row_bytes // job.tensor,
+        output_bytes=rows_per_chip * job.length * slot_bytes // job.tensor,
         program=program,
         hbm_bytes=where.chip.hbm_bytes,
         hbm_bytes_needed=program.resident_bytes(job.inflight_steps),
@@ -164,10 +161,9 @@ def plan_slice(config: RunConfig, model: Model, where: Slice) -> SlicePlan:
         bill=None
         if job.max_tokens is None
         else bill(cost, where, job.max_tokens, reach.tokens_per_s, price, options.usd_per_tb_month),
-        advice=(
-            *job.notes,
-            *((program.attention_note,) if program.attention_note else ()),
-            *advise(config, model.arch, where.chip, reach, shard_bytes, job.host_bytes, rows_per_chip * job.length),
+        notes=(*job.notes, *((program.attention_note,) if program.attention_note else ())),
+        advice=tuple(
+            advise(config, model.arch, where.chip, reach, shard_bytes, job.host_bytes, rows_per_chip * job.length)
         ),
     )
 
@@ -193,6 +189,14 @@ def with_most_rows(config: RunConfig, model: Model, where: Slice) -> RunConfig:
         return True
 
     return rows(max(1, compile_check.largest(fits)))
+
+
+def _check(options: PlanConfig) -> None:
+    for name in ("mfu", "fill"):
+        if not 0 < getattr(options, name) <= 1:
+            raise ConfigError(f"plan.{name} is {getattr(options, name)}. Set it to more than 0, at most 1.")
+    if options.store_gb_per_s is not None and options.store_gb_per_s <= 0:
+        raise ConfigError(f"plan.store_gb_per_s is {options.store_gb_per_s}. Set it to more than 0, or to null.")
 
 
 def _job_plan(config: RunConfig, model: Model, where: Slice) -> Plan:
