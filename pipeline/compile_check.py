@@ -25,12 +25,15 @@ from pipeline.tpu import GIB, Slice
 
 _COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast)(?:-start)?\("
+    r".* channel_id=(\d+)"
 )
 
-# What libtpu would otherwise ask a TPU machine's metadata server for, and complain that nobody answers.
-_NO_TPU_MACHINE = {
+_LIBTPU_OPTIONS = {
+    # What it would otherwise ask a TPU machine's metadata server for, and complain that nobody answers.
     **{"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1"},
     **{"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"},
+    # No chip is used, so another process may use libtpu at the same time.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
 
@@ -48,7 +51,7 @@ class Program:
     output_bytes: int  # one step's activations
     temporary_bytes: int
     peak_bytes: int  # while one step runs, what other steps have left aside
-    collectives: dict[str, int]  # in the program's text, where a loop over layers counts once
+    collectives: dict[str, int]  # by kind; in a loop over layers it counts once
     compile_s: float
 
     def resident_bytes(self, steps_in_flight: int) -> int:
@@ -62,7 +65,7 @@ def slice_devices(where: Slice) -> Sequence[jax.Device]:
     """The devices of a slice, to compile for. Raises ConfigError where libtpu is missing or knows no such slice."""
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError("topology needs libtpu, which is not installed. Run pip install 'activation-pipeline[tpu]'.")
-    for name, value in _NO_TPU_MACHINE.items():
+    for name, value in _LIBTPU_OPTIONS.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")  # whatever this machine has, it is not used
     # One device per chip also of v4, where libtpu's default is one per core.
@@ -107,9 +110,15 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
         output_bytes=memory.output_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes,
-        collectives=dict(collections.Counter(_COLLECTIVE.findall(step.executable.as_text()))),
+        collectives=_collectives(step.executable.as_text()),
         compile_s=time.perf_counter() - began,
     )
+
+
+def _collectives(program_text: str) -> dict[str, int]:
+    """By kind. One that is fused with what it overlaps stands several times in the text, with one channel."""
+    channels = set(_COLLECTIVE.findall(program_text))
+    return dict(collections.Counter(kind for kind, _ in channels))
 
 
 def require_room(program: Program, plan: Plan, where: Slice) -> None:

@@ -86,8 +86,8 @@ def parse_slice(name: str) -> Slice:
     num_chips, rest = divmod(int(found[2]), chip.cores_per_chip)
     if rest or num_chips < 1 or num_chips & (num_chips - 1):
         raise ConfigError(
-            f"topology is {name!r}: of which shape is no power of two. Name its shape, e.g. {chip.name}:"
-            f"{'x'.join(['4'] * chip.num_dims)}."
+            f"topology is {name!r}, whose number of chips is no power of two and says no shape. Name its shape, e.g. "
+            f"{chip.name}:{'x'.join(['4'] * chip.num_dims)}."
         )
     exponent = num_chips.bit_length() - 1
     shape = tuple(1 << ((exponent + dim) // chip.num_dims) for dim in range(chip.num_dims))
