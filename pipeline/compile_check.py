@@ -93,6 +93,7 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
             keys=plan.keys,
             dtype=plan.dtype,
             attention=str(config.model.attention),
+            statistics=plan.statistics,
         )
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
