@@ -227,6 +227,19 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """What `pipeline.plan` assumes and does when `topology` names a TPU slice."""
+
+    search: bool = False  # find the largest batch.rows that fits
+    json: bool = False
+    mfu: float = 0.4  # the part of the chips' peak that the forward pass reaches
+    fill: float = 0.95  # the part of the token slots that holds a valid token
+    store_gb_per_s: float | None = None  # that the store takes; null: a new bucket's 1000 objects a second
+    usd_per_chip_hour: float | None = None  # null: the list price
+    usd_per_tb_month: float = 20.0
+
+
+@dataclass(frozen=True)
 class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: Any = MISSING  # ParquetData | ArcData | HfData
@@ -236,6 +249,8 @@ class RunConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     run: RunOptions = field(default_factory=RunOptions)
+    topology: str | None = None  # a TPU slice to plan for, e.g. v5e-64; null: the devices at hand
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
 
 def _writable(node: DictConfig) -> DictConfig:
@@ -275,9 +290,10 @@ _CREDENTIALS = re.compile(r"://[^/]*@|[?&][^=&]*(token|sig|signature|key|credent
 def _require_no_credentials(config: RunConfig) -> None:
     """The configuration is stored and logged, so no URL in it may carry a password or a signature."""
     for group, values in asdict(config).items():
-        for key, value in values.items():
+        named = {f"{group}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {}
+        for key, value in named.items():
             if _CREDENTIALS.search(str(value)):
                 raise ConfigError(
-                    f"{group}.{key} has a URL with credentials in it, which would be stored and logged. Give them as "
+                    f"{key} has a URL with credentials in it, which would be stored and logged. Give them as "
                     f"the storage's own tools expect them (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
                 )

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pipeline.distributed import activation_sharding, replicated, row_sharding
-from pipeline.models.attention import choose_attention
+from pipeline.models.attention import Attention, choose_attention
 from pipeline.models.decoder import Params
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
@@ -47,6 +47,7 @@ class CompiledStep:
 
     mesh: Mesh
     keys: tuple[ActivationKey, ...]
+    attention: Attention
     flops: int  # of one step, over all devices; analytic
     executable: jax.stages.Compiled
 
@@ -74,22 +75,31 @@ def compile_step(
     attention: str,
     statistics: bool = True,
 ) -> CompiledStep:
-    """Lowers and compiles the step for `rows` (global) rows of `length` tokens; activations come out as `dtype`."""
+    """Lowers and compiles the step for `rows` (global) rows of `length` tokens; activations come out as `dtype`.
+
+    `params` may be shapes with shardings (`Model.abstract_params`), on devices that are only described.
+    """
     keys = tuple(keys)
     mesh = partition.mesh
     chosen = choose_attention(attention, model.arch, mesh, length, params["embed"].dtype.name)
     log.info("%s", chosen.describe())
 
     def step(params: Params, tokens: Array, segments: Array, positions: Array) -> StepOutputs:
-        captured = model.apply(params, tokens, segments, positions, keys, chosen.attend, partition)
         valid = segments != 0
-        with jax.named_scope("store"):
-            values = [jnp.where(valid[:, :, None], captured[key], 0) for key in keys]
-            activations = tuple(x.astype(dtype) for x in values)
-            finite = [jnp.isfinite(x).all(axis=-1) for x in activations]
-            counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in (valid, *(~each for each in finite))])
+
+        @jax.named_scope("store")
+        def finish(activation: Array) -> Array:
+            """As it is stored. Counted below, or a TPU would keep it in another layout until the step's end."""
+            return jnp.where(valid[:, :, None], activation, 0).astype(dtype)
+
+        captured = model.apply(params, tokens, segments, positions, keys, chosen.attend, partition, finish)
+        activations = tuple(captured[key] for key in keys)
+        finite = [jnp.isfinite(x).all(axis=-1) for x in activations]
+        counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in (valid, *(~each for each in finite))])
         with jax.named_scope("statistics"):
-            of_rows = _row_statistics([_as_stored(x, dtype) for x in values], valid, finite) if statistics else None
+            of_rows = (
+                _row_statistics([_as_stored(x, dtype) for x in activations], valid, finite) if statistics else None
+            )
         return StepOutputs(activations, of_rows, counts)
 
     by_rows = row_sharding(mesh)
@@ -99,7 +109,7 @@ def compile_step(
     jitted = jax.jit(step, out_shardings=StepOutputs(of_activations, of_statistics, replicated(mesh)))
     with jax.default_matmul_precision(matmul_precision(params["embed"].dtype)):
         executable = jitted.lower(params, batch, batch, batch).compile()
-    return CompiledStep(mesh, keys, model.flops_per_token(keys, length) * rows * length, executable)
+    return CompiledStep(mesh, keys, chosen, model.flops_per_token(keys, length) * rows * length, executable)
 
 
 def _as_stored(x: Float[Array, "B T D"], dtype: str) -> Float32[Array, "B T D"]:

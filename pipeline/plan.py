@@ -378,5 +378,6 @@ def _notes(
 if __name__ == "__main__":
     from pipeline import cli
     from pipeline.job import print_plan
+    from pipeline.slice_plan import print_slice_plan
 
-    cli.main(print_plan)
+    cli.main(lambda config: print_slice_plan(config) if config.topology else print_plan(config))

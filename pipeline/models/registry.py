@@ -18,7 +18,7 @@ from pipeline.models.hf_config import HfConfig, refuse_unreadable
 from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves, num_params, weight_bytes
 from pipeline.models.partition import Partition
 from pipeline.models.random_weights import random_params
-from pipeline.models.weights import Placement, check_tensors, load_params
+from pipeline.models.weights import Placement, abstract_params, check_tensors, load_params
 from pipeline.sites import POST_NORM_HOOKS, UNROTATED_HOOKS, ActivationKey, Site
 
 
@@ -164,6 +164,12 @@ class Model:
         check_tensors(self.checkpoint, self.arch, self.table, needed)
         return load_params(self.checkpoint, needed, dtype, place, progress, with_int8)
 
+    def abstract_params(
+        self, keys: Sequence[ActivationKey], dtype: str, place: Placement, with_int8: bool = False
+    ) -> decoder.Params:
+        """Shapes, dtypes and placement of what `load` gives; nothing is read, and no device needed."""
+        return abstract_params(self.leaves(keys), dtype, place, with_int8)
+
     def apply(
         self,
         params: decoder.Params,
@@ -173,9 +179,11 @@ class Model:
         keys: Sequence[ActivationKey],
         attend: Attend = attend_xla,
         partition: Partition = Partition(),  # noqa: B008  frozen
-    ) -> dict[ActivationKey, Float[Array, "B T width"]]:
-        """The activations of `keys`. Pure, to be jitted; values at padding (segment 0) mean nothing."""
-        return decoder.forward(self.arch, params, tokens, segments, positions, tuple(keys), attend, partition)
+        finish: Callable[[Float[Array, "B T width"]], Array] = lambda activation: activation,
+    ) -> dict[ActivationKey, Array]:
+        """What `finish` makes of the activations of `keys`. Pure, to be jitted; values at padding (segment 0) mean
+        nothing."""
+        return decoder.forward(self.arch, params, tokens, segments, positions, tuple(keys), attend, partition, finish)
 
     def leaves(self, keys: Sequence[ActivationKey]) -> LeafTree:
         """What `load` puts on the devices, not yet read."""

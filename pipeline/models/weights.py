@@ -89,6 +89,22 @@ def load_params(
     return build_params(load, leaves, "loading weights", progress, _LOADING_THREADS)
 
 
+def abstract_params(leaves: LeafTree, dtype: str, place: Placement, with_int8: bool = False) -> Params:
+    """What `load_params` gives, as shapes with shardings."""
+
+    def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct | Int8Weight:
+        sharding = place(leaf)
+        if not (with_int8 and is_int8(leaf)):
+            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+        scale_shape = leaf.shape[: -leaf.num_inputs]
+        return Int8Weight(
+            jax.ShapeDtypeStruct(leaf.shape, np.int8, sharding=sharding),
+            jax.ShapeDtypeStruct(scale_shape, np.float32, sharding=without_inputs(sharding, len(scale_shape))),
+        )
+
+    return jax.tree.map(abstract, leaves)
+
+
 def _load_int8(checkpoint: Checkpoint, leaf: Leaf, sharding: Sharding) -> Int8Weight:
     """The scales lie where the weight's output channels do; each part is read once for both."""
     scale_shape = leaf.shape[: -leaf.num_inputs]

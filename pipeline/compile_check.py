@@ -1,0 +1,145 @@
+"""The step of a job, compiled for a TPU slice that is not there: does it compile, does it fit, what does it exchange.
+
+Needs libtpu (the extra `tpu`), which describes slices and compiles for them on any machine.
+"""
+
+import collections
+import importlib.util
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.experimental import topologies
+
+from pipeline.config import RunConfig, Weights, WeightsDtype
+from pipeline.distributed import make_mesh
+from pipeline.errors import ConfigError
+from pipeline.forward import compile_step
+from pipeline.models.partition import Partition
+from pipeline.models.registry import Model
+from pipeline.plan import Plan
+from pipeline.tpu import GIB, Slice
+
+_COLLECTIVE = re.compile(
+    r" (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast)(?:-start)?\("
+    r".* channel_id=(\d+)"
+)
+
+_LIBTPU_OPTIONS = {
+    # What it would otherwise ask a TPU machine's metadata server for, and complain that nobody answers.
+    **{"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1"},
+    **{"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"},
+    # No chip is used, so another process may use libtpu at the same time.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+class DoesNotFit(ConfigError):
+    """A program that needs more memory than a chip has."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the compiler says of the step. Bytes are of one chip, padded as its memory is laid out."""
+
+    attention: str
+    attention_note: str | None
+    argument_bytes: int  # weights and one step's rows
+    output_bytes: int  # one step's activations
+    temporary_bytes: int
+    peak_bytes: int  # while one step runs, what other steps have left aside
+    collectives: dict[str, int]  # by kind; in a loop over layers it counts once
+    compile_s: float
+
+    def resident_bytes(self, steps_in_flight: int) -> int:
+        """What a chip holds while one step runs and the activations of the others wait to be copied to the host."""
+        return max(self.peak_bytes, self.argument_bytes + self.output_bytes + self.temporary_bytes) + (
+            (steps_in_flight - 1) * self.output_bytes
+        )
+
+
+def slice_devices(where: Slice) -> Sequence[jax.Device]:
+    """The devices of a slice, to compile for. Raises ConfigError where libtpu is missing or knows no such slice."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError("topology needs libtpu, which is not installed. Run pip install 'activation-pipeline[tpu]'.")
+    for name, value in _LIBTPU_OPTIONS.items():
+        os.environ.setdefault(name, value)
+    jax.config.update("jax_platforms", "cpu")  # whatever this machine has, it is not used
+    # One device per chip also of v4, where libtpu's default is one per core.
+    options = {"chip_config_name": "megacore"} if where.chip.name == "v4" else {}
+    try:
+        description = topologies.get_topology_desc(where.name, platform="tpu", **options)
+    except jax.errors.JaxRuntimeError as error:
+        raise ConfigError(f"topology {where.name}: libtpu knows no such slice: {error}. Name another shape.") from error
+    return description.devices
+
+
+def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequence[jax.Device]) -> Program:
+    """Compiles the step that a run of this plan would compile. Raises DoesNotFit."""
+    partition = Partition(make_mesh(plan.tensor, devices), fsdp=plan.weights is Weights.fsdp)
+    with_int8 = config.model.weights_dtype is WeightsDtype.int8
+    params = model.abstract_params(plan.keys, str(config.model.dtype), partition.of_leaf, with_int8)
+    began = time.perf_counter()
+    try:
+        step = compile_step(
+            model,
+            params,
+            partition,
+            rows=plan.step_rows,
+            length=plan.length,
+            keys=plan.keys,
+            dtype=plan.dtype,
+            attention=str(config.model.attention),
+            statistics=plan.statistics,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).splitlines()[0].partition("Ran out of memory")[2]
+        raise DoesNotFit(
+            f"the step of {plan.step_rows} rows of {plan.length} tokens does not fit: ran out of memory{reason} "
+            f"Lower batch.rows or batch.length, divide the weights (model.weights), or take more or larger chips."
+        ) from error
+    memory = step.executable.memory_analysis()
+    return Program(
+        attention=step.attention.name,
+        attention_note=step.attention.note,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
+        collectives=_collectives(step.executable.as_text()),
+        compile_s=time.perf_counter() - began,
+    )
+
+
+def _collectives(program_text: str) -> dict[str, int]:
+    """By kind. One that is fused with what it overlaps stands several times in the text, with one channel."""
+    channels = set(_COLLECTIVE.findall(program_text))
+    return dict(collections.Counter(kind for kind, _ in channels))
+
+
+def require_room(program: Program, plan: Plan, where: Slice) -> None:
+    """Raises DoesNotFit unless a chip can hold the step that runs and those whose activations are still on it."""
+    needed, available = program.resident_bytes(plan.inflight_steps), where.chip.hbm_bytes
+    if needed > available:
+        raise DoesNotFit(
+            f"a step takes {program.resident_bytes(1) / GIB:.2f} GiB of a chip, and {needed / GIB:.2f} with the "
+            f"activations of {plan.inflight_steps} steps in flight; {where.chip.name} has {available / GIB:.2f}. "
+            f"Lower batch.rows or run.max_inflight_mib, or capture less."
+        )
+
+
+def largest(fits: Callable[[int], bool], start: int = 1, limit: int = 1 << 12) -> int:
+    """The largest number up to `limit` that fits, found by doubling from `start`, then by halving; 0 if none does."""
+    low, high = 0, start
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

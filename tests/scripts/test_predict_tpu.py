@@ -1,0 +1,29 @@
+from pipeline.models.registry import open_model
+from pipeline.sites import ActivationKey, Site
+from scripts.predict_tpu import rows
+from scripts.published_shapes import write_shapes
+from tests.jobs import ROOT
+
+PARAMETERS_IN_BILLIONS = {  # of the models' cards, without the head where it is tied
+    "Qwen2.5-0.5B": 0.49,
+    "Qwen2.5-7B": 7.07,
+    "Llama-3-8B": 7.50,
+    "Llama-3-70B": 69.5,
+    "Gemma-2-2B": 2.61,
+    "Gemma-2-9B": 9.24,
+}
+
+
+def test_the_table_in_the_documentation_is_what_the_script_prints() -> None:
+    written = (ROOT / "docs" / "performance.md").read_text().splitlines()
+    assert [line for line in rows() if line not in written] == []
+
+
+def test_shapes_are_those_that_were_published(tmp_path) -> None:
+    """Nothing above the last layer is counted: for untied heads the card says more."""
+    write_shapes(tmp_path)
+    found = {}
+    for name in PARAMETERS_IN_BILLIONS:
+        model = open_model(str(tmp_path / name), init="random")
+        found[name] = model.num_params([ActivationKey(-1, Site.final_norm)]) / 1e9
+    assert {name: round(found[name], 2 if found[name] < 10 else 1) for name in found} == PARAMETERS_IN_BILLIONS
