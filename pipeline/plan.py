@@ -150,7 +150,7 @@ def make_plan(
     widths = tuple(model.width(key.site) for key in keys)
     row_bytes = batch.length * sum(widths) * itemsize
     step_bytes = process_rows * row_bytes
-    rows_per_block = _rows_per_block(config, batch.length * max(widths) * itemsize, stored)
+    rows_per_block = _rows_per_block(config, process_rows, batch.length * max(widths) * itemsize, stored)
     num_streams = _num_streams(config, num_source_shards, topology, stored)
     inflight_steps = _inflight_steps(config.run.max_inflight_mib, step_bytes)
     return Plan(
@@ -297,15 +297,15 @@ def _process_rows(config: RunConfig, topology: Topology, data: int) -> int:
     return rows // topology.processes
 
 
-def _rows_per_block(config: RunConfig, row_bytes: int, stored: StoredGeometry | None) -> int:
-    """From the target size of a store shard; a store keeps the number that it has."""
-    step_rows = config.batch.rows
+def _rows_per_block(config: RunConfig, process_rows: int, row_bytes: int, stored: StoredGeometry | None) -> int:
+    """From the target size of a store shard, and whole steps of a process; a store keeps the number that it has."""
     if stored is None:
-        return rows_per_block_for(config.store.shard_mib, row_bytes, step_rows, MAX_STEPS_PER_BLOCK)
-    if stored.rows_per_block % step_rows:
+        return rows_per_block_for(config.store.shard_mib, row_bytes, process_rows, MAX_STEPS_PER_BLOCK)
+    if stored.rows_per_block % process_rows:
         raise ConfigError(
-            f"batch.rows = {step_rows} does not divide the {stored.rows_per_block} rows per block that the store was "
-            f"made with. Set batch.rows to a divisor of {stored.rows_per_block}, or choose another store.path."
+            f"batch.rows = {config.batch.rows} is {process_rows} per process, which does not divide the "
+            f"{stored.rows_per_block} rows per block that the store was made with. Set batch.rows so that each process "
+            f"has a divisor of {stored.rows_per_block}, or choose another store.path."
         )
     return stored.rows_per_block
 

@@ -80,10 +80,17 @@ def test_rows_per_block_is_whole_steps_within_bounds(shard_mib, rows_per_block):
     )
 
 
+def test_a_pod_has_no_larger_store_shards_than_one_process():
+    """A block is of one process: 1024 rows of 448 KiB per step are 64 for each of 16."""
+    config = replace(BASE, batch=BatchConfig(rows=1024, length=256), run=RunOptions(max_inflight_mib=1e6))
+    assert planned(config).rows_per_block == 1024
+    assert planned(config, 64, Topology(devices=64, processes=16)).rows_per_block == 64
+
+
 def test_a_store_keeps_its_rows_per_block():
     config = replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=1000.0))
     assert planned(config, stored=StoredGeometry(1, 24)).rows_per_block == 24
-    with pytest.raises(ConfigError, match="batch.rows = 8 does not divide the 20 rows per block.*divisor of 20"):
+    with pytest.raises(ConfigError, match="batch.rows = 8 is 8 per process, which does not divide the 20 rows.*divisor of 20"):
         planned(config, stored=StoredGeometry(1, 20))
 
 
