@@ -56,7 +56,8 @@ def run(config: RunConfig) -> None:
             fill(job, store, work, stop, *compiled)
         else:
             log.info("%s has all that was asked of this worker: nothing to do", config.store.path)
-        store.refresh()  # other processes may have committed the rest
+        distributed.wait_for_all()  # so that all processes end with 0, or none does
+        store.refresh()  # the others have committed the rest
         if job.is_done(store.records):
             store.finish()
 
