@@ -57,7 +57,10 @@ conclude() {
 find_python() {
     local name
     for name in python3.12 python3.11; do
-        if command -v "$name"; then return; fi
+        if "$name" -c "import ensurepip, venv" 2>/dev/null; then
+            echo "$name"
+            return
+        fi
     done
     python3 -m pip install --quiet --target uv uv==0.9.5 >&2
     uv/bin/uv python install --quiet 3.12 >&2
