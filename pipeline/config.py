@@ -222,6 +222,7 @@ class RunOptions:
     lease_s: float = 60.0  # of run.claim: how long a worker may be silent before others take over its streams
     max_inflight_mib: float = 2048.0  # activations on their way from device to host
     stall_timeout_s: float = 600.0  # without a finished step: a report; after twice as long the run ends, resumable
+    compilation_cache: str | None = None  # a directory or gs:// URL where compiled programs are kept; null: nowhere
     progress: bool = True
     metrics_interval_s: float = 10.0
 

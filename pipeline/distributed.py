@@ -137,6 +137,11 @@ def any_process(value: bool) -> bool:
     return value if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(value)).any())
 
 
+def wait_for_all() -> None:
+    """Returns when every process is here; one that ended before makes this fail on the others, as any collective."""
+    any_process(False)
+
+
 def make_mesh(tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """All devices, `tensor` neighbours along `tensor`. A process's devices are neighbours: its rows lie together."""
     ordered = sorted(devices or jax.devices(), key=lambda device: (device.process_index, device.id))

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 
 from pipeline import cli, distributed, weights_error
 from pipeline.claiming import ClaimedStreams
+from pipeline.compilation_cache import use_compilation_cache
 from pipeline.config import RunConfig, Weights, WeightsDtype
 from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.extract import extract
@@ -38,6 +39,7 @@ def run(config: RunConfig) -> None:
     """
     storage = config.store
     configure_storage(storage.retries, storage.retry_delay_s, storage.concurrency, storage.copy_threads)
+    use_compilation_cache(config.run.compilation_cache)
     with distributed.stop_on_signals() as stop:
         job = open_job(config)
         log.info("%s", job.plan.describe())
@@ -54,7 +56,8 @@ def run(config: RunConfig) -> None:
             fill(job, store, work, stop, *compiled)
         else:
             log.info("%s has all that was asked of this worker: nothing to do", config.store.path)
-        store.refresh()  # other processes may have committed the rest
+        distributed.wait_for_all()  # so that all processes end with 0, or none does
+        store.refresh()  # the others have committed the rest
         if job.is_done(store.records):
             store.finish()
 

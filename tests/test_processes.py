@@ -1,6 +1,7 @@
 """The job in several processes: real JAX processes over gloo, started by launch/local.py."""
 
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -165,6 +166,21 @@ def test_processes_with_different_configurations_refuse_each_other(overrides, tm
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 2, output
         assert "processes [1] were started with another configuration than process 0" in output
+
+
+def test_all_processes_end_with_0_or_none_does(tmp_path):
+    """The second process fails to write its only block, when the first has written its own and has no more steps."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        joined = [f"distributed.coordinator=localhost:{probe.getsockname()[1]}", "distributed.num_processes=2"]
+    text = write_text(tmp_path / "text", files=2, documents=20)
+    job = [f"data.path={text}", "data.num_streams=2", *SMALL, "store.shard_mib=8", *joined]
+    processes = [start(*job, f"store.path={tmp_path / 'store'}", f"distributed.process_id={i}") for i in range(2)]
+    resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (1 << 15, 1 << 15))
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1], outputs
+    assert "StoreError" in outputs[1]
+    assert committed(tmp_path / "store") == 1
 
 
 def test_half_a_place_among_processes_is_refused(overrides, tmp_path):

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# A job on a TPU slice of a GKE cluster with JobSet, by kubectl. Settings: launch/tpu.env (see tpu.env.example).
+#
+#   launch/gke.sh image                build and push IMAGE
+#   launch/gke.sh create [overrides]   start the job: launch/jobset.yaml says what restarts it
+#   launch/gke.sh status
+#   launch/gke.sh logs [worker]        follow a worker's log (default 0)
+#   launch/gke.sh delete               the job, not the store
+#
+# --dry-run (or DRY_RUN=1) prints every command and executes none.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/lib.sh
+
+image() {
+    local context=$BUILD/image
+    build_wheel "$context"
+    cmd docker build --file launch/Dockerfile --tag "$IMAGE" "$context"
+    cmd docker push "$IMAGE"
+}
+
+# launch/jobset.yaml with the settings put in.
+create() {
+    local text name OVERRIDES
+    # shellcheck disable=SC2034 # by its name, below
+    OVERRIDES=$(json_list "store.path=$BUCKET/stores/$NAME" "run.compilation_cache=$BUCKET/compilation-cache" \
+        "run.progress=false" "$@")
+    text=$(<launch/jobset.yaml)
+    for name in NAME HOSTS ACCELERATOR TOPOLOGY IMAGE OVERRIDES; do text=${text//"@$name@"/"${!name}"}; done
+    mkdir -p "$BUILD"
+    printf '%s\n' "$text" >"$BUILD/$NAME.yaml"
+    cmd kubectl apply --filename "$BUILD/$NAME.yaml"
+}
+
+json_list() {
+    local item separator=
+    printf '['
+    for item in "$@"; do
+        item=${item//\\/\\\\}
+        printf '%s"%s"' "$separator" "${item//\"/\\\"}"
+        separator=', '
+    done
+    printf ']'
+}
+
+status() {
+    cmd kubectl get jobset "$NAME"
+    cmd kubectl get pods --selector "jobset.sigs.k8s.io/jobset-name=$NAME" --output wide
+}
+
+logs() {
+    cmd kubectl logs --follow --container extract --selector \
+        "jobset.sigs.k8s.io/jobset-name=$NAME,batch.kubernetes.io/job-completion-index=${1:-0}"
+}
+
+delete() { cmd kubectl delete jobset "$NAME"; }
+
+begin "$@"
+: "${NAME:?}" "${BUCKET:?}" "${IMAGE:?}" "${ACCELERATOR:?}" "${TOPOLOGY:?}" "${HOSTS:?}"
+case $command in
+    image | create | status | logs | delete) "$command" ${arguments[@]+"${arguments[@]}"} ;;
+    *) usage ;;
+esac

@@ -1,0 +1,47 @@
+# shellcheck shell=bash
+# What the launch scripts share. To be sourced, from the repository's root.
+
+die() {
+    echo "$0: $*" >&2
+    exit 2
+}
+
+BUILD=${BUILD:-build/launch} # for what is made here
+exec 3>&2
+
+# The command, printed; with DRY_RUN=1 it is not executed.
+cmd() {
+    printf '+ %s\n' "$*" >&3
+    [[ -n ${DRY_RUN:-} ]] || "$@"
+}
+
+usage() {
+    sed -n '2,/^set/{/^#/s/^# \{0,1\}//p;}' "launch/${0##*/}" >&2
+    exit 2
+}
+
+# Reads the command line, [--dry-run] command [arguments], and the settings.
+begin() {
+    if [[ ${1:-} == --dry-run ]]; then
+        DRY_RUN=1
+        shift
+    fi
+    command=${1:-help}
+    # shellcheck disable=SC2034
+    arguments=("${@:2}")
+    [[ $command != *help ]] || usage
+    local file=${TPU_ENV:-launch/tpu.env}
+    [[ -f $file ]] || die "no $file: copy launch/tpu.env.example and fill it in"
+    # shellcheck source=launch/tpu.env.example
+    source "$file"
+}
+
+# Puts into DIRECTORY what a job needs of this checkout: the package as a wheel, which carries the configs, and the
+# versions that it was tested with.
+build_wheel() {
+    local directory=$1
+    cmd rm -rf "$directory" build/lib
+    cmd mkdir -p "$directory"
+    cmd "${PYTHON:-python3}" -m pip wheel --quiet --no-deps --wheel-dir "$directory" .
+    cmd cp scripts/constraints.txt "$directory"
+}

@@ -1,0 +1,119 @@
+#!/usr/bin/env bash
+# Runs on every worker of a TPU slice, at each boot: installs the job that lies at JOB in the bucket, and runs it until
+# it is finished. launch/tpu.sh puts the settings (JOB and others) above this text.
+#
+# The job's exit codes: 0 and 2 end it, and are written to JOB/exit-code, where the other workers and `tpu.sh babysit`
+# find them. 42 (interrupted) and 1 (failed) start it again, the latter at most MAX_FAILURES times. SIGTERM to this
+# script stops the job, which then exits with 42, and does not start it again.
+# shellcheck disable=SC2329 # functions that `attend` calls
+set -euo pipefail
+
+: "${JOB:?the job in the bucket, gs://...}"
+MAX_FAILURES=${MAX_FAILURES:-20}
+RETRY_DELAY_S=${RETRY_DELAY_S:-30}
+WORK=${WORK:-/var/lib/extract}
+HUGEPAGES=${HUGEPAGES:-/sys/kernel/mm/transparent_hugepage/enabled}
+export HOME=${HOME:-/root}
+export HF_HOME=$WORK/huggingface
+export TPU_PREMAPPED_BUFFER_SIZE=${TPU_PREMAPPED_BUFFER_SIZE:-17179869184} # bytes of pinned host memory, for transfers
+
+mkdir -p "$WORK"
+cd "$WORK"
+exec 9>>lock
+until flock --nonblock 9; do # an earlier start of the job: it gives way
+    kill "$(<pid)" || true
+    sleep 1
+done
+echo $$ >pid
+exec >>log 2>&1
+
+child=
+stopping=
+trap 'stopping=1; [[ -z $child ]] || kill "$child" || true' TERM INT
+
+# Runs a command that the trap can end; its exit code is left in $code.
+attend() {
+    "$@" 9>&- &
+    child=$!
+    while true; do
+        code=0
+        wait "$child" || code=$?
+        kill -0 "$child" 2>/dev/null || break # else a signal has ended `wait`, not the command
+    done
+    child=
+}
+
+say() { echo "$(date -u +%FT%TZ) $(hostname): $*"; }
+
+verdict() { gcloud storage cat "$JOB/exit-code" 2>/dev/null || true; }
+
+conclude() {
+    say "the job ends with exit code $1"
+    echo "$1" | gcloud storage cp - "$JOB/exit-code"
+    exit "$1"
+}
+
+# TPU VMs run Ubuntu 22.04, whose Python 3.10 is too old.
+find_python() {
+    local name
+    for name in python3.12 python3.11; do
+        if "$name" -c "import ensurepip, venv" 2>/dev/null; then
+            echo "$name"
+            return
+        fi
+    done
+    python3 -m pip install --quiet --target uv uv==0.9.5 >&2
+    uv/bin/uv python install --quiet 3.12 >&2
+    uv/bin/uv python find 3.12
+}
+
+install() {
+    local wheel
+    rm -rf files
+    gcloud storage cp --recursive "$JOB/files" .
+    wheel=$(echo files/*.whl)
+    [[ -x venv/bin/python ]] || "$(find_python)" -m venv venv
+    venv/bin/python -m pip install --quiet --constraint files/constraints.txt "$wheel${EXTRAS-[tpu]}"
+    venv/bin/python -m pip install --quiet --no-deps --force-reinstall "$wheel" # another wheel of the same version
+}
+
+extract() {
+    local overrides
+    mapfile -t overrides <files/overrides
+    if [[ -n ${HF_TOKEN_SECRET:-} ]]; then
+        HF_TOKEN=$(gcloud secrets versions access latest --secret="$HF_TOKEN_SECRET" --project="$PROJECT")
+        export HF_TOKEN
+    fi
+    exec venv/bin/python -m pipeline.run "${overrides[@]}"
+}
+
+# What JAX advises from v5e on: without it the TPU's runtime starts slowly.
+echo always >"$HUGEPAGES" || say "transparent hugepages stay as they are"
+
+failures=0
+while [[ -z $stopping ]]; do
+    others=$(verdict)
+    if [[ -n $others ]]; then
+        say "the job has ended with exit code $others"
+        exit "$others"
+    fi
+    attend install
+    if ((code == 0)); then
+        say "start"
+        attend extract
+    else
+        code=1
+    fi
+    say "exit code $code"
+    gcloud storage cp log "$JOB/logs/$(hostname).log" || true
+    [[ -z $stopping ]] || break
+    case $code in
+        0 | 2) conclude "$code" ;;
+        42) ;;
+        *) failures=$((failures + 1)) ;;
+    esac
+    ((failures < MAX_FAILURES)) || conclude 1
+    attend sleep "$RETRY_DELAY_S"
+done
+say "stopped"
+exit 42

@@ -1,0 +1,152 @@
+#!/usr/bin/env bash
+# A job on a TPU slice, through gcloud's queued resources. Settings: launch/tpu.env (see tpu.env.example).
+#
+#   launch/tpu.sh create [overrides]   upload the job, ask for the slice; its workers start the job at each boot
+#   launch/tpu.sh run [overrides]      upload the job, (re)start it on all workers of a slice that is there, over ssh
+#   launch/tpu.sh status               of the slice and of the job
+#   launch/tpu.sh logs [worker|all]    follow a worker's log (default 0); `all`: the last lines of each
+#   launch/tpu.sh babysit              ask for the slice again whenever it is lost; delete it when the job has ended
+#   launch/tpu.sh delete               the slice, not the store
+#
+# --dry-run (or DRY_RUN=1) prints every command and executes none.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/lib.sh
+
+settings() {
+    : "${PROJECT:?}" "${ZONE:?}" "${NAME:?}" "${TPU:?}" "${BUCKET:?}"
+    place=(--project="$PROJECT" --zone="$ZONE")
+    JOB=$BUCKET/launch/$NAME
+    files=$BUILD/$NAME
+
+    case $TPU in
+        v4-*) type=$TPU runtime=tpu-ubuntu2204-base ;;
+        v5e-*) type=v5litepod-${TPU#v5e-} runtime=v2-alpha-tpuv5-lite ;;
+        v5p-*) type=$TPU runtime=v2-alpha-tpuv5 ;;
+        v6e-*) type=$TPU runtime=v2-alpha-tpuv6e ;;
+        *) die "TPU is $TPU: expected v4-N, v5e-N, v5p-N or v6e-N" ;;
+    esac
+    runtime=${RUNTIME_VERSION:-$runtime}
+
+    case ${CAPACITY:-on-demand} in
+        spot) capacity=--spot ;;
+        reserved) capacity=--reserved ;;
+        on-demand) capacity= ;;
+        *) die "CAPACITY is $CAPACITY: expected spot, reserved or on-demand" ;;
+    esac
+}
+
+upload() {
+    build_wheel "$files"
+    local defaults=("store.path=$BUCKET/stores/$NAME" "run.compilation_cache=$BUCKET/compilation-cache"
+        "run.progress=false")
+    cmd write_lines "$files/overrides" "${defaults[@]}" "$@"
+    cmd write_startup
+    cmd gcloud storage rsync --recursive --delete-unmatched-destination-objects "$files" "$JOB/files"
+    cmd gcloud storage rm "$JOB/exit-code" 2>/dev/null || true # of an earlier job with this name
+}
+
+write_lines() {
+    local file=$1
+    shift
+    printf '%s\n' "$@" >"$file"
+}
+
+# startup.sh with this job's settings: what a worker needs to find the rest.
+write_startup() {
+    {
+        head -n 1 launch/startup.sh
+        local name
+        for name in JOB PROJECT HF_TOKEN_SECRET; do printf '%s=%q\n' "$name" "${!name:-}"; done
+        tail -n +2 launch/startup.sh
+    } >"$files/startup.sh"
+}
+
+create() {
+    upload "$@"
+    request
+}
+
+run() {
+    upload "$@"
+    local script=/tmp/extract-startup.sh
+    on_workers all "gcloud storage cp $JOB/files/startup.sh $script &&\
+ sudo setsid --fork bash $script </dev/null >/dev/null 2>&1"
+}
+
+logs() {
+    case ${1:-0} in
+        all) on_workers all "sudo tail -n 20 /var/lib/extract/log" ;;
+        *) on_workers "${1:-0}" "sudo tail -n 100 -F /var/lib/extract/log" ;;
+    esac
+}
+
+on_workers() {
+    cmd gcloud compute tpus tpu-vm ssh "$NAME" "${place[@]}" --worker="$1" --command="$2"
+}
+
+request() {
+    [[ -f $files/startup.sh || -n ${DRY_RUN:-} ]] || die "no $files/startup.sh: begin with launch/tpu.sh create"
+    cmd gcloud compute tpus queued-resources create "$NAME" --node-id="$NAME" "${place[@]}" \
+        --accelerator-type="$type" --runtime-version="$runtime" ${capacity:+"$capacity"} \
+        ${VALID_UNTIL:+--valid-until-duration="$VALID_UNTIL"} \
+        ${SERVICE_ACCOUNT:+--service-account="$SERVICE_ACCOUNT"} \
+        --scopes=https://www.googleapis.com/auth/cloud-platform \
+        --metadata-from-file=startup-script="$files/startup.sh"
+}
+
+# What gcloud says of the state of something: ABSENT if there is no such thing, UNKNOWN if it cannot be asked.
+state_of() {
+    local errors
+    errors=$(mktemp)
+    if ! cmd gcloud compute tpus "$@" "${place[@]}" 2>"$errors"; then
+        if grep -q NOT_FOUND "$errors"; then
+            echo ABSENT
+        else
+            cat "$errors" >&2
+            echo UNKNOWN
+        fi
+    fi
+    rm "$errors"
+}
+
+request_state() { state_of queued-resources describe "$NAME" --format='value(state.state)'; }
+
+slice_state() { state_of tpu-vm describe "$NAME" --format='value(state)'; }
+
+verdict() { cmd gcloud storage cat "$JOB/exit-code" 2>/dev/null || true; }
+
+status() {
+    local code
+    code=$(verdict)
+    echo "request   $(request_state)"
+    echo "slice     $(slice_state)"
+    echo "job       ${code:+ended with exit code }${code:-not ended}"
+}
+
+delete() { cmd gcloud compute tpus queued-resources delete "$NAME" "${place[@]}" --force --quiet; }
+
+babysit() {
+    local code state
+    while true; do
+        state=$(request_state)
+        [[ $state != ACTIVE ]] || state=ACTIVE:$(slice_state)
+        code=$(verdict)
+        echo "$(date -u +%FT%TZ) slice $state, job ${code:+ended with exit code }${code:-not ended}" >&2
+        case $code/$state in
+            [0-9]*/ABSENT) exit "$code" ;;
+            [0-9]*) delete ;;
+            /ABSENT) request ;;
+            /FAILED | /SUSPENDED | /ACTIVE:PREEMPTED | /ACTIVE:TERMINATED) delete && request ;;
+        esac || echo "that failed; it is tried again" >&2
+        [[ -z ${DRY_RUN:-} ]] || break
+        sleep "${POLL_S:-60}"
+    done
+}
+
+begin "$@"
+settings
+case $command in
+    create | run | status | logs | babysit | delete) "$command" ${arguments[@]+"${arguments[@]}"} ;;
+    *) usage ;;
+esac

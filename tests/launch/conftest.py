@@ -1,0 +1,70 @@
+"""The launch scripts with every command that leaves this machine recorded instead."""
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT
+
+HERE = Path(__file__).parent
+COMMANDS = ("gcloud", "kubectl", "docker", "srun", "scontrol", "python")
+JOB = "gs://my-bucket/launch/qwen-fineweb"
+
+
+@dataclass
+class Recorded:
+    """A folder with what was called, what is to be answered, and the buckets."""
+
+    path: Path
+    environment: dict[str, str]
+
+    def answer(self, what: str, *lines: object) -> None:
+        (self.path / what).write_text("".join(f"{line}\n" for line in lines))
+
+    def object(self, url: str) -> Path:
+        return self.path / "buckets" / url.removeprefix("gs://")
+
+    def start(self, *command: str | Path, **environment: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            ["bash", *command],
+            cwd=ROOT,
+            env=self.environment | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *command: str | Path, **environment: str) -> subprocess.CompletedProcess:
+        with self.start(*command, **environment) as process:
+            output, errors = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+    def commands(self) -> list[str]:
+        """What was called; this machine's names are replaced."""
+        file = self.path / "commands"
+        text = file.read_text() if file.exists() else ""
+        return (
+            text.replace(f"{self.path}/build", "BUILD").replace(f"/{os.uname().nodename}.log", "/HOST.log").splitlines()
+        )
+
+
+@pytest.fixture
+def recorded(tmp_path) -> Recorded:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in COMMANDS:
+        (programs / name).symlink_to(HERE / "recorder.sh")
+    (tmp_path / "buckets/my-bucket/launch/qwen-fineweb").mkdir(parents=True)
+    environment = os.environ | {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "RECORD": str(tmp_path),
+        "BUILD": str(tmp_path / "build"),
+        "JOB_NAME": "qwen-fineweb",
+        "PYTHON": "python",
+        "TPU_ENV": "launch/tpu.env.example",
+        "POLL_S": "0",
+    }
+    return Recorded(tmp_path, environment)

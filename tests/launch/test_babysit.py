@@ -1,0 +1,62 @@
+"""`launch/tpu.sh babysit` through the states of a queued resource, and what startup.sh does with exit codes."""
+
+import pytest
+
+from tests.launch.conftest import Recorded
+
+CREATE, DELETE = "queued-resources create", "queued-resources delete"
+
+
+@pytest.fixture
+def uploaded(recorded: Recorded) -> Recorded:
+    """A job that `create` has uploaded and asked a slice for; the record is empty again."""
+    assert recorded.run("launch/tpu.sh", "create").returncode == 0
+    (recorded.path / "commands").unlink()
+    return recorded
+
+
+def changes(recorded: Recorded) -> list[str]:
+    """The commands that change something."""
+    return [verb for command in recorded.commands() for verb in (CREATE, DELETE) if verb in command]
+
+
+def test_a_slice_that_is_lost_is_asked_for_again_until_the_job_has_finished(uploaded: Recorded):
+    asked_again = [DELETE, CREATE]
+    story = [
+        ("WAITING_FOR_RESOURCES", []),
+        ("PROVISIONING", []),
+        ("ACTIVE", []),  # READY
+        ("SUSPENDING", []),
+        ("SUSPENDED", asked_again),
+        ("WAITING_FOR_RESOURCES", []),
+        ("FAILED", asked_again),
+        ("ABSENT", [CREATE]),
+        ("", []),  # cannot be asked
+        ("ACTIVE", asked_again),  # PREEMPTED
+        ("ACTIVE", []),  # READY
+        ("ACTIVE exit-code 0", [DELETE]),
+        ("DELETING", [DELETE]),
+        ("ABSENT", []),
+    ]
+    uploaded.answer("request", *(state for state, _ in story))
+    uploaded.answer("slice", "READY", "PREEMPTED", "READY", "READY")
+    result = uploaded.run("launch/tpu.sh", "babysit")
+    assert result.returncode == 0, result.stderr
+    assert changes(uploaded) == [change for _, changes in story for change in changes]
+    assert "no route to host" in result.stderr
+
+
+def test_a_job_that_ends_with_2_is_not_started_again(uploaded: Recorded):
+    uploaded.answer("request", "ACTIVE", "ACTIVE exit-code 2", "ABSENT")
+    uploaded.answer("slice", "READY", "READY")
+    assert uploaded.run("launch/tpu.sh", "babysit").returncode == 2
+    assert changes(uploaded) == [DELETE]
+
+
+def test_a_slice_is_asked_for_as_it_was_the_first_time(recorded: Recorded):
+    assert recorded.run("launch/tpu.sh", "create").returncode == 0
+    recorded.answer("request", "FAILED", "ACTIVE exit-code 0", "ABSENT")
+    recorded.answer("slice", "READY")
+    assert recorded.run("launch/tpu.sh", "babysit").returncode == 0
+    first, again = (command for command in recorded.commands() if CREATE in command)
+    assert first == again

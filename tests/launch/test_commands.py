@@ -1,0 +1,161 @@
+"""Every command of the launch scripts, compared with lists that were read: tests/launch/expected/*.txt."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.jobs import ROOT
+from tests.launch.conftest import HERE, JOB, Recorded
+
+SCRIPTS = sorted(path for path in (ROOT / "launch").iterdir() if path.suffix in (".sh", ".sbatch"))
+
+CALLS = {
+    "tpu-create": ("launch/tpu.sh", "create", "+experiment=qwen_fineweb_edu", "capture.layers=[6,12]"),
+    "tpu-run": ("launch/tpu.sh", "run", "data.path=gs://my-bucket/text"),
+    "tpu-status": ("launch/tpu.sh", "status"),
+    "tpu-logs": ("launch/tpu.sh", "logs", "3"),
+    "tpu-logs-all": ("launch/tpu.sh", "logs", "all"),
+    "tpu-delete": ("launch/tpu.sh", "delete"),
+    "gke-image": ("launch/gke.sh", "image"),
+    "gke-create": ("launch/gke.sh", "create", "+experiment=qwen_fineweb_edu"),
+    "gke-status": ("launch/gke.sh", "status"),
+    "gke-logs": ("launch/gke.sh", "logs"),
+    "gke-delete": ("launch/gke.sh", "delete"),
+}
+
+
+def test_shellcheck_finds_nothing():
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    result = subprocess.run([shellcheck, "-x", *SCRIPTS, HERE / "recorder.sh"], cwd=ROOT, capture_output=True)
+    assert result.returncode == 0, result.stdout.decode()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_commands_are_those_that_were_reviewed(recorded: Recorded, name: str):
+    recorded.answer("request", "ACTIVE")
+    recorded.answer("slice", "READY")
+    result = recorded.run(*CALLS[name])
+    assert result.returncode == 0, result.stderr
+    expected = HERE / "expected" / f"{name}.txt"
+    assert recorded.commands() == expected.read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_dry_run_prints_the_same_commands_and_executes_none(recorded: Recorded, name: str):
+    script, *arguments = CALLS[name]
+    result = recorded.run(script, "--dry-run", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert recorded.commands() == []
+    expected = (HERE / "expected" / f"{name}.txt").read_text().replace("BUILD", f"{recorded.path}/build")
+    for command in expected.splitlines():
+        assert f"+ {' '.join(shlex.split(command))}\n" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("tpu", "accelerator_type", "runtime_version"),
+    [
+        ("v4-128", "v4-128", "tpu-ubuntu2204-base"),
+        ("v5e-16", "v5litepod-16", "v2-alpha-tpuv5-lite"),
+        ("v5p-128", "v5p-128", "v2-alpha-tpuv5"),
+        ("v6e-64", "v6e-64", "v2-alpha-tpuv6e"),
+    ],
+)
+@pytest.mark.parametrize(("capacity", "flag"), [("spot", "--spot "), ("reserved", "--reserved "), ("on-demand", "")])
+def test_a_request_names_the_kind_of_tpu_and_of_capacity(
+    recorded, tmp_path, tpu, accelerator_type, runtime_version, capacity, flag
+):
+    result = recorded.run(
+        "launch/tpu.sh", "--dry-run", "create", TPU_ENV=settings(tmp_path, TPU=tpu, CAPACITY=capacity)
+    )
+    assert f"--accelerator-type={accelerator_type} --runtime-version={runtime_version} {flag}--valid" in result.stderr
+
+
+@pytest.mark.parametrize("wrong", [{"TPU": "v3-8"}, {"CAPACITY": "cheap"}])
+def test_settings_that_mean_nothing_are_refused(recorded, tmp_path, wrong):
+    result = recorded.run("launch/tpu.sh", "create", TPU_ENV=settings(tmp_path, **wrong))
+    assert result.returncode == 2
+    assert "expected" in result.stderr
+    assert recorded.commands() == []
+
+
+def settings(tmp_path: Path, **changes: str) -> str:
+    """The example's settings with some changed, as a file."""
+    file = tmp_path / "tpu.env"
+    lines = [f"{name}={value}\n" for name, value in changes.items()]
+    file.write_text((ROOT / "launch/tpu.env.example").read_text() + "".join(lines))
+    return str(file)
+
+
+def test_the_overrides_reach_the_bucket_whole_after_the_launchers_own(recorded: Recorded):
+    overrides = ["data.text='{{ title }}: {{ text }}'", "capture.layers=[1, 3]", r'data.path="/my \"texts\""']
+    assert recorded.run("launch/tpu.sh", "create", *overrides).returncode == 0
+    lines = recorded.object(f"{JOB}/files/overrides").read_text().splitlines()
+    assert lines[0] == "store.path=gs://my-bucket/stores/qwen-fineweb"
+    assert lines[-3:] == overrides
+
+
+def test_a_new_job_forgets_how_the_last_one_ended(recorded: Recorded):
+    recorded.object(f"{JOB}/exit-code").write_text("0\n")
+    assert recorded.run("launch/tpu.sh", "create").returncode == 0
+    assert not recorded.object(f"{JOB}/exit-code").exists()
+
+
+@pytest.fixture
+def jobset(recorded: Recorded) -> dict:
+    """What `gke.sh create` gives to kubectl."""
+    overrides = ["data.text='{{ title }}: {{ text }}'", r'data.path="/my \"texts\" & more"']
+    assert recorded.run("launch/gke.sh", "create", *overrides).returncode == 0
+    made = yaml.safe_load((recorded.path / "build/qwen-fineweb.yaml").read_text())
+    assert pod(made)["containers"][0]["args"][-2:] == overrides
+    return made
+
+
+def job(jobset: dict) -> dict:
+    return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+
+
+def pod(jobset: dict) -> dict:
+    return job(jobset)["template"]["spec"]
+
+
+def test_a_jobset_asks_for_the_slice_of_the_settings(jobset):
+    assert "@" not in str(jobset)
+    assert (job(jobset)["completions"], job(jobset)["parallelism"]) == (16, 16)
+    assert pod(jobset)["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5-lite-podslice",
+        "cloud.google.com/gke-tpu-topology": "8x8",
+    }
+
+
+@pytest.mark.parametrize(("code", "action"), [(2, "FailJob"), (42, "Ignore"), (1, None), (137, None)])
+def test_a_jobset_replaces_pods_that_exit_with_42_and_fails_at_2(jobset, code, action):
+    """None: counted against a back-off limit of 0, so the job fails for another reason, and the JobSet restarts it."""
+    rules = [rule for rule in job(jobset)["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    actions = [rule["action"] for rule in rules if code in rule["onExitCodes"]["values"]]
+    assert actions == ([action] if action else [])
+    assert all(rule["onExitCodes"]["operator"] == "In" for rule in rules)
+    assert job(jobset)["backoffLimit"] == 0
+    assert jobset["spec"]["failurePolicy"]["rules"] == [
+        {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"),
+    [(0, 0, False), (2, 0, False), (42, 0, True), (42, 99, True), (1, 0, True), (1, 20, False)],
+)
+def test_slurm_queues_again_what_was_interrupted_or_failed(recorded: Recorded, code, restarts, requeued):
+    recorded.answer("job", code)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
+    result = recorded.run("launch/slurm.sbatch", "store.path=/shared/store", **slurm)
+    expected = (HERE / "expected/slurm.txt").read_text().splitlines()
+    assert recorded.commands() == (expected if requeued else expected[:1])
+    assert result.returncode == (0 if requeued else code)

@@ -1,0 +1,147 @@
+"""launch/startup.sh on a worker: with a recorded job whose exit codes are given, and once, slowly, the real one."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT, committed, write_text
+from tests.launch.conftest import HERE, JOB, Recorded
+
+
+@pytest.fixture
+def worker(recorded: Recorded, tmp_path) -> Recorded:
+    """A worker with a virtual environment whose Python is recorded, and the startup script of an uploaded job."""
+    assert recorded.run("launch/tpu.sh", "create", "capture.layers=[1, 3]").returncode == 0
+    (recorded.path / "commands").unlink()
+    python = tmp_path / "work/venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(HERE / "recorder.sh")
+    recorded.environment |= {
+        "WORK": str(tmp_path / "work"),
+        "HUGEPAGES": str(tmp_path / "hugepages"),
+        "RETRY_DELAY_S": "0",
+        "HF_TOKEN": "",
+    }
+    return recorded
+
+
+def startup(worker: Recorded) -> Path:
+    return worker.object(f"{JOB}/files/startup.sh")
+
+
+def jobs(worker: Recorded) -> list[str]:
+    return [command for command in worker.commands() if "pipeline.run" in command]
+
+
+def verdict(worker: Recorded) -> str | None:
+    file = worker.object(f"{JOB}/exit-code")
+    return file.read_text().strip() if file.exists() else None
+
+
+@pytest.mark.parametrize(
+    ("codes", "runs", "ends_with"),
+    [
+        ([0], 1, "0"),
+        ([2, 0], 1, "2"),
+        ([42, 42, 42, 42, 0], 5, "0"),
+        ([1, 42, 137, 0], 4, "0"),
+        ([1, 1, 1, 0], 3, "1"),
+    ],
+)
+def test_exit_codes_restart_the_job_or_end_it(worker: Recorded, codes, runs, ends_with):
+    worker.answer("job", *codes)
+    result = worker.run(startup(worker), MAX_FAILURES="3")
+    assert len(jobs(worker)) == runs
+    assert verdict(worker) == ends_with
+    assert result.returncode == int(ends_with)
+    assert list(worker.object(f"{JOB}/logs").glob("*.log"))
+
+
+def test_the_commands_of_a_worker_are_those_that_were_reviewed(worker: Recorded):
+    worker.answer("job", 0)
+    worker.run(startup(worker))
+    assert worker.commands() == (HERE / "expected/startup.txt").read_text().splitlines()
+    assert (worker.path / "hugepages").read_text() == "always\n"
+
+
+@pytest.mark.parametrize("code", ["0", "2"])
+def test_what_another_worker_has_found_ends_this_one(worker: Recorded, code):
+    worker.object(f"{JOB}/exit-code").write_text(f"{code}\n")
+    assert worker.run(startup(worker)).returncode == int(code)
+    assert jobs(worker) == []
+
+
+def test_an_installation_that_fails_is_tried_again(worker: Recorded):
+    worker.answer("install", 1, 0, 2, 0, 0)
+    worker.answer("job", 0)
+    assert worker.run(startup(worker)).returncode == 0
+    assert len(jobs(worker)) == 1
+
+
+def test_a_token_is_in_the_environment_and_nowhere_else(worker: Recorded):
+    worker.answer("job", 0)
+    script = startup(worker)
+    script.write_text(script.read_text().replace("HF_TOKEN_SECRET=''", "HF_TOKEN_SECRET=my-secret"))
+    assert worker.run(script).returncode == 0
+    assert (worker.path / "token").read_text() == "hf_secret\n"
+    assert "--secret=my-secret" in "".join(worker.commands())
+    assert "hf_secret" not in "".join(worker.commands())
+    assert "hf_secret" not in (worker.path / "work/log").read_text()
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < deadline, f"no {file}"
+        time.sleep(0.02)
+    file.unlink()
+
+
+def test_sigterm_reaches_the_job_and_is_not_an_end(worker: Recorded):
+    worker.answer("job", "wait", 0)
+    process = worker.start(startup(worker))
+    wait_for(worker.path / "waiting")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 42
+    assert len(jobs(worker)) == 1
+    assert verdict(worker) is None
+
+
+def test_a_second_start_ends_the_first(worker: Recorded):
+    worker.answer("job", "wait", 0)
+    first = worker.start(startup(worker))
+    wait_for(worker.path / "waiting")
+    assert worker.run(startup(worker)).returncode == 0
+    first.communicate(timeout=60)
+    assert first.returncode == 42
+    assert verdict(worker) == "0"
+
+
+@pytest.mark.slow
+def test_a_clean_machine_ends_with_a_finished_store(recorded: Recorded, tmp_path):
+    """Minutes, and a package index: the real wheel and the pinned packages in a new environment, the real job."""
+    text = write_text(tmp_path / "text", files=2, documents=100)
+    store = tmp_path / "store"
+    overrides = [f"data.path={text}", f"store.path={store}", f"run.compilation_cache={tmp_path / 'cache'}"]
+    assert recorded.run("launch/tpu.sh", "create", *overrides, PYTHON=sys.executable).returncode == 0
+    environment = recorded.environment | {
+        "WORK": str(tmp_path / "work"),
+        "HUGEPAGES": str(tmp_path / "hugepages"),
+        "EXTRAS": "",  # no libtpu
+        "PYTHONPATH": "",
+        "JAX_PLATFORMS": "cpu",
+    }
+    result = subprocess.run(["bash", startup(recorded)], cwd=tmp_path, env=environment, timeout=1800)
+    log = (tmp_path / "work/log").read_text()
+    assert result.returncode == 0, log
+    assert verdict(recorded) == "0"
+    assert committed(store) > 0
+    python = tmp_path / "work/venv/bin/python"
+    check = [python, "-m", "pipeline.verify", f"store.path={store}"]
+    assert subprocess.run(check, cwd=tmp_path, env=environment).returncode == 0
+    assert str(ROOT) not in log
