@@ -57,9 +57,11 @@ def run(config: RunConfig) -> None:
         else:
             log.info("%s has all that was asked of this worker: nothing to do", config.store.path)
         distributed.wait_for_all()  # so that all processes end with 0, or none does
-        store.refresh()  # the others have committed the rest
-        if job.is_done(store.records):
-            store.finish()
+        if distributed.is_first():
+            store.refresh()  # the others have committed the rest
+            if job.is_done(store.records):
+                store.finish()
+        distributed.wait_for_all()
 
 
 def compile_job(job: Job) -> tuple[CompiledStep, object]:

@@ -90,7 +90,9 @@ def test_a_pod_has_no_larger_store_shards_than_one_process():
 def test_a_store_keeps_its_rows_per_block():
     config = replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=1000.0))
     assert planned(config, stored=StoredGeometry(1, 24)).rows_per_block == 24
-    with pytest.raises(ConfigError, match="batch.rows = 8 is 8 per process, which does not divide the 20 rows.*divisor of 20"):
+    with pytest.raises(
+        ConfigError, match="batch.rows = 8 is 8 per process, which does not divide the 20 rows.*divisor of 20"
+    ):
         planned(config, stored=StoredGeometry(1, 20))
 
 
