@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 
-GRACE_S = 60  # for the others, after one has failed: they notice by themselves
+GRACE_S = 25  # for the others, after one has failed: longer than their heartbeats take to notice
 
 
 def main() -> int:
