@@ -32,8 +32,8 @@ def advise(
         )
     if shard_bytes > _MAX_SHARD:
         yield (
-            f"store shards of {shard_bytes / MIB:.0f} MiB are more than readers like: a block holds whole steps of all "
-            f"processes; lower batch.rows"
+            f"store shards of {shard_bytes / MIB:.0f} MiB are more than readers like: a block holds whole steps of a "
+            f"process; lower batch.rows"
         )
     if host_bytes > chip.host_memory_bytes / 2:
         yield (

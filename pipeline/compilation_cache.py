@@ -21,7 +21,7 @@ def use_compilation_cache(path: str | None) -> None:
     if is_url and not (find_spec("etils") and find_spec("etils.epath")):
         raise ConfigError(
             f"run.compilation_cache={path} is not a local directory, and JAX reads others through etils, which is not "
-            f"installed. Install activation-pipeline[tpu] or etils[epath], or give a local directory."
+            f"installed. Install etils[epath], or give a local directory."
         )
     jax.config.update("jax_compilation_cache_dir", path if is_url else str(Path(path).expanduser().absolute()))
     # The step is all that a run compiles, save what several processes ask each other: it is kept however small it is.

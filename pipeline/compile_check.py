@@ -64,7 +64,7 @@ class Program:
 def slice_devices(where: Slice) -> Sequence[jax.Device]:
     """The devices of a slice, to compile for. Raises ConfigError where libtpu is missing or knows no such slice."""
     if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError("topology needs libtpu, which is not installed. Run pip install 'activation-pipeline[tpu]'.")
+        raise ConfigError("topology needs libtpu, which is not installed. Run pip install -e '.[tpu]'.")
     for name, value in _LIBTPU_OPTIONS.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")  # whatever this machine has, it is not used

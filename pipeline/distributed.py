@@ -118,17 +118,19 @@ def _device_bytes() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
-def require_same_config(config: RunConfig) -> None:
-    """Waits for all processes. Raises ConfigError, on each, unless all were started with the same configuration."""
+def require_same_config(config: RunConfig, *derived: str) -> None:
+    """Waits for all processes. Raises ConfigError, on each, unless all were started with the same configuration,
+    and have `derived` the same from it."""
     if jax.process_count() == 1:
         return
     shared = asdict(replace(config, distributed=DistributedConfig()))
-    digest = hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).digest()
+    digest = hashlib.sha256(json.dumps([shared, derived], sort_keys=True).encode()).digest()
     everyones = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
     others = [process for process, digest in enumerate(everyones) if (digest != everyones[0]).any()]
     if others:
         raise ConfigError(
-            f"processes {others} were started with another configuration than process 0. Start all with the same."
+            f"processes {others} were started with another configuration than process 0, or on other devices. "
+            f"Start all with the same."
         )
 
 
@@ -178,7 +180,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._event = threading.Event()
-        self._shared = jax.distributed.is_initialized()
+        self._shared = jax.process_count() > 1
         self.signal_name = "SIGTERM"
 
     @property
@@ -212,7 +214,7 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """Turns SIGTERM and SIGINT into a StopRequest while inside. In a job of several processes JAX handles SIGTERM."""
     stop = StopRequest()
-    numbers = (signal.SIGINT,) if jax.distributed.is_initialized() else (signal.SIGTERM, signal.SIGINT)
+    numbers = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGTERM, signal.SIGINT)
     previous = {number: signal.signal(number, stop.on_signal) for number in numbers}
     try:
         yield stop

@@ -2,10 +2,10 @@
 
 A run does this by itself when it finds every stream at its end; workers that do not know of each other may each have
 ended before the others. May be repeated, also at the same time. `force=true` completes a store whose streams have not
-ended, with what it holds.
+ended or are claimed, with what it holds.
 
-Exit codes: 0 complete; 1 a stream has not ended, and is named, or the store cannot be reached; 2 there is no store, or
-it is damaged.
+Exit codes: 0 complete; 1 a stream has not ended or is claimed, and is named, or the store cannot be reached; 2 there is
+no store, or it is damaged.
 """
 
 import sys
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from pipeline.errors import EXIT_FAILED, EXIT_OK, ConfigError, StoreError
 from pipeline.plan import stream_share
+from pipeline.store.claims import held_claims
 from pipeline.store.commits import CommitRecord
 from pipeline.store.writing import StoreWriter
 
@@ -29,6 +30,15 @@ def main(arguments: list[str]) -> int:
             print(
                 f"{path} is not completed: streams {', '.join(map(str, unfinished))} have not ended. Let the workers "
                 f"go on, start one more, or pass force=true to complete the store with what it holds.",
+                file=sys.stderr,
+            )
+            return EXIT_FAILED
+        holders = held_claims(path)
+        if holders and not is_forced:
+            held = ", ".join(f"{stream} by {owner}" for stream, owner in holders.items())
+            print(
+                f"{path} is not completed: workers hold streams ({held}). Let them end, or pass force=true if they are "
+                f"dead.",
                 file=sys.stderr,
             )
             return EXIT_FAILED

@@ -122,7 +122,8 @@ def open_job(config: RunConfig) -> Job:
             "packing": str(config.batch.packing),
             "long_documents": str(config.batch.long_documents),
         },
-        capture={"arrays": [key.name for key in plan.keys], "dtype": plan.dtype, "statistics": plan.statistics},
+        capture={"arrays": [key.name for key in plan.keys], "dtype": plan.dtype}
+        | ({} if plan.statistics else {"statistics": False}),
         store={"compression": str(config.store.compression)},
         num_streams=plan.num_streams,
         rows_per_block=plan.rows_per_block,

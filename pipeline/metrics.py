@@ -6,7 +6,8 @@ tokenises and packs whenever it is not waiting:
     feed    full (waits for the loop to take a block) | claim (waits for a stream that no other worker holds)
     loop    data (waits for the feed)       | budget (waits for a place in flight) | dispatch | finish
             others (has no rows left, and waits for the processes that do)
-    writer  idle (waits for a step)         | results (waits for compute and device-to-host) | copy | store
+    writer  idle (waits for a step)         | results (waits for compute and device-to-host) | copy |
+            statistics | store
 
 The binding stage is the one that the others wait for.
 """
@@ -29,6 +30,7 @@ BINDING = {
     ("feed", "claim"): "other workers, who hold the streams that are left",
     ("writer", "results"): "compute and device-to-host copies",
     ("writer", "copy"): "copying into host buffers",
+    ("writer", "statistics"): "merging rows' statistics",
     ("writer", "store"): "the store",
 }
 
@@ -88,6 +90,7 @@ class Metrics:
     def committed(self, num_bytes: int) -> None:
         """Counts one block that is durable."""
         self.blocks += 1
+        self.last_step = time.monotonic()
         self.stored_bytes += num_bytes
 
     def snapshot(self) -> dict[str, object]:

@@ -12,6 +12,7 @@ from pipeline.claiming import ClaimedStreams
 from pipeline.compilation_cache import use_compilation_cache
 from pipeline.config import RunConfig, Weights, WeightsDtype
 from pipeline.data.feed import Feed, InTurn, StreamWork
+from pipeline.errors import Interrupted
 from pipeline.extract import extract
 from pipeline.forward import CompiledStep, compile_step
 from pipeline.job import Job, open_job
@@ -44,16 +45,21 @@ def run(config: RunConfig) -> None:
         job = open_job(config)
         log.info("%s", job.plan.describe())
         stop.check()
+        distributed.require_same_config(config, str(job.plan.weights))
         store = StoreWriter.open(config.store.path, job.metadata, job.layout)
-        distributed.require_same_config(config)
         work = job.work(store.records)
         if distributed.any_process(bool(work)):
             is_measured = config.model.weights_dtype is not WeightsDtype.int8 or store.weights_error is not None
             if not is_measured and distributed.is_first():
                 store.record_weights_error(weights_error.measure(job))
+            distributed.wait_for_all()  # with no watchdog yet: measuring may take longer than a step
             compiled = compile_job(job)
             stop.check()
-            fill(job, store, work, stop, *compiled)
+            try:
+                fill(job, store, work, stop, *compiled)
+            except Interrupted:
+                distributed.wait_for_all()  # some have blocks to write still, and JAX would not wait for them
+                raise
         else:
             log.info("%s has all that was asked of this worker: nothing to do", config.store.path)
         distributed.wait_for_all()  # so that all processes end with 0, or none does

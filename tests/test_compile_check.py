@@ -180,7 +180,7 @@ def test_search_finds_the_largest_batch(shapes: Path) -> None:
 def test_without_libtpu_the_way_to_get_it_is_said(shapes: Path) -> None:
     done = plan(shapes, "Qwen2.5-0.5B", "topology=v5e-4", "capture.layers=[1]", "batch.rows=4")
     assert done.returncode == EXIT_INVALID
-    assert "pip install 'activation-pipeline[tpu]'" in done.stderr
+    assert "pip install -e '.[tpu]'" in done.stderr
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 7, 8, 100])

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.finalize import main
 from pipeline.store import ActivationStore
+from pipeline.store.claims import Claims
 from pipeline.store.layout import MAX_ROWS
 from pipeline.store.verify import verify_store
 from pipeline.store.writing import StoreWriter
@@ -98,3 +99,17 @@ def test_no_store(tmp_path, capsys):
 def test_usage(arguments, capsys):
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("usage: python -m pipeline.finalize store.path=...")
+
+
+def test_a_store_that_a_worker_still_holds_is_left_to_it(tmp_path, capsys):
+    path = str(tmp_path / "store")
+    write_store(path, finish=False)
+    claims = Claims(path, lease_s=60)
+    [vacancy, *_] = claims.vacancies([1])
+    assert claims.claim(vacancy)
+    assert main([f"store.path={path}"]) == 1
+    assert f"workers hold streams (1 by {claims.owner})" in capsys.readouterr().err
+    assert not is_complete(tmp_path / "store")
+    claims.close()
+    assert main([f"store.path={path}"]) == 0
+    assert is_complete(tmp_path / "store")

@@ -83,7 +83,7 @@ def load_params(
             weight = _load_int8(checkpoint, leaf, place(leaf))
         else:
             read = partial(read_leaf, checkpoint, leaf, np.dtype(dtype))
-            weight = jax.make_array_from_callback(leaf.shape, place(leaf), read)
+            weight = jax.make_array_from_callback(leaf.shape, place(leaf), _once_per_part(read, leaf.shape))
         return jax.block_until_ready(weight)  # the host's copy is free then
 
     return build_params(load, leaves, "loading weights", progress, _LOADING_THREADS)
@@ -117,11 +117,24 @@ def _load_int8(checkpoint: Checkpoint, leaf: Leaf, sharding: Sharding) -> Int8We
         values, scales[channels(index)] = read_int8(checkpoint, leaf, index)
         return values
 
-    values = jax.make_array_from_callback(leaf.shape, sharding, read)
+    values = jax.make_array_from_callback(leaf.shape, sharding, _once_per_part(read, leaf.shape))
     scale_sharding = without_inputs(sharding, len(scale_shape))
     return Int8Weight(
         values, jax.make_array_from_callback(scale_shape, scale_sharding, lambda index: scales[channels(index)])
     )
+
+
+def _once_per_part(read: Callable[[Index], np.ndarray], shape: tuple[int, ...]) -> Callable[[Index], np.ndarray]:
+    """`read`, which JAX calls for each device, once for the devices that hold the same part."""
+    parts: dict[tuple, np.ndarray] = {}
+
+    def read_once(index: Index) -> np.ndarray:
+        part = tuple(axis.indices(size) for axis, size in zip(index, shape, strict=True))
+        if part not in parts:
+            parts[part] = read(index)
+        return parts[part]
+
+    return read_once
 
 
 def without_inputs(sharding: Sharding, num_axes: int) -> Sharding:

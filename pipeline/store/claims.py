@@ -85,7 +85,7 @@ class Claims:
         self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.lease_s = lease_s
         self._path = path
-        self._kvstore = open_kvstore(path)
+        self._kvstore = open_kvstore(path, own_requests=4)  # renewals do not wait behind the blocks
         self._numbers = itertools.count()
         self._seen: dict[int, tuple[bytes, float]] = {}  # of others' claims: the generation, and since when
         self._leases: dict[int, _Lease] = {}
@@ -195,6 +195,15 @@ class Claims:
 
 def claim_key(stream: int) -> str:
     return f"{CLAIMS_PREFIX}stream-{stream:05d}.json"
+
+
+def held_claims(path: str) -> dict[int, str]:
+    """The owners of claimed streams, be they alive or not. Raises StoreError."""
+    kvstore = open_kvstore(path)
+    keys = [key for key in list_keys(kvstore, CLAIMS_PREFIX) if key.startswith(f"{CLAIMS_PREFIX}stream-")]
+    texts = zip(keys, (text for text, _ in read_with_generations(kvstore, keys)), strict=True)
+    claims = {key: _Claim.from_json(text, f"{path}/{key}") for key, text in texts if text is not None}
+    return {int(key[-10:-5]): claim.owner for key, claim in claims.items() if claim.held}
 
 
 def delete_claims(kvstore: ts.KvStore) -> None:

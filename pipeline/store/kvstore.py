@@ -87,8 +87,10 @@ def context() -> ts.Context:
     return _context
 
 
-def open_kvstore(path: str | os.PathLike[str]) -> ts.KvStore:
+def open_kvstore(path: str | os.PathLike[str], own_requests: int | None = None) -> ts.KvStore:
     """The key-value store at `path`: a local path (`~` is the home directory) or a URL. Nothing is created or read.
+
+    With `own_requests`, so many requests may be under way besides those of all others, instead of in a row with them.
 
     `s3://` is Amazon's unless the environment names another service, as for Amazon's own tools: AWS_ENDPOINT_URL_S3 or
     AWS_ENDPOINT_URL, and AWS_REGION or AWS_DEFAULT_REGION. Raises StoreInvalid for a URL whose scheme TensorStore does
@@ -102,7 +104,8 @@ def open_kvstore(path: str | os.PathLike[str]) -> ts.KvStore:
             )
         else:
             spec = {"driver": "file", "path": os.path.abspath(os.path.expanduser(path)).rstrip("/") + "/"}
-        return ts.KvStore.open(spec, context=context()).result()
+        resources = {} if own_requests is None else {name: {"limit": own_requests} for name in _CONCURRENCY}
+        return ts.KvStore.open(spec, context=ts.Context(resources, parent=context())).result()
 
 
 def _s3_service() -> dict[str, str]:

@@ -118,12 +118,12 @@ class StoreLayout:
 def rows_per_block_for(shard_mib: float, row_bytes: int, step_rows: int, max_steps: int) -> int:
     """The rows of a block whose largest array has about `shard_mib` MiB.
 
-    `row_bytes` are the bytes of one row of the largest array. The result is a multiple of `step_rows` (one process's
-    rows per step): at least one step, and at most `max_steps` steps, which is how a small job avoids blocks that are
-    mostly padding.
+    `row_bytes` are the bytes of one row of the largest array. The result is `step_rows` (one process's rows per step)
+    times a power of two, so that half or twice as many processes can resume the store: at least one step, and at most
+    `max_steps` steps, which is how a small job avoids blocks that are mostly padding.
     """
-    steps = int(shard_mib * MIB) // (row_bytes * step_rows)
-    return step_rows * max(1, min(steps, max_steps))
+    steps = max(1, min(int(shard_mib * MIB) // (row_bytes * step_rows), max_steps))
+    return step_rows * 2 ** (steps.bit_length() - 1)
 
 
 def _chunk_rows_positions(rows: int, length: int, position_bytes: int) -> tuple[int, int]:

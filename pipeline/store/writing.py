@@ -1,7 +1,7 @@
 """Writing a store: blocks are written whole, then committed; a store is created, resumed, extended and finished.
 
 Several processes may hold a writer of one store at the same time, each for its own streams. `finish` and `reopen` may
-be called by any of them, or by all. Should two write the same block all the same, the first record stays.
+be called by any of them, or by several. Should two write the same block all the same, the first record stays.
 """
 
 from collections.abc import Mapping

@@ -159,3 +159,21 @@ def test_slurm_queues_again_what_was_interrupted_or_failed(recorded: Recorded, c
     expected = (HERE / "expected/slurm.txt").read_text().splitlines()
     assert recorded.commands() == (expected if requeued else expected[:1])
     assert result.returncode == (0 if requeued else code)
+
+
+def test_slurm_does_not_queue_again_where_one_process_exits_with_2_and_the_others_are_aborted(tmp_path):
+    """srun here runs the command of two tasks for real, and returns the highest code, as Slurm's does."""
+    (tmp_path / "srun").write_text(
+        '#!/bin/bash\nshift 4\ncode=0\nfor PROCESS in 2 134; do PROCESS=$PROCESS "$@" || code=$?; done\nexit $code\n'
+    )
+    (tmp_path / "python").write_text("#!/bin/bash\nexit $PROCESS\n")
+    (tmp_path / "scontrol").write_text("#!/bin/bash\necho requeued\n")
+    for name in ("srun", "python", "scontrol"):
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "python", "SLURM_JOB_ID": "7"}
+    result = subprocess.run(
+        ["bash", str(ROOT / "launch/slurm.sbatch")], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 2, result.stderr
+    assert "requeued" not in result.stdout
+    assert not (tmp_path / "wrong-7").exists()

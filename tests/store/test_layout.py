@@ -63,8 +63,9 @@ def test_shard_keys_are_zarrs():
     [
         (64, MIB, 8, 1000, 64),
         (64, MIB, 24, 1000, 48),  # whole steps, not more than asked
+        (100, MIB, 8, 1000, 64),  # a power of two of them
         (64, MIB, 128, 1000, 128),  # at least one step
-        (64, MIB, 8, 3, 24),  # a small job
+        (64, MIB, 8, 3, 16),  # a small job
         (0.25, 4096, 4, 1000, 64),
     ],
 )
