@@ -3,6 +3,7 @@
 import json
 import pydoc_data.topics
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -118,3 +119,9 @@ def wait_for_blocks(launcher: subprocess.Popen, store: Path, blocks: int) -> Non
     """Waits until the store has so many blocks, or the job has ended."""
     while committed(store) < blocks and launcher.poll() is None:
         time.sleep(0.002)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import assert_same_store, committed, local_processes, run, start, wait_for_blocks, write_text
+from pipeline.store.claims import Claims
+from tests.jobs import assert_same_store, committed, free_port, local_processes, run, start, wait_for_blocks, write_text
 
 LEASE_S = 3
 MIN_BLOCKS = 80
@@ -138,3 +139,25 @@ def test_a_worker_of_two_processes_beside_one_of_one(overrides, reference, tmp_p
         finish(single)
         finish(pair)
     assert_same_store(store, reference)
+
+
+def test_a_worker_that_has_joined_alone_stops_while_it_waits_for_a_stream(overrides, tmp_path):
+    """As on a single TPU host: JAX's handler would keep SIGTERM to itself until the next step, which never comes."""
+    store = tmp_path / "store"
+    holder = Claims(str(store), lease_s=60)
+    for vacancy in holder.vacancies(range(6)):
+        assert holder.claim(vacancy)
+    alone = [
+        f"distributed.coordinator=localhost:{free_port()}",
+        "distributed.num_processes=1",
+        "distributed.process_id=0",
+    ]
+    with workers(1, *overrides, f"store.path={store}", *alone) as [worker]:
+        assert any(line.startswith("attention") for line in worker.stdout)  # compiling; then it waits
+        time.sleep(3)
+        assert worker.poll() is None
+        worker.send_signal(signal.SIGTERM)
+        output, _ = worker.communicate(timeout=20)
+    holder.close()
+    assert worker.returncode == 42, output
+    assert committed(store) == 0

@@ -3,7 +3,6 @@
 import random
 import resource
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from tests.jobs import (
     assert_same_store,
     children,
     committed,
+    free_port,
     local_processes,
     run,
     run_processes,
@@ -157,9 +157,7 @@ def test_a_sweep_starts_the_processes_once_and_gives_each_job_its_store(override
 
 
 def test_processes_with_different_configurations_refuse_each_other(overrides, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        joined = [f"distributed.coordinator=localhost:{probe.getsockname()[1]}", "distributed.num_processes=2"]
+    joined = [f"distributed.coordinator=localhost:{free_port()}", "distributed.num_processes=2"]
     job = [*overrides, *joined, f"store.path={tmp_path / 'store'}"]
     processes = [start(*job, f"run.max_tokens={1000 + i}", f"distributed.process_id={i}") for i in range(2)]
     for process in processes:
@@ -170,9 +168,7 @@ def test_processes_with_different_configurations_refuse_each_other(overrides, tm
 
 def test_all_processes_end_with_0_or_none_does(tmp_path):
     """The second process fails to write its only block, when the first has written its own and has no more steps."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        joined = [f"distributed.coordinator=localhost:{probe.getsockname()[1]}", "distributed.num_processes=2"]
+    joined = [f"distributed.coordinator=localhost:{free_port()}", "distributed.num_processes=2"]
     text = write_text(tmp_path / "text", files=2, documents=20)
     job = [f"data.path={text}", "data.num_streams=2", *SMALL, "store.shard_mib=8", *joined]
     processes = [start(*job, f"store.path={tmp_path / 'store'}", f"distributed.process_id={i}") for i in range(2)]
