@@ -213,7 +213,7 @@ def delete_claims(kvstore: ts.KvStore) -> None:
 
 
 def _require_conditional_writes(path: str, kvstore: ts.KvStore, owner: str) -> None:
-    key = f"{CLAIMS_PREFIX}test-{owner}"
+    key = f"_claims_test/{owner}"  # not among the claims, which another worker may be deleting
     write_if_absent(kvstore, key, b"test")
     ignored = write_if_absent(kvstore, key, b"test")
     write_key(kvstore, key, None)
