@@ -14,11 +14,9 @@ from dataclasses import dataclass
 import jax
 from jax.experimental import topologies
 
-from pipeline.config import RunConfig, Weights, WeightsDtype
-from pipeline.distributed import make_mesh
+from pipeline.config import RunConfig, WeightsDtype
 from pipeline.errors import ConfigError
-from pipeline.forward import compile_step
-from pipeline.models.partition import Partition
+from pipeline.forward import compile_plan, planned_partition
 from pipeline.models.registry import Model
 from pipeline.plan import Plan
 from pipeline.tpu import GIB, Slice
@@ -79,22 +77,12 @@ def slice_devices(where: Slice) -> Sequence[jax.Device]:
 
 def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequence[jax.Device]) -> Program:
     """Compiles the step that a run of this plan would compile. Raises DoesNotFit."""
-    partition = Partition(make_mesh(plan.tensor, devices), fsdp=plan.weights is Weights.fsdp)
+    partition = planned_partition(plan, devices)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
     params = model.abstract_params(plan.keys, str(config.model.dtype), partition.of_leaf, with_int8)
     began = time.perf_counter()
     try:
-        step = compile_step(
-            model,
-            params,
-            partition,
-            rows=plan.step_rows,
-            length=plan.length,
-            keys=plan.keys,
-            dtype=plan.dtype,
-            attention=str(config.model.attention),
-            statistics=plan.statistics,
-        )
+        step = compile_plan(plan, model, params, partition)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pipeline.config import DistributedConfig, RunConfig, RunOptions
 from pipeline.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, Interrupted, PipelineError
-from pipeline.plan import Topology
+from pipeline.mesh import Topology
 
 log = logging.getLogger("pipeline")
 

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pipeline.distributed import activation_sharding, replicated, row_sharding
+from pipeline.config import Weights
+from pipeline.distributed import activation_sharding, make_mesh, replicated, row_sharding
 from pipeline.models.attention import Attention, choose_attention
 from pipeline.models.decoder import Params
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
+from pipeline.plan import Plan
 from pipeline.sites import ActivationKey
 
 log = logging.getLogger("pipeline")
@@ -61,6 +63,26 @@ class CompiledStep:
         """Dispatches one step. Inputs are divided by rows along the mesh's `data` axis, and so is what comes out, but
         for the counts, which every device has. Activations may be divided along `tensor` too: `activation_sharding`."""
         return self.executable(params, tokens, segments, positions)
+
+
+def planned_partition(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Partition:
+    """The plan's mesh and division of the weights, over all devices or over those that are given."""
+    return Partition(make_mesh(plan.tensor, devices), fsdp=plan.weights is Weights.fsdp)
+
+
+def compile_plan(plan: Plan, model: Model, params: Params, partition: Partition) -> CompiledStep:
+    """The step of a run of this plan."""
+    return compile_step(
+        model,
+        params,
+        partition,
+        rows=plan.step_rows,
+        length=plan.length,
+        keys=plan.keys,
+        dtype=plan.dtype,
+        attention=plan.attention,
+        statistics=plan.statistics,
+    )
 
 
 def compile_step(

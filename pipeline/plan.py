@@ -10,13 +10,13 @@ from typing import NamedTuple, Protocol
 
 from pipeline.config import CaptureConfig, OnNotFinite, RunConfig, RunOptions, Weights, WeightsDtype
 from pipeline.errors import ConfigError
+from pipeline.mesh import Topology, divide_weights, mesh_shape
 from pipeline.sites import ActivationKey, Site, activation_keys
 from pipeline.store.layout import ITEM_BYTES, MIB, rows_per_block_for
 
 MAX_STEPS_IN_FLIGHT = 4  # one computing, one copying to the host, one being drained, one in reserve
 MAX_STEPS_PER_BLOCK = 64  # bounds what a kill loses and how far ahead of the devices rows are packed
 MAX_AUTO_STREAMS = 64
-MAX_WEIGHTS_SHARE = 0.6  # of a device's memory, before they are divided: the rest is for activations
 STEPS_PER_AUTO_STREAM = 100  # a stream wastes at most one partly padded step: 1 % of it
 
 
@@ -36,26 +36,6 @@ class ModelFacts(Protocol):
         """Of the layers' matrices, and of all other weights."""
 
     def hook_name(self, key: ActivationKey) -> str: ...
-
-
-@dataclass(frozen=True)
-class Topology:
-    """The processes and devices of this run. `index` counts over all processes of all workers."""
-
-    devices: int  # of this worker, over all its processes
-    device_bytes: int | None = None  # memory of each; None: not known
-    processes: int = 1  # of this worker
-    process: int = 0
-    workers: int = 1
-    worker: int = 0
-
-    @property
-    def index(self) -> int:
-        return self.worker * self.processes + self.process
-
-    @property
-    def count(self) -> int:
-        return self.workers * self.processes
 
 
 class StoredGeometry(NamedTuple):
@@ -83,6 +63,7 @@ class Plan:
     tensor: int  # devices along the mesh's tensor axis
     weights: Weights  # replicated, tensor or fsdp
     weights_bytes: int  # on each device
+    attention: str  # as asked for: auto is decided where the devices are known
     rows_per_block: int
     num_streams: int
     streams: tuple[int, ...]  # of this process
@@ -143,9 +124,11 @@ def make_plan(
     if not config.store.shard_mib > 0:
         raise ConfigError(f"store.shard_mib is {config.store.shard_mib}. Set it to more than 0.")
 
-    data, tensor = _mesh(config, model, topology)
+    data, tensor = mesh_shape(config.mesh, topology, model.tensor_dims)
     process_rows = _process_rows(config, topology, data)
-    weights, weights_bytes, note = _weights(config, model, keys, data, tensor, topology)
+    with_int8 = config.model.weights_dtype is WeightsDtype.int8
+    model_bytes = model.weight_bytes(keys, str(config.model.dtype), with_int8)
+    weights, weights_bytes, note = divide_weights(config.model.weights, *model_bytes, data, tensor, topology)
     itemsize = ITEM_BYTES[config.capture.dtype]
     widths = tuple(model.width(key.site) for key in keys)
     row_bytes = batch.length * sum(widths) * itemsize
@@ -168,6 +151,7 @@ def make_plan(
         tensor=tensor,
         weights=weights,
         weights_bytes=weights_bytes,
+        attention=str(config.model.attention),
         rows_per_block=rows_per_block,
         num_streams=num_streams,
         streams=_streams(config.run, num_streams, topology),
@@ -215,70 +199,6 @@ def captured_layers(layers: object, num_layers: int) -> tuple[int, ...]:
     if len(set(layers)) != len(layers):
         raise ConfigError(f"capture.layers names a layer twice: {list(layers)}. Name each once.")
     return tuple(sorted(layers))
-
-
-def _mesh(config: RunConfig, model: ModelFacts, topology: Topology) -> tuple[int, int]:
-    """Devices along `data` and along `tensor`."""
-    tensor = config.mesh.tensor
-    if tensor < 1:
-        raise ConfigError(f"mesh.tensor is {tensor}. Set it to at least 1.")
-    data = config.mesh.data if config.mesh.data is not None else max(1, topology.devices // tensor)
-    if data * tensor != topology.devices:
-        raise ConfigError(
-            f"mesh.data * mesh.tensor = {data} * {tensor} is not the number of devices, {topology.devices}. "
-            f"Set mesh.data=null and mesh.tensor to a divisor of {topology.devices}."
-        )
-    of_process = topology.devices // topology.processes
-    if of_process % tensor:
-        raise ConfigError(
-            f"mesh.tensor={tensor} does not divide the {of_process} devices of a process "
-            f"({topology.devices} devices / {topology.processes} processes): rows must stay within their process. "
-            f"Set mesh.tensor to a divisor of {of_process}."
-        )
-    for name, size in model.tensor_dims.items():
-        if size % tensor:
-            raise ConfigError(
-                f"mesh.tensor={tensor} does not divide the model's {size} {name}: {size} = {size // tensor} * {tensor} "
-                f"+ {size % tensor}. Set mesh.tensor to a common divisor of "
-                f"{', '.join(f'{size} {name}' for name, size in model.tensor_dims.items())}."
-            )
-    return data, tensor
-
-
-def _weights(
-    config: RunConfig, model: ModelFacts, keys: Sequence[ActivationKey], data: int, tensor: int, topology: Topology
-) -> tuple[Weights, int, tuple[str, ...]]:
-    """How the weights are divided, the bytes on each device, and why, where that was not asked for."""
-    with_int8 = config.model.weights_dtype is WeightsDtype.int8
-    matrices, others = model.weight_bytes(keys, str(config.model.dtype), with_int8)
-    sizes = {
-        Weights.replicated: matrices + others,
-        Weights.tensor: matrices // tensor + others,
-        Weights.fsdp: matrices // (tensor * data) + others,
-    }
-    wanted = config.model.weights
-    if (wanted is Weights.tensor and tensor == 1) or (wanted is Weights.replicated and tensor > 1):
-        raise ConfigError(
-            f"model.weights={wanted} with mesh.tensor={tensor}: expected tensor with more than 1, replicated with 1. "
-            f"Set model.weights=auto."
-        )
-    whole = Weights.tensor if tensor > 1 else Weights.replicated
-    note: tuple[str, ...] = ()
-    if wanted is Weights.auto:
-        wanted = whole
-        if topology.device_bytes is not None and sizes[whole] > MAX_WEIGHTS_SHARE * topology.device_bytes and data > 1:
-            wanted = Weights.fsdp
-            note = (
-                f"weights are divided over the {data} devices along data: {sizes[whole] / MIB:.0f} MiB {whole} would "
-                f"be more than {MAX_WEIGHTS_SHARE:.0%} of a device's {topology.device_bytes / MIB:.0f} MiB",
-            )
-    if topology.device_bytes is not None and sizes[wanted] > topology.device_bytes:
-        raise ConfigError(
-            f"the weights, {wanted}, take {sizes[wanted] / MIB:.0f} MiB on each device, which has "
-            f"{topology.device_bytes / MIB:.0f} MiB. Use more devices with model.weights=fsdp, a larger mesh.tensor, "
-            f"or model.weights_dtype=int8."
-        )
-    return wanted, sizes[wanted], note
 
 
 def _process_rows(config: RunConfig, topology: Topology, data: int) -> int:

@@ -10,14 +10,13 @@ from contextlib import ExitStack, closing
 from pipeline import cli, distributed, weights_error
 from pipeline.claiming import ClaimedStreams
 from pipeline.compilation_cache import use_compilation_cache
-from pipeline.config import RunConfig, Weights, WeightsDtype
+from pipeline.config import RunConfig, WeightsDtype
 from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.errors import Interrupted
 from pipeline.extract import extract
-from pipeline.forward import CompiledStep, compile_step
+from pipeline.forward import CompiledStep, compile_plan, planned_partition
 from pipeline.job import Job, open_job
 from pipeline.metrics import Metrics
-from pipeline.models.partition import Partition
 from pipeline.store.claims import Claims
 from pipeline.store.kvstore import configure_storage
 from pipeline.store.writing import StoreWriter
@@ -73,7 +72,7 @@ def run(config: RunConfig) -> None:
 def compile_job(job: Job) -> tuple[CompiledStep, object]:
     """Loads the weights that the captured sites need onto the devices, and compiles the step, once."""
     config, plan = job.config, job.plan
-    partition = Partition(distributed.make_mesh(plan.tensor), fsdp=plan.weights is Weights.fsdp)
+    partition = planned_partition(plan)
     params = job.model.load(
         plan.keys,
         dtype=str(config.model.dtype),
@@ -81,18 +80,7 @@ def compile_job(job: Job) -> tuple[CompiledStep, object]:
         progress=config.run.progress and distributed.is_first(),
         with_int8=config.model.weights_dtype is WeightsDtype.int8,
     )
-    step = compile_step(
-        job.model,
-        params,
-        partition,
-        rows=plan.step_rows,
-        length=plan.length,
-        keys=plan.keys,
-        dtype=plan.dtype,
-        attention=str(config.model.attention),
-        statistics=plan.statistics,
-    )
-    return step, params
+    return compile_plan(plan, job.model, params, partition), params
 
 
 def fill(
