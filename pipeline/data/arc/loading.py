@@ -9,15 +9,15 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import datasets
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import ArcData
 from pipeline.data.arc.tasks import Task, parse_task
 from pipeline.data.files import InputFile, find_files, input_errors
-from pipeline.data.hub import dataset_errors, open_builder
 from pipeline.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    import datasets
 
 _NAME_KEYS = ("id", "task_id", "name")
 
@@ -104,6 +104,8 @@ def _json_lines(file: InputFile) -> TaskCollection:
 
 def hub_tasks(repo: str, config: ArcData) -> TaskCollection:
     """A data set of the Hub, downloaded and memory-mapped. Raises as `open_builder` does when it cannot be had."""
+    from pipeline.data.hub import dataset_errors, open_builder
+
     builder = open_builder(repo, split=config.split, revision=config.revision)
     with dataset_errors(config.path):
         builder.download_and_prepare()
@@ -112,7 +114,7 @@ def hub_tasks(repo: str, config: ArcData) -> TaskCollection:
     return dataset_tasks(rows, config.path, hashlib.sha256("\n".join(files).encode()).hexdigest())
 
 
-def dataset_tasks(rows: datasets.Dataset, place: str, digest: str) -> TaskCollection:
+def dataset_tasks(rows: "datasets.Dataset", place: str, digest: str) -> TaskCollection:
     """The rows of a data set with the columns `train` and `test`, or `examples` (barc0's).
 
     `digest` pins the rows: the Hub's addresses of its files name the commit. Raises InputError for other columns.
