@@ -1,15 +1,17 @@
-"""The main job with model, text and store on object storage: killed, resumed, and resumed through faults."""
+"""The main job with model, text and store on object storage: killed, and resumed through faults."""
 
 import json
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from pipeline.store.kvstore import open_kvstore, read_key, write_key
+from pipeline.store.verify import verify_store
 from tests.conftest import SECRET
-from tests.jobs import ROOT, objects, run, start, write_text
+from tests.jobs import ROOT, children, local_processes, objects, run, run_processes, start, write_text
 from tests.store.emulators import new_bucket
 from tests.store.fault_proxy import FaultProxy
 
@@ -57,46 +59,69 @@ def upload(folder: Path, bucket: str) -> str:
     return f"{bucket}/{folder.name}"
 
 
-def kill_after(blocks: int, proxy: FaultProxy, *overrides: str) -> None:
-    process = start(*overrides)
-
+def wait_for_commits(blocks: int, proxy: FaultProxy, process: subprocess.Popen) -> None:
     def committed() -> int:
         return sum("_commits/stream" in key and method in ("POST", "PUT") for method, key in list(proxy.requests))
 
     while committed() < blocks and process.poll() is None:
         time.sleep(0.01)
+
+
+def kill_after(blocks: int, proxy: FaultProxy, *overrides: str) -> None:
+    process = start(*overrides)
+    wait_for_commits(blocks, proxy, process)
     process.kill()
     output, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL, output
     assert SECRET not in output
 
 
-@pytest.mark.parametrize("scheme", ["gs", pytest.param("s3", marks=pytest.mark.slow)])
-def test_killed_and_resumed_through_faults_it_is_the_local_store(scheme, text, reference, request):
-    """On S3 the store alone: reading from S3 needs s3fs, which is no dependency."""
+def kill_one_of_two_after(blocks: int, proxy: FaultProxy, *overrides: str) -> None:
+    with local_processes(2, 1, *overrides) as launcher:
+        wait_for_commits(blocks, proxy, launcher)
+        children(launcher)[1].kill()
+        output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1, output
+    assert "[1] ended with SIGKILL" in output
+    assert SECRET not in output
+
+
+def inputs(scheme: str, proxy: FaultProxy, text: Path) -> list[str]:
+    """Model and text on the same service, but for S3: reading from there needs s3fs, which is no dependency."""
+    if scheme == "s3":
+        return [f"data.path={text}"]
+    places = {"model.path": MODEL, "data.path": text}
+    return [f"{key}={upload(folder, new_bucket(scheme, proxy.backend))}" for key, folder in places.items()]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "killed", "resumed"),
+    [
+        ("gs", kill_after, 2),
+        pytest.param("gs", kill_one_of_two_after, 2, marks=pytest.mark.slow),
+        pytest.param("gs", kill_one_of_two_after, 1, marks=pytest.mark.slow),
+        pytest.param("s3", kill_after, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_and_resumed_through_faults_it_is_the_local_store(scheme, killed, resumed, text, reference, request):
+    """`resumed`: the number of processes that resume it; one process made the local store."""
     proxy = request.getfixturevalue("gcs" if scheme == "gs" else "s3")
     path = f"{new_bucket(scheme, proxy.backend)}/store"
-    inputs = [f"data.path={text}"]
-    if scheme == "gs":
-        inputs = [
-            f"{key}={upload(f, new_bucket('gs', proxy.backend))}"
-            for key, f in (("model.path", MODEL), ("data.path", text))
-        ]
-    job = (*OVERRIDES, *inputs, f"store.path={path}")
+    job = (*OVERRIDES, *inputs(scheme, proxy, text), f"store.path={path}")
     proxy.reset()
-    kill_after(3, proxy, *job)
+    killed(3, proxy, *job)
     proxy.reset(rate=0.05)
-    result = run(*job)
-    assert result.returncode == 0, result.stderr
+    result = run(*job) if resumed == 1 else run_processes(resumed, 1, *job)
+    output = result.stdout + (result.stderr or "")
+    assert result.returncode == 0, output
     assert proxy.faults
     proxy.reset()
     found = remote_objects(path)
     expected = {key: value for key, value in found.items() if not key.startswith("_metrics/")}
     assert without_paths(expected) == reference
     assert not [key for key, value in found.items() if SECRET.encode() in value]
-    assert SECRET not in result.stderr
-    result = run(f"store.path={path}", module="pipeline.verify")
-    assert result.returncode == 0, result.stdout
+    assert SECRET not in output
+    assert verify_store(path) == []
 
 
 @pytest.mark.slow
