@@ -134,9 +134,16 @@ def require_same_config(config: RunConfig, *derived: str) -> None:
         )
 
 
+def largest_of_all(*values: int) -> tuple[int, ...]:
+    """The largest of each value over all processes; waits for all of them."""
+    if jax.process_count() == 1:
+        return values
+    return tuple(int(value) for value in multihost_utils.process_allgather(np.array(values)).max(axis=0))
+
+
 def any_process(value: bool) -> bool:
     """Whether `value` holds on any process; waits for all of them."""
-    return value if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(value)).any())
+    return bool(*largest_of_all(value))
 
 
 def wait_for_all() -> None:

@@ -40,7 +40,7 @@ def attend_xla(
             visible &= distances >= 0
         if window is not None:
             visible &= distances < window
-        blocks.append(_attend(q[:, :, :, start:stop], k[:, :, keys], v[:, :, keys], visible, scale, softcap))
+        blocks.append(attend_visible(q[:, :, :, start:stop], k[:, :, keys], v[:, :, keys], visible, scale, softcap))
     z = jnp.concatenate(blocks, axis=3)
     return jnp.einsum("BKGTH->BTKGH", z).reshape(num_rows, length, num_heads, head_dim)
 
@@ -51,7 +51,7 @@ def _query_blocks(length: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _attend(
+def attend_visible(
     q: Float[Array, "B K G T H"],
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
@@ -59,6 +59,7 @@ def _attend(
     scale: float,
     softcap: float | None,
 ) -> Float[Array, "B K G T H"]:
+    """Attention of each query to the keys that are `visible` to it."""
     scores = jnp.einsum("BKGTH,BKSH->BKGTS", q, k, preferred_element_type=jnp.float32) * scale
     if softcap is not None:
         scores = jnp.tanh(scores / softcap) * softcap

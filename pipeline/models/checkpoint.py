@@ -13,6 +13,7 @@ from pipeline.models.files import Files
 from pipeline.models.safetensors_file import SafetensorsFile, TensorInfo
 
 _TRUNKS = ("model.", "gpt_neox.", "transformer.", "bert.")  # transformers' `base_model_prefix` of the families
+_HEADS = ("lm_head.weight", "embed_out.weight")  # beside the trunk
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SAMPLES_PER_TENSOR = 16
@@ -58,6 +59,10 @@ class Checkpoint:
     def prefix(self) -> str:
         """What precedes the trunk's keys; nothing in checkpoints that were saved without a head."""
         return next((trunk for trunk in _TRUNKS if any(name.startswith(trunk) for name in self.file_of)), "")
+
+    def full_name(self, name: str) -> str:
+        """What a tensor that we call by its HF key is called in this checkpoint."""
+        return name if name in _HEADS else self.prefix + name
 
     def info(self, name: str) -> TensorInfo | None:
         """A tensor's dtype and shape; None for one that is not there, whatever the index says."""

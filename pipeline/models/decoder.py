@@ -3,7 +3,7 @@
 Letters: B rows, T positions, D model dim, V vocabulary, P learned positions, Y token types.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypedDict
 
@@ -35,6 +35,7 @@ class Params(TypedDict, total=False):
     runs: tuple[LayerWeights, ...]
     final_norm: Float[Array, " D"]
     final_norm_bias: Float[Array, " D"]
+    head: Float[Array, "V D"]  # for generation only, and absent where the embedding is the head, too
 
 
 STREAM_SITES = {Site.attn_out, Site.resid_mid, Site.mlp_out}
@@ -48,13 +49,14 @@ def forward(
     segments: Int32[Array, "B T"],
     positions: Int32[Array, "B T"],
     keys: tuple[ActivationKey, ...],
-    attend: Attend,
+    attend: Attend | Sequence[Attend],
     partition: Partition,
     finish: Callable[[Float[Array, "B T width"]], Array] = lambda activation: activation,
 ) -> dict[ActivationKey, Array]:
     """What `finish` makes of the activations of `keys`, in the weights' dtype; values at padding mean nothing.
 
-    Pure, to be jitted. Params must be those that were loaded for the same keys, and lie as `partition` says.
+    Pure, to be jitted. Params must be those that were loaded for the same keys, and lie as `partition` says. `attend`
+    may be one for each layer, where `keys` make each layer a run of its own.
     """
     captured: dict[ActivationKey, Array] = {}
 
@@ -79,7 +81,9 @@ def forward(
 
     ropes = rope_tables(arch, positions)
 
-    def layer(x: Array, weights: LayerWeights, is_local: bool | Bool[Array, ""]) -> tuple[Array, dict[Site, Array]]:
+    def layer(
+        x: Array, weights: LayerWeights, is_local: bool | Bool[Array, ""], attend: Attend
+    ) -> tuple[Array, dict[Site, Array]]:
         x, sites = layer_sites(arch, x, partition.gather(weights), ropes, segments, is_local, attend)
         sites |= {site: partition.residual(sites[site]) for site in STREAM_SITES & sites.keys()}
         return partition.residual(x), sites
@@ -91,15 +95,17 @@ def forward(
         are_local = [arch.is_local(number) for number in range(run.first, run.stop)]
         with jax.named_scope(f"layers_{run.first}_to_{run.stop - 1}"):
             if len(run) == 1:
-                x, sites = layer(x, weights, are_local[0])
+                own = attend if callable(attend) else attend[run.first]
+                x, sites = layer(x, weights, are_local[0], own)
                 inner = {ActivationKey(run.first, site): value for site, value in sites.items()}
                 x = capture(x, {key: inner[key] for key in keys if key in inner})
             elif len(set(are_local)) == 1:
                 x, _ = jax.lax.scan(
-                    lambda x, weights, kind=are_local[0]: (layer(x, weights, kind)[0], None), x, weights
+                    lambda x, weights, kind=are_local[0]: (layer(x, weights, kind, attend)[0], None), x, weights
                 )
             else:
-                x, _ = jax.lax.scan(lambda x, each: (layer(x, *each)[0], None), x, (weights, np.array(are_local)))
+                of_each = weights, np.array(are_local)
+                x, _ = jax.lax.scan(lambda x, each: (layer(x, *each, attend)[0], None), x, of_each)
         x = partition.residual(x)
         x = capture(x, residuals(x, run.stop))
     return {key: captured[key] for key in keys}

@@ -72,7 +72,7 @@ def _pieces(
         items_per_piece = max(1, piece_bytes // item_bytes)
     for first in range(start, stop, items_per_piece):
         last = min(first + items_per_piece, stop)
-        rows = checkpoint.rows(checkpoint.prefix + tensor, first * rows_per_item, last * rows_per_item)
+        rows = checkpoint.rows(checkpoint.full_name(tensor), first * rows_per_item, last * rows_per_item)
         piece = rows.reshape(last - first, *leaf.axes[1:]).transpose(leaf.order)
         if is_divided:
             place = tuple(slice(first - start, last - start) if i == axis else slice(None) for i in range(len(index)))

@@ -14,6 +14,7 @@ from pipeline.models.attention import Attend
 from pipeline.models.attention_xla import attend_xla
 from pipeline.models.checkpoint import Checkpoint
 from pipeline.models.files import open_files
+from pipeline.models.head import Head, HeadFormat, head_leaf, read_head
 from pipeline.models.hf_config import HfConfig, refuse_unreadable
 from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves, num_params, weight_bytes
 from pipeline.models.partition import Partition
@@ -28,14 +29,15 @@ class Family:
 
     read: Callable[[HfConfig], tuple[Architecture, KeyTable]]
     classes: str
+    head: HeadFormat | None = HeadFormat()  # None: encoders
 
 
 _FAMILIES = {
-    "bert": Family(bert.read, "Bert"),
-    "gemma2": Family(gemma.read_gemma2, "Gemma2"),
-    "gemma3_text": Family(gemma.read_gemma3, "Gemma3"),
-    "gpt2": Family(gpt2.read, "GPT2"),
-    "gpt_neox": Family(gpt_neox.read, "GPTNeoX"),
+    "bert": Family(bert.read, "Bert", head=None),
+    "gemma2": Family(gemma.read_gemma2, "Gemma2", HeadFormat(is_tied=True, softcap=30.0)),
+    "gemma3_text": Family(gemma.read_gemma3, "Gemma3", HeadFormat(is_tied=True)),
+    "gpt2": Family(gpt2.read, "GPT2", HeadFormat(is_tied=True)),
+    "gpt_neox": Family(gpt_neox.read, "GPTNeoX", HeadFormat("embed_out.weight")),
     "llama": Family(llama.read, "Llama"),
     "mistral": Family(mistral.read, "Mistral"),
     "olmo2": Family(olmo2.read, "Olmo2"),
@@ -56,6 +58,7 @@ class Model:
     arch: Architecture
     table: KeyTable
     checkpoint: Checkpoint
+    head: Head | None  # None: an encoder
     random_seed: int | None  # None: the checkpoint's weights
 
     @property
@@ -177,7 +180,7 @@ class Model:
         segments: Int32[Array, "B T"],
         positions: Int32[Array, "B T"],
         keys: Sequence[ActivationKey],
-        attend: Attend = attend_xla,
+        attend: Attend | Sequence[Attend] = attend_xla,
         partition: Partition = Partition(),  # noqa: B008  frozen
         finish: Callable[[Float[Array, "B T width"]], Array] = lambda activation: activation,
     ) -> dict[ActivationKey, Array]:
@@ -188,6 +191,24 @@ class Model:
     def leaves(self, keys: Sequence[ActivationKey]) -> LeafTree:
         """What `load` puts on the devices, not yet read."""
         return needed_leaves(self.arch, self.table, keys)
+
+    def generation_keys(self, keys: Sequence[ActivationKey] = ()) -> tuple[ActivationKey, ...]:
+        """What the forward pass of generation captures: `keys`, what goes into the cache, and what the head reads.
+
+        They make each layer a run of its own. Raises ConfigError for an encoder.
+        """
+        if self.head is None:
+            raise ConfigError(
+                f"{self.checkpoint.where} is an encoder ({self.family}), which cannot generate. Use a causal model."
+            )
+        cached = {ActivationKey(layer, site) for layer in range(self.num_layers) for site in (Site.k, Site.v)}
+        return tuple(sorted({*keys, *cached, ActivationKey(-1, Site.final_norm)}))
+
+    def generation_leaves(self, keys: Sequence[ActivationKey] = ()) -> LeafTree:
+        """What `load_leaves` puts on the devices to generate, and to capture `keys` while at it: all layers, and the
+        head. Raises ConfigError for an encoder."""
+        leaves = self.leaves(self.generation_keys(keys))
+        return leaves | head_leaf(self.head, self.arch)
 
 
 def open_model(path: str, *, revision: str | None = None, init: str = "checkpoint", seed: int = 0) -> Model:
@@ -206,8 +227,9 @@ def open_model(path: str, *, revision: str | None = None, init: str = "checkpoin
     family = _FAMILIES[name]
     _check_classes(config, family)
     arch, table = family.read(config)
+    head = None if family.head is None else read_head(config, family.head)
     config.finish()
-    model = Model(name, arch, table, checkpoint, seed if init == "random" else None)
+    model = Model(name, arch, table, checkpoint, head, seed if init == "random" else None)
     if init == "checkpoint" and checkpoint.commit is None:  # the Hub's files are fetched only when they are needed
         last = ActivationKey(arch.num_layers - 1, Site.resid_post), ActivationKey(-1, Site.final_norm)
         everything = needed_leaves(arch, table, last)

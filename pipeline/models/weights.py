@@ -37,8 +37,7 @@ def check_tensors(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, l
     Raises CheckpointError that names every tensor which is missing, of another shape or kind, or unexpected: not of
     this family, but in a layer that is needed, or in a layer that the model does not have.
     """
-    prefix = checkpoint.prefix
-    expected = {prefix + name: leaf.hf_shape for leaf in jax.tree.leaves(leaves) for name in leaf.tensors}
+    expected = {checkpoint.full_name(name): leaf.hf_shape for leaf in jax.tree.leaves(leaves) for name in leaf.tensors}
     problems = []
     for name, shape in expected.items():
         info = checkpoint.info(name)

@@ -1,0 +1,64 @@
+"""Keys and values of earlier positions, kept on the devices; and attention to them.
+
+A row's position p lies in slot p, whatever the other rows are and whenever it came: its numbers, and so its tokens, do
+not depend on them. What lies beyond a row's own position is masked, so padding and former tenants are never seen.
+
+Letters: B rows, T = 1 position, S slots, N heads, K key-value heads, G = N / K, H head dim.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pipeline.models.architecture import Architecture
+from pipeline.models.attention_xla import attend_visible
+
+
+def cache_bytes(arch: Architecture, rows: int, length: int, itemsize: int) -> int:
+    """What the keys and values of all layers take, over all devices, for rows of `length` tokens."""
+    return 2 * arch.num_layers * rows * arch.num_kv_heads * length * arch.head_dim * itemsize
+
+
+def logits_bytes(arch: Architecture, rows: int) -> int:
+    """What one step's logits take, in float32; sampling holds a few times as much."""
+    return rows * arch.vocab_size * 4
+
+
+class CachedLayer:
+    """One layer's keys and values during one step. As the layer's `Attend`, it adds the step's own at each row's
+    position and attends to all so far; `keys` and `values` are with them then."""
+
+    def __init__(
+        self, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], positions: Int32[Array, " B"]
+    ) -> None:
+        self.keys, self.values, self._positions = keys, values, positions
+
+    @jax.named_scope("cached")
+    def __call__(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        segments: Int32[Array, "B T"],
+        *,
+        causal: bool,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> Float[Array, "B T N H"]:
+        """What `Attend` says, with the cache's keys before the row's only position."""
+        self.keys, self.values = self._add(self.keys, k), self._add(self.values, v)
+        distances = self._positions[:, None] - jnp.arange(self.keys.shape[2])
+        visible = distances >= 0
+        if window is not None:
+            visible &= distances < window
+        rows, _, num_heads, head_dim = q.shape
+        groups = q.reshape(rows, k.shape[2], num_heads // k.shape[2], 1, head_dim)
+        z = attend_visible(groups, self.keys, self.values, visible[:, None], scale, softcap)
+        return z.reshape(rows, 1, num_heads, head_dim)
+
+    def _add(self, cache: Float[Array, "B K S H"], new: Float[Array, "B T K H"]) -> Float[Array, "B K S H"]:
+        def of_row(cache: Array, new: Array, position: Array) -> Array:
+            return jax.lax.dynamic_update_slice(cache, new[:, None], (0, position, 0))
+
+        return jax.vmap(of_row)(cache, new[:, 0], self._positions)

@@ -1,0 +1,51 @@
+"""The language-model head: logits of the next token, from the output of the last norm. Only generation needs it."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from pipeline.models.architecture import Architecture
+from pipeline.models.decoder import Params
+from pipeline.models.hf_config import HfConfig
+from pipeline.models.leaves import Leaf
+
+
+@dataclass(frozen=True)
+class HeadFormat:
+    """What differs between families, beside config.json; the defaults are those of transformers' config classes."""
+
+    tensor: str = "lm_head.weight"
+    is_tied: bool = False
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head without bias. `tensor` is its HF key; None: it is the embedding."""
+
+    tensor: str | None
+    softcap: float | None  # of the logits: softcap * tanh(logits / softcap)
+
+
+def read_head(config: HfConfig, family: HeadFormat) -> Head:
+    is_tied = config.flag("tie_word_embeddings", family.is_tied)
+    softcap = config.optional_float("final_logit_softcapping", family.softcap)
+    return Head(None if is_tied else family.tensor, softcap)
+
+
+def head_leaf(head: Head, arch: Architecture) -> dict[str, Leaf]:
+    """The head's own weight, not yet read; nothing where it is the embedding."""
+    if head.tensor is None:
+        return {}
+    shape = (arch.vocab_size, arch.d_model)
+    return {"head": Leaf("head", (head.tensor,), hf_shape=shape, axes=shape, order=(0, 1), num_inputs=0)}
+
+
+@jax.named_scope("head")
+def logits(head: Head, params: Params, x: Float[Array, "B D"]) -> Float32[Array, "B V"]:
+    """Of the last norm's output at one position of each row."""
+    weight = params["head"] if head.tensor else params["embed"]
+    scores = jnp.einsum("BD,VD->BV", x, weight, preferred_element_type=jnp.float32)
+    return scores if head.softcap is None else jnp.tanh(scores / head.softcap) * head.softcap
