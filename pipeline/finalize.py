@@ -24,30 +24,33 @@ def main(arguments: list[str]) -> int:
     """Finalizes the store that `arguments` name, prints what each stream holds, and returns the exit code."""
     try:
         path, is_forced = parse(arguments)
-        store = StoreWriter.open_existing(path)
-        unfinished = [stream for stream in range(store.metadata.num_streams) if not print_stream(store, stream)]
-        if unfinished and not is_forced:
-            print(
-                f"{path} is not completed: streams {', '.join(map(str, unfinished))} have not ended. Let the workers "
-                f"go on, start one more, or pass force=true to complete the store with what it holds.",
-                file=sys.stderr,
-            )
-            return EXIT_FAILED
-        holders = held_claims(path)
-        if holders and not is_forced:
-            held = ", ".join(f"{stream} by {owner}" for stream, owner in holders.items())
-            print(
-                f"{path} is not completed: workers hold streams ({held}). Let them end, or pass force=true if they are "
-                f"dead.",
-                file=sys.stderr,
-            )
-            return EXIT_FAILED
-        store.finish()
+        obstacle = finalize(StoreWriter.open_existing(path), is_forced)
     except (ConfigError, StoreError) as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    if obstacle is not None:
+        print(f"{path} is not completed: {obstacle}", file=sys.stderr)
+        return EXIT_FAILED
     print(f"{path}: complete")
     return EXIT_OK
+
+
+def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
+    """Prints what each stream holds and marks the store complete; or says why not. Raises StoreError."""
+    unfinished = [stream for stream in range(store.metadata.num_streams) if not print_stream(store, stream)]
+    if unfinished and not is_forced:
+        return (
+            f"streams {', '.join(map(str, unfinished))} have not ended. Let the workers go on, start one more, or run "
+            f"pipeline.finalize with force=true to complete the store with what it holds."
+        )
+    holders = held_claims(store.path)
+    if holders and not is_forced:
+        held = ", ".join(f"{stream} by {owner}" for stream, owner in holders.items())
+        return (
+            f"workers hold streams ({held}). Let them end, or run pipeline.finalize with force=true if they are dead."
+        )
+    store.finish()
+    return None
 
 
 def parse(arguments: list[str]) -> tuple[str, bool]:

@@ -19,10 +19,15 @@ def main(arguments: list[str]) -> int:
         path = store_path(arguments)
         if not store_exists(path):
             raise ConfigError(f"there is no activation store at {path}: it has no zarr.json.")
-        problems = verify_with_progress(path)
+        return verify_and_print(path)
     except (ConfigError, StoreError) as error:
         print(error, file=sys.stderr)
         return error.exit_code
+
+
+def verify_and_print(path: str) -> int:
+    """Verifies a store with a progress bar, prints what is wrong, and returns the exit code. Raises StoreError."""
+    problems = verify_with_progress(path)
     if not problems:
         print(f"{path}: sound")
         return EXIT_OK

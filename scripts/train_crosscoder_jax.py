@@ -49,7 +49,6 @@ def train(path: str, site: str, steps: int, batch_size: int = 1024) -> list[floa
     """The mean squared error of each step; activations are normalised, so that predicting nothing gives 1."""
     store = ActivationStore.open(path)
     keys = [(layer, site) for layer in store.layers]
-    normalisation = {name: sample.normalisation() for name, sample in store.sample(keys).items()}
     batches = store.batches(
         keys,
         batch_size,
@@ -57,7 +56,7 @@ def train(path: str, site: str, steps: int, batch_size: int = 1024) -> list[floa
         seed=0,
         epochs=None,
         stack=True,
-        normalisation=normalisation,
+        normalisation=store.normalisation(keys),
         dtype="bfloat16",
         framework="jax",
     )

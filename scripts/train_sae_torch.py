@@ -32,9 +32,14 @@ def train(path: str, key: str, steps: int, batch_size: int = 1024) -> list[float
     """The mean squared error of each step; activations are normalised, so that predicting nothing gives 1."""
     torch.manual_seed(0)
     store = ActivationStore.open(path)
-    normalisation = {name: sample.normalisation() for name, sample in store.sample(key).items()}
     batches = store.batches(
-        key, batch_size, shuffle=True, seed=0, epochs=None, normalisation=normalisation, framework="torch"
+        key,
+        batch_size,
+        shuffle=True,
+        seed=0,
+        epochs=None,
+        normalisation=store.normalisation(key),
+        framework="torch",
     )
     width = store.arrays[key].shape[2]
     autoencoder = SparseAutoencoder(width, EXPANSION * width)

@@ -21,9 +21,14 @@ def store(tmp_path_factory) -> ActivationStore:
 
 def activations(store: ActivationStore):
     """What both take for data: an endless iterator of [n, d], here of unit variance."""
-    normalisation = {KEY: store.sample(KEY)[KEY].normalisation()}
     batches = store.batches(
-        KEY, BATCH_SIZE, shuffle=True, seed=0, epochs=None, normalisation=normalisation, framework="torch"
+        KEY,
+        BATCH_SIZE,
+        shuffle=True,
+        seed=0,
+        epochs=None,
+        normalisation=store.normalisation(KEY),
+        framework="torch",
     )
     return (batch.activations for batch in batches)
 

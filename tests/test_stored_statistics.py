@@ -48,6 +48,8 @@ def assert_equals_numpy(store: ActivationStore) -> None:
         norms = np.linalg.norm(tokens, axis=-1)
         assert found.mean_norm == pytest.approx(norms.mean(), rel=1e-5)
         assert found.norm_quantile(0.5) == pytest.approx(np.median(norms), rel=0.025)
+        [normalisation] = store.normalisation([key]).values()
+        assert np.square(normalisation.apply(tokens)).sum(axis=1).mean() == pytest.approx(tokens.shape[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -75,4 +77,4 @@ def test_statistics_can_be_left_out(text, tmp_path):
     store = job(text, tmp_path / "store", "capture.statistics=false")
     assert not list((tmp_path / "store").glob("*stats*"))
     with pytest.raises(StoreError, match=r"capture\.statistics=false"):
-        store.statistics(1, "resid_post")
+        store.normalisation((1, "resid_post"))

@@ -2,16 +2,17 @@
 
 from pipeline.store.batches import Batch, BatchReader
 from pipeline.store.filters import TokenFilter
+from pipeline.store.normalisation import Normalisation
 from pipeline.store.reader import ActivationStore, DocumentActivations, TokenRows
-from pipeline.store.sample import ActivationSample, Normalisation
+from pipeline.store.statistics import Statistics
 
 __all__ = [
-    "ActivationSample",
     "ActivationStore",
     "Batch",
     "BatchReader",
     "DocumentActivations",
     "Normalisation",
+    "Statistics",
     "TokenFilter",
     "TokenRows",
 ]

@@ -23,8 +23,8 @@ from pipeline.store.commits import CommitRecord
 from pipeline.store.filters import TokenFilter
 from pipeline.store.frameworks import Framework, converter
 from pipeline.store.layout import MIB, SIDE_ARRAYS, StoreLayout
+from pipeline.store.normalisation import Normalisation
 from pipeline.store.order import Buffer, ReadingOrder
-from pipeline.store.sample import Normalisation
 
 AHEAD = 4  # batches
 GATHERING_THREADS = 2

@@ -20,7 +20,7 @@ class TokenFilter:
     drop_tokens: token ids, such as the tokenizer's special ones. skip_first: positions at the beginning of each
     document (of each of its windows, where it is longer than a row), where attention sinks are. norms: by array name,
     the least and the greatest L2 norm of an activation; a token is left out when one of its activations is outside.
-    `store.sample(...).norm_quantile` gives such limits.
+    `store.statistics(...).norm_quantile` gives such limits.
     """
 
     drop_tokens: tuple[int, ...] = ()

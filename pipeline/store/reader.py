@@ -35,9 +35,9 @@ from pipeline.store.frameworks import Framework
 from pipeline.store.kvstore import open_kvstore
 from pipeline.store.layout import POSITIONS, SIDE_ARRAYS
 from pipeline.store.metadata import StoreMetadata, StoreRoot, read_root, stored_layout
+from pipeline.store.normalisation import Normalisation
 from pipeline.store.rows import read_runs, require_stored
-from pipeline.store.sample import ActivationSample, Normalisation
-from pipeline.store.statistics import Statistics, merge_blocks, read_merged
+from pipeline.store.statistics import Statistics, merge, merge_blocks, read_merged, token_statistics
 from pipeline.store.tables import empty_table, read_tables
 
 Key = ActivationKey | tuple[SupportsIndex | None, Site | str] | str
@@ -168,6 +168,15 @@ class ActivationStore:
             raise StoreError(f"{self.path} has no statistics of {name}: it was made with capture.statistics=false.")
         return found
 
+    def normalisation(self, keys: Key | Sequence[Key], per_feature: bool = False) -> dict[str, Normalisation]:
+        """By array name, what brings activations to zero mean and unit variance, from the stored statistics.
+
+        See `Statistics.normalisation`. Raises StoreError for a store that was made with capture.statistics=false:
+        `sample` finds statistics there.
+        """
+        parsed = (self._key(key) for key in ([keys] if _is_key(keys) else keys))
+        return {key.name: self.statistics(key.layer, key.site).normalisation(per_feature) for key in parsed}
+
     def read(self, layer: SupportsIndex | None, site: Site | str, rows: Rows, dtype: DTypeLike = None) -> np.ndarray:
         """Activations [n, T, D] of some rows ([T, D] for one), zeros where padded.
 
@@ -283,8 +292,8 @@ class ActivationStore:
         num_tokens: int = 65536,
         seed: int = 0,
         token_filter: TokenFilter = TokenFilter(),  # noqa: B008  frozen
-    ) -> dict[str, ActivationSample]:
-        """Mean, variance and norms of some activations, by array name, from the first `num_tokens` shuffled tokens.
+    ) -> dict[str, Statistics]:
+        """Statistics of some activations, by array name, from the first `num_tokens` shuffled tokens.
 
         The same arguments give the same sample. Raises ValueError where the filter leaves no token.
         """
@@ -293,15 +302,16 @@ class ActivationStore:
         batches = self.batches(
             names, 4096, shuffle=True, seed=seed, token_filter=token_filter, buffer_mib=SAMPLE_BUFFER_MIB
         )
-        chunks: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        parts: list[dict[str, Statistics]] = []
         left = num_tokens
         for batch in batches:
-            for name in names:
-                chunks[name].append(batch.activations[name][:left])
+            parts.append({name: token_statistics(batch.activations[name][:left]) for name in names})
             left -= len(batch.tokens)
             if left <= 0:
                 batches.close()
-        return {name: ActivationSample.of(chunks[name]) for name in names}
+        if not parts:
+            raise ValueError("a sample needs at least one token; the filter leaves none")
+        return {name: merge(part[name] for part in parts) for name in names}
 
     def _key(self, key: Key) -> ActivationKey:
         try:

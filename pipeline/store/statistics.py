@@ -1,7 +1,7 @@
 """Statistics of the stored activations: of each row on the device, of each block in `_stats/`, of all in `stats/`.
 
 Merging is that of groups with known counts (Chan, Golub & LeVeque, 1979), in float64 and in the order of the blocks, so
-that it gives the same numbers however the blocks came about.
+that it gives the same numbers however the blocks came about. Samples of a store are merged in the same way.
 """
 
 import json
@@ -15,7 +15,9 @@ import tensorstore as ts
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 
 from pipeline.store.commits import CommitRecord
+from pipeline.store.filters import norms_of
 from pipeline.store.kvstore import read_keys, write_key
+from pipeline.store.normalisation import Normalisation
 from pipeline.store.tables import decode_parquet, encode_table
 
 BINS_PER_OCTAVE = 32
@@ -69,6 +71,15 @@ class Statistics:
         bin_of_quantile = int(np.searchsorted(np.cumsum(self.norm_histogram), q * self.count))
         return float(2 ** (_MIN_EXPONENT + (min(bin_of_quantile, NUM_BINS - 1) + 0.5) / BINS_PER_OCTAVE))
 
+    def normalisation(self, per_feature: bool = False) -> Normalisation:
+        """To zero mean and unit variance: on average over the features, or each of them.
+
+        The former keeps directions; the mean squared norm becomes d. A feature that never varies keeps its scale.
+        """
+        variance = self.variance if per_feature else self.variance.mean()
+        scale = 1 / np.sqrt(np.where(variance > 0, variance, 1))
+        return Normalisation(self.mean.astype(np.float32), scale.astype(np.float32))
+
 
 def block_statistics(
     valid: Bool[np.ndarray, "rows T"],
@@ -78,19 +89,29 @@ def block_statistics(
 ) -> Statistics:
     """From what the device gives for each row; a norm is NaN where a value of the token is not finite."""
     finite = valid & ~np.isnan(norms)
-    found = norms[finite].astype(np.float64)
-    with np.errstate(divide="ignore"):
-        octaves = np.log2(found) - _MIN_EXPONENT
-    bins = np.clip(octaves * BINS_PER_OCTAVE, 0, NUM_BINS - 1).astype(np.int64)
     merged = _merge_groups(finite.sum(axis=1), mean.astype(np.float64), m2.astype(np.float64))
-    return Statistics(
-        count=int(finite.sum()),
-        not_finite=int((valid & ~finite).sum()),
-        mean=merged[0],
-        m2=merged[1],
-        norm_sum=float(found.sum()),
-        norm_histogram=np.bincount(bins, minlength=NUM_BINS),
-    )
+    return _with_norms(norms[finite], int((valid & ~finite).sum()), *merged)
+
+
+def token_statistics(activations: np.ndarray) -> Statistics:
+    """Of some tokens' activations [n, d], in float64."""
+    finite = np.isfinite(activations).all(axis=1)
+    values = activations[finite].astype(np.float64)
+    mean = values.sum(axis=0) / max(len(values), 1)
+    m2 = np.square(values - mean).sum(axis=0)
+    return _with_norms(norms_of(activations[finite]), int((~finite).sum()), mean, m2)
+
+
+def _with_norms(
+    norms: Float32[np.ndarray, " n"], not_finite: int, mean: Float64[np.ndarray, " d"], m2: Float64[np.ndarray, " d"]
+) -> Statistics:
+    """Of n finite tokens, whose L2 norms are given."""
+    norms = norms.astype(np.float64)
+    with np.errstate(divide="ignore"):
+        octaves = np.log2(norms) - _MIN_EXPONENT
+    bins = np.clip(octaves * BINS_PER_OCTAVE, 0, NUM_BINS - 1).astype(np.int64)
+    histogram = np.bincount(bins, minlength=NUM_BINS)
+    return Statistics(len(norms), not_finite, mean, m2, float(norms.sum()), histogram)
 
 
 def merge(parts: Iterable[Statistics]) -> Statistics:

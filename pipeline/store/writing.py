@@ -89,7 +89,7 @@ class StoreWriter:
         if (metadata.num_streams, metadata.rows_per_block) != (layout.num_streams, layout.rows_per_block):
             raise ValueError(f"metadata and layout disagree: {metadata} {layout}")
         kvstore = open_kvstore(path)
-        root = _create_root(path, kvstore, metadata, layout) or _read_root(path, kvstore)
+        root = create_root(path, kvstore, metadata, layout) or _read_root(path, kvstore)
         root.metadata.require_same(metadata, path)
         return cls(path, kvstore, layout, root, open_or_create(kvstore, layout))
 
@@ -268,7 +268,7 @@ def _read_root(path: str, kvstore: ts.KvStore) -> StoreRoot:
     return root
 
 
-def _create_root(path: str, kvstore: ts.KvStore, metadata: StoreMetadata, layout: StoreLayout) -> StoreRoot | None:
+def create_root(path: str, kvstore: ts.KvStore, metadata: StoreMetadata, layout: StoreLayout) -> StoreRoot | None:
     """Creates the root where there is none; None where there is one, or another process was faster.
 
     The root is written first, so that whatever else is missing can be told from it.

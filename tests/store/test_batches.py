@@ -258,10 +258,12 @@ def test_normalised_activations(store, stack, dtype):
 
 def test_a_sample_is_of_so_many_tokens_and_seeded(store):
     one, same_seed, other = (store.sample(NAME, num_tokens=30, seed=seed)[NAME] for seed in (0, 0, 1))
-    assert one.num_tokens == 30
-    np.testing.assert_array_equal(one.norms, same_seed.norms)
-    assert not np.array_equal(one.norms, other.norms)
-    assert store.sample([NAME, "embed"])["embed"].num_tokens == stored_tokens()
+    assert one.count == 30
+    np.testing.assert_array_equal(one.mean, same_seed.mean)
+    assert not np.array_equal(one.mean, other.mean)
+    assert store.sample([NAME, "embed"])["embed"].count == stored_tokens()
+    with pytest.raises(ValueError, match="the filter leaves none"):
+        store.sample(NAME, token_filter=TokenFilter(skip_first=1000))
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

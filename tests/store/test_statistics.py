@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.store.statistics import Statistics, block_statistics, merge
+from pipeline.store.statistics import Statistics, block_statistics, merge, token_statistics
 
 ROWS, T, D = 6, 20, 5
 
@@ -51,6 +51,19 @@ def test_merging_equals_numpy_whatever_the_order():
         np.testing.assert_allclose(total.mean, tokens.mean(axis=0), rtol=1e-6)
         np.testing.assert_allclose(total.variance, tokens.var(axis=0), rtol=1e-5)
         assert np.array_equal(total.norm_histogram, sum(part.norm_histogram for part in parts))
+
+
+def test_tokens_merge_as_their_blocks_do():
+    examples = [example(seed) for seed in range(3)]
+    of_blocks = merge(statistics(*each) for each in examples)
+    for batch in (7, 1000):
+        tokens = np.concatenate([values[valid] for values, valid in examples])
+        found = merge(token_statistics(tokens[i : i + batch]) for i in range(0, len(tokens), batch))
+        assert (found.count, found.not_finite) == (of_blocks.count, 0)
+        np.testing.assert_allclose(found.mean, of_blocks.mean, rtol=1e-6)
+        np.testing.assert_allclose(found.variance, tokens.astype(np.float64).var(axis=0), rtol=1e-9)
+        assert np.array_equal(found.norm_histogram, of_blocks.norm_histogram)
+    assert token_statistics(np.array([[1, 2], [np.inf, 0], [np.nan, 1]], np.float32)).not_finite == 2
 
 
 def test_quantiles_are_right_to_within_a_bin():

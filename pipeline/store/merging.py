@@ -1,0 +1,123 @@
+"""Merging stores of one configuration: what each has of the streams is copied, object by object, into one store.
+
+A block has the same place in every store of a fingerprint, so objects keep their keys and are not decoded.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import tensorstore as ts
+
+from pipeline.errors import StoreMismatch
+from pipeline.store.commits import CommitRecord
+from pipeline.store.kvstore import list_keys, open_kvstore, read_key, read_keys, write_key
+from pipeline.store.layout import MAX_ROWS
+from pipeline.store.statistics import statistics_key
+from pipeline.store.tables import table_key
+from pipeline.store.writing import PendingBlock, StoreWriter, create_root
+
+COPIES = 4  # objects under way at once: each is held in memory whole
+
+
+def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int], None] | None = None) -> StoreWriter:
+    """Copies the committed blocks of the `sources` that the store at `path` lacks into it; it is created where absent.
+
+    Blocks are copied in the order of their streams and committed one by one, so an interrupted merge goes on where it
+    was. The store is not finished. `progress` is called with the number of blocks that are copied and of all to copy.
+
+    Raises StoreMismatch when a store was made by another configuration, or two hold different versions of a block;
+    then nothing is copied. Raises StoreInvalid for a source that is none, or damaged, and StoreError.
+    """
+    opened = [StoreWriter.open_existing(source) for source in sources]
+    for other in opened[1:]:
+        _require_fit(opened[0], other)
+    existing = [StoreWriter.open_existing(path)] if _exists(path) else []
+    for store in existing:
+        _require_fit(opened[0], store)
+    missing = _missing(existing, opened)
+    target = existing[0] if existing else _create(path, opened[0])
+    if missing and target.complete:
+        target.reopen()
+    with ThreadPoolExecutor(COPIES, thread_name_prefix="copy") as pool:
+        for done, (source, record) in enumerate(missing, 1):
+            _copy_block(source, target, record, pool)
+            if progress is not None:
+                progress(done, len(missing))
+    for source in opened:
+        _copy_logs(source, target)
+    return target
+
+
+def _require_fit(first: StoreWriter, other: StoreWriter) -> None:
+    """Raises StoreMismatch unless the two have one configuration and objects of one format."""
+    different = [f"{d.key}: {d.stored!r} and {d.asked!r}" for d in first.metadata.differences(other.metadata)] or [
+        f"{name}/zarr.json: {left} and {right}"
+        for (name, left), right in zip(_formats(first).items(), _formats(other).values(), strict=True)
+        if left != right
+    ]
+    if different:
+        lines = "".join(f"\n  {line}" for line in different)
+        raise StoreMismatch(f"the stores {first.path} and {other.path} are of different configurations:{lines}")
+
+
+def _formats(store: StoreWriter) -> dict[str, dict]:
+    """The zarr.json of every array, but for the number of rows."""
+    names = [spec.name for spec in store.layout.all_arrays]
+    texts = read_keys(open_kvstore(store.path), [f"{name}/zarr.json" for name in names])
+    found = {name: json.loads(text) for name, text in zip(names, texts, strict=True)}
+    for zarr_json in found.values():
+        zarr_json["shape"][0] = MAX_ROWS
+    return found
+
+
+def _missing(existing: Sequence[StoreWriter], sources: Sequence[StoreWriter]) -> list[tuple[StoreWriter, CommitRecord]]:
+    """The blocks to copy, each with the first source that has it, by stream and block."""
+    found: dict[tuple[int, int], tuple[StoreWriter, CommitRecord]] = {}
+    for store in (*existing, *sources):
+        for record in (record for stream in store.records.values() for record in stream):
+            holder, there = found.setdefault((record.stream, record.block), (store, record))
+            if there != record:
+                raise StoreMismatch(
+                    f"block {record.block} of stream {record.stream} is in {holder.path} and in {store.path}, and not "
+                    f"the same. Stores can be merged where each stream was computed in one of them. Leave one out."
+                )
+    return [found[place] for place in sorted(found) if found[place][0] not in existing]
+
+
+def _exists(path: str) -> bool:
+    return read_key(open_kvstore(path), "zarr.json") is not None
+
+
+def _create(path: str, like: StoreWriter) -> StoreWriter:
+    """An empty store of the same configuration. One whose creation was interrupted is completed."""
+    kvstore = open_kvstore(path)
+    for name, zarr_json in _formats(like).items():
+        write_key(kvstore, f"{name}/zarr.json", json.dumps(zarr_json).encode())
+    create_root(path, kvstore, like.metadata, like.layout)
+    store = StoreWriter.open_existing(path)
+    if like.weights_error is not None:
+        store.record_weights_error(like.weights_error)
+    return store
+
+
+def _copy_block(source: StoreWriter, target: StoreWriter, record: CommitRecord, pool: ThreadPoolExecutor) -> None:
+    stream, block = record.stream, record.block
+    keys = [target.layout.shard_key(spec, stream, block) for spec in target.layout.all_arrays]
+    keys.append(table_key(stream, block))
+    if record.statistics_sha256:
+        keys.append(statistics_key(stream, block))
+    _copy(open_kvstore(source.path), open_kvstore(target.path), keys, pool)
+    target.commit(PendingBlock(stream, block, {}, record.table_sha256, record.statistics_sha256), record)
+
+
+def _copy(source: ts.KvStore, target: ts.KvStore, keys: Sequence[str], pool: ThreadPoolExecutor) -> None:
+    """An object that the source lacks (zeros, in an array) is deleted: an earlier job may have left another there."""
+    list(pool.map(lambda key: write_key(target, key, read_key(source, key)), keys))
+
+
+def _copy_logs(source: StoreWriter, target: StoreWriter) -> None:
+    """What the runs measured. Their names are their own."""
+    kvstore = open_kvstore(source.path)
+    for key in list_keys(kvstore, "_metrics/"):
+        write_key(open_kvstore(target.path), key, read_key(kvstore, key))

@@ -1,0 +1,22 @@
+"""Bringing activations to zero mean and unit variance. Shapes: n tokens, D features."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float32
+from numpy.typing import DTypeLike
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """activation -> (activation - mean) * scale, in float32. mean: [D] or one number; scale: likewise."""
+
+    mean: Float32[np.ndarray, "*D"]
+    scale: Float32[np.ndarray, "*D"]
+
+    def apply(self, activations: np.ndarray, dtype: DTypeLike = None) -> np.ndarray:
+        """Normalised activations [n, D], in float32 unless `dtype` is given."""
+        values = activations.astype(np.float32)
+        values -= self.mean
+        values *= self.scale
+        return values if dtype is None else values.astype(dtype, copy=False)

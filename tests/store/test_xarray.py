@@ -1,0 +1,39 @@
+"""A store opened by xarray and dask, as docs/reading.md says: nothing of the package is called but its Zarr dtype."""
+
+import numpy as np
+import pytest
+
+from pipeline.store import ActivationStore
+from tests.store.example_store import ROWS, WIDTHS, write_store
+
+xarray = pytest.importorskip("xarray")
+pytestmark = pytest.mark.filterwarnings("ignore:Object at _:zarr.errors.ZarrUserWarning")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("store"))
+    write_store(path)
+    return path
+
+
+def test_xarray_reads_what_the_store_holds_a_block_at_a_time(path):
+    store = ActivationStore.open(path)
+    opened = xarray.open_zarr(path, consolidated=False, chunks={"row": ROWS}, drop_variables=["embed"])
+    assert opened.attrs["activation_store"]["complete"]
+    activations = opened["blocks.1.resid_post"]
+    assert activations.dims == ("row", "position", "feature")
+    assert activations.attrs["d"] == WIDTHS["blocks.1.resid_post"]
+    assert activations.data.chunks[0][0] == ROWS
+    rows = activations.isel(row=store.rows).load()
+    assert rows.dtype == "bfloat16"
+    np.testing.assert_array_equal(rows, store.read(1, "resid_post", store.rows))
+    valid = store.read_tokens(store.rows).segments > 0
+    of_dask = activations.astype("float32").where(opened["segments"] > 0).mean(("row", "position")).compute()
+    of_numpy = store.read(1, "resid_post", store.rows, dtype=np.float32)[valid].mean(axis=0)
+    np.testing.assert_allclose(of_dask, of_numpy, rtol=1e-6)
+
+
+def test_arrays_of_different_widths_are_not_one_data_set(path):
+    with pytest.raises(ValueError, match="conflicting sizes for dimension 'feature'"):
+        xarray.open_zarr(path, consolidated=False)
