@@ -223,6 +223,9 @@ class RunOptions:
     max_inflight_mib: float = 2048.0  # activations on their way from device to host
     stall_timeout_s: float = 600.0  # without a finished step: a report; after twice as long the run ends, resumable
     compilation_cache: str | None = None  # a directory or gs:// URL where compiled programs are kept; null: nowhere
+    profile: str | None = None  # a local directory for a jax.profiler trace of some steps; null: none
+    profile_after: int = 10  # steps before the trace
+    profile_steps: int = 20  # steps in the trace
     progress: bool = True
     metrics_interval_s: float = 10.0
 

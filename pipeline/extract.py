@@ -9,6 +9,7 @@ from pipeline.errors import Interrupted
 from pipeline.forward import CompiledStep
 from pipeline.metrics import Metrics
 from pipeline.plan import Plan
+from pipeline.profile import ProfileWindow
 from pipeline.transfer import start_copies
 from pipeline.writer import BlockWriter, Step
 
@@ -23,6 +24,7 @@ def extract(
     writer: BlockWriter,
     metrics: Metrics,
     stop: StopRequest,
+    profile: ProfileWindow | None = None,
 ) -> None:
     """Runs every block of the feed through the model. Returns when all of them are committed.
 
@@ -35,6 +37,9 @@ def extract(
     no_rows = {name: np.zeros((plan.process_rows, plan.length), np.int32) for name in _INPUTS}
 
     def dispatch(block: TokenBlock | None, first_row: int) -> Step:
+        if profile:
+            with metrics.stage("loop", "profile"):
+                profile.before_step()
         with metrics.stage("loop", "budget"):
             writer.acquire()
         with metrics.stage("loop", "dispatch"):
@@ -93,7 +98,8 @@ def _next_block(feed: Feed, metrics: Metrics, timeout_s: float) -> tuple[TokenBl
             block = feed.get(timeout_s)
     except TimeoutError:
         return None, False
-    metrics.seconds["feed"]["full"] = feed.producer_wait_s
+    of_feed = metrics.seconds["feed"]
+    of_feed["work"], of_feed["full"] = feed.producer_work_s - of_feed["claim"], feed.producer_wait_s
     return block, block is None
 
 

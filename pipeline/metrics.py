@@ -1,13 +1,14 @@
 """What a run measures: tokens, bytes, and the seconds that each thread spent on or waiting for each stage.
 
-Three threads work at once. The stages of the loop and of the writer add up to their life time; the feed reads,
-tokenises and packs whenever it is not waiting:
+Three threads work at once, and the stages of each add up to its life time; the feed's ends when it has made its last
+block, the other two's with the run:
 
-    feed    full (waits for the loop to take a block) | claim (waits for a stream that no other worker holds)
+    feed    work (reads, tokenises, packs) | full (waits for the loop to take a block)
+            claim (waits for a stream that no other worker holds)
     loop    data (waits for the feed)       | budget (waits for a place in flight) | dispatch | finish
-            others (has no rows left, and waits for the processes that do)
+            others (has no rows left, and waits for the processes that do) | profile (starts and ends a trace)
     writer  idle (waits for a step)         | results (waits for compute and device-to-host) | copy |
-            statistics | store
+            statistics | store | metrics
 
 The binding stage is the one that the others wait for.
 """
@@ -50,6 +51,7 @@ class Metrics:
         self._interval_s = interval_s
         self.name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{socket.gethostname()}-{os.getpid()}.jsonl"
         self._started = self._emitted = time.monotonic()
+        self._ended: float | None = None
         self._bar = tqdm(
             total=total_tokens,
             initial=stored_tokens,
@@ -74,7 +76,7 @@ class Metrics:
 
     @property
     def elapsed_s(self) -> float:
-        return time.monotonic() - self._started
+        return (self._ended or time.monotonic()) - self._started
 
     @property
     def tokens_per_s(self) -> float:
@@ -121,6 +123,8 @@ class Metrics:
         return ("\n".join(self._lines) + "\n").encode()
 
     def close(self) -> None:
+        """Ends the run's time, too."""
+        self._ended = time.monotonic()
         self._bar.close()
 
     def binding_stage(self) -> tuple[str, float]:
@@ -136,7 +140,7 @@ class Metrics:
         lines = [
             f"{self.tokens:,} tokens in {self.elapsed_s:.1f} s: {self.tokens_per_s:,.0f} tokens/s, "
             f"{self.blocks} blocks, {self.stored_bytes / (1 << 20):,.1f} MiB stored",
-            f"bound by {label} ({share:.0%} of the time)",
+            f"The run was bound by {label}, which the others waited for {share:.0%} of the time.",
         ]
         for thread in ("feed", "loop", "writer"):
             stages = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds[thread].items())

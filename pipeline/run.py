@@ -17,6 +17,7 @@ from pipeline.extract import extract
 from pipeline.forward import CompiledStep, compile_plan, planned_partition
 from pipeline.job import Job, open_job
 from pipeline.metrics import Metrics
+from pipeline.profile import ProfileWindow
 from pipeline.store.claims import Claims
 from pipeline.store.kvstore import configure_storage
 from pipeline.store.writing import StoreWriter
@@ -113,7 +114,8 @@ def fill(
         writer = BlockWriter(store, plan, metrics, claimed)
         feed = stack.enter_context(closing(Feed(claimed or InTurn(work))))
         stack.enter_context(Watchdog(metrics, run_options.stall_timeout_s))
-        extract(plan, step, params, feed, writer, metrics, stop)
+        profile = stack.enter_context(closing(ProfileWindow(run_options))) if run_options.profile else None
+        extract(plan, step, params, feed, writer, metrics, stop, profile)
     log.info("%s", metrics.summary())
     return metrics
 

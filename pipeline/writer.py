@@ -206,7 +206,8 @@ class BlockWriter:
     def _write_metrics(self) -> None:
         """What was measured is worth a line in the log, but no run."""
         try:
-            self._store.write_metrics(self._metrics.name, self._metrics.emit())
+            with self._metrics.stage("writer", "metrics"):
+                self._store.write_metrics(self._metrics.name, self._metrics.emit())
         except StoreError as error:
             log.warning("the run's metrics could not be written: %s", error)
 

@@ -17,6 +17,7 @@ from pipeline.sites import ActivationKey, Site
 from pipeline.store import ActivationStore
 from pipeline.store.verify import verify_store
 from pipeline.store.writing import StoreWriter
+from scripts.device_idle import device_idle, idle_fraction
 from tests.jobs import objects, write_text
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -86,8 +87,20 @@ def test_stages_account_for_the_time_of_the_loop(text, tmp_path):
     with distributed.stop_on_signals() as stop:
         metrics = fill(job, store, job.work(store.records), stop, step, params)
     for thread in ("loop", "writer"):
-        assert sum(metrics.seconds[thread].values()) == pytest.approx(metrics.elapsed_s, rel=0.1)
-    assert metrics.binding_stage()[0] in metrics.summary()
+        assert sum(metrics.seconds[thread].values()) == pytest.approx(metrics.elapsed_s, rel=0.05)
+    assert 0 < sum(metrics.seconds["feed"].values()) < 1.05 * metrics.elapsed_s
+    assert f"The run was bound by {metrics.binding_stage()[0]}" in metrics.summary()
+
+
+def test_a_profile_tells_how_long_the_device_was_idle(text, tmp_path):
+    run(job_config(text, tmp_path / "store", f"run.profile={tmp_path / 'trace'}", "run.profile_after=3"))
+    (idle,) = device_idle(tmp_path / "trace").values()
+    assert 0 <= idle < 1
+    assert list(tmp_path.rglob("perfetto_trace.json.gz"))
+
+
+def test_idle_is_what_no_interval_covers():
+    assert idle_fraction([(0, 4), (1, 3), (3, 5), (9, 10)]) == pytest.approx(0.4)
 
 
 def test_a_stream_without_documents_is_done_and_stays_done(tmp_path):

@@ -57,6 +57,7 @@ class Feed:
         self._changed = threading.Condition()
         self._depth = depth
         self._closed = False
+        self.producer_work_s = 0.0
         self.producer_wait_s = 0.0
         self.consumer_wait_s = 0.0
         self._thread = threading.Thread(target=self._produce, args=(work,), name="feed", daemon=True)
@@ -96,6 +97,7 @@ class Feed:
         self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _produce(self, work: Work) -> None:
+        self._resumed = time.perf_counter()
         try:
             for block in work.blocks(lambda: self._closed):
                 self._put(block)
@@ -109,9 +111,11 @@ class Feed:
 
     def _put(self, item: TokenBlock | BaseException | None) -> None:
         began = time.perf_counter()
+        self.producer_work_s += began - self._resumed
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
-            self.producer_wait_s += time.perf_counter() - began
+            self._resumed = time.perf_counter()
+            self.producer_wait_s += self._resumed - began
             if not self._closed:
                 self._ready.append(item)
                 self._changed.notify_all()
