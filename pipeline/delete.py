@@ -1,0 +1,53 @@
+"""Deletes a store: `python -m pipeline.delete store.path=... confirm=true`, local or remote.
+
+Without `confirm=true` it only says what the store holds. Objects beside the store's own stay. The root goes last, so a
+deletion that was interrupted can be repeated; what it leaves holds no block.
+
+Exit codes: 0 deleted; 1 the store is claimed by workers or cannot be reached; 2 not confirmed, or there is no store.
+"""
+
+import sys
+
+from pipeline.errors import EXIT_OK, ConfigError, StoreError
+from pipeline.store.claims import held_claims
+from pipeline.store.deleting import delete_store
+from pipeline.store.kvstore import open_kvstore
+from pipeline.store.metadata import read_root
+
+_USAGE = "usage: python -m pipeline.delete store.path=... [confirm=true]"
+
+
+def main(arguments: list[str]) -> int:
+    """Deletes the store that `arguments` name and returns the exit code."""
+    try:
+        path, is_confirmed = parse(arguments)
+        root = read_root(path, open_kvstore(path))
+        if root is None:
+            raise ConfigError(f"there is no activation store at {path}: it has no zarr.json.")
+        if not is_confirmed:
+            what = "complete" if root.complete else "unfinished"
+            arrays = ", ".join(root.arrays)
+            raise ConfigError(f"{path}: a {what} store of {arrays}, created {root.created}. confirm=true deletes it.")
+        holders = held_claims(path)
+        if holders:
+            held = ", ".join(f"{stream} by {owner}" for stream, owner in holders.items())
+            raise StoreError(f"{path} is not deleted: workers hold streams ({held}). Let them end first.")
+        delete_store(path, root)
+    except (ConfigError, StoreError) as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(f"{path}: deleted")
+    return EXIT_OK
+
+
+def parse(arguments: list[str]) -> tuple[str, bool]:
+    """The values of `store.path` and `confirm`. Raises ConfigError."""
+    values = dict(argument.partition("=")[::2] for argument in arguments)
+    path, confirm = values.pop("store.path", ""), values.pop("confirm", "false")
+    if not path or values or confirm not in ("true", "false"):
+        raise ConfigError(_USAGE)
+    return path.strip("'\""), confirm == "true"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

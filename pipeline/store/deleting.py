@@ -1,0 +1,36 @@
+"""Deleting a store's own objects, and nothing else that lies beside them."""
+
+import contextlib
+import os
+import shutil
+
+import tensorstore as ts
+
+from pipeline.store.claims import CLAIMS_PREFIX
+from pipeline.store.commits import COMMITS_PREFIX
+from pipeline.store.kvstore import object_url, open_kvstore, store_errors, write_key
+from pipeline.store.layout import SIDE_ARRAYS
+from pipeline.store.metadata import ROOT_KEY, StoreRoot
+from pipeline.store.statistics import STATISTICS_PREFIX
+from pipeline.store.tables import TABLES_PREFIX
+
+
+def delete_store(path: str, root: StoreRoot) -> None:
+    """Deletes the commit records, so that no block is left, then all else, the root last. Raises StoreError."""
+    kvstore = open_kvstore(path)
+    arrays = [f"{name}/" for name in (*(spec.name for spec in SIDE_ARRAYS), *root.arrays)]
+    beside = [TABLES_PREFIX, STATISTICS_PREFIX, "stats/", "_metrics/", CLAIMS_PREFIX]
+    for prefix in (COMMITS_PREFIX, *arrays, *beside):
+        with store_errors(object_url(kvstore, prefix)):
+            kvstore.delete_range(ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord("/") + 1))).result()
+    write_key(kvstore, ROOT_KEY, None)
+    if "://" not in path:
+        _remove_folders(os.path.expanduser(path), [COMMITS_PREFIX, *arrays, *beside])
+
+
+def _remove_folders(path: str, prefixes: list[str]) -> None:
+    """The folders that are empty now."""
+    for prefix in prefixes:
+        shutil.rmtree(os.path.join(path, prefix), ignore_errors=True)
+    with contextlib.suppress(OSError):  # something else lies in it
+        os.rmdir(path)
