@@ -1,7 +1,7 @@
 """The two compiled programs of generation: prefill of new rows, and a segment of decoding steps.
 
-Both are compiled once and give their state back to itself: caches are written in place. Prompts lie at the left, position p in
-slot p, with padding after them, so that a row's numbers do not depend on the lengths of its neighbours.
+Both are compiled once, and caches are written in place. Prompts lie at the left, position p in slot p, with padding
+after them, so that a row's numbers do not depend on the lengths of its neighbours.
 
 Letters: B rows, R rows of one prefill, P prompt slots, C completion slots, S = P + C, D width of a site, K key-value
 heads, H head dim.

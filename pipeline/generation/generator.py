@@ -161,7 +161,8 @@ class Generator:
     def _check(self, prompt: Prompt) -> None:
         if not 1 <= prompt.tokens.size <= self.max_prompt:
             raise InputError(
-                f"document {prompt.number} has a prompt of {prompt.tokens.size} tokens, expected 1 to {self.max_prompt}."
+                f"document {prompt.number} has a prompt of {prompt.tokens.size} tokens, "
+                f"expected 1 to {self.max_prompt}."
             )
 
     def _completion(self, prompt: Prompt, row: int, tokens: Int32[np.ndarray, " C"], state: State) -> Completion:

@@ -22,6 +22,8 @@ from pipeline.models.random_weights import random_params
 from pipeline.models.weights import Placement, abstract_params, check_tensors, load_params
 from pipeline.sites import POST_NORM_HOOKS, UNROTATED_HOOKS, ActivationKey, Site
 
+_LM_HEAD = HeadFormat()
+
 
 @dataclass(frozen=True)
 class Family:
@@ -29,7 +31,7 @@ class Family:
 
     read: Callable[[HfConfig], tuple[Architecture, KeyTable]]
     classes: str
-    head: HeadFormat | None = HeadFormat()  # None: encoders
+    head: HeadFormat | None = _LM_HEAD  # None: encoders
 
 
 _FAMILIES = {
