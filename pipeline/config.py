@@ -61,6 +61,15 @@ class LongDocuments(StrEnum):
     cut = "cut"
 
 
+class Positions(StrEnum):
+    all = "all"
+    last = "last"
+    every = "every"
+    token = "token"
+    regex = "regex"
+    sample = "sample"
+
+
 class OnError(StrEnum):
     fail = "fail"
     skip = "skip"
@@ -180,6 +189,13 @@ class BatchConfig:
 class CaptureConfig:
     layers: Any = MISSING  # list of layer numbers, or "all"
     sites: list[str] = field(default_factory=lambda: ["resid_post"])
+    positions: Positions = Positions.all  # of which tokens; the settings that belong to each choice follow
+    every: int | None = None  # of positions=every: the k-th, 2k-th, ... token of each window of a document
+    token: str | None = None  # of positions=token: one token's text, e.g. <|im_end|>
+    regex: str | None = None  # of positions=regex: searched for in each token's text, e.g. ^ ?[A-Z]
+    rate: float | None = None  # of positions=sample: the share of tokens
+    seed: int | None = None  # of positions=sample; null: 0
+    per_row: int | None = None  # of last, token, regex: a row's slots for such tokens; null: length / 16
     dtype: StorageDtype = StorageDtype.bfloat16
     statistics: bool = True  # of every array: mean, variance, norms; computed on the devices
     on_not_finite: OnNotFinite = OnNotFinite.fail  # what a value does that is NaN or too large for `dtype`

@@ -35,6 +35,8 @@ def extract(
     """
     sharding = row_sharding(step.mesh)
     no_rows = {name: np.zeros((plan.process_rows, plan.length), np.int32) for name in _INPUTS}
+    if plan.selected is not None:
+        no_rows["selected"] = np.full((plan.process_rows, plan.selected), -1, np.int32)
 
     def dispatch(block: TokenBlock | None, first_row: int) -> Step:
         if profile:
@@ -45,7 +47,7 @@ def extract(
         with metrics.stage("loop", "dispatch"):
             rows = slice(first_row, first_row + plan.process_rows)
             batch = put_rows(sharding, step_rows(block, rows, plan.process_rows) if block else no_rows)
-            outputs = step(params, batch["tokens"], batch["segments"], batch["positions"])
+            outputs = step(params, *batch.values())
             outputs.counts.copy_to_host_async()
             wanted = (*outputs.activations, *(outputs.statistics or ()))
             copies = start_copies(wanted, plan.first_row) if block else []
@@ -104,9 +106,18 @@ def _next_block(feed: Feed, metrics: Metrics, timeout_s: float) -> tuple[TokenBl
 
 
 def step_rows(block: TokenBlock, rows: slice, num_rows: int) -> dict[str, np.ndarray]:
-    """The model's inputs for some rows of a block, int32 [num_rows, T]; rows past the block's end are padding."""
+    """The step's inputs for some rows of a block, in their order: int32 [num_rows, T], and [num_rows, K] `selected`.
+
+    Rows past the block's end are padding.
+    """
     inputs = {name: getattr(block, name)[rows] for name in _INPUTS}
+    if block.selected is not None:
+        inputs["selected"] = block.selected[rows]
     short = num_rows - inputs["tokens"].shape[0]
     if short:
-        inputs = {name: np.pad(values, ((0, short), (0, 0))) for name, values in inputs.items()}
+        fills = {"selected": -1}
+        inputs = {
+            name: np.pad(values, ((0, short), (0, 0)), constant_values=fills.get(name, 0))
+            for name, values in inputs.items()
+        }
     return inputs

@@ -1,6 +1,6 @@
 """The compiled step: token rows in, activations ready for the store out.
 
-Letters: B rows, T positions, D width of the site.
+Letters: B rows, T positions, D width of the site, S slots of a row for activations: T, or K for selected tokens.
 """
 
 import logging
@@ -32,13 +32,13 @@ class RowStatistics(NamedTuple):
     """
 
     moments: Float32[Array, "B 2 W"]  # of each feature the mean, and the sum of squared deviations from it
-    norms: Float32[Array, "B keys T"]  # of each token; 0 at padding, NaN where a value is not finite
+    norms: Float32[Array, "B keys S"]  # of each token; 0 where there is none, NaN where a value is not finite
 
 
 class StepOutputs(NamedTuple):
     """What a step leaves on the devices."""
 
-    activations: tuple[Float[Array, "B T D"], ...]  # in the order of the keys; 0 at padding
+    activations: tuple[Float[Array, "B S D"], ...]  # in the order of the keys; 0 where there is no token
     statistics: RowStatistics | None
     counts: Int32[Array, " 1+keys"]  # over all processes: valid tokens, then of each key those that are not finite
 
@@ -59,10 +59,12 @@ class CompiledStep:
         tokens: Int32[Array, "B T"],
         segments: Int32[Array, "B T"],
         positions: Int32[Array, "B T"],
+        *selected: Int32[Array, "B K"],
     ) -> StepOutputs:
         """Dispatches one step. Inputs are divided by rows along the mesh's `data` axis, and so is what comes out, but
-        for the counts, which every device has. Activations may be divided along `tensor` too: `activation_sharding`."""
-        return self.executable(params, tokens, segments, positions)
+        for the counts, which every device has. Activations may be divided along `tensor` too: `activation_sharding`.
+        `selected`, of a step that was compiled with `num_selected`, are row positions, or -1."""
+        return self.executable(params, tokens, segments, positions, *selected)
 
 
 def planned_partition(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Partition:
@@ -82,6 +84,7 @@ def compile_plan(plan: Plan, model: Model, params: Params, partition: Partition)
         dtype=plan.dtype,
         attention=plan.attention,
         statistics=plan.statistics,
+        num_selected=plan.selected,
     )
 
 
@@ -96,9 +99,11 @@ def compile_step(
     dtype: str,
     attention: str,
     statistics: bool = True,
+    num_selected: int | None = None,
 ) -> CompiledStep:
     """Lowers and compiles the step for `rows` (global) rows of `length` tokens; activations come out as `dtype`.
 
+    With `num_selected` (K) they are those of the selected tokens of each row, which the step takes as a further input.
     `params` may be shapes with shardings (`Model.abstract_params`), on devices that are only described.
     """
     keys = tuple(keys)
@@ -106,13 +111,16 @@ def compile_step(
     chosen = choose_attention(attention, model.arch, mesh, length, params["embed"].dtype.name)
     log.info("%s", chosen.describe())
 
-    def step(params: Params, tokens: Array, segments: Array, positions: Array) -> StepOutputs:
+    def step(params: Params, tokens: Array, segments: Array, positions: Array, *selected: Array) -> StepOutputs:
         valid = segments != 0
+        stored = selected[0] >= 0 if selected else valid
 
         @jax.named_scope("store")
         def finish(activation: Array) -> Array:
             """As it is stored. Counted below, or a TPU would keep it in another layout until the step's end."""
-            return jnp.where(valid[:, :, None], activation, 0).astype(dtype)
+            for places in selected:
+                activation = jnp.take_along_axis(activation, jnp.maximum(places, 0)[:, :, None], axis=1)
+            return jnp.where(stored[:, :, None], activation, 0).astype(dtype)
 
         captured = model.apply(params, tokens, segments, positions, keys, chosen.attend, partition, finish)
         activations = tuple(captured[key] for key in keys)
@@ -120,32 +128,33 @@ def compile_step(
         counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in (valid, *(~each for each in finite))])
         with jax.named_scope("statistics"):
             of_rows = (
-                _row_statistics([_as_stored(x, dtype) for x in activations], valid, finite) if statistics else None
+                _row_statistics([_as_stored(x, dtype) for x in activations], stored, finite) if statistics else None
             )
         return StepOutputs(activations, of_rows, counts)
 
     by_rows = row_sharding(mesh)
-    batch = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=by_rows)
+    widths = [length] * 3 + ([] if num_selected is None else [num_selected])  # of tokens, segments, positions, selected
+    inputs = [jax.ShapeDtypeStruct((rows, width), jnp.int32, sharding=by_rows) for width in widths]
     of_activations = tuple(activation_sharding(mesh, model.width(key.site)) for key in keys)
     of_statistics = RowStatistics(by_rows, by_rows) if statistics else None
     jitted = jax.jit(step, out_shardings=StepOutputs(of_activations, of_statistics, replicated(mesh)))
     with jax.default_matmul_precision(matmul_precision(params["embed"].dtype)):
-        executable = jitted.lower(params, batch, batch, batch).compile()
+        executable = jitted.lower(params, *inputs).compile()
     return CompiledStep(mesh, keys, chosen, model.flops_per_token(keys, length) * rows * length, executable)
 
 
-def _as_stored(x: Float[Array, "B T D"], dtype: str) -> Float32[Array, "B T D"]:
+def _as_stored(x: Float[Array, "B S D"], dtype: str) -> Float32[Array, "B S D"]:
     """The numbers that the store will hold. A cast there and back would not do: XLA may leave both out."""
     info = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant)
 
 
 def _row_statistics(
-    activations: Sequence[Float32[Array, "B T D"]], valid: Bool[Array, "B T"], finite: Sequence[Bool[Array, "B T"]]
+    activations: Sequence[Float32[Array, "B S D"]], stored: Bool[Array, "B S"], finite: Sequence[Bool[Array, "B S"]]
 ) -> RowStatistics:
     moments, norms = [], []
     for x, is_finite in zip(activations, finite, strict=True):
-        used = (valid & is_finite)[:, :, None]
+        used = (stored & is_finite)[:, :, None]
         x = jnp.where(used, x, 0)
         mean = jnp.sum(x, axis=1) / jnp.maximum(jnp.sum(used, axis=1), 1)
         m2 = jnp.sum(jnp.where(used, jnp.square(x - mean[:, None]), 0), axis=1)

@@ -9,6 +9,7 @@ from jaxtyping import Int32
 from pipeline.config import RunConfig, WeightsDtype
 from pipeline.data.documents import Cursor, Source
 from pipeline.data.feed import StreamWork
+from pipeline.data.selection import Selection, open_selection, selection_identity
 from pipeline.data.sources import open_source
 from pipeline.data.stream import TokenStream
 from pipeline.data.tokenizer import TextTokenizer, load_tokenizer
@@ -16,7 +17,7 @@ from pipeline.distributed import topology
 from pipeline.models.registry import Model, open_model
 from pipeline.plan import Plan, StoredGeometry, make_plan
 from pipeline.store.commits import CommitRecord
-from pipeline.store.layout import ArraySpec, StoreLayout
+from pipeline.store.layout import SELECTED, TOKENS, ArraySpec, StoreLayout
 from pipeline.store.metadata import StoreMetadata, read_metadata
 
 
@@ -28,6 +29,7 @@ class Job:
     model: Model
     source: Source
     tokenizer: TextTokenizer
+    selection: Selection | None
     plan: Plan
     metadata: StoreMetadata
     layout: StoreLayout
@@ -72,6 +74,7 @@ class Job:
             long_documents=batch.long_documents,
             on_error=self.config.data.on_error,
             vocab_size=self.model.vocab_size,
+            selection=self.selection,
         )
 
 
@@ -123,13 +126,16 @@ def open_job(config: RunConfig) -> Job:
             "long_documents": str(config.batch.long_documents),
         },
         capture={"arrays": [key.name for key in plan.keys], "dtype": plan.dtype}
-        | ({} if plan.statistics else {"statistics": False}),
+        | ({} if plan.statistics else {"statistics": False})
+        | selection_identity(config.capture, plan.length),
         store={"compression": str(config.store.compression)},
         num_streams=plan.num_streams,
         rows_per_block=plan.rows_per_block,
         config={name: value for name, value in asdict(config).items() if name != "distributed"},
     )
-    return Job(config, model, source, tokenizer, plan, metadata, store_layout(plan, str(config.store.compression)))
+    selection = open_selection(config.capture, plan.length, tokenizer)
+    layout = store_layout(plan, str(config.store.compression))
+    return Job(config, model, source, tokenizer, selection, plan, metadata, layout)
 
 
 def _model_identity(model: Model, config: RunConfig) -> dict[str, object]:
@@ -153,14 +159,15 @@ def print_plan(config: RunConfig) -> None:
 
 
 def store_layout(plan: Plan, compression: str) -> StoreLayout:
-    """The store's arrays: one per captured key, beside the four that every store has."""
+    """The store's arrays: one per captured key, and those beside them."""
     activations = tuple(
         ArraySpec(
             name=key.name,
             dtype=plan.dtype,
             width=width,
             attributes={"layer": key.layer, "site": str(key.site), "hook_name": hook_name, "d": width},
+            slots=TOKENS.slots if plan.selected is None else SELECTED.slots,
         )
         for key, width, hook_name in zip(plan.keys, plan.widths, plan.hook_names, strict=True)
     )
-    return StoreLayout(plan.num_streams, plan.rows_per_block, plan.length, activations, compression)
+    return StoreLayout(plan.num_streams, plan.rows_per_block, plan.length, activations, compression, plan.selected)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from pipeline.config import CaptureConfig, OnNotFinite, RunConfig, RunOptions, Weights, WeightsDtype
+from pipeline.config import CaptureConfig, OnNotFinite, Positions, RunConfig, RunOptions, Weights, WeightsDtype
+from pipeline.data.selection import slots_per_row
 from pipeline.errors import ConfigError
 from pipeline.mesh import Topology, divide_weights, mesh_shape
 from pipeline.sites import ActivationKey, Site, activation_keys
@@ -56,6 +57,8 @@ class Plan:
     statistics: bool  # whether the step computes them too
     fail_on_not_finite: bool
     length: int  # T
+    selected: int | None  # K, a row's slots for selected tokens; None: activations of all tokens are stored
+    warn_of_unselected: bool  # whether a token without a slot is worth a warning
     step_rows: int  # B, rows per step over all processes of the worker
     process_rows: int  # rows per step of one process
     first_row: int  # of this process's rows among the step's
@@ -79,6 +82,16 @@ class Plan:
         return None if self.max_tokens is None else stream_share(self.max_tokens, self.num_streams, stream)
 
     @property
+    def slots(self) -> int:
+        """A row's slots for activations: T, or K."""
+        return self.length if self.selected is None else self.selected
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row's activations."""
+        return self.slots * sum(self.widths) * ITEM_BYTES[self.dtype]
+
+    @property
     def host_bytes(self) -> int:
         """Upper bound of the host memory that activations take: in flight, in buffers, and encoded for the store."""
         return self.inflight_steps * self.step_bytes + (self.host_buffers + 1) * self.block_bytes
@@ -88,9 +101,10 @@ class Plan:
         names = [key.name for key in self.keys]
         shown = ", ".join(names if len(names) <= 6 else [*names[:3], f"... {len(names) - 4} more ...", names[-1]])
         per_token = sum(self.widths) * ITEM_BYTES[self.dtype]
+        selected = "" if self.selected is None else f", of up to {self.selected} selected tokens of each row"
         wanted = "all tokens of the data" if self.max_tokens is None else f"{self.max_tokens:,} tokens"
         lines = [
-            f"capture   {shown}: {per_token:,} bytes per token as {self.dtype}",
+            f"capture   {shown}: {per_token:,} bytes per token as {self.dtype}{selected}",
             f"step      {self.step_rows} rows of {self.length} tokens, {self.step_bytes / MIB:.1f} MiB to the host, "
             f"{self.inflight_steps} in flight",
             f"block     {self.rows_per_block} rows, {self.block_bytes / MIB:.1f} MiB in {len(self.keys)} store shards",
@@ -131,9 +145,11 @@ def make_plan(
     weights, weights_bytes, note = divide_weights(config.model.weights, *model_bytes, data, tensor, topology)
     itemsize = ITEM_BYTES[config.capture.dtype]
     widths = tuple(model.width(key.site) for key in keys)
-    row_bytes = batch.length * sum(widths) * itemsize
+    selected = slots_per_row(config.capture, batch.length)
+    slots = batch.length if selected is None else selected
+    row_bytes = slots * sum(widths) * itemsize
     step_bytes = process_rows * row_bytes
-    rows_per_block = _rows_per_block(config, process_rows, batch.length * max(widths) * itemsize, stored)
+    rows_per_block = _rows_per_block(config, process_rows, slots * max(widths) * itemsize, stored)
     num_streams = _num_streams(config, num_source_shards, topology, stored)
     inflight_steps = _inflight_steps(config.run.max_inflight_mib, step_bytes)
     return Plan(
@@ -144,6 +160,8 @@ def make_plan(
         statistics=config.capture.statistics,
         fail_on_not_finite=config.capture.on_not_finite is OnNotFinite.fail,
         length=batch.length,
+        selected=selected,
+        warn_of_unselected=config.capture.positions in (Positions.last, Positions.token, Positions.regex),
         step_rows=batch.rows,
         process_rows=process_rows,
         first_row=topology.process * process_rows,

@@ -116,10 +116,10 @@ def plan_slice(config: RunConfig, model: Model, where: Slice) -> SlicePlan:
     program = compile_check.compile_program(model, job, config, compile_check.slice_devices(where))
     compile_check.require_room(program, job, where)
     options = config.plan
-    slot_bytes = sum(job.widths) * ITEM_BYTES[job.dtype]
+    slot_bytes = job.row_bytes // job.length
     cost = Cost(model.flops_per_token(job.keys, job.length), slot_bytes, options.fill)
     slots_per_block = job.rows_per_block * job.length
-    objects_per_block = len(job.keys) + len(SIDE_ARRAYS) + _RECORDS_PER_BLOCK
+    objects_per_block = len(job.keys) + len(SIDE_ARRAYS) + (job.selected is not None) + _RECORDS_PER_BLOCK
     store_bytes_per_s = (options.store_gb_per_s or 0) * 1e9
     if not store_bytes_per_s:
         store_bytes_per_s = BUCKET_WRITES_PER_S * slots_per_block * (slot_bytes + SIDE_BYTES) / objects_per_block
@@ -127,7 +127,7 @@ def plan_slice(config: RunConfig, model: Model, where: Slice) -> SlicePlan:
     price = where.chip.usd_per_hour if options.usd_per_chip_hour is None else options.usd_per_chip_hour
     along_data = where.num_chips // job.tensor
     rows_per_chip = job.step_rows // along_data
-    shard_bytes = slots_per_block * max(job.widths) * ITEM_BYTES[job.dtype]
+    shard_bytes = job.rows_per_block * job.slots * max(job.widths) * ITEM_BYTES[job.dtype]
     return SlicePlan(
         family=model.family,
         num_layers=model.num_layers,
@@ -142,7 +142,7 @@ def plan_slice(config: RunConfig, model: Model, where: Slice) -> SlicePlan:
         length=job.length,
         steps_in_flight=job.inflight_steps,
         weight_bytes=job.weights_bytes,
-        output_bytes=rows_per_chip * job.length * slot_bytes // job.tensor,
+        output_bytes=rows_per_chip * job.row_bytes // job.tensor,
         program=program,
         hbm_bytes=where.chip.hbm_bytes,
         hbm_bytes_needed=program.resident_bytes(job.inflight_steps),

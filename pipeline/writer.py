@@ -172,6 +172,7 @@ class BlockWriter:
             for buffer in buffers:
                 buffer[block.num_rows :] = 0
             arrays = _side_arrays(block, self._plan.rows_per_block)
+            self._warn_of_unselected(block)
             activations, of_rows = buffers[: len(self._plan.keys)], buffers[len(self._plan.keys) :]
             arrays |= {key.name: buffer for key, buffer in zip(self._plan.keys, activations, strict=True)}
         with self._metrics.stage("writer", "statistics"):
@@ -183,13 +184,21 @@ class BlockWriter:
     def _statistics(self, block: TokenBlock, of_rows: list[np.ndarray]) -> dict[str, Statistics]:
         """The block's, by array; `of_rows` are the buffers of forward.RowStatistics."""
         moments, norms = (part[: block.num_rows] for part in of_rows)
-        valid = block.segments != 0
         found, first = {}, 0
         for number, (key, width) in enumerate(zip(self._plan.keys, self._plan.widths, strict=True)):
             mean, m2 = moments[:, 0, first : first + width], moments[:, 1, first : first + width]
-            found[key.name] = block_statistics(valid, mean, m2, norms[:, number])
+            found[key.name] = block_statistics(block.stored, mean, m2, norms[:, number])
             first += width
         return found
+
+    def _warn_of_unselected(self, block: TokenBlock) -> None:
+        """Of what capture.per_row leaves out; a sample is one also without those that a row had no slot for."""
+        if self._plan.warn_of_unselected and (left_out := sum(block.table["n_unselected"].to_pylist())):
+            log.warning(
+                "block %d of stream %d: the activations of %d selected tokens are left out, of windows of documents "
+                "with more than capture.per_row=%d; n_unselected says of which documents",
+                *(block.index, block.stream, left_out, self._plan.selected),
+            )
 
     def _commit(self) -> None:
         """Waits until the oldest pending block is durable, writes its commit record, and frees its buffers."""
@@ -226,6 +235,7 @@ def commit_record(block: TokenBlock) -> CommitRecord:
         next=block.next.to_json(),
         exhausted=block.exhausted,
         truncated=block.truncated,
+        selected=None if block.selected is None else int(np.count_nonzero(block.stored)),
     )
 
 
@@ -233,18 +243,20 @@ def _new_buffers(plan: Plan) -> list[np.ndarray]:
     """What a block's steps put out: a store shard for each captured key, then forward.RowStatistics if there are any.
     The memory is touched only when it is filled."""
     dtype = np.dtype(ml_dtypes.bfloat16) if plan.dtype == "bfloat16" else np.dtype(plan.dtype)
-    rows, length = plan.rows_per_block, plan.length
-    buffers = [np.empty((rows, length, width), dtype) for width in plan.widths]
+    rows, slots = plan.rows_per_block, plan.slots
+    buffers = [np.empty((rows, slots, width), dtype) for width in plan.widths]
     if plan.statistics:
         buffers += [
-            np.empty(shape, np.float32) for shape in ((rows, 2, sum(plan.widths)), (rows, len(plan.keys), length))
+            np.empty(shape, np.float32) for shape in ((rows, 2, sum(plan.widths)), (rows, len(plan.keys), slots))
         ]
     return buffers
 
 
 def _side_arrays(block: TokenBlock, rows_per_block: int) -> dict[str, np.ndarray]:
-    """The four arrays beside the activations, padded to a full store shard."""
+    """The arrays beside the activations, padded to a full store shard."""
     missing = ((0, rows_per_block - block.num_rows), (0, 0))
     arrays = {name: np.pad(getattr(block, name), missing) for name in ("tokens", "segments", "positions")}
     arrays["documents"] = np.pad(block.documents, missing, constant_values=-1)
+    if block.selected is not None:
+        arrays["selected"] = np.pad(block.selected, missing, constant_values=-1)
     return arrays

@@ -1,6 +1,7 @@
 """The types that the data stages hand to each other: documents in, blocks of token rows out.
 
-Shapes: R rows of a block (at most `rows_per_block`), T positions of a row (`batch.length`).
+Shapes: R rows of a block (at most `rows_per_block`), T positions of a row (`batch.length`), K slots of a row for
+selected tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Int32, Int64
+from jaxtyping import Bool, Int32, Int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +89,20 @@ DOCUMENT_SCHEMA = pa.schema(
 )
 
 
+# Besides, where not all tokens are selected: whose activations the block holds, and for whose it has no room.
+SELECTED_FIELDS = (pa.field("n_selected", pa.int64()), pa.field("n_unselected", pa.int64()))
+
+
 @dataclass(frozen=True)
 class TokenBlock:
     """Consecutive rows of one stream: the unit of writing, committing and resuming.
 
-    The arrays hold only the R rows that have tokens. `table` has one row per document with tokens in the block,
-    ordered by document number, with the columns of `DOCUMENT_SCHEMA`: document, id, source, index, n_tokens (of the
-    whole document), n_cut (tokens dropped by `batch.long_documents=cut`), first_token and last_token (half-open range
-    of the document's tokens in this block), then the source's own columns.
+    The arrays hold only the R rows that have tokens. `selected` are the row positions of the tokens whose activations
+    are stored, ascending, -1 where there are fewer than K; None for all tokens. `table` has one row per document with
+    tokens in the block, ordered by document number, with the columns of `DOCUMENT_SCHEMA`: document, id, source, index,
+    n_tokens (of the whole document), n_cut (tokens dropped by `batch.long_documents=cut`), first_token and last_token
+    (half-open range of the document's tokens in this block), with `selected` those of `SELECTED_FIELDS`, then the
+    source's own columns.
     """
 
     stream: int
@@ -104,6 +111,7 @@ class TokenBlock:
     segments: Int32[np.ndarray, "R T"]
     positions: Int32[np.ndarray, "R T"]
     documents: Int64[np.ndarray, "R T"]
+    selected: Int32[np.ndarray, "R K"] | None
     table: pa.Table
     skipped: tuple[SkippedDocument, ...]
     start: Cursor
@@ -119,3 +127,8 @@ class TokenBlock:
     def num_tokens(self) -> int:
         """Valid (not padding) tokens."""
         return int(np.count_nonzero(self.segments))
+
+    @property
+    def stored(self) -> Bool[np.ndarray, "R slots"]:
+        """Which slots hold an activation: [R, T], or [R, K] with `selected`."""
+        return self.segments != 0 if self.selected is None else self.selected >= 0

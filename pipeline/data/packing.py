@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Bool, Int32, Int64
 
 from pipeline.config import LongDocuments
 
@@ -41,25 +41,35 @@ def pad(sizes: Int64[np.ndarray, "P"], rows: int) -> Placement:
     return Placement(np.arange(count), np.zeros(count, np.int64), np.ones(count, np.int64), count)
 
 
-def pack(sizes: Int64[np.ndarray, "P"], rows: int, length: int) -> Placement:
+def pack(
+    sizes: Int64[np.ndarray, "P"],
+    rows: int,
+    length: int,
+    costs: Int64[np.ndarray, "P"] | None = None,
+    capacity: int | None = None,
+) -> Placement:
     """As many of the pieces, in order, as best-fit decreasing can place in `rows` rows of `length` positions.
 
-    The count is searched by bisection below the longest prefix whose tokens fit in total; the result depends on
-    `sizes` alone. Rows that one piece fills come first, in stream order, then the mixed rows by their first piece;
+    The count is searched by bisection below the longest prefix whose tokens fit in total; the result depends on the
+    arguments alone. Rows that one piece fills come first, in stream order, then the mixed rows by their first piece;
     within a row pieces keep the stream's order. Reading rows upward therefore meets each document's tokens in order.
+
+    `costs` are what the pieces take of a row's `capacity`, where something besides their sizes must fit: a piece whose
+    size is `length` costs `capacity`, and the sizes of pieces whose costs fit do too.
     """
-    too_many = int(np.searchsorted(np.cumsum(sizes), rows * length, side="right"))
-    count, bins = too_many, _best_fit_decreasing(sizes[:too_many], rows, length)
+    costs, capacity = (sizes, length) if costs is None else (costs, capacity)
+    too_many = int(np.searchsorted(np.cumsum(costs), rows * capacity, side="right"))
+    count, bins = too_many, _best_fit_decreasing(costs[:too_many], rows, capacity)
     if bins is None:
         count, bins = 0, np.empty(0, np.int64)
         while too_many - count > 1:
             middle = (count + too_many) // 2
-            attempt = _best_fit_decreasing(sizes[:middle], rows, length)
+            attempt = _best_fit_decreasing(costs[:middle], rows, capacity)
             if attempt is None:
                 too_many = middle
             else:
                 count, bins = middle, attempt
-    return _ordered(sizes[:count], bins, length)
+    return _ordered(sizes[:count], bins, costs[:count] == capacity)
 
 
 def _best_fit_decreasing(sizes: Int64[np.ndarray, "P"], rows: int, length: int) -> Int64[np.ndarray, "P"] | None:
@@ -88,13 +98,14 @@ def _best_fit_decreasing(sizes: Int64[np.ndarray, "P"], rows: int, length: int) 
     return result
 
 
-def _ordered(sizes: Int64[np.ndarray, "P"], bins: Int64[np.ndarray, "P"], length: int) -> Placement:
+def _ordered(
+    sizes: Int64[np.ndarray, "P"], bins: Int64[np.ndarray, "P"], fills_row: Bool[np.ndarray, "P"]
+) -> Placement:
     """Names the bins as rows in the documented order, and lays the pieces of each row side by side."""
     count = len(sizes)
     used, first, row_of = np.unique(bins, return_index=True, return_inverse=True)
-    filled = sizes[first] == length
     rank = np.empty(len(used), np.int64)
-    rank[np.lexsort((first, ~filled))] = np.arange(len(used))
+    rank[np.lexsort((first, ~fills_row[first]))] = np.arange(len(used))
     row = rank[row_of]
 
     order = np.argsort(row, kind="stable")

@@ -9,10 +9,20 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
+from jaxtyping import Int32, Int64
 
 from pipeline.config import LongDocuments, OnError, Packing
-from pipeline.data.documents import DOCUMENT_SCHEMA, STREAM_START, Cursor, SkippedDocument, Source, TokenBlock
+from pipeline.data.documents import (
+    DOCUMENT_SCHEMA,
+    SELECTED_FIELDS,
+    STREAM_START,
+    Cursor,
+    SkippedDocument,
+    Source,
+    TokenBlock,
+)
 from pipeline.data.packing import Placement, fill, pack, pad, windows
+from pipeline.data.selection import Chosen, Selection, costs, selected_slots
 from pipeline.data.tokenised import TokenisedDocument, TokenisedDocuments
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.errors import ConfigError
@@ -20,15 +30,20 @@ from pipeline.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens `first` to `last` of a document: the unit of packing."""
+    """Tokens `first` to `last` of a document: the unit of packing. `chosen` are those of them that are selected."""
 
     parent: TokenisedDocument
     first: int
     last: int
+    chosen: Chosen | None = None
 
     @property
     def size(self) -> int:
         return self.last - self.first
+
+    @property
+    def tokens(self) -> Int32[np.ndarray, "_"]:
+        return self.parent.tokens[self.first : self.last]
 
     @property
     def cursor(self) -> Cursor:
@@ -80,8 +95,9 @@ class TokenStream:
         long_documents: LongDocuments = LongDocuments.split,
         on_error: OnError = OnError.fail,
         vocab_size: int | None = None,
+        selection: Selection | None = None,
     ) -> None:
-        """`vocab_size` is the model's: a document with an id beyond it is bad input."""
+        """`vocab_size` is the model's: a document with an id beyond it is bad input. No `selection`: all."""
         self.stream = stream
         self._num_streams = num_streams
         self._num_rows = rows_per_block
@@ -97,6 +113,7 @@ class TokenStream:
             vocab_size=vocab_size,
         )
         self._info_schema = source.info_schema
+        self._selection = selection
 
     def blocks(
         self,
@@ -158,14 +175,35 @@ class TokenStream:
                 pending.add_skip(item)
                 continue
             begin = start.token if item.cursor.ordinal == start.ordinal else 0
-            for first, last in windows(len(item.tokens), self._length, self._long_documents, begin):
-                pending.add(_Piece(item, first, last))
+            for piece in (
+                _Piece(item, *w) for w in windows(len(item.tokens), self._length, self._long_documents, begin)
+            ):
+                pending.add(self._chosen(piece))
+
+    def _chosen(self, piece: _Piece) -> _Piece:
+        if self._selection is None:
+            return piece
+        end = len(piece.parent.tokens)
+        is_end = piece.last == (min(end, self._length) if self._long_documents is LongDocuments.cut else end)
+        chosen = self._selection.choose(piece.tokens, self._number(piece), piece.first, is_end)
+        return replace(piece, chosen=chosen)
 
     def _place(self, pieces: Sequence[_Piece]) -> Placement:
         sizes = np.array([piece.size for piece in pieces], np.int64)
         if self._packing is Packing.pad:
             return pad(sizes, self._num_rows)
-        return pack(sizes, self._num_rows, self._length)
+        if self._selection is None:
+            return pack(sizes, self._num_rows, self._length)
+        of_pieces, of_row = costs(self._selection, sizes, [piece.chosen for piece in pieces], self._length)
+        return pack(sizes, self._num_rows, self._length, of_pieces, of_row)
+
+    def _select(
+        self, placement: Placement, pieces: Sequence[_Piece]
+    ) -> tuple[Int32[np.ndarray, "R K"] | None, Int64[np.ndarray, " P"] | None]:
+        """`TokenBlock.selected`, and how many of each piece's selected tokens are in it; None for all tokens."""
+        if self._selection is None:
+            return None, None
+        return selected_slots(placement, [piece.chosen for piece in pieces], self._selection.slots)
 
     def _block(
         self,
@@ -178,8 +216,8 @@ class TokenStream:
     ) -> TokenBlock:
         """The block of `pieces`, which are all of the stream's when none is `left`."""
         numbers = np.array([self._number(piece) for piece in pieces], np.int64)
-        tokens = [piece.parent.tokens[piece.first : piece.last] for piece in pieces]
-        rows = fill(placement, tokens, numbers, self._length)
+        rows = fill(placement, [piece.tokens for piece in pieces], numbers, self._length)
+        selected, num_selected = self._select(placement, pieces)
         num_documents = pieces[-1].parent.cursor.ordinal + 1 if pieces else start.ordinal
         return TokenBlock(
             stream=self.stream,
@@ -188,7 +226,8 @@ class TokenStream:
             segments=rows.segments,
             positions=rows.positions,
             documents=rows.documents,
-            table=self._table(pieces),
+            selected=selected,
+            table=self._table(pieces, num_selected),
             skipped=tuple(skips),
             start=start,
             next=left[0].cursor if left else Cursor(shard=self._num_shards, ordinal=num_documents),
@@ -213,13 +252,17 @@ class TokenStream:
         if keep >= block.num_rows:
             return block
         kept = np.flatnonzero(placement.row < keep)
+        _, num_selected = self._select(placement, pieces)
         return replace(
             block,
             tokens=block.tokens[:keep],
             segments=block.segments[:keep],
             positions=block.positions[:keep],
             documents=block.documents[:keep],
-            table=self._table([pieces[number] for number in kept]),
+            selected=None if block.selected is None else block.selected[:keep],
+            table=self._table(
+                [pieces[number] for number in kept], None if num_selected is None else num_selected[kept]
+            ),
             skipped=tuple(skip for before, skip in skips if before <= kept[-1]),
             next=block.start,
             exhausted=False,
@@ -230,7 +273,7 @@ class TokenStream:
         """The document's number in the store."""
         return piece.parent.cursor.ordinal * self._num_streams + self.stream
 
-    def _table(self, pieces: Sequence[_Piece]) -> pa.Table:
+    def _table(self, pieces: Sequence[_Piece], num_selected: Int64[np.ndarray, " P"] | None) -> pa.Table:
         """One row per document; a document's pieces here are neighbours that continue each other."""
         first = {self._number(piece): piece for piece in reversed(pieces)}
         last = {self._number(piece): piece for piece in pieces}
@@ -247,6 +290,15 @@ class TokenStream:
             "first_token": [first[number].first for number in last],
             "last_token": [piece.last for piece in last.values()],
         }
+        schema = DOCUMENT_SCHEMA
+        if num_selected is not None:
+            stored, chosen = dict.fromkeys(last, 0), dict.fromkeys(last, 0)
+            for piece, count in zip(pieces, num_selected.tolist(), strict=True):
+                stored[self._number(piece)] += count
+                chosen[self._number(piece)] += len(piece.chosen.places)
+            columns["n_selected"] = list(stored.values())
+            columns["n_unselected"] = [chosen[number] - count for number, count in stored.items()]
+            schema = pa.schema([*schema, *SELECTED_FIELDS])
         for name in self._info_schema.names:
             columns[name] = [parent.document.info.get(name) for parent in parents]
-        return pa.table(columns, schema=pa.unify_schemas([DOCUMENT_SCHEMA, self._info_schema]))
+        return pa.table(columns, schema=pa.unify_schemas([schema, self._info_schema]))

@@ -55,8 +55,8 @@ class TextTokenizer:
         self._name = name
         self._chat = chat
         self._named_tokens = dict(named_tokens or {})
-        self._prefix = self._single_token("data.prefix", prefix)
-        self._suffix = self._single_token("data.suffix", suffix)
+        self._prefix = [] if prefix is None else [self.token_id("data.prefix", prefix)]
+        self._suffix = [] if suffix is None else [self.token_id("data.suffix", suffix)]
         self._identity = {
             "sha256": digest,
             "special_tokens": str(special_tokens),
@@ -96,6 +96,24 @@ class TextTokenizer:
         """The vocabulary's entry of one id, or None if there is none."""
         return self._tokenizer.id_to_token(token_id)
 
+    def token_id(self, key: str, text: str) -> int:
+        """The id of the one token that `text` is. Raises ConfigError, naming the setting `key`, for several or none."""
+        token_id = self._tokenizer.token_to_id(text)
+        ids = [token_id] if token_id is not None else self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(ids) != 1:
+            raise ConfigError(
+                f"{key}={text!r} is {len(ids)} tokens for tokenizer {self._name}, expected one. "
+                f"Give the text of a single token, or null."
+            )
+        return ids[0]
+
+    def token_texts(self) -> dict[int, str]:
+        """What each token adds to a text, by id: not what it is by itself, where decoders drop the space before it."""
+        ids = list(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        once = self._tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)
+        twice = self._tokenizer.decode_batch([[i, i] for i in ids], skip_special_tokens=False)
+        return {i: both[len(one) :] for i, one, both in zip(ids, once, twice, strict=True)}
+
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
         """The chat template's text of `messages`, as transformers' `apply_chat_template(tokenize=False)`.
 
@@ -132,18 +150,6 @@ class TextTokenizer:
     @cached_property
     def _template(self) -> jinja2.Template:
         return chat_template(self._chat)
-
-    def _single_token(self, key: str, text: str | None) -> list[int]:
-        if text is None:
-            return []
-        token_id = self._tokenizer.token_to_id(text)
-        ids = [token_id] if token_id is not None else self._tokenizer.encode(text, add_special_tokens=False).ids
-        if len(ids) != 1:
-            raise ConfigError(
-                f"{key}={text!r} is {len(ids)} tokens for tokenizer {self._name}, expected one. "
-                f"Give the text of a single token, or null."
-            )
-        return ids
 
 
 def load_tokenizer(

@@ -201,16 +201,20 @@ def _row_of_text(
 ) -> str:
     spans, segment = [], 0
     scale = Axis("", max(low, 1e-9), max(high, low * 1.001, 2e-9), log=True)
-    beside = sample.beside
+    beside, norms = sample.text, sample.norms_in_row(view, row)
     for t in np.flatnonzero(beside.segments[row])[:TEXT_TOKENS].tolist():
-        token, norm = int(beside.tokens[row, t]), float(view.norms[row, t])
+        token, norm = int(beside.tokens[row, t]), float(norms[t])
         if beside.segments[row, t] != segment:
             segment = beside.segments[row, t]
             spans.append(f'{"<br>" if spans else ""}<b title="document {beside.documents[row, t]}">▸</b>')
         text = tokenizer.decode([token]) if tokenizer else f"{token} "
         shown = escape(text).replace("\n", "↵")
+        title = f"token {token}, position {beside.positions[row, t]}"
+        if t not in sample.selected[row]:
+            spans.append(f'<span title="{title}">{shown}</span>')
+            continue
         share = min(1.0, float(scale.share(norm))) if math.isfinite(norm) else 1.0
-        title = f"token {token}, position {beside.positions[row, t]}, norm {number(norm)}"
+        title += f", norm {number(norm)}"
         spans.append(f'<span style="background:{_heat(share)}" title="{title}">{shown}</span>')
     return f'<div class="text" title="row {sample.rows[row]}">{"".join(spans)}</div>'
 
@@ -226,14 +230,14 @@ def _heat(share: float) -> str:
 
 def _packing(sample: StoreSample) -> str:
     """Each row as a line of bars: its document windows."""
-    segments = sample.beside.segments[:MAP_ROWS]
+    segments = sample.text.segments[:MAP_ROWS]
     width, height, length = 900, 9, segments.shape[1]
     shapes = []
     for r, row in enumerate(segments):
         starts = np.flatnonzero(np.diff(row, prepend=-1))
         for start, stop in zip(starts, [*starts[1:], length], strict=True):
             x, wide = width * start / length, width * (stop - start) / length
-            document = int(sample.beside.documents[r, start])
+            document = int(sample.text.documents[r, start])
             kind = f'fill="{COLOURS[document % 7]}"' if row[start] else 'class="rest"'
             what = f"document {document}" if row[start] else "padding"
             shapes.append(

@@ -1,12 +1,12 @@
 """A sample of a store's rows, and what it shows of every activation.
 
-Shapes: n rows, T positions of a row, D features of an activation.
+Shapes: n rows, T positions of a row, S slots of it for activations, D features of an activation.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float32, Float64
+from jaxtyping import Float32, Float64, Int32
 
 from pipeline.errors import StoreInvalid
 from pipeline.store import ActivationStore, TokenRows
@@ -20,14 +20,15 @@ SPECTRUM_TOKENS = 1024
 class ActivationView:
     """One activation in the sample.
 
-    norms: [n, T], NaN where padded. spectrum: the shares of the variance of up to SPECTRUM_TOKENS tokens that their
-    principal components have, descending. non_finite: tokens with an infinite or NaN feature; not in the spectrum.
+    norms: [n, S], NaN where there is no token. spectrum: the shares of the variance of up to SPECTRUM_TOKENS tokens
+    that their principal components have, descending. non_finite: tokens with an infinite or NaN feature; not in the
+    spectrum.
     """
 
     name: str
     width: int
     dtype: str
-    norms: Float32[np.ndarray, "n T"]
+    norms: Float32[np.ndarray, "n S"]
     spectrum: Float64[np.ndarray, " components"]
     non_finite: int
 
@@ -43,22 +44,35 @@ class ActivationView:
 
 @dataclass(frozen=True)
 class StoreSample:
-    """Some rows of a store: `beside` their activations [n, T], and a view of each activation."""
+    """Some rows of a store: `beside` their activations [n, S], a view of each activation, and the rows' `text` [n, T].
+
+    selected: where in its row the token of each slot stands, -1 where there is none.
+    """
 
     rows: np.ndarray
     beside: TokenRows
     views: tuple[ActivationView, ...]
+    text: TokenRows
+    selected: Int32[np.ndarray, "n S"]
+
+    def norms_in_row(self, view: ActivationView, row: int) -> Float32[np.ndarray, " T"]:
+        """The norms of a row's tokens, NaN where no activation is stored."""
+        norms = np.full(self.text.tokens.shape[1], np.nan, np.float32)
+        is_filled = self.selected[row] >= 0
+        norms[self.selected[row][is_filled]] = view.norms[row][is_filled]
+        return norms
 
 
 def take_sample(store: ActivationStore, num_tokens: int, seed: int) -> StoreSample:
     """Random rows of about `num_tokens` slots; the same for the same store and seed. Raises StoreError."""
     if not store.rows.size:
         raise StoreInvalid(f"{store.path} has no rows yet: there is nothing to sample.")
-    num_rows = min(len(store.rows), -(-num_tokens // store.length))
+    num_rows = min(len(store.rows), -(-num_tokens // store.slots))
     rows = np.sort(np.random.default_rng(seed).choice(store.rows, num_rows, replace=False))
     beside = store.read_tokens(rows)
     valid = beside.segments > 0
-    return StoreSample(rows, beside, tuple(_view(store, key.name, rows, valid) for key in store.keys))
+    views = tuple(_view(store, key.name, rows, valid) for key in store.keys)
+    return StoreSample(rows, beside, views, store.read_tokens(rows, whole=True), store.read_selected(rows))
 
 
 def _view(store: ActivationStore, name: str, rows: np.ndarray, valid: np.ndarray) -> ActivationView:

@@ -51,7 +51,7 @@ class Summary:
     def array_mib(self, name: str) -> float:
         """MiB of an array's stored blocks, before compression."""
         spec = next(spec for spec in self.layout.all_arrays if spec.name == name)
-        return len(self.blocks) * self.layout.rows_per_block * self.layout.length * spec.position_bytes / MIB
+        return len(self.blocks) * self.layout.rows_per_block * self.layout.row_bytes(spec) / MIB
 
     def lines(self) -> list[str]:
         """For people, without the statistics of the activations."""
@@ -75,6 +75,14 @@ class Summary:
             f"them, before compression ({self.layout.compression})",
             "fingerprint": metadata.fingerprint()[:16],
         }
+        if self.layout.selected is not None:
+            stored = sum(record.activations for record in self.blocks)
+            slots = self.num_rows * self.layout.selected
+            facts["activations"] = (
+                f"of {stored:,} selected tokens ({metadata.capture['positions']}), "
+                f"{stored / max(1, self.num_tokens):.1%} of all; {1 - stored / max(1, slots):.1%} of the "
+                f"{self.layout.selected} slots of each row are empty"
+            )
         errors = [error for error in (self.root.weights_error or {}).values() if error is not None]
         if errors:
             facts["int8"] = f"weights; the relative error of activations is {min(errors)} to {max(errors)}"

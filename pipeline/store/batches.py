@@ -292,9 +292,9 @@ def _done(under_way: tuple[Future[Batch], Position]) -> tuple[Batch, Position]:
 def _reading_order(layout: StoreLayout, records: Sequence[CommitRecord], reading: Reading) -> ReadingOrder:
     piece_rows = layout.piece_rows(reading.names)
     specs = {spec.name: spec for spec in layout.arrays}
-    piece_mib = sum(specs[name].position_bytes for name in reading.names) * layout.length * piece_rows / MIB
+    piece_mib = sum(layout.row_bytes(specs[name]) for name in reading.names) * piece_rows / MIB
     mib = reading.buffer_mib if reading.seed is not None else min(reading.buffer_mib, SEQUENTIAL_BUFFER_MIB)
-    beside_mib = sum(spec.position_bytes for spec in SIDE_ARRAYS) * layout.length * layout.rows_per_block / MIB
+    beside_mib = sum(spec.position_bytes for spec in SIDE_ARRAYS) * layout.slots * layout.rows_per_block / MIB
     return ReadingOrder(
         block_rows=tuple(record.rows for record in records),
         piece_rows=piece_rows,

@@ -1,6 +1,6 @@
 """Memory that pieces of blocks are read into, and out of which tokens are gathered.
 
-Shapes: S slots (row, position) of a buffer, T positions of a row, K keys, D features.
+Shapes: S slots (row, slot of it) of a buffer, T positions of a row, K keys, D features.
 """
 
 from collections import deque
@@ -14,9 +14,16 @@ from jaxtyping import Int64
 from pipeline.store.commits import CommitRecord
 from pipeline.store.filters import TokenFilter
 from pipeline.store.frameworks import aligned_empty
-from pipeline.store.layout import POSITIONS, SIDE_ARRAYS, StoreLayout
+from pipeline.store.layout import POSITIONS, SELECTED, SIDE_ARRAYS, StoreLayout
 from pipeline.store.order import Buffer, ReadingOrder
-from pipeline.store.rows import READS_AHEAD, require_stored, start_read, wait_read
+from pipeline.store.rows import (
+    READS_AHEAD,
+    beside_activations,
+    require_selected,
+    require_stored,
+    start_read,
+    wait_read,
+)
 
 STACKED = "stacked"  # the name of the memory [S, K, D] that several arrays of one width share
 
@@ -30,7 +37,8 @@ class StoredBlocks:
         self.layout = layout
         self.arrays = arrays
         self.records = records
-        self._beside: dict[int, tuple[int, dict[str, np.ndarray]]] = {}  # by block: its window, and [rows, T] by name
+        # By block: its window, and [rows, slots] by name.
+        self._beside: dict[int, tuple[int, dict[str, np.ndarray]]] = {}
 
     def first_row(self, block: int) -> int:
         record = self.records[block]
@@ -49,21 +57,28 @@ class StoredBlocks:
         ]
 
     def read_beside(self, blocks: Sequence[int], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
-        """The named side arrays of some blocks, [rows, T] each. Raises StoreError for a damaged or missing one."""
+        """The named side arrays of some blocks, as they stand beside the slots for activations: [rows, slots] each.
+
+        Raises StoreError for a damaged or missing one.
+        """
+        if self.layout.selected is not None:
+            names = [*names, SELECTED.name]
         reads = [(b, name, *self._start(b, name)) for b in blocks for name in names]
         found: dict[int, dict[str, np.ndarray]] = {b: {} for b in blocks}
         for block, name, values, read in reads:
             wait_read(self.arrays[name], read)
-            if name != POSITIONS.name:  # where zeros are nothing unusual
-                first = self.first_row(block)
+            first = self.first_row(block)
+            if name == SELECTED.name:
+                require_selected(self.arrays[name], self.records[block], values)
+            elif name != POSITIONS.name:  # where zeros are nothing unusual
                 require_stored(self.arrays[name], np.arange(first, first + len(values)), values)
             found[block][name] = values
-        return list(found.values())
+        return [beside_activations(sides) for sides in found.values()]
 
     def _start(self, block: int, name: str) -> tuple[np.ndarray, ts.WriteFutures]:
-        shape = (self.records[block].rows, self.layout.length)
-        values = np.empty(shape, self.arrays[name].dtype.numpy_dtype)
-        return values, start_read(self.arrays[name], self.first_row(block), values)
+        array = self.arrays[name]
+        values = np.empty((self.records[block].rows, array.shape[1]), array.dtype.numpy_dtype)
+        return values, start_read(array, self.first_row(block), values)
 
 
 class TokenMemory:
@@ -74,19 +89,19 @@ class TokenMemory:
 
     def __init__(self, blocks: StoredBlocks, names: Sequence[str], stack: bool, rows: int) -> None:
         self._blocks = blocks
-        length = blocks.layout.length
+        slots = blocks.layout.slots
         arrays = {name: blocks.arrays[name] for name in names}
-        shapes = {name: (rows, length, array.shape[2]) for name, array in arrays.items()}
+        shapes = {name: (rows, slots, array.shape[2]) for name, array in arrays.items()}
         dtypes = {name: array.dtype.numpy_dtype for name, array in arrays.items()}
         if stack:
             width = shapes[names[0]][2]
-            stacked = np.empty((rows, length, len(names), width), dtypes[names[0]])
+            stacked = np.empty((rows, slots, len(names), width), dtypes[names[0]])
             self._targets = {name: stacked[:, :, k] for k, name in enumerate(names)}
             self._slots = {STACKED: stacked.reshape(-1, len(names), width)}
         else:
             self._targets = {name: np.empty(shapes[name], dtypes[name]) for name in names}
             self._slots = {name: target.reshape(-1, target.shape[2]) for name, target in self._targets.items()}
-        self._beside = {spec.name: np.empty((rows, length), spec.dtype) for spec in SIDE_ARRAYS}
+        self._beside = {spec.name: np.empty((rows, slots), spec.dtype) for spec in SIDE_ARRAYS}
         self._slots |= {name: side.reshape(-1) for name, side in self._beside.items()}
         self.order: Int64[np.ndarray, " n"] = np.empty(0, np.int64)
         self.users: list[Future[None]] = []
@@ -115,8 +130,10 @@ class TokenMemory:
         slots = np.flatnonzero(token_filter.keeps({name: side[:row] for name, side in self._beside.items()}))
         while reads:
             wait_read(*reads.popleft())
+        has_any = self._beside["segments"][:row, 0] > 0
         for name, target in self._targets.items():
-            require_stored(self._blocks.arrays[name], np.concatenate(row_numbers), target[:row])
+            stored_rows = np.concatenate(row_numbers)[has_any]
+            require_stored(self._blocks.arrays[name], stored_rows, target[:row, 0][has_any])
         flat = {name: target.reshape(-1, target.shape[2]) for name, target in self._targets.items()}
         self.order = order.shuffled(buffer, token_filter.within_norms(slots, flat))
 

@@ -1,14 +1,14 @@
 """What must hold for the records, the side arrays, the documents and the activations of a sound store.
 
 Pure functions: each yields a sentence for everything that is wrong. Shapes: R rows of a block, T positions of a row,
-D features of an activation.
+K slots of a row for selected tokens, S slots for activations (T or K), D features of an activation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Int32, Int64
 
 from pipeline.store.commits import CommitRecord
 
@@ -82,6 +82,31 @@ def check_side_arrays(
         yield f"the record says {record.tokens} tokens, the arrays have {valid.sum()}"
 
 
+def check_selected(
+    selected: Int32[np.ndarray, "R K"], valid: Bool[np.ndarray, "R T"], record: CommitRecord
+) -> Iterator[str]:
+    """The selected tokens of a block are tokens, in the order of their row, and as many as the record says."""
+    is_filled = selected >= 0
+    length = valid.shape[1]
+    bad = (selected >= length) | (is_filled & ~np.take_along_axis(valid, np.clip(selected, 0, length - 1), axis=1))
+    if bad.any():
+        yield f"{bad.sum()} slots name no token of their row, the first in row {np.argwhere(bad)[0][0]} of the block"
+    if (is_filled[:, 1:] & (selected[:, 1:] <= selected[:, :-1])).any() or (is_filled[:, 1:] > is_filled[:, :-1]).any():
+        yield "the selected tokens of a row are not in ascending order, before the empty slots"
+    if is_filled.sum() != record.selected:
+        yield f"the record says {record.selected} selected tokens, the array has {is_filled.sum()}"
+
+
+def check_selected_of_documents(table: pa.Table, documents: Int64[np.ndarray, "R K"]) -> Iterator[str]:
+    """A block's document table has the numbers of selected tokens that the slots have; `documents` are theirs."""
+    found, counts = np.unique(documents[documents >= 0], return_counts=True)
+    of_documents = dict(zip(found.tolist(), counts.tolist(), strict=True))
+    for number, expected in zip(table["document"].to_pylist(), table["n_selected"].to_pylist(), strict=True):
+        if of_documents.get(number, 0) != expected:
+            yield f"document {number} has {of_documents.get(number, 0)} selected tokens, {expected} in the table"
+            return
+
+
 def check_table(
     table: pa.Table, documents: Int64[np.ndarray, "R T"], record: CommitRecord, num_streams: int
 ) -> Iterator[str]:
@@ -138,7 +163,7 @@ def check_tiling(tables: Sequence[pa.Table], last: CommitRecord, num_streams: in
 
 
 def check_finite(values: np.ndarray) -> Iterator[str]:
-    """Activations [R, T, D] are finite."""
+    """Activations [R, S, D] are finite."""
     if values.dtype.itemsize == 2:  # on the bits: numpy's own isfinite takes many times as long
         magnitude = np.bitwise_and(values.view(np.uint16), _WITHOUT_SIGN)
         infinite = magnitude.max(initial=0) >= _EXPONENT_ONES[values.dtype.name]
@@ -150,8 +175,8 @@ def check_finite(values: np.ndarray) -> Iterator[str]:
         yield f"{bad.sum()} slots have values that are not finite, the first in row {row} at position {position}"
 
 
-def check_padding(values: np.ndarray, valid: Bool[np.ndarray, "R T"]) -> Iterator[str]:
-    """Activations [R, T, D] are zero where padded."""
+def check_padding(values: np.ndarray, valid: Bool[np.ndarray, "R S"]) -> Iterator[str]:
+    """Activations [R, S, D] are zero where there is no token."""
     padding = values[~valid]
     if padding.dtype.itemsize == 2:
         padding = np.bitwise_and(padding.view(np.uint16), _WITHOUT_SIGN)

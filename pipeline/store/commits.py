@@ -32,11 +32,11 @@ class CommitRecord:
 
     rows: rows with tokens, the block's first ones. tokens: valid (not padding) tokens. documents: rows of the block's
     document table. tokens_cut: tokens that `batch.long_documents=cut` dropped from these documents. skipped: the
-    documents that `data.on_error=skip` left out, as {source, index, reason}. start, next: the cursors (as JSON) of
-    this block and of the stream's next one. exhausted: the stream has no document after this block. truncated:
-    `run.max_tokens` ended the block early; a longer run writes it again, with the same first rows. table_sha256,
-    statistics_sha256: of the document table's file and of the statistics' (empty: there are none); the writer fills
-    them in.
+    documents that `data.on_error=skip` left out, as {source, index, reason}. start, next: the cursors (as JSON) of this
+    block and of the stream's next one. exhausted: the stream has no document after this block. truncated:
+    `run.max_tokens` ended the block early; a longer run writes it again, with the same first rows. selected: tokens
+    whose activations are stored, None (and not in the JSON) where all are. table_sha256, statistics_sha256: of the
+    document table's file and of the statistics' (empty: there are none); the writer fills them in.
     """
 
     stream: int
@@ -50,6 +50,7 @@ class CommitRecord:
     next: Mapping[str, int]
     exhausted: bool
     truncated: bool
+    selected: int | None = None
     table_sha256: str = ""
     statistics_sha256: str = ""
     version: int = 1
@@ -57,6 +58,11 @@ class CommitRecord:
     @property
     def key(self) -> str:
         return commit_key(self.stream, self.block)
+
+    @property
+    def activations(self) -> int:
+        """Tokens whose activations are stored."""
+        return self.tokens if self.selected is None else self.selected
 
     def to_json(self) -> bytes:
         """UTF-8 JSON with a stable order of keys and a checksum of the rest, so that an edited record is noticed."""
@@ -71,6 +77,8 @@ class CommitRecord:
         content = {"version": self.version, **{f.name: getattr(self, f.name) for f in fields(self)}}
         content["skipped"] = [dict(entry) for entry in self.skipped]
         content["start"], content["next"] = dict(self.start), dict(self.next)
+        if self.selected is None:
+            del content["selected"]
         return content
 
     @classmethod

@@ -1,6 +1,7 @@
 """Where every row, shard and chunk of a store lies. Pure arithmetic on integers.
 
-Shapes: R rows of a block (`rows_per_block`), T positions of a row (`length`), D features of an activation (`width`).
+Shapes: R rows of a block (`rows_per_block`), T positions of a row (`length`), K slots of a row for selected tokens
+(`selected`), D features of an activation (`width`).
 A block of one array is one store shard, that is, one object; the chunks inside it are the unit of reading.
 """
 
@@ -29,7 +30,8 @@ ITEM_BYTES = {"int32": 4, "int64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 class ArraySpec:
     """One array of a store: [row, position], or [row, position, feature] where `width` is given.
 
-    `dtype` is a Zarr v3 data type's name. `attributes` go into the array's zarr.json.
+    `slots` is the name of its second dimension: `selection` where it is not of all positions. `dtype` is a Zarr v3 data
+    type's name. `attributes` go into the array's zarr.json.
     """
 
     name: str
@@ -37,6 +39,7 @@ class ArraySpec:
     width: int | None = None
     attributes: Mapping[str, str | int] = field(default_factory=dict)
     fill: int = 0
+    slots: str = "position"
 
     @property
     def position_bytes(self) -> int:
@@ -45,7 +48,7 @@ class ArraySpec:
 
     @property
     def dimension_names(self) -> tuple[str, ...]:
-        return ("row", "position") if self.width is None else ("row", "position", "feature")
+        return ("row", self.slots) if self.width is None else ("row", self.slots, "feature")
 
 
 TOKENS = ArraySpec("tokens", "int32", attributes={"description": "token ids; 0 where segments is 0"})
@@ -53,6 +56,13 @@ SEGMENTS = ArraySpec("segments", "int32", attributes={"description": "0: padding
 POSITIONS = ArraySpec("positions", "int32", attributes={"description": "position fed to the model, from 0 per window"})
 DOCUMENTS = ArraySpec("documents", "int64", attributes={"description": "document number, -1: padding"}, fill=-1)
 SIDE_ARRAYS = (TOKENS, SEGMENTS, POSITIONS, DOCUMENTS)
+SELECTED = ArraySpec(
+    "selected",
+    "int32",
+    attributes={"description": "row positions of the tokens whose activations are stored; -1: none"},
+    fill=-1,
+    slots="selection",
+)
 
 
 class Place(NamedTuple):
@@ -68,6 +78,7 @@ class StoreLayout:
     """The geometry of a store: row = (block * num_streams + stream) * rows_per_block + r.
 
     `arrays` are the activation arrays; the four side arrays that align them with the text belong to every store.
+    `selected` is None where activations of all tokens are stored.
     """
 
     num_streams: int
@@ -75,10 +86,26 @@ class StoreLayout:
     length: int
     arrays: tuple[ArraySpec, ...]
     compression: str = "none"
+    selected: int | None = None
+
+    @property
+    def side_arrays(self) -> tuple[ArraySpec, ...]:
+        return SIDE_ARRAYS if self.selected is None else (*SIDE_ARRAYS, SELECTED)
 
     @property
     def all_arrays(self) -> tuple[ArraySpec, ...]:
-        return (*SIDE_ARRAYS, *self.arrays)
+        return (*self.side_arrays, *self.arrays)
+
+    @property
+    def slots(self) -> int:
+        """A row's slots for activations: T, or K."""
+        return self.length if self.selected is None else self.selected
+
+    def row_bytes(self, spec: ArraySpec) -> int:
+        return self._row_slots(spec) * spec.position_bytes
+
+    def _row_slots(self, spec: ArraySpec) -> int:
+        return self.length if spec.slots == "position" else self.selected
 
     def shard_index(self, stream: int, block: int) -> int:
         """The number of the store shard, along the rows, that holds a block."""
@@ -94,18 +121,18 @@ class StoreLayout:
         return Place(stream, block, r)
 
     def shard_shape(self, spec: ArraySpec) -> tuple[int, ...]:
-        """[R, T] or [R, T, D]."""
-        return (self.rows_per_block, self.length) + (() if spec.width is None else (spec.width,))
+        """[R, T] or [R, T, D], with K for T in arrays of selected tokens."""
+        return (self.rows_per_block, self._row_slots(spec)) + (() if spec.width is None else (spec.width,))
 
     def chunk_shape(self, spec: ArraySpec) -> tuple[int, ...]:
         """Whole rows, or a part of one row, with every feature; divides the shard."""
-        rows, positions = _chunk_rows_positions(self.rows_per_block, self.length, spec.position_bytes)
+        rows, positions = _chunk_rows_positions(self.rows_per_block, self._row_slots(spec), spec.position_bytes)
         return (rows, positions) + (() if spec.width is None else (spec.width,))
 
     def piece_rows(self, names: Collection[str]) -> int:
         """How many rows of the named arrays to read at a time: about PIECE_BYTES, and whole chunks of each."""
         specs = [spec for spec in self.all_arrays if spec.name in names]
-        row_bytes = self.length * max(spec.position_bytes for spec in specs)
+        row_bytes = max(self.row_bytes(spec) for spec in specs)
         chunk_rows = math.lcm(*(self.chunk_shape(spec)[0] for spec in specs))
         return min(max(1, PIECE_BYTES // (row_bytes * chunk_rows)) * chunk_rows, self.rows_per_block)
 

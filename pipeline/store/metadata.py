@@ -14,7 +14,7 @@ import tensorstore as ts
 
 from pipeline.errors import StoreInvalid, StoreMismatch
 from pipeline.store.kvstore import open_kvstore, read_key
-from pipeline.store.layout import ArraySpec, StoreLayout
+from pipeline.store.layout import SELECTED, SIDE_ARRAYS, ArraySpec, StoreLayout
 
 FORMAT_VERSION = 1
 ATTRIBUTE = "activation_store"
@@ -52,6 +52,11 @@ class StoreMetadata:
         # Through JSON and back, so that what was read from a store compares equal to what was written.
         for f in fields(self):
             object.__setattr__(self, f.name, json.loads(json.dumps(getattr(self, f.name))))
+
+    @property
+    def selects(self) -> bool:
+        """Whether only some tokens' activations are stored."""
+        return "positions" in self.capture
 
     def content(self) -> dict[str, Any]:
         """Everything that the fingerprint covers."""
@@ -100,6 +105,12 @@ class StoreRoot:
     blocks: tuple[int, ...] | None = None
     weights_error: Json | None = None
     commits_sha256: str | None = None
+
+    @property
+    def array_names(self) -> tuple[str, ...]:
+        """Of all arrays, those beside the activations first."""
+        sides = (*SIDE_ARRAYS, SELECTED) if self.metadata.selects else SIDE_ARRAYS
+        return (*(spec.name for spec in sides), *self.arrays)
 
     def to_json(self) -> bytes:
         stored = {f.name: getattr(self.metadata, f.name) for f in fields(self.metadata)}
@@ -164,13 +175,16 @@ def read_root(path: str, kvstore: ts.KvStore) -> StoreRoot | None:
 
 def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> StoreLayout:
     """The layout of a store, from its arrays as they are."""
-    specs = (ArraySpec(name, arrays[name].dtype.name, arrays[name].shape[2]) for name in root.arrays)
+    selected = arrays[SELECTED.name].shape[1] if root.metadata.selects else None
+    slots = "position" if selected is None else SELECTED.slots
+    specs = (ArraySpec(name, arrays[name].dtype.name, arrays[name].shape[2], slots=slots) for name in root.arrays)
     return StoreLayout(
         num_streams=root.metadata.num_streams,
         rows_per_block=root.metadata.rows_per_block,
         length=arrays["tokens"].shape[1],
         arrays=tuple(specs),
         compression=root.metadata.store.get("compression", "none"),
+        selected=selected,
     )
 
 

@@ -7,7 +7,8 @@
         train_step(batch.activations)  # [4096, d]
 
 Works on finished and on unfinished stores; of the latter it sees the blocks that were committed when it was opened.
-Shapes: T positions of a row, D features of an activation.
+Shapes: T positions of a row, S slots of a row for activations (its positions, or fewer where only some tokens'
+activations are stored: `capture.positions`), D features of an activation.
 """
 
 import operator
@@ -22,10 +23,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import tensorstore as ts
-from jaxtyping import Int32, Int64
+from jaxtyping import Bool, Int32, Int64
 from numpy.typing import DTypeLike
 
 from pipeline.errors import StoreError, StoreInvalid
+from pipeline.selected import at_selected
 from pipeline.sites import ActivationKey, Site
 from pipeline.store.arrays import open_existing
 from pipeline.store.batches import BatchReader, Reading
@@ -33,10 +35,10 @@ from pipeline.store.commits import CommitRecord, read_consolidated, read_records
 from pipeline.store.filters import TokenFilter
 from pipeline.store.frameworks import Framework
 from pipeline.store.kvstore import open_kvstore
-from pipeline.store.layout import POSITIONS, SIDE_ARRAYS
+from pipeline.store.layout import POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS
 from pipeline.store.metadata import StoreMetadata, StoreRoot, read_root, stored_layout
 from pipeline.store.normalisation import Normalisation
-from pipeline.store.rows import read_runs, require_stored
+from pipeline.store.rows import beside_activations, read_runs, require_stored
 from pipeline.store.statistics import Statistics, merge, merge_blocks, read_merged, token_statistics
 from pipeline.store.tables import empty_table, read_tables
 
@@ -50,21 +52,24 @@ SAMPLE_BUFFER_MIB = 64.0
 
 @dataclass(frozen=True)
 class TokenRows:
-    """What stands beside the activations, row by row: [n, T], or [T] for one row.
+    """What stands beside the activations, row by row: [n, S], or [S] for one row.
 
-    segments: 0 where padded, k in the row's k-th document window. positions: from 0 in each window. documents: the
-    document's number, -1 where padded.
+    segments: 0 where there is no token, k in the row's k-th document window. positions: from 0 in each window.
+    documents: the document's number, -1 where there is no token.
     """
 
-    tokens: Int32[np.ndarray, "*n T"]
-    segments: Int32[np.ndarray, "*n T"]
-    positions: Int32[np.ndarray, "*n T"]
-    documents: Int64[np.ndarray, "*n T"]
+    tokens: Int32[np.ndarray, "*n S"]
+    segments: Int32[np.ndarray, "*n S"]
+    positions: Int32[np.ndarray, "*n S"]
+    documents: Int64[np.ndarray, "*n S"]
 
 
 @dataclass(frozen=True)
 class DocumentActivations:
-    """One document's n stored tokens, in order, and their activations [n, D] by array name."""
+    """The n tokens of a document that have activations, in order, and these [n, D] by array name.
+
+    text: all m stored tokens of the document. places: where the n stand among them.
+    """
 
     document: int
     id: str
@@ -72,6 +77,8 @@ class DocumentActivations:
     positions: Int32[np.ndarray, " n"]
     rows: Int64[np.ndarray, " n"]
     activations: Mapping[str, np.ndarray]
+    text: Int32[np.ndarray, " m"]
+    places: Int64[np.ndarray, " n"]
 
 
 class ActivationStore:
@@ -98,6 +105,7 @@ class ActivationStore:
         self._layout = stored_layout(root, arrays)
         blocks = (record for stream in records.values() for record in stream)
         self._blocks = sorted(blocks, key=lambda record: self._layout.shard_index(record.stream, record.block))
+        self._first_rows = np.array([self._layout.first_row(r.stream, r.block) for r in self._blocks], np.int64)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "ActivationStore":
@@ -111,7 +119,7 @@ class ActivationStore:
         root = read_root(path, kvstore)
         if root is None:
             raise StoreInvalid(f"there is no activation store at {path}: it has no zarr.json.")
-        arrays = open_existing(kvstore, [*(spec.name for spec in SIDE_ARRAYS), *root.arrays])
+        arrays = open_existing(kvstore, root.array_names)
         records = read_consolidated(kvstore, root.commits_sha256)
         return cls(path, kvstore, root, read_records(path, kvstore) if records is None else records, arrays)
 
@@ -129,6 +137,11 @@ class ActivationStore:
         return self._layout.length
 
     @property
+    def slots(self) -> int:
+        """Slots of a row for activations: `length`, unless only some tokens' activations are stored."""
+        return self._layout.slots
+
+    @property
     def blocks(self) -> tuple[CommitRecord, ...]:
         """The records of the committed blocks, in the order of their rows."""
         return tuple(self._blocks)
@@ -139,10 +152,16 @@ class ActivationStore:
         return sum(record.tokens for record in self._blocks)
 
     @cached_property
+    def num_activations(self) -> int:
+        """Stored tokens whose activations are stored: all of them, unless `capture.positions` selects some."""
+        return sum(record.activations for record in self._blocks)
+
+    @cached_property
     def rows(self) -> Int64[np.ndarray, " n"]:
         """The numbers of the rows that are in the store, ascending: an array's other rows are padding."""
-        first_rows = (self._layout.first_row(record.stream, record.block) for record in self._blocks)
-        ranges = [np.arange(r.rows, dtype=np.int64) + first for r, first in zip(self._blocks, first_rows, strict=True)]
+        ranges = [
+            np.arange(r.rows, dtype=np.int64) + first for r, first in zip(self._blocks, self._first_rows, strict=True)
+        ]
         return np.concatenate([np.empty(0, np.int64), *ranges])
 
     @cached_property
@@ -178,18 +197,36 @@ class ActivationStore:
         return {key.name: self.statistics(key.layer, key.site).normalisation(per_feature) for key in parsed}
 
     def read(self, layer: SupportsIndex | None, site: Site | str, rows: Rows, dtype: DTypeLike = None) -> np.ndarray:
-        """Activations [n, T, D] of some rows ([T, D] for one), zeros where padded.
+        """Activations [n, S, D] of some rows ([S, D] for one), zeros where there is no token.
 
         `layer` is None for the sites that exist once. `rows` are row numbers, as in `store.rows`, or a mask of these;
         a slice selects the stored ones of its range. `dtype` is the store's unless given. Raises StoreError for a row
         that is not stored, or damaged.
         """
-        key = self._key((layer, site))
-        return self._read(key.name, rows) if dtype is None else self._read(key.name, rows).astype(dtype, copy=False)
+        values = self._read(self._key((layer, site)).name, self._row_numbers(rows))
+        values = values if dtype is None else values.astype(dtype, copy=False)
+        return values[0] if _is_one_row(rows) else values
 
-    def read_tokens(self, rows: Rows) -> TokenRows:
-        """Tokens, segments, positions and documents of some rows, chosen as in `read`."""
-        return TokenRows(**{spec.name: self._read(spec.name, rows) for spec in SIDE_ARRAYS})
+    def read_tokens(self, rows: Rows, whole: bool = False) -> TokenRows:
+        """Tokens, segments, positions and documents of some rows, chosen as in `read`, slot by slot as activations are.
+
+        `whole`: of all positions, S = T, also where only some tokens' activations are stored.
+        """
+        wanted = self._row_numbers(rows)
+        sides = {spec.name: self._read(spec.name, wanted) for spec in SIDE_ARRAYS}
+        if not whole and self._layout.selected is not None:
+            sides = beside_activations(sides | {SELECTED.name: self._read(SELECTED.name, wanted)})
+        return TokenRows(**{name: values[0] if _is_one_row(rows) else values for name, values in sides.items()})
+
+    def read_selected(self, rows: Rows) -> Int32[np.ndarray, "*n S"]:
+        """Where in their row the tokens stand whose activations `read` gives; -1 where there is none."""
+        wanted = self._row_numbers(rows)
+        if self._layout.selected is not None:
+            selected = self._read(SELECTED.name, wanted)
+        else:
+            segments = self._read(SEGMENTS.name, wanted)
+            selected = np.where(segments > 0, np.arange(self.length, dtype=np.int32), np.int32(-1))
+        return selected[0] if _is_one_row(rows) else selected
 
     def document(self, id: str | SupportsIndex, keys: Sequence[Key] | None = None) -> DocumentActivations:
         """One document, by its id (str) or number (int), with the activations of `keys` (default: all).
@@ -208,11 +245,14 @@ class ActivationStore:
         rows = np.concatenate([self._block_rows(records[place]) for place in places])
         holds = (self._read("documents", rows) == numbers[0]).any(axis=1)
         rows = rows[holds]
+        whole = self.read_tokens(rows, whole=True)
+        in_text = whole.documents == numbers[0]
+        expected = pc.sum(pc.subtract(found["last_token"], found["first_token"])).as_py()
+        if in_text.sum() != expected:
+            raise StoreError(f"{in_text.sum()} tokens of {column} {id!r} are in {self.path}, expected {expected}.")
         beside = self.read_tokens(rows)
         of_document = beside.documents == numbers[0]
-        expected = pc.sum(pc.subtract(found["last_token"], found["first_token"])).as_py()
-        if of_document.sum() != expected:
-            raise StoreError(f"{of_document.sum()} tokens of {column} {id!r} are in {self.path}, expected {expected}.")
+        places = np.cumsum(in_text).reshape(in_text.shape) - 1
         names = [key.name for key in (self.keys if keys is None else map(self._key, keys))]
         return DocumentActivations(
             document=numbers[0],
@@ -221,6 +261,8 @@ class ActivationStore:
             positions=beside.positions[of_document],
             rows=np.repeat(rows, of_document.sum(axis=1)),
             activations={name: self._read(name, rows)[of_document] for name in names},
+            text=whole.tokens[in_text],
+            places=at_selected(places, self.read_selected(rows), -1)[of_document],
         )
 
     def batches(
@@ -242,7 +284,7 @@ class ActivationStore:
         buffer_mib: float = 256.0,
         state: Mapping[str, int] | None = None,
     ) -> BatchReader:
-        """Every stored token exactly once per epoch, `batch_size` at a time, never padding.
+        """Every stored activation exactly once per epoch, `batch_size` at a time, never padding.
 
         keys: one activation, e.g. (5, "resid_post"), or a list of them, aligned: see `Batch`. stack: several of one
         width as one array [n, K, D].
@@ -344,15 +386,29 @@ class ActivationStore:
             raise StoreError(f"rows {absent} are not in the store {self.path}; `rows` lists those that are.")
         return wanted
 
-    def _read(self, name: str, rows: Rows) -> np.ndarray:
-        wanted = self._row_numbers(rows)
-        values = read_runs(self.arrays[name], wanted)
-        if name != POSITIONS.name:  # where zeros are nothing unusual
-            require_stored(self.arrays[name], wanted, values)
-        return values[0] if np.ndim(rows) == 0 and not isinstance(rows, slice) else values
+    def _read(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
+        values = read_runs(self.arrays[name], rows)
+        filled = self._filled(name, rows)
+        require_stored(self.arrays[name], rows[filled], (values if values.ndim == 2 else values[:, 0])[filled])
+        return values
+
+    def _filled(self, name: str, rows: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+        """Which rows of an array begin with something: a token, a selected token, an activation."""
+        if name == POSITIONS.name:  # where zeros are nothing unusual
+            return np.zeros(len(rows), bool)
+        if self._layout.selected is None or name in (spec.name for spec in SIDE_ARRAYS):
+            return np.ones(len(rows), bool)
+        if name == SELECTED.name:
+            block = np.searchsorted(self._first_rows, rows, side="right") - 1
+            return np.array([record.activations > 0 for record in self._blocks], bool)[block]
+        return self._read(SELECTED.name, rows)[:, 0] >= 0
 
     def _block_rows(self, record: CommitRecord) -> np.ndarray:
         return np.arange(record.rows, dtype=np.int64) + self._layout.first_row(record.stream, record.block)
+
+
+def _is_one_row(rows: Rows) -> bool:
+    return np.ndim(rows) == 0 and not isinstance(rows, slice)
 
 
 def _is_key(keys: Key | Sequence[Key]) -> bool:

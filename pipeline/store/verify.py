@@ -14,6 +14,8 @@ from pipeline.store.checks import (
     check_chain,
     check_finite,
     check_padding,
+    check_selected,
+    check_selected_of_documents,
     check_side_arrays,
     check_table,
     check_tiling,
@@ -30,7 +32,7 @@ from pipeline.store.kvstore import list_keys, open_kvstore, read_key, read_keys
 from pipeline.store.layout import MAX_ROWS, POSITIONS, SIDE_ARRAYS, StoreLayout
 from pipeline.store.metadata import ROOT_KEY, StoreRoot, stored_layout
 from pipeline.store.problems import Problem, Remedy
-from pipeline.store.rows import READS_AHEAD, start_read, wait_read
+from pipeline.store.rows import READS_AHEAD, beside_activations, start_read, wait_read
 from pipeline.store.statistics import decode_statistics, statistics_key
 from pipeline.store.tables import TABLES_PREFIX, decode_table, table_key
 
@@ -151,12 +153,12 @@ def _check_consolidated(
 
 def _open_arrays(kvstore: ts.KvStore, root: StoreRoot, problems: list[Problem]) -> dict[str, ts.TensorStore] | None:
     opened = {}
-    for name in (*(spec.name for spec in SIDE_ARRAYS), *root.arrays):
+    for name in root.array_names:
         try:
             opened |= open_existing(kvstore, [name])
         except StoreError as error:
             problems.append(Problem(f"{name}/zarr.json", str(error), Remedy.rerun))
-    return opened if len(opened) == len(SIDE_ARRAYS) + len(root.arrays) else None
+    return opened if len(opened) == len(root.array_names) else None
 
 
 def _describe(path: str, kvstore: ts.KvStore, root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> _Store:
@@ -202,7 +204,9 @@ def _check_block(store: _Store, record: CommitRecord, tables: list[pa.Table]) ->
     """Everything about one block. Its document table, when it is readable, is added to `tables`."""
     keys = {spec.name: store.layout.shard_key(spec, record.stream, record.block) for spec in store.layout.all_arrays}
     # Zarr stores no object for a shard of zeros, which `positions` may be, and everything is in a block without rows.
-    missing = {name for name, key in keys.items() if key not in store.objects[name] and record.tokens}
+    sides_of_tokens = {spec.name for spec in SIDE_ARRAYS}
+    held = {name: record.tokens if name in sides_of_tokens else record.activations for name in keys}
+    missing = {name for name, key in keys.items() if key not in store.objects[name] and held[name]}
     missing.discard(POSITIONS.name)
     yield from (Problem(keys[name], "is missing, although the block is committed") for name in sorted(missing))
 
@@ -214,12 +218,12 @@ def _check_block(store: _Store, record: CommitRecord, tables: list[pa.Table]) ->
         yield Problem(table_key(record.stream, record.block), str(error))
 
     sides: dict[str, np.ndarray] = {}
-    for name in (spec.name for spec in SIDE_ARRAYS if spec.name not in missing):
+    for name in (spec.name for spec in store.layout.side_arrays if spec.name not in missing):
         try:
             sides[name] = np.concatenate(list(_read_block(store, name, record)))
         except StoreError as error:
             yield Problem(keys[name], str(error))
-    if len(sides) < len(SIDE_ARRAYS):
+    if len(sides) < len(store.layout.side_arrays):
         return  # what to compare the rest with is not known
     first_row = store.layout.first_row(record.stream, record.block)
     for what in check_side_arrays(sides, record, first_row, store.vocab_size):
@@ -227,10 +231,18 @@ def _check_block(store: _Store, record: CommitRecord, tables: list[pa.Table]) ->
     if table is not None:
         for what in check_table(table, sides["documents"], record, store.layout.num_streams):
             yield Problem(table_key(record.stream, record.block), what)
+    valid = sides["segments"] > 0
+    if store.layout.selected is not None:
+        for what in check_selected(sides["selected"], valid, record):
+            yield Problem(keys["selected"], what)
+        if table is not None:
+            for what in check_selected_of_documents(table, beside_activations(sides)["documents"]):
+                yield Problem(table_key(record.stream, record.block), what)
+        valid = sides["selected"] >= 0
     if record.statistics_sha256:
         yield from _check_statistics(store, record)
     for name in (spec.name for spec in store.layout.arrays if spec.name not in missing):
-        yield from _check_activations(store, name, keys[name], record, sides["segments"] > 0)
+        yield from _check_activations(store, name, keys[name], record, valid)
 
 
 def _check_statistics(store: _Store, record: CommitRecord) -> Iterator[Problem]:
@@ -241,9 +253,9 @@ def _check_statistics(store: _Store, record: CommitRecord) -> Iterator[Problem]:
         yield Problem(key, str(error))
         return
     for name, found in statistics.items():
-        if found.count + found.not_finite != record.tokens:
+        if found.count + found.not_finite != record.activations:
             yield Problem(
-                key, f"counts {found.count + found.not_finite} tokens of {name}; the block has {record.tokens}"
+                key, f"counts {found.count + found.not_finite} tokens of {name}; the block has {record.activations}"
             )
 
 

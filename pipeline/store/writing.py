@@ -34,7 +34,7 @@ from pipeline.store.kvstore import (
     write_if_absent,
     write_key,
 )
-from pipeline.store.layout import MAX_ROWS, SIDE_ARRAYS, StoreLayout
+from pipeline.store.layout import MAX_ROWS, StoreLayout
 from pipeline.store.metadata import ROOT_KEY, Json, StoreMetadata, StoreRoot, read_root, stored_layout
 from pipeline.store.statistics import Statistics, encode_statistics, merge_blocks, statistics_key, write_merged
 from pipeline.store.tables import encode_table, table_digest, table_key
@@ -100,7 +100,7 @@ class StoreWriter:
         root = read_root(path, kvstore)
         if root is None:
             raise StoreInvalid(f"there is no activation store at {path}: it has no {ROOT_KEY}.")
-        arrays = open_existing(kvstore, [*(spec.name for spec in SIDE_ARRAYS), *root.arrays])
+        arrays = open_existing(kvstore, root.array_names)
         return cls(path, kvstore, stored_layout(root, arrays), root, arrays)
 
     @property
@@ -130,8 +130,8 @@ class StoreWriter:
     ) -> PendingBlock:
         """Starts writing a block's arrays, its document table and its statistics (if any), and does not wait.
 
-        `arrays` holds every array of the layout by name, each of the full shard shape [R, T] or [R, T, D] with zeros
-        (documents: -1) where padded. The arrays are not copied: leave them untouched until `commit` returns.
+        `arrays` holds every array of the layout by name, each of its full shard shape, with zeros (documents, selected:
+        -1) where padded. The arrays are not copied: leave them untouched until `commit` returns.
         A committed block that was truncated loses its record here, since its objects are about to be replaced.
         """
         if self.complete:

@@ -1,0 +1,230 @@
+"""`capture.positions`: of which tokens activations are stored. Pure functions of documents and settings.
+
+A selection looks at one piece (a window of a document) at a time, before it is packed, so that what it selects depends
+on neither the packing nor the other documents.
+
+Shapes: n tokens of a piece, m selected ones of them, P pieces, R rows, T = length positions of a row, K = slots for
+selected tokens of a row.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Int32, Int64, Shaped
+
+from pipeline.config import CaptureConfig, Positions
+from pipeline.data.packing import Placement
+from pipeline.data.tokenizer import TextTokenizer
+from pipeline.errors import ConfigError
+
+_TOKENS_PER_SLOT = 16  # of the default of capture.per_row: documents shorter than so many tokens leave rows half empty
+_SIGMAS = 4  # between the mean number of a row's sampled tokens and the slots that it has for them
+
+# What belongs to each choice of capture.positions. `sample` may do without a seed, and the others without per_row.
+_SETTINGS = {
+    Positions.all: (),
+    Positions.last: ("per_row",),
+    Positions.every: ("every",),
+    Positions.token: ("token", "per_row"),
+    Positions.regex: ("regex", "per_row"),
+    Positions.sample: ("rate", "seed"),
+}
+_OPTIONAL = {"per_row", "seed"}
+
+
+class Chosen(NamedTuple):
+    """Selected tokens of a piece: their `places` in it, ascending, and what ranks them should a row have too many."""
+
+    places: Int64[np.ndarray, " m"]
+    ranks: Shaped[np.ndarray, " m"]
+
+
+class Selection(Protocol):
+    """`packs`: rows are packed so that they have a slot for every selected token, as far as a piece has no more."""
+
+    slots: int
+    packs: bool
+
+    def choose(self, tokens: Int32[np.ndarray, " n"], document: int, first: int, is_end: bool) -> Chosen:
+        """Selects among the tokens of a piece, which starts at token `first` of document number `document` and, where
+        `is_end`, ends with it."""
+
+
+@dataclass(frozen=True)
+class LastToken:
+    """The last stored token of each document."""
+
+    slots: int
+    packs = True
+
+    def choose(self, tokens: Int32[np.ndarray, " n"], document: int, first: int, is_end: bool) -> Chosen:
+        return _in_order(np.arange(len(tokens) - 1, len(tokens)) if is_end else np.arange(0))
+
+
+@dataclass(frozen=True)
+class EveryKth:
+    """Positions k - 1, 2 k - 1, ... of each window of a document. No row has more than T // k of them."""
+
+    k: int
+    slots: int
+    packs = False
+
+    def choose(self, tokens: Int32[np.ndarray, " n"], document: int, first: int, is_end: bool) -> Chosen:
+        return _in_order(np.arange(self.k - 1, len(tokens), self.k))
+
+
+@dataclass(frozen=True)
+class SomeTokens:
+    """Tokens with one of these ids."""
+
+    ids: tuple[int, ...]
+    slots: int
+    packs = True
+
+    def choose(self, tokens: Int32[np.ndarray, " n"], document: int, first: int, is_end: bool) -> Chosen:
+        return _in_order(np.flatnonzero(np.isin(tokens, self.ids)))
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """Each token with the probability `rate`, by a number drawn for the seed, the document and its place in it.
+
+    Of a row that has more than K, those with the smallest numbers: still a sample.
+    """
+
+    rate: float
+    seed: int
+    slots: int
+    packs = False
+
+    def choose(self, tokens: Int32[np.ndarray, " n"], document: int, first: int, is_end: bool) -> Chosen:
+        drawn = np.random.PCG64([self.seed, document]).advance(first).random_raw(len(tokens))
+        places = np.flatnonzero(drawn < np.uint64(self.rate * 2**64))
+        return Chosen(places, drawn[places])
+
+
+def _in_order(places: Int64[np.ndarray, " m"]) -> Chosen:
+    return Chosen(places, places)
+
+
+def slots_per_row(capture: CaptureConfig, length: int) -> int | None:
+    """K, or None with positions=all. Raises ConfigError for settings that do not fit together or the row."""
+    positions = capture.positions
+    named = {name for names in _SETTINGS.values() for name in names}
+    given = {name for name in named if getattr(capture, name) is not None}
+    wanted = set(_SETTINGS[positions])
+    if missing := sorted(wanted - given - _OPTIONAL):
+        raise ConfigError(f"capture.positions={positions} needs capture.{missing[0]}. Give it a value.")
+    if surplus := sorted(given - wanted):
+        owners = " or ".join(str(choice) for choice, names in _SETTINGS.items() if surplus[0] in names)
+        raise ConfigError(
+            f"capture.{surplus[0]} is {getattr(capture, surplus[0])!r} with capture.positions={positions}: it belongs "
+            f"to capture.positions={owners}. Leave one of them out."
+        )
+    _require_within("every", capture.every, 2, length, "the tokens of a row (batch.length)")
+    _require_within("per_row", capture.per_row, 1, length, "the tokens of a row (batch.length)")
+    if capture.rate is not None and not 0 < capture.rate < 1:
+        raise ConfigError(f"capture.rate is {capture.rate}. Set it to more than 0 and less than 1.")
+    if capture.seed is not None and capture.seed < 0:
+        raise ConfigError(f"capture.seed is {capture.seed}. Set it to 0 or more.")
+    match positions:
+        case Positions.all:
+            return None
+        case Positions.every:
+            return length // capture.every
+        case Positions.sample:
+            spread = _SIGMAS * math.sqrt(length * capture.rate * (1 - capture.rate))
+            return min(length, math.ceil(length * capture.rate + spread))
+    return max(1, length // _TOKENS_PER_SLOT) if capture.per_row is None else capture.per_row
+
+
+def _require_within(name: str, value: int | None, least: int, most: int, what: str) -> None:
+    if value is not None and not least <= value <= most:
+        raise ConfigError(f"capture.{name} is {value}: expected {least} to {most}, {what}. Set it to one of these.")
+
+
+def selection_identity(capture: CaptureConfig, length: int) -> dict[str, str | int | float]:
+    """What determines the selection, beside documents and tokenizer; {} with positions=all."""
+    slots = slots_per_row(capture, length)
+    if slots is None:
+        return {}
+    given = {name: getattr(capture, name) for name in _SETTINGS[capture.positions]}
+    defaults = {"per_row": slots, "seed": 0}
+    return {"positions": str(capture.positions)} | {
+        name: defaults.get(name) if value is None else value for name, value in given.items()
+    }
+
+
+def open_selection(capture: CaptureConfig, length: int, tokenizer: TextTokenizer) -> Selection | None:
+    """What the settings select; None for all tokens. Raises ConfigError, also for what no token of the tokenizer is."""
+    slots = slots_per_row(capture, length)
+    match capture.positions:
+        case Positions.last:
+            return LastToken(slots)
+        case Positions.every:
+            return EveryKth(capture.every, slots)
+        case Positions.token:
+            return SomeTokens((tokenizer.token_id("capture.token", capture.token),), slots)
+        case Positions.regex:
+            return SomeTokens(_matching_ids(capture.regex, tokenizer), slots)
+        case Positions.sample:
+            return SampledTokens(capture.rate, capture.seed or 0, slots)
+    return None
+
+
+def _matching_ids(regex: str, tokenizer: TextTokenizer) -> tuple[int, ...]:
+    try:
+        pattern = re.compile(regex)
+    except re.error as error:
+        raise ConfigError(
+            f"capture.regex={regex!r} is no regular expression: {error}. Correct it (Python's re)."
+        ) from error
+    ids = tuple(token_id for token_id, text in sorted(tokenizer.token_texts().items()) if pattern.search(text))
+    if not ids:
+        raise ConfigError(
+            f"capture.regex={regex!r} is found in none of the {tokenizer.vocab_size} tokens. It is searched for in "
+            f"each token's text, such as ' the'; correct it."
+        )
+    return ids
+
+
+def costs(
+    selection: Selection, sizes: Int64[np.ndarray, " P"], chosen: Sequence[Chosen], length: int
+) -> tuple[Int64[np.ndarray, " P"], int]:
+    """What each piece takes of a row, and what a row has: in units of which a token takes K and a slot T.
+
+    So pieces whose costs fit into a row have at most T tokens and K selected ones.
+    """
+    if not selection.packs:
+        return sizes, length
+    counts = np.array([min(len(found.places), selection.slots) for found in chosen], np.int64)
+    return np.maximum(sizes * selection.slots, counts * length), length * selection.slots
+
+
+def selected_slots(
+    placement: Placement, chosen: Sequence[Chosen], num_slots: int
+) -> tuple[Int32[np.ndarray, "R K"], Int64[np.ndarray, " P"]]:
+    """The row positions of the selected tokens, ascending, and how many of each piece's got a slot.
+
+    Of a row that has more than `num_slots` those with the lowest ranks get one.
+    """
+    counts = np.array([len(found.places) for found in chosen], np.int64)
+    none = np.empty(0, np.int64)
+    piece = np.repeat(np.arange(len(chosen)), counts)
+    position = placement.column[piece] + np.concatenate([none, *(found.places for found in chosen)])
+    row, rank = placement.row[piece], np.concatenate([found.ranks for found in chosen] or [none])
+
+    def place_in_row(row: np.ndarray) -> np.ndarray:
+        """How many of the same row stand before each, where rows are ascending."""
+        return np.arange(len(row)) - np.searchsorted(row, row)
+
+    by_rank = np.lexsort((position, rank, row))
+    kept = by_rank[place_in_row(row[by_rank]) < num_slots]
+    kept = kept[np.lexsort((position[kept], row[kept]))]
+    selected = np.full((placement.num_rows, num_slots), -1, np.int32)
+    selected[row[kept], place_in_row(row[kept])] = position[kept]
+    return selected, np.bincount(piece[kept], minlength=len(chosen))
