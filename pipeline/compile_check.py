@@ -35,6 +35,12 @@ _LIBTPU_OPTIONS = {
 }
 
 
+_REMEDY = (
+    "Lower batch.rows (plan.search=true finds the most that fit), batch.length or run.max_inflight_mib, divide the "
+    "weights (model.weights=fsdp), or take more or larger chips."
+)
+
+
 class DoesNotFit(ConfigError):
     """A program that needs more memory than a chip has."""
 
@@ -89,7 +95,7 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
         reason = str(error).splitlines()[0].partition("Ran out of memory")[2]
         raise DoesNotFit(
             f"the step of {plan.step_rows} rows of {plan.length} tokens does not fit: ran out of memory{reason} "
-            f"Lower batch.rows or batch.length, divide the weights (model.weights), or take more or larger chips."
+            f"{_REMEDY}"
         ) from error
     memory = step.executable.memory_analysis()
     return Program(
@@ -110,24 +116,20 @@ def _collectives(program_text: str) -> dict[str, int]:
     return dict(collections.Counter(kind for kind, _ in channels))
 
 
-def require_room(program: Program, plan: Plan, where: Slice) -> None:
-    """Raises DoesNotFit unless a chip can hold the step that runs and those whose activations are still on it."""
-    needed, available = program.resident_bytes(plan.inflight_steps), where.chip.hbm_bytes
-    if needed > available:
+def require_room(step_bytes: int, all_bytes: int, plan: Plan, where: Slice) -> None:
+    """Raises DoesNotFit unless a chip can hold one step, and with it the activations of the others in flight."""
+    available = where.chip.hbm_bytes
+    if all_bytes > available:
         raise DoesNotFit(
-            f"a step takes {program.resident_bytes(1) / GIB:.2f} GiB of a chip, and {needed / GIB:.2f} with the "
-            f"activations of {plan.inflight_steps} steps in flight; {where.chip.name} has {available / GIB:.2f}. "
-            f"Lower batch.rows or run.max_inflight_mib, or capture less."
+            f"a step takes {step_bytes / GIB:.2f} GiB of a chip, and {all_bytes / GIB:.2f} with the activations of "
+            f"{plan.inflight_steps} steps in flight; {where.chip.name} has {available / GIB:.2f}. {_REMEDY}"
         )
 
 
-def largest(fits: Callable[[int], bool], start: int = 1, limit: int = 1 << 12) -> int:
-    """The largest number up to `limit` that fits, found by doubling from `start`, then by halving; 0 if none does."""
-    low, high = 0, start
-    while high <= limit and fits(high):
-        low, high = high, 2 * high
-    high = min(high, limit + 1)
+def largest_power(fits: Callable[[int], bool], limit: int = 1 << 12) -> int:
+    """The largest power of two up to `limit` that fits, found by bisection; 0 if 1 does not. What fits, fits halved."""
+    low, high = -1, limit.bit_length()  # exponents: of what fits, and of what does not
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+        low, high = (middle, high) if fits(1 << middle) else (low, middle)
+    return 1 << low if low >= 0 else 0

@@ -7,9 +7,8 @@ import json
 import logging
 from dataclasses import asdict, dataclass, replace
 
-from pipeline import compile_check
 from pipeline.advice import advise
-from pipeline.compile_check import Program
+from pipeline.compile_check import Program, compile_program, largest_power, require_room, slice_devices
 from pipeline.config import PlanConfig, RunConfig
 from pipeline.errors import ConfigError
 from pipeline.models.registry import Model, open_model
@@ -104,17 +103,45 @@ def print_slice_plan(config: RunConfig) -> None:
     model = open_model(
         config.model.path, revision=config.model.revision, init=str(config.model.init), seed=config.model.seed
     )
-    if config.plan.search:
-        config = with_most_rows(config, model, where)
-    plan = plan_slice(config, model, where)
+    plan = search(config, model, where) if config.plan.search else plan_slice(config, model, where)
     print(json.dumps(asdict(plan), indent=2) if config.plan.json else plan.describe())
 
 
 def plan_slice(config: RunConfig, model: Model, where: Slice) -> SlicePlan:
     """Compiles the step for the slice. Raises ConfigError for what does not fit."""
-    job = _job_plan(config, model, where)
-    program = compile_check.compile_program(model, job, config, compile_check.slice_devices(where))
-    compile_check.require_room(program, job, where)
+    return _compiled(config, model, where, _job_plan(config, model, where))
+
+
+def search(config: RunConfig, model: Model, where: Slice) -> SlicePlan:
+    """The plan with the largest batch.rows that fits with two steps in flight: a power of two per chip, found by
+    compiling; it logs what it tries. Raises ConfigError if one row per chip does not fit."""
+    along_data = where.num_chips // config.mesh.tensor
+    plans: dict[int, SlicePlan] = {}
+
+    def fits(per_chip: int) -> bool:
+        tried = replace(config, batch=replace(config.batch, rows=per_chip * along_data))
+        try:
+            job = _job_plan(tried, model, where)
+            if job.inflight_steps == 1 and per_chip > 1:
+                log.info("%d rows per chip: two steps exceed run.max_inflight_mib", per_chip)
+                return False
+            plan = plans[per_chip] = _compiled(tried, model, where, job)
+        except ConfigError as error:
+            if per_chip == 1:
+                raise
+            log.info("%d rows per chip: %s", per_chip, error)
+            return False
+        log.info("%d rows per chip: %.2f of %.2f GiB", per_chip, plan.hbm_bytes_needed / GIB, plan.hbm_bytes / GIB)
+        return True
+
+    return plans[largest_power(fits)]
+
+
+def _compiled(config: RunConfig, model: Model, where: Slice, job: Plan) -> SlicePlan:
+    outputs = _output_bytes(job, where)  # what these take is known without a compiler
+    require_room(job.weights_bytes + outputs, job.weights_bytes + job.inflight_steps * outputs, job, where)
+    program = compile_program(model, job, config, slice_devices(where))
+    require_room(program.resident_bytes(1), program.resident_bytes(job.inflight_steps), job, where)
     options = config.plan
     slot_bytes = job.row_bytes // job.length
     cost = Cost(model.flops_per_token(job.keys, job.length), slot_bytes, options.fill)
@@ -142,7 +169,7 @@ def plan_slice(config: RunConfig, model: Model, where: Slice) -> SlicePlan:
         length=job.length,
         steps_in_flight=job.inflight_steps,
         weight_bytes=job.weights_bytes,
-        output_bytes=rows_per_chip * job.row_bytes // job.tensor,
+        output_bytes=_output_bytes(job, where),
         program=program,
         hbm_bytes=where.chip.hbm_bytes,
         hbm_bytes_needed=program.resident_bytes(job.inflight_steps),
@@ -168,27 +195,9 @@ def plan_slice(config: RunConfig, model: Model, where: Slice) -> SlicePlan:
     )
 
 
-def with_most_rows(config: RunConfig, model: Model, where: Slice) -> RunConfig:
-    """The configuration with the largest batch.rows that fits, found by compiling; it logs what it tries."""
-    devices = compile_check.slice_devices(where)
-    along_data = where.num_chips // config.mesh.tensor
-
-    def rows(per_chip: int) -> RunConfig:
-        return replace(config, batch=replace(config.batch, rows=per_chip * along_data))
-
-    def fits(per_chip: int) -> bool:
-        try:
-            job = _job_plan(rows(per_chip), model, where)
-            program = compile_check.compile_program(model, job, config, devices)
-            compile_check.require_room(program, job, where)
-        except ConfigError as error:
-            log.info("%d rows per chip: %s", per_chip, error)
-            return False
-        needed = program.resident_bytes(job.inflight_steps)
-        log.info("%d rows per chip: %.2f of %.2f GiB", per_chip, needed / GIB, where.chip.hbm_bytes / GIB)
-        return True
-
-    return rows(max(1, compile_check.largest(fits)))
+def _output_bytes(job: Plan, where: Slice) -> int:
+    """Activations of one step that a chip holds."""
+    return job.step_bytes * job.processes // where.num_chips
 
 
 def _check(options: PlanConfig) -> None:
