@@ -40,6 +40,7 @@ def main(task: Callable[[RunConfig], None]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("pipeline").setLevel(logging.INFO)
     logging.getLogger().setLevel(logging.WARNING)
+    distributed.skip_absent_tpu()
     prepare()
     composed_once = False
 

@@ -1,6 +1,8 @@
 """Processes, devices, the mesh, and requests to stop. The only caller of `jax.process_index()`."""
 
 import hashlib
+import importlib.metadata
+import importlib.util
 import itertools
 import json
 import logging
@@ -12,6 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cache
 
 import jax
 import numpy as np
@@ -30,6 +33,17 @@ _NOTHING_DETECTED = "coordinator_address should be defined"  # how JAX says that
 _steps = itertools.count()  # of this process, over all jobs of a sweep: what a sync point is named by
 
 
+def skip_absent_tpu() -> None:
+    """Has JAX use the CPU where libtpu is installed, for plans, and no TPU: asked for one, libtpu complains at length.
+
+    JAX itself names its platforms where it sees a TPU, and so does a user by JAX_PLATFORMS; both hold.
+    """
+    others = importlib.metadata.entry_points(group="jax_plugins")  # CUDA's, for example
+    if jax.config.jax_platforms is None and importlib.util.find_spec("libtpu") and not others:
+        jax.config.update("jax_platforms", "cpu")
+
+
+@cache  # the jobs of a sweep share the process: JAX joins before its first computation, or never
 def initialise(options: DistributedConfig) -> None:
     """Joins the processes of a TPU pod, GKE, Slurm or MPI job, or those that `options` describe; once per process.
 

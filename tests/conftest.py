@@ -1,5 +1,6 @@
 """What every test may use: object stores, and the real material beside the checkout, when it is there."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 
 from tests.store.emulators import gcs_emulator, s3_emulator
 from tests.store.fault_proxy import FaultProxy
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where libtpu is installed: JAX would ask it, and it would complain
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SECRET = "ya29.nobody-may-see-this"
