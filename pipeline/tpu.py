@@ -31,14 +31,16 @@ class Chip:
         return self.flops_per_s / self.hbm_bytes_per_s  # 2 operations per number of 2 bytes
 
 
-# Peaks, HBM, hosts: cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e; usable HBM: libtpu's compiler. PCIe, network: "How
-# to Scale Your Model" (jax-ml.github.io/scaling-book/tpus); v5e's 256 chips have 6.4 Tbps, which is 3.1 GB/s a chip.
-# Prices: cloud.google.com/tpu/pricing, 2025; they change, and plan.usd_per_chip_hour overrides them.
+# Peak and HBM's rate: docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. Usable HBM: what libtpu's compiler says when
+# a program has too much. Memory of a VM of four chips: the "VM types" of the same pages (ct5lp-hightpu-4t and
+# ct6e-standard-4t; those of v4 and v5p are assumed). PCIe and network of a chip: "How to Scale Your Model",
+# jax-ml.github.io/scaling-book/tpus: 16 and 6.25 GB/s, v6e 32 and 12.5, v5e 3.125 (its pod's 6.4 Tbps / 256).
+# Prices: cloud.google.com/tpu/pricing in 2025, assumed to hold; plan.usd_per_chip_hour overrides them.
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 275e12, int(30.75 * GIB), 1228e9, 16e9, 6.25e9, 3.22, 407e9, num_dims=3, cores_per_chip=2),
-        Chip("v5e", 197e12, int(15.75 * GIB), 819e9, 15e9, 3.1e9, 1.20, 192e9, num_dims=2, cores_per_chip=1),
+        Chip("v4", 275e12, int(30.75 * GIB), 1200e9, 16e9, 6.25e9, 3.22, 407e9, num_dims=3, cores_per_chip=2),
+        Chip("v5e", 197e12, int(15.75 * GIB), 819e9, 16e9, 3.125e9, 1.20, 192e9, num_dims=2, cores_per_chip=1),
         Chip("v5p", 459e12, int(95.73 * GIB), 2765e9, 16e9, 6.25e9, 4.20, 448e9, num_dims=3, cores_per_chip=2),
         Chip("v6e", 918e12, int(31.24 * GIB), 1638e9, 32e9, 12.5e9, 2.70, 720e9, num_dims=2, cores_per_chip=1),
     )

@@ -18,8 +18,8 @@ COST = Cost(flops=1_000_000_000, activation_bytes=5380, fill=0.5)  # with the si
 def test_each_limit() -> None:
     reach = limits(COST, V5E_64, mfu=0.4, store_bytes_per_s=21.6e9)
     assert reach.compute == pytest.approx(64 * 197e12 * 0.4 / 2e9)  # a valid token costs two slots
-    assert reach.device_to_host == pytest.approx(64 * 15e9 / (2 * 5380))
-    assert reach.network == pytest.approx(64 * 3.1e9 / (2 * 5400))
+    assert reach.device_to_host == pytest.approx(64 * 16e9 / (2 * 5380))
+    assert reach.network == pytest.approx(64 * 3.125e9 / (2 * 5400))
     assert reach.store == pytest.approx(21.6e9 / 10800)
     assert (reach.binding, reach.tokens_per_s) == ("store", pytest.approx(2e6))
 
