@@ -13,7 +13,7 @@ from pipeline.compile_check import Program, largest_power
 from pipeline.errors import EXIT_INVALID
 from pipeline.tpu import CHIPS
 from scripts.published_shapes import write_shapes
-from tests.jobs import ROOT
+from tests.jobs import ROOT, write_text
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the extra `tpu`)")
 
@@ -169,6 +169,15 @@ def test_a_process_has_neighbouring_devices_of_every_slice() -> None:
     """Plan gives each process consecutive rows: its devices must be the ones that hold them."""
     done = subprocess.run([sys.executable, "-c", SLICES], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@needs_libtpu
+def test_libtpu_is_silent_where_there_is_no_tpu(tmp_path: Path) -> None:
+    """Without JAX_PLATFORMS, JAX would ask it for devices, and it would complain of variables that are not set."""
+    command = [sys.executable, "-m", "pipeline.plan", f"data.path={write_text(tmp_path, files=1, documents=1)}"]
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
