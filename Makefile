@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := scripts/constraints.txt
 
-.PHONY: help setup setup-test demo test test-slow lint bench bench-reader train-demo-model clean
+.PHONY: help setup setup-test demo test test-slow lint bench bench-reader bench-writer train-demo-model clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -50,6 +50,9 @@ bench: setup  ## the job against its own bare forward pass; writes build/bench.j
 
 bench-reader: setup  ## the reader against numpy on the same files; writes build/bench-reader.json
 	$(BIN)/python scripts/bench_reader.py
+
+bench-writer: setup  ## the write path against raw writes of the same bytes; writes build/bench-writer.json
+	$(BIN)/python scripts/bench_writer.py
 
 train-demo-model: $(VENV)/.setup-train  ## train the bundled model again, in minutes
 	$(BIN)/python scripts/train_demo_model.py --out pipeline/assets/tiny-qwen2

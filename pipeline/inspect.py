@@ -1,7 +1,8 @@
 """What is in a store? `python -m pipeline.inspect store.path=... [inspect.html=page.html]` looks at it.
 
 Prints what the store holds and, from a sample of its rows, the norms of its activations; `inspect.html` writes that and
-pictures as one HTML page that loads nothing else. Works on unfinished and on remote stores.
+pictures as one HTML page that loads nothing else, `inspect.png` the charts alone, where matplotlib is installed (the
+extra `png`). Works on unfinished and on remote stores.
 
     inspect.tokens     token slots to sample (16384)
     inspect.seed       of the sample (0)
@@ -11,17 +12,20 @@ Exit codes: 0 done; 1 the store cannot be reached; 2 there is no store, or a set
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from pipeline.data.tokenizer import TextTokenizer, load_tokenizer
 from pipeline.errors import EXIT_OK, ConfigError, PipelineError
 from pipeline.inspection.page import STATISTICS, render, statistics
-from pipeline.inspection.sample import take_sample
+from pipeline.inspection.pictures import document_charts, histograms, norm_charts, run_charts
+from pipeline.inspection.sample import StoreSample, take_sample
 from pipeline.inspection.summary import Summary, summarise
 from pipeline.store import ActivationStore
 
-USAGE = "python -m pipeline.inspect store.path=... [inspect.html=...] [inspect.tokens=16384] [inspect.seed=0]"
+USAGE = "python -m pipeline.inspect store.path=... [inspect.html=...] [inspect.png=...] [inspect.tokens=16384]"
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Settings:
 
     path: str
     html: str | None = None
+    png: str | None = None
     tokens: int = 16384
     seed: int = 0
     tokenizer: str | None = None
@@ -54,11 +59,31 @@ def inspect(settings: Settings) -> None:
         print("\n".join(_columns([STATISTICS, *map(statistics, sample.views)])))
     if settings.html is not None:
         page = render(summary, sample, find_tokenizer(summary, settings.tokenizer))
-        try:
-            Path(settings.html).write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"inspect.html={settings.html} cannot be written: {error}.") from error
-        print(f"{settings.html}: {len(page) / 1024:.0f} KiB")
+        with _written("html", settings.html) as path:
+            path.write_text(page, encoding="utf-8")
+    if settings.png is not None:
+        with _written("png", settings.png) as path:
+            _write_png(path, summary, sample)
+
+
+@contextmanager
+def _written(setting: str, file: str) -> Iterator[Path]:
+    try:
+        yield Path(file)
+    except OSError as error:
+        raise ConfigError(f"inspect.{setting}={file} cannot be written: {error}.") from error
+    print(f"{file}: {Path(file).stat().st_size / 1024:.0f} KiB")
+
+
+def _write_png(path: Path, summary: Summary, sample: StoreSample | None) -> None:
+    try:
+        from pipeline.inspection.png import write_png
+    except ImportError as error:
+        raise ConfigError(f"inspect.png needs matplotlib ({error}): pip install 'activation-pipeline[png]'.") from error
+    charts = [] if sample is None else norm_charts(sample) + histograms(sample)
+    charts += document_charts(summary)
+    charts += [chart for snapshots in summary.runs.values() for chart in run_charts(snapshots)]
+    write_png(path, summary.path, charts)
 
 
 def find_tokenizer(summary: Summary, path: str | None) -> TextTokenizer | None:

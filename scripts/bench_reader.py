@@ -35,7 +35,8 @@ GIB = 1 << 30
 def write_store(num_tokens: int) -> None:
     """A store of random activations. A block of a layer has 15 MiB, 3 % of its slots are padding."""
     shutil.rmtree(PATH, ignore_errors=True)
-    arrays = tuple(ArraySpec(f"blocks.{layer}.resid_post", "bfloat16", WIDTH, {"d": WIDTH}) for layer in LAYERS)
+    hooks = {f"blocks.{layer}.resid_post": f"blocks.{layer}.hook_resid_post" for layer in LAYERS}
+    arrays = tuple(ArraySpec(name, "bfloat16", WIDTH, {"hook_name": hook, "d": WIDTH}) for name, hook in hooks.items())
     layout = StoreLayout(1, ROWS, LENGTH, arrays)
     metadata = StoreMetadata({}, {}, {}, {}, {}, {}, num_streams=1, rows_per_block=ROWS)
     writer = StoreWriter.open(str(PATH), metadata, layout)

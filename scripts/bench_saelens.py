@@ -2,9 +2,9 @@
 
     python scripts/bench_saelens.py [--tokens 300000] [--repeats 3]
 
-SAELens' cache is an Arrow data set of [context, d] per row, as its CacheActivationsRunner writes it, in float16 (Arrow
-has no bfloat16): two bytes, as in the store. Both give shuffled batches of 4096 tokens as torch tensors, alternate in
-one process, and are timed over one epoch from the page cache, start included.
+SAELens' cache is written by pipeline.export, in float16 (Arrow has no bfloat16): two bytes, as in the store. Both give
+shuffled batches of 4096 tokens as torch tensors, alternate in one process, and are timed over one epoch from the page
+cache, start included.
 """
 
 import argparse
@@ -15,35 +15,16 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-import datasets
-import numpy as np
 import torch
 from bench_reader import BATCH_SIZE, LAYERS, LENGTH, PATH, WIDTH, write_store
 from sae_lens.training.activations_store import ActivationsStore
 
+from pipeline.export import write_cached_activations
 from pipeline.store import ActivationStore
 
 CACHE = Path("build/bench-reader/saelens")
 HOOK = f"blocks.{LAYERS[0]}.hook_resid_post"
 ROWS_AT_A_TIME = 16
-
-
-def write_cache(store: ActivationStore) -> None:
-    """The store's rows in SAELens' format."""
-    shutil.rmtree(CACHE, ignore_errors=True)
-    features = datasets.Features(
-        {
-            HOOK: datasets.Array2D((LENGTH, WIDTH), "float16"),
-            "token_ids": datasets.Sequence(datasets.Value("int32"), length=LENGTH),
-        }
-    )
-
-    def rows() -> Iterator[dict[str, np.ndarray]]:
-        for row in store.rows.tolist():
-            activations = store.read(LAYERS[0], "resid_post", row, dtype=np.float16)
-            yield {HOOK: activations, "token_ids": store.arrays["tokens"][row].read().result()}
-
-    datasets.Dataset.from_generator(rows, features=features).save_to_disk(CACHE)
 
 
 def saelens_batches() -> Iterator[torch.Tensor]:
@@ -85,7 +66,8 @@ def main() -> None:
     options = parser.parse_args()
     write_store(options.tokens)
     store = ActivationStore.open(PATH)
-    write_cache(store)
+    shutil.rmtree(CACHE, ignore_errors=True)
+    write_cached_activations(store, CACHE, [f"blocks.{LAYERS[0]}.resid_post"], LENGTH, "float16")
     ours, theirs = [], []
     for _ in range(options.repeats):
         theirs.append(tokens_per_s(saelens_batches(), options.tokens))

@@ -1,6 +1,7 @@
 """`python -m pipeline.inspect`: what it says is what is in the store."""
 
 import re
+import sys
 from html.parser import HTMLParser
 
 import numpy as np
@@ -95,6 +96,25 @@ def test_the_page_is_whole_and_loads_nothing(real, tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_the_charts_as_a_png(real, tmp_path, capsys):
+    pixels = pytest.importorskip("matplotlib.image")
+    file = tmp_path / "charts.png"
+    assert main([f"store.path={real}", f"inspect.png={file}", "inspect.tokens=4096"]) == 0
+    assert f"{file}: " in capsys.readouterr().out
+    height, width, _ = pixels.imread(file).shape
+    assert height > 900
+    assert width > 1200
+    assert main([f"store.path={real}", f"inspect.png={tmp_path}/no/such/folder.png"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_extra_is_named(real, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
+    monkeypatch.delitem(sys.modules, "pipeline.inspection.png", raising=False)
+    assert main([f"store.path={real}", f"inspect.png={tmp_path / 'charts.png'}"]) == 2
+    assert "pip install 'activation-pipeline[png]'" in capsys.readouterr().err
+
+
 def test_a_tokenizer_that_was_asked_for_must_be_there(real, tmp_path, capsys):
     assert main([f"store.path={real}", f"inspect.html={tmp_path / 'p'}", f"inspect.tokenizer={tmp_path}"]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
@@ -153,7 +173,7 @@ def test_the_command_line(real):
 
 def test_settings():
     given = ["store.path='/a b'", "inspect.html=p", "inspect.tokens=5", "inspect.seed=0", "inspect.tokenizer=t"]
-    assert parse(given) == Settings("/a b", "p", 5, 0, "t")
+    assert parse(given) == Settings("/a b", "p", None, 5, 0, "t")
 
 
 @pytest.mark.parametrize(

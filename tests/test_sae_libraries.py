@@ -3,9 +3,12 @@
 Neither is among the test requirements; both are trained here wherever they are installed.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from pipeline.export import main as export
 from pipeline.store import ActivationStore
 from tests.trained_store import make_store
 
@@ -33,7 +36,33 @@ def activations(store: ActivationStore):
     return (batch.activations for batch in batches)
 
 
-def test_saelens_trains_from_a_store(store):
+def cached_activations(store: ActivationStore, path: Path):
+    """SAELens' own loader on what pipeline.export makes of the store."""
+    from sae_lens.training.activations_store import ActivationsStore
+
+    assert export([f"store.path={store.path}", f"export.path={path}", f"export.arrays={KEY}"]) == 0
+    return ActivationsStore(
+        model=None,
+        dataset=None,
+        streaming=False,
+        hook_name="blocks.2.hook_resid_post",
+        hook_head_index=None,
+        context_size=store.length,
+        d_in=store.arrays[KEY].shape[2],
+        n_batches_in_buffer=16,
+        total_training_tokens=STEPS * BATCH_SIZE,
+        store_batch_size_prompts=4,
+        train_batch_size_tokens=BATCH_SIZE,
+        prepend_bos=False,
+        normalize_activations="none",
+        device=torch.device("cpu"),
+        dtype="float32",
+        cached_activations_path=str(path),
+    )
+
+
+@pytest.mark.parametrize("data", ["batches", "cached activations"])
+def test_saelens_trains_from_a_store(store, data, tmp_path):
     pytest.importorskip("sae_lens")
     from sae_lens import TopKTrainingSAE, TopKTrainingSAEConfig
     from sae_lens.config import SAETrainerConfig
@@ -51,8 +80,9 @@ def test_saelens_trains_from_a_store(store):
     width = store.arrays[KEY].shape[2]
     sae = TopKTrainingSAE(TopKTrainingSAEConfig(d_in=width, d_sae=4 * width, k=16, device="cpu", dtype="float32"))
     config = SAETrainerConfig(STEPS * BATCH_SIZE, BATCH_SIZE, lr=1e-3, lr_end=1e-4)
-    Recorded(config, sae, activations(store)).fit()
+    Recorded(config, sae, activations(store) if data == "batches" else cached_activations(store, tmp_path)).fit()
     assert len(losses) >= STEPS
+    print(f"{data}: loss {np.mean(losses[:5]):.3f} to {np.mean(losses[-20:]):.3f}")
     assert np.mean(losses[-20:]) < 0.4 * np.mean(losses[:5])
 
 
@@ -84,4 +114,5 @@ def test_dictionary_learning_trains_from_a_store(store):
     }
     trainSAE(activations(store), [config], STEPS, device="cpu")
     assert len(losses) == STEPS
+    print(f"dictionary_learning: loss {np.mean(losses[:5]):.3f} to {np.mean(losses[-20:]):.3f}")
     assert np.mean(losses[-20:]) < 0.4 * np.mean(losses[:5])

@@ -3,21 +3,18 @@
 import math
 from collections.abc import Sequence
 from html import escape
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from pipeline.data.tokenizer import TextTokenizer
+from pipeline.inspection.chart import COLOURS, Axis, Chart, Shares, number
+from pipeline.inspection.pictures import MAX_HISTOGRAMS, document_charts, histograms, norm_charts, run_charts
 from pipeline.inspection.sample import ActivationView, StoreSample
 from pipeline.inspection.summary import Summary
-from pipeline.inspection.svg import COLOURS, Axis, Chart, number, stacked_bar
-from pipeline.sites import ActivationKey
+from pipeline.inspection.svg import chart_svg, shares_svg
 
-MAX_HISTOGRAMS = 24
 TEXT_ROWS, TEXT_TOKENS = 3, 256
 MAP_ROWS = 40
-MAX_POINTS = 400
 
 STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; color: #1d2733; background: #fff; max-width: 1000px; margin: 28px auto;
@@ -78,105 +75,12 @@ def _activations(sample: StoreSample) -> str:
 
 
 def _norms(sample: StoreSample) -> str:
-    views = [view for view in sample.views if view.valid_norms.size]
-    charts = [_figure("Norm by layer: mean, and 5 to 95 %", _by_layer(views))]
-    charts.append(_figure("Mean norm by position in the document", _by_position(views, sample)))
-    charts.append(_figure("Variance that the first components explain", _spectra(views)))
-    histograms = [_figure(view.name, _histogram(view)) for view in views[:MAX_HISTOGRAMS]]
-    left_out = len(views) - MAX_HISTOGRAMS
+    left_out = len(sample.views) - MAX_HISTOGRAMS
     more = f"<p>{left_out} more arrays have no histogram here.</p>" if left_out > 0 else ""
     return (
-        f'<h2>Norms and variance</h2><div class="charts">{"".join(charts)}</div>'
-        f'<h2>Histograms of norms</h2><div class="charts">{"".join(histograms)}</div>{more}'
+        f"<h2>Norms and variance</h2>{_figures(norm_charts(sample))}"
+        f"<h2>Histograms of norms</h2>{_figures(histograms(sample))}{more}"
     )
-
-
-def _by_layer(views: Sequence[ActivationView]) -> str:
-    keys = [ActivationKey.parse(view.name) for view in views]
-    layers = [key.layer for key in keys if key.site.per_layer]
-    if not layers:
-        return "<p>No activation is of a layer.</p>"
-    quantiles = {view.name: np.quantile(view.valid_norms, (0.05, 0.95)) for view in views}
-    lowest, highest = min(q[0] for q in quantiles.values()), max(q[1] for q in quantiles.values())
-    y = _norm_axis("L2 norm", lowest, max(highest, *(float(view.valid_norms.mean()) for view in views)))
-    chart = Chart(Axis("layer", min(layers) - 0.5, max(layers) + 0.5, whole=True), y)
-    for k, site in enumerate(dict.fromkeys(key.site for key in keys if key.site.per_layer)):
-        chosen = sorted((key.layer, view) for key, view in zip(keys, views, strict=True) if key.site is site)
-        xs = [layer for layer, _ in chosen]
-        bands = np.array([quantiles[view.name] for _, view in chosen])
-        chart.band(xs, bands[:, 0], bands[:, 1], COLOURS[k % 8])
-        chart.line(xs, [view.valid_norms.mean() for _, view in chosen], COLOURS[k % 8], str(site), dots=True)
-    return chart.svg()
-
-
-def _by_position(views: Sequence[ActivationView], sample: StoreSample) -> str:
-    place = sample.beside.positions + 1
-    edges = np.unique(np.geomspace(1, place.max() + 1, 40).round().astype(int))
-    edges = edges if len(edges) > 1 else np.array([1, 2])
-    means = []
-    for view in views:
-        there = np.isfinite(view.norms)
-        bins = np.digitize(place[there], edges) - 1
-        counts = np.bincount(bins, minlength=len(edges) - 1)
-        sums = np.bincount(bins, view.norms[there], minlength=len(edges) - 1)
-        means.append(np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)[: len(edges) - 1])
-    y = _norm_axis("mean L2 norm", float(np.nanmin(means)), float(np.nanmax(means)))
-    chart = Chart(Axis("position, from 1", 1, max(2, int(edges[-1])), log=True), y)
-    centres = [math.sqrt(left * max(left, right - 1)) for left, right in pairwise(edges.tolist())]
-    for style, values in zip(_styles(views), means, strict=True):
-        chart.line(centres, values, style.colour, style.label, dots=len(views) <= 4, opacity=style.opacity)
-    return chart.svg()
-
-
-class _Style(NamedTuple):
-    colour: str
-    label: str
-    opacity: float
-
-
-def _styles(views: Sequence[ActivationView]) -> list[_Style]:
-    """How to draw each view's line: by colour, or many of them by their site's colour, deeper ones stronger."""
-    if len(views) <= 6:
-        return [_Style(COLOURS[k], view.name, 1.0) for k, view in enumerate(views)]
-    keys = [ActivationKey.parse(view.name) for view in views]
-    sites = list(dict.fromkeys(key.site for key in keys))
-    deepest = max(1, *(key.layer for key in keys))
-    first = {site: next(k for k, key in enumerate(keys) if key.site is site) for site in sites}
-    return [
-        _Style(
-            COLOURS[sites.index(key.site) % 8],
-            f"{key.site}, deeper layers stronger" if first[key.site] == k and key.site.per_layer else "",
-            0.3 + 0.7 * max(0, key.layer) / deepest,
-        )
-        for k, key in enumerate(keys)
-    ]
-
-
-def _spectra(views: Sequence[ActivationView]) -> str:
-    most = max((len(view.spectrum) for view in views), default=0)
-    if most < 2:
-        return "<p>Too few tokens.</p>"
-    chart = Chart(Axis("components", 1, most, log=True), Axis("share of the variance", 0, 1))
-    for style, view in zip(_styles(views), views, strict=True):
-        at = np.unique(np.geomspace(1, max(1, len(view.spectrum)), 60).round().astype(int))
-        shares = np.cumsum(view.spectrum)[at - 1] if view.spectrum.size else np.full(len(at), np.nan)
-        chart.line(at.tolist(), shares, style.colour, style.label, opacity=style.opacity)
-    return chart.svg()
-
-
-def _histogram(view: ActivationView) -> str:
-    norms = view.valid_norms[view.valid_norms > 0]
-    if not norms.size:
-        return "<p>Every norm is 0.</p>"
-    low, high = float(norms.min()), float(norms.max())
-    log = high / low > 20
-    high = max(high, low * 1.001)
-    edges = np.geomspace(low, high, 61) if log else np.linspace(low, high, 61)
-    heights = np.histogram(norms, edges)[0]
-    chart = Chart(
-        Axis("L2 norm", low, high, log), Axis("tokens", 0, 1.15 * max(1, heights.max())), width=300, height=180
-    )
-    return chart.bars(edges, heights, COLOURS[0]).rule(float(np.median(norms)), "median").svg()
 
 
 def _text(sample: StoreSample, tokenizer: TextTokenizer | None) -> str:
@@ -252,27 +156,7 @@ def _packing(sample: StoreSample) -> str:
 
 
 def _documents(summary: Summary) -> str:
-    charts = []
-    lengths = summary.document_tokens[summary.document_tokens > 0]
-    if lengths.size:
-        high = max(int(lengths.max()), int(lengths.min()) + 1)
-        edges = np.unique(np.geomspace(lengths.min(), high, 50).round().astype(int)).tolist()
-        heights = np.histogram(lengths, edges)[0]
-        chart = Chart(Axis("tokens", edges[0], edges[-1], log=True), Axis("documents", 0, 1.15 * max(1, heights.max())))
-        chart.bars(edges, heights, COLOURS[2])
-        if edges[0] < summary.layout.length < edges[-1]:
-            chart.rule(summary.layout.length, "a row")
-        charts.append(_figure("Lengths of documents", chart.svg()))
-    if summary.blocks:
-        every = -(-len(summary.blocks) // MAX_POINTS)
-        shares = [1 - r.tokens / max(1, r.rows * summary.layout.length) for r in summary.blocks[::every]]
-        xs = list(range(0, len(summary.blocks), every))
-        axis = Axis("padding", 0, max(0.05, *shares))
-        chart = Chart(Axis("block", 0, max(1, xs[-1]), whole=True), axis).line(
-            xs, shares, COLOURS[3], dots=len(xs) < 60
-        )
-        charts.append(_figure("Share of padding by block", chart.svg()))
-    return f'<h2>Documents and blocks</h2><div class="charts">{"".join(charts)}</div>'
+    return f"<h2>Documents and blocks</h2>{_figures(document_charts(summary))}"
 
 
 def _run(summary: Summary) -> str:
@@ -283,30 +167,14 @@ def _run(summary: Summary) -> str:
             f"{last['tokens']:,} tokens in {last['elapsed_s']:.1f} s, {last['tokens_per_s']:,.0f} tokens/s; greatest "
             f"memory {last['peak_rss_mib']} MiB."
         )
-        parts.append(f"<p><code>{escape(name)}</code><br>{figures}</p>")
-        if len(snapshots) > 2:
-            times = [snapshot["elapsed_s"] for snapshot in snapshots]
-            tokens = [snapshot["tokens"] for snapshot in snapshots]
-            rates = [
-                (b - a) / max(end - start, 1e-9)
-                for (a, b), (start, end) in zip(pairwise(tokens), pairwise(times), strict=True)
-            ]
-            y = Axis("tokens/s", 0, max(1.0, *rates))
-            chart = Chart(Axis("seconds", 0, times[-1]), y, width=620, height=200)
-            parts.append(chart.line(times[1:], rates, COLOURS[0]).svg())
-        for thread in ("feed", "loop", "writer"):
-            stages = sorted(last["seconds"].get(thread, {}).items(), key=lambda stage: -stage[1])
-            if stages:
-                parts.append(_figure(f"Seconds of the {thread} thread", stacked_bar(stages, last["elapsed_s"])))
+        parts.append(f"<p><code>{escape(name)}</code><br>{figures}</p>{_figures(run_charts(snapshots))}")
     return f"<h2>Runs</h2>{''.join(parts) or '<p>No run has left its log.</p>'}"
 
 
-def _norm_axis(label: str, low: float, high: float) -> Axis:
-    """From 0; logarithmic where the norms differ by more than a factor of 20."""
-    if low > 0 and high / low > 20:
-        return Axis(label, low / 1.1, high * 1.1, log=True)
-    return Axis(label, 0, max(high * 1.05, 1e-9))
-
-
-def _figure(caption: str, content: str) -> str:
-    return f"<figure><figcaption>{escape(caption)}</figcaption>{content}</figure>"
+def _figures(charts: Sequence[Chart | Shares]) -> str:
+    figures = (
+        f"<figure><figcaption>{escape(chart.caption)}</figcaption>"
+        f"{chart_svg(chart) if isinstance(chart, Chart) else shares_svg(chart)}</figure>"
+        for chart in charts
+    )
+    return f'<div class="charts">{"".join(figures)}</div>'

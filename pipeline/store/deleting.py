@@ -9,7 +9,6 @@ import tensorstore as ts
 from pipeline.store.claims import CLAIMS_PREFIX
 from pipeline.store.commits import COMMITS_PREFIX
 from pipeline.store.kvstore import object_url, open_kvstore, store_errors, write_key
-from pipeline.store.layout import SIDE_ARRAYS
 from pipeline.store.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.statistics import STATISTICS_PREFIX
 from pipeline.store.tables import TABLES_PREFIX
@@ -18,7 +17,7 @@ from pipeline.store.tables import TABLES_PREFIX
 def delete_store(path: str, root: StoreRoot) -> None:
     """Deletes the commit records, so that no block is left, then all else, the root last. Raises StoreError."""
     kvstore = open_kvstore(path)
-    arrays = [f"{name}/" for name in (*(spec.name for spec in SIDE_ARRAYS), *root.arrays)]
+    arrays = [f"{name}/" for name in root.array_names]
     beside = [TABLES_PREFIX, STATISTICS_PREFIX, "stats/", "_metrics/", CLAIMS_PREFIX]
     for prefix in (COMMITS_PREFIX, *arrays, *beside):
         with store_errors(object_url(kvstore, prefix)):

@@ -2,7 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +39,9 @@ from pipeline.store.problems import Problem, Remedy
 from pipeline.store.rows import READS_AHEAD, beside_activations, start_read, wait_read
 from pipeline.store.statistics import decode_statistics, statistics_key
 from pipeline.store.tables import TABLES_PREFIX, decode_table, table_key
+
+# Of each, READS_AHEAD pieces are under way: enough to keep an object store busy, and both memory and threads few.
+BLOCKS_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -84,16 +91,22 @@ def verify_store(path: str, progress: Callable[[int, int], None] | None = None) 
     if not readable:
         return problems
     total, done = sum(map(len, records.values())), 0
-    for stream in sorted(records):
-        tables: list[pa.Table] = []
-        for record in records[stream]:
-            problems += _check_block(store, record, tables)
-            done += 1
-            if progress is not None:
-                progress(done, total)
-        if len(tables) == len(records[stream]):
-            tiling = check_tiling(tables, records[stream][-1], root.metadata.num_streams)
-            problems += (Problem(f"_documents/stream-{stream:05d}", what) for what in tiling)
+    every = [record for stream in sorted(records) for record in records[stream]]
+    with (
+        ThreadPoolExecutor(BLOCKS_AT_ONCE, thread_name_prefix="verify") as pool,
+        closing(pool.map(partial(_check_block, store), every)) as results,
+    ):
+        for stream in sorted(records):
+            tables: list[pa.Table] = []
+            for found, table in islice(results, len(records[stream])):
+                problems += found
+                tables += [] if table is None else [table]
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+            if len(tables) == len(records[stream]):
+                tiling = check_tiling(tables, records[stream][-1], root.metadata.num_streams)
+                problems += (Problem(f"_documents/stream-{stream:05d}", what) for what in tiling)
     return problems
 
 
@@ -200,8 +213,18 @@ def _check_leftovers(store: _Store) -> Iterator[Problem]:
                 yield Problem(key, "belongs to no committed block, although the store is complete", Remedy.discard)
 
 
-def _check_block(store: _Store, record: CommitRecord, tables: list[pa.Table]) -> Iterator[Problem]:
-    """Everything about one block. Its document table, when it is readable, is added to `tables`."""
+def _check_block(store: _Store, record: CommitRecord) -> tuple[list[Problem], pa.Table | None]:
+    """What is wrong with one block, and its document table when that is readable."""
+    try:
+        table = decode_table(read_key(store.kvstore, table_key(record.stream, record.block)), record)
+    except StoreError as error:
+        of_table = [Problem(table_key(record.stream, record.block), str(error))]
+        return of_table + list(_check_objects(store, record, None)), None
+    return list(_check_objects(store, record, table)), table
+
+
+def _check_objects(store: _Store, record: CommitRecord, table: pa.Table | None) -> Iterator[Problem]:
+    """What is wrong with a block but for its document table."""
     keys = {spec.name: store.layout.shard_key(spec, record.stream, record.block) for spec in store.layout.all_arrays}
     # Zarr stores no object for a shard of zeros, which `positions` may be, and everything is in a block without rows.
     sides_of_tokens = {spec.name for spec in SIDE_ARRAYS}
@@ -209,13 +232,6 @@ def _check_block(store: _Store, record: CommitRecord, tables: list[pa.Table]) ->
     missing = {name for name, key in keys.items() if key not in store.objects[name] and held[name]}
     missing.discard(POSITIONS.name)
     yield from (Problem(keys[name], "is missing, although the block is committed") for name in sorted(missing))
-
-    table = None
-    try:
-        table = decode_table(read_key(store.kvstore, table_key(record.stream, record.block)), record)
-        tables.append(table)
-    except StoreError as error:
-        yield Problem(table_key(record.stream, record.block), str(error))
 
     sides: dict[str, np.ndarray] = {}
     for name in (spec.name for spec in store.layout.side_arrays if spec.name not in missing):

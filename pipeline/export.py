@@ -1,0 +1,152 @@
+"""Copies a store into SAELens' cached activations: `python -m pipeline.export store.path=... export.path=...`.
+
+That is the Arrow data set that its CacheActivationsRunner writes, and that its training runners read with
+`use_cached_activations`: a row per context, with a column [context, d] named after each TransformerLens hook and one of
+token ids. A training loop of one's own needs no copy: see docs/reading.md.
+
+Contexts are cut from the stored tokens in their order, without padding, so every position is a token; a context need
+not begin with a document. The tokens that remain at the end, fewer than a context, are left out.
+
+    export.arrays    comma-separated names (all)
+    export.context   tokens of a context (the store's row length)
+    export.dtype     float32, or float16; Arrow has no bfloat16 (float32: nothing is lost)
+
+Exit codes: 0 done; 1 the store cannot be reached, or damaged; 2 there is no store, or a setting is wrong.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from datasets import Array2D, DatasetInfo, Features, List, Value
+from datasets.arrow_writer import ArrowWriter
+from tqdm import tqdm
+
+from pipeline.errors import EXIT_OK, ConfigError, PipelineError
+from pipeline.store import ActivationStore
+from pipeline.store.layout import MIB
+
+USAGE = "python -m pipeline.export store.path=... export.path=... [export.arrays=...] [export.context=...]"
+FILE = "data-00000-of-00001.arrow"
+BATCH_MIB = 64  # written at a time
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The command line."""
+
+    store: str
+    path: str
+    arrays: tuple[str, ...] = ()
+    context: int | None = None
+    dtype: str = "float32"
+
+
+def main(arguments: list[str]) -> int:
+    """Exports the store that `arguments` name and returns the exit code."""
+    try:
+        settings = parse(arguments)
+        store = ActivationStore.open(settings.store)
+        names = settings.arrays or tuple(key.name for key in store.keys)
+        context = settings.context or store.length
+        contexts, left = write_cached_activations(store, Path(settings.path), names, context, settings.dtype)
+    except PipelineError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(f"{settings.path}: {contexts:,} contexts of {context} tokens; {left} tokens are left out")
+    return EXIT_OK
+
+
+def write_cached_activations(
+    store: ActivationStore, path: Path, names: Sequence[str], context: int, dtype: str
+) -> tuple[int, int]:
+    """Writes the data set to `path`, a folder. Returns how many contexts it has, and how many tokens were left.
+
+    Raises ConfigError when the folder is not empty or a value does not fit into `dtype`, and StoreError.
+    """
+    if path.exists() and any(path.iterdir()):
+        raise ConfigError(f"export.path={path} is not empty. Choose another, or delete what is there.")
+    known = [key.name for key in store.keys]
+    if unknown := sorted(set(names) - set(known)):
+        raise ConfigError(f"export.arrays: the store has no {unknown}, but {known}.")
+    hooks = {name: store.arrays[name].spec().to_json()["metadata"]["attributes"]["hook_name"] for name in names}
+    widths = {name: store.arrays[name].shape[2] for name in names}
+    features = Features(
+        {hooks[name]: Array2D((context, width), dtype) for name, width in widths.items()}
+        | {"token_ids": List(Value("int32"), length=context)}
+    )
+    context_bytes = context * sum(widths.values()) * np.dtype(dtype).itemsize
+    batch_size = context * max(1, BATCH_MIB * MIB // context_bytes)
+    path.mkdir(parents=True, exist_ok=True)
+    total = sum(record.activations for record in store.blocks)
+    num_contexts = num_tokens = 0
+    with (
+        ArrowWriter(features=features, path=str(path / FILE)) as writer,
+        tqdm(total=total, unit="token", desc="export", file=sys.stderr) as bar,
+    ):
+        for batch in store.batches(names, batch_size):
+            contexts = len(batch.tokens) // context
+            kept = contexts * context
+            columns = {"token_ids": batch.tokens[:kept].reshape(contexts, context)}
+            for name in names:
+                values = _converted(name, batch.activations[name][:kept], dtype)
+                columns[hooks[name]] = values.reshape(contexts, context, values.shape[1])
+            if contexts:
+                writer.write_batch(columns)
+            num_contexts += contexts
+            num_tokens += len(batch.tokens)
+            bar.update(len(batch.tokens))
+        writer.finalize()
+    _describe(path, features, f"{store.metadata.fingerprint()} {num_tokens} {names} {context} {dtype}")
+    return num_contexts, num_tokens - num_contexts * context
+
+
+def _converted(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        converted = values.astype(dtype)
+    if not np.isfinite(converted).all() and np.isfinite(values.astype(np.float32)).all():
+        raise ConfigError(f"export.dtype={dtype}: {name} has values beyond it. Choose float32.")
+    return converted
+
+
+def _describe(path: Path, features: Features, content: str) -> None:
+    """What makes a folder with an Arrow file one that `datasets.load_from_disk` opens."""
+    DatasetInfo(features=features).write_to_directory(str(path))
+    state = {
+        "_data_files": [{"filename": FILE}],
+        "_fingerprint": hashlib.sha256(content.encode()).hexdigest()[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    (path / "state.json").write_text(json.dumps(state, indent=2))
+
+
+def parse(arguments: list[str]) -> Settings:
+    """Raises ConfigError."""
+    keys = {"store.path": "store"} | {f"export.{f.name}": f.name for f in fields(Settings) if f.name != "store"}
+    given: dict[str, str] = {}
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key not in keys or not value:
+            raise ConfigError(f"{argument!r} is no setting. Usage: {USAGE}")
+        given[keys[key]] = value.strip("'\"")
+    if not {"store", "path"} <= set(given):
+        raise ConfigError(f"usage: {USAGE}")
+    context, dtype = given.get("context", ""), given.get("dtype", Settings.dtype)
+    if context and (not context.isdecimal() or int(context) < 1):
+        raise ConfigError(f"export.context={context}: expected a whole number, at least 1.")
+    if dtype not in ("float32", "float16"):
+        raise ConfigError(f"export.dtype={dtype}: expected float32 or float16.")
+    arrays = tuple(filter(None, given.get("arrays", "").split(",")))
+    return Settings(given["store"], given["path"], arrays, int(context) if context else None, dtype)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,83 @@
+"""`python -m pipeline.export`: the data set holds what the store does. test_sae_libraries.py trains on one."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import load_from_disk
+
+from pipeline.export import main
+from pipeline.store import ActivationStore
+from pipeline.store.writing import StoreWriter
+from tests.store.example_store import NUM_STREAMS, WIDTHS, layout, metadata, stored_tokens, write_blocks
+
+HOOKS = {"blocks.1.resid_post": "blocks.1.hook_resid_post", "blocks.3.resid_post": "blocks.3.hook_resid_post"}
+HOOKS |= {"embed": "hook_embed"}
+
+
+@pytest.fixture
+def store(tmp_path) -> Path:
+    specs = tuple(replace(spec, attributes={"hook_name": HOOKS[spec.name]}) for spec in layout().arrays)
+    writer = StoreWriter.open(str(tmp_path / "store"), metadata(), replace(layout(), arrays=specs))
+    for stream in range(NUM_STREAMS):
+        write_blocks(writer, stream)
+    writer.finish()
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize("context", [None, 5])
+def test_contexts_hold_the_stored_tokens_in_their_order(store, tmp_path, context, capsys):
+    given = [] if context is None else [f"export.context={context}"]
+    assert main([f"store.path={store}", f"export.path={tmp_path / 'cache'}", *given]) == 0
+    opened = ActivationStore.open(store)
+    context = context or opened.length
+    contexts = stored_tokens() // context
+    assert f"{contexts} contexts of {context} tokens; {stored_tokens() - contexts * context} tokens are left out" in (
+        capsys.readouterr().out
+    )
+    found = load_from_disk(tmp_path / "cache").with_format("numpy")
+    assert sorted(found.column_names) == sorted([*HOOKS.values(), "token_ids"])
+    valid = opened.read_tokens(opened.rows).segments > 0
+    tokens = opened.read_tokens(opened.rows).tokens[valid][: contexts * context]
+    np.testing.assert_array_equal(found["token_ids"][:].reshape(-1), tokens)
+    for name, hook in HOOKS.items():
+        assert found.features[hook].shape == (context, WIDTHS[name])
+        values = opened.arrays[name][...].read().result()[opened.rows][valid][: contexts * context]
+        np.testing.assert_array_equal(found[hook][:].reshape(len(values), -1), values.astype(np.float32))
+
+
+def test_some_arrays_in_half_precision(store, tmp_path, capsys):
+    arguments = [f"store.path={store}", f"export.path={tmp_path / 'cache'}", "export.arrays=embed"]
+    assert main([*arguments, "export.dtype=float16"]) == 0
+    found = load_from_disk(tmp_path / "cache")
+    assert found.column_names == ["hook_embed", "token_ids"]
+    assert found.features["hook_embed"].dtype == "float16"
+    assert main([*arguments, "export.dtype=float16"]) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_values_that_do_not_fit_are_refused(store, tmp_path, capsys):
+    array = ActivationStore.open(store).arrays["embed"]
+    values = array[0].read().result()
+    values[0, 0] = 1e5
+    array[0].write(values).result()
+    assert main([f"store.path={store}", f"export.path={tmp_path / 'cache'}", "export.dtype=float16"]) == 2
+    assert "export.dtype=float16: embed has values beyond it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "usage"),
+        (["export.path=b", "export.context=0"], "export.context=0"),
+        (["export.path=b", "export.dtype=int8"], "export.dtype=int8"),
+        (["export.path=b", "export.array=x"], "'export.array=x' is no setting"),
+        (["export.path=b", "export.arrays=embed,blocks.9.v"], "the store has no ['blocks.9.v'], but"),
+    ],
+)
+def test_settings_that_are_wrong(store, arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([f"store.path={store}", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
