@@ -15,6 +15,9 @@ from pipeline.errors import StoreInvalid
 from pipeline.inspect import main as inspect
 from pipeline.run import run as run_here
 from pipeline.store import ActivationStore, TokenFilter
+from pipeline.store.deleting import delete_store
+from pipeline.store.kvstore import open_kvstore
+from pipeline.store.metadata import read_root
 from pipeline.store.reader import DocumentActivations
 from pipeline.store.verify import verify_store
 from tests.jobs import assert_same_store, committed, run, run_and_signal, run_processes, write_text
@@ -176,6 +179,8 @@ def test_what_is_lost_or_left_out_is_said(overrides, tmp_path, caplog):
         ActivationStore.open(store.path).read_tokens(store.rows)
     with pytest.raises(StoreInvalid, match="selected"):
         list(ActivationStore.open(store.path).batches(KEYS[0], 10))
+    delete_store(store.path, read_root(store.path, open_kvstore(store.path)))
+    assert not Path(store.path).exists()
 
 
 def test_another_selection_is_another_store(overrides, every):
