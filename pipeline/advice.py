@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pipeline.config import Packing, RunConfig
 from pipeline.models.architecture import Architecture
 from pipeline.roofline import Limits
-from pipeline.store.layout import MIB
+from pipeline.store.layout import ITEM_BYTES, MIB
 from pipeline.tpu import GIB, Chip
 
 _LANES = 128  # a TPU's matrices are laid out and multiplied in tiles of so many columns
@@ -59,5 +59,9 @@ def advise(
     if reach.binding != "compute":
         yield (
             f"{reach.binding.replace('_', ' ')} limits this job to {reach.tokens_per_s / reach.compute:.0%} of what "
-            f"the chips could compute: capture fewer layers or sites, or take fewer chips"
+            f"the chips could compute: capture fewer layers or sites, fewer tokens (capture.positions), or take fewer "
+            f"chips"
         )
+        item_bytes = ITEM_BYTES[config.capture.dtype]
+        if item_bytes > 1:
+            yield f"capture.dtype=int8 would copy and store about {1 / item_bytes:.0%} of the bytes"

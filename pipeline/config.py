@@ -30,6 +30,9 @@ class StorageDtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+    int8 = "int8"
+    float8_e4m3fn = "float8_e4m3fn"
+    float8_e5m2 = "float8_e5m2"
 
 
 class Attention(StrEnum):
@@ -197,6 +200,7 @@ class CaptureConfig:
     seed: int | None = None  # of positions=sample; null: 0
     per_row: int | None = None  # of last, token, regex: a row's slots for such tokens; null: length / 16
     dtype: StorageDtype = StorageDtype.bfloat16
+    int8_group: int | None = None  # of dtype=int8: neighbouring features that share a scale; null: all of a token's
     statistics: bool = True  # of every array: mean, variance, norms; computed on the devices
     on_not_finite: OnNotFinite = OnNotFinite.fail  # what a value does that is NaN or too large for `dtype`
 

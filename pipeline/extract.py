@@ -1,5 +1,6 @@
 """The loop: token blocks in, steps dispatched, activations handed to the writer."""
 
+import jax
 import numpy as np
 
 from pipeline.data.documents import TokenBlock
@@ -49,7 +50,7 @@ def extract(
             batch = put_rows(sharding, step_rows(block, rows, plan.process_rows) if block else no_rows)
             outputs = step(params, *batch.values())
             outputs.counts.copy_to_host_async()
-            wanted = (*outputs.activations, *(outputs.statistics or ()))
+            wanted = jax.tree.leaves((outputs.activations, outputs.scales, outputs.statistics))
             copies = start_copies(wanted, plan.first_row) if block else []
             dispatched = Step(block, first_row, plan.process_rows, copies, outputs.counts)
             writer.submit(dispatched)

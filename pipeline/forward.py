@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
 from pipeline.config import Weights
 from pipeline.distributed import activation_sharding, make_mesh, replicated, row_sharding
@@ -21,6 +21,9 @@ from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
 from pipeline.plan import Plan
 from pipeline.sites import ActivationKey
+from pipeline.store.int8 import DTYPE as INT8
+from pipeline.store.layout import ITEM_BYTES
+from pipeline.stored import Stored, as_stored, is_finite, numbers
 
 log = logging.getLogger("pipeline")
 
@@ -33,12 +36,14 @@ class RowStatistics(NamedTuple):
 
     moments: Float32[Array, "B 2 W"]  # of each feature the mean, and the sum of squared deviations from it
     norms: Float32[Array, "B keys S"]  # of each token; 0 where there is none, NaN where a value is not finite
+    squared_errors: Float32[Array, "B keys"] | None  # of dtypes of one byte: what storing changes
 
 
 class StepOutputs(NamedTuple):
     """What a step leaves on the devices."""
 
-    activations: tuple[Float[Array, "B S D"], ...]  # in the order of the keys; 0 where there is no token
+    activations: tuple[Shaped[Array, "B S D"], ...]  # in the order of the keys; 0 where there is no token
+    scales: tuple[Float32[Array, "B S G"], ...]  # of int8; else none
     statistics: RowStatistics | None
     counts: Int32[Array, " 1+keys"]  # over all processes: valid tokens, then of each key those that are not finite
 
@@ -85,6 +90,7 @@ def compile_plan(plan: Plan, model: Model, params: Params, partition: Partition)
         attention=plan.attention,
         statistics=plan.statistics,
         num_selected=plan.selected,
+        int8_group=plan.int8_group,
     )
 
 
@@ -100,67 +106,66 @@ def compile_step(
     attention: str,
     statistics: bool = True,
     num_selected: int | None = None,
+    int8_group: int | None = None,
 ) -> CompiledStep:
     """Lowers and compiles the step for `rows` (global) rows of `length` tokens; activations come out as `dtype`.
 
     With `num_selected` (K) they are those of the selected tokens of each row, which the step takes as a further input.
+    `int8_group`: features that share a scale of int8; None for all of a token's.
     `params` may be shapes with shardings (`Model.abstract_params`), on devices that are only described.
     """
     keys = tuple(keys)
     mesh = partition.mesh
     chosen = choose_attention(attention, model.arch, mesh, length, params["embed"].dtype.name)
     log.info("%s", chosen.describe())
+    with_error = statistics and ITEM_BYTES[dtype] == 1
 
     def step(params: Params, tokens: Array, segments: Array, positions: Array, *selected: Array) -> StepOutputs:
         valid = segments != 0
         stored = selected[0] >= 0 if selected else valid
 
         @jax.named_scope("store")
-        def finish(activation: Array) -> Array:
+        def finish(activation: Array) -> Stored:
             """As it is stored. Counted below, or a TPU would keep it in another layout until the step's end."""
             for places in selected:
                 activation = jnp.take_along_axis(activation, jnp.maximum(places, 0)[:, :, None], axis=1)
-            return jnp.where(stored[:, :, None], activation, 0).astype(dtype)
+            return as_stored(jnp.where(stored[:, :, None], activation, 0), dtype, int8_group, with_error)
 
         captured = model.apply(params, tokens, segments, positions, keys, chosen.attend, partition, finish)
-        activations = tuple(captured[key] for key in keys)
-        finite = [jnp.isfinite(x).all(axis=-1) for x in activations]
+        finished = [captured[key] for key in keys]
+        finite = [is_finite(each) for each in finished]
         counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in (valid, *(~each for each in finite))])
         with jax.named_scope("statistics"):
-            of_rows = (
-                _row_statistics([_as_stored(x, dtype) for x in activations], stored, finite) if statistics else None
-            )
-        return StepOutputs(activations, of_rows, counts)
+            of_rows = _row_statistics(finished, stored, finite) if statistics else None
+        scales = tuple(each.scales for each in finished if each.scales is not None)
+        return StepOutputs(tuple(each.values for each in finished), scales, of_rows, counts)
 
     by_rows = row_sharding(mesh)
     widths = [length] * 3 + ([] if num_selected is None else [num_selected])  # of tokens, segments, positions, selected
     inputs = [jax.ShapeDtypeStruct((rows, width), jnp.int32, sharding=by_rows) for width in widths]
     of_activations = tuple(activation_sharding(mesh, model.width(key.site)) for key in keys)
-    of_statistics = RowStatistics(by_rows, by_rows) if statistics else None
-    jitted = jax.jit(step, out_shardings=StepOutputs(of_activations, of_statistics, replicated(mesh)))
+    of_scales = (by_rows,) * (len(keys) if dtype == INT8 else 0)
+    of_statistics = RowStatistics(by_rows, by_rows, by_rows if with_error else None) if statistics else None
+    jitted = jax.jit(step, out_shardings=StepOutputs(of_activations, of_scales, of_statistics, replicated(mesh)))
     with jax.default_matmul_precision(matmul_precision(params["embed"].dtype)):
         executable = jitted.lower(params, *inputs).compile()
     return CompiledStep(mesh, keys, chosen, model.flops_per_token(keys, length) * rows * length, executable)
 
 
-def _as_stored(x: Float[Array, "B S D"], dtype: str) -> Float32[Array, "B S D"]:
-    """The numbers that the store will hold. A cast there and back would not do: XLA may leave both out."""
-    info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant)
-
-
 def _row_statistics(
-    activations: Sequence[Float32[Array, "B S D"]], stored: Bool[Array, "B S"], finite: Sequence[Bool[Array, "B S"]]
+    finished: Sequence[Stored], stored: Bool[Array, "B S"], finite: Sequence[Bool[Array, "B S"]]
 ) -> RowStatistics:
     moments, norms = [], []
-    for x, is_finite in zip(activations, finite, strict=True):
-        used = (stored & is_finite)[:, :, None]
-        x = jnp.where(used, x, 0)
+    for each, of_tokens in zip(finished, finite, strict=True):
+        used = (stored & of_tokens)[:, :, None]
+        x = jnp.where(used, numbers(each), 0)
         mean = jnp.sum(x, axis=1) / jnp.maximum(jnp.sum(used, axis=1), 1)
         m2 = jnp.sum(jnp.where(used, jnp.square(x - mean[:, None]), 0), axis=1)
         moments.append(jnp.stack([mean, m2], axis=1))
-        norms.append(jnp.where(is_finite, jnp.linalg.norm(x, axis=-1), jnp.nan))
-    return RowStatistics(jnp.concatenate(moments, axis=-1), jnp.stack(norms, axis=1))
+        norms.append(jnp.where(of_tokens, jnp.linalg.norm(x, axis=-1), jnp.nan))
+    errors = [each.squared_error for each in finished if each.squared_error is not None]
+    squared_errors = jnp.stack(errors, axis=1) if errors else None
+    return RowStatistics(jnp.concatenate(moments, axis=-1), jnp.stack(norms, axis=1), squared_errors)
 
 
 def matmul_precision(dtype: jnp.dtype | str) -> str:

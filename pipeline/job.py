@@ -17,7 +17,7 @@ from pipeline.distributed import topology
 from pipeline.models.registry import Model, open_model
 from pipeline.plan import Plan, StoredGeometry, make_plan
 from pipeline.store.commits import CommitRecord
-from pipeline.store.layout import SELECTED, TOKENS, ArraySpec, StoreLayout
+from pipeline.store.layout import SELECTED, TOKENS, ArraySpec, StoreLayout, scale_spec
 from pipeline.store.metadata import StoreMetadata, read_metadata
 
 
@@ -126,6 +126,7 @@ def open_job(config: RunConfig) -> Job:
             "long_documents": str(config.batch.long_documents),
         },
         capture={"arrays": [key.name for key in plan.keys], "dtype": plan.dtype}
+        | ({} if plan.int8_group is None else {"int8_group": plan.int8_group})
         | ({} if plan.statistics else {"statistics": False})
         | selection_identity(config.capture, plan.length),
         store={"compression": str(config.store.compression)},
@@ -170,4 +171,7 @@ def store_layout(plan: Plan, compression: str) -> StoreLayout:
         )
         for key, width, hook_name in zip(plan.keys, plan.widths, plan.hook_names, strict=True)
     )
-    return StoreLayout(plan.num_streams, plan.rows_per_block, plan.length, activations, compression, plan.selected)
+    scales = tuple(map(scale_spec, activations, plan.scale_counts)) if plan.scale_counts else ()
+    return StoreLayout(
+        plan.num_streams, plan.rows_per_block, plan.length, activations, compression, plan.selected, scales
+    )

@@ -4,11 +4,21 @@ Pure arithmetic on ints: nothing here touches a device, the network or a file, s
 them. `python -m pipeline.plan <overrides>` prints what `python -m pipeline.run <overrides>` would do.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from pipeline.config import CaptureConfig, OnNotFinite, Positions, RunConfig, RunOptions, Weights, WeightsDtype
+from pipeline.config import (
+    CaptureConfig,
+    OnNotFinite,
+    Positions,
+    RunConfig,
+    RunOptions,
+    StorageDtype,
+    Weights,
+    WeightsDtype,
+)
 from pipeline.data.selection import slots_per_row
 from pipeline.errors import ConfigError
 from pipeline.mesh import Topology, divide_weights, mesh_shape
@@ -54,6 +64,7 @@ class Plan:
     widths: tuple[int, ...]  # D of each key
     hook_names: tuple[str, ...]  # TransformerLens' names of the keys
     dtype: str  # of the stored activations
+    int8_group: int | None  # of int8: features that share a scale; None: all of a token's
     statistics: bool  # whether the step computes them too
     fail_on_not_finite: bool
     length: int  # T
@@ -89,7 +100,17 @@ class Plan:
     @property
     def row_bytes(self) -> int:
         """Of a row's activations."""
-        return self.slots * sum(self.widths) * ITEM_BYTES[self.dtype]
+        return self.step_bytes // self.process_rows
+
+    @property
+    def scale_counts(self) -> tuple[int, ...]:
+        """G of each key: the scales of a token, of int8; else ()."""
+        return _scale_counts(self.widths, self.dtype, self.int8_group)
+
+    @property
+    def measures_error(self) -> bool:
+        """Whether the statistics have what storing changes: of dtypes of one byte."""
+        return self.statistics and ITEM_BYTES[self.dtype] == 1
 
     @property
     def host_bytes(self) -> int:
@@ -100,7 +121,7 @@ class Plan:
         """The plan in a few lines, for people."""
         names = [key.name for key in self.keys]
         shown = ", ".join(names if len(names) <= 6 else [*names[:3], f"... {len(names) - 4} more ...", names[-1]])
-        per_token = sum(self.widths) * ITEM_BYTES[self.dtype]
+        per_token = self.row_bytes // self.slots
         selected = "" if self.selected is None else f", of up to {self.selected} selected tokens of each row"
         wanted = "all tokens of the data" if self.max_tokens is None else f"{self.max_tokens:,} tokens"
         lines = [
@@ -147,7 +168,9 @@ def make_plan(
     widths = tuple(model.width(key.site) for key in keys)
     selected = slots_per_row(config.capture, batch.length)
     slots = batch.length if selected is None else selected
-    row_bytes = slots * sum(widths) * itemsize
+    group = _int8_group(config.capture, keys, widths)
+    scale_counts = _scale_counts(widths, config.capture.dtype, group)
+    row_bytes = slots * (sum(widths) * itemsize + sum(scale_counts) * ITEM_BYTES["float32"])
     step_bytes = process_rows * row_bytes
     rows_per_block = _rows_per_block(config, process_rows, slots * max(widths) * itemsize, stored)
     num_streams = _num_streams(config, num_source_shards, topology, stored)
@@ -157,6 +180,7 @@ def make_plan(
         widths=widths,
         hook_names=tuple(model.hook_name(key) for key in keys),
         dtype=str(config.capture.dtype),
+        int8_group=group,
         statistics=config.capture.statistics,
         fail_on_not_finite=config.capture.on_not_finite is OnNotFinite.fail,
         length=batch.length,
@@ -180,6 +204,28 @@ def make_plan(
         host_buffers=2,  # one is filled while the other is written
         notes=(*note, *_notes(config, inflight_steps, num_streams, num_source_shards, topology)),
     )
+
+
+def _int8_group(capture: CaptureConfig, keys: Sequence[ActivationKey], widths: Sequence[int]) -> int | None:
+    group = capture.int8_group
+    if group is None:
+        return None
+    if capture.dtype is not StorageDtype.int8:
+        raise ConfigError(
+            f"capture.int8_group is {group} with capture.dtype={capture.dtype}: only int8 has scales. "
+            f"Set capture.int8_group=null, or capture.dtype=int8."
+        )
+    odd = [f"{width} of {key.name}" for key, width in zip(keys, widths, strict=True) if group < 1 or width % group]
+    if odd:
+        raise ConfigError(
+            f"capture.int8_group is {group}, which does not divide the width {odd[0]}. Set it to a common divisor of "
+            f"{', '.join(map(str, sorted(set(widths))))}, e.g. {math.gcd(*widths, 64)}, or to null."
+        )
+    return group
+
+
+def _scale_counts(widths: Sequence[int], dtype: str, group: int | None) -> tuple[int, ...]:
+    return tuple(width // (group or width) for width in widths) if dtype == StorageDtype.int8 else ()
 
 
 def stream_share(max_tokens: int, num_streams: int, stream: int) -> int:

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 
 import jax
-import ml_dtypes
+import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
 import numpy as np
 
 from pipeline.claiming import ClaimedStreams
@@ -21,6 +21,7 @@ from pipeline.errors import NotFiniteError, StoreError
 from pipeline.metrics import Metrics
 from pipeline.plan import Plan
 from pipeline.store.commits import CommitRecord
+from pipeline.store.int8 import scale_name
 from pipeline.store.statistics import Statistics, block_statistics
 from pipeline.store.writing import PendingBlock, StoreWriter
 from pipeline.transfer import HostBlock, InFlight
@@ -173,8 +174,10 @@ class BlockWriter:
                 buffer[block.num_rows :] = 0
             arrays = _side_arrays(block, self._plan.rows_per_block)
             self._warn_of_unselected(block)
-            activations, of_rows = buffers[: len(self._plan.keys)], buffers[len(self._plan.keys) :]
-            arrays |= {key.name: buffer for key, buffer in zip(self._plan.keys, activations, strict=True)}
+            names = [key.name for key in self._plan.keys]
+            names += [scale_name(name) for name in names if self._plan.scale_counts]
+            of_rows = buffers[len(names) :]
+            arrays |= dict(zip(names, buffers, strict=False))
         with self._metrics.stage("writer", "statistics"):
             statistics = self._statistics(block, of_rows) if of_rows else None
         with self._metrics.stage("writer", "store"):
@@ -183,11 +186,12 @@ class BlockWriter:
 
     def _statistics(self, block: TokenBlock, of_rows: list[np.ndarray]) -> dict[str, Statistics]:
         """The block's, by array; `of_rows` are the buffers of forward.RowStatistics."""
-        moments, norms = (part[: block.num_rows] for part in of_rows)
+        moments, norms, *errors = (part[: block.num_rows] for part in of_rows)
         found, first = {}, 0
         for number, (key, width) in enumerate(zip(self._plan.keys, self._plan.widths, strict=True)):
             mean, m2 = moments[:, 0, first : first + width], moments[:, 1, first : first + width]
-            found[key.name] = block_statistics(block.stored, mean, m2, norms[:, number])
+            squared_error = float(errors[0][:, number].sum(dtype=np.float64)) if errors else None
+            found[key.name] = block_statistics(block.stored, mean, m2, norms[:, number], squared_error)
             first += width
         return found
 
@@ -240,16 +244,15 @@ def commit_record(block: TokenBlock) -> CommitRecord:
 
 
 def _new_buffers(plan: Plan) -> list[np.ndarray]:
-    """What a block's steps put out: a store shard for each captured key, then forward.RowStatistics if there are any.
-    The memory is touched only when it is filled."""
-    dtype = np.dtype(ml_dtypes.bfloat16) if plan.dtype == "bfloat16" else np.dtype(plan.dtype)
+    """What a block's steps put out: a store shard for each captured key, their scales and forward.RowStatistics, if
+    there are any. The memory is touched only when it is filled."""
     rows, slots = plan.rows_per_block, plan.slots
-    buffers = [np.empty((rows, slots, width), dtype) for width in plan.widths]
+    shapes = [(rows, slots, groups) for groups in plan.scale_counts]
     if plan.statistics:
-        buffers += [
-            np.empty(shape, np.float32) for shape in ((rows, 2, sum(plan.widths)), (rows, len(plan.keys), slots))
-        ]
-    return buffers
+        shapes += [(rows, 2, sum(plan.widths)), (rows, len(plan.keys), slots)]
+        shapes += [(rows, len(plan.keys))] if plan.measures_error else []
+    activations = [np.empty((rows, slots, width), plan.dtype) for width in plan.widths]
+    return activations + [np.empty(shape, np.float32) for shape in shapes]
 
 
 def _side_arrays(block: TokenBlock, rows_per_block: int) -> dict[str, np.ndarray]:

@@ -85,7 +85,7 @@ def _view(store: ActivationStore, name: str, rows: np.ndarray, valid: np.ndarray
     return ActivationView(
         name=name,
         width=values.shape[1],
-        dtype=values.dtype.name,
+        dtype=store.arrays[name].dtype.name,
         norms=norms,
         spectrum=_spectrum(values[finite][::every].astype(np.float64)),
         non_finite=int((~finite).sum()),

@@ -25,6 +25,7 @@ class Summary:
     """A store without its activations.
 
     blocks: commit records in the order of their rows. document_tokens: lengths of the documents in some blocks.
+    storage_errors: of a complete store of int8 or float8, by array name, `Statistics.relative_error`.
     runs: by the name of each run's log, what it measured: a list of `pipeline.metrics.Metrics.snapshot()`.
     """
 
@@ -33,6 +34,7 @@ class Summary:
     layout: StoreLayout
     blocks: tuple[CommitRecord, ...]
     document_tokens: np.ndarray
+    storage_errors: Mapping[str, float]
     runs: Mapping[str, list[Mapping[str, Any]]]
 
     @property
@@ -86,6 +88,11 @@ class Summary:
         errors = [error for error in (self.root.weights_error or {}).values() if error is not None]
         if errors:
             facts["int8"] = f"weights; the relative error of activations is {min(errors)} to {max(errors)}"
+        if self.storage_errors:
+            low, high = min(self.storage_errors.values()), max(self.storage_errors.values())
+            facts["rounding"] = (
+                f"the relative error of storing as {metadata.capture['dtype']} is {low:.3g} to {high:.3g}"
+            )
         return [self.path, *(f"  {name:12}{text}" for name, text in facts.items())]
 
 
@@ -99,6 +106,8 @@ def summarise(store: ActivationStore) -> Summary:
     every = -(-len(blocks) // MAX_TABLES) or 1
     lengths = [table["n_tokens"] for table in read_tables(kvstore, blocks[::every])]
     logs = [key for key in list_keys(kvstore, "_metrics/") if key.endswith(".jsonl")]
+    is_measured = root.complete and root.metadata.capture.get("statistics", True) and blocks
+    found = {key.name: store.statistics(key.layer, key.site).relative_error for key in store.keys if is_measured}
     runs = {key: _snapshots(key, text) for key, text in zip(logs, read_keys(kvstore, logs), strict=True)}
     return Summary(
         path=store.path,
@@ -106,6 +115,7 @@ def summarise(store: ActivationStore) -> Summary:
         layout=stored_layout(root, store.arrays),
         blocks=blocks,
         document_tokens=np.concatenate([np.empty(0, np.int64), *(pc.drop_null(column) for column in lengths)]),
+        storage_errors={name: error for name, error in found.items() if error is not None},
         runs={key.removeprefix("_metrics/"): snapshots for key, snapshots in runs.items() if snapshots},
     )
 

@@ -22,6 +22,7 @@ from pipeline.store.buffers import STACKED, StoredBlocks, TokenMemory
 from pipeline.store.commits import CommitRecord
 from pipeline.store.filters import TokenFilter
 from pipeline.store.frameworks import Framework, converter
+from pipeline.store.int8 import dequantised, scale_name
 from pipeline.store.layout import MIB, SIDE_ARRAYS, StoreLayout
 from pipeline.store.normalisation import Normalisation
 from pipeline.store.order import Buffer, ReadingOrder
@@ -270,6 +271,8 @@ class BatchReader(Iterator[Batch]):
             for part in parts:
                 part.result()
             out = {name: values[:num_tokens] for name, values in out.items()}
+            for name in [name for name in out if scale_name(name) in out]:
+                out[name] = dequantised(out[name], out.pop(scale_name(name)))
             beside = {spec.name: convert(out.pop(spec.name)) for spec in SIDE_ARRAYS}
             if not reading.stack:
                 found = {name: convert(normalised(name, values)) for name, values in out.items()}
@@ -291,8 +294,8 @@ def _done(under_way: tuple[Future[Batch], Position]) -> tuple[Batch, Position]:
 
 def _reading_order(layout: StoreLayout, records: Sequence[CommitRecord], reading: Reading) -> ReadingOrder:
     piece_rows = layout.piece_rows(reading.names)
-    specs = {spec.name: spec for spec in layout.arrays}
-    piece_mib = sum(layout.row_bytes(specs[name]) for name in reading.names) * piece_rows / MIB
+    read = {*reading.names, *map(scale_name, reading.names)}
+    piece_mib = sum(layout.row_bytes(spec) for spec in layout.all_arrays if spec.name in read) * piece_rows / MIB
     mib = reading.buffer_mib if reading.seed is not None else min(reading.buffer_mib, SEQUENTIAL_BUFFER_MIB)
     beside_mib = sum(spec.position_bytes for spec in SIDE_ARRAYS) * layout.slots * layout.rows_per_block / MIB
     return ReadingOrder(

@@ -14,6 +14,7 @@ from jaxtyping import Int64
 from pipeline.store.commits import CommitRecord
 from pipeline.store.filters import TokenFilter
 from pipeline.store.frameworks import aligned_empty
+from pipeline.store.int8 import Dequantised, scale_name
 from pipeline.store.layout import POSITIONS, SELECTED, SIDE_ARRAYS, StoreLayout
 from pipeline.store.order import Buffer, ReadingOrder
 from pipeline.store.rows import (
@@ -84,23 +85,29 @@ class StoredBlocks:
 class TokenMemory:
     """Memory for whole pieces: [S, D] by array name, or [S, K, D] under `STACKED`, and [S] by side array.
 
+    Beside activations of int8 stand their scales, likewise, under `scale_name` of these names.
     `order` are the slots in the order in which they are to be handed out. `users` are what still reads the memory.
     """
 
     def __init__(self, blocks: StoredBlocks, names: Sequence[str], stack: bool, rows: int) -> None:
         self._blocks = blocks
         slots = blocks.layout.slots
-        arrays = {name: blocks.arrays[name] for name in names}
-        shapes = {name: (rows, slots, array.shape[2]) for name, array in arrays.items()}
-        dtypes = {name: array.dtype.numpy_dtype for name, array in arrays.items()}
-        if stack:
-            width = shapes[names[0]][2]
-            stacked = np.empty((rows, slots, len(names), width), dtypes[names[0]])
-            self._targets = {name: stacked[:, :, k] for k, name in enumerate(names)}
-            self._slots = {STACKED: stacked.reshape(-1, len(names), width)}
-        else:
-            self._targets = {name: np.empty(shapes[name], dtypes[name]) for name in names}
-            self._slots = {name: target.reshape(-1, target.shape[2]) for name, target in self._targets.items()}
+        self._targets: dict[str, np.ndarray] = {}
+        self._slots: dict[str, np.ndarray] = {}
+        groups = {STACKED: list(names)}
+        if blocks.layout.scales:
+            groups[scale_name(STACKED)] = [scale_name(name) for name in names]
+        for stacked, group in groups.items():
+            arrays = {name: blocks.arrays[name] for name in group}
+            dtype = arrays[group[0]].dtype.numpy_dtype
+            if stack:
+                memory = np.empty((rows, slots, len(group), arrays[group[0]].shape[2]), dtype)
+                self._targets |= {name: memory[:, :, k] for k, name in enumerate(group)}
+                self._slots[stacked] = memory.reshape(-1, *memory.shape[2:])
+            else:
+                targets = {name: np.empty((rows, slots, array.shape[2]), dtype) for name, array in arrays.items()}
+                self._targets |= targets
+                self._slots |= {name: target.reshape(-1, target.shape[2]) for name, target in targets.items()}
         self._beside = {spec.name: np.empty((rows, slots), spec.dtype) for spec in SIDE_ARRAYS}
         self._slots |= {name: side.reshape(-1) for name, side in self._beside.items()}
         self.order: Int64[np.ndarray, " n"] = np.empty(0, np.int64)
@@ -135,6 +142,8 @@ class TokenMemory:
             stored_rows = np.concatenate(row_numbers)[has_any]
             require_stored(self._blocks.arrays[name], stored_rows, target[:row, 0][has_any])
         flat = {name: target.reshape(-1, target.shape[2]) for name, target in self._targets.items()}
+        for name in [name for name in flat if scale_name(name) in flat]:
+            flat[name] = Dequantised(flat[name], flat.pop(scale_name(name)))
         self.order = order.shuffled(buffer, token_filter.within_norms(slots, flat))
 
     def like(self, num_tokens: int) -> dict[str, np.ndarray]:

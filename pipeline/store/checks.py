@@ -168,7 +168,7 @@ def check_finite(values: np.ndarray) -> Iterator[str]:
         magnitude = np.bitwise_and(values.view(np.uint16), _WITHOUT_SIGN)
         infinite = magnitude.max(initial=0) >= _EXPONENT_ONES[values.dtype.name]
     else:
-        infinite = not np.isfinite(values).all()
+        infinite = values.dtype != np.int8 and not np.isfinite(values).all()
     if infinite:
         bad = ~np.isfinite(values.astype(np.float32)).all(axis=2)
         row, position = np.argwhere(bad)[0]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32
 
+from pipeline.store.int8 import Dequantised
 from pipeline.store.layout import POSITIONS, TOKENS
 
 Limits = Mapping[str, tuple[float, float]]
@@ -48,7 +49,7 @@ class TokenFilter:
         return keep
 
     def within_norms(
-        self, slots: Int[np.ndarray, " n"], activations: Mapping[str, np.ndarray]
+        self, slots: Int[np.ndarray, " n"], activations: Mapping[str, np.ndarray | Dequantised]
     ) -> Int[np.ndarray, " kept"]:
         """Those slots whose activations, [slot, D] by array name, are within the limits."""
         for name, (least, greatest) in self.norms.items():

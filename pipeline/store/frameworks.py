@@ -7,11 +7,13 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
 import numpy as np
 from numpy.typing import DTypeLike
 
 _ALIGNMENT = 64  # bytes: XLA takes a numpy array's memory as it is when it begins at a multiple of this
+
+_WITHOUT_BUFFER = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # for which numpy's buffers and DLPack have no name
 
 
 class Framework(StrEnum):
@@ -35,8 +37,9 @@ def converter(framework: Framework) -> Callable[[np.ndarray], Any]:
             import torch
 
             def to_torch(array: np.ndarray) -> torch.Tensor:
-                if array.dtype == ml_dtypes.bfloat16:  # for which numpy's buffers and DLPack have no name
-                    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+                if array.dtype.name in _WITHOUT_BUFFER:
+                    integers = array.view(f"i{array.dtype.itemsize}")
+                    return torch.from_numpy(integers).view(getattr(torch, array.dtype.name))
                 return torch.from_numpy(array)
 
             return to_torch

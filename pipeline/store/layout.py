@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pipeline.store.int8 import scale_name
+
 MIB = 1 << 20
 
 # The number of rows that an unfinished store's arrays claim to have. Completing the store trims them.
@@ -23,7 +25,10 @@ CHUNK_BYTES = MIB // 2
 # larger blocks are mapped anew, page fault by page fault, which costs more than half of the throughput.
 PIECE_BYTES = 8 * MIB
 
-ITEM_BYTES = {"int32": 4, "int64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {
+    **{"int32": 4, "int64": 8, "float32": 4, "bfloat16": 2, "float16": 2},
+    **{"int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1},
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class ArraySpec:
     attributes: Mapping[str, str | int] = field(default_factory=dict)
     fill: int = 0
     slots: str = "position"
+    features: str = "feature"
+    chunked_as: "ArraySpec | None" = None
 
     @property
     def position_bytes(self) -> int:
@@ -48,7 +55,7 @@ class ArraySpec:
 
     @property
     def dimension_names(self) -> tuple[str, ...]:
-        return ("row", self.slots) if self.width is None else ("row", self.slots, "feature")
+        return ("row", self.slots) if self.width is None else ("row", self.slots, self.features)
 
 
 TOKENS = ArraySpec("tokens", "int32", attributes={"description": "token ids; 0 where segments is 0"})
@@ -65,6 +72,19 @@ SELECTED = ArraySpec(
 )
 
 
+def scale_spec(activation: ArraySpec, groups: int) -> ArraySpec:
+    """The scales of an array of int8. Their chunks are of the same tokens, so that pieces of both are whole chunks."""
+    return ArraySpec(
+        name=scale_name(activation.name),
+        dtype="float32",
+        width=groups,
+        attributes={"description": f"of each group of features of {activation.name}: activation = integer * scale"},
+        slots=activation.slots,
+        features="group",
+        chunked_as=activation,
+    )
+
+
 class Place(NamedTuple):
     """A row's place: the `r`-th row of block `block` of stream `stream`."""
 
@@ -78,7 +98,7 @@ class StoreLayout:
     """The geometry of a store: row = (block * num_streams + stream) * rows_per_block + r.
 
     `arrays` are the activation arrays; the four side arrays that align them with the text belong to every store.
-    `selected` is None where activations of all tokens are stored.
+    `selected` is None where activations of all tokens are stored. `scales` are of arrays of int8.
     """
 
     num_streams: int
@@ -87,6 +107,7 @@ class StoreLayout:
     arrays: tuple[ArraySpec, ...]
     compression: str = "none"
     selected: int | None = None
+    scales: tuple[ArraySpec, ...] = ()
 
     @property
     def side_arrays(self) -> tuple[ArraySpec, ...]:
@@ -94,7 +115,7 @@ class StoreLayout:
 
     @property
     def all_arrays(self) -> tuple[ArraySpec, ...]:
-        return (*self.side_arrays, *self.arrays)
+        return (*self.side_arrays, *self.arrays, *self.scales)
 
     @property
     def slots(self) -> int:
@@ -126,7 +147,8 @@ class StoreLayout:
 
     def chunk_shape(self, spec: ArraySpec) -> tuple[int, ...]:
         """Whole rows, or a part of one row, with every feature; divides the shard."""
-        rows, positions = _chunk_rows_positions(self.rows_per_block, self._row_slots(spec), spec.position_bytes)
+        position_bytes = (spec.chunked_as or spec).position_bytes
+        rows, positions = _chunk_rows_positions(self.rows_per_block, self._row_slots(spec), position_bytes)
         return (rows, positions) + (() if spec.width is None else (spec.width,))
 
     def piece_rows(self, names: Collection[str]) -> int:

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import tensorstore as ts
 
 from pipeline.errors import StoreInvalid, StoreMismatch
+from pipeline.store.int8 import DTYPE as INT8
+from pipeline.store.int8 import scale_name
 from pipeline.store.kvstore import open_kvstore, read_key
-from pipeline.store.layout import SELECTED, SIDE_ARRAYS, ArraySpec, StoreLayout
+from pipeline.store.layout import SELECTED, SIDE_ARRAYS, ArraySpec, StoreLayout, scale_spec
 
 FORMAT_VERSION = 1
 ATTRIBUTE = "activation_store"
@@ -57,6 +59,10 @@ class StoreMetadata:
     def selects(self) -> bool:
         """Whether only some tokens' activations are stored."""
         return "positions" in self.capture
+
+    @property
+    def has_scales(self) -> bool:
+        return self.capture.get("dtype") == INT8
 
     def content(self) -> dict[str, Any]:
         """Everything that the fingerprint covers."""
@@ -110,7 +116,8 @@ class StoreRoot:
     def array_names(self) -> tuple[str, ...]:
         """Of all arrays, those beside the activations first."""
         sides = (*SIDE_ARRAYS, SELECTED) if self.metadata.selects else SIDE_ARRAYS
-        return (*(spec.name for spec in sides), *self.arrays)
+        scales = map(scale_name, self.arrays) if self.metadata.has_scales else ()
+        return (*(spec.name for spec in sides), *self.arrays, *scales)
 
     def to_json(self) -> bytes:
         stored = {f.name: getattr(self.metadata, f.name) for f in fields(self.metadata)}
@@ -177,14 +184,16 @@ def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> Stor
     """The layout of a store, from its arrays as they are."""
     selected = arrays[SELECTED.name].shape[1] if root.metadata.selects else None
     slots = "position" if selected is None else SELECTED.slots
-    specs = (ArraySpec(name, arrays[name].dtype.name, arrays[name].shape[2], slots=slots) for name in root.arrays)
+    specs = tuple(ArraySpec(name, arrays[name].dtype.name, arrays[name].shape[2], slots=slots) for name in root.arrays)
+    scales = (scale_spec(spec, arrays[scale_name(spec.name)].shape[2]) for spec in specs if root.metadata.has_scales)
     return StoreLayout(
         num_streams=root.metadata.num_streams,
         rows_per_block=root.metadata.rows_per_block,
         length=arrays["tokens"].shape[1],
-        arrays=tuple(specs),
+        arrays=specs,
         compression=root.metadata.store.get("compression", "none"),
         selected=selected,
+        scales=tuple(scales),
     )
 
 

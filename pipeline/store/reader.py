@@ -34,6 +34,7 @@ from pipeline.store.batches import BatchReader, Reading
 from pipeline.store.commits import CommitRecord, read_consolidated, read_records
 from pipeline.store.filters import TokenFilter
 from pipeline.store.frameworks import Framework
+from pipeline.store.int8 import dequantised, scale_name
 from pipeline.store.kvstore import open_kvstore
 from pipeline.store.layout import POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS
 from pipeline.store.metadata import StoreMetadata, StoreRoot, read_root, stored_layout
@@ -84,7 +85,7 @@ class DocumentActivations:
 class ActivationStore:
     """A store, open for reading. Use `ActivationStore.open`.
 
-    `arrays` are the TensorStore arrays by name, for reading them in other ways.
+    `arrays` are the TensorStore arrays by name, as they are stored, for reading them in other ways.
     """
 
     def __init__(
@@ -199,11 +200,11 @@ class ActivationStore:
     def read(self, layer: SupportsIndex | None, site: Site | str, rows: Rows, dtype: DTypeLike = None) -> np.ndarray:
         """Activations [n, S, D] of some rows ([S, D] for one), zeros where there is no token.
 
-        `layer` is None for the sites that exist once. `rows` are row numbers, as in `store.rows`, or a mask of these;
-        a slice selects the stored ones of its range. `dtype` is the store's unless given. Raises StoreError for a row
-        that is not stored, or damaged.
+        `layer` is None for the sites that exist once. `rows` are row numbers, as in `store.rows`, or a mask of these; a
+        slice selects the stored ones of its range. `dtype` is the store's (of int8: float32, dequantised) unless given.
+        Raises StoreError for a row that is not stored, or damaged.
         """
-        values = self._read(self._key((layer, site)).name, self._row_numbers(rows))
+        values = self._activations(self._key((layer, site)).name, self._row_numbers(rows))
         values = values if dtype is None else values.astype(dtype, copy=False)
         return values[0] if _is_one_row(rows) else values
 
@@ -260,7 +261,7 @@ class ActivationStore:
             tokens=beside.tokens[of_document],
             positions=beside.positions[of_document],
             rows=np.repeat(rows, of_document.sum(axis=1)),
-            activations={name: self._read(name, rows)[of_document] for name in names},
+            activations={name: self._activations(name, rows)[of_document] for name in names},
             text=whole.tokens[in_text],
             places=at_selected(places, self.read_selected(rows), -1)[of_document],
         )
@@ -385,6 +386,10 @@ class ActivationStore:
         if absent:
             raise StoreError(f"rows {absent} are not in the store {self.path}; `rows` lists those that are.")
         return wanted
+
+    def _activations(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
+        values = self._read(name, rows)
+        return dequantised(values, self._read(scale_name(name), rows)) if self._layout.scales else values
 
     def _read(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
         values = read_runs(self.arrays[name], rows)

@@ -5,8 +5,9 @@ that it gives the same numbers however the blocks came about. Samples of a store
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ _SCHEMA = pa.schema(
         ("norm_histogram", pa.list_(pa.int64())),
     ]
 )
+_SQUARED_ERROR = pa.field("squared_error", pa.float64())  # only where it is measured
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Statistics:
 
     count: the tokens that are finite; not_finite: those that are not, and are left out of everything else. mean: of
     each feature. m2: each feature's sum of squared deviations from its mean. norm_sum: of the tokens' L2 norms.
-    norm_histogram: how many norms lie in each of NUM_BINS bins, BINS_PER_OCTAVE to a factor of two.
+    norm_histogram: how many norms lie in each of NUM_BINS bins, BINS_PER_OCTAVE to a factor of two. squared_error: the
+    sum of squared differences between what was computed and what is stored, where that is measured.
     """
 
     count: int
@@ -54,6 +57,13 @@ class Statistics:
     m2: Float64[np.ndarray, " d"]
     norm_sum: float
     norm_histogram: Int64[np.ndarray, " bins"]
+    squared_error: float | None = None
+
+    @property
+    def relative_error(self) -> float | None:
+        """||computed - stored|| / ||stored|| over all tokens; None where it is not measured, and of zeros."""
+        squares = float(self.m2.sum() + self.count * np.square(self.mean).sum())
+        return None if self.squared_error is None or not squares else math.sqrt(self.squared_error / squares)
 
     @property
     def variance(self) -> Float64[np.ndarray, " d"]:
@@ -86,11 +96,13 @@ def block_statistics(
     mean: Float32[np.ndarray, "rows d"],
     m2: Float32[np.ndarray, "rows d"],
     norms: Float32[np.ndarray, "rows T"],
+    squared_error: float | None = None,
 ) -> Statistics:
     """From what the device gives for each row; a norm is NaN where a value of the token is not finite."""
     finite = valid & ~np.isnan(norms)
     merged = _merge_groups(finite.sum(axis=1), mean.astype(np.float64), m2.astype(np.float64))
-    return _with_norms(norms[finite], int((valid & ~finite).sum()), *merged)
+    found = _with_norms(norms[finite], int((valid & ~finite).sum()), *merged)
+    return replace(found, squared_error=squared_error)
 
 
 def token_statistics(activations: np.ndarray) -> Statistics:
@@ -128,6 +140,7 @@ def merge(parts: Iterable[Statistics]) -> Statistics:
             m2=m2,
             norm_sum=total.norm_sum + part.norm_sum,
             norm_histogram=total.norm_histogram + part.norm_histogram,
+            squared_error=None if None in (errors := (total.squared_error, part.squared_error)) else sum(errors),
         )
     return total
 
@@ -148,7 +161,8 @@ def statistics_key(stream: int, block: int) -> str:
 def encode_statistics(statistics: Mapping[str, Statistics]) -> bytes:
     """A block's statistics as parquet: one row for each array."""
     rows = [{"array": name} | vars(of_array) for name, of_array in statistics.items()]
-    return encode_table(pa.Table.from_pylist(rows, schema=_SCHEMA))
+    is_measured = any(of_array.squared_error is not None for of_array in statistics.values())
+    return encode_table(pa.Table.from_pylist(rows, schema=_SCHEMA.append(_SQUARED_ERROR) if is_measured else _SCHEMA))
 
 
 def decode_statistics(content: bytes | None, record: CommitRecord) -> dict[str, Statistics]:
@@ -203,6 +217,8 @@ def write_merged(kvstore: ts.KvStore, statistics: Mapping[str, Statistics]) -> N
                 "counts": found.norm_histogram[first : last + 1].tolist(),
             },
         }
+        if found.squared_error is not None:
+            attributes |= {"squared_error": found.squared_error, "relative_error": found.relative_error}
         metadata = {
             "zarr_format": 3,
             "node_type": "array",
@@ -231,7 +247,13 @@ def read_merged(kvstore: ts.KvStore, name: str) -> Statistics | None:
     first = found["norm_histogram"]["first_bin"]
     histogram[first : first + len(counts)] = counts
     return Statistics(
-        found["count"], found["not_finite"], mean, variance * found["count"], found["norm_sum"], histogram
+        found["count"],
+        found["not_finite"],
+        mean,
+        variance * found["count"],
+        found["norm_sum"],
+        histogram,
+        found.get("squared_error"),
     )
 
 

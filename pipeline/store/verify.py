@@ -257,7 +257,7 @@ def _check_objects(store: _Store, record: CommitRecord, table: pa.Table | None) 
         valid = sides["selected"] >= 0
     if record.statistics_sha256:
         yield from _check_statistics(store, record)
-    for name in (spec.name for spec in store.layout.arrays if spec.name not in missing):
+    for name in (spec.name for spec in (*store.layout.arrays, *store.layout.scales) if spec.name not in missing):
         yield from _check_activations(store, name, keys[name], record, valid)
 
 

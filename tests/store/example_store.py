@@ -102,12 +102,21 @@ def write_blocks(writer: StoreWriter, stream: int, max_rows: int | None = None, 
         writer.commit(pending, block.record)
 
 
-def write_store(path: str, finish: bool = True, max_rows: int | None = None, compression: str = "none") -> StoreWriter:
-    writer = StoreWriter.open(path, metadata(store={"compression": compression}), layout(compression))
+def write_store(
+    path: str,
+    finish: bool = True,
+    max_rows: int | None = None,
+    compression: str = "none",
+    dtype: str = "bfloat16",
+) -> StoreWriter:
+    capture = {"arrays": list(WIDTHS), "dtype": dtype}
+    writer = StoreWriter.open(
+        path, metadata(store={"compression": compression}, capture=capture), layout(compression, dtype)
+    )
     if writer.complete:
         writer.reopen()
     for stream in range(NUM_STREAMS):
-        write_blocks(writer, stream, max_rows)
+        write_blocks(writer, stream, max_rows, dtype)
     if finish:
         writer.finish()
     return writer

@@ -3,23 +3,25 @@
 import subprocess
 import sys
 
-from tests.store.example_store import write_store
+import numpy as np
 
+from tests.store.example_store import activation, write_store
+
+DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 READ = """
 import sys, zarr
-group = zarr.open_group(sys.argv[1], mode="r")
-for name, array in group.arrays():
-    if name.startswith("blocks."):
-        assert array.dtype.name == "bfloat16", array.dtype
-        assert float(abs(array[...].astype("float32")).max()) > 0
-        print(name)
+for dtype in sys.argv[1:]:
+    array = zarr.open_group(dtype, mode="r")["blocks.1.resid_post"]
+    assert array.dtype.name == dtype, array.dtype
+    print(dtype, *array[0, 1].astype("float32"))
 """
 
 
-def test_zarr_alone_reads_bfloat16(tmp_path):
-    write_store(str(tmp_path / "store"))
-    result = subprocess.run(
-        [sys.executable, "-c", READ, str(tmp_path / "store")], cwd=tmp_path, capture_output=True, text=True
-    )
+def test_zarr_alone_reads_every_dtype(tmp_path):
+    for dtype in DTYPES:
+        write_store(str(tmp_path / dtype), dtype=dtype)
+    result = subprocess.run([sys.executable, "-c", READ, *DTYPES], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "blocks." in result.stdout
+    for dtype, line in zip(DTYPES, result.stdout.splitlines(), strict=True):
+        values = activation("blocks.1.resid_post", np.array(0), np.array(1), dtype).astype(np.float32)
+        assert line == " ".join([dtype, *map(str, values)])

@@ -1,0 +1,35 @@
+"""Activations stored as int8: symmetric, with a float32 scale per token, or per token and group of features.
+
+activation = integer * scale, in float32. The scales of array x are array x.scale; beside integers of [..., D] they are
+[..., G], and each is of D / G neighbouring features.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float32, Int, Int8
+
+DTYPE = "int8"
+MAX = 127
+
+
+def scale_name(array: str) -> str:
+    return f"{array}.scale"
+
+
+def dequantised(integers: Int8[np.ndarray, "*n D"], scales: Float32[np.ndarray, "*n G"]) -> Float32[np.ndarray, "*n D"]:
+    groups = (*scales.shape, integers.shape[-1] // scales.shape[-1])
+    values = integers.reshape(groups).astype(np.float32)
+    values *= scales[..., None]
+    return values.reshape(integers.shape)
+
+
+@dataclass(frozen=True)
+class Dequantised:
+    """Tokens of int8, dequantised where they are looked at: [n, D] and [n, G]."""
+
+    integers: Int8[np.ndarray, "n D"]
+    scales: Float32[np.ndarray, "n G"]
+
+    def __getitem__(self, tokens: Int[np.ndarray, " m"]) -> Float32[np.ndarray, "m D"]:
+        return dequantised(self.integers[tokens], self.scales[tokens])
