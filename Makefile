@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := scripts/constraints.txt
 
-.PHONY: help setup setup-test demo test test-slow lint bench bench-reader bench-writer train-demo-model clean
+.PHONY: help setup setup-test demo test test-slow lint train-demo-model clean \
+	bench bench-reader bench-writer bench-host bench-startup bench-peers
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -26,6 +27,11 @@ $(VENV)/.setup-test: $(VENV)/.setup
 $(VENV)-moto/.setup: scripts/moto-requirements.txt
 	@test -x $(VENV)-moto/bin/python || $(PYTHON) -m venv $(VENV)-moto
 	$(VENV)-moto/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+$(VENV)-peers/.setup: scripts/peers/requirements.txt
+	@test -x $(VENV)-peers/bin/python || $(PYTHON) -m venv $(VENV)-peers
+	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 $(VENV)/.setup-train: $(VENV)/.setup
@@ -53,6 +59,15 @@ bench-reader: setup  ## the reader against numpy on the same files; writes build
 
 bench-writer: setup  ## the write path against raw writes of the same bytes; writes build/bench-writer.json
 	$(BIN)/python scripts/bench_writer.py
+
+bench-host: setup  ## everything but the model, per core, against its floors; writes build/bench-host.json
+	$(BIN)/python scripts/bench_host.py
+
+bench-startup: setup  ## seconds to the first committed block; writes build/bench-startup.json
+	$(BIN)/python scripts/bench_startup.py
+
+bench-peers: setup $(VENV)-peers/.setup  ## against HF, TransformerLens, SAELens, nnsight; writes build/bench-peers.json
+	$(BIN)/python scripts/bench_peers.py $(BENCH_PEERS)
 
 train-demo-model: $(VENV)/.setup-train  ## train the bundled model again, in minutes
 	$(BIN)/python scripts/train_demo_model.py --out pipeline/assets/tiny-qwen2

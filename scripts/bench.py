@@ -1,9 +1,9 @@
 """The job against its own bare forward pass, on this machine: writes build/bench.json.
 
 A 12-layer, d=768, float32, Qwen2-shaped model with random weights, 8 rows of 256 tokens, on the demo's text. Bare
-forward and whole job (text to durable store, start-up excluded) alternate in one process over the same tokens, and
-the ratios are medians over pairs of neighbours, because a shared machine drifts. Memory is measured in processes of
-their own.
+forward, without statistics, and whole job (text to durable store, start-up excluded) alternate in one process over the
+same tokens, and the ratios are medians over pairs of neighbours, because a shared machine drifts. Memory is measured in
+processes of their own.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -23,7 +23,7 @@ import jax
 from pipeline import cli, distributed
 from pipeline.config import RunConfig
 from pipeline.extract import step_rows
-from pipeline.forward import CompiledStep
+from pipeline.forward import CompiledStep, compile_plan, planned_partition
 from pipeline.job import Job, open_job
 from pipeline.metrics import peak_rss_mib
 from pipeline.run import compile_job, fill
@@ -57,6 +57,7 @@ class Case:
     layers: str
     job: Job
     step: CompiledStep
+    bare_step: CompiledStep  # without statistics
     params: object
     forward: list[float]
     whole: list[float]
@@ -90,11 +91,12 @@ def open_case(name: str, layers: str, max_tokens: int) -> Case:
     config = config_for(layers, max_tokens, BUILD / "stores" / name)
     job = open_job(config)
     step, params = compile_job(job)
-    return Case(name, layers, job, step, params, [], [])
+    bare = compile_plan(replace(job.plan, statistics=False), job.model, params, planned_partition(job.plan))
+    return Case(name, layers, job, step, bare, params, [], [])
 
 
 def bare_forward(case: Case) -> float:
-    """Valid tokens per second of the compiled step alone, over the job's own batches, results left on the device."""
+    """Valid tokens per second of the forward pass alone, over the job's own batches, results left on the device."""
     sharding = distributed.row_sharding(case.step.mesh)
     blocks = [block for item in case.job.work({}) for block in item.blocks(lambda: False)]
     batches = [
@@ -104,7 +106,7 @@ def bare_forward(case: Case) -> float:
     ]
     began = time.perf_counter()
     for batch in batches:
-        outputs = case.step(case.params, batch["tokens"], batch["segments"], batch["positions"])
+        outputs = case.bare_step(case.params, batch["tokens"], batch["segments"], batch["positions"])
     jax.block_until_ready(outputs)
     return sum(block.num_tokens for block in blocks) / (time.perf_counter() - began)
 

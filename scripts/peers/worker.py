@@ -1,0 +1,49 @@
+"""One extractor in a process of its own: python scripts/peers/worker.py MODULE WORKLOAD.
+
+Loads the model and runs once, unmeasured. Then each line of the standard input, the name of a directory to make, is
+one measured run, answered by a line of JSON; the first line of output is the answer to the unmeasured run.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from workload import WORKLOADS
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    name, workload = sys.argv[1], WORKLOADS[sys.argv[2]]
+    extractor = importlib.import_module(name).Extractor(workload)
+
+    def measure(out: Path) -> dict[str, float]:
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        began = time.perf_counter()
+        tokens = extractor.run(out)
+        seconds = time.perf_counter() - began
+        num_bytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+        return {"tokens": tokens, "seconds": seconds, "bytes": num_bytes, "peak_mib": peak_mib()}
+
+    first = Path(f"{workload.directory}-{name}")
+    answer = measure(first)
+    for layer, values in zip(workload.layers, extractor.stored(first), strict=True):
+        np.save(first / f"compare-{layer}.npy", values)
+    print(json.dumps(answer | {"alignment": extractor.alignment, "isolates": extractor.isolates}), file=answers)
+    for line in sys.stdin:
+        print(json.dumps(measure(Path(line.strip()))), file=answers)
+
+
+def peak_mib() -> int:
+    """The process's peak resident memory so far."""
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
+
+
+if __name__ == "__main__":
+    main()
