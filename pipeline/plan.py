@@ -128,7 +128,8 @@ class Plan:
             f"capture   {shown}: {per_token:,} bytes per token as {self.dtype}{selected}",
             f"step      {self.step_rows} rows of {self.length} tokens, {self.step_bytes / MIB:.1f} MiB to the host, "
             f"{self.inflight_steps} in flight",
-            f"block     {self.rows_per_block} rows, {self.block_bytes / MIB:.1f} MiB in {len(self.keys)} store shards",
+            f"block     {self.rows_per_block} rows, {self.block_bytes / MIB:.1f} MiB in "
+            f"{len(self.keys) + len(self.scale_counts)} store shards",
             f"streams   {self.num_streams}, {len(self.streams)} of them here; {wanted}",
             f"memory    up to {self.host_bytes / MIB:.0f} MiB of activations on the host",
             f"weights   {self.weights}: {self.weights_bytes / MIB:.0f} MiB on each device",

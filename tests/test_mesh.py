@@ -51,7 +51,7 @@ def outputs(tensor, fsdp, devices=None, with_int8=False):
         model, params, partition, rows=8, length=24, keys=KEYS, dtype="float32", attention="auto",
         statistics=tensor == 1,  # their sums along a tensor axis would be fused with those of the layers
     )
-    activations, _, counts = step(params, **put_rows(row_sharding(partition.mesh), batch))
+    activations, _, _, counts = step(params, **put_rows(row_sharding(partition.mesh), batch))
     assert int(counts[0]) == 8 * 21
     whole = [np.full(array.shape, np.nan, np.float32) for array in activations]
     for copy in start_copies(activations, first_row=0):  # as the writer gathers them

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Int32, Int64, Shaped
+from jaxtyping import Bool, Int32, Int64, Shaped
 
 from pipeline.config import CaptureConfig, Positions
 from pipeline.data.packing import Placement
@@ -79,14 +79,20 @@ class EveryKth:
 
 @dataclass(frozen=True)
 class SomeTokens:
-    """Tokens with one of these ids."""
+    """Tokens whose ids are selected: `is_selected` is False from the last that is on."""
 
-    ids: tuple[int, ...]
+    is_selected: Bool[np.ndarray, " V"]
     slots: int
     packs = True
 
+    @classmethod
+    def of(cls, ids: Sequence[int], slots: int) -> "SomeTokens":
+        is_selected = np.zeros(max(ids) + 2, bool)
+        is_selected[list(ids)] = True
+        return cls(is_selected, slots)
+
     def choose(self, tokens: Int32[np.ndarray, " n"], document: int, first: int, is_end: bool) -> Chosen:
-        return _in_order(np.flatnonzero(np.isin(tokens, self.ids)))
+        return _in_order(np.flatnonzero(self.is_selected[np.minimum(tokens, len(self.is_selected) - 1)]))
 
 
 @dataclass(frozen=True)
@@ -168,22 +174,22 @@ def open_selection(capture: CaptureConfig, length: int, tokenizer: TextTokenizer
         case Positions.every:
             return EveryKth(capture.every, slots)
         case Positions.token:
-            return SomeTokens((tokenizer.token_id("capture.token", capture.token),), slots)
+            return SomeTokens.of([tokenizer.token_id("capture.token", capture.token)], slots)
         case Positions.regex:
-            return SomeTokens(_matching_ids(capture.regex, tokenizer), slots)
+            return SomeTokens.of(_matching_ids(capture.regex, tokenizer), slots)
         case Positions.sample:
             return SampledTokens(capture.rate, capture.seed or 0, slots)
     return None
 
 
-def _matching_ids(regex: str, tokenizer: TextTokenizer) -> tuple[int, ...]:
+def _matching_ids(regex: str, tokenizer: TextTokenizer) -> list[int]:
     try:
         pattern = re.compile(regex)
     except re.error as error:
         raise ConfigError(
             f"capture.regex={regex!r} is no regular expression: {error}. Correct it (Python's re)."
         ) from error
-    ids = tuple(token_id for token_id, text in sorted(tokenizer.token_texts().items()) if pattern.search(text))
+    ids = [token_id for token_id, text in tokenizer.token_texts().items() if pattern.search(text)]
     if not ids:
         raise ConfigError(
             f"capture.regex={regex!r} is found in none of the {tokenizer.vocab_size} tokens. It is searched for in "
