@@ -1,4 +1,4 @@
-"""What every test may use: object stores, and the real material beside the checkout, when it is there."""
+"""What every test may use: object stores, a store of real activations, the real material beside the checkout."""
 
 import os
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.jobs import run, write_text
 from tests.store.emulators import gcs_emulator, s3_emulator
 from tests.store.fault_proxy import FaultProxy
 
@@ -21,6 +22,20 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("the real material (../shared) is not on this machine")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def real_store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of a store that the main job has made of English prose with the bundled model, for reading.
+
+    Layers 2 and 4 of about 40,000 tokens, in blocks of a few thousand.
+    """
+    folder = tmp_path_factory.mktemp("real")
+    text = write_text(folder / "text", files=1, documents=80)
+    path = str(folder / "store")
+    done = run(f"data.path={text}", f"store.path={path}", "store.shard_mib=1", "run.max_tokens=40000")
+    assert done.returncode == 0, done.stderr
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -16,12 +16,6 @@ from pipeline.store.kvstore import open_kvstore, write_key
 from tests.jobs import run
 from tests.store.emulators import new_bucket
 from tests.store.example_store import DOCUMENT_LENGTHS, ROWS, WIDTHS, stored_tokens, write_store
-from tests.trained_store import make_store
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory) -> str:
-    return make_store(tmp_path_factory.mktemp("store"))
 
 
 class Page(HTMLParser):
@@ -83,9 +77,9 @@ def test_the_sample_is_numpys(tmp_path):
     assert again.rows.tolist() == take_sample(store, 8 * 5, seed=1).rows.tolist() != other.rows.tolist()
 
 
-def test_the_page_is_whole_and_loads_nothing(real, tmp_path, capsys):
+def test_the_page_is_whole_and_loads_nothing(real_store, tmp_path, capsys):
     file = tmp_path / "page.html"
-    assert main([f"store.path={real}", f"inspect.html={file}", "inspect.tokens=4096"]) == 0
+    assert main([f"store.path={real_store}", f"inspect.html={file}", "inspect.tokens=4096"]) == 0
     text = file.read_text()
     page = Page(text)
     assert page.tags.count("svg") >= 8
@@ -96,27 +90,27 @@ def test_the_page_is_whole_and_loads_nothing(real, tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_the_charts_as_a_png(real, tmp_path, capsys):
+def test_the_charts_as_a_png(real_store, tmp_path, capsys):
     pixels = pytest.importorskip("matplotlib.image")
     file = tmp_path / "charts.png"
-    assert main([f"store.path={real}", f"inspect.png={file}", "inspect.tokens=4096"]) == 0
+    assert main([f"store.path={real_store}", f"inspect.png={file}", "inspect.tokens=4096"]) == 0
     assert f"{file}: " in capsys.readouterr().out
     height, width, _ = pixels.imread(file).shape
     assert height > 900
     assert width > 1200
-    assert main([f"store.path={real}", f"inspect.png={tmp_path}/no/such/folder.png"]) == 2
+    assert main([f"store.path={real_store}", f"inspect.png={tmp_path}/no/such/folder.png"]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_without_matplotlib_the_extra_is_named(real, tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_the_extra_is_named(real_store, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     monkeypatch.delitem(sys.modules, "pipeline.inspection.png", raising=False)
-    assert main([f"store.path={real}", f"inspect.png={tmp_path / 'charts.png'}"]) == 2
+    assert main([f"store.path={real_store}", f"inspect.png={tmp_path / 'charts.png'}"]) == 2
     assert "pip install 'activation-pipeline[png]'" in capsys.readouterr().err
 
 
-def test_a_tokenizer_that_was_asked_for_must_be_there(real, tmp_path, capsys):
-    assert main([f"store.path={real}", f"inspect.html={tmp_path / 'p'}", f"inspect.tokenizer={tmp_path}"]) == 2
+def test_a_tokenizer_that_was_asked_for_must_be_there(real_store, tmp_path, capsys):
+    assert main([f"store.path={real_store}", f"inspect.html={tmp_path / 'p'}", f"inspect.tokenizer={tmp_path}"]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
 
 
@@ -165,8 +159,8 @@ def test_no_store(tmp_path, capsys):
     assert "there is no activation store" in capsys.readouterr().err
 
 
-def test_the_command_line(real):
-    done = run(f"store.path={real}", "inspect.tokens=512", module="pipeline.inspect")
+def test_the_command_line(real_store):
+    done = run(f"store.path={real_store}", "inspect.tokens=512", module="pipeline.inspect")
     assert done.returncode == 0, done.stderr
     assert "blocks.2.resid_post" in done.stdout
 

@@ -43,7 +43,7 @@ def whole(tmp_path) -> Path:
 def test_two_workers_jobs_become_that_of_one_with_the_same_statistics(tmp_path, capsys):
     text = write_text(tmp_path / "text", files=2, documents=25)
     job = [f"data.path={text}", "data.num_streams=2", "batch.rows=4", "batch.length=128", "capture.layers=[1]"]
-    job += ["store.shard_mib=0.25", "run.progress=false"]
+    job += ["store.shard_mib=0.25", "run.progress=false", "capture.dtype=int8", "capture.positions=last"]
     run(compose([*job, f"store.path={tmp_path / 'one'}"]))
     for worker in range(2):
         share = [f"run.worker_index={worker}", "run.worker_count=2", f"store.path={tmp_path / str(worker)}"]

@@ -3,6 +3,7 @@
 Neither is among the test requirements; both are trained here wherever they are installed.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +11,17 @@ import pytest
 
 from pipeline.export import main as export
 from pipeline.store import ActivationStore
-from tests.trained_store import make_store
 
 torch = pytest.importorskip("torch")
+if not any(map(find_spec, ("sae_lens", "dictionary_learning"))):
+    pytest.skip("neither sae-lens nor dictionary-learning is installed", allow_module_level=True)
 STEPS, BATCH_SIZE = 300, 256
 KEY = "blocks.2.resid_post"
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> ActivationStore:
-    return ActivationStore.open(make_store(tmp_path_factory.mktemp("store")))
+@pytest.fixture
+def store(real_store) -> ActivationStore:
+    return ActivationStore.open(real_store)
 
 
 def activations(store: ActivationStore):

@@ -8,14 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.trained_store import make_store
-
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> str:
-    return make_store(tmp_path_factory.mktemp("store"))
 
 
 def load(name: str):
@@ -29,21 +22,21 @@ def falls(losses: list[float]) -> bool:
     return np.mean(losses[-10:]) < 0.5 * np.mean(losses[:5])
 
 
-def test_a_sparse_autoencoder_in_torch(store):
+def test_a_sparse_autoencoder_in_torch(real_store):
     torch = pytest.importorskip("torch")
     torch.set_num_threads(1)  # small steps: with more, threads mostly wait for each other
-    losses = load("train_sae_torch").train(store, "blocks.2.resid_post", 200, batch_size=128)
+    losses = load("train_sae_torch").train(real_store, "blocks.2.resid_post", 200, batch_size=128)
     assert len(losses) == 200
     assert falls(losses)
 
 
-def test_a_crosscoder_in_jax(store):
-    losses = load("train_crosscoder_jax").train(store, "resid_post", 200, batch_size=128)
+def test_a_crosscoder_in_jax(real_store):
+    losses = load("train_crosscoder_jax").train(real_store, "resid_post", 200, batch_size=128)
     assert len(losses) == 200
     assert falls(losses)
 
 
-def test_the_command_line(store):
-    command = [sys.executable, SCRIPTS / "train_crosscoder_jax.py", store, "--steps", "3"]
+def test_the_command_line(real_store):
+    command = [sys.executable, SCRIPTS / "train_crosscoder_jax.py", real_store, "--steps", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1].startswith("step     2 loss ")
