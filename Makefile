@@ -63,6 +63,9 @@ bench-writer: setup  ## the write path against raw writes of the same bytes; wri
 bench-host: setup  ## everything but the model, per core, against its floors; writes build/bench-host.json
 	$(BIN)/python scripts/bench_host.py
 
+bench-gpu: setup $(VENV)-peers/.setup  ## on a GPU, against torch; writes build/bench-gpu.json
+	$(BIN)/python scripts/bench_gpu.py
+
 bench-startup: setup  ## seconds to the first committed block; writes build/bench-startup.json
 	$(BIN)/python scripts/bench_startup.py
 

@@ -114,8 +114,11 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Upper bound of the host memory that activations take: in flight, in buffers, and encoded for the store."""
-        return self.inflight_steps * self.step_bytes + (self.host_buffers + 1) * self.block_bytes
+        """Upper bound of the host memory that activations take: in flight, in buffers, and encoded for the store.
+
+        All buffers can be under way to the store at once, when it is the slowest.
+        """
+        return self.inflight_steps * self.step_bytes + 2 * self.host_buffers * self.block_bytes
 
     def describe(self) -> str:
         """The plan in a few lines, for people."""

@@ -94,6 +94,7 @@ class Worker:
         return {
             "tokens_per_s": statistics.median(rates),
             "tokens_per_s_all": rates,
+            "cpu_s_per_1000_tokens": statistics.median(run["cpu_s"] / run["tokens"] * 1000 for run in self.runs),
             "tokens": self.runs[-1]["tokens"],
             "peak_mib": self.runs[-1]["peak_mib"],
             "bytes_per_token": self.runs[-1]["bytes"] / self.runs[-1]["tokens"],

@@ -22,9 +22,9 @@ BAR, GAP, LEFT, WIDTH = 16, 26, 250, 800
 def write_table(result: dict) -> str:
     """One line per workload and tool; the ratio is this project's rate by the tool's."""
     lines = [
-        "| | tool | tokens/s | all runs | ours / theirs | peak, MiB | bytes per token | kept beside | isolated "
-        "| max difference |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| | tool | tokens/s | all runs | ours / theirs | CPU s per 1000 tokens | peak, MiB | bytes per token "
+        "| kept beside | isolated | max difference |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, peers in result["workloads"].items():
         ours = peers.get("ours")
@@ -33,7 +33,8 @@ def write_table(result: dict) -> str:
             ratio = f"{_ratio(ours, found):.2f}" if ours and peer != "ours" else ""
             difference = "other rows" if found["difference"] is None else f"{found['difference']:.1e}"
             lines.append(
-                f"| {name} | {NAMES[peer]} | {found['tokens_per_s']:.0f} | {runs} | {ratio} | {found['peak_mib']} "
+                f"| {name} | {NAMES[peer]} | {found['tokens_per_s']:.0f} | {runs} | {ratio} "
+                f"| {found['cpu_s_per_1000_tokens']:.2f} | {found['peak_mib']} "
                 f"| {found['bytes_per_token']:.0f} | {found['alignment']} | {'yes' if found['isolates'] else 'no'} "
                 f"| {difference} |"
             )

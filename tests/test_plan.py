@@ -66,7 +66,7 @@ def test_bytes_of_a_step_and_of_a_block():
     assert plan.step_bytes == 8 * row_bytes
     assert plan.rows_per_block % 8 == 0
     assert plan.block_bytes == plan.rows_per_block * row_bytes <= 16 * MIB
-    assert plan.host_bytes == 4 * plan.step_bytes + 3 * plan.block_bytes
+    assert plan.host_bytes == 4 * plan.step_bytes + 4 * plan.block_bytes
     assert [key.name for key in plan.keys] == ["blocks.12.resid_post"]
 
 
