@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pipeline.distributed import activation_sharding, replicated, row_sharding
 from pipeline.forward import matmul_precision
 from pipeline.generation.cache import CachedLayer
 from pipeline.generation.sampling import Sampling, document_keys, sample
-from pipeline.models.attention import Attention, choose_attention
+from pipeline.models.attention import Attend, Attention, choose_attention
 from pipeline.models.decoder import Params
 from pipeline.models.head import logits
 from pipeline.models.partition import Partition
@@ -65,15 +65,155 @@ class NewRows(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """The two programs as functions, to be jitted. Activations of `keys` are kept, as `dtype`."""
+
+    model: Model
+    partition: Partition
+    attend: Attend  # of the prefill
+    max_prompt: int
+    max_new_tokens: int
+    end_tokens: tuple[int, ...]
+    sampling: Sampling
+    keys: tuple[ActivationKey, ...]
+    dtype: str
+    segment_steps: int
+
+    def prefill(self, params: Params, state: State, new: NewRows) -> State:
+        """Prompts go through the model, as in the extraction, and into their rows, each with its first token."""
+        arch = self.model.arch
+        order = jnp.broadcast_to(jnp.arange(self.max_prompt, dtype=jnp.int32), new.prompts.shape)
+        segments = (order < new.lengths[:, None]).astype(jnp.int32)
+        captured = self._apply(params, new.prompts, segments, order, self.attend)
+
+        def cached(layer: int, site: Site) -> Float[Array, "R K P H"]:
+            heads = captured[ActivationKey(layer, site)].reshape(*order.shape, arch.num_kv_heads, arch.head_dim)
+            return jnp.einsum("RPKH->RKPH", heads)
+
+        last = jnp.take_along_axis(captured[FINAL], jnp.maximum(new.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+        random = document_keys(self.sampling.seed, new.numbers[:, 0], new.numbers[:, 1])
+        counts = jnp.ones_like(new.lengths)
+        tokens = sample(logits(self.model.head, params, last), random, counts - 1, self.sampling)
+        has_ended = self._is_last(tokens, counts)
+        values = State(
+            caches=tuple((cached(layer, Site.k), cached(layer, Site.v)) for layer in range(arch.num_layers)),
+            activations=tuple(captured[key].astype(self.dtype) for key in self.keys),
+            tokens=tokens,
+            positions=new.lengths,
+            counts=counts,
+            has_ended=has_ended,
+            is_active=jnp.ones_like(has_ended) if self.keys else ~has_ended,
+            keys=random,
+            completions=tokens[:, None],
+        )
+        return self._put(state, values, new.rows)
+
+    def segment(self, params: Params, state: State) -> tuple[State, Report]:
+        """Decoding steps, until there were `segment_steps` or no row of any device is active."""
+
+        def goes_on(carry: tuple[Array, State]) -> Bool[Array, ""]:
+            return (carry[0] < self.segment_steps) & carry[1].is_active.any()
+
+        def body(carry: tuple[Array, State]) -> tuple[Array, State]:
+            return carry[0] + 1, self.step(params, carry[1])
+
+        steps, state = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state))
+        return state, Report(state.is_active, state.counts, state.completions, steps)
+
+    def step(self, params: Params, state: State) -> State:
+        """Each row's latest token goes through the model and gives the next. Rows that are not active stay as they are,
+        but for their latest position, which is computed again."""
+        layers = [CachedLayer(*cache, state.positions) for cache in state.caches]
+        tokens = state.tokens[:, None]
+        captured = self._apply(params, tokens, jnp.ones_like(tokens), state.positions[:, None], layers)
+        sampled = sample(
+            logits(self.model.head, params, captured[FINAL][:, 0]), state.keys, state.counts, self.sampling
+        )
+        goes_on = state.is_active & ~state.has_ended
+        counts = state.counts + goes_on
+        sampled = jnp.where(goes_on, sampled, state.tokens)
+        has_ended = state.has_ended | self._is_last(sampled, counts)
+        place = jnp.arange(self.max_new_tokens) == state.counts[:, None]
+        return State(
+            caches=tuple((layer.keys, layer.values) for layer in layers),
+            activations=tuple(
+                _put_at(kept, captured[key].astype(self.dtype), state.positions)
+                for kept, key in zip(state.activations, self.keys, strict=True)
+            ),
+            tokens=sampled,
+            positions=state.positions + goes_on,
+            counts=counts,
+            has_ended=has_ended,
+            # Whoever captures wants the last token's activations, too: it takes one more step.
+            is_active=goes_on if self.keys else goes_on & ~has_ended,
+            keys=state.keys,
+            completions=jnp.where(place & goes_on[:, None], sampled[:, None], state.completions),
+        )
+
+    def state_shapes(self, rows: int, dtype: jnp.dtype) -> State:
+        """The state of `rows` rows (global), with caches of `dtype`, as shapes with shardings."""
+        arch, mesh = self.model.arch, self.partition.mesh
+        length = self.max_prompt + self.max_new_tokens
+        shape = partial(_shape, row_sharding(mesh), rows)
+        heads = NamedSharding(mesh, PartitionSpec("data", "tensor"))
+        cache = _shape(heads, rows, arch.num_kv_heads, length, arch.head_dim, dtype=dtype)
+        widths = [self.model.width(key.site) for key in self.keys]
+        return State(
+            caches=((cache, cache),) * arch.num_layers,
+            activations=tuple(
+                _shape(activation_sharding(mesh, width), rows, length, width, dtype=self.dtype) for width in widths
+            ),
+            **{name: shape(dtype=jnp.int32) for name in ("tokens", "positions", "counts")},
+            **{name: shape(dtype=jnp.bool_) for name in ("has_ended", "is_active")},
+            keys=shape(2, dtype=jnp.uint32),
+            completions=shape(self.max_new_tokens, dtype=jnp.int32),
+        )
+
+    def new_row_shapes(self, rows: int) -> NewRows:
+        """Of a prefill of `rows` rows (global)."""
+        shape = partial(_shape, row_sharding(self.partition.mesh), rows)
+        return NewRows(
+            prompts=shape(self.max_prompt, dtype=jnp.int32),
+            lengths=shape(dtype=jnp.int32),
+            numbers=shape(2, dtype=jnp.uint32),
+            rows=shape(dtype=jnp.int32),
+        )
+
+    def _apply(
+        self, params: Params, tokens: Array, segments: Array, positions: Array, attend: Attend | Sequence[Attend]
+    ) -> dict[ActivationKey, Array]:
+        keys = self.model.generation_keys(self.keys)
+        return self.model.apply(params, tokens, segments, positions, keys, attend, self.partition)
+
+    def _is_last(self, tokens: Int32[Array, " B"], counts: Int32[Array, " B"]) -> Bool[Array, " B"]:
+        return jnp.isin(tokens, jnp.array(self.end_tokens, jnp.int32)) | (counts == self.max_new_tokens)
+
+    def _put(self, state: State, values: State, rows: Int32[Array, " R"]) -> State:
+        """The new rows in their places, each device its own."""
+
+        def of_one_device(state: State, values: State, rows: Array) -> State:
+            def of_array(old: Array, new: Array) -> Array:
+                return old.at[(rows, *(slice(size) for size in new.shape[1:]))].set(new, mode="drop")
+
+            return jax.tree.map(of_array, state, values)
+
+        shapes = self.state_shapes(state.tokens.shape[0], state.caches[0][0].dtype)
+        specs = jax.tree.map(lambda shape: shape.sharding.spec, shapes)
+        in_specs = (specs, specs, PartitionSpec("data"))
+        put = jax.shard_map(of_one_device, mesh=self.partition.mesh, in_specs=in_specs, out_specs=specs)
+        return put(state, values, rows)
+
+
+@dataclass(frozen=True)
 class Programs:
     """Compiled for one number of rows, room for prompts and completions, and way of sampling."""
 
-    mesh: jax.sharding.Mesh
+    mesh: Mesh
     attention: Attention  # of the prefill
-    prefill: jax.stages.Compiled  # (params, state, new rows) -> state
-    segment: jax.stages.Compiled  # (params, state) -> state, report
     new_rows: NewRows  # their shapes
     empty: jax.stages.Compiled  # () -> state without active rows
+    prefill: jax.stages.Compiled  # (params, state, new rows) -> state
+    segment: jax.stages.Compiled  # (params, state) -> state, report
 
 
 def compile_programs(
@@ -92,141 +232,51 @@ def compile_programs(
     attention: str,
     segment_steps: int,
 ) -> Programs:
-    """Lowers and compiles. `rows` and `prefill_rows` are global; activations of `keys` are kept as `dtype`.
+    """Lowers and compiles. `rows` and `prefill_rows` are global.
 
     `params` are those of `model.generation_leaves(keys)`, or their shapes, on devices that are only described.
     """
-    mesh, arch, keys = partition.mesh, model.arch, tuple(keys)
-    wanted = model.generation_keys(keys)
-    compute_dtype = params["embed"].dtype
-    length = max_prompt + max_new_tokens
-    chosen = choose_attention(attention, arch, mesh, max_prompt, compute_dtype.name)
-    by_rows = row_sharding(mesh)
-
-    def is_last(tokens: Array, counts: Array) -> Array:
-        is_end = jnp.isin(tokens, jnp.array(end_tokens, jnp.int32)) if end_tokens else jnp.zeros_like(tokens, bool)
-        return is_end | (counts == max_new_tokens)
-
-    def prefill(params: Params, state: State, new: NewRows) -> State:
-        order = jnp.broadcast_to(jnp.arange(max_prompt, dtype=jnp.int32), new.prompts.shape)
-        segments = (order < new.lengths[:, None]).astype(jnp.int32)
-        captured = model.apply(params, new.prompts, segments, order, wanted, chosen.attend, partition)
-
-        def cached(layer: int, site: Site) -> Float[Array, "R K P H"]:
-            heads = captured[ActivationKey(layer, site)].reshape(*order.shape, arch.num_kv_heads, arch.head_dim)
-            return jnp.einsum("RPKH->RKPH", heads)
-
-        last = jnp.take_along_axis(captured[FINAL], jnp.maximum(new.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-        random = document_keys(sampling.seed, new.numbers[:, 0], new.numbers[:, 1])
-        counts = jnp.ones_like(new.lengths)
-        tokens = sample(logits(model.head, params, last), random, counts - 1, sampling)
-        has_ended = is_last(tokens, counts)
-        values = State(
-            caches=tuple((cached(layer, Site.k), cached(layer, Site.v)) for layer in range(arch.num_layers)),
-            activations=tuple(captured[key].astype(dtype) for key in keys),
-            tokens=tokens,
-            positions=new.lengths,
-            counts=counts,
-            has_ended=has_ended,
-            is_active=jnp.ones_like(has_ended) if keys else ~has_ended,
-            keys=random,
-            completions=tokens[:, None],
-        )
-        return put(state, values, new.rows)
-
-    def put(state: State, values: State, rows: Int32[Array, " R"]) -> State:
-        """The new rows in their places, each device its own."""
-
-        def of_one_device(state: State, values: State, rows: Array) -> State:
-            def of_array(old: Array, new: Array) -> Array:
-                return old.at[(rows, *(slice(size) for size in new.shape[1:]))].set(new, mode="drop")
-
-            return jax.tree.map(of_array, state, values)
-
-        specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
-        return jax.shard_map(
-            of_one_device, mesh=mesh, in_specs=(specs, specs, PartitionSpec("data")), out_specs=specs, check_vma=False
-        )(state, values, rows)
-
-    def step(params: Params, state: State) -> State:
-        layers = [CachedLayer(*cache, state.positions) for cache in state.caches]
-        tokens, positions = state.tokens[:, None], state.positions[:, None]
-        captured = model.apply(params, tokens, jnp.ones_like(tokens), positions, wanted, layers, partition)
-        sampled = sample(logits(model.head, params, captured[FINAL][:, 0]), state.keys, state.counts, sampling)
-        goes_on = state.is_active & ~state.has_ended
-        counts = state.counts + goes_on
-        sampled = jnp.where(goes_on, sampled, state.tokens)
-        has_ended = is_last(sampled, counts) | state.has_ended
-        place = jnp.arange(max_new_tokens) == state.counts[:, None]
-        return State(
-            caches=tuple((layer.keys, layer.values) for layer in layers),
-            activations=tuple(
-                _put_at(kept, captured[key].astype(dtype), state.positions)
-                for kept, key in zip(state.activations, keys, strict=True)
-            ),
-            tokens=sampled,
-            positions=state.positions + goes_on,
-            counts=counts,
-            has_ended=has_ended,
-            # Whoever captures wants the last token's activations, too: it takes one more step.
-            is_active=goes_on if keys else goes_on & ~has_ended,
-            keys=state.keys,
-            completions=jnp.where(place & goes_on[:, None], sampled[:, None], state.completions),
-        )
-
-    def segment(params: Params, state: State) -> tuple[State, Report]:
-        def goes_on(carry: tuple[Array, State]) -> Bool[Array, ""]:
-            return (carry[0] < segment_steps) & carry[1].is_active.any()
-
-        steps, state = jax.lax.while_loop(
-            goes_on, lambda carry: (carry[0] + 1, step(params, carry[1])), (jnp.int32(0), state)
-        )
-        return state, Report(state.is_active, state.counts, state.completions, steps)
-
-    heads = NamedSharding(mesh, PartitionSpec("data", "tensor"))
-
-    def shape(*sizes: int, dtype: object, sharding: NamedSharding = by_rows) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
-
-    a_cache = shape(rows, arch.num_kv_heads, length, arch.head_dim, dtype=compute_dtype, sharding=heads)
-    of_state = State(
-        caches=((a_cache, a_cache),) * arch.num_layers,
-        activations=tuple(
-            shape(rows, length, width, dtype=dtype, sharding=activation_sharding(mesh, width))
-            for width in (model.width(key.site) for key in keys)
-        ),
-        **{name: shape(rows, dtype=jnp.int32) for name in ("tokens", "positions", "counts")},
-        **{name: shape(rows, dtype=jnp.bool_) for name in ("has_ended", "is_active")},
-        keys=shape(rows, 2, dtype=jnp.uint32),
-        completions=shape(rows, max_new_tokens, dtype=jnp.int32),
+    mesh, compute_dtype = partition.mesh, params["embed"].dtype
+    chosen = choose_attention(attention, model.arch, mesh, max_prompt, compute_dtype.name)
+    decoding = Decoding(
+        model,
+        partition,
+        attend=chosen.attend,
+        max_prompt=max_prompt,
+        max_new_tokens=max_new_tokens,
+        end_tokens=tuple(end_tokens),
+        sampling=sampling,
+        keys=tuple(keys),
+        dtype=dtype,
+        segment_steps=segment_steps,
     )
-    new_rows = NewRows(
-        prompts=shape(prefill_rows, max_prompt, dtype=jnp.int32),
-        lengths=shape(prefill_rows, dtype=jnp.int32),
-        numbers=shape(prefill_rows, 2, dtype=jnp.uint32),
-        rows=shape(prefill_rows, dtype=jnp.int32),
+    state, new_rows = decoding.state_shapes(rows, compute_dtype), decoding.new_row_shapes(prefill_rows)
+    of_state = jax.tree.map(lambda shape: shape.sharding, state)
+    of_report = Report(*[row_sharding(mesh)] * 3, replicated(mesh))
+    empty = jax.jit(
+        lambda: jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), state), out_shardings=of_state
     )
-    shardings: PyTree[NamedSharding] = jax.tree.map(lambda leaf: leaf.sharding, of_state)
-    report = Report(by_rows, by_rows, by_rows, replicated(mesh))
-    jit = partial(jax.jit, donate_argnums=1)
+    prefill = jax.jit(decoding.prefill, donate_argnums=1, out_shardings=of_state)
+    segment = jax.jit(decoding.segment, donate_argnums=1, out_shardings=(of_state, of_report))
     with jax.default_matmul_precision(matmul_precision(compute_dtype)):
         return Programs(
             mesh=mesh,
             attention=chosen,
-            prefill=jit(prefill, out_shardings=shardings).lower(params, of_state, new_rows).compile(),
-            segment=jit(segment, out_shardings=(shardings, report)).lower(params, of_state).compile(),
             new_rows=new_rows,
-            empty=jax.jit(
-                lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), of_state), out_shardings=shardings
-            )
-            .lower()
-            .compile(),
+            empty=empty.lower().compile(),
+            prefill=prefill.lower(params, state, new_rows).compile(),
+            segment=segment.lower(params, state).compile(),
         )
+
+
+def _shape(sharding: NamedSharding, *sizes: int, dtype: jnp.dtype | str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
 
 def _put_at(
     kept: Float[Array, "B S D"], new: Float[Array, "B 1 D"], positions: Int32[Array, " B"]
 ) -> Float[Array, "B S D"]:
-    return jax.vmap(lambda kept, new, position: jax.lax.dynamic_update_slice(kept, new, (position, 0)))(
-        kept, new, positions
-    )
+    def of_row(kept: Array, new: Array, position: Array) -> Array:
+        return jax.lax.dynamic_update_slice(kept, new, (position, 0))
+
+    return jax.vmap(of_row)(kept, new, positions)

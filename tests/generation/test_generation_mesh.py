@@ -1,0 +1,106 @@
+"""Generation on several devices and in several processes. In processes of their own, which have that many."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.jobs import ROOT, free_port
+
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+}
+
+PROGRAM = """
+import sys
+import jax, numpy as np
+from pipeline import distributed
+from pipeline.config import DistributedConfig
+from pipeline.generation.generator import Prompt, Sampling, compile_generator
+from pipeline.models.partition import Partition
+from pipeline.models.registry import open_model
+from pipeline.sites import Site, activation_keys
+
+path, out, port, processes, process, *kinds = sys.argv[1:]
+process = int(process)
+if int(processes) > 1:
+    distributed.initialise(DistributedConfig(f"localhost:{port}", int(processes), process))
+model = open_model(path, init="random")
+KEYS = activation_keys((0,), (Site.attn_z, Site.resid_post))
+prompts = [Prompt(k, np.random.default_rng(k).integers(0, 101, 1 + k % 7, dtype=np.int32)) for k in range(14)]
+mine = [prompts, [], prompts[:10], prompts[10:]][process + 2 * (int(processes) > 1)]
+for kind in kinds:
+    tensor, fsdp = (int(letter) for letter in kind)
+    partition = Partition(distributed.make_mesh(tensor), bool(fsdp))
+    params = model.load_leaves(model.generation_leaves(KEYS), "float32", partition.of_leaf)
+    generator = compile_generator(
+        model, params, partition, rows=4, max_prompt=8, max_new_tokens=12, end_tokens=range(6), keys=KEYS,
+        sampling=Sampling(temperature=1.0, seed=1), segment_steps=4,
+    )
+    found = {}
+    for each in generator.run(iter(mine)):
+        found[f"tokens {each.number}"] = each.tokens
+        found |= {f"{key.name} {each.number}": values for key, values in each.activations.items()}
+    np.savez(f"{out}/{processes}-{process}-{kind}.npz", **found)
+"""
+
+
+def run(path: Path, processes: int, devices: int, *kinds: str) -> None:
+    """Each kind is a digit for the devices along `tensor`, and one for fsdp."""
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    common = [sys.executable, "-c", PROGRAM, str(path), str(path), str(free_port()), str(processes)]
+    pipes = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = [subprocess.Popen([*common, str(process), *kinds], **pipes) for process in range(processes)]
+    outputs = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * processes, outputs
+
+
+def found(path: Path, processes: int, kind: str) -> dict[str, np.ndarray]:
+    """What all processes gave; none gives what another gives."""
+    parts = [dict(np.load(path / f"{processes}-{process}-{kind}.npz")) for process in range(processes)]
+    whole = {name: values for part in parts for name, values in part.items()}
+    assert len(whole) == sum(map(len, parts))
+    return whole
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    run(path, 1, 1, "10")
+    (path / "1-0-10.npz").rename(path / "reference.npz")
+    return path
+
+
+def assert_as_on_one_device(path: Path, processes: int, kind: str) -> None:
+    expected, got = dict(np.load(path / "reference.npz")), found(path, processes, kind)
+    assert len({values.size for name, values in expected.items() if "tokens" in name}) > 3
+    assert got.keys() == expected.keys()
+    for name, values in expected.items():
+        if "tokens" in name:
+            np.testing.assert_array_equal(got[name], values, err_msg=name)
+        else:
+            np.testing.assert_allclose(got[name], values, rtol=0, atol=1e-5 * np.abs(values).max(), err_msg=name)
+
+
+def test_every_division_gives_the_same_completions(path: Path) -> None:
+    run(path, 1, 4, "10", "11", "20", "21")
+    for kind in ("10", "11", "20", "21"):
+        assert_as_on_one_device(path, 1, kind)
+
+
+def test_two_processes_with_unequal_work(path: Path) -> None:
+    """The second process has done its prompts long before the first; both stay until the last row has ended."""
+    run(path, 2, 2, "11", "20")
+    for kind in ("11", "20"):
+        assert_as_on_one_device(path, 2, kind)

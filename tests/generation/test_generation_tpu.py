@@ -1,0 +1,93 @@
+"""Generation compiled for TPU slices, where libtpu is installed (the extra `tpu`); no TPU is needed."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.tpu import CHIPS
+from scripts.published_shapes import SHAPES
+from tests.jobs import ROOT
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the extra `tpu`)")
+ROWS_PER_CHIP, MAX_PROMPT, NUM_NEW = 4, 1024, 1024
+
+PROGRAM = """
+import json, sys
+from pipeline.compile_check import slice_devices
+from pipeline.distributed import make_mesh
+from pipeline.generation.decode import compile_programs
+from pipeline.generation.sampling import Sampling
+from pipeline.models.partition import Partition
+from pipeline.models.registry import open_model
+from pipeline.models.weights import abstract_params
+from pipeline.tpu import parse_slice
+
+path, where, rows_per_chip, max_prompt, num_new = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+devices = slice_devices(parse_slice(where))
+model, partition = open_model(path, init="random"), Partition(make_mesh(1, devices), fsdp=True)
+programs = compile_programs(
+    model, abstract_params(model.generation_leaves(), "bfloat16", partition.of_leaf), partition,
+    rows=rows_per_chip * len(devices), prefill_rows=len(devices), max_prompt=max_prompt, max_new_tokens=num_new,
+    end_tokens=(0,), sampling=Sampling(), keys=(), dtype="bfloat16", attention="auto", segment_steps=16,
+)
+report = {"attention": programs.attention.name}
+for name in ("prefill", "segment"):
+    memory = getattr(programs, name).memory_analysis()
+    report[name] = {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "written_in_place_bytes": memory.alias_size_in_bytes,
+        "peak_bytes": memory.peak_memory_in_bytes,
+        "hlo": getattr(programs, name).as_text(),
+    }
+json.dump(report, sys.stdout)
+"""
+
+
+def compiled(path: Path, num_layers: int) -> dict:
+    """Of Qwen2.5-7B's shape with so many layers, on 64 chips of v5e."""
+    (path / "config.json").write_text(json.dumps(SHAPES["Qwen2.5-7B"] | {"num_hidden_layers": num_layers}))
+    arguments = [str(path), "v5e:8x8", str(ROWS_PER_CHIP), str(MAX_PROMPT), str(NUM_NEW)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def assert_in_place(report: dict, num_layers: int) -> None:
+    """The caches are neither copied nor exchanged between chips, and weights are gathered one layer at a time."""
+    shape = SHAPES["Qwen2.5-7B"]
+    heads, width = shape["num_key_value_heads"], shape["hidden_size"] // shape["num_attention_heads"]
+    cache = f"bf16[{ROWS_PER_CHIP},{heads},{MAX_PROMPT + NUM_NEW},{width}]"
+    cache_bytes = 2 * 2 * ROWS_PER_CHIP * heads * (MAX_PROMPT + NUM_NEW) * width
+    assert report["attention"] == "splash"
+    for program in (report["prefill"], report["segment"]):
+        assert program["written_in_place_bytes"] >= num_layers * cache_bytes
+        assert not re.search(
+            rf"= {re.escape(cache)}\S* (copy|all-gather|all-to-all|collective-permute)\(", program["hlo"]
+        )
+        layer = 2 * shape["hidden_size"] * (3 * shape["intermediate_size"] + 3 * shape["hidden_size"])
+        assert program["temporary_bytes"] < 3 * layer
+        assert program["peak_bytes"] < CHIPS["v5e"].hbm_bytes
+
+
+@needs_libtpu
+def test_caches_stay_in_place(tmp_path) -> None:
+    assert_in_place(compiled(tmp_path, 1), 1)
+
+
+@needs_libtpu
+@pytest.mark.slow  # minutes: each layer is compiled by itself
+def test_a_large_model_fits(tmp_path) -> None:
+    report = compiled(tmp_path, 28)
+    assert_in_place(report, 28)
+    print(
+        {name: {key: value for key, value in report[name].items() if key != "hlo"} for name in ("prefill", "segment")}
+    )

@@ -1,0 +1,202 @@
+"""Completions against Hugging Face transformers and the extraction step; what they do not depend on."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from pipeline.cli import PACKAGE
+from pipeline.distributed import make_mesh
+from pipeline.errors import ConfigError, InputError
+from pipeline.generation.generator import Completion, Generator, Prompt, Sampling, compile_generator
+from pipeline.models.partition import Partition
+from pipeline.models.registry import open_model
+from pipeline.sites import ActivationKey, Site, activation_keys
+from tests.models.hf_reference import VOCAB_SIZE, save_random, torch, transformers
+
+NUM_LAYERS, ROWS, MAX_PROMPT, NUM_NEW = 2, 8, 20, 64
+TYPES = {"layer_types": ["sliding_attention", "full_attention"]}
+GEMMA = {"head_dim": 6, "sliding_window": 7, "query_pre_attn_scalar": 12}
+FAMILIES = {
+    "gemma2": GEMMA | {"final_logit_softcapping": 3.0},
+    "gemma3_text": GEMMA | TYPES,
+    "gpt2": {},
+    "gpt_neox": {},
+    "llama": {},
+    "mistral": {"sliding_window": 7},
+    "olmo2": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+}
+
+
+def save(family: str, path: Path):
+    return save_random(family, path, num_hidden_layers=NUM_LAYERS, **FAMILIES[family])
+
+
+def generator(path: Path | str, keys: Sequence[ActivationKey] = (), *, with_int8: bool = False, **options: object):
+    """On the first device, greedy unless the options say otherwise."""
+    model, partition = open_model(str(path)), Partition(make_mesh(devices=jax.devices()[:1]))
+    params = model.load_leaves(model.generation_leaves(keys), "float32", partition.of_leaf, with_int8=with_int8)
+    defaults = {"rows": ROWS, "max_prompt": MAX_PROMPT, "max_new_tokens": NUM_NEW, "end_tokens": ()}
+    return compile_generator(model, params, partition, keys=keys, **defaults | {"sampling": Sampling()} | options)
+
+
+def prompts(num: int, vocab_size: int = VOCAB_SIZE) -> list[Prompt]:
+    """Of 1 to MAX_PROMPT tokens."""
+    rng = np.random.default_rng(4)
+    lengths = [1, MAX_PROMPT, *rng.integers(1, MAX_PROMPT + 1, num)][:num]
+    return [Prompt(7 * k, rng.integers(0, vocab_size, length, dtype=np.int32)) for k, length in enumerate(lengths)]
+
+
+def completed(generator: Generator, prompts: Sequence[Prompt]) -> dict[int, Completion]:
+    found = list(generator.run(iter(prompts)))
+    assert len(found) == len(prompts)
+    return {each.number: each for each in found}
+
+
+Extract = Callable[[Prompt, Completion], dict[ActivationKey, np.ndarray]]
+
+
+def extraction(path: Path, keys: tuple[ActivationKey, ...], *, with_int8: bool = False) -> Extract:
+    """What the extraction captures of prompt and completion, in a padded row."""
+    model = open_model(str(path))
+    params = model.load(keys, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]), with_int8=with_int8)
+    apply = jax.jit(lambda *batch: model.apply(params, *batch, keys))
+
+    def extract(prompt: Prompt, completion: Completion) -> dict[ActivationKey, np.ndarray]:
+        num_tokens = prompt.tokens.size + completion.tokens.size
+        tokens, segments, positions = np.zeros((3, 1, MAX_PROMPT + NUM_NEW), np.int32)
+        tokens[0, :num_tokens] = np.concatenate([prompt.tokens, completion.tokens])
+        segments[0, :num_tokens] = 1
+        positions[0] = np.arange(positions.size)
+        return {key: np.asarray(values[0, :num_tokens]) for key, values in apply(tokens, segments, positions).items()}
+
+    return extract
+
+
+def assert_greedy(reference, prompts: Sequence[Prompt], found: dict[int, Completion]) -> None:
+    """Each token is the likeliest after those before it: then greedy `generate` would have given the same."""
+    whole = [np.concatenate([each.tokens, found[each.number].tokens]) for each in prompts]
+    ids = np.zeros((len(whole), max(map(len, whole))), np.int64)
+    for row, tokens in zip(ids, whole, strict=True):
+        row[: tokens.size] = tokens
+    with torch.no_grad():  # causal: what lies to the right is not seen
+        likeliest = reference(torch.from_numpy(ids)).logits.argmax(-1).numpy()
+    for row, prompt in zip(likeliest, prompts, strict=True):
+        got = found[prompt.number].tokens
+        first = prompt.tokens.size - 1
+        np.testing.assert_array_equal(row[first : first + got.size], got, err_msg=str(prompt.number))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_as_transformers_does(family: str, tmp_path) -> None:
+    """More prompts than rows: some come when others have ended, in rows that were used before."""
+    reference = save(family, tmp_path)
+    some = prompts(ROWS + 5)
+    compiled = generator(tmp_path)
+    found = completed(compiled, some)
+    assert all((each.tokens.size, each.finish_reason) == (NUM_NEW, "length") for each in found.values())
+    assert_greedy(reference, some, found)
+    assert compiled.counts.tokens == len(some) * NUM_NEW
+
+
+def test_the_bundled_model_against_generate_itself() -> None:
+    path = PACKAGE / "assets" / "tiny-qwen2"
+    reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    some = prompts(ROWS, reference.config.vocab_size)
+    found = completed(generator(path, end_tokens=(0,)), some)
+    ids = np.zeros((ROWS, MAX_PROMPT), np.int64)
+    mask = np.zeros_like(ids)
+    for row, prompt in enumerate(some):  # on the left, as `generate` wants padding
+        ids[row, MAX_PROMPT - prompt.tokens.size :] = prompt.tokens
+        mask[row, MAX_PROMPT - prompt.tokens.size :] = 1
+    options = {"max_new_tokens": NUM_NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": 0}
+    expected = reference.generate(torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), **options)
+    for row, prompt in zip(expected[:, MAX_PROMPT:].numpy(), some, strict=True):
+        got = found[prompt.number].tokens
+        np.testing.assert_array_equal(row[: got.size], got)
+        assert not row[got.size :].any()
+
+
+def test_int8_weights(tmp_path) -> None:
+    """Greedy again, by the rounded weights."""
+    save("llama", tmp_path)
+    some = prompts(3)
+    found = completed(generator(tmp_path, with_int8=True), some)
+    extract = extraction(tmp_path, (ActivationKey(-1, Site.final_norm),), with_int8=True)
+    head = open_model(str(tmp_path)).checkpoint.rows("lm_head.weight", 0, VOCAB_SIZE)
+    for prompt in some:
+        got = found[prompt.number].tokens
+        (final,) = extract(prompt, found[prompt.number]).values()
+        first = prompt.tokens.size - 1
+        np.testing.assert_array_equal(np.argmax(final @ head.T, -1)[first : first + got.size], got)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save("mistral", path)
+    return path
+
+
+DRAWN = Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=3)
+
+
+def test_a_completion_depends_on_seed_and_document_alone(path: Path) -> None:
+    """Not on the rows of the batch, the order, the neighbours or the length of a segment."""
+    some = prompts(13)
+    end_tokens = tuple(range(4))
+    found = completed(generator(path, sampling=DRAWN, end_tokens=end_tokens), some)
+    assert {each.finish_reason for each in found.values()} == {"stop", "length"}
+    assert len({each.tokens.size for each in found.values()}) > 5
+    for each in found.values():
+        ends = np.isin(each.tokens, end_tokens)
+        assert not ends[:-1].any()
+        assert ends[-1] == (each.finish_reason == "stop")
+        assert each.finish_reason == "stop" or each.tokens.size == NUM_NEW
+    other = completed(generator(path, sampling=DRAWN, end_tokens=end_tokens, rows=3, segment_steps=5), some[::-1])
+    for number, each in found.items():
+        np.testing.assert_array_equal(other[number].tokens, each.tokens)
+        assert other[number].finish_reason == each.finish_reason
+    changed = completed(
+        generator(path, sampling=Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=4), end_tokens=end_tokens), some
+    )
+    assert any(changed[number].tokens.tolist() != each.tokens.tolist() for number, each in found.items())
+
+
+def test_activations_of_decoding_are_those_of_the_extraction(path: Path) -> None:
+    """Of the whole prompt and completion, the last token included; also in rows that were used before."""
+    sites = (Site.q, Site.attn_z, Site.mlp_post, Site.resid_post)
+    keys = (*activation_keys((1,), sites), *activation_keys((), (Site.embed, Site.final_norm)))
+    some = prompts(6)
+    extract = extraction(path, keys)
+    for num_new in (1, 9):
+        compiled = generator(path, keys, sampling=DRAWN, end_tokens=range(20), rows=2, max_new_tokens=num_new)
+        for number, each in completed(compiled, some).items():
+            (prompt,) = (prompt for prompt in some if prompt.number == number)
+            expected = extract(prompt, each)
+            assert each.activations.keys() == set(keys)
+            for key, values in each.activations.items():
+                assert values.shape == expected[key].shape
+                error = np.abs(values - expected[key]).max() / np.abs(expected[key]).max()
+                assert error < 1e-4, (key.name, number)
+
+
+def test_stop_leaves_the_rest(path: Path) -> None:
+    answers = iter([False, False, True])
+    assert list(generator(path, rows=2).run(iter(prompts(4)), stop=lambda: next(answers))) == []
+
+
+def test_refused(path: Path, tmp_path) -> None:
+    compiled = generator(path, rows=1, max_new_tokens=1)
+    for size in (0, MAX_PROMPT + 1):
+        with pytest.raises(InputError, match=rf"document 5 has a prompt of {size} tokens, expected 1 to {MAX_PROMPT}"):
+            list(compiled.run(iter([Prompt(5, np.zeros(size, np.int32))])))
+    with pytest.raises(ConfigError, match="do not fit the model's 512 positions"):
+        generator(path, max_prompt=500)
+    save_random("bert", tmp_path)
+    with pytest.raises(ConfigError, match="is an encoder"):
+        generator(tmp_path)

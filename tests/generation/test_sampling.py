@@ -1,0 +1,62 @@
+"""Which tokens can be drawn, and how often."""
+
+import jax
+import numpy as np
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.generation.sampling import Sampling, document_keys, sample
+from tests.models.hf_reference import torch, transformers
+
+DRAWS, VOCABULARY = 20_000, 12
+LOGITS = np.random.default_rng(0).normal(0, 2, VOCABULARY).astype(np.float32)
+CASES = [
+    Sampling(1.0),
+    Sampling(0.7),
+    Sampling(1.5, top_k=4),
+    Sampling(1.0, top_k=1),
+    Sampling(1.0, top_p=0.8),
+    Sampling(2.0, top_p=0.05),
+    Sampling(0.9, top_k=6, top_p=0.7, seed=5),
+    Sampling(1.0, top_k=500),
+]
+
+
+def expected_probabilities(sampling: Sampling) -> np.ndarray:
+    """By transformers, in the order in which `generate` applies them."""
+    processors = transformers.LogitsProcessorList([transformers.TemperatureLogitsWarper(sampling.temperature)])
+    if sampling.top_k is not None:
+        processors.append(transformers.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p is not None:
+        processors.append(transformers.TopPLogitsWarper(sampling.top_p))
+    scores = processors(torch.zeros((1, 1), dtype=torch.long), torch.from_numpy(LOGITS)[None])
+    return torch.softmax(scores, -1)[0].numpy()
+
+
+@pytest.mark.parametrize("sampling", CASES, ids=str)
+def test_frequencies(sampling: Sampling) -> None:
+    numbers = np.arange(DRAWS, dtype=np.uint32)
+    keys = document_keys(sampling.seed, numbers >> 7, numbers)
+    drawn = jax.jit(sample, static_argnums=3)(np.tile(LOGITS, (DRAWS, 1)), keys, numbers % 64, sampling)
+    expected = expected_probabilities(sampling)
+    frequencies = np.bincount(drawn, minlength=VOCABULARY) / DRAWS
+    assert not frequencies[expected == 0].any()
+    deviations = np.sqrt(expected * (1 - expected) / DRAWS)
+    assert (np.abs(frequencies - expected) <= 5 * deviations).all()
+
+
+def test_greedy_is_the_likeliest() -> None:
+    keys = document_keys(0, np.zeros(1, np.uint32), np.zeros(1, np.uint32))
+    assert sample(LOGITS[None], keys, np.zeros(1, np.int32), Sampling()) == np.argmax(LOGITS)
+
+
+def test_keys_of_documents_differ_in_either_half_of_the_number() -> None:
+    high, low = np.meshgrid(np.arange(5, dtype=np.uint32), np.arange(5, dtype=np.uint32))
+    keys = np.asarray(document_keys(1, high.ravel(), low.ravel()))
+    assert len(np.unique(keys, axis=0)) == 25
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Sampling(**{"temperature": 1.0} | wrong)
