@@ -73,6 +73,11 @@ class Positions(StrEnum):
     sample = "sample"
 
 
+class LongPrompts(StrEnum):
+    refuse = "refuse"
+    cut = "cut"
+
+
 class OnError(StrEnum):
     fail = "fail"
     skip = "skip"
@@ -181,6 +186,25 @@ class HfData(DataConfig):
 
 
 @dataclass(frozen=True)
+class GenerateData(DataConfig):
+    """What the model itself writes: another source's documents are prompts, each continued by the model."""
+
+    path: str | None = MISSING  # of the prompts
+    prompts: Any = MISSING  # ParquetData | ArcData | HfData
+    template: Template = Template.plain  # chat: each document is a user's message
+    prompt_length: int = 512  # token slots for a prompt
+    long_prompts: LongPrompts = LongPrompts.refuse  # refuse: as on_error says; cut: keep the last tokens
+    max_new_tokens: int = 256
+    temperature: float = 0.0  # 0: greedy
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0  # of the sampling
+    end_tokens: list[str] | None = None  # texts of single tokens; null: the model's own
+    rows: int = 8  # documents that are written at once, over all processes of a worker
+    group: int = 64  # documents that are written to the store together
+
+
+@dataclass(frozen=True)
 class BatchConfig:
     rows: int = 8  # per step, over all processes of a worker
     length: int = 1024
@@ -266,7 +290,7 @@ class PlanConfig:
 @dataclass(frozen=True)
 class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: Any = MISSING  # ParquetData | ArcData | HfData
+    data: Any = MISSING  # ParquetData | ArcData | HfData | GenerateData
     batch: BatchConfig = field(default_factory=BatchConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
@@ -291,7 +315,7 @@ def register() -> None:
     """Puts the schemas where the YAML files' `defaults` find them."""
     store = ConfigStore.instance()
     store.store(name="schema", node=_writable(OmegaConf.structured(RunConfig)))
-    for name, cls in {"parquet": ParquetData, "arc": ArcData, "hf": HfData}.items():
+    for name, cls in {"parquet": ParquetData, "arc": ArcData, "hf": HfData, "generate": GenerateData}.items():
         store.store(group="data", name=f"{name}_schema", node=_writable(OmegaConf.structured(cls)))
 
 

@@ -4,19 +4,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+import pyarrow as pa
 from jaxtyping import Int32
 
-from pipeline.config import RunConfig, WeightsDtype
+from pipeline.config import ArcData, DataConfig, GenerateData, RunConfig, WeightsDtype
+from pipeline.data.arc.grading import GRADES
 from pipeline.data.documents import Cursor, Source
 from pipeline.data.feed import StreamWork
 from pipeline.data.selection import Selection, open_selection, selection_identity
 from pipeline.data.sources import open_source
 from pipeline.data.stream import TokenStream
+from pipeline.data.tokenised import StreamDocuments, TokenisedDocuments
 from pipeline.data.tokenizer import TextTokenizer, load_tokenizer
 from pipeline.distributed import topology
+from pipeline.generation.end_tokens import end_tokens
+from pipeline.generation.sampling import Sampling
 from pipeline.models.registry import Model, open_model
 from pipeline.plan import Plan, StoredGeometry, make_plan
 from pipeline.store.commits import CommitRecord
+from pipeline.store.generated import COMPLETION_SCHEMA, GeneratedDocuments, GeneratedGroups
+from pipeline.store.kvstore import open_kvstore
 from pipeline.store.layout import SELECTED, TOKENS, ArraySpec, StoreLayout, scale_spec
 from pipeline.store.metadata import StoreMetadata, read_metadata
 
@@ -42,7 +49,7 @@ class Job:
     def stream_work(self, stream: int, records: Sequence[CommitRecord]) -> StreamWork | None:
         """What is left of one stream, whose committed blocks are `records`."""
         left = work_left(records, self.plan.stream_budget(stream))
-        return None if left is None else StreamWork(self._stream(stream), *left)
+        return None if left is None else StreamWork(self.stream(stream), *left)
 
     def is_done(self, records: Mapping[int, Sequence[CommitRecord]]) -> bool:
         """Whether every stream, of whatever process, holds what is asked for."""
@@ -55,25 +62,51 @@ class Job:
         """Tokens, segments and positions of the first rows of the first stream that has any: as many rows as have
         `num_tokens` slots, or the beginning of one; None where there are no documents at all."""
         for stream in range(self.plan.num_streams):
-            block = next(self._stream(stream).blocks())
+            block = next(self.stream(stream).blocks())
             if block.num_rows:
                 part = np.s_[: max(1, num_tokens // self.plan.length), :num_tokens]
                 return {name: getattr(block, name)[part] for name in ("tokens", "segments", "positions")}
         return None
 
-    def _stream(self, stream: int) -> TokenStream:
-        batch = self.config.batch
-        return TokenStream(
+    def texts(self, stream: int) -> TokenisedDocuments:
+        """The source's documents of one stream; with data=generate, the prompts."""
+        data = self.config.data
+        return TokenisedDocuments(
             self.source,
             self.tokenizer,
+            range(stream, len(self.source.shards), self.plan.num_streams),
+            on_error=data.on_error,
+            vocab_size=self.model.vocab_size,
+            **({"max_prompt": data.prompt_length, "long_prompts": data.long_prompts} if self.plan.generation else {}),
+        )
+
+    def generated(self, stream: int) -> GeneratedGroups:
+        """What data=generate has stored of one stream."""
+        parts = [self.source.info_schema, COMPLETION_SCHEMA]
+        if isinstance(self.config.data.prompts, ArcData):
+            parts.append(GRADES)
+        return GeneratedGroups(
+            open_kvstore(self.config.store.path),
+            stream=stream,
+            num_streams=self.plan.num_streams,
+            size=self.config.data.group,
+            info_schema=pa.unify_schemas(parts),
+        )
+
+    def stream(self, stream: int) -> TokenStream:
+        """One stream's documents in rows. With data=generate it can be read as far as it is generated."""
+        batch = self.config.batch
+        documents: StreamDocuments = self.texts(stream)
+        if self.plan.generation:
+            documents = GeneratedDocuments(self.generated(stream), documents.num_shards)
+        return TokenStream(
+            documents,
             stream=stream,
             num_streams=self.plan.num_streams,
             rows_per_block=self.plan.rows_per_block,
             length=batch.length,
             packing=batch.packing,
             long_documents=batch.long_documents,
-            on_error=self.config.data.on_error,
-            vocab_size=self.model.vocab_size,
             selection=self.selection,
         )
 
@@ -119,7 +152,7 @@ def open_job(config: RunConfig) -> Job:
     metadata = StoreMetadata(
         model=_model_identity(model, config),
         tokenizer=tokenizer.identity(),
-        data=source.fingerprint(),
+        data=_data_identity(config.data, source, model, tokenizer),
         batch={
             "length": plan.length,
             "packing": str(config.batch.packing),
@@ -137,6 +170,27 @@ def open_job(config: RunConfig) -> Job:
     selection = open_selection(config.capture, plan.length, tokenizer)
     layout = store_layout(plan, str(config.store.compression))
     return Job(config, model, source, tokenizer, selection, plan, metadata, layout)
+
+
+def sampling(data: GenerateData) -> Sampling:
+    """How completions are drawn. Raises ConfigError."""
+    return Sampling(data.temperature, data.top_k, data.top_p, data.seed)
+
+
+def _data_identity(data: DataConfig, source: Source, model: Model, tokenizer: TextTokenizer) -> dict[str, object]:
+    """What determines the documents: the source, and what the model is to add to them."""
+    if not isinstance(data, GenerateData):
+        return source.fingerprint()
+    return {
+        "source": "generate",
+        "prompts": source.fingerprint(),
+        "prompt_length": data.prompt_length,
+        "long_prompts": str(data.long_prompts),
+        "max_new_tokens": data.max_new_tokens,
+        "sampling": asdict(sampling(data)),
+        "group": data.group,
+        "end_tokens": list(end_tokens(model, tokenizer, data.end_tokens)),
+    }
 
 
 def _model_identity(model: Model, config: RunConfig) -> dict[str, object]:

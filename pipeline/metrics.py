@@ -49,7 +49,7 @@ class Metrics:
         self.last_step = time.monotonic()
         self._lines: list[str] = []
         self._interval_s = interval_s
-        self.name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{socket.gethostname()}-{os.getpid()}.jsonl"
+        self.name = f"{run_name()}.jsonl"
         self._started = self._emitted = time.monotonic()
         self._ended: float | None = None
         self._bar = tqdm(
@@ -146,6 +146,11 @@ class Metrics:
             stages = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds[thread].items())
             lines.append(f"seconds of the {thread} thread: {stages}")
         return "\n".join(lines)
+
+
+def run_name() -> str:
+    """What this run's logs are called: when, where, which process."""
+    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{socket.gethostname()}-{os.getpid()}"
 
 
 def peak_rss_mib() -> int:

@@ -21,6 +21,7 @@ from pipeline.config import (
 )
 from pipeline.data.selection import slots_per_row
 from pipeline.errors import ConfigError
+from pipeline.generation.plan import GenerationPlan, GeneratorFacts, plan_generation
 from pipeline.mesh import Topology, divide_weights, mesh_shape
 from pipeline.sites import ActivationKey, Site, activation_keys
 from pipeline.store.layout import ITEM_BYTES, MIB, rows_per_block_for
@@ -31,7 +32,7 @@ MAX_AUTO_STREAMS = 64
 STEPS_PER_AUTO_STREAM = 100  # a stream wastes at most one partly padded step: 1 % of it
 
 
-class ModelFacts(Protocol):
+class ModelFacts(GeneratorFacts, Protocol):
     """What Plan needs to know of a model; `pipeline.models.Model` is one."""
 
     num_layers: int
@@ -86,6 +87,7 @@ class Plan:
     step_bytes: int  # activations of one step
     block_bytes: int  # activations of one block: one host buffer
     host_buffers: int
+    generation: GenerationPlan | None  # of data=generate
     notes: tuple[str, ...]
 
     def stream_budget(self, stream: int) -> int | None:
@@ -137,6 +139,8 @@ class Plan:
             f"memory    up to {self.host_bytes / MIB:.0f} MiB of activations on the host",
             f"weights   {self.weights}: {self.weights_bytes / MIB:.0f} MiB on each device",
         ]
+        if self.generation is not None:
+            lines.append(self.generation.describe())
         return "\n".join([*lines, *(f"note      {note}" for note in self.notes)])
 
 
@@ -168,6 +172,7 @@ def make_plan(
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
     model_bytes = model.weight_bytes(keys, str(config.model.dtype), with_int8)
     weights, weights_bytes, note = divide_weights(config.model.weights, *model_bytes, data, tensor, topology)
+    generation = plan_generation(config, model, data, tensor, topology)
     itemsize = ITEM_BYTES[config.capture.dtype]
     widths = tuple(model.width(key.site) for key in keys)
     selected = slots_per_row(config.capture, batch.length)
@@ -206,7 +211,12 @@ def make_plan(
         step_bytes=step_bytes,
         block_bytes=rows_per_block * row_bytes,
         host_buffers=2,  # one is filled while the other is written
-        notes=(*note, *_notes(config, inflight_steps, num_streams, num_source_shards, topology)),
+        generation=generation,
+        notes=(
+            *note,
+            *(generation.notes if generation else ()),
+            *_notes(config, inflight_steps, num_streams, num_source_shards, topology),
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.errors import Interrupted
 from pipeline.extract import extract
 from pipeline.forward import CompiledStep, compile_plan, planned_partition
+from pipeline.generate import generate
 from pipeline.job import Job, open_job
 from pipeline.metrics import Metrics
 from pipeline.profile import ProfileWindow
@@ -45,8 +46,10 @@ def run(config: RunConfig) -> None:
         job = open_job(config)
         log.info("%s", job.plan.describe())
         stop.check()
-        distributed.require_same_config(config, str(job.plan.weights))
+        distributed.require_same_config(config, str(job.plan.weights), str(job.plan.generation))
         store = StoreWriter.open(config.store.path, job.metadata, job.layout)
+        if job.plan.generation:
+            generate(job, store, stop)
         work = job.work(store.records)
         if distributed.any_process(bool(work)):
             is_measured = config.model.weights_dtype is not WeightsDtype.int8 or store.weights_error is not None

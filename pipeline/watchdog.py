@@ -4,12 +4,20 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Mapping
 from types import TracebackType
+from typing import Protocol
 
 from pipeline.errors import EXIT_FAILED
-from pipeline.metrics import Metrics
 
 log = logging.getLogger("pipeline")
+
+
+class Watched(Protocol):
+    """When (`time.monotonic`) the last step was, and what each thread is doing."""
+
+    last_step: float
+    stages: Mapping[str, str]
 
 
 class Watchdog:
@@ -19,7 +27,7 @@ class Watchdog:
     neither answers nor fails, and cannot be interrupted. What is committed stays valid, and the next start resumes.
     """
 
-    def __init__(self, metrics: Metrics, timeout_s: float) -> None:
+    def __init__(self, metrics: Watched, timeout_s: float) -> None:
         self._metrics = metrics
         self._timeout_s = timeout_s
         self._done = threading.Event()

@@ -34,9 +34,10 @@ from make_demo_text import Text, documents, write_shards
 from optax.contrib import MuonDimensionNumbers, muon
 from safetensors.numpy import save
 
-from pipeline.config import ArcData, DataConfig, ParquetData
+from pipeline.config import ArcData, DataConfig, OnError, ParquetData
 from pipeline.data.sources import open_source
 from pipeline.data.stream import TokenStream
+from pipeline.data.tokenised import TokenisedDocuments
 from pipeline.data.tokenizer import TextTokenizer, load_tokenizer
 from pipeline.models.decoder import Params
 from pipeline.models.leaves import Leaf, LeafTree, needed_leaves
@@ -110,8 +111,8 @@ def write_corpus(work: Path) -> list[str]:
 def packed_rows(config: DataConfig, tokenizer: TextTokenizer, length: int) -> Rows:
     """All documents of a source, each ended by <|endoftext|>, in rows of `length`."""
     source = open_source(config, tokenizer)
-    stream = TokenStream(source, tokenizer, stream=0, num_streams=1, rows_per_block=64, length=length)
-    blocks = list(stream.blocks())
+    documents = TokenisedDocuments(source, tokenizer, range(len(source.shards)), on_error=OnError.fail, vocab_size=None)
+    blocks = list(TokenStream(documents, stream=0, num_streams=1, rows_per_block=64, length=length).blocks())
     return Rows(*(np.concatenate([getattr(block, name) for block in blocks]) for name in Rows._fields))
 
 

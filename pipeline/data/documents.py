@@ -15,13 +15,17 @@ from jaxtyping import Bool, Int32, Int64
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text with an id. `source` and `index` say where it stands: file (or source shard), row within it (from 0)."""
+    """One text with an id. `source` and `index` say where it stands: file (or source shard), row within it (from 0).
+
+    `answer` is what a right completion says, where the source knows it; it is not stored.
+    """
 
     id: str
     text: str
     source: str
     index: int
-    info: Mapping[str, str | int | float | None] = field(default_factory=dict)
+    info: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+    answer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,10 @@
 A source is imported when it is opened: `datasets`, and the pandas behind it, would otherwise cost every run 0.6 s.
 """
 
-from pipeline.config import ArcData, DataConfig, HfData, ParquetData
+from dataclasses import fields
+
+from pipeline.config import ArcData, DataConfig, GenerateData, HfData, ParquetData, Template
+from pipeline.data.chat import ChatSource
 from pipeline.data.documents import Source
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.tokenizer import TextTokenizer
@@ -11,7 +14,8 @@ from pipeline.errors import ConfigError
 
 
 def open_source(config: DataConfig, tokenizer: TextTokenizer) -> Source:
-    """Lists the source shards and checks what can be checked without reading them all.
+    """Lists the source shards and checks what can be checked without reading them all. Of `data=generate` the source
+    gives the prompts.
 
     `tokenizer` renders the prompts of a source that asks for its chat template. Raises InputError or ConfigError.
     """
@@ -26,7 +30,31 @@ def open_source(config: DataConfig, tokenizer: TextTokenizer) -> Source:
             from pipeline.data.hf import HfSource
 
             return HfSource(config)
+        case GenerateData(source="generate"):
+            return _open_prompts(config, tokenizer)
     raise ConfigError(
         f"data.source={config.source} with the keys of {type(config).__name__}. Choose the data by data=fineweb, "
-        "fineweb_edu, arc, ai2_arc or hf, and leave data.source alone."
+        "fineweb_edu, arc, ai2_arc, hf or generate, and leave data.source alone."
     )
+
+
+def _open_prompts(config: GenerateData, tokenizer: TextTokenizer) -> Source:
+    prompts = config.prompts
+    if isinstance(prompts, GenerateData):
+        raise ConfigError("data.prompts is generate itself. Choose another source by data@data.prompts=...")
+    for name in ("path", *(field.name for field in fields(DataConfig) if field.name != "source")):
+        ours, theirs = getattr(config, name), getattr(prompts, name)
+        if ours != theirs:
+            raise ConfigError(
+                f"data.prompts.{name} is {theirs}, and data.{name} is {ours}. Set only the latter, which holds for the "
+                "prompts."
+            )
+    if config.suffix is not None:
+        raise ConfigError(f"data.suffix is {config.suffix!r}, but completions follow the prompts. Set it to null.")
+    if isinstance(prompts, ArcData):
+        if prompts.include_solution:
+            raise ConfigError("data.prompts.include_solution is true: the prompt would answer itself. Set it to false.")
+        if prompts.template is Template.chat and config.template is Template.chat:
+            raise ConfigError("data.template and data.prompts.template are both chat. Set one of them to plain.")
+    source = open_source(prompts, tokenizer)
+    return ChatSource(source, tokenizer) if config.template is Template.chat else source

@@ -11,20 +11,19 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Int32, Int64
 
-from pipeline.config import LongDocuments, OnError, Packing
+from pipeline.config import LongDocuments, Packing
+from pipeline.data.demand import Demand
 from pipeline.data.documents import (
     DOCUMENT_SCHEMA,
     SELECTED_FIELDS,
     STREAM_START,
     Cursor,
     SkippedDocument,
-    Source,
     TokenBlock,
 )
 from pipeline.data.packing import Placement, fill, pack, pad, windows
 from pipeline.data.selection import Chosen, Selection, costs, selected_slots
-from pipeline.data.tokenised import TokenisedDocument, TokenisedDocuments
-from pipeline.data.tokenizer import TextTokenizer
+from pipeline.data.tokenised import StreamDocuments, TokenisedDocument
 from pipeline.errors import ConfigError
 
 
@@ -84,8 +83,7 @@ class TokenStream:
 
     def __init__(
         self,
-        source: Source,
-        tokenizer: TextTokenizer,
+        documents: StreamDocuments,
         *,
         stream: int,
         num_streams: int,
@@ -93,26 +91,16 @@ class TokenStream:
         length: int,
         packing: Packing = Packing.pack,
         long_documents: LongDocuments = LongDocuments.split,
-        on_error: OnError = OnError.fail,
-        vocab_size: int | None = None,
         selection: Selection | None = None,
     ) -> None:
-        """`vocab_size` is the model's: a document with an id beyond it is bad input. No `selection`: all."""
+        """No `selection`: all tokens."""
         self.stream = stream
         self._num_streams = num_streams
         self._num_rows = rows_per_block
         self._length = length
         self._packing = packing
         self._long_documents = long_documents
-        self._num_shards = len(range(stream, len(source.shards), num_streams))
-        self._documents = TokenisedDocuments(
-            source,
-            tokenizer,
-            range(stream, len(source.shards), num_streams),
-            on_error=on_error,
-            vocab_size=vocab_size,
-        )
-        self._info_schema = source.info_schema
+        self._documents = documents
         self._selection = selection
 
     def blocks(
@@ -152,6 +140,10 @@ class TokenStream:
             if block.exhausted:
                 return
             start, index = block.next, index + 1
+
+    def demand(self, start: Cursor, token_budget: int | None) -> Demand:
+        """What `blocks(start, token_budget=token_budget)` may read of the documents from `start` on."""
+        return Demand(token_budget, self._num_rows, self._length, self._packing, self._long_documents, start.token)
 
     def _check(self, start: Cursor) -> None:
         if start.token % self._length or (start.token and self._long_documents is LongDocuments.cut):
@@ -230,7 +222,7 @@ class TokenStream:
             table=self._table(pieces, num_selected),
             skipped=tuple(skips),
             start=start,
-            next=left[0].cursor if left else Cursor(shard=self._num_shards, ordinal=num_documents),
+            next=left[0].cursor if left else Cursor(shard=self._documents.num_shards, ordinal=num_documents),
             exhausted=not left,
             truncated=False,
         )
@@ -299,6 +291,6 @@ class TokenStream:
             columns["n_selected"] = list(stored.values())
             columns["n_unselected"] = [chosen[number] - count for number, count in stored.items()]
             schema = pa.schema([*schema, *SELECTED_FIELDS])
-        for name in self._info_schema.names:
+        for name in self._documents.info_schema.names:
             columns[name] = [parent.document.info.get(name) for parent in parents]
-        return pa.table(columns, schema=pa.unify_schemas([schema, self._info_schema]))
+        return pa.table(columns, schema=pa.unify_schemas([schema, self._documents.info_schema]))

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import pyarrow as pa
 from jaxtyping import Int32
 
-from pipeline.config import OnError
+from pipeline.config import LongPrompts, OnError
 from pipeline.data.documents import Cursor, Document, SkippedDocument, Source
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.errors import InputError
@@ -18,11 +20,27 @@ _BATCH_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TokenisedDocument:
-    """A document, its tokens, and the cursor of its first token."""
+    """A document, its tokens, and the cursor of its first token. Of a prompt the first `num_cut` may be missing."""
 
     document: Document
     tokens: Int32[np.ndarray, "_"]
     cursor: Cursor
+    num_cut: int = 0
+
+
+class StreamDocuments(Protocol):
+    """The documents of one stream. `info_schema` names and types the columns of `Document.info`."""
+
+    num_shards: int  # source shards of the stream
+    info_schema: pa.Schema
+
+    def read(
+        self, start: Cursor, should_stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[TokenisedDocument | SkippedDocument]:
+        """What stands from `start.document` on; `start.token` is the caller's concern.
+
+        Ends early, anywhere, once `should_stop` says so; it must keep saying so.
+        """
 
 
 class TokenisedDocuments:
@@ -39,23 +57,25 @@ class TokenisedDocuments:
         *,
         on_error: OnError,
         vocab_size: int | None,
+        max_prompt: int | None = None,
+        long_prompts: LongPrompts = LongPrompts.refuse,
     ) -> None:
-        """`vocab_size` is the model's; None accepts every id."""
+        """`vocab_size` is the model's; None accepts every id. `max_prompt`: what is longer is cut or refused."""
+        self.num_shards = len(shards)
+        self.info_schema = source.info_schema
         self._source = source
         self._tokenizer = tokenizer
         self._shards = shards
         self._on_error = on_error
         self._vocab_size = vocab_size
+        self._max_prompt = max_prompt
+        self._long_prompts = long_prompts
 
     def read(
         self, start: Cursor, should_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[TokenisedDocument | SkippedDocument]:
-        """What stands from `start.document` on; `start.token` is the caller's concern.
-
-        Ends early, anywhere, once `should_stop` says so; it must keep saying so.
-
-        Raises InputError, naming file and row, for a document that cannot become tokens, unless such are skipped.
-        """
+        """See `StreamDocuments`. Raises InputError, naming file and row, for a document that cannot become tokens,
+        unless such are skipped."""
         ordinal = start.ordinal
         for batch in _batches(self._rows(start, should_stop)):
             results = iter(self._encode([item.text for _, item in batch if isinstance(item, Document)]))
@@ -65,7 +85,9 @@ class TokenisedDocuments:
                 elif isinstance(result := next(results), str):
                     yield self._bad(item, result)
                 else:
-                    yield TokenisedDocument(item, result, Cursor(shard, item.index, 0, ordinal))
+                    kept = result[-self._max_prompt :] if self._max_prompt else result
+                    num_cut = len(result) - len(kept)
+                    yield TokenisedDocument(item, kept, Cursor(shard, item.index, 0, ordinal), num_cut)
                     ordinal += 1
 
     def _rows(self, start: Cursor, should_stop: Callable[[], bool]) -> Iterator[tuple[int, Document | SkippedDocument]]:
@@ -93,6 +115,8 @@ class TokenisedDocuments:
             return "the tokenizer gives no token for the text"
         if self._vocab_size is not None and (largest := int(tokens.max())) >= self._vocab_size:
             return f"token id {largest} is outside the model's vocabulary of {self._vocab_size}"
+        if self._long_prompts is LongPrompts.refuse and self._max_prompt and len(tokens) > self._max_prompt:
+            return f"the prompt has {len(tokens)} tokens, more than data.prompt_length={self._max_prompt}"
         return tokens
 
     def _bad(self, document: Document, reason: str) -> SkippedDocument:

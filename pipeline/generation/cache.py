@@ -10,18 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pipeline.models.architecture import Architecture
 from pipeline.models.attention_xla import attend_visible
-
-
-def cache_bytes(arch: Architecture, rows: int, length: int, itemsize: int) -> int:
-    """What the keys and values of all layers take, over all devices, for rows of `length` tokens."""
-    return 2 * arch.num_layers * rows * arch.num_kv_heads * length * arch.head_dim * itemsize
-
-
-def logits_bytes(arch: Architecture, rows: int) -> int:
-    """What one step's logits take, in float32; sampling holds a few times as much."""
-    return rows * arch.vocab_size * 4
 
 
 class CachedLayer:

@@ -44,6 +44,11 @@ class Checkpoint:
         return self._read_json("config.json")
 
     @cached_property
+    def generation_config(self) -> Mapping[str, object]:
+        """generation_config.json; empty where there is none."""
+        return self._read_json("generation_config.json") if self._files.has("generation_config.json") else {}
+
+    @cached_property
     def file_of(self) -> Mapping[str, str]:
         """The file that each tensor lies in."""
         if self._files.has(_SINGLE):

@@ -126,6 +126,10 @@ class Model:
         """What `load` takes in memory, each array counted once: of the layers' matrices, and of all else."""
         return weight_bytes(self.leaves(keys), dtype, with_int8)
 
+    def generation_weight_bytes(self, dtype: str, with_int8: bool = False) -> tuple[int, int]:
+        """As `weight_bytes`, of what generating takes. Raises ConfigError for an encoder."""
+        return weight_bytes(self.generation_leaves(), dtype, with_int8)
+
     @property
     def tensor_dims(self) -> dict[str, int]:
         """What the mesh's `tensor` axis divides."""

@@ -109,6 +109,7 @@ class BatchReader(Iterator[Batch]):
 
     def __init__(
         self,
+        kvstore: ts.KvStore,
         layout: StoreLayout,
         arrays: Mapping[str, ts.TensorStore],
         records: Sequence[CommitRecord],
@@ -117,7 +118,7 @@ class BatchReader(Iterator[Batch]):
     ) -> None:
         records = [record for record in records if record.rows]
         self._reading = reading
-        self._blocks = StoredBlocks(layout, arrays, records)
+        self._blocks = StoredBlocks(kvstore, layout, arrays, records)
         self._order = _reading_order(layout, records, reading)
         self._position = Position() if state is None else self._restored(dict(state))
         self._batches = self._read()

@@ -12,10 +12,11 @@ import tensorstore as ts
 from jaxtyping import Int64
 
 from pipeline.store.commits import CommitRecord
-from pipeline.store.filters import TokenFilter
+from pipeline.store.completions import completion_slots
+from pipeline.store.filters import COMPLETIONS, TokenFilter
 from pipeline.store.frameworks import aligned_empty
 from pipeline.store.int8 import Dequantised, scale_name
-from pipeline.store.layout import POSITIONS, SELECTED, SIDE_ARRAYS, StoreLayout
+from pipeline.store.layout import DOCUMENTS, POSITIONS, SELECTED, SIDE_ARRAYS, StoreLayout
 from pipeline.store.order import Buffer, ReadingOrder
 from pipeline.store.rows import (
     READS_AHEAD,
@@ -25,6 +26,7 @@ from pipeline.store.rows import (
     start_read,
     wait_read,
 )
+from pipeline.store.tables import read_tables
 
 STACKED = "stacked"  # the name of the memory [S, K, D] that several arrays of one width share
 
@@ -33,8 +35,13 @@ class StoredBlocks:
     """The committed blocks of a store, and what stands beside the activations of those that are being read."""
 
     def __init__(
-        self, layout: StoreLayout, arrays: Mapping[str, ts.TensorStore], records: Sequence[CommitRecord]
+        self,
+        kvstore: ts.KvStore,
+        layout: StoreLayout,
+        arrays: Mapping[str, ts.TensorStore],
+        records: Sequence[CommitRecord],
     ) -> None:
+        self._kvstore = kvstore
         self.layout = layout
         self.arrays = arrays
         self.records = records
@@ -45,12 +52,13 @@ class StoredBlocks:
         record = self.records[block]
         return self.layout.first_row(record.stream, record.block)
 
-    def beside(self, buffer: Buffer) -> list[dict[str, np.ndarray]]:
-        """The side arrays of each of the buffer's pieces. Those of earlier windows are forgotten."""
+    def beside(self, buffer: Buffer, more: Sequence[str] = ()) -> list[dict[str, np.ndarray]]:
+        """The side arrays of each of the buffer's pieces, and what `more` names. Those of earlier windows are
+        forgotten."""
         oldest = min(piece.window for piece in buffer.pieces)
         kept = {b: held for b, held in self._beside.items() if held[0] >= oldest}
         missing = {piece.block: piece.window for piece in buffer.pieces if piece.block not in kept}
-        read = self.read_beside(list(missing), [spec.name for spec in SIDE_ARRAYS])
+        read = self.read_beside(list(missing), list(dict.fromkeys([*(spec.name for spec in SIDE_ARRAYS), *more])))
         self._beside = kept | {b: (missing[b], values) for b, values in zip(missing, read, strict=True)}
         return [
             {name: side[p.first : p.first + p.num_rows] for name, side in self._beside[p.block][1].items()}
@@ -58,13 +66,17 @@ class StoredBlocks:
         ]
 
     def read_beside(self, blocks: Sequence[int], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
-        """The named side arrays of some blocks, as they stand beside the slots for activations: [rows, slots] each.
+        """The named side arrays of some blocks, and `COMPLETIONS`, as they stand beside the slots for activations:
+        [rows, slots] each.
 
-        Raises StoreError for a damaged or missing one.
+        Raises StoreError for a damaged or missing one, and for completions where there are none.
         """
+        arrays = [name for name in names if name != COMPLETIONS]
+        if COMPLETIONS in names and DOCUMENTS.name not in names:
+            arrays.append(DOCUMENTS.name)
         if self.layout.selected is not None:
-            names = [*names, SELECTED.name]
-        reads = [(b, name, *self._start(b, name)) for b in blocks for name in names]
+            arrays.append(SELECTED.name)
+        reads = [(b, name, *self._start(b, name)) for b in blocks for name in arrays]
         found: dict[int, dict[str, np.ndarray]] = {b: {} for b in blocks}
         for block, name, values, read in reads:
             wait_read(self.arrays[name], read)
@@ -74,6 +86,10 @@ class StoredBlocks:
             elif name != POSITIONS.name:  # where zeros are nothing unusual
                 require_stored(self.arrays[name], np.arange(first, first + len(values)), values)
             found[block][name] = values
+        if COMPLETIONS in names:
+            tables = read_tables(self._kvstore, [self.records[b] for b in blocks])
+            for sides, table in zip(found.values(), tables, strict=True):
+                sides[COMPLETIONS] = completion_slots(sides[DOCUMENTS.name], table)
         return [beside_activations(sides) for sides in found.values()]
 
     def _start(self, block: int, name: str) -> tuple[np.ndarray, ts.WriteFutures]:
@@ -110,6 +126,7 @@ class TokenMemory:
                 self._slots |= {name: target.reshape(-1, target.shape[2]) for name, target in targets.items()}
         self._beside = {spec.name: np.empty((rows, slots), spec.dtype) for spec in SIDE_ARRAYS}
         self._slots |= {name: side.reshape(-1) for name, side in self._beside.items()}
+        self._completions = np.zeros((rows, slots), bool)
         self.order: Int64[np.ndarray, " n"] = np.empty(0, np.int64)
         self.users: list[Future[None]] = []
 
@@ -118,7 +135,8 @@ class TokenMemory:
         for user in self.users:
             user.exception()  # waits; whoever takes its result meets the error
         self.users = []
-        beside = self._blocks.beside(buffer)
+        beside = self._blocks.beside(buffer, token_filter.side_arrays)
+        looked_at = self._beside | {COMPLETIONS: self._completions}
         reads: deque[tuple[ts.TensorStore, ts.WriteFutures]] = deque()
         row_numbers: list[np.ndarray] = []
         row = 0
@@ -129,12 +147,12 @@ class TokenMemory:
                 array = self._blocks.arrays[name]
                 reads.append((array, start_read(array, first, target[rows])))
             for name, values in sides.items():
-                self._beside[name][rows] = values
+                looked_at[name][rows] = values
             row_numbers.append(np.arange(first, first + piece.num_rows))
             row = rows.stop
             while len(reads) > READS_AHEAD:
                 wait_read(*reads.popleft())
-        slots = np.flatnonzero(token_filter.keeps({name: side[:row] for name, side in self._beside.items()}))
+        slots = np.flatnonzero(token_filter.keeps({name: side[:row] for name, side in looked_at.items()}))
         while reads:
             wait_read(*reads.popleft())
         has_any = self._beside["segments"][:row, 0] > 0

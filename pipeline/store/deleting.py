@@ -8,6 +8,7 @@ import tensorstore as ts
 
 from pipeline.store.claims import CLAIMS_PREFIX
 from pipeline.store.commits import COMMITS_PREFIX
+from pipeline.store.groups import GENERATED_PREFIX
 from pipeline.store.kvstore import object_url, open_kvstore, store_errors, write_key
 from pipeline.store.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.statistics import STATISTICS_PREFIX
@@ -18,7 +19,7 @@ def delete_store(path: str, root: StoreRoot) -> None:
     """Deletes the commit records, so that no block is left, then all else, the root last. Raises StoreError."""
     kvstore = open_kvstore(path)
     arrays = [f"{name}/" for name in root.array_names]
-    beside = [TABLES_PREFIX, STATISTICS_PREFIX, "stats/", "_metrics/", CLAIMS_PREFIX]
+    beside = [TABLES_PREFIX, STATISTICS_PREFIX, "stats/", "_metrics/", CLAIMS_PREFIX, GENERATED_PREFIX]
     for prefix in (COMMITS_PREFIX, *arrays, *beside):
         with store_errors(object_url(kvstore, prefix)):
             kvstore.delete_range(ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord("/") + 1))).result()

@@ -11,7 +11,8 @@ import tensorstore as ts
 
 from pipeline.errors import StoreMismatch
 from pipeline.store.commits import CommitRecord
-from pipeline.store.kvstore import list_keys, open_kvstore, read_key, read_keys, write_key
+from pipeline.store.groups import GENERATED_PREFIX
+from pipeline.store.kvstore import list_keys, open_kvstore, read_key, read_keys, write_if_absent, write_key
 from pipeline.store.layout import MAX_ROWS
 from pipeline.store.statistics import statistics_key
 from pipeline.store.tables import table_key
@@ -45,7 +46,7 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
             if progress is not None:
                 progress(done, len(missing))
     for source in opened:
-        _copy_logs(source, target)
+        _copy_beside(source, target)
     return target
 
 
@@ -116,8 +117,9 @@ def _copy(source: ts.KvStore, target: ts.KvStore, keys: Sequence[str], pool: Thr
     list(pool.map(lambda key: write_key(target, key, read_key(source, key)), keys))
 
 
-def _copy_logs(source: StoreWriter, target: StoreWriter) -> None:
-    """What the runs measured. Their names are their own."""
-    kvstore = open_kvstore(source.path)
-    for key in list_keys(kvstore, "_metrics/"):
-        write_key(open_kvstore(target.path), key, read_key(kvstore, key))
+def _copy_beside(source: StoreWriter, target: StoreWriter) -> None:
+    """What the runs measured, whose names are their own, and what the model wrote, which is the same in every store."""
+    kvstore, into = open_kvstore(source.path), open_kvstore(target.path)
+    for prefix in ("_metrics/", GENERATED_PREFIX):
+        for key in list_keys(kvstore, prefix):
+            write_if_absent(into, key, read_key(kvstore, key))

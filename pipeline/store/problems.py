@@ -28,6 +28,10 @@ class Remedy(StrEnum):
         "Objects without a commit record were left by a job that was killed. While no job writes to the store they "
         "can be deleted; a job with a larger run.max_tokens replaces them."
     )
+    regenerate = (
+        "The blocks are sound without it, but computing them again and extending the store need it: delete this group "
+        "and the later ones of its stream, and the run that needs them writes them again."
+    )
     restore = "The store's zarr.json cannot be computed again: restore it from a copy, or choose a new store.path."
 
 

@@ -327,7 +327,7 @@ class ActivationStore:
             drop_last=drop_last,
             buffer_mib=buffer_mib,
         )
-        return BatchReader(self._layout, self.arrays, self._blocks, reading, state)
+        return BatchReader(self._kvstore, self._layout, self.arrays, self._blocks, reading, state)
 
     def sample(
         self,

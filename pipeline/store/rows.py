@@ -80,4 +80,4 @@ def beside_activations(sides: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
     if selected is None:
         return sides
     fills = {spec.name: spec.fill for spec in SIDE_ARRAYS}
-    return {name: at_selected(values, selected, fills[name]) for name, values in sides.items()}
+    return {name: at_selected(values, selected, fills.get(name, 0)) for name, values in sides.items()}

@@ -32,6 +32,7 @@ from pipeline.store.commits import (
     consolidated_digest,
     parse_commit_key,
 )
+from pipeline.store.groups import check_groups
 from pipeline.store.kvstore import list_keys, open_kvstore, read_key, read_keys
 from pipeline.store.layout import MAX_ROWS, POSITIONS, SIDE_ARRAYS, StoreLayout
 from pipeline.store.metadata import ROOT_KEY, StoreRoot, stored_layout
@@ -107,6 +108,7 @@ def verify_store(path: str, progress: Callable[[int, int], None] | None = None) 
             if len(tables) == len(records[stream]):
                 tiling = check_tiling(tables, records[stream][-1], root.metadata.num_streams)
                 problems += (Problem(f"_documents/stream-{stream:05d}", what) for what in tiling)
+                problems += check_groups(kvstore, stream, pa.concat_tables(tables))
     return problems
 
 

@@ -12,9 +12,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
-from pipeline.config import ParquetData
-from pipeline.data.documents import TokenBlock
+from pipeline.config import OnError, ParquetData
+from pipeline.data.documents import Source, TokenBlock
 from pipeline.data.parquet import ParquetSource
+from pipeline.data.stream import TokenStream
+from pipeline.data.tokenised import TokenisedDocuments
 from pipeline.data.tokenizer import TextTokenizer
 
 VOCAB_SIZE = 1000
@@ -66,6 +68,22 @@ def memory_source(folder: str, shards: Sequence[Sequence[Sequence[int]]], **sett
         }
         write_parquet(f"memory://{folder}/{number:03d}.parquet", columns)
     return ParquetSource(ParquetData(source="parquet", path=f"memory://{folder}", **settings))
+
+
+def text_stream(
+    source: Source,
+    tokenizer: TextTokenizer,
+    *,
+    stream: int,
+    num_streams: int,
+    on_error: OnError = OnError.fail,
+    vocab_size: int | None = None,
+    **settings,
+) -> TokenStream:
+    """A stream of a source's texts."""
+    shards = range(stream, len(source.shards), num_streams)
+    documents = TokenisedDocuments(source, tokenizer, shards, on_error=on_error, vocab_size=vocab_size)
+    return TokenStream(documents, stream=stream, num_streams=num_streams, **settings)
 
 
 def assert_same_block(left: TokenBlock, right: TokenBlock) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from material import assert_same_block, memory_source, word_tokenizer, write_parquet
+from material import assert_same_block, memory_source, text_stream, word_tokenizer, write_parquet
 
 from pipeline.config import ParquetData
 from pipeline.data.documents import Document
@@ -23,7 +23,7 @@ TOKENIZER = word_tokenizer()
 
 
 def stream(source, number: int, num_streams: int) -> TokenStream:
-    return TokenStream(source, TOKENIZER, stream=number, num_streams=num_streams, rows_per_block=1, length=4)
+    return text_stream(source, TOKENIZER, stream=number, num_streams=num_streams, rows_per_block=1, length=4)
 
 
 def three_streams() -> list[TokenStream]:
@@ -107,7 +107,7 @@ class SlowSource:
 
 
 def large_block(source) -> TokenStream:
-    return TokenStream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=1000, length=1000)
+    return text_stream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=1000, length=1000)
 
 
 def test_a_block_that_is_not_ready_in_time_is_waited_for_again():

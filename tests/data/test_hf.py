@@ -6,12 +6,11 @@ import fsspec
 import hydra
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from material import damage_column, word_tokenizer, write_parquet
+from material import damage_column, text_stream, word_tokenizer, write_parquet
 
 from pipeline.config import HfData, OnError, register
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.hf import HfSource
-from pipeline.data.stream import TokenStream
 from pipeline.errors import ConfigError, InputError, PipelineError
 
 ROWS = [
@@ -208,7 +207,7 @@ def test_templates_cannot_reach_python(rows):
 
 def test_a_lone_surrogate_spoils_only_its_own_document(rows):
     opened = source(data_files=rows, text="w{{ n }}{{ '\\ud800' if n == 2 else '' }}")
-    stream = TokenStream(
+    stream = text_stream(
         opened, word_tokenizer(), stream=0, num_streams=1, rows_per_block=3, length=4, on_error=OnError.skip
     )
     (block,) = stream.blocks()

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from material import assert_same_block, damage_column, word_tokenizer, words, write_parquet
+from material import assert_same_block, damage_column, text_stream, word_tokenizer, words, write_parquet
 
 from pipeline.config import OnError, ParquetData
 from pipeline.data.documents import Document, SkippedDocument
@@ -224,7 +224,7 @@ def test_resuming_inside_a_damaged_file_gives_the_same_blocks(tmp_path):
 
     def stream() -> TokenStream:
         opened = source(tmp_path, on_error=OnError.skip)
-        return TokenStream(opened, word_tokenizer(), stream=0, num_streams=1, rows_per_block=1, length=2)
+        return text_stream(opened, word_tokenizer(), stream=0, num_streams=1, rows_per_block=1, length=2)
 
     blocks = list(stream().blocks())
     assert [block.table["id"].to_pylist() for block in blocks] == [["0"], ["1"], ["2"], ["b"]]

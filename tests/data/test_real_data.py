@@ -6,13 +6,13 @@ from contextlib import closing
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from material import text_stream
 
 from pipeline.config import ArcData, LongDocuments, ParquetData, Template
 from pipeline.data.arc.augment import Augmentation
 from pipeline.data.arc.prompts import decode_prompt
 from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.data.sources import open_source
-from pipeline.data.stream import TokenStream
 from pipeline.data.tokenizer import load_tokenizer
 
 
@@ -25,7 +25,7 @@ def test_prose_comes_back_from_its_tokens(shared, tokenizer):
     folder = shared / "data" / "prose"
     source = open_source(ParquetData(source="parquet", path=str(folder / "00[01]*.parquet")), tokenizer)
     work = [
-        StreamWork(TokenStream(source, tokenizer, stream=number, num_streams=2, rows_per_block=32, length=512))
+        StreamWork(text_stream(source, tokenizer, stream=number, num_streams=2, rows_per_block=32, length=512))
         for number in range(2)
     ]
     tokens: dict[str, list[np.ndarray]] = {}
@@ -78,7 +78,7 @@ def test_prompts_come_back_from_their_tokens(shared, tokenizer):
     source = open_source(
         ArcData(source="arc", path=str(shared / "data" / "arc_agi" / "training"), tasks_per_shard=8), tokenizer
     )
-    stream = TokenStream(
+    stream = text_stream(
         source,
         tokenizer,
         stream=0,

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from material import memory_source, word_tokenizer
+from material import memory_source, text_stream, word_tokenizer
 
 from pipeline.config import CaptureConfig, LongDocuments, Packing, Positions
 from pipeline.data.selection import open_selection, slots_per_row
-from pipeline.data.stream import TokenStream
 from pipeline.errors import ConfigError
 from pipeline.selected import at_selected
 
@@ -27,7 +26,7 @@ SELECTIONS = {
 
 def blocks(shards, capture: CaptureConfig, packing=Packing.pack, long_documents=LongDocuments.split):
     selection = open_selection(capture, LENGTH, TOKENIZER)
-    stream = TokenStream(
+    stream = text_stream(
         memory_source("/selection", shards),
         TOKENIZER,
         stream=0,

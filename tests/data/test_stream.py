@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from material import VOCAB_SIZE, assert_same_block, memory_source, word_tokenizer, words, write_parquet
+from material import VOCAB_SIZE, assert_same_block, memory_source, text_stream, word_tokenizer, words, write_parquet
 
 from pipeline.config import LongDocuments, OnError, Packing, ParquetData
 from pipeline.data.documents import STREAM_START, Cursor, TokenBlock
@@ -37,7 +37,7 @@ def cases(draw):
 def streams(shards, settings) -> list[TokenStream]:
     settings = dict(settings)
     source = memory_source("/stream", shards, row_groups_per_shard=settings.pop("row_groups_per_shard", None))
-    return [TokenStream(source, TOKENIZER, stream=number, **settings) for number in range(settings["num_streams"])]
+    return [text_stream(source, TOKENIZER, stream=number, **settings) for number in range(settings["num_streams"])]
 
 
 def tokens_by_document(blocks: list[TokenBlock]) -> dict[int, list[int]]:
@@ -173,7 +173,7 @@ def bad_source(on_error: OnError, **column) -> ParquetSource:
 def bad_stream(on_error: OnError, vocab_size: int = 900) -> TokenStream:
     texts = ["w2 w3", None, "w4", "w950", "   ", "w5"]
     source = bad_source(on_error, text=texts, id=[f"d{number}" for number in range(len(texts))])
-    return TokenStream(
+    return text_stream(
         source,
         TOKENIZER,
         stream=0,
@@ -202,7 +202,7 @@ def test_skipped_documents_are_recorded_once_with_the_block_they_precede():
 
 def test_a_stream_that_only_skips_gives_one_block_without_rows():
     source = bad_source(OnError.skip, text=["", None], id=["a", "b"])
-    (block,) = TokenStream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=2, length=4).blocks()
+    (block,) = text_stream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=2, length=4).blocks()
     assert (block.num_rows, block.num_tokens, block.exhausted) == (0, 0, True)
     assert [skip.index for skip in block.skipped] == [0, 1]
 
@@ -211,7 +211,7 @@ def test_a_truncated_block_keeps_only_the_skips_before_its_last_document():
     """Rows of four tokens: [w2 w2 w2 w2], [w3 w3 w3 w4], [w5 w5 w5 w6]; skips before w3, after w4 and after w6."""
     texts = ["w2 w2 w2 w2", None, "w3 w3 w3", "w4", None, "w5 w5 w5", "w6", None]
     source = bad_source(OnError.skip, text=texts, id=[f"d{number}" for number in range(len(texts))])
-    stream = TokenStream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=4, length=4, on_error=OnError.skip)
+    stream = text_stream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=4, length=4, on_error=OnError.skip)
     skips = {}
     for budget in (1, 4, 5, 8, 9, None):
         (block,) = stream.blocks(token_budget=budget)
@@ -234,7 +234,7 @@ def test_bad_documents_fail_after_the_blocks_before_them():
 
 def test_an_id_outside_the_vocabulary_names_the_document():
     source = bad_source(OnError.fail, text=["w2 w3", "w4 w5", "w6 w950"], id=["a", "b", "c"])
-    blocks = TokenStream(
+    blocks = text_stream(
         source, TOKENIZER, stream=0, num_streams=1, rows_per_block=1, length=2, vocab_size=900
     ).blocks()
     assert next(blocks).table["id"].to_pylist() == ["a"]
@@ -259,5 +259,5 @@ def test_blocks_are_made_one_by_one():
         100,
     )
     source = ParquetSource(ParquetData(source="parquet", path="memory:///lazy"))
-    stream = TokenStream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=2, length=6)
+    stream = text_stream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=2, length=6)
     assert [block.num_tokens for block in islice(stream.blocks(STREAM_START), 400)] == [12] * 400

@@ -68,6 +68,18 @@ def decode_prompt(text: str, encoder: GridEncoder) -> list[Pair]:
     return [Pair(grid, output) for (_, grid), output in zip(grids[::2], outputs, strict=True)]
 
 
+def decode_answer(prompt: str, completion: str, encoder: GridEncoder) -> Grid | None:
+    """The grid that a completion gives, or None: after the prompt's label, or, where the prompt ends otherwise (as a
+    chat's does), after the completion's last label that a grid follows, or else at its very beginning."""
+    begins = [label.end() for label in _LABEL.finditer(completion) if label[1] == "output"]
+    for begin in [0] if prompt.endswith("output:\n") else [*reversed(begins), 0]:
+        try:
+            return encoder.decode_at(completion, begin)[0]
+        except ValueError:
+            continue
+    return None
+
+
 def _has_grid(text: str, begin: int, encoder: GridEncoder) -> bool:
     try:
         encoder.decode_at(text, begin)

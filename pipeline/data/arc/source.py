@@ -7,6 +7,7 @@ import pyarrow as pa
 from pipeline.config import ArcData, OnError, Template
 from pipeline.data.arc.augment import augmentation
 from pipeline.data.arc.encoders import grid_encoder
+from pipeline.data.arc.grading import grid_text
 from pipeline.data.arc.loading import open_tasks
 from pipeline.data.arc.prompts import chat_messages, plain_prompt
 from pipeline.data.arc.tasks import Task
@@ -101,7 +102,10 @@ class ArcSource:
             "order": ",".join(map(str, change.order)),
         }
         name = f"{task.name}#{test}@{version}" if version else f"{task.name}#{test}"
-        return Document(name, self._text(change.apply(task), test), shard, index, info)
+        changed = change.apply(task)
+        solution = changed.tests[test].output
+        answer = None if solution is None else grid_text(solution)
+        return Document(name, self._text(changed, test), shard, index, info, answer)
 
     def _text(self, task: Task, test: int) -> str:
         solved = self._config.include_solution

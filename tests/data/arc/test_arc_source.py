@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from material import word_library_tokenizer, word_tokenizer
 
-from pipeline.config import ArcData, OnError, Template
+from pipeline.config import ArcData, Geometry, OnError, Template
 from pipeline.data.arc.encoders import grid_encoder
 from pipeline.data.arc.loading import dataset_tasks, hub_tasks
 from pipeline.data.arc.prompts import decode_prompt
@@ -56,6 +56,12 @@ def test_a_prompt_per_test_input(folder):
 def test_the_solution_ends_the_prompt_where_it_is_known(folder):
     texts = [document.text for document in documents(source(folder, include_solution=True))]
     assert [text.rpartition("output:\n")[2] for text in texts] == ["4", "", ""]
+
+
+def test_answers_are_known_to_whom_the_solutions_are_and_augmented_like_the_prompts(folder):
+    found = documents(source(folder, augmentations=3, geometry=Geometry.none))
+    colors = [document.info["colors"] for document in found]
+    assert [document.answer for document in found] == [*(colors[k][4] for k in range(3)), *[None] * 6]
 
 
 def test_augmented_versions_are_recorded(folder):

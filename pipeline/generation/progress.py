@@ -1,0 +1,48 @@
+"""What generating measures."""
+
+import json
+import time
+
+from tqdm import tqdm
+
+from pipeline.generation.generator import Completion, Counts
+from pipeline.metrics import run_name
+
+
+class GenerationProgress:
+    """The counts of a generator, and a progress bar. A watchdog may watch it."""
+
+    def __init__(self, counts: Counts, *, progress: bool) -> None:
+        self.last_step = self._started = time.monotonic()
+        self.stages = {"loop": "generate"}
+        self.name = f"{run_name()}-generate.json"
+        self._counts = counts
+        self._bar = tqdm(unit="tok", unit_scale=True, desc="generate", disable=not progress, dynamic_ncols=True)
+
+    def step(self) -> None:
+        """The devices are given another segment."""
+        self.last_step = time.monotonic()
+
+    def completed(self, completion: Completion) -> None:
+        self._bar.update(len(completion.tokens))
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def to_json(self) -> bytes:
+        """Of this process."""
+        counts = vars(self._counts) | {"padding": round(self._counts.padding, 4)}
+        return (json.dumps({"elapsed_s": round(self._elapsed_s, 3), **counts}) + "\n").encode()
+
+    def summary(self) -> str:
+        """For people."""
+        counts = self._counts
+        return (
+            f"{counts.prompts:,} prompts continued by {counts.tokens:,} tokens in {self._elapsed_s:.1f} s: "
+            f"{counts.tokens / max(self._elapsed_s, 1e-9):,.0f} tokens/s; {counts.padding:.0%} of the decoding steps' "
+            f"rows were idle"
+        )
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started

@@ -1,0 +1,27 @@
+"""Which of a block's tokens the model wrote, in a store of data=generate. Shapes: R rows, T positions."""
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Bool, Int64
+
+from pipeline.errors import StoreError
+
+
+def completion_slots(documents: Int64[np.ndarray, "R T"], table: pa.Table) -> Bool[np.ndarray, "R T"]:
+    """Whether each slot of a block's rows holds a completion's token, by the block's document table; else it holds a
+    prompt's, or padding.
+
+    Raises StoreError where documents have no prompts.
+    """
+    if "n_prompt" not in table.column_names:
+        raise StoreError("the store's documents are not divided into prompt and completion: that is for data=generate.")
+    numbers, first_tokens, prompts = (table[name].to_numpy() for name in ("document", "first_token", "n_prompt"))
+    flat = documents.ravel()
+    order = np.argsort(flat, kind="stable")  # rows and positions upward meet a document's tokens in order
+    order = order[flat[order] >= 0]
+    place = np.searchsorted(numbers, flat[order])
+    starts = np.flatnonzero(np.diff(place, prepend=-1))
+    rank = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
+    found = np.zeros(flat.shape, bool)
+    found[order] = first_tokens[place] + rank >= prompts[place]
+    return found.reshape(documents.shape)

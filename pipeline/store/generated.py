@@ -1,0 +1,143 @@
+"""What the model wrote: a stream's prompts with their completions, in groups, each one parquet file.
+
+Groups 0, 1, 2, ... hold a stream's documents in order, `size` of them each; the last one has fewer, or none, and says
+that the stream has ended. A group is written whole, after those before it, and never again.
+"""
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tensorstore as ts
+
+from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocument
+from pipeline.data.tokenised import TokenisedDocument
+from pipeline.store.groups import group_key, read_group, stored_groups
+from pipeline.store.kvstore import write_if_absent
+
+_METADATA = b"group"  # of the parquet schema: JSON with `next` and `exhausted`
+
+# Of every generated document, beside what its source knows.
+COMPLETION_SCHEMA = pa.schema(
+    [
+        ("n_prompt", pa.int64()),
+        ("n_prompt_cut", pa.int64()),  # tokens that the prompt lost at its beginning
+        ("n_completion", pa.int64()),
+        ("finish_reason", pa.string()),  # stop: with an end token, which is the last; length: there was no more room
+        ("sampling_seed", pa.int64()),
+    ]
+)
+_GROUP_SCHEMA = pa.schema(
+    [
+        ("document", pa.int64()),  # the number; null for one that was left out
+        ("id", pa.string()),
+        ("source", pa.string()),
+        ("index", pa.int64()),
+        ("shard", pa.int64()),  # how many of the stream's source shards come before the document's
+        ("prompt", pa.list_(pa.int32())),
+        ("completion", pa.list_(pa.int32())),
+        ("skipped", pa.string()),  # why it was left out
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some documents of a stream. Their tokens are the prompt's, then the completion's; `info` has the columns of
+    `COMPLETION_SCHEMA`. `next` is where the prompts of the group after it begin."""
+
+    index: int
+    items: tuple[TokenisedDocument | SkippedDocument, ...]
+    next: Cursor
+    exhausted: bool  # the stream has no document after these
+
+    @property
+    def documents(self) -> list[TokenisedDocument]:
+        return [item for item in self.items if isinstance(item, TokenisedDocument)]
+
+
+class GeneratedGroups:
+    """The groups of one stream of a store. `info_schema`: the columns of `Document.info`."""
+
+    def __init__(
+        self, kvstore: ts.KvStore, *, stream: int, num_streams: int, size: int, info_schema: pa.Schema
+    ) -> None:
+        self.stream = stream
+        self.size = size
+        self.info_schema = info_schema
+        self._kvstore = kvstore
+        self._num_streams = num_streams
+        self._schema = pa.unify_schemas([_GROUP_SCHEMA, info_schema])
+
+    def count(self) -> int:
+        """How many there are. Raises StoreInvalid when one is missing among them."""
+        return len(stored_groups(self._kvstore, self.stream))
+
+    def read(self, index: int) -> Group:
+        """Raises StoreInvalid for a group that is missing or damaged."""
+        table = read_group(self._kvstore, self.stream, index)
+        state = json.loads(table.schema.metadata[_METADATA])
+        items = tuple(map(self._item, table.to_pylist()))
+        return Group(index, items, Cursor(**state["next"]), state["exhausted"])
+
+    def write(self, group: Group) -> None:
+        """Writes a group durably, unless there is one: it was then written by another run, and stays."""
+        rows = [self._row(item) for item in group.items]
+        state = {"next": group.next.to_json(), "exhausted": group.exhausted}
+        columns = {name: [row.get(name) for row in rows] for name in self._schema.names}
+        table = pa.table(columns, schema=self._schema.with_metadata({_METADATA: json.dumps(state)}))
+        sink = io.BytesIO()
+        pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+        write_if_absent(self._kvstore, group_key(self.stream, group.index), sink.getvalue())
+
+    def _row(self, item: TokenisedDocument | SkippedDocument) -> dict[str, object]:
+        if isinstance(item, SkippedDocument):
+            return {"source": item.source, "index": item.index, "skipped": item.reason}
+        document, size = item.document, item.document.info["n_prompt"]
+        return {
+            "document": item.cursor.ordinal * self._num_streams + self.stream,
+            "id": document.id,
+            "source": document.source,
+            "index": document.index,
+            "shard": item.cursor.shard,
+            "prompt": item.tokens[:size],
+            "completion": item.tokens[size:],
+            **document.info,
+        }
+
+    def _item(self, row: dict) -> TokenisedDocument | SkippedDocument:
+        if row["skipped"] is not None:
+            return SkippedDocument(row["source"], row["index"], row["skipped"])
+        info = {name: row[name] for name in self.info_schema.names}
+        document = Document(row["id"], "", row["source"], row["index"], info)
+        cursor = Cursor(row["shard"], row["index"], 0, (row["document"] - self.stream) // self._num_streams)
+        return TokenisedDocument(document, np.array(row["prompt"] + row["completion"], np.int32), cursor)
+
+
+class GeneratedDocuments:
+    """A stream's generated documents, as `TokenStream` reads them: a `StreamDocuments`."""
+
+    def __init__(self, groups: GeneratedGroups, num_shards: int) -> None:
+        self.num_shards = num_shards
+        self.info_schema = groups.info_schema
+        self._groups = groups
+
+    def read(
+        self, start: Cursor, should_stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[TokenisedDocument | SkippedDocument]:
+        """See `StreamDocuments`. Raises StoreInvalid for a group that is missing or damaged."""
+        index = start.ordinal // self._groups.size
+        started = start == STREAM_START  # what was left out before the cursor's document is in an earlier block
+        while not should_stop():
+            group = self._groups.read(index)
+            for item in group.items:
+                started = started or (isinstance(item, TokenisedDocument) and item.cursor.ordinal == start.ordinal)
+                if started:
+                    yield item
+            if group.exhausted:
+                return
+            index += 1

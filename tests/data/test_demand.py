@@ -1,0 +1,73 @@
+"""A budget's blocks read no further than `Demand` says, whatever is packed how, and wherever the budget begins."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+from material import assert_same_block
+
+from pipeline.config import LongDocuments, Packing
+from pipeline.data.documents import STREAM_START, Cursor, Document
+from pipeline.data.stream import TokenStream
+from pipeline.data.tokenised import TokenisedDocument
+
+
+class Documents:
+    """Of the given sizes; reading past `end` of them fails."""
+
+    num_shards = 1
+    info_schema = pa.schema([])
+
+    def __init__(self, sizes: list[int], end: int | None = None) -> None:
+        self.sizes = sizes
+        self.end = end
+
+    def read(self, start: Cursor, should_stop=lambda: False) -> Iterator[TokenisedDocument]:
+        for number in range(start.ordinal, len(self.sizes)):
+            assert self.end is None or number < self.end
+            document = Document(str(number), "", "a", number)
+            yield TokenisedDocument(
+                document, np.arange(self.sizes[number], dtype=np.int32), Cursor(0, number, 0, number)
+            )
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=60),
+    budget=st.integers(1, 300),
+    rows=st.integers(1, 4),
+    length=st.integers(1, 16),
+    packing=st.sampled_from(Packing),
+    long_documents=st.sampled_from(LongDocuments),
+)
+def test_a_budget_reads_no_more_than_its_demand(sizes, budget, rows, length, packing, long_documents):
+    def stream(end: int | None) -> TokenStream:
+        return TokenStream(
+            Documents(sizes, end),
+            stream=0,
+            num_streams=1,
+            rows_per_block=rows,
+            length=length,
+            packing=packing,
+            long_documents=long_documents,
+        )
+
+    def needed(start: Cursor, budget: int) -> int | None:
+        """How many documents meet the demand; None where all are too few."""
+        demand = stream(None).demand(start, budget)
+        for number in range(start.ordinal, len(sizes)):
+            if demand.is_met:
+                return number
+            demand.add(sizes[number])
+        return len(sizes) if demand.is_met else None
+
+    end = needed(STREAM_START, budget)
+    blocks = list(stream(end).blocks(token_budget=budget))
+    for found, expected in zip(blocks, stream(None).blocks(token_budget=budget), strict=True):
+        assert_same_block(found, expected)
+    left = budget  # a run that goes on from a later block finds that the same documents are enough
+    for before, block in pairwise(blocks):
+        left -= before.num_tokens
+        assert needed(block.start, left) == end

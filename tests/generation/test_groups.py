@@ -1,0 +1,96 @@
+"""Groups are stored in order, as many as are needed, wherever a run goes on and in whatever order prompts end."""
+
+import random
+from collections import deque
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.config import LongDocuments, Packing
+from pipeline.data.demand import Demand
+from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocument
+from pipeline.data.tokenised import TokenisedDocument
+from pipeline.generation.generator import Completion
+from pipeline.generation.groups import StreamGroups
+from pipeline.store.generated import COMPLETION_SCHEMA, GeneratedGroups
+from pipeline.store.kvstore import list_keys, open_kvstore, read_key
+
+SIZE = 3
+ROWS, LENGTH = 2, 10
+
+
+class Prompts:
+    """Prompts of two tokens in source shards of five; every fourth row is left out."""
+
+    num_shards = 2
+    info_schema = pa.schema([])
+
+    def read(self, start: Cursor, should_stop=lambda: False):
+        ordinal = start.ordinal
+        for shard in range(start.shard, 2):
+            for row in range(start.document if shard == start.shard else 0, 5):
+                if row == 3:
+                    yield SkippedDocument(str(shard), row, "bad")
+                    continue
+                tokens = np.array([shard, row], np.int32)
+                yield TokenisedDocument(
+                    Document(f"{shard}-{row}", "", str(shard), row), tokens, Cursor(shard, row, 0, ordinal)
+                )
+                ordinal += 1
+
+
+def open_stream(path, budget: int | None = None) -> StreamGroups:
+    groups = GeneratedGroups(open_kvstore(path), stream=0, num_streams=1, size=SIZE, info_schema=COMPLETION_SCHEMA)
+    return StreamGroups(
+        groups,
+        Prompts(),
+        Demand(budget, ROWS, LENGTH, Packing.pack, LongDocuments.split),
+        STREAM_START,
+        number=lambda cursor: 10 * cursor.shard + cursor.document,
+        describe=lambda prompt, completion: {"n_prompt": 2, "n_completion": len(completion.tokens)},
+    )
+
+
+def work(stream: StreamGroups, rng: random.Random, at_most: int = 1000) -> int:
+    """Completes prompts in random order, four at a time, and says how many; a prompt's answer depends on it alone."""
+    prompts, under_way, done = deque(), [], 0
+    while done < at_most:
+        while len(under_way) < 4 and (prompts or not stream.is_done):
+            if not prompts:
+                prompts.extend(stream.next_prompts())
+            if prompts:
+                under_way.append(prompts.popleft())
+        if not under_way:
+            break
+        prompt = under_way.pop(rng.randrange(len(under_way)))
+        answer = np.full(1 + prompt.number % 4, prompt.number, np.int32)
+        stream.complete(Completion(prompt.number, answer, "length", None))
+        done += 1
+    return done
+
+
+def stored(path) -> dict[str, bytes]:
+    kvstore = open_kvstore(path)
+    return {key: read_key(kvstore, key) for key in list_keys(kvstore, "_generated/")}
+
+
+@pytest.mark.parametrize(("budget", "num_groups"), [(None, 3), (2, 2), (1000, 3)])
+def test_the_groups_do_not_depend_on_the_order_or_on_interruptions(tmp_path, budget, num_groups):
+    work(open_stream(tmp_path / "whole", budget), random.Random(0))
+    expected = stored(tmp_path / "whole")
+    assert len(expected) == num_groups
+    for seed in range(1, 6):
+        rng, path = random.Random(seed), tmp_path / str(seed)
+        while not (stream := open_stream(path, budget)).is_done:
+            work(stream, rng, at_most=rng.randrange(1, 9))
+        assert stored(path) == expected
+
+
+def test_a_larger_budget_goes_on_from_the_groups_that_there_are(tmp_path):
+    work(open_stream(tmp_path / "whole"), random.Random(0))
+    assert work(open_stream(tmp_path / "store", 2), random.Random(0)) >= 2 * SIZE
+    before = stored(tmp_path / "store")
+    assert work(open_stream(tmp_path / "store"), random.Random(1)) == 8 - SIZE * len(before)
+    assert stored(tmp_path / "store") == stored(tmp_path / "whole")
+    assert open_stream(tmp_path / "store").is_done

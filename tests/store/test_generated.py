@@ -1,0 +1,114 @@
+"""Groups of generated documents: what is written comes back, from any document on, and damage is noticed."""
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocument
+from pipeline.data.tokenised import TokenisedDocument
+from pipeline.errors import StoreInvalid
+from pipeline.store.completions import completion_slots
+from pipeline.store.generated import COMPLETION_SCHEMA, GeneratedDocuments, GeneratedGroups, Group
+from pipeline.store.groups import check_groups, group_key
+from pipeline.store.kvstore import open_kvstore, read_key, write_key
+from pipeline.store.problems import Remedy
+
+SCHEMA = pa.unify_schemas([pa.schema([("url", pa.string()), ("correct", pa.bool_())]), COMPLETION_SCHEMA])
+STREAM, NUM_STREAMS, SIZE = 1, 3, 2
+
+
+def document(ordinal: int, shard: int, index: int) -> TokenisedDocument:
+    columns = {"n_prompt": 2, "n_prompt_cut": 1, "n_completion": 1 + ordinal, "finish_reason": "stop"}
+    info = {"url": f"http://{ordinal}", "correct": [True, False, None][ordinal % 3], "sampling_seed": 7, **columns}
+    tokens = np.arange(3 + ordinal, dtype=np.int32)
+    return TokenisedDocument(Document(f"d{ordinal}", "", "a", index, info), tokens, Cursor(shard, index, 0, ordinal))
+
+
+SKIPS = [SkippedDocument("a", 0, "empty"), SkippedDocument("b", 1, "too long")]
+GROUPS = [
+    Group(0, (SKIPS[0], document(0, 0, 1), document(1, 1, 0)), Cursor(1, 1, 0, 2), exhausted=False),
+    Group(1, (SKIPS[1], document(2, 1, 2), document(3, 1, 3)), Cursor(1, 4, 0, 4), exhausted=False),
+    Group(2, (), Cursor(2, 0, 0, 4), exhausted=True),
+]
+
+
+@pytest.fixture
+def groups(tmp_path) -> GeneratedGroups:
+    kvstore = open_kvstore(tmp_path)
+    opened = GeneratedGroups(kvstore, stream=STREAM, num_streams=NUM_STREAMS, size=SIZE, info_schema=SCHEMA)
+    for group in GROUPS:
+        opened.write(group)
+    return opened
+
+
+def plain(item) -> object:
+    if isinstance(item, SkippedDocument):
+        return item
+    return item.document, item.tokens.tolist(), item.cursor
+
+
+def test_groups_come_back(groups):
+    assert groups.count() == 3
+    for group in GROUPS:
+        found = groups.read(group.index)
+        assert list(map(plain, found.items)) == list(map(plain, group.items))
+        assert replace(found, items=()) == replace(group, items=())
+
+
+@pytest.mark.parametrize(
+    ("start", "first"),
+    [(STREAM_START, 0), (Cursor(1, 0, 0, 1), 2), (Cursor(1, 2, 0, 2), 4), (Cursor(1, 3, 16, 3), 5)],
+)
+def test_reading_from_any_document_on(groups, start, first):
+    """What was left out before a document belongs to the block before, unless the stream begins with it."""
+    items = [item for group in GROUPS for item in group.items]
+    found = GeneratedDocuments(groups, num_shards=2).read(start)
+    assert list(map(plain, found)) == list(map(plain, items[first:]))
+
+
+def test_a_group_that_is_there_stays(groups, tmp_path):
+    kvstore = open_kvstore(tmp_path)
+    before = read_key(kvstore, group_key(STREAM, 1))
+    groups.write(replace(GROUPS[1], exhausted=True))
+    assert read_key(kvstore, group_key(STREAM, 1)) == before
+
+
+def test_damage_is_noticed(groups, tmp_path):
+    kvstore = open_kvstore(tmp_path)
+    content = bytearray(read_key(kvstore, group_key(STREAM, 0)))
+    content[20] ^= 1
+    write_key(kvstore, group_key(STREAM, 0), bytes(content))
+    with pytest.raises(StoreInvalid, match="group-000000.parquet cannot be read"):
+        groups.read(0)
+    write_key(kvstore, group_key(STREAM, 1), None)
+    with pytest.raises(StoreInvalid, match="there is .*group-000002.parquet, but no .*group-000001.parquet"):
+        groups.count()
+    with pytest.raises(StoreInvalid, match="group-000001.parquet is missing"):
+        groups.read(1)
+
+
+def test_which_slots_are_completions():
+    """Document 4 begins in an earlier block and goes on in a second window, document 7 has no completion here."""
+    documents = np.array([[4, 4, 4, 4], [4, 4, 9, 9], [7, 7, -1, -1]])
+    columns = {"document": [4, 7, 9], "first_token": [4, 0, 0], "n_prompt": [7, 2, 1]}
+    expected = [[0, 0, 0, 1], [1, 1, 0, 1], [0, 0, 0, 0]]
+    assert completion_slots(documents, pa.table(columns)).astype(int).tolist() == expected
+
+
+def test_groups_are_verified(groups, tmp_path):
+    kvstore = open_kvstore(tmp_path)
+    sizes = {"n_prompt": [2] * 4, "n_completion": [1, 2, 3, 4]}
+    table = pa.table({"document": [STREAM + ordinal * NUM_STREAMS for ordinal in range(4)], **sizes})
+    assert list(check_groups(kvstore, STREAM, table)) == []
+    assert list(check_groups(kvstore, STREAM, table.drop_columns("n_prompt"))) == []
+    (problem,) = check_groups(kvstore, STREAM, table.set_column(2, "n_completion", [[1, 2, 9, 4]]))
+    assert problem.where == group_key(STREAM, 1)
+    assert "'n_completion': 3}, the document table {'document': 7, 'n_prompt': 2, 'n_completion': 9}" in problem.what
+    write_key(kvstore, group_key(STREAM, 2), b"PAR1")
+    (problem,) = check_groups(kvstore, STREAM, table)
+    assert (problem.where, problem.remedy) == (group_key(STREAM, 2), Remedy.regenerate)
+    write_key(kvstore, group_key(STREAM, 0), None)
+    (problem,) = check_groups(kvstore, STREAM, table)
+    assert "but no" in problem.what
