@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,12 @@ def test_a_second_start_ends_the_first(worker: Recorded):
     first.communicate(timeout=60)
     assert first.returncode == 42
     assert verdict(worker) == "0"
+
+
+def test_the_wheel_has_every_package():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "pipeline").rglob("*.py")}
+    assert found == set(listed) - {"pipeline.configs"}
 
 
 @pytest.mark.slow
