@@ -12,7 +12,7 @@ from pipeline.errors import StoreInvalid
 from pipeline.store import ActivationStore
 from pipeline.store.commits import CommitRecord
 from pipeline.store.kvstore import list_keys, open_kvstore, read_keys
-from pipeline.store.layout import MIB, StoreLayout
+from pipeline.store.layout import ITEM_BYTES, MIB, StoreLayout
 from pipeline.store.metadata import StoreRoot, read_root, stored_layout
 from pipeline.store.tables import read_tables
 
@@ -106,7 +106,8 @@ def summarise(store: ActivationStore) -> Summary:
     every = -(-len(blocks) // MAX_TABLES) or 1
     lengths = [table["n_tokens"] for table in read_tables(kvstore, blocks[::every])]
     logs = [key for key in list_keys(kvstore, "_metrics/") if key.endswith(".jsonl")]
-    is_measured = root.complete and root.metadata.capture.get("statistics", True) and blocks
+    capture = root.metadata.capture
+    is_measured = root.complete and blocks and ITEM_BYTES[capture["dtype"]] == 1 and capture.get("statistics", True)
     found = {key.name: store.statistics(key.layer, key.site).relative_error for key in store.keys if is_measured}
     runs = {key: _snapshots(key, text) for key, text in zip(logs, read_keys(kvstore, logs), strict=True)}
     return Summary(
