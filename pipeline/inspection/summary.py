@@ -106,8 +106,8 @@ def summarise(store: ActivationStore) -> Summary:
     every = -(-len(blocks) // MAX_TABLES) or 1
     lengths = [table["n_tokens"] for table in read_tables(kvstore, blocks[::every])]
     logs = [key for key in list_keys(kvstore, "_metrics/") if key.endswith(".jsonl")]
-    capture = root.metadata.capture
-    is_measured = root.complete and blocks and ITEM_BYTES[capture["dtype"]] == 1 and capture.get("statistics", True)
+    has_statistics = root.complete and blocks and all(record.statistics_sha256 for record in blocks)
+    is_measured = has_statistics and ITEM_BYTES[root.metadata.capture["dtype"]] == 1
     found = {key.name: store.statistics(key.layer, key.site).relative_error for key in store.keys if is_measured}
     runs = {key: _snapshots(key, text) for key, text in zip(logs, read_keys(kvstore, logs), strict=True)}
     return Summary(
