@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := scripts/constraints.txt
 
 .PHONY: help setup setup-test demo test test-slow lint train-demo-model clean \
-	bench bench-reader bench-writer bench-host bench-startup bench-peers
+	bench bench-reader bench-writer bench-host bench-startup bench-gpu bench-peers
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'

@@ -44,24 +44,29 @@ def write_checkpoint(directory: Path, config: PretrainedConfig, tokenizer: Path)
 
 def documents(texts: list[str], tokenizer: Tokenizer, workload: Workload) -> Iterator[tuple[str, int]]:
     """Texts and their numbers of tokens: short documents as they are, long ones cut to whole rows."""
+    left = workload.num_tokens
     for text, encoding in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        if left <= 0:
+            return
+        size = len(encoding)
         if workload.short_documents:
-            if SHORTEST <= len(encoding) <= LONGEST:
-                yield text, len(encoding)
+            is_fit = SHORTEST <= size <= LONGEST
         else:
-            size = len(encoding) // workload.length * workload.length
-            cut = text[: encoding.offsets[size - 1][1]] if size else ""
-            if size and len(tokenizer.encode(cut)) == size:  # a cut inside a word could change its tokens
-                yield cut, size
+            size = min(size, left) // workload.length * workload.length
+            text = text[: encoding.offsets[size - 1][1]] if size else ""
+            is_fit = size and len(tokenizer.encode(text)) == size  # a cut inside a word could change its tokens
+        if is_fit:
+            left -= size
+            yield text, size
 
 
 def write_text(directory: Path, texts: list[str], tokenizer: Tokenizer, workload: Workload) -> None:
-    columns: dict[str, list] = {"text": [], "id": [], "n_tokens": []}
-    for text, size in documents(texts, tokenizer, workload):
-        if sum(columns["n_tokens"]) >= workload.num_tokens:
-            break
-        for name, value in {"text": text, "id": str(len(columns["id"])), "n_tokens": size}.items():
-            columns[name].append(value)
+    chosen = list(documents(texts, tokenizer, workload))
+    columns = {
+        "text": [text for text, _ in chosen],
+        "id": [str(number) for number in range(len(chosen))],
+        "n_tokens": [size for _, size in chosen],
+    }
     directory.mkdir(parents=True)
     pq.write_table(pa.table(columns), directory / "0.parquet")
 

@@ -17,7 +17,7 @@ class Workload:
     layers: tuple[int, ...]
     batch_rows: int
     length: int
-    num_tokens: int  # about; whole documents
+    num_tokens: int  # about, since documents are whole; such that a run has whole steps, as nearly all of a long one
     short_documents: bool = False  # 20-250 tokens each; otherwise whole multiples of `length`
 
     @property
@@ -34,10 +34,10 @@ MODELS = BUILD / "models"
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("W1", "gpt2", (5,), batch_rows=8, length=256, num_tokens=16_384),
-        Workload("W2", "gpt2", tuple(range(12)), batch_rows=8, length=256, num_tokens=10_240),
-        Workload("W3", "gpt2", (5,), batch_rows=8, length=256, num_tokens=12_000, short_documents=True),
-        Workload("W4", "Qwen/Qwen2.5-0.5B", (15,), batch_rows=2, length=1024, num_tokens=6_144),
+        Workload("W1", "gpt2", (5,), batch_rows=8, length=256, num_tokens=12_288),
+        Workload("W2", "gpt2", tuple(range(12)), batch_rows=8, length=256, num_tokens=12_288),
+        Workload("W3", "gpt2", (5,), batch_rows=8, length=256, num_tokens=11_500, short_documents=True),
+        Workload("W4", "Qwen/Qwen2.5-0.5B", (15,), batch_rows=2, length=1024, num_tokens=4_096),
     )
 }
 
