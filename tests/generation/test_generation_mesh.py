@@ -94,13 +94,12 @@ def assert_as_on_one_device(path: Path, processes: int, kind: str) -> None:
 
 
 def test_every_division_gives_the_same_completions(path: Path) -> None:
-    run(path, 1, 4, "10", "11", "20", "21")
-    for kind in ("10", "11", "20", "21"):
+    run(path, 1, 4, "10", "21")
+    for kind in ("10", "21"):
         assert_as_on_one_device(path, 1, kind)
 
 
 def test_two_processes_with_unequal_work(path: Path) -> None:
     """The second process has done its prompts long before the first; both stay until the last row has ended."""
-    run(path, 2, 2, "11", "20")
-    for kind in ("11", "20"):
-        assert_as_on_one_device(path, 2, kind)
+    run(path, 2, 2, "11")
+    assert_as_on_one_device(path, 2, "11")

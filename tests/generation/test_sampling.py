@@ -50,10 +50,10 @@ def test_greedy_is_the_likeliest() -> None:
     assert sample(LOGITS[None], keys, np.zeros(1, np.int32), Sampling()) == np.argmax(LOGITS)
 
 
-def test_keys_of_documents_differ_in_either_half_of_the_number() -> None:
+def test_keys_differ_with_the_seed_and_either_half_of_the_number() -> None:
     high, low = np.meshgrid(np.arange(5, dtype=np.uint32), np.arange(5, dtype=np.uint32))
-    keys = np.asarray(document_keys(1, high.ravel(), low.ravel()))
-    assert len(np.unique(keys, axis=0)) == 25
+    keys = np.concatenate([document_keys(seed, high.ravel(), low.ravel()) for seed in (0, 1)])
+    assert len(np.unique(keys, axis=0)) == 50
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
