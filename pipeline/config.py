@@ -73,6 +73,11 @@ class Positions(StrEnum):
     sample = "sample"
 
 
+class When(StrEnum):
+    document = "document"
+    decode = "decode"
+
+
 class LongPrompts(StrEnum):
     refuse = "refuse"
     cut = "cut"
@@ -216,6 +221,7 @@ class BatchConfig:
 class CaptureConfig:
     layers: Any = MISSING  # list of layer numbers, or "all"
     sites: list[str] = field(default_factory=lambda: ["resid_post"])
+    when: When = When.document  # of data=generate: computed from whole documents, or kept while the model writes them
     positions: Positions = Positions.all  # of which tokens; the settings that belong to each choice follow
     every: int | None = None  # of positions=every: the k-th, 2k-th, ... token of each window of a document
     token: str | None = None  # of positions=token: one token's text, e.g. <|im_end|>

@@ -1,5 +1,7 @@
 """The loop: token blocks in, steps dispatched, activations handed to the writer."""
 
+from collections.abc import Callable
+
 import jax
 import numpy as np
 
@@ -20,7 +22,7 @@ POLL_S = 0.2  # how often a loop that waits for input looks whether it is asked 
 def extract(
     plan: Plan,
     step: CompiledStep,
-    params: object,
+    params_of: Callable[[TokenBlock | None, slice], object],
     feed: Feed,
     writer: BlockWriter,
     metrics: Metrics,
@@ -28,6 +30,9 @@ def extract(
     profile: ProfileWindow | None = None,
 ) -> None:
     """Runs every block of the feed through the model. Returns when all of them are committed.
+
+    `params_of` gives what the step takes for some rows of a block: the parameters, whatever the rows are, or what was
+    captured of them.
 
     While step n computes, step n-1 is copied to the host and step n-2 is in the writer. All processes of the worker
     dispatch the same number of steps: one that has no rows, for now or for good, feeds padding until every feed has
@@ -48,7 +53,7 @@ def extract(
         with metrics.stage("loop", "dispatch"):
             rows = slice(first_row, first_row + plan.process_rows)
             batch = put_rows(sharding, step_rows(block, rows, plan.process_rows) if block else no_rows)
-            outputs = step(params, *batch.values())
+            outputs = step(params_of(block, rows), *batch.values())
             outputs.counts.copy_to_host_async()
             wanted = jax.tree.leaves((outputs.activations, outputs.scales, outputs.statistics))
             copies = start_copies(wanted, plan.first_row) if block else []

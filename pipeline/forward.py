@@ -4,14 +4,14 @@ Letters: B rows, T positions, D width of the site, S slots of a row for activati
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float32, Int32, Shaped
+from jaxtyping import Array, Bool, Float32, Int32, PyTree, Shaped
 
 from pipeline.config import Weights
 from pipeline.distributed import activation_sharding, make_mesh, replicated, row_sharding
@@ -26,6 +26,9 @@ from pipeline.store.layout import ITEM_BYTES
 from pipeline.stored import Stored, as_stored, is_finite, numbers
 
 log = logging.getLogger("pipeline")
+
+Captured = dict[ActivationKey, Array]
+Finish = Callable[[Array], Stored]
 
 
 class RowStatistics(NamedTuple):
@@ -54,7 +57,7 @@ class CompiledStep:
 
     mesh: Mesh
     keys: tuple[ActivationKey, ...]
-    attention: Attention
+    attention: Attention | None  # None: there is no forward pass
     flops: int  # of one step, over all devices; analytic
     executable: jax.stages.Compiled
 
@@ -115,9 +118,50 @@ def compile_step(
     `params` may be shapes with shardings (`Model.abstract_params`), on devices that are only described.
     """
     keys = tuple(keys)
-    mesh = partition.mesh
-    chosen = choose_attention(attention, model.arch, mesh, length, params["embed"].dtype.name)
+    chosen = choose_attention(attention, model.arch, partition.mesh, length, params["embed"].dtype.name)
     log.info("%s", chosen.describe())
+
+    def capture(params: Params, tokens: Array, segments: Array, positions: Array, finish: Finish) -> Captured:
+        return model.apply(params, tokens, segments, positions, keys, chosen.attend, partition, finish)
+
+    with jax.default_matmul_precision(matmul_precision(params["embed"].dtype)):
+        executable = _compile(
+            capture, params, partition.mesh, model, rows, length, keys, dtype, statistics, num_selected, int8_group
+        )
+    return CompiledStep(partition.mesh, keys, chosen, model.flops_per_token(keys, length) * rows * length, executable)
+
+
+def compile_storing(plan: Plan, model: Model, mesh: Mesh, dtype: str) -> CompiledStep:
+    """The step of a run whose activations, [B, T, D] as `dtype`, were captured before: it takes them, by key, in place
+    of the parameters, and does what is left."""
+    shapes = {
+        key: jax.ShapeDtypeStruct((plan.step_rows, plan.length, width), dtype, sharding=row_sharding(mesh))
+        for key, width in zip(plan.keys, plan.widths, strict=True)
+    }
+
+    def capture(captured: Captured, tokens: Array, segments: Array, positions: Array, finish: Finish) -> Captured:
+        return {key: finish(activation) for key, activation in captured.items()}
+
+    executable = _compile(
+        *(capture, shapes, mesh, model, plan.step_rows, plan.length, plan.keys, plan.dtype),
+        *(plan.statistics, plan.selected, plan.int8_group),
+    )
+    return CompiledStep(mesh, plan.keys, None, 0, executable)
+
+
+def _compile(
+    capture: Callable[..., Captured],
+    params: PyTree,
+    mesh: Mesh,
+    model: Model,
+    rows: int,
+    length: int,
+    keys: Sequence[ActivationKey],
+    dtype: str,
+    statistics: bool,
+    num_selected: int | None,
+    int8_group: int | None,
+) -> jax.stages.Compiled:
     with_error = statistics and ITEM_BYTES[dtype] == 1
 
     def step(params: Params, tokens: Array, segments: Array, positions: Array, *selected: Array) -> StepOutputs:
@@ -131,7 +175,7 @@ def compile_step(
                 activation = jnp.take_along_axis(activation, jnp.maximum(places, 0)[:, :, None], axis=1)
             return as_stored(jnp.where(stored[:, :, None], activation, 0), dtype, int8_group, with_error)
 
-        captured = model.apply(params, tokens, segments, positions, keys, chosen.attend, partition, finish)
+        captured = capture(params, tokens, segments, positions, finish)
         finished = [captured[key] for key in keys]
         finite = [is_finite(each) for each in finished]
         counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in (valid, *(~each for each in finite))])
@@ -147,9 +191,7 @@ def compile_step(
     of_scales = (by_rows,) * (len(keys) if dtype == INT8 else 0)
     of_statistics = RowStatistics(by_rows, by_rows, by_rows if with_error else None) if statistics else None
     jitted = jax.jit(step, out_shardings=StepOutputs(of_activations, of_scales, of_statistics, replicated(mesh)))
-    with jax.default_matmul_precision(matmul_precision(params["embed"].dtype)):
-        executable = jitted.lower(params, *inputs).compile()
-    return CompiledStep(mesh, keys, chosen, model.flops_per_token(keys, length) * rows * length, executable)
+    return jitted.lower(params, *inputs).compile()
 
 
 def _row_statistics(

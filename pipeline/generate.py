@@ -71,7 +71,7 @@ def _compile(job: Job) -> Generator:
     options = config.data
     partition = Partition(distributed.make_mesh(plan.tensor), fsdp=generation.weights is Weights.fsdp)
     params = job.model.load_leaves(
-        job.model.generation_leaves(),
+        job.model.generation_leaves(plan.keys if plan.keeps else ()),
         str(config.model.dtype),
         partition.of_leaf,
         config.run.progress and distributed.is_first(),
@@ -86,6 +86,8 @@ def _compile(job: Job) -> Generator:
         max_new_tokens=generation.max_new_tokens,
         end_tokens=end_tokens(job.model, job.tokenizer, options.end_tokens),
         sampling=sampling(options),
+        keys=plan.keys if plan.keeps else (),
+        dtype=str(config.model.dtype),
         attention=plan.attention,
     )
 
@@ -103,6 +105,7 @@ def _open_stream(job: Job, stream: int, records: Mapping[int, Sequence[CommitRec
         start,
         number=lambda cursor: _number(cursor, stream, job.plan.num_streams),
         describe=_describer(job),
+        kept=job.plan.keys if job.plan.keeps else (),
     )
 
 

@@ -161,6 +161,7 @@ def open_job(config: RunConfig) -> Job:
         capture={"arrays": [key.name for key in plan.keys], "dtype": plan.dtype}
         | ({} if plan.int8_group is None else {"int8_group": plan.int8_group})
         | ({} if plan.statistics else {"statistics": False})
+        | ({"when": "decode"} if plan.keeps else {})
         | selection_identity(config.capture, plan.length),
         store={"compression": str(config.store.compression)},
         num_streams=plan.num_streams,

@@ -90,6 +90,11 @@ class Plan:
     generation: GenerationPlan | None  # of data=generate
     notes: tuple[str, ...]
 
+    @property
+    def keeps(self) -> bool:
+        """Whether activations are kept while the model writes, rather than computed afterwards."""
+        return self.generation is not None and self.generation.kept_bytes is not None
+
     def stream_budget(self, stream: int) -> int | None:
         """Valid tokens wanted of a stream: `run.max_tokens` divided evenly."""
         return None if self.max_tokens is None else stream_share(self.max_tokens, self.num_streams, stream)
@@ -172,9 +177,9 @@ def make_plan(
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
     model_bytes = model.weight_bytes(keys, str(config.model.dtype), with_int8)
     weights, weights_bytes, note = divide_weights(config.model.weights, *model_bytes, data, tensor, topology)
-    generation = plan_generation(config, model, data, tensor, topology)
     itemsize = ITEM_BYTES[config.capture.dtype]
     widths = tuple(model.width(key.site) for key in keys)
+    generation = plan_generation(config, model, sum(widths), data, tensor, topology)
     selected = slots_per_row(config.capture, batch.length)
     slots = batch.length if selected is None else selected
     group = _int8_group(config.capture, keys, widths)

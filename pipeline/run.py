@@ -14,13 +14,15 @@ from pipeline.config import RunConfig, WeightsDtype
 from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.errors import Interrupted
 from pipeline.extract import extract
-from pipeline.forward import CompiledStep, compile_plan, planned_partition
+from pipeline.forward import CompiledStep, compile_plan, compile_storing, planned_partition
 from pipeline.generate import generate
+from pipeline.generation.kept import KeptRows
 from pipeline.job import Job, open_job
 from pipeline.metrics import Metrics
 from pipeline.profile import ProfileWindow
 from pipeline.store.claims import Claims
-from pipeline.store.kvstore import configure_storage
+from pipeline.store.kept import delete_kept
+from pipeline.store.kvstore import configure_storage, open_kvstore
 from pipeline.store.writing import StoreWriter
 from pipeline.watchdog import Watchdog
 from pipeline.writer import BlockWriter
@@ -70,6 +72,8 @@ def run(config: RunConfig) -> None:
             store.refresh()  # the others have committed the rest
             if job.is_done(store.records):
                 store.finish()
+                if job.plan.keeps:
+                    delete_kept(open_kvstore(store.path))
         distributed.wait_for_all()
 
 
@@ -77,6 +81,8 @@ def compile_job(job: Job) -> tuple[CompiledStep, object]:
     """Loads the weights that the captured sites need onto the devices, and compiles the step, once."""
     config, plan = job.config, job.plan
     partition = planned_partition(plan)
+    if plan.keeps:
+        return compile_storing(plan, job.model, partition.mesh, str(config.model.dtype)), KeptRows(job, partition.mesh)
     params = job.model.load(
         plan.keys,
         dtype=str(config.model.dtype),
@@ -118,7 +124,8 @@ def fill(
         feed = stack.enter_context(closing(Feed(claimed or InTurn(work))))
         stack.enter_context(Watchdog(metrics, run_options.stall_timeout_s))
         profile = stack.enter_context(closing(ProfileWindow(run_options))) if run_options.profile else None
-        extract(plan, step, params, feed, writer, metrics, stop, profile)
+        params_of = params if isinstance(params, KeptRows) else lambda _block, _rows: params
+        extract(plan, step, params_of, feed, writer, metrics, stop, profile)
     log.info("%s", metrics.summary())
     return metrics
 

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipeline import cli
@@ -125,6 +126,32 @@ def test_a_budget_is_met_and_can_be_raised(overrides, reference, tmp_path):
     assert num_groups(store) < num_groups(reference) - 10
     generate(*overrides, f"store.path={store}")
     assert_same_store(store, reference)
+
+
+def test_activations_that_were_kept_while_decoding_are_those_of_the_documents(overrides, tmp_path):
+    """Prompts and completions of two windows, packed; a killed run goes on with what was kept."""
+    float32 = [*overrides, "capture.dtype=float32", "data.group=8"]
+    generate(*float32, f"store.path={tmp_path / 'document'}")
+    kept = tmp_path / "kept"
+    process = start(*float32, "capture.when=decode", f"store.path={kept}")
+    wait(process, lambda: committed(kept) >= 3)
+    process.kill()
+    process.communicate()
+    assert list(kept.glob("_generated/*/*.activations"))
+    generate(*float32, "capture.when=decode", f"store.path={kept}")
+    assert not list(kept.glob("_generated/*/*.activations"))
+    assert verify_store(str(kept)) == []
+    expected, found = ActivationStore.open(tmp_path / "document"), ActivationStore.open(kept)
+    np.testing.assert_array_equal(found.read_tokens(found.rows).tokens, expected.read_tokens(expected.rows).tokens)
+    windows = expected.read_tokens(expected.rows).documents
+    first = (expected.documents.group_by("document").aggregate([("n_tokens", "max")])).to_pylist()
+    whole = [row["document"] for row in first if row["n_tokens_max"] <= 96]  # a later window does not see the first
+    assert len(whole) > 10
+    slots = np.isin(windows, whole)
+    for layer in (1, 3):
+        left, right = (each.read(layer, "resid_post", each.rows)[slots] for each in (found, expected))
+        np.testing.assert_allclose(left, right, atol=1e-4, rtol=1e-4)
+        assert found.statistics(layer, "resid_post").count == found.num_tokens
 
 
 @pytest.mark.slow

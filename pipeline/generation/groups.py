@@ -1,7 +1,7 @@
 """A stream's prompts, and the groups that their completions fill, which are stored in order."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -11,6 +11,7 @@ from pipeline.data.documents import STREAM_START, Cursor, SkippedDocument
 from pipeline.data.stream import Demand
 from pipeline.data.tokenised import StreamDocuments, TokenisedDocument
 from pipeline.generation.generator import Completion, Prompt
+from pipeline.sites import ActivationKey
 from pipeline.store.generated import GeneratedGroups, Group
 
 
@@ -22,6 +23,7 @@ class _OpenGroup:
     next: Cursor
     exhausted: bool
     num_missing: int
+    kept: dict[int, Mapping[ActivationKey, np.ndarray]]  # by place among the items
 
 
 class StreamGroups:
@@ -39,9 +41,10 @@ class StreamGroups:
         start: Cursor,
         number: Callable[[Cursor], int],
         describe: Callable[[TokenisedDocument, Completion], dict[str, object]],
+        kept: Sequence[ActivationKey] = (),
     ) -> None:
         """`demand` is of the documents from `start` on. `number` gives a prompt's number by its place in the data,
-        `describe` the columns of a completed document.
+        `describe` the columns of a completed document. `kept`: the activations that completions come with.
 
         Raises StoreInvalid for a stored group that is damaged.
         """
@@ -49,15 +52,16 @@ class StreamGroups:
         self._number = number
         self._describe = describe
         self._demand = demand
-        self._num_stored = groups.count()
+        self._kept = kept
+        self._start = start
+        first = start.ordinal // groups.size
+        self._num_stored = groups.count([key.name for key in kept], first)
         last = groups.read(self._num_stored - 1) if self._num_stored else None
         self._next = last.next if last else STREAM_START
         self._is_over = last is not None and last.exhausted
         if demand.has_limit:
-            for index in range(start.ordinal // groups.size, self._num_stored):
-                for document in groups.read(index).documents:
-                    if document.cursor.ordinal >= start.ordinal:
-                        demand.add(len(document.tokens))
+            for index in range(first, self._num_stored):
+                self._count(demand, groups.read(index).documents)
         self._asked = copy(demand)  # as if every prompt under way were answered by a single token
         self._num_shards = prompts.num_shards
         self._prompts = prompts.read(self._next)
@@ -81,14 +85,14 @@ class StreamGroups:
         while len(prompts) < self._groups.size and (item := next(self._prompts, None)) is not None:
             if isinstance(item, TokenisedDocument):
                 self._next = replace(item.cursor, document=item.cursor.document + 1, ordinal=item.cursor.ordinal + 1)
-                self._asked.add(len(item.tokens) + 1)
+                self._count(self._asked, [replace(item, tokens=np.append(item.tokens, 0))])
                 prompts.append(Prompt(self._number(item.cursor), item.tokens))
                 places.append(len(items))
             items.append(item)
         self._is_over = len(prompts) < self._groups.size
         if self._is_over:
             self._next = Cursor(shard=self._num_shards, ordinal=self._next.ordinal)
-        group = _OpenGroup(items, self._next, self._is_over, len(prompts))
+        group = _OpenGroup(items, self._next, self._is_over, len(prompts), {})
         self._open.append(group)
         self._places |= {prompt.number: (group, place) for prompt, place in zip(prompts, places, strict=True)}
         self._store_complete()
@@ -104,6 +108,8 @@ class StreamGroups:
         group.items[place] = replace(
             prompt, document=document, tokens=np.concatenate([prompt.tokens, completion.tokens])
         )
+        if self._kept:
+            group.kept[place] = completion.activations
         group.num_missing -= 1
         self._store_complete()
 
@@ -111,10 +117,21 @@ class StreamGroups:
         while self._open and not self._open[0].num_missing and not self._demand.is_met:
             group = self._open.popleft()
             stored = Group(self._num_stored, tuple(group.items), group.next, group.exhausted)
-            self._groups.write(stored)
+            self._groups.write(stored, self._kept_of(group))
             self._num_stored += 1
-            for document in stored.documents:
-                self._demand.add(len(document.tokens))
+            self._count(self._demand, stored.documents)
         if self._demand.is_met:
             self._open.clear()
             self._places.clear()
+
+    def _kept_of(self, group: _OpenGroup) -> dict[str, np.ndarray]:
+        """The activations of the group's documents, one after the other, by array name."""
+        documents = [group.kept[place] for place in sorted(group.kept)]
+        if not documents:
+            return {key.name: np.empty(0) for key in self._kept}
+        return {key.name: np.concatenate([each[key] for each in documents]) for key in self._kept}
+
+    def _count(self, demand: Demand, documents: Sequence[TokenisedDocument]) -> None:
+        for document in documents:
+            if document.cursor.ordinal >= self._start.ordinal:
+                demand.add(len(document.tokens))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipeline.config import GenerateData, RunConfig, Weights, WeightsDtype
+from pipeline.config import GenerateData, RunConfig, Weights, WeightsDtype, When
 from pipeline.errors import ConfigError
 from pipeline.mesh import Topology, divide_weights
 from pipeline.models.architecture import Architecture
@@ -31,6 +31,7 @@ class GenerationPlan:
     weights_bytes: int  # of all layers and the head
     cache_bytes: int  # keys and values of all rows
     logits_bytes: int  # of one step
+    kept_bytes: int | None  # with capture.when=decode: activations of all rows
     notes: tuple[str, ...]
 
     def describe(self) -> str:
@@ -39,27 +40,34 @@ class GenerationPlan:
             f"generate  {self.rows} rows of {self.prompt_length} + {self.max_new_tokens} tokens; on each device "
             f"{self.weights_bytes / MIB:.0f} MiB of weights ({self.weights}), {self.cache_bytes / MIB:.1f} MiB of keys "
             f"and values, {self.logits_bytes / MIB:.1f} MiB of logits"
+            + ("" if self.kept_bytes is None else f", {self.kept_bytes / MIB:.1f} MiB of activations")
         )
 
 
 def plan_generation(
-    config: RunConfig, model: GeneratorFacts, data: int, tensor: int, topology: Topology
+    config: RunConfig, model: GeneratorFacts, width: int, data: int, tensor: int, topology: Topology
 ) -> GenerationPlan | None:
-    """The plan of `data=generate`, None for other data. `data`, `tensor`: the mesh. Raises ConfigError."""
-    options = config.data
+    """The plan of `data=generate`, None for other data. `width`: features that are captured of a token. `data`,
+    `tensor`: the mesh. Raises ConfigError."""
+    options, keeps = config.data, config.capture.when is When.decode
     if not isinstance(options, GenerateData):
+        if keeps:
+            raise ConfigError("capture.when is decode, which is for data=generate. Set it to document.")
         return None
     _check(config, model, data)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
     of_model = model.generation_weight_bytes(str(config.model.dtype), with_int8)
     weights, weights_bytes, notes = divide_weights(config.model.weights, *of_model, data, tensor, topology)
     length = options.prompt_length + options.max_new_tokens
-    cache = cache_bytes(model.arch, options.rows, length, ITEM_BYTES[config.model.dtype]) // (data * tensor)
+    itemsize = ITEM_BYTES[config.model.dtype]
+    cache = cache_bytes(model.arch, options.rows, length, itemsize) // (data * tensor)
+    kept = options.rows * length * width * itemsize // data if keeps else None
     logits = logits_bytes(model.arch, options.rows // data)
-    if topology.device_bytes is not None and weights_bytes + cache + logits > topology.device_bytes:
+    beside = logits + (kept or 0)
+    if topology.device_bytes is not None and weights_bytes + cache + beside > topology.device_bytes:
         raise ConfigError(
             f"to generate, weights, keys and values, and logits take {weights_bytes / MIB:.0f} + {cache / MIB:.0f} + "
-            f"{logits / MIB:.0f} MiB on each device, which has {topology.device_bytes / MIB:.0f} MiB. Lower data.rows."
+            f"{beside / MIB:.0f} MiB on each device, which has {topology.device_bytes / MIB:.0f} MiB. Lower data.rows."
         )
     if config.batch.length < length:
         notes += (
@@ -67,7 +75,8 @@ def plan_generation(
             "are stored in windows that do not see each other",
         )
     return GenerationPlan(
-        options.rows, options.prompt_length, options.max_new_tokens, weights, weights_bytes, cache, logits, notes
+        *(options.rows, options.prompt_length, options.max_new_tokens),
+        *(weights, weights_bytes, cache, logits, kept, notes),
     )
 
 

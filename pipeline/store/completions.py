@@ -15,13 +15,20 @@ def completion_slots(documents: Int64[np.ndarray, "R T"], table: pa.Table) -> Bo
     """
     if "n_prompt" not in table.column_names:
         raise StoreError("the store's documents are not divided into prompt and completion: that is for data=generate.")
-    numbers, first_tokens, prompts = (table[name].to_numpy() for name in ("document", "first_token", "n_prompt"))
+    slots, place, tokens = document_tokens(documents, table)
+    found = np.zeros(documents.size, bool)
+    found[slots] = tokens >= table["n_prompt"].to_numpy()[place]
+    return found.reshape(documents.shape)
+
+
+def document_tokens(
+    documents: Int64[np.ndarray, "R T"], table: pa.Table
+) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+    """Of a block's valid slots (flat): the slot, its document's row in the table, and which of its tokens it holds."""
     flat = documents.ravel()
     order = np.argsort(flat, kind="stable")  # rows and positions upward meet a document's tokens in order
     order = order[flat[order] >= 0]
-    place = np.searchsorted(numbers, flat[order])
+    place = np.searchsorted(table["document"].to_numpy(), flat[order])
     starts = np.flatnonzero(np.diff(place, prepend=-1))
     rank = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
-    found = np.zeros(flat.shape, bool)
-    found[order] = first_tokens[place] + rank >= prompts[place]
-    return found.reshape(documents.shape)
+    return order, place, table["first_token"].to_numpy()[place] + rank

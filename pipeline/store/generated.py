@@ -6,7 +6,7 @@ that the stream has ended. A group is written whole, after those before it, and 
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,10 @@ import tensorstore as ts
 
 from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocument
 from pipeline.data.tokenised import TokenisedDocument
+from pipeline.errors import StoreError
 from pipeline.store.groups import group_key, read_group, stored_groups
-from pipeline.store.kvstore import write_if_absent
+from pipeline.store.kept import has_kept, write_kept
+from pipeline.store.kvstore import read_key, write_if_absent
 
 _METADATA = b"group"  # of the parquet schema: JSON with `next` and `exhausted`
 
@@ -73,9 +75,15 @@ class GeneratedGroups:
         self._num_streams = num_streams
         self._schema = pa.unify_schemas([_GROUP_SCHEMA, info_schema])
 
-    def count(self) -> int:
-        """How many there are. Raises StoreInvalid when one is missing among them."""
-        return len(stored_groups(self._kvstore, self.stream))
+    def count(self, kept: Sequence[str] = (), first: int = 0) -> int:
+        """How many there are, up to the first one from number `first` on that lacks the activations `kept`.
+
+        Raises StoreInvalid when one is missing among them."""
+        count = len(stored_groups(self._kvstore, self.stream))
+        if not kept:
+            return count
+        lacking = (index for index in range(first, count) if not has_kept(self._kvstore, self.stream, index, kept))
+        return next(lacking, count)
 
     def read(self, index: int) -> Group:
         """Raises StoreInvalid for a group that is missing or damaged."""
@@ -84,15 +92,25 @@ class GeneratedGroups:
         items = tuple(map(self._item, table.to_pylist()))
         return Group(index, items, Cursor(**state["next"]), state["exhausted"])
 
-    def write(self, group: Group) -> None:
-        """Writes a group durably, unless there is one: it was then written by another run, and stays."""
+    def write(self, group: Group, kept: Mapping[str, np.ndarray] | None = None) -> None:
+        """Writes a group durably, unless there is one: it was then written by another run, and stays. `kept`: the
+        activations [n, D] of its documents' tokens, by array name, which are written first.
+
+        Raises StoreError where activations were kept of what is not the group that is there.
+        """
         rows = [self._row(item) for item in group.items]
         state = {"next": group.next.to_json(), "exhausted": group.exhausted}
         columns = {name: [row.get(name) for row in rows] for name in self._schema.names}
         table = pa.table(columns, schema=self._schema.with_metadata({_METADATA: json.dumps(state)}))
         sink = io.BytesIO()
         pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-        write_if_absent(self._kvstore, group_key(self.stream, group.index), sink.getvalue())
+        key, content = group_key(self.stream, group.index), sink.getvalue()
+        write_kept(self._kvstore, self.stream, group.index, kept or {})
+        if not write_if_absent(self._kvstore, key, content) and kept and read_key(self._kvstore, key) != content:
+            raise StoreError(
+                f"{key} holds other completions than the model has written now, since rows or devices are others. Run "
+                "the same command again with the mesh and the data.rows of the run that wrote it."
+            )
 
     def _row(self, item: TokenisedDocument | SkippedDocument) -> dict[str, object]:
         if isinstance(item, SkippedDocument):
