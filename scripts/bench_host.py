@@ -117,10 +117,12 @@ def broadcast_step(job: Job) -> CompiledStep:
             jnp.broadcast_to(tokens[:, :, None], (*tokens.shape, width)).astype(plan.dtype) for width in plan.widths
         )
         of_rows = RowStatistics(
-            filled(len(tokens), 2, sum(plan.widths)), filled(len(tokens), len(plan.keys), plan.length)
+            moments=filled(len(tokens), 2, sum(plan.widths)),
+            norms=filled(len(tokens), len(plan.keys), plan.length),
+            squared_errors=None,
         )
         counts = jnp.zeros(1 + len(plan.keys), jnp.int32).at[0].set((segments != 0).sum())
-        return StepOutputs(activations, of_rows if plan.statistics else None, counts)
+        return StepOutputs(activations, (), of_rows if plan.statistics else None, counts)
 
     batch = jax.ShapeDtypeStruct((plan.step_rows, plan.length), jnp.int32, sharding=by_rows)
     return CompiledStep(mesh, plan.keys, XLA, 0, jax.jit(step).lower(None, batch, batch, batch).compile())
