@@ -72,7 +72,7 @@ class KeptRows:
         first = {document.cursor.ordinal: end for document, end in zip(documents, ends, strict=False)}
         kvstore = open_kvstore(self.job.config.store.path)
         arrays = {
-            key: read_kept(kvstore, stream, index, key.name, dtype, width)
+            key: read_kept(kvstore, stream, index, key.name, dtype, (ends[-1], width))
             for key, width in zip(plan.keys, plan.widths, strict=True)
         }
         return _KeptGroup(first, arrays)

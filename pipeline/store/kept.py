@@ -1,8 +1,7 @@
 """Activations that were captured while the model wrote, kept beside its groups until they are in blocks.
 
 Of each group and array one object: the tokens of the group's documents, one document after the other, [n, D], little
-endian, without a header. They are written before the group itself, which names their sha256, and deleted when the store
-is complete.
+endian, without a header. They are written before the group itself, and deleted when the store is complete.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,13 +32,15 @@ def write_kept(kvstore: ts.KvStore, stream: int, index: int, arrays: Mapping[str
         write_key(kvstore, kept_key(stream, index, name), np.ascontiguousarray(values).tobytes())
 
 
-def read_kept(kvstore: ts.KvStore, stream: int, index: int, array: str, dtype: np.dtype, width: int) -> np.ndarray:
-    """[n, D]. Raises StoreInvalid where it is missing."""
+def read_kept(
+    kvstore: ts.KvStore, stream: int, index: int, array: str, dtype: np.dtype, shape: tuple[int, int]
+) -> np.ndarray:
+    """[n, D], as `shape` says. Raises StoreInvalid where it is missing, or of another size."""
     key = kept_key(stream, index, array)
     content = read_key(kvstore, key)
-    if content is None:
-        raise StoreInvalid(f"{key} is missing, although its documents are asked for. Run the same command again.")
-    return np.frombuffer(content, dtype).reshape(-1, width)
+    if content is None or len(content) != shape[0] * shape[1] * dtype.itemsize:
+        raise StoreInvalid(f"{key} is missing or damaged. Delete it, and run the same command again.")
+    return np.frombuffer(content, dtype).reshape(shape)
 
 
 def delete_kept(kvstore: ts.KvStore) -> None:
