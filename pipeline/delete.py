@@ -1,7 +1,8 @@
 """Deletes a store: `python -m pipeline.delete store.path=... confirm=true`, local or remote.
 
 Without `confirm=true` it only says what the store holds. Objects beside the store's own stay. The root goes last, so a
-deletion that was interrupted can be repeated; what it leaves holds no block.
+deletion that was interrupted can be repeated; what it leaves holds no block. `force=true` deletes a store whose streams
+are claimed, by workers that were killed.
 
 Exit codes: 0 deleted; 1 the store is claimed by workers or cannot be reached; 2 not confirmed, or there is no store.
 """
@@ -14,13 +15,14 @@ from pipeline.store.deleting import delete_store
 from pipeline.store.kvstore import open_kvstore
 from pipeline.store.metadata import read_root
 
-_USAGE = "usage: python -m pipeline.delete store.path=... [confirm=true]"
+_USAGE = "usage: python -m pipeline.delete store.path=... [confirm=true] [force=true]"
+_SETTINGS = {"store.path": "", "confirm": "false", "force": "false"}
 
 
 def main(arguments: list[str]) -> int:
     """Deletes the store that `arguments` name and returns the exit code."""
     try:
-        path, is_confirmed = parse(arguments)
+        path, is_confirmed, is_forced = parse(arguments)
         root = read_root(path, open_kvstore(path))
         if root is None:
             raise ConfigError(f"there is no activation store at {path}: it has no zarr.json.")
@@ -28,10 +30,13 @@ def main(arguments: list[str]) -> int:
             what = "complete" if root.complete else "unfinished"
             arrays = ", ".join(root.arrays)
             raise ConfigError(f"{path}: a {what} store of {arrays}, created {root.created}. confirm=true deletes it.")
-        holders = held_claims(path)
+        holders = {} if is_forced else held_claims(path)
         if holders:
             held = ", ".join(f"{stream} by {owner}" for stream, owner in holders.items())
-            raise StoreError(f"{path} is not deleted: workers hold streams ({held}). Let them end first.")
+            raise StoreError(
+                f"{path} is not deleted: workers hold streams ({held}). Let them end first, or add force=true if they "
+                "are dead."
+            )
         delete_store(path, root)
     except (ConfigError, StoreError) as error:
         print(error, file=sys.stderr)
@@ -40,13 +45,14 @@ def main(arguments: list[str]) -> int:
     return EXIT_OK
 
 
-def parse(arguments: list[str]) -> tuple[str, bool]:
-    """The values of `store.path` and `confirm`. Raises ConfigError."""
+def parse(arguments: list[str]) -> tuple[str, bool, bool]:
+    """The values of `store.path`, `confirm` and `force`. Raises ConfigError."""
     values = dict(argument.partition("=")[::2] for argument in arguments)
-    path, confirm = values.pop("store.path", ""), values.pop("confirm", "false")
-    if not path or values or confirm not in ("true", "false"):
+    path, *answers = (values.pop(key, default) for key, default in _SETTINGS.items())
+    if not path or values or not {"true", "false"} >= set(answers):
         raise ConfigError(_USAGE)
-    return path.strip("'\""), confirm == "true"
+    confirm, force = (answer == "true" for answer in answers)
+    return path.strip("'\""), confirm, force
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ def main(arguments: list[str]) -> int:
         settings = parse(arguments)
         store = ActivationStore.open(settings.store)
         names = settings.arrays or tuple(key.name for key in store.keys)
-        context = settings.context or store.length
-        contexts, left = write_cached_activations(store, Path(settings.path), names, context, settings.dtype)
+        context, path = settings.context or store.length, Path(settings.path).expanduser()
+        contexts, left = write_cached_activations(store, path, names, context, settings.dtype)
     except PipelineError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -82,11 +82,10 @@ def write_cached_activations(
     context_bytes = context * sum(widths.values()) * np.dtype(dtype).itemsize
     batch_size = context * max(1, BATCH_MIB * MIB // context_bytes)
     path.mkdir(parents=True, exist_ok=True)
-    total = sum(record.activations for record in store.blocks)
     num_contexts = num_tokens = 0
     with (
         ArrowWriter(features=features, path=str(path / FILE)) as writer,
-        tqdm(total=total, unit="token", desc="export", file=sys.stderr) as bar,
+        tqdm(total=store.num_activations, unit="token", desc="export", file=sys.stderr) as bar,
     ):
         for batch in store.batches(names, batch_size):
             contexts = len(batch.tokens) // context
@@ -139,6 +138,8 @@ def parse(arguments: list[str]) -> Settings:
         given[keys[key]] = value.strip("'\"")
     if not {"store", "path"} <= set(given):
         raise ConfigError(f"usage: {USAGE}")
+    if "://" in given["path"]:
+        raise ConfigError(f"export.path={given['path']}: the data set is written to local files. Give a folder.")
     context, dtype = given.get("context", ""), given.get("dtype", Settings.dtype)
     if context and (not context.isdecimal() or int(context) < 1):
         raise ConfigError(f"export.context={context}: expected a whole number, at least 1.")

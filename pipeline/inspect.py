@@ -69,10 +69,10 @@ def inspect(settings: Settings) -> None:
 @contextmanager
 def _written(setting: str, file: str) -> Iterator[Path]:
     try:
-        yield Path(file)
+        yield Path(file).expanduser()
     except OSError as error:
         raise ConfigError(f"inspect.{setting}={file} cannot be written: {error}.") from error
-    print(f"{file}: {Path(file).stat().st_size / 1024:.0f} KiB")
+    print(f"{file}: {Path(file).expanduser().stat().st_size / 1024:.0f} KiB")
 
 
 def _write_png(path: Path, summary: Summary, sample: StoreSample | None) -> None:

@@ -121,11 +121,22 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Upper bound of the host memory that activations take: in flight, in buffers, and encoded for the store.
+        """Upper bound of the host memory that activations and their rows' statistics take: in flight, in buffers, and
+        the activations encoded for the store.
 
         All buffers can be under way to the store at once, when it is the slowest.
         """
-        return self.inflight_steps * self.step_bytes + 2 * self.host_buffers * self.block_bytes
+        activations = self.inflight_steps * self.step_bytes + 2 * self.host_buffers * self.block_bytes
+        rows = self.inflight_steps * self.process_rows + self.host_buffers * self.rows_per_block
+        return activations + rows * self.row_statistics_bytes
+
+    @property
+    def row_statistics_bytes(self) -> int:
+        """Of what the step computes of a row's activations: forward.RowStatistics."""
+        if not self.statistics:
+            return 0
+        numbers = 2 * sum(self.widths) + len(self.keys) * (self.slots + self.measures_error)
+        return numbers * ITEM_BYTES["float32"]
 
     def describe(self) -> str:
         """The plan in a few lines, for people."""
@@ -169,6 +180,11 @@ def make_plan(
         )
     if config.run.max_tokens is not None and config.run.max_tokens < 1:
         raise ConfigError(f"run.max_tokens is {config.run.max_tokens}. Set it to at least 1, or to null for all.")
+    if config.run.profile is not None and (config.run.profile_after < 0 or config.run.profile_steps < 1):
+        raise ConfigError(
+            f"run.profile_after is {config.run.profile_after} and run.profile_steps {config.run.profile_steps}. "
+            f"Set the former to at least 0, the latter to at least 1."
+        )
     if not config.store.shard_mib > 0:
         raise ConfigError(f"store.shard_mib is {config.store.shard_mib}. Set it to more than 0.")
 

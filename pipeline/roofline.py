@@ -19,7 +19,7 @@ class Cost:
     """What a token slot costs."""
 
     flops: int
-    activation_bytes: int  # as they leave the device and as they are stored
+    activation_bytes: float  # as they leave the device and as they are stored
     fill: float  # the part of the slots that holds a valid token
 
     @property

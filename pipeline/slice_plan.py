@@ -44,7 +44,7 @@ class SlicePlan:
     hbm_bytes: int
     hbm_bytes_needed: int  # with all steps in flight
     flops_per_slot: int
-    activation_bytes_per_slot: int
+    activation_bytes_per_slot: float
     stored_bytes_per_token: float
     limits: Limits
     binding: str
@@ -76,7 +76,7 @@ class SlicePlan:
             f"{program.peak_bytes / GIB:.2f}; {self.hbm_bytes_needed / GIB:.2f} with all steps in flight",
             f"program   attention {program.attention}; collectives: {collectives}; compiled in "
             f"{program.compile_s:.0f} s",
-            f"token     {self.flops_per_slot:,} FLOPs and {self.activation_bytes_per_slot:,} bytes a slot; "
+            f"token     {self.flops_per_slot:,} FLOPs and {self.activation_bytes_per_slot:,.10g} bytes a slot; "
             f"{self.stored_bytes_per_token:,.0f} bytes stored per valid token",
             f"limits    tokens/s: {rates}",
             f"bound by  {self.binding.replace('_', ' ')}: {self.tokens_per_s:,.0f} tokens/s",
@@ -143,7 +143,7 @@ def _compiled(config: RunConfig, model: Model, where: Slice, job: Plan) -> Slice
     program = compile_program(model, job, config, slice_devices(where))
     require_room(program.resident_bytes(1), program.resident_bytes(job.inflight_steps), job, where)
     options = config.plan
-    slot_bytes = job.row_bytes // job.length
+    slot_bytes = job.row_bytes / job.length
     cost = Cost(model.flops_per_token(job.keys, job.length), slot_bytes, options.fill)
     slots_per_block = job.rows_per_block * job.length
     objects_per_block = len(job.keys) + len(job.scale_counts) + len(SIDE_ARRAYS) + _RECORDS_PER_BLOCK

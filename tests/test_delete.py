@@ -29,6 +29,9 @@ def test_what_lies_beside_a_store_stays(tmp_path, capsys):
     write_store(str(inner))
     note.write_text("mine")
     expected = sorted([note, inner, *inner.rglob("*")])
+    (outer / "stats").mkdir()
+    (outer / "stats" / "mine.csv").write_text("mine")
+    expected = sorted([*expected, outer / "stats", outer / "stats" / "mine.csv"])
     assert main([f"store.path={outer}", "confirm=true"]) == 0
     assert sorted(outer.rglob("*")) == expected
     capsys.readouterr()
@@ -61,8 +64,10 @@ def test_a_store_that_a_worker_holds_stays(tmp_path, capsys):
     assert claims.claim(vacancy)
     assert main([f"store.path={path}", "confirm=true"]) == 1
     assert f"workers hold streams (1 by {claims.owner})" in capsys.readouterr().err
-    claims.close()
     assert set(before) <= set(tmp_path.rglob("*"))
+    assert main([f"store.path={path}", "confirm=true", "force=true"]) == 0  # as if the worker were dead
+    assert not (tmp_path / "store").exists()
+    claims.close()
 
 
 @pytest.mark.parametrize("arguments", [[], ["store.path="], ["store.path=a", "confirm=yes"], ["store.path=a", "x=1"]])

@@ -70,6 +70,7 @@ def test_values_that_do_not_fit_are_refused(store, tmp_path, capsys):
     ("arguments", "message"),
     [
         ([], "usage"),
+        (["export.path=gs://b"], "is written to local files"),
         (["export.path=b", "export.context=0"], "export.context=0"),
         (["export.path=b", "export.dtype=int8"], "export.dtype=int8"),
         (["export.path=b", "export.array=x"], "'export.array=x' is no setting"),

@@ -11,6 +11,7 @@ import pytest
 from pipeline.finalize import main
 from pipeline.store import ActivationStore
 from pipeline.store.claims import Claims
+from pipeline.store.kvstore import open_kvstore, write_key
 from pipeline.store.layout import MAX_ROWS
 from pipeline.store.verify import verify_store
 from pipeline.store.writing import StoreWriter
@@ -69,6 +70,20 @@ def test_a_stream_that_has_not_ended_is_named_unless_forced(tmp_path, capsys):
     assert main([f"store.path={tmp_path}", "force=true"]) == 0
     assert is_complete(tmp_path)
     assert verify_store(str(tmp_path)) == []
+
+
+def test_what_was_kept_while_decoding_is_deleted_once_all_streams_have_ended(tmp_path, capsys):
+    writer = StoreWriter.open(str(tmp_path), metadata(), layout())
+    write_blocks(writer, 0)
+    kept = "_generated/stream-00000/group-000000.embed.activations"
+    write_key(open_kvstore(str(tmp_path)), kept, b"kept")
+    assert main([f"store.path={tmp_path}", "force=true"]) == 0
+    assert (tmp_path / kept).exists()
+    writer.reopen()
+    write_blocks(writer, 1)
+    assert main([f"store.path={tmp_path}"]) == 0
+    assert not (tmp_path / kept).exists()
+    capsys.readouterr()
 
 
 def test_a_truncated_block_ends_its_stream(tmp_path, capsys):

@@ -77,6 +77,12 @@ def test_the_sample_is_numpys(tmp_path):
     assert again.rows.tolist() == take_sample(store, 8 * 5, seed=1).rows.tolist() != other.rows.tolist()
 
 
+def test_few_selected_tokens_do_not_make_a_sample_of_all_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.inspection.sample.MAX_TEXT_SLOTS", 3 * 8)
+    write_store(str(tmp_path))
+    assert len(take_sample(ActivationStore.open(tmp_path), 10**6, seed=0).rows) == 3
+
+
 def test_the_page_is_whole_and_loads_nothing(real_store, tmp_path, capsys):
     file = tmp_path / "page.html"
     assert main([f"store.path={real_store}", f"inspect.html={file}", "inspect.tokens=4096"]) == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import compose
+from pipeline.errors import StoreInvalid
 from pipeline.merge import main
 from pipeline.run import run
 from pipeline.store import ActivationStore
@@ -151,6 +152,21 @@ def test_what_does_not_fit_is_refused_before_anything_is_copied(tmp_path, halves
         merge_stores(arguments, str(target))
     assert caught.value.exit_code == 2
     assert sorted(target.rglob("*")) == before
+
+
+def test_a_store_without_its_root_is_left_as_it_is(tmp_path, halves, whole):
+    (whole / "zarr.json").unlink()
+    before = {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()}
+    with pytest.raises(StoreInvalid, match=r"zarr\.json is missing"):
+        merge_stores([half.removeprefix("from=") for half in halves], str(whole))
+    assert {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()} == before
+
+
+def test_the_error_of_int8_weights_is_that_of_the_source_that_has_it(tmp_path, halves):
+    sources = [half.removeprefix("from=") for half in halves]
+    StoreWriter.open_existing(sources[1]).record_weights_error({"embed": 0.01})
+    write_streams(tmp_path / "merged", [])  # as an interrupted merge leaves it
+    assert merge_stores(sources, str(tmp_path / "merged")).weights_error == {"embed": 0.01}
 
 
 def test_damage_is_found(tmp_path, halves, capsys):

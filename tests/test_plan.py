@@ -11,8 +11,10 @@ from pipeline.config import (
     MeshConfig,
     ModelConfig,
     ParquetData,
+    Positions,
     RunConfig,
     RunOptions,
+    StorageDtype,
     StoreConfig,
     Weights,
 )
@@ -27,6 +29,7 @@ from pipeline.plan import (
     make_plan,
 )
 from pipeline.sites import ActivationKey, Site
+from pipeline.writer import _new_buffers
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,29 @@ def test_bytes_of_a_step_and_of_a_block():
     assert plan.step_bytes == 8 * row_bytes
     assert plan.rows_per_block % 8 == 0
     assert plan.block_bytes == plan.rows_per_block * row_bytes <= 16 * MIB
-    assert plan.host_bytes == 4 * plan.step_bytes + 4 * plan.block_bytes
+    of_rows = (2 * 896 + 256) * 4  # mean and squared deviations of each feature, norms of the tokens
+    assert plan.host_bytes == 4 * plan.step_bytes + 4 * plan.block_bytes + (4 * 8 + 2 * plan.rows_per_block) * of_rows
     assert [key.name for key in plan.keys] == ["blocks.12.resid_post"]
+
+
+@pytest.mark.parametrize("dtype", [StorageDtype.bfloat16, StorageDtype.int8])
+@pytest.mark.parametrize("statistics", [True, False])
+def test_host_bytes_have_the_buffers_of_statistics(dtype, statistics):
+    """Of few selected tokens they are larger than the activations."""
+    capture = CaptureConfig(layers=[1, 2], positions=Positions.last, per_row=1, dtype=dtype, statistics=statistics)
+    plan = planned(replace(BASE, capture=capture))
+    assert plan.process_rows == 8
+    buffers = sum(buffer.nbytes for buffer in _new_buffers(plan))
+    assert buffers == plan.block_bytes + plan.rows_per_block * plan.row_statistics_bytes
+    assert (buffers > 4 * plan.block_bytes) == statistics
+    assert plan.host_bytes > 2 * buffers
+
+
+@pytest.mark.parametrize("options", [{"profile_after": -1}, {"profile_steps": 0}])
+def test_a_profile_of_no_steps_is_refused(options):
+    planned(replace(BASE, run=RunOptions(**options)))
+    with pytest.raises(ConfigError, match="at least 0, the latter to at least 1"):
+        planned(replace(BASE, run=RunOptions(profile="/trace", **options)))
 
 
 @pytest.mark.parametrize(

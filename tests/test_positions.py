@@ -173,6 +173,11 @@ def test_what_is_lost_or_left_out_is_said(overrides, tmp_path, caplog):
     store = made(tmp_path, overrides, "capture.positions=token", "capture.token=.", "capture.per_row=1")
     assert "activations of" in caplog.text
     assert "more than capture.per_row=1" in caplog.text
+    row = store.arrays["selected"][int(store.rows[0])]
+    before = row.read().result()
+    row.write(np.full_like(before, 10**6)).result()
+    assert any("name no token of their row" in problem.what for problem in verify_store(store.path))
+    row.write(before).result()
     os.remove(Path(store.path) / "selected/c/0/0")
     assert any(problem.where == "selected/c/0/0" for problem in verify_store(store.path))
     with pytest.raises(StoreInvalid, match="selected"):

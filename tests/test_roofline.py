@@ -5,10 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from pipeline import cli, slice_plan
 from pipeline.advice import advise
+from pipeline.compile_check import Program
 from pipeline.config import BatchConfig, Packing, ParquetData, RunConfig, StoreConfig
 from pipeline.models.architecture import Architecture
+from pipeline.models.registry import open_model
 from pipeline.roofline import Cost, Limits, bill, limits, traffic
+from pipeline.sites import Site
 from pipeline.tpu import CHIPS, GIB, parse_slice
 
 V5E_64 = parse_slice("v5e-64")
@@ -83,3 +87,16 @@ def test_advice_is_given_for_poor_choices_alone(choice: dict, message: str) -> N
 def test_small_shards_are_right_for_local_disks() -> None:
     local = replace(CONFIG, store=StoreConfig(path="/data/store"))
     assert advice(config=local, shard_bytes=16 * MIB) == ""
+
+
+def test_few_selected_tokens_cost_less_than_a_byte_a_slot(monkeypatch) -> None:
+    """256 bytes for each row of 512 tokens."""
+    program = Program("xla", None, 0, 0, 0, 0, {}, 0.0)
+    monkeypatch.setattr(slice_plan, "slice_devices", lambda where: [])
+    monkeypatch.setattr(slice_plan, "compile_program", lambda *args: program)
+    last = ["capture.positions=last", "capture.per_row=1", "capture.layers=[1]", "batch.length=512"]
+    config = cli.compose(["topology=v5e-4", "data.path=/nowhere", "store.path=/nowhere", *last])
+    model = open_model(config.model.path, revision=None, init="random", seed=0)
+    plan = slice_plan.plan_slice(config, model, parse_slice(config.topology))
+    assert plan.activation_bytes_per_slot == 2 * model.width(Site.resid_post) / 512
+    assert "bytes a slot" in plan.describe()

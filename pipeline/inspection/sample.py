@@ -15,6 +15,9 @@ from pipeline.store.filters import norms_of
 # Tokens whose covariance is decomposed: the spectrum has at most so many components.
 SPECTRUM_TOKENS = 1024
 
+# Token slots of whole rows to read: rows of few selected tokens are many, and of an object store each is requests.
+MAX_TEXT_SLOTS = 1 << 22
+
 
 @dataclass(frozen=True)
 class ActivationView:
@@ -64,10 +67,11 @@ class StoreSample:
 
 
 def take_sample(store: ActivationStore, num_tokens: int, seed: int) -> StoreSample:
-    """Random rows of about `num_tokens` slots; the same for the same store and seed. Raises StoreError."""
+    """Random rows of about `num_tokens` slots, of at most MAX_TEXT_SLOTS positions; the same for the same store and
+    seed. Raises StoreError."""
     if not store.rows.size:
         raise StoreInvalid(f"{store.path} has no rows yet: there is nothing to sample.")
-    num_rows = min(len(store.rows), -(-num_tokens // store.slots))
+    num_rows = min(len(store.rows), -(-num_tokens // store.slots), max(1, MAX_TEXT_SLOTS // store.length))
     rows = np.sort(np.random.default_rng(seed).choice(store.rows, num_rows, replace=False))
     beside = store.read_tokens(rows)
     valid = beside.segments > 0

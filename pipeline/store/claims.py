@@ -34,6 +34,7 @@ from pipeline.store.kvstore import (
 log = logging.getLogger("pipeline")
 
 CLAIMS_PREFIX = "_claims/"
+TEST_PREFIX = "_claims_test/"  # not among the claims, which another worker may be deleting
 _RENEWALS_PER_LEASE = 6  # two may fail before the owner gives up
 
 
@@ -213,7 +214,7 @@ def delete_claims(kvstore: ts.KvStore) -> None:
 
 
 def _require_conditional_writes(path: str, kvstore: ts.KvStore, owner: str) -> None:
-    key = f"_claims_test/{owner}"  # not among the claims, which another worker may be deleting
+    key = f"{TEST_PREFIX}{owner}"
     write_if_absent(kvstore, key, b"test")
     ignored = write_if_absent(kvstore, key, b"test")
     write_key(kvstore, key, None)

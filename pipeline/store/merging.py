@@ -16,7 +16,7 @@ from pipeline.store.kvstore import list_keys, open_kvstore, read_key, read_keys,
 from pipeline.store.layout import MAX_ROWS
 from pipeline.store.statistics import statistics_key
 from pipeline.store.tables import table_key
-from pipeline.store.writing import PendingBlock, StoreWriter, create_root
+from pipeline.store.writing import PendingBlock, StoreWriter, create_root, require_no_records
 
 COPIES = 4  # objects under way at once: each is held in memory whole
 
@@ -38,6 +38,9 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
         _require_fit(opened[0], store)
     missing = _missing(existing, opened)
     target = existing[0] if existing else _create(path, opened[0])
+    measured = [source.weights_error for source in opened if source.weights_error is not None]
+    if measured and target.weights_error is None:
+        target.record_weights_error(measured[0])
     if missing and target.complete:
         target.reopen()
     with ThreadPoolExecutor(COPIES, thread_name_prefix="copy") as pool:
@@ -93,13 +96,11 @@ def _exists(path: str) -> bool:
 def _create(path: str, like: StoreWriter) -> StoreWriter:
     """An empty store of the same configuration. One whose creation was interrupted is completed."""
     kvstore = open_kvstore(path)
+    require_no_records(path, kvstore)  # before anything is written
     for name, zarr_json in _formats(like).items():
         write_key(kvstore, f"{name}/zarr.json", json.dumps(zarr_json).encode())
     create_root(path, kvstore, like.metadata, like.layout)
-    store = StoreWriter.open_existing(path)
-    if like.weights_error is not None:
-        store.record_weights_error(like.weights_error)
-    return store
+    return StoreWriter.open_existing(path)
 
 
 def _copy_block(source: StoreWriter, target: StoreWriter, record: CommitRecord, pool: ThreadPoolExecutor) -> None:
@@ -121,5 +122,7 @@ def _copy_beside(source: StoreWriter, target: StoreWriter) -> None:
     """What the runs measured, whose names are their own, and what the model wrote, which is the same in every store."""
     kvstore, into = open_kvstore(source.path), open_kvstore(target.path)
     for prefix in ("_metrics/", GENERATED_PREFIX):
+        there = set(list_keys(into, prefix))
         for key in list_keys(kvstore, prefix):
-            write_if_absent(into, key, read_key(kvstore, key))
+            if key not in there:
+                write_if_absent(into, key, read_key(kvstore, key))

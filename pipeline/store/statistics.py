@@ -26,7 +26,8 @@ _MIN_EXPONENT, _MAX_EXPONENT = -14, 26  # norms beyond 2 to these powers fall in
 NUM_BINS = (_MAX_EXPONENT - _MIN_EXPONENT) * BINS_PER_OCTAVE
 QUANTILES = (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)
 
-STATISTICS_PREFIX = "_stats/"
+STATISTICS_PREFIX = "_stats/"  # of each block
+MERGED_PREFIX = "stats/"  # of all
 _SCHEMA = pa.schema(
     [
         ("array", pa.string()),
@@ -198,7 +199,8 @@ def write_merged(kvstore: ts.KvStore, statistics: Mapping[str, Statistics]) -> N
     Processes that do this at the same time write the same. Raises StoreError.
     """
     if statistics:
-        write_key(kvstore, "stats/zarr.json", _json({"zarr_format": 3, "node_type": "group", "attributes": {}}))
+        group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+        write_key(kvstore, f"{MERGED_PREFIX}zarr.json", _json(group))
     for name, found in statistics.items():
         values = np.stack([found.mean, found.variance])
         quantiles = {str(q): found.norm_quantile(q) for q in QUANTILES}
@@ -231,13 +233,13 @@ def write_merged(kvstore: ts.KvStore, statistics: Mapping[str, Statistics]) -> N
             "dimension_names": ["mean_variance", "feature"],
             "attributes": attributes,
         }
-        write_key(kvstore, f"stats/{name}/zarr.json", _json(metadata))
-        write_key(kvstore, f"stats/{name}/c/0/0", values.astype("<f8").tobytes())
+        write_key(kvstore, f"{MERGED_PREFIX}{name}/zarr.json", _json(metadata))
+        write_key(kvstore, f"{MERGED_PREFIX}{name}/c/0/0", values.astype("<f8").tobytes())
 
 
 def read_merged(kvstore: ts.KvStore, name: str) -> Statistics | None:
     """What `write_merged` has written of an array; None where it has not. Raises StoreError."""
-    text, content = read_keys(kvstore, [f"stats/{name}/zarr.json", f"stats/{name}/c/0/0"])
+    text, content = read_keys(kvstore, [f"{MERGED_PREFIX}{name}/zarr.json", f"{MERGED_PREFIX}{name}/c/0/0"])
     if text is None or content is None:
         return None
     found = json.loads(text)["attributes"]

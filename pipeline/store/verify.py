@@ -38,7 +38,7 @@ from pipeline.store.layout import MAX_ROWS, POSITIONS, SIDE_ARRAYS, StoreLayout
 from pipeline.store.metadata import ROOT_KEY, StoreRoot, stored_layout
 from pipeline.store.problems import Problem, Remedy
 from pipeline.store.rows import READS_AHEAD, beside_activations, start_read, wait_read
-from pipeline.store.statistics import decode_statistics, statistics_key
+from pipeline.store.statistics import STATISTICS_PREFIX, decode_statistics, statistics_key
 from pipeline.store.tables import TABLES_PREFIX, decode_table, table_key
 
 # Of each, READS_AHEAD pieces are under way: enough to keep an object store busy, and both memory and threads few.
@@ -208,8 +208,10 @@ def _check_leftovers(store: _Store) -> Iterator[Problem]:
     """The objects of a complete store that belong to no block with a record, be it readable or not."""
     blocks = set(filter(None, map(parse_commit_key, list_keys(store.kvstore, COMMITS_PREFIX))))
     of_blocks = {table_key(*place) for place in blocks}
+    of_blocks |= {statistics_key(*place) for place in blocks}
     of_blocks |= {store.layout.shard_key(spec, *place) for place in blocks for spec in store.layout.all_arrays}
-    for keys in (list_keys(store.kvstore, TABLES_PREFIX), *map(sorted, store.objects.values())):
+    beside = (list_keys(store.kvstore, prefix) for prefix in (TABLES_PREFIX, STATISTICS_PREFIX))
+    for keys in (*beside, *map(sorted, store.objects.values())):
         for key in keys:
             if key not in of_blocks:
                 yield Problem(key, "belongs to no committed block, although the store is complete", Remedy.discard)
@@ -251,9 +253,9 @@ def _check_objects(store: _Store, record: CommitRecord, table: pa.Table | None) 
             yield Problem(table_key(record.stream, record.block), what)
     valid = sides["segments"] > 0
     if store.layout.selected is not None:
-        for what in check_selected(sides["selected"], valid, record):
-            yield Problem(keys["selected"], what)
-        if table is not None:
+        wrong = [Problem(keys["selected"], what) for what in check_selected(sides["selected"], valid, record)]
+        yield from wrong
+        if table is not None and not wrong:
             for what in check_selected_of_documents(table, beside_activations(sides)["documents"]):
                 yield Problem(table_key(record.stream, record.block), what)
         valid = sides["selected"] >= 0

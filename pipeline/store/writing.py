@@ -275,10 +275,15 @@ def create_root(path: str, kvstore: ts.KvStore, metadata: StoreMetadata, layout:
     """
     if read_key(kvstore, ROOT_KEY) is not None:
         return None
+    require_no_records(path, kvstore)
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    root = StoreRoot(metadata, tuple(spec.name for spec in layout.arrays), created)
+    return root if write_if_absent(kvstore, ROOT_KEY, root.to_json()) else None
+
+
+def require_no_records(path: str, kvstore: ts.KvStore) -> None:
+    """Raises StoreInvalid for a store that lost its root, at a path that has none."""
     if list_keys(kvstore, COMMITS_PREFIX):
         raise StoreInvalid(
             f"{path} has commit records, but its {ROOT_KEY} is missing. Restore it, or choose another store.path."
         )
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    root = StoreRoot(metadata, tuple(spec.name for spec in layout.arrays), created)
-    return root if write_if_absent(kvstore, ROOT_KEY, root.to_json()) else None

@@ -22,6 +22,7 @@ from pipeline.store.kvstore import list_keys, open_kvstore, read_key, write_key
 from pipeline.store.layout import MAX_ROWS
 from pipeline.store.metadata import read_metadata, read_root
 from pipeline.store.problems import Remedy
+from pipeline.store.statistics import token_statistics
 from pipeline.store.verify import verify_store
 from pipeline.store.writing import StoreWriter
 from tests.store.example_store import (
@@ -348,13 +349,16 @@ def test_what_a_killed_longer_run_left_in_a_finished_store_is_named(store_path):
     writer = StoreWriter.open(store_path, metadata(), layout())
     write_blocks(writer, 0)
     killed = list(blocks(1))[1]
-    for future in writer.begin_block(1, 1, killed.arrays, killed.table).futures.values():
+    statistics = {"embed": token_statistics(np.ones((3, 4)))}
+    for future in writer.begin_block(1, 1, killed.arrays, killed.table, statistics).futures.values():
         future.result()
     assert verify_store(store_path) == []
     StoreWriter.open(store_path, metadata(), layout()).finish()
     left = {layout().shard_key(spec, 1, 1) for spec in layout().all_arrays}
     problems = verify_store(store_path)
-    assert {problem.where for problem in problems} == left | {"_documents/stream-00001/block-000001.parquet"}
+    assert {problem.where for problem in problems} == left | {
+        f"{folder}/stream-00001/block-000001.parquet" for folder in ("_documents", "_stats")
+    }
     assert {problem.remedy for problem in problems} == {Remedy.discard}
     rows = ActivationStore.open(store_path).rows
     assert not np.isin(np.arange(ROWS) + layout().first_row(1, 1), rows).any()
