@@ -15,6 +15,7 @@ from pipeline.errors import StoreInvalid
 from pipeline.inspect import main as inspect
 from pipeline.run import run as run_here
 from pipeline.store import ActivationStore, TokenFilter
+from pipeline.store.buffers import StoredBlocks
 from pipeline.store.deleting import delete_store
 from pipeline.store.kvstore import open_kvstore
 from pipeline.store.metadata import read_root
@@ -142,6 +143,23 @@ def test_rows_batches_filters_and_statistics_are_aligned(every, of_all):
     statistics = every.statistics(*KEYS[0])
     assert statistics.count == valid.sum() == every.num_activations
     np.testing.assert_allclose(statistics.mean, values[valid].mean(axis=0, dtype=np.float64), atol=1e-5)
+
+
+def test_whole_rows_are_read_a_few_blocks_at_a_time(every, monkeypatch):
+    def batches():
+        return [batch.positions.tolist() for batch in every.batches(KEYS[0], 100, shuffle=True, seed=1)]
+
+    expected, num_blocks, read = batches(), [], StoredBlocks._read_beside
+    assert len(every.blocks) > 1
+
+    def counting(self, blocks, names):
+        num_blocks.append(len(blocks))
+        return read(self, blocks, names)
+
+    monkeypatch.setattr(StoredBlocks, "_read_beside", counting)
+    monkeypatch.setattr("pipeline.store.buffers.WHOLE_MIB", 0)
+    assert batches() == expected
+    assert num_blocks == [1] * len(every.blocks)
 
 
 def test_zarr_reads_what_is_selected(every):

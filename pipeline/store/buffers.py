@@ -16,7 +16,7 @@ from pipeline.store.completions import completion_slots
 from pipeline.store.filters import COMPLETIONS, TokenFilter
 from pipeline.store.frameworks import aligned_empty
 from pipeline.store.int8 import Dequantised, scale_name
-from pipeline.store.layout import DOCUMENTS, POSITIONS, SELECTED, SIDE_ARRAYS, StoreLayout
+from pipeline.store.layout import DOCUMENTS, MIB, POSITIONS, SELECTED, SIDE_ARRAYS, StoreLayout
 from pipeline.store.order import Buffer, ReadingOrder
 from pipeline.store.rows import (
     READS_AHEAD,
@@ -27,6 +27,9 @@ from pipeline.store.rows import (
     wait_read,
 )
 from pipeline.store.tables import read_tables
+
+# Of whole rows, before what stands beside selected tokens is taken out of them.
+WHOLE_MIB = 64.0
 
 STACKED = "stacked"  # the name of the memory [S, K, D] that several arrays of one width share
 
@@ -71,6 +74,14 @@ class StoredBlocks:
 
         Raises StoreError for a damaged or missing one, and for completions where there are none.
         """
+        at_once = len(blocks) or 1
+        if self.layout.selected is not None:
+            whole = sum(spec.position_bytes for spec in SIDE_ARRAYS) * self.layout.rows_per_block * self.layout.length
+            at_once = max(1, int(WHOLE_MIB * MIB / whole))
+        parts = (blocks[start : start + at_once] for start in range(0, len(blocks), at_once))
+        return [beside for part in parts for beside in self._read_beside(part, names)]
+
+    def _read_beside(self, blocks: Sequence[int], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
         arrays = [name for name in names if name != COMPLETIONS]
         if COMPLETIONS in names and DOCUMENTS.name not in names:
             arrays.append(DOCUMENTS.name)
