@@ -66,13 +66,19 @@ def write_cached_activations(
 ) -> tuple[int, int]:
     """Writes the data set to `path`, a folder. Returns how many contexts it has, and how many tokens were left.
 
-    Raises ConfigError when the folder is not empty or a value does not fit into `dtype`, and StoreError.
+    Raises ConfigError when the folder is not empty, the store has not one context, or a value does not fit into
+    `dtype`, and StoreError.
     """
     if path.exists() and any(path.iterdir()):
         raise ConfigError(f"export.path={path} is not empty. Choose another, or delete what is there.")
     known = [key.name for key in store.keys]
     if unknown := sorted(set(names) - set(known)):
         raise ConfigError(f"export.arrays: the store has no {unknown}, but {known}.")
+    if store.num_activations < context:
+        raise ConfigError(
+            f"{store.path} has activations of {store.num_activations} tokens, less than one context of {context}. "
+            f"Lower export.context."
+        )
     hooks = {name: store.arrays[name].spec().to_json()["metadata"]["attributes"]["hook_name"] for name in names}
     widths = {name: store.arrays[name].shape[2] for name in names}
     features = Features(

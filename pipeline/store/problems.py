@@ -21,8 +21,9 @@ class Remedy(StrEnum):
         "run again, writes anew."
     )
     other_dtype = (
-        "Values that are not finite were computed like that, and would be again: float16 ends at 65504. "
-        "Choose capture.dtype=bfloat16 or capture.dtype=float32, and a new store.path."
+        "Values that are not finite were computed like that, and would be again: float16 ends at 65504, "
+        "float8_e4m3fn at 448, float8_e5m2 at 57344. Choose capture.dtype=bfloat16 or capture.dtype=float32, and a new "
+        "store.path."
     )
     discard = (
         "Objects without a commit record were left by a job that was killed. While no job writes to the store they "
