@@ -198,7 +198,7 @@ class GenerateData(DataConfig):
     prompts: Any = MISSING  # ParquetData | ArcData | HfData
     template: Template = Template.plain  # chat: each document is a user's message
     prompt_length: int = 512  # token slots for a prompt
-    long_prompts: LongPrompts = LongPrompts.refuse  # refuse: as on_error says; cut: keep the last tokens
+    long_prompts: LongPrompts = LongPrompts.refuse  # refuse: as on_error says; cut: keep BOS and the last tokens
     max_new_tokens: int = 256
     temperature: float = 0.0  # 0: greedy
     top_k: int | None = None

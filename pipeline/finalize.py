@@ -15,8 +15,6 @@ from pipeline.errors import EXIT_FAILED, EXIT_OK, ConfigError, StoreError
 from pipeline.plan import stream_share
 from pipeline.store.claims import held_claims
 from pipeline.store.commits import CommitRecord
-from pipeline.store.kept import delete_kept
-from pipeline.store.kvstore import open_kvstore
 from pipeline.store.writing import StoreWriter
 
 _USAGE = "usage: python -m pipeline.finalize store.path=... [force=true]"
@@ -52,8 +50,6 @@ def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
             f"workers hold streams ({held}). Let them end, or run pipeline.finalize with force=true if they are dead."
         )
     store.finish()
-    if not unfinished:
-        delete_kept(open_kvstore(store.path))
     return None
 
 

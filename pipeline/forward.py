@@ -126,7 +126,17 @@ def compile_step(
 
     with jax.default_matmul_precision(matmul_precision(params["embed"].dtype)):
         executable = _compile(
-            capture, params, partition.mesh, model, rows, length, keys, dtype, statistics, num_selected, int8_group
+            capture,
+            params,
+            partition.mesh,
+            model,
+            rows=rows,
+            length=length,
+            keys=keys,
+            dtype=dtype,
+            statistics=statistics,
+            num_selected=num_selected,
+            int8_group=int8_group,
         )
     return CompiledStep(partition.mesh, keys, chosen, model.flops_per_token(keys, length) * rows * length, executable)
 
@@ -143,8 +153,17 @@ def compile_storing(plan: Plan, model: Model, mesh: Mesh, dtype: str) -> Compile
         return {key: finish(activation) for key, activation in captured.items()}
 
     executable = _compile(
-        *(capture, shapes, mesh, model, plan.step_rows, plan.length, plan.keys, plan.dtype),
-        *(plan.statistics, plan.selected, plan.int8_group),
+        capture,
+        shapes,
+        mesh,
+        model,
+        rows=plan.step_rows,
+        length=plan.length,
+        keys=plan.keys,
+        dtype=plan.dtype,
+        statistics=plan.statistics,
+        num_selected=plan.selected,
+        int8_group=plan.int8_group,
     )
     return CompiledStep(mesh, plan.keys, None, 0, executable)
 
@@ -154,6 +173,7 @@ def _compile(
     params: PyTree,
     mesh: Mesh,
     model: Model,
+    *,
     rows: int,
     length: int,
     keys: Sequence[ActivationKey],

@@ -116,7 +116,7 @@ def _in_turn(streams: Sequence[StreamGroups]) -> Iterator[Prompt]:
         stream = turns.popleft()
         if not stream.is_done:
             turns.append(stream)
-            yield from stream.next_prompts()
+            yield from filter(stream.wants, stream.next_prompts())
 
 
 def _number(cursor: Cursor, stream: int, num_streams: int) -> int:

@@ -17,12 +17,13 @@ from pipeline.data.stream import TokenStream
 from pipeline.data.tokenised import StreamDocuments, TokenisedDocuments
 from pipeline.data.tokenizer import TextTokenizer, load_tokenizer
 from pipeline.distributed import topology
+from pipeline.errors import ConfigError
 from pipeline.generation.end_tokens import end_tokens
 from pipeline.generation.sampling import Sampling
 from pipeline.models.registry import Model, open_model
 from pipeline.plan import Plan, StoredGeometry, make_plan
 from pipeline.store.commits import CommitRecord
-from pipeline.store.generated import COMPLETION_SCHEMA, GeneratedDocuments, GeneratedGroups
+from pipeline.store.generated import COMPLETION_SCHEMA, RESERVED_COLUMNS, GeneratedDocuments, GeneratedGroups
 from pipeline.store.kvstore import open_kvstore
 from pipeline.store.layout import SELECTED, TOKENS, ArraySpec, StoreLayout, scale_spec
 from pipeline.store.metadata import StoreMetadata, read_metadata
@@ -149,6 +150,10 @@ def open_job(config: RunConfig) -> Job:
     stored = read_metadata(config.store.path)
     geometry = StoredGeometry(stored.num_streams, stored.rows_per_block) if stored else None
     plan = make_plan(config, model, len(source.shards), topology(config.run), geometry)
+    if plan.generation:
+        model.check_head()
+        if taken := sorted({*source.info_schema.names} & RESERVED_COLUMNS):
+            raise ConfigError(f"the prompts have a column {taken[0]}, which data=generate has itself. Leave it out.")
     metadata = StoreMetadata(
         model=_model_identity(model, config),
         tokenizer=tokenizer.identity(),

@@ -21,8 +21,7 @@ from pipeline.job import Job, open_job
 from pipeline.metrics import Metrics
 from pipeline.profile import ProfileWindow
 from pipeline.store.claims import Claims
-from pipeline.store.kept import delete_kept
-from pipeline.store.kvstore import configure_storage, open_kvstore
+from pipeline.store.kvstore import configure_storage
 from pipeline.store.writing import StoreWriter
 from pipeline.watchdog import Watchdog
 from pipeline.writer import BlockWriter
@@ -72,8 +71,6 @@ def run(config: RunConfig) -> None:
             store.refresh()  # the others have committed the rest
             if job.is_done(store.records):
                 store.finish()
-                if job.plan.keeps:
-                    delete_kept(open_kvstore(store.path))
         distributed.wait_for_all()
 
 

@@ -156,6 +156,11 @@ def _compiled(config: RunConfig, model: Model, where: Slice, job: Plan) -> Slice
     along_data = where.num_chips // job.tensor
     rows_per_chip = job.step_rows // along_data
     shard_bytes = job.rows_per_block * job.slots * max(job.widths) * ITEM_BYTES[job.dtype]
+    notes = job.notes
+    if job.generation:
+        notes += (job.generation.describe(), "what generating takes in time and money is not in these figures")
+    if program.attention_note:
+        notes += (program.attention_note,)
     return SlicePlan(
         family=model.family,
         num_layers=model.num_layers,
@@ -189,7 +194,7 @@ def _compiled(config: RunConfig, model: Model, where: Slice, job: Plan) -> Slice
         bill=None
         if job.max_tokens is None
         else bill(cost, where, job.max_tokens, reach.tokens_per_s, price, options.usd_per_tb_month),
-        notes=(*job.notes, *((program.attention_note,) if program.attention_note else ())),
+        notes=notes,
         advice=tuple(
             advise(config, model.arch, where.chip, reach, shard_bytes, job.host_bytes, rows_per_chip * job.length)
         ),

@@ -6,16 +6,19 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipeline.finalize import main
 from pipeline.store import ActivationStore
 from pipeline.store.claims import Claims
-from pipeline.store.kvstore import open_kvstore, write_key
+from pipeline.store.groups import GENERATED_PREFIX
+from pipeline.store.kept import write_kept
+from pipeline.store.kvstore import list_keys, open_kvstore
 from pipeline.store.layout import MAX_ROWS
 from pipeline.store.verify import verify_store
 from pipeline.store.writing import StoreWriter
-from tests.store.example_store import LENGTH, ROWS, blocks, layout, metadata, write_blocks, write_store
+from tests.store.example_store import LENGTH, NUM_STREAMS, ROWS, blocks, layout, metadata, write_blocks, write_store
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,6 +50,18 @@ def test_what_workers_left_is_completed_as_a_run_would_have(tmp_path):
     assert outputs[0].endswith(f"{tmp_path / 'left'}: complete\n")
 
 
+def test_what_was_kept_while_decoding_is_deleted(tmp_path):
+    kvstore = open_kvstore(tmp_path)
+    capture = metadata().capture | {"when": "decode"}
+    writer = StoreWriter.open(str(tmp_path), metadata(capture=capture), layout())
+    for stream in range(NUM_STREAMS):
+        write_blocks(writer, stream)
+    write_kept(kvstore, 0, 0, {"embed": np.zeros((2, 4))})
+    assert list_keys(kvstore, GENERATED_PREFIX)
+    assert main([f"store.path={tmp_path}"]) == 0
+    assert list_keys(kvstore, GENERATED_PREFIX) == []
+
+
 def test_several_at_once(tmp_path):
     write_store(str(tmp_path), finish=False)
     with ThreadPoolExecutor() as pool:
@@ -70,20 +85,6 @@ def test_a_stream_that_has_not_ended_is_named_unless_forced(tmp_path, capsys):
     assert main([f"store.path={tmp_path}", "force=true"]) == 0
     assert is_complete(tmp_path)
     assert verify_store(str(tmp_path)) == []
-
-
-def test_what_was_kept_while_decoding_is_deleted_once_all_streams_have_ended(tmp_path, capsys):
-    writer = StoreWriter.open(str(tmp_path), metadata(), layout())
-    write_blocks(writer, 0)
-    kept = "_generated/stream-00000/group-000000.embed.activations"
-    write_key(open_kvstore(str(tmp_path)), kept, b"kept")
-    assert main([f"store.path={tmp_path}", "force=true"]) == 0
-    assert (tmp_path / kept).exists()
-    writer.reopen()
-    write_blocks(writer, 1)
-    assert main([f"store.path={tmp_path}"]) == 0
-    assert not (tmp_path / kept).exists()
-    capsys.readouterr()
 
 
 def test_a_truncated_block_ends_its_stream(tmp_path, capsys):

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.errors import ConfigError, InputError
+from pipeline.errors import CheckpointError, ConfigError, InputError
 from pipeline.run import run as run_here
 from pipeline.store import ActivationStore, TokenFilter
 from pipeline.store.deleting import delete_store
@@ -233,6 +233,28 @@ def test_a_prompt_that_is_too_long_is_named(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(ARC))
     with pytest.raises(InputError, match="tasks-000000 row 0 .id a#0.: the prompt has .*, more than data"):
         generate(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), "data.prompt_length=9")
+
+
+@pytest.mark.parametrize("column", ["prompt", "skipped", "finish_reason"])
+def test_columns_that_the_store_has_itself(tmp_path, column):
+    (tmp_path / "rows.json").write_text(json.dumps({"text": "a", column: "b"}))
+    source = ["data@data.prompts=hf", "data.path=json", f"data.prompts.data_files={tmp_path / 'rows.json'}"]
+    with pytest.raises(ConfigError, match=f"the prompts have a column {column}, which data=generate has itself"):
+        generate(*arc_overrides("json", tmp_path / "store"), *source, f"data.prompts.info_columns=[{column}]")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_checkpoint_without_its_head(tmp_path):
+    """It is noticed before there is a store."""
+    (tmp_path / "a.json").write_text(json.dumps(ARC))
+    (tmp_path / "model").mkdir()
+    for file in ASSETS.iterdir():
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    config = json.loads((ASSETS / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="lm_head.weight is missing"):
+        generate(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), f"model.path={tmp_path / 'model'}")
+    assert not (tmp_path / "store").exists()
 
 
 def test_prompts_in_the_chat_template(tmp_path):

@@ -20,7 +20,7 @@ _BATCH_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TokenisedDocument:
-    """A document, its tokens, and the cursor of its first token. Of a prompt the first `num_cut` may be missing."""
+    """A document, its tokens, and the cursor of its first token. A prompt may lack `num_cut` at its beginning."""
 
     document: Document
     tokens: Int32[np.ndarray, "_"]
@@ -85,7 +85,7 @@ class TokenisedDocuments:
                 elif isinstance(result := next(results), str):
                     yield self._bad(item, result)
                 else:
-                    kept = result[-self._max_prompt :] if self._max_prompt else result
+                    kept = self._cut(result)
                     num_cut = len(result) - len(kept)
                     yield TokenisedDocument(item, kept, Cursor(shard, item.index, 0, ordinal), num_cut)
                     ordinal += 1
@@ -118,6 +118,15 @@ class TokenisedDocuments:
         if self._long_prompts is LongPrompts.refuse and self._max_prompt and len(tokens) > self._max_prompt:
             return f"the prompt has {len(tokens)} tokens, more than data.prompt_length={self._max_prompt}"
         return tokens
+
+    def _cut(self, tokens: Int32[np.ndarray, "_"]) -> Int32[np.ndarray, "_"]:
+        """At most `max_prompt` tokens: those that stand before every text (BOS, the prefix), and the last."""
+        num_cut = len(tokens) - (self._max_prompt or len(tokens))
+        if num_cut <= 0:
+            return tokens
+        before = self._tokenizer.encode([""])[0][: self._max_prompt - 1]
+        num_before = int(np.cumprod(before == tokens[: len(before)]).sum())
+        return np.concatenate([tokens[:num_before], tokens[num_before + num_cut :]])
 
     def _bad(self, document: Document, reason: str) -> SkippedDocument:
         if self._on_error is OnError.fail:

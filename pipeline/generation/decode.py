@@ -252,7 +252,8 @@ def compile_programs(
     )
     state, new_rows = decoding.state_shapes(rows, compute_dtype), decoding.new_row_shapes(prefill_rows)
     of_state = jax.tree.map(lambda shape: shape.sharding, state)
-    of_report = Report(*[row_sharding(mesh)] * 3, replicated(mesh))
+    by_rows = row_sharding(mesh)
+    of_report = Report(is_active=by_rows, counts=by_rows, completions=by_rows, steps=replicated(mesh))
     empty = jax.jit(
         lambda: jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), state), out_shardings=of_state
     )

@@ -7,7 +7,6 @@ which rows have ended, hands out their completions and has the next prompts pref
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import jax
@@ -231,7 +230,7 @@ def compile_generator(
     )
 
 
-@partial(jax.jit)
+@jax.jit
 def _row(values: jax.Array, row: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(values, row, keepdims=False)
 

@@ -62,7 +62,6 @@ class StreamGroups:
         if demand.has_limit:
             for index in range(first, self._num_stored):
                 self._count(demand, groups.read(index).documents)
-        self._asked = copy(demand)  # as if every prompt under way were answered by a single token
         self._num_shards = prompts.num_shards
         self._prompts = prompts.read(self._next)
         self._open: deque[_OpenGroup] = deque()
@@ -74,8 +73,11 @@ class StreamGroups:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing left to ask for."""
-        return self._is_over or self._asked.is_met
+        """Whether there is nothing left to ask for: what is under way is enough, however short its answers."""
+        expected = copy(self._demand)
+        for group in self._open:
+            self._count(expected, [item for item in group.items if isinstance(item, TokenisedDocument)])
+        return self._is_over or expected.is_met
 
     def next_prompts(self) -> list[Prompt]:
         """The prompts of the next group. Raises InputError for a bad document, unless such are skipped."""
@@ -85,7 +87,6 @@ class StreamGroups:
         while len(prompts) < self._groups.size and (item := next(self._prompts, None)) is not None:
             if isinstance(item, TokenisedDocument):
                 self._next = replace(item.cursor, document=item.cursor.document + 1, ordinal=item.cursor.ordinal + 1)
-                self._count(self._asked, [replace(item, tokens=np.append(item.tokens, 0))])
                 prompts.append(Prompt(self._number(item.cursor), item.tokens))
                 places.append(len(items))
             items.append(item)
@@ -97,6 +98,10 @@ class StreamGroups:
         self._places |= {prompt.number: (group, place) for prompt, place in zip(prompts, places, strict=True)}
         self._store_complete()
         return prompts
+
+    def wants(self, prompt: Prompt) -> bool:
+        """Whether a prompt that was asked for is needed still."""
+        return prompt.number in self._places
 
     def complete(self, completion: Completion) -> None:
         """Takes a prompt's completion, and stores the groups that are complete with it."""

@@ -75,8 +75,15 @@ def plan_generation(
             "are stored in windows that do not see each other",
         )
     return GenerationPlan(
-        *(options.rows, options.prompt_length, options.max_new_tokens),
-        *(weights, weights_bytes, cache, logits, kept, notes),
+        rows=options.rows,
+        prompt_length=options.prompt_length,
+        max_new_tokens=options.max_new_tokens,
+        weights=weights,
+        weights_bytes=weights_bytes,
+        cache_bytes=cache,
+        logits_bytes=logits,
+        kept_bytes=kept,
+        notes=notes,
     )
 
 

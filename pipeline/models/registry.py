@@ -216,6 +216,11 @@ class Model:
         leaves = self.leaves(self.generation_keys(keys))
         return leaves | head_leaf(self.head, self.arch)
 
+    def check_head(self) -> None:
+        """Raises CheckpointError where the head is missing or wrongly shaped. The Hub's files are left for `load`."""
+        if self.random_seed is None and self.checkpoint.commit is None:
+            check_tensors(self.checkpoint, self.arch, self.table, head_leaf(self.head, self.arch))
+
 
 def open_model(path: str, *, revision: str | None = None, init: str = "checkpoint", seed: int = 0) -> Model:
     """Reads config.json and, of a local or remote checkpoint, the headers of its safetensors files.

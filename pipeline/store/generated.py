@@ -18,7 +18,7 @@ from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocum
 from pipeline.data.tokenised import TokenisedDocument
 from pipeline.errors import StoreError
 from pipeline.store.groups import group_key, read_group, stored_groups
-from pipeline.store.kept import has_kept, write_kept
+from pipeline.store.kept import first_without_kept, write_kept
 from pipeline.store.kvstore import read_key, write_if_absent
 
 _METADATA = b"group"  # of the parquet schema: JSON with `next` and `exhausted`
@@ -45,6 +45,8 @@ _GROUP_SCHEMA = pa.schema(
         ("skipped", pa.string()),  # why it was left out
     ]
 )
+RESERVED_COLUMNS = frozenset([*_GROUP_SCHEMA.names, *COMPLETION_SCHEMA.names])
+"""Which columns a source of prompts cannot have."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,7 @@ class GeneratedGroups:
 
         Raises StoreInvalid when one is missing among them."""
         count = len(stored_groups(self._kvstore, self.stream))
-        if not kept:
-            return count
-        lacking = (index for index in range(first, count) if not has_kept(self._kvstore, self.stream, index, kept))
-        return next(lacking, count)
+        return first_without_kept(self._kvstore, self.stream, range(first, count), kept) if kept else count
 
     def read(self, index: int) -> Group:
         """Raises StoreInvalid for a group that is missing or damaged."""
@@ -96,7 +95,7 @@ class GeneratedGroups:
         """Writes a group durably, unless there is one: it was then written by another run, and stays. `kept`: the
         activations [n, D] of its documents' tokens, by array name, which are written first.
 
-        Raises StoreError where activations were kept of what is not the group that is there.
+        Raises StoreError, and writes nothing, where activations were kept of what is not the group that is there.
         """
         rows = [self._row(item) for item in group.items]
         state = {"next": group.next.to_json(), "exhausted": group.exhausted}
@@ -104,9 +103,19 @@ class GeneratedGroups:
         table = pa.table(columns, schema=self._schema.with_metadata({_METADATA: json.dumps(state)}))
         sink = io.BytesIO()
         pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-        key, content = group_key(self.stream, group.index), sink.getvalue()
-        write_kept(self._kvstore, self.stream, group.index, kept or {})
-        if not write_if_absent(self._kvstore, key, content) and kept and read_key(self._kvstore, key) != content:
+        key = group_key(self.stream, group.index)
+        if kept:
+            self._require_same(key, group.index, table)
+            write_kept(self._kvstore, self.stream, group.index, kept)
+        write_if_absent(self._kvstore, key, sink.getvalue())
+
+    def _require_same(self, key: str, index: int, table: pa.Table) -> None:
+        """Raises StoreError unless the group that is there, if any, has the documents of `table`."""
+        columns = ["document", "prompt", "completion"]
+        if read_key(self._kvstore, key) is None:
+            return
+        stored = read_group(self._kvstore, self.stream, index)
+        if stored.select(columns).to_pylist() != table.select(columns).to_pylist():
             raise StoreError(
                 f"{key} holds other completions than the model has written now, since rows or devices are others. Run "
                 "the same command again with the mesh and the data.rows of the run that wrote it."

@@ -16,14 +16,19 @@ GENERATED_PREFIX = "_generated/"
 _REMEDY = "Delete this group and those after it: they are then written again."
 
 
+def stream_prefix(stream: int) -> str:
+    """Of the keys of a stream's groups."""
+    return f"{GENERATED_PREFIX}stream-{stream:05d}/"
+
+
 def group_key(stream: int, index: int) -> str:
     """The group's key, relative to the store."""
-    return f"{_prefix(stream)}group-{index:06d}.parquet"
+    return f"{stream_prefix(stream)}group-{index:06d}.parquet"
 
 
 def stored_groups(kvstore: ts.KvStore, stream: int) -> list[str]:
     """The keys of a stream's groups. Raises StoreInvalid unless they are 0, 1, 2, ..."""
-    keys = [key for key in list_keys(kvstore, _prefix(stream)) if re.fullmatch(r".*/group-\d{6,}\.parquet", key)]
+    keys = [key for key in list_keys(kvstore, stream_prefix(stream)) if re.fullmatch(r".*/group-\d{6,}\.parquet", key)]
     keys.sort(key=lambda key: (len(key), key))
     for index, key in enumerate(keys):
         if key != group_key(stream, index):
@@ -53,7 +58,7 @@ def check_groups(kvstore: ts.KvStore, stream: int, table: pa.Table) -> Iterator[
     try:
         keys = stored_groups(kvstore, stream)
     except StoreError as error:
-        yield Problem(_prefix(stream), str(error), Remedy.regenerate)
+        yield Problem(stream_prefix(stream), str(error), Remedy.regenerate)
         return
     for index, key in enumerate(keys):
         try:
@@ -66,7 +71,3 @@ def check_groups(kvstore: ts.KvStore, stream: int, table: pa.Table) -> Iterator[
             found = dict(zip(columns, sizes, strict=True))
             if found != expected.get(row["document"], found):
                 yield Problem(key, f"has {found}, the document table {expected[row['document']]}", Remedy.regenerate)
-
-
-def _prefix(stream: int) -> str:
-    return f"{GENERATED_PREFIX}stream-{stream:05d}/"

@@ -10,7 +10,7 @@ import numpy as np
 import tensorstore as ts
 
 from pipeline.errors import StoreInvalid
-from pipeline.store.groups import GENERATED_PREFIX, group_key
+from pipeline.store.groups import GENERATED_PREFIX, group_key, stream_prefix
 from pipeline.store.kvstore import list_keys, read_key, write_key
 
 _SUFFIX = ".activations"
@@ -21,10 +21,11 @@ def kept_key(stream: int, index: int, array: str) -> str:
     return f"{group_key(stream, index).removesuffix('.parquet')}.{array}{_SUFFIX}"
 
 
-def has_kept(kvstore: ts.KvStore, stream: int, index: int, arrays: Sequence[str]) -> bool:
-    """Whether a group's activations are there."""
-    prefix = group_key(stream, index).removesuffix("parquet")
-    return {kept_key(stream, index, array) for array in arrays} <= set(list_keys(kvstore, prefix))
+def first_without_kept(kvstore: ts.KvStore, stream: int, groups: range, arrays: Sequence[str]) -> int:
+    """The first of a stream's `groups` whose activations are not there, or where they stop."""
+    found = set(list_keys(kvstore, stream_prefix(stream)))
+    lacking = (index for index in groups if not {kept_key(stream, index, array) for array in arrays} <= found)
+    return next(lacking, groups.stop)
 
 
 def write_kept(kvstore: ts.KvStore, stream: int, index: int, arrays: Mapping[str, np.ndarray]) -> None:

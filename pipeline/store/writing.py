@@ -25,6 +25,7 @@ from pipeline.store.commits import (
     read_consolidated,
     read_records,
 )
+from pipeline.store.kept import delete_kept
 from pipeline.store.kvstore import (
     list_keys,
     object_url,
@@ -204,9 +205,9 @@ class StoreWriter:
         store complete, trims the arrays to the last committed row. Does nothing to a store that is complete already.
 
         Call it only once no process has a block to commit. The records are read again, since others wrote some.
-        Claims are deleted, nothing else: objects without a commit record may be those of a block that a worker with a
-        larger `run.max_tokens` is about to commit, and would then be missing. Those that a killed run left behind stay,
-        and `verify_store` names them.
+        Claims are deleted, and what was kept while decoding; nothing else: objects without a commit record may be those
+        of a block that a worker with a larger `run.max_tokens` is about to commit, and would then be missing. Those
+        that a killed run left behind stay, and `verify_store` names them.
         """
         self.refresh()
         last = [stream[-1] for stream in self.records.values()]
@@ -222,6 +223,8 @@ class StoreWriter:
             write_merged(self._kvstore, merge_blocks(self._kvstore, committed))
         self._update_root(complete=True, blocks=blocks, commits_sha256=digest)
         set_rows(self._kvstore, self._array_names(), rows)
+        if self.metadata.capture.get("when") == "decode":
+            delete_kept(self._kvstore)
 
     def write_metrics(self, name: str, text: bytes) -> None:
         """Writes (or replaces) `_metrics/<name>`. Raises StoreError, and nothing else; the store is then as before."""

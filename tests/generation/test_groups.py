@@ -87,6 +87,19 @@ def test_the_groups_do_not_depend_on_the_order_or_on_interruptions(tmp_path, bud
         assert stored(path) == expected
 
 
+def test_no_more_is_asked_for_once_there_is_enough(tmp_path):
+    """Long answers meet the budget long before so many short ones would."""
+    stream = open_stream(tmp_path, 2)
+    prompts = stream.next_prompts() + stream.next_prompts()
+    assert not stream.is_done
+    for prompt in prompts[:SIZE]:
+        assert stream.wants(prompt)
+        stream.complete(Completion(prompt.number, np.full(30, 1, np.int32), "length", None))
+    assert stream.is_done
+    assert not any(map(stream.wants, prompts))
+    assert len(stored(tmp_path)) == 1
+
+
 def test_a_larger_budget_goes_on_from_the_groups_that_there_are(tmp_path):
     work(open_stream(tmp_path / "whole"), random.Random(0))
     assert work(open_stream(tmp_path / "store", 2), random.Random(0)) >= 2 * SIZE

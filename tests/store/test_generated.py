@@ -1,17 +1,19 @@
 """Groups of generated documents: what is written comes back, from any document on, and damage is noticed."""
 
+import io
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocument
 from pipeline.data.tokenised import TokenisedDocument
-from pipeline.errors import StoreInvalid
+from pipeline.errors import StoreError, StoreInvalid
 from pipeline.store.completions import completion_slots
 from pipeline.store.generated import COMPLETION_SCHEMA, GeneratedDocuments, GeneratedGroups, Group
-from pipeline.store.groups import check_groups, group_key
+from pipeline.store.groups import check_groups, group_key, read_group
 from pipeline.store.kvstore import open_kvstore, read_key, write_key
 from pipeline.store.problems import Remedy
 
@@ -73,6 +75,20 @@ def test_a_group_that_is_there_stays(groups, tmp_path):
     before = read_key(kvstore, group_key(STREAM, 1))
     groups.write(replace(GROUPS[1], exhausted=True))
     assert read_key(kvstore, group_key(STREAM, 1)) == before
+
+
+def test_activations_are_kept_of_the_group_that_is_there_only(groups, tmp_path):
+    """What was written by another version of a library has other bytes, and counts."""
+    kvstore = open_kvstore(tmp_path)
+    sink = io.BytesIO()
+    pq.write_table(read_group(kvstore, STREAM, 0), sink, compression="none")
+    write_key(kvstore, group_key(STREAM, 0), sink.getvalue())
+    groups.write(GROUPS[0], {"embed": np.zeros((7, 2))})
+    assert groups.count(["embed"]) == 1
+    other = replace(GROUPS[1], items=(SKIPS[1], document(2, 1, 2), document(4, 1, 3)))
+    with pytest.raises(StoreError, match="group-000001.parquet holds other completions"):
+        groups.write(other, {"embed": np.zeros((9, 2))})
+    assert groups.count(["embed"]) == 1
 
 
 def test_damage_is_noticed(groups, tmp_path):
