@@ -62,7 +62,8 @@ class Job:
     def first_rows(self, num_tokens: int) -> dict[str, Int32[np.ndarray, "B T"]] | None:
         """Tokens, segments and positions of the first rows of the first stream that has any: as many rows as have
         `num_tokens` slots, or the beginning of one; None where there are no documents at all."""
-        for stream in range(self.plan.num_streams):
+        wanted = (stream for stream in range(self.plan.num_streams) if self.plan.stream_budget(stream) != 0)
+        for stream in wanted:
             block = next(self.stream(stream).blocks())
             if block.num_rows:
                 part = np.s_[: max(1, num_tokens // self.plan.length), :num_tokens]
@@ -189,6 +190,7 @@ def _data_identity(data: DataConfig, source: Source, model: Model, tokenizer: Te
         return source.fingerprint()
     return {
         "source": "generate",
+        "head": asdict(model.head),
         "prompts": source.fingerprint(),
         "prompt_length": data.prompt_length,
         "long_prompts": str(data.long_prompts),

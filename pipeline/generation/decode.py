@@ -86,9 +86,10 @@ class Decoding:
         segments = (order < new.lengths[:, None]).astype(jnp.int32)
         captured = self._apply(params, new.prompts, segments, order, self.attend)
 
-        def cached(layer: int, site: Site) -> Float[Array, "R K P H"]:
+        def cached(layer: int, site: Site) -> Float[Array, "R K S H"]:
+            """Zeros behind the prompt: a former tenant's NaN, though masked, would be one in attention's sum."""
             heads = captured[ActivationKey(layer, site)].reshape(*order.shape, arch.num_kv_heads, arch.head_dim)
-            return jnp.einsum("RPKH->RKPH", heads)
+            return jnp.pad(jnp.einsum("RPKH->RKPH", heads), ((0, 0), (0, 0), (0, self.max_new_tokens), (0, 0)))
 
         last = jnp.take_along_axis(captured[FINAL], jnp.maximum(new.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
         random = document_keys(self.sampling.seed, new.numbers[:, 0], new.numbers[:, 1])

@@ -57,9 +57,10 @@ def sample(
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / sampling.temperature
     ids = None
-    if sampling.top_k is not None or sampling.top_p is not None:
+    has_top_p = sampling.top_p is not None and sampling.top_p < 1
+    if sampling.top_k is not None or has_top_p:
         logits, ids = jax.lax.top_k(logits, min(sampling.top_k or logits.shape[-1], logits.shape[-1]))
-    if sampling.top_p is not None:
+    if has_top_p:
         probabilities = jax.nn.softmax(logits, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities  # of the likelier tokens together
         logits = jnp.where(before < sampling.top_p, logits, -jnp.inf)

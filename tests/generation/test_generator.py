@@ -185,6 +185,16 @@ def test_activations_of_decoding_are_those_of_the_extraction(path: Path) -> None
                 assert error < 1e-4, (key.name, number)
 
 
+def test_a_document_whose_values_are_not_finite_leaves_none_in_its_row(tmp_path) -> None:
+    save_random("llama", tmp_path, num_hidden_layers=2)
+    compiled = generator(tmp_path, rows=1, max_new_tokens=8)
+    bad, good = np.array([5] * MAX_PROMPT, np.int32), np.array([6, 7], np.int32)
+    expected = completed(compiled, [Prompt(1, good)])[1].tokens
+    compiled.params["embed"] = compiled.params["embed"].at[5].set(np.nan)
+    assert 5 not in expected
+    np.testing.assert_array_equal(completed(compiled, [Prompt(0, bad), Prompt(1, good)])[1].tokens, expected)
+
+
 def test_stop_leaves_the_rest(drawing: Generator) -> None:
     assert list(drawing.run(iter(prompts(4)), stop=lambda: True)) == []
 
