@@ -41,8 +41,8 @@ $(VENV)/.setup-train: $(VENV)/.setup
 demo: setup  ## the main job on text and on ARC tasks, with the bundled model: CPU, no network
 	$(BIN)/python scripts/demo.py
 
-test: setup-test  ## the test suite
-	$(BIN)/python -m pytest
+test: setup-test  ## the test suite, in two processes: many tests wait for jobs that they start
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: setup-test  ## the long soaks: 20 kills of a 30-block run, ...
 	$(BIN)/python -m pytest -m slow

@@ -14,6 +14,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where libtpu is installed:
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SECRET = "ya29.nobody-may-see-this"
+MEASURED = "measured"  # the property of a test that is printed at the end
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for report in terminalreporter.stats.get("passed", ()):
+        for name, value in report.user_properties:
+            if name == MEASURED:
+                terminalreporter.write_line(value)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The job in several processes: real JAX processes over gloo, started by launch/local.py."""
 
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -197,7 +198,7 @@ def test_a_process_that_hangs_is_reported_and_then_given_up(overrides, tmp_path)
         output, _ = launcher.communicate(timeout=EXIT_S)
     assert launcher.returncode == 1, output
     assert "[0] ended with exit code 1" in output
-    assert "no step has finished for 3 s" in output
+    assert re.search(r"no step has finished for [345] s", output), output  # it looks every 0.75 s
     assert "writer: results" in output
     assert "Giving up; run the same command again to resume." in output
 
