@@ -6,7 +6,7 @@ Letters: B rows, T positions, D width of the site, S slots of a row for activati
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,19 +82,20 @@ def planned_partition(plan: Plan, devices: Sequence[jax.Device] | None = None) -
 
 def compile_plan(plan: Plan, model: Model, params: Params, partition: Partition) -> CompiledStep:
     """The step of a run of this plan."""
-    return compile_step(
-        model,
-        params,
-        partition,
-        rows=plan.step_rows,
-        length=plan.length,
-        keys=plan.keys,
-        dtype=plan.dtype,
-        attention=plan.attention,
-        statistics=plan.statistics,
-        num_selected=plan.selected,
-        int8_group=plan.int8_group,
-    )
+    return compile_step(model, params, partition, attention=plan.attention, **_what_is_stored(plan))
+
+
+def _what_is_stored(plan: Plan) -> dict[str, Any]:
+    """Of a plan, what `compile_step` and `_compile` take by name."""
+    return {
+        "rows": plan.step_rows,
+        "length": plan.length,
+        "keys": plan.keys,
+        "dtype": plan.dtype,
+        "statistics": plan.statistics,
+        "num_selected": plan.selected,
+        "int8_group": plan.int8_group,
+    }
 
 
 def compile_step(
@@ -152,19 +153,7 @@ def compile_storing(plan: Plan, model: Model, mesh: Mesh, dtype: str) -> Compile
     def capture(captured: Captured, tokens: Array, segments: Array, positions: Array, finish: Finish) -> Captured:
         return {key: finish(activation) for key, activation in captured.items()}
 
-    executable = _compile(
-        capture,
-        shapes,
-        mesh,
-        model,
-        rows=plan.step_rows,
-        length=plan.length,
-        keys=plan.keys,
-        dtype=plan.dtype,
-        statistics=plan.statistics,
-        num_selected=plan.selected,
-        int8_group=plan.int8_group,
-    )
+    executable = _compile(capture, shapes, mesh, model, **_what_is_stored(plan))
     return CompiledStep(mesh, plan.keys, None, 0, executable)
 
 
