@@ -12,7 +12,7 @@ KEY_TABLE: KeyTable = {
     "embed_in.weight": ("embed", "V D"),
     "layers.*.input_layernorm.weight": ("attention.norm", "D"),
     "layers.*.input_layernorm.bias": ("attention.norm_bias", "D"),
-    "layers.*.attention.query_key_value.weight": ("attention.qkv", "NCH D -> CNHD"),
+    "layers.*.attention.query_key_value.weight": ("attention.qkv", "NCH D"),
     "layers.*.attention.dense.weight": ("attention.o", "D NH"),
     "layers.*.post_attention_layernorm.weight": ("mlp.norm", "D"),
     "layers.*.post_attention_layernorm.bias": ("mlp.norm_bias", "D"),
@@ -25,7 +25,7 @@ KEY_TABLE: KeyTable = {
 }
 
 ATTENTION_BIASES: KeyTable = {
-    "layers.*.attention.query_key_value.bias": ("attention.qkv_bias", "NCH -> CNH"),
+    "layers.*.attention.query_key_value.bias": ("attention.qkv_bias", "NCH"),
     "layers.*.attention.dense.bias": ("attention.o_bias", "D"),
 }
 

@@ -8,7 +8,6 @@ residual stream before any layer.
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int8
 
@@ -41,12 +40,3 @@ def quantise(weight: Array | np.ndarray, num_inputs: int) -> tuple[Array | np.nd
     scale = xp.where(largest == 0, np.float32(1), largest / np.float32(127))
     with np.errstate(invalid="ignore"):
         return xp.rint(wide / scale).astype(np.int8), scale.squeeze(inputs)
-
-
-def product(subscripts: str, x: Array, weight: Int8Weight) -> Array:
-    """einsum(subscripts, x, values * scale) for subscripts whose output ends in the weight's output axes.
-
-    The weight is read as int8, whose numbers every float dtype holds exactly; sums and scaling are float32.
-    """
-    y = jnp.einsum(subscripts, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
-    return (y * weight.scale).astype(x.dtype)

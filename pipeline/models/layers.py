@@ -9,6 +9,7 @@ Which norms, biases and gates there are, the weights tell (the families' `KEY_TA
 Letters: B rows, T positions, D model dim, N heads, K key-value heads, H head dim, F MLP dim, C = 3 for q, k and v.
 """
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import TypedDict
@@ -17,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pipeline.models import int8
 from pipeline.models.architecture import Activation, Architecture, Norm
 from pipeline.models.attention import Attend
 from pipeline.models.int8 import Int8Weight
@@ -68,27 +68,26 @@ def norm_if_any(x: Array, weights: Weights, key: str, arch: Architecture) -> Arr
     return norm(x, weights, key, arch) if key in weights else x
 
 
-def project(subscripts: str, x: Array, weights: Weights, key: str) -> Array:
-    """A linear map by `weights[key]`, with its bias where there is one."""
-    weight = weights[key]
-    if isinstance(weight, Int8Weight):
-        y = int8.product(subscripts, x, weight)
-    elif x.shape[1] == 1:
-        y = _of_few_positions(subscripts, x, weight)
+def project(x: Float[Array, "B T *inputs"], weights: Weights, key: str) -> Float[Array, "B T *outputs"]:
+    """A linear map by `weights[key]`, [*outputs, *inputs], with its bias where there is one."""
+    weight, bias = weights[key], weights.get(f"{key}_bias")
+    if isinstance(weight, Int8Weight):  # read as int8, whose numbers every float dtype holds; the rest is float32
+        y = (_product(x, weight.values.astype(x.dtype), jnp.float32) * weight.scale).astype(x.dtype)
     else:
-        y = jnp.einsum(subscripts, x, weight)
-    bias = weights.get(f"{key}_bias")
+        y = _product(x, weight)
     return y if bias is None else y + bias
 
 
-def _of_few_positions(subscripts: str, x: Array, weight: Array) -> Array:
-    """The same, with the weight first: it is read once, in its own order, where x has a position of each row only.
-
-    Measured on two CPU cores, float32, 8 rows, [3072, 768]: 1.09 -> 0.38 ms.
-    """
-    inputs, _, output = subscripts.partition("->")
-    of_x, of_weight = inputs.split(",")
-    return jnp.einsum(f"{of_weight},{of_x}->{output}", weight, x)
+def _product(
+    x: Float[Array, "B T *inputs"], weight: Float[Array, "*outputs_inputs"], dtype: jnp.dtype | None = None
+) -> Float[Array, "B T *outputs"]:
+    """As a product of two matrices: of more axes, XLA's CPU backend brings the weight into another order, in every
+    layer of every step. Measured on two cores, GPT-2's shape: 1.02 times as fast, decoding 8 rows 1.4 times."""
+    outputs = weight.shape[: weight.ndim - (x.ndim - 2)]
+    matrix, x = weight.reshape(math.prod(outputs), -1), x.reshape(*x.shape[:2], -1)
+    # One position of each row: the weight first, which is read once then. [3072, 768] by 8 rows: 1.09 -> 0.38 ms.
+    operands = ("OI,BTI->BTO", matrix, x) if x.shape[1] == 1 else ("BTI,OI->BTO", x, matrix)
+    return jnp.einsum(*operands, preferred_element_type=dtype).reshape(*x.shape[:2], *outputs)
 
 
 @jax.named_scope("attention")
@@ -115,18 +114,18 @@ def attention_block(
         z = _attend(sites[Site.q], sites[Site.k], sites[Site.v], segments, arch, is_local, attend)
         sites[Site.attn_z] = z
         if "o" in weights:
-            attn_out = project("BTNH,DNH->BTD", z, weights, "o")
+            attn_out = project(z, weights, "o")
             sites[Site.attn_out] = norm_if_any(attn_out, weights, "post_norm", arch)
     return sites
 
 
 def _heads(x: Float[Array, "B T D"], weights: Weights) -> dict[Site, Array]:
     """Queries, keys and values, as far as there are weights."""
-    if "qkv" in weights:
-        qkv = project("BTD,CNHD->BTCNH", x, weights, "qkv")
-        return {site: qkv[:, :, number] for number, site in enumerate((Site.q, Site.k, Site.v))}
-    subscripts = {Site.q: "BTD,NHD->BTNH", Site.k: "BTD,KHD->BTKH", Site.v: "BTD,KHD->BTKH"}
-    return {site: project(letters, x, weights, site) for site, letters in subscripts.items() if site in weights}
+    sites = (Site.q, Site.k, Site.v)
+    if "qkv" not in weights:
+        return {site: project(x, weights, site) for site in sites if site in weights}
+    qkv = project(x, weights, "qkv")  # BTNCH
+    return {site: qkv[:, :, :, number] for number, site in enumerate(sites)}
 
 
 def _attend(
@@ -158,13 +157,10 @@ def mlp_block(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) ->
         return {}
     x = norm_if_any(x, weights, "norm", arch)
     activation = _ACTIVATIONS[arch.activation]
-    neurons = project("BTD,FD->BTF", x, weights, "up")
-    if "gate" in weights:
-        neurons = activation(project("BTD,FD->BTF", x, weights, "gate")) * neurons
-    else:
-        neurons = activation(neurons)
+    neurons = project(x, weights, "up")
+    neurons = activation(project(x, weights, "gate")) * neurons if "gate" in weights else activation(neurons)
     sites = {Site.mlp_post: neurons}
     if "down" in weights:
-        mlp_out = project("BTF,DF->BTD", neurons, weights, "down")
+        mlp_out = project(neurons, weights, "down")
         sites[Site.mlp_out] = norm_if_any(mlp_out, weights, "post_norm", arch)
     return sites

@@ -17,7 +17,7 @@ from pipeline.models.layers import LayerWeights
 from pipeline.models.leaves import Leaf
 
 _TENSOR_AXIS = {
-    "attention.qkv": 1,
+    "attention.qkv": 0,
     "attention.q": 0,
     "attention.k": 0,
     "attention.v": 0,
