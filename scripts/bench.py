@@ -21,6 +21,7 @@ from pathlib import Path
 import jax
 
 from pipeline import cli, distributed
+from pipeline.allocator import keep_freed_memory
 from pipeline.config import RunConfig
 from pipeline.extract import step_rows
 from pipeline.forward import CompiledStep, compile_plan, planned_partition
@@ -153,6 +154,7 @@ def prepare() -> None:
 
 
 def main() -> None:
+    keep_freed_memory()  # as the command does
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=40_000, help="valid tokens of one run")
     parser.add_argument("--repeats", type=int, default=3)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pipeline.allocator import keep_freed_memory
 from pipeline.distributed import make_mesh
 from pipeline.generation.cache import CachedLayer
 from pipeline.generation.decode import FINAL
@@ -126,6 +127,7 @@ def hf_generate(num_new: int) -> Callable[[], object]:
 
 
 def main() -> None:
+    keep_freed_memory()  # as the command does
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--repeats", type=int, default=3)

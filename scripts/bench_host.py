@@ -30,6 +30,7 @@ from published_shapes import write_shapes
 from tokenizers import Tokenizer
 
 from pipeline import cli, distributed
+from pipeline.allocator import keep_freed_memory
 from pipeline.data.documents import Document, TokenBlock
 from pipeline.extract import step_rows
 from pipeline.forward import CompiledStep, RowStatistics, StepOutputs
@@ -229,6 +230,7 @@ def prepare() -> None:
 
 
 def main() -> None:
+    keep_freed_memory()  # as the command does
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=300_000, help="to copy and store; the feed reads the whole text")
     parser.add_argument("--repetitions", type=int, default=3)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bench_host import broadcast_step, open_broadcast_job, prepare, run_job
 
+from pipeline.allocator import keep_freed_memory
 from pipeline.store.layout import MIB
 
 TOKENS = 200_000
@@ -31,6 +32,7 @@ CASES: dict[str, list[str]] = {
 
 def measure(overrides: list[str]) -> tuple[int, int]:
     """Bytes that the plan says, and that the run took."""
+    keep_freed_memory()  # as the command does
     job = open_broadcast_job(TOKENS, *overrides)
     step = broadcast_step(job)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew

@@ -44,7 +44,11 @@ PEERS = (
 )
 RESULT = Path("build/bench-peers.json")
 # glibc otherwise gives a forward's large blocks back, or not, by the chance of their order; see docs/performance.md.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_ARENA_MAX": "1",
+}
 
 
 def takes_part(peer: str, workload: Workload) -> bool:

@@ -16,13 +16,14 @@ import shutil
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
+from pipeline.allocator import keep_freed_memory
 from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store.commits import CommitRecord
 from pipeline.store.kvstore import open_kvstore
@@ -32,7 +33,7 @@ from pipeline.store.writing import StoreWriter
 
 BUILD = Path("build/bench-writer")
 LAYERS, WIDTH, LENGTH, ROWS = 3, 768, 256, 128
-BLOCKS_UNDER_WAY = 2
+BUFFERS = 2  # a block's arrays, that often, as a job has: those of one block would be read from the processor's cache
 GIB = 1 << 30
 
 Arrays = dict[str, np.ndarray]
@@ -52,69 +53,74 @@ def make_block() -> Arrays:
     }
 
 
-def write_store(block: Arrays, blocks: int) -> None:
-    arrays = tuple(ArraySpec(name, "bfloat16", WIDTH) for name in block if name.startswith("blocks."))
+def write_store(buffers: Sequence[Arrays], blocks: int) -> None:
+    arrays = tuple(ArraySpec(name, "bfloat16", WIDTH) for name in buffers[0] if name.startswith("blocks."))
     metadata = StoreMetadata({}, {}, {}, {}, {}, {}, num_streams=1, rows_per_block=ROWS)
     writer = StoreWriter.open(str(BUILD / "store"), metadata, StoreLayout(1, ROWS, LENGTH, arrays))
     start = {"shard": 0, "document": 0, "token": 0, "ordinal": 0}
     pending: deque = deque()
     for index in range(blocks):
         record = CommitRecord(0, index, ROWS, ROWS * LENGTH, 0, 0, (), start, start, False, False)
+        block = buffers[index % len(buffers)]
         pending.append((writer.begin_block(0, index, block, DOCUMENT_SCHEMA.empty_table()), record))
-        if len(pending) == BLOCKS_UNDER_WAY:
+        if len(pending) == BUFFERS:
             writer.commit(*pending.popleft())
     while pending:
         writer.commit(*pending.popleft())
 
 
-def write_tensorstore(block: Arrays, blocks: int) -> None:
+def write_tensorstore(buffers: Sequence[Arrays], blocks: int) -> None:
     kvstore = open_kvstore(BUILD / "tensorstore")
-    contents = {name: values.tobytes() for name, values in block.items()}
+    contents = [{name: values.tobytes() for name, values in block.items()} for block in buffers]
     pending: deque = deque()
     for index in range(blocks):
-        pending.append([kvstore.write(f"{name}/{index}", content) for name, content in contents.items()])
-        if len(pending) == BLOCKS_UNDER_WAY:
+        block = contents[index % len(contents)]
+        pending.append([kvstore.write(f"{name}/{index}", content) for name, content in block.items()])
+        if len(pending) == BUFFERS:
             _ = [write.result() for write in pending.popleft()]
     _ = [write.result() for writes in pending for write in writes]
 
 
-def write_files(block: Arrays, blocks: int) -> None:
+def write_files(buffers: Sequence[Arrays], blocks: int) -> None:
     def write(name: str, index: int) -> None:
         folder = BUILD / "files" / name
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"{index}.part", "wb", buffering=0) as file:
-            content = memoryview(block[name].view(np.uint8)).cast("B")
+            content = memoryview(buffers[index % len(buffers)][name].view(np.uint8)).cast("B")
             while content:
                 content = content[file.write(content) :]
             os.fsync(file.fileno())
         os.rename(folder / f"{index}.part", folder / str(index))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(write, *zip(*((name, index) for index in range(blocks) for name in block), strict=True)))
+        list(pool.map(write, *zip(*((name, index) for index in range(blocks) for name in buffers[0]), strict=True)))
 
 
-def timed(write: Callable[[Arrays, int], None], block: Arrays, blocks: int) -> tuple[float, float]:
+def timed(
+    write: Callable[[Sequence[Arrays], int], None], buffers: Sequence[Arrays], blocks: int
+) -> tuple[float, float]:
     """GiB/s, and the CPU seconds of all threads per GiB. What was there is deleted first, and synced."""
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     os.sync()
-    gib = blocks * sum(values.nbytes for values in block.values()) / GIB
+    gib = blocks * sum(values.nbytes for values in buffers[0].values()) / GIB
     began, cpu = time.perf_counter(), time.process_time()
-    write(block, blocks)
+    write(buffers, blocks)
     return gib / (time.perf_counter() - began), (time.process_time() - cpu) / gib
 
 
 def main() -> None:
+    keep_freed_memory()  # as the command does
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    block = make_block()
+    buffers = [make_block() for _ in range(BUFFERS)]
     cases = {"files": write_files, "TensorStore": write_tensorstore, "store": write_store}
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     for _ in range(options.repeats):
         for name, write in cases.items():
-            runs[name].append(timed(write, block, options.blocks))
+            runs[name].append(timed(write, buffers, options.blocks))
     shutil.rmtree(BUILD)
     speeds = {name: [speed for speed, _ in found] for name, found in runs.items()}
     for name, found in speeds.items():
