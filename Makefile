@@ -42,7 +42,7 @@ demo: setup  ## the main job on text and on ARC tasks, with the bundled model: C
 	$(BIN)/python scripts/demo.py
 
 test: setup-test  ## the test suite, in two processes: many tests wait for jobs that they start
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: setup-test  ## the long soaks: 20 kills of a 30-block run, ...
 	$(BIN)/python -m pytest -m slow

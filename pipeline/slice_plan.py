@@ -147,7 +147,7 @@ def _compiled(config: RunConfig, model: Model, where: Slice, job: Plan) -> Slice
     cost = Cost(model.flops_per_token(job.keys, job.length), slot_bytes, options.fill)
     slots_per_block = job.rows_per_block * job.length
     objects_per_block = len(job.keys) + len(job.scale_counts) + len(SIDE_ARRAYS) + _RECORDS_PER_BLOCK
-    objects_per_block += job.selected is not None
+    objects_per_block += (job.selected is not None) + job.statistics
     store_bytes_per_s = (options.store_gb_per_s or 0) * 1e9
     if not store_bytes_per_s:
         store_bytes_per_s = BUCKET_WRITES_PER_S * slots_per_block * (slot_bytes + SIDE_BYTES) / objects_per_block

@@ -15,6 +15,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where libtpu is installed:
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SECRET = "ya29.nobody-may-see-this"
 MEASURED = "measured"  # the property of a test that is printed at the end
+LONGEST = ("test_processes.py", "test_mesh.py", "test_generate.py", "test_compile_check.py", "test_resume.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: no process of the suite is to be left with one while the other has nothing to do."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

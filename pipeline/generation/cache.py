@@ -6,6 +6,8 @@ not depend on them. What lies beyond a row's own position is masked, so padding 
 Letters: B rows, T = 1 position, S slots, N heads, K key-value heads, G = N / K, H head dim.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
@@ -36,7 +38,10 @@ class CachedLayer:
         window: int | None = None,
     ) -> Float[Array, "B T N H"]:
         """What `Attend` says, with the cache's keys before the row's only position."""
-        self.keys, self.values = self._add(self.keys, k), self._add(self.values, v)
+        self.keys, self.values = (
+            put_at(cache, jnp.einsum("BTKH->BKTH", new), self._positions, axis=1)
+            for cache, new in ((self.keys, k), (self.values, v))
+        )
         distances = self._positions[:, None] - jnp.arange(self.keys.shape[2])
         visible = distances >= 0
         if window is not None:
@@ -46,8 +51,7 @@ class CachedLayer:
         z = attend_visible(groups, self.keys, self.values, visible[:, None], scale, softcap)
         return z.reshape(rows, 1, num_heads, head_dim)
 
-    def _add(self, cache: Float[Array, "B K S H"], new: Float[Array, "B T K H"]) -> Float[Array, "B K S H"]:
-        def of_row(cache: Array, new: Array, position: Array) -> Array:
-            return jax.lax.dynamic_update_slice(cache, new[:, None], (0, position, 0))
 
-        return jax.vmap(of_row)(cache, new[:, 0], self._positions)
+def put_at(slots: Array, new: Array, positions: Int32[Array, " B"], axis: int) -> Array:
+    """`slots` with `new`, which has one of them for each row, at the row's position along `axis` (of a row)."""
+    return jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=axis))(slots, new, positions)

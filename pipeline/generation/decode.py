@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pipeline.distributed import activation_sharding, replicated, row_sharding
 from pipeline.forward import matmul_precision
-from pipeline.generation.cache import CachedLayer
+from pipeline.generation.cache import CachedLayer, put_at
 from pipeline.generation.sampling import Sampling, document_keys, sample
 from pipeline.models.attention import Attend, Attention, choose_attention
 from pipeline.models.decoder import Params
@@ -138,7 +138,7 @@ class Decoding:
         return State(
             caches=tuple((layer.keys, layer.values) for layer in layers),
             activations=tuple(
-                _put_at(kept, captured[key].astype(self.dtype), state.positions)
+                put_at(kept, captured[key].astype(self.dtype), state.positions, axis=0)
                 for kept, key in zip(state.activations, self.keys, strict=True)
             ),
             tokens=sampled,
@@ -273,12 +273,3 @@ def compile_programs(
 
 def _shape(sharding: NamedSharding, *sizes: int, dtype: jnp.dtype | str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
-
-
-def _put_at(
-    kept: Float[Array, "B S D"], new: Float[Array, "B 1 D"], positions: Int32[Array, " B"]
-) -> Float[Array, "B S D"]:
-    def of_row(kept: Array, new: Array, position: Array) -> Array:
-        return jax.lax.dynamic_update_slice(kept, new, (position, 0))
-
-    return jax.vmap(of_row)(kept, new, positions)
