@@ -9,7 +9,6 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config, distributed, errors
-from pipeline.allocator import keep_freed_memory
 from pipeline.config import RunConfig
 
 log = logging.getLogger("pipeline")
@@ -41,7 +40,6 @@ def main(task: Callable[[RunConfig], None]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("pipeline").setLevel(logging.INFO)
     logging.getLogger().setLevel(logging.WARNING)
-    keep_freed_memory()
     distributed.skip_absent_tpu()
     prepare()
     composed_once = False

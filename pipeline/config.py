@@ -143,7 +143,7 @@ class DataConfig:
 class ParquetData(DataConfig):
     """FineWeb's schema in parquet files: local, remote, or of a Hub data set."""
 
-    path: str | None = None  # a file, directory or glob, local or remote (gs://, hf://; s3:// with s3fs); null: the Hub's
+    path: str | None = None  # file, directory or glob, local or remote (gs://, hf://, s3:// with s3fs); null: the Hub's
     repo: str = MISSING  # Hub data set, used when path is null
     subset: str = MISSING  # of the Hub data set, e.g. sample/10BT
     revision: str | None = None

@@ -3,6 +3,11 @@
 Exit codes: 0 finished; 42 interrupted, run again to resume; 2 the configuration or the input is wrong; 1 anything else.
 """
 
+from pipeline.allocator import keep_freed_memory
+
+if __name__ == "__main__":
+    keep_freed_memory()  # before the other imports start threads
+
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, closing

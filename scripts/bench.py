@@ -6,6 +6,10 @@ same tokens, and the ratios are medians over pairs of neighbours, because a shar
 processes of their own.
 """
 
+from pipeline.allocator import keep_freed_memory
+
+keep_freed_memory()  # as the command does, before the other imports
+
 import argparse
 import json
 import os
@@ -21,7 +25,6 @@ from pathlib import Path
 import jax
 
 from pipeline import cli, distributed
-from pipeline.allocator import keep_freed_memory
 from pipeline.config import RunConfig
 from pipeline.extract import step_rows
 from pipeline.forward import CompiledStep, compile_plan, planned_partition
@@ -154,7 +157,6 @@ def prepare() -> None:
 
 
 def main() -> None:
-    keep_freed_memory()  # as the command does
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=40_000, help="valid tokens of one run")
     parser.add_argument("--repeats", type=int, default=3)

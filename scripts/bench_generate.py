@@ -4,6 +4,10 @@ A GPT-2-small-shaped model with random weights in float32, 8 prompts, greedy, no
 build/bench-generate.json. transformers and torch come with the test environment (`make setup-test`).
 """
 
+from pipeline.allocator import keep_freed_memory
+
+keep_freed_memory()  # as the command does, before the other imports
+
 import argparse
 import json
 import os
@@ -16,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipeline.allocator import keep_freed_memory
 from pipeline.distributed import make_mesh
 from pipeline.generation.cache import CachedLayer
 from pipeline.generation.decode import FINAL
@@ -127,7 +130,6 @@ def hf_generate(num_new: int) -> Callable[[], object]:
 
 
 def main() -> None:
-    keep_freed_memory()  # as the command does
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--repeats", type=int, default=3)

@@ -81,7 +81,6 @@ def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
     from device_idle import device_idle
 
     from pipeline import cli, distributed
-    from pipeline.allocator import keep_freed_memory
     from pipeline.extract import step_rows
     from pipeline.forward import compile_plan, planned_partition
     from pipeline.job import open_job
@@ -95,7 +94,6 @@ def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
         settings += [f"model.tokenizer={cli.PACKAGE / 'assets/tiny-qwen2'}", f"run.max_tokens={num_tokens}"]
         return open_job(cli.compose(["data=fineweb", *settings, f"store.path={BUILD / 'store'}", *overrides]))
 
-    keep_freed_memory()  # as the command does
     job = open_with()
     step, params = compile_job(job)
     bare = compile_plan(replace(job.plan, statistics=False), job.model, params, planned_partition(job.plan))

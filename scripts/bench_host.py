@@ -8,6 +8,10 @@ of all threads, which other users of the machine change little. A floor is the s
 in the same run: `tokenizers` for the feed, a copy in memory for the copies, TensorStore for the writes.
 """
 
+from pipeline.allocator import keep_freed_memory
+
+keep_freed_memory()  # as the command does, before the other imports
+
 import argparse
 import json
 import os
@@ -30,7 +34,6 @@ from published_shapes import write_shapes
 from tokenizers import Tokenizer
 
 from pipeline import cli, distributed
-from pipeline.allocator import keep_freed_memory
 from pipeline.data.documents import Document, TokenBlock
 from pipeline.extract import step_rows
 from pipeline.forward import CompiledStep, RowStatistics, StepOutputs
@@ -230,7 +233,6 @@ def prepare() -> None:
 
 
 def main() -> None:
-    keep_freed_memory()  # as the command does
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=300_000, help="to copy and store; the feed reads the whole text")
     parser.add_argument("--repetitions", type=int, default=3)

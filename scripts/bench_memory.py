@@ -5,6 +5,10 @@ at a time. Each in a process of its own: "measured" is the peak of its resident 
 resident before. The plan does not count the step's own memory, the tokenizer, or what the text takes.
 """
 
+from pipeline.allocator import keep_freed_memory
+
+keep_freed_memory()  # as the command does, before the other imports
+
 import argparse
 import json
 import subprocess
@@ -13,7 +17,6 @@ from pathlib import Path
 
 from bench_host import broadcast_step, open_broadcast_job, prepare, run_job
 
-from pipeline.allocator import keep_freed_memory
 from pipeline.store.layout import MIB
 
 TOKENS = 200_000
@@ -32,7 +35,6 @@ CASES: dict[str, list[str]] = {
 
 def measure(overrides: list[str]) -> tuple[int, int]:
     """Bytes that the plan says, and that the run took."""
-    keep_freed_memory()  # as the command does
     job = open_broadcast_job(TOKENS, *overrides)
     step = broadcast_step(job)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew

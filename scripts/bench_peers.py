@@ -29,7 +29,7 @@ from peers_report import write_docs, write_table
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "peers"))
-from workload import BUILD, WORKLOADS, Workload  # noqa: E402
+from workload import BUILD, WORKLOADS, Workload
 
 PEERS_PYTHON = Path(".venv-peers/bin/python")
 REFERENCE = "hf_hook"

@@ -9,6 +9,10 @@ and rename in as many threads as there are cores. All three end when everything 
 in one process, because a shared machine drifts; the ratios are medians over neighbours.
 """
 
+from pipeline.allocator import keep_freed_memory
+
+keep_freed_memory()  # as the command does, before the other imports
+
 import argparse
 import json
 import os
@@ -16,14 +20,14 @@ import shutil
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
-from pipeline.allocator import keep_freed_memory
 from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store.commits import CommitRecord
 from pipeline.store.kvstore import open_kvstore
@@ -33,7 +37,7 @@ from pipeline.store.writing import StoreWriter
 
 BUILD = Path("build/bench-writer")
 LAYERS, WIDTH, LENGTH, ROWS = 3, 768, 256, 128
-BUFFERS = 2  # a block's arrays, that often, as a job has: those of one block would be read from the processor's cache
+BUFFERS = 2  # sets of a block's arrays, in turn, as a job has: a single one would stay in the processor's cache
 GIB = 1 << 30
 
 Arrays = dict[str, np.ndarray]
@@ -69,9 +73,8 @@ def write_store(buffers: Sequence[Arrays], blocks: int) -> None:
         writer.commit(*pending.popleft())
 
 
-def write_tensorstore(buffers: Sequence[Arrays], blocks: int) -> None:
+def write_tensorstore(contents: Sequence[Mapping[str, bytes]], blocks: int) -> None:
     kvstore = open_kvstore(BUILD / "tensorstore")
-    contents = [{name: values.tobytes() for name, values in block.items()} for block in buffers]
     pending: deque = deque()
     for index in range(blocks):
         block = contents[index % len(contents)]
@@ -96,31 +99,33 @@ def write_files(buffers: Sequence[Arrays], blocks: int) -> None:
         list(pool.map(write, *zip(*((name, index) for index in range(blocks) for name in buffers[0]), strict=True)))
 
 
-def timed(
-    write: Callable[[Sequence[Arrays], int], None], buffers: Sequence[Arrays], blocks: int
-) -> tuple[float, float]:
-    """GiB/s, and the CPU seconds of all threads per GiB. What was there is deleted first, and synced."""
+def timed(write: Callable[[int], None], blocks: int, gib: float) -> tuple[float, float]:
+    """Of so many GiB: GiB/s, and the CPU seconds of all threads per GiB. What was there is deleted and synced first."""
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     os.sync()
-    gib = blocks * sum(values.nbytes for values in buffers[0].values()) / GIB
     began, cpu = time.perf_counter(), time.process_time()
-    write(buffers, blocks)
+    write(blocks)
     return gib / (time.perf_counter() - began), (time.process_time() - cpu) / gib
 
 
 def main() -> None:
-    keep_freed_memory()  # as the command does
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     buffers = [make_block() for _ in range(BUFFERS)]
-    cases = {"files": write_files, "TensorStore": write_tensorstore, "store": write_store}
+    gib = options.blocks * sum(values.nbytes for values in buffers[0].values()) / GIB
+    contents = [{name: values.tobytes() for name, values in block.items()} for block in buffers]
+    cases = {
+        "files": partial(write_files, buffers),
+        "TensorStore": partial(write_tensorstore, contents),
+        "store": partial(write_store, buffers),
+    }
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     for _ in range(options.repeats):
         for name, write in cases.items():
-            runs[name].append(timed(write, buffers, options.blocks))
+            runs[name].append(timed(write, options.blocks, gib))
     shutil.rmtree(BUILD)
     speeds = {name: [speed for speed, _ in found] for name, found in runs.items()}
     for name, found in speeds.items():

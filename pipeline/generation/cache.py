@@ -53,5 +53,5 @@ class CachedLayer:
 
 
 def put_at(slots: Array, new: Array, positions: Int32[Array, " B"], axis: int) -> Array:
-    """`slots` with `new`, which has one of them for each row, at the row's position along `axis` (of a row)."""
+    """`slots` [B, ..., S, ...] with each row of `new` [B, ..., 1, ...] at its position along S, a row's axis `axis`."""
     return jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=axis))(slots, new, positions)

@@ -22,9 +22,8 @@ def attend_xla(
 ) -> Float[Array, "B T N H"]:
     """What `Attend` says, over blocks of queries, each with the keys that it can see: no [T, S] scores in memory.
 
-    Measured against one block of all queries on two CPU cores, float32, 12 heads of 64 (4 key-value heads), per layer:
-    8 rows of 256: 111 -> 35 ms; 4 rows of 1024: 906 -> 206 ms. Half of that is the order of axes: rows and heads
-    first is what matrix products want.
+    Rows and heads are the first axes, which is what matrix products want. What each of this is worth is in
+    docs/performance.md.
     """
     num_rows, length, num_heads, head_dim = q.shape
     groups = q.reshape(num_rows, length, k.shape[2], num_heads // k.shape[2], head_dim)
@@ -61,15 +60,16 @@ def attend_visible(
     """Attention of each query to the keys that are `visible` to it, of which there is at least one.
 
     Products of four axes, a mask that is added and a division at the end are what XLA's CPU backend makes one loop of:
-    8 rows of 256, 12 heads of 64 on two cores, float32: 28 -> 11 ms.
+    8 rows of 256, 12 heads of 64 on two cores, float32: 28 -> 11 ms. A score that is not finite is not hidden by the
+    mask: it makes all of its query's z not finite, as one of a masked value does.
     """
     num_groups, length = q.shape[2:4]
     q = q.reshape(*q.shape[:2], -1, q.shape[-1])
     scores = jnp.einsum("BKQH,BKSH->BKQS", q, k, preferred_element_type=jnp.float32) * scale
     if softcap is not None:
         scores = jnp.tanh(scores / softcap) * softcap
-    masked = jnp.where(visible, 0, jnp.finfo(jnp.float32).min / 2)  # half of it: the sum is finite
-    scores += jnp.tile(masked, (1, num_groups, 1))[:, None]
+    bias = jnp.where(visible, 0, jnp.finfo(jnp.float32).min / 2)  # half of it: the sum is finite
+    scores += jnp.tile(bias, (1, num_groups, 1))[:, None]
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     z = jnp.einsum("BKQS,BKSH->BKQH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     z = (z / jnp.sum(weights, axis=-1, keepdims=True)).astype(v.dtype)

@@ -8,7 +8,6 @@ import numpy as np
 from workload import Workload
 
 from pipeline import cli, distributed
-from pipeline.allocator import keep_freed_memory
 from pipeline.job import open_job
 from pipeline.run import compile_job, fill
 from pipeline.store import ActivationStore
@@ -20,7 +19,6 @@ class Extractor:
     isolates = True
 
     def __init__(self, workload: Workload) -> None:
-        keep_freed_memory()  # as the command does
         self._workload = workload
         self._job = open_job(
             cli.compose(
