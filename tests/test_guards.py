@@ -52,13 +52,15 @@ def test_the_host_does_little_per_step(tmp_path):
 
 
 def test_capturing_more_layers_needs_no_more_temporary_memory(tmp_path):
-    """Activations are outputs of the step, written once, and no copy of the weights or of each other."""
+    """Activations are outputs of the step, written once, and no copy of the weights or of each other.
+
+    Compared with three, since layers that no scan computes share the mask of their attention in memory.
+    """
     text = write_text(tmp_path / "text", files=1, documents=5)
     temporaries = {}
-    for layers in ("[5]", "all"):
+    for layers in ("[3,4,5]", "all"):
         overrides = ["batch.rows=4", "batch.length=128", f"capture.layers={layers}", f"store.path={tmp_path / 'store'}"]
         job = open_job(cli.compose([f"data.path={text}", *overrides]))
         memory = compile_job(job)[0].executable.memory_analysis()
         temporaries[layers] = memory.temp_size_in_bytes
-        outputs = job.plan.step_bytes
-    assert temporaries["all"] < temporaries["[5]"] + outputs
+    assert temporaries["all"] <= temporaries["[3,4,5]"]
