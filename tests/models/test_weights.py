@@ -93,9 +93,10 @@ def test_a_part_of_a_leaf_equals_that_part_of_the_whole(index: tuple[slice, ...]
     [
         ("gpt2", "qkv", lambda t: t["transformer.h.1.attn.c_attn.weight"].reshape(32, 3, 4, 8).transpose(2, 1, 3, 0)),
         ("gpt2", "o", lambda t: t["transformer.h.1.attn.c_proj.weight"].reshape(4, 8, 32).transpose(2, 0, 1)),
+        ("gpt_neox", "qkv", lambda t: t["gpt_neox.layers.1.attention.query_key_value.weight"].reshape(4, 3, 8, 32)),
     ],
 )
-def test_parts_of_leaves_in_another_order_than_the_files(family: str, name: str, tensor, tmp_path) -> None:
+def test_parts_of_leaves_with_other_axes_than_the_files(family: str, name: str, tensor, tmp_path) -> None:
     save_random(family, tmp_path)
     model = open_model(str(tmp_path))
     leaf = needed_leaves(model.arch, model.table, (key("blocks.2.resid_post"),))["runs"][0]["attention"][name]
