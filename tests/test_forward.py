@@ -1,4 +1,5 @@
 import json
+import platform
 import re
 import time
 from pathlib import Path
@@ -112,6 +113,28 @@ def test_outputs(model: Model, dtype: str) -> None:
         np.testing.assert_allclose(
             values[valid], np.asarray(expected[key].astype(dtype), np.float32)[valid], rtol=2**-7, atol=1e-6
         )
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="jaxlib has oneDNN on x86 only")
+def test_large_steps_use_onednn_and_store_the_same(model: Model) -> None:
+    """128 times the rows, so that the matrices are large enough, against the small step of the same rows."""
+    small, params = compiled(model, "float32")
+    inputs = {name: np.tile(array, (128, 1)) for name, array in batch().items()}
+    large = compile_step(
+        model,
+        params,
+        Partition(small.mesh),
+        rows=128 * ROWS,
+        length=LENGTH,
+        keys=KEYS,
+        dtype="float32",
+        attention="auto",
+    )
+    assert "onednn_fusion" in large.executable.as_text()
+    assert "onednn_fusion" not in small.executable.as_text()
+    expected = small(params, *on_devices(small, batch())).activations
+    for key, got, want in zip(KEYS, large(params, *on_devices(large, inputs)).activations, expected, strict=True):
+        np.testing.assert_allclose(got, np.tile(want, (128, 1, 1)), rtol=1e-5, atol=1e-6, err_msg=key.name)
 
 
 def test_compiled_exactly_once(model: Model) -> None:

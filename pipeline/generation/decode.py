@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pipeline.distributed import activation_sharding, replicated, row_sharding
-from pipeline.forward import matmul_precision
+from pipeline.forward import compiler_options, matmul_precision
 from pipeline.generation.cache import CachedLayer, put_at
 from pipeline.generation.sampling import Sampling, document_keys, sample
 from pipeline.models.attention import Attend, Attention, choose_attention
@@ -260,13 +260,14 @@ def compile_programs(
     )
     prefill = jax.jit(decoding.prefill, donate_argnums=1, out_shardings=of_state)
     segment = jax.jit(decoding.segment, donate_argnums=1, out_shardings=(of_state, of_report))
+    prefill_options = compiler_options(mesh, prefill_rows * max_prompt)
     with jax.default_matmul_precision(matmul_precision(compute_dtype)):
         return Programs(
             mesh=mesh,
             attention=chosen,
             new_rows=new_rows,
             empty=empty.lower().compile(),
-            prefill=prefill.lower(params, state, new_rows).compile(),
+            prefill=prefill.lower(params, state, new_rows).compile(prefill_options),
             segment=segment.lower(params, state).compile(),
         )
 
