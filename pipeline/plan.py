@@ -24,9 +24,10 @@ from pipeline.errors import ConfigError
 from pipeline.generation.plan import GenerationPlan, GeneratorFacts, plan_generation
 from pipeline.mesh import Topology, divide_weights, mesh_shape
 from pipeline.sites import ActivationKey, Site, activation_keys
-from pipeline.store.layout import ITEM_BYTES, MIB, rows_per_block_for
+from pipeline.store.layout import ITEM_BYTES, MIB, is_plain_files, rows_per_block_for
 
 MAX_STEPS_IN_FLIGHT = 4  # one computing, one copying to the host, one being drained, one in reserve
+_HOST_BUFFERS = 2  # one is filled while the other is written
 MAX_STEPS_PER_BLOCK = 64  # bounds what a kill loses and how far ahead of the devices rows are packed
 MAX_AUTO_STREAMS = 64
 STEPS_PER_AUTO_STREAM = 100  # a stream wastes at most one partly padded step: 1 % of it
@@ -87,6 +88,7 @@ class Plan:
     step_bytes: int  # activations of one step
     block_bytes: int  # activations of one block: one host buffer
     host_buffers: int
+    encoded_blocks: int  # that TensorStore holds while it writes them: none where files are written from the buffers
     generation: GenerationPlan | None  # of data=generate
     notes: tuple[str, ...]
 
@@ -122,11 +124,12 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Upper bound of the host memory that activations and their rows' statistics take: in flight, in buffers, and
-        the activations encoded for the store.
+        encoded for the store.
 
         All buffers can be under way to the store at once, when it is the slowest.
         """
-        activations = self.inflight_steps * self.step_bytes + 2 * self.host_buffers * self.block_bytes
+        blocks = self.host_buffers + self.encoded_blocks
+        activations = self.inflight_steps * self.step_bytes + blocks * self.block_bytes
         rows = self.inflight_steps * self.process_rows + self.host_buffers * self.rows_per_block
         return activations + rows * self.row_statistics_bytes
 
@@ -231,7 +234,8 @@ def make_plan(
         inflight_steps=inflight_steps,
         step_bytes=step_bytes,
         block_bytes=rows_per_block * row_bytes,
-        host_buffers=2,  # one is filled while the other is written
+        host_buffers=_HOST_BUFFERS,
+        encoded_blocks=0 if is_plain_files(config.store.path, config.store.compression) else _HOST_BUFFERS,
         generation=generation,
         notes=(
             *note,

@@ -1,7 +1,7 @@
 """The writer thread: drains steps into host buffers, a full block into the store, and commits blocks in order.
 
 A block's activations are gathered in one preallocated buffer per captured key, the exact shape of a store shard, so
-that each store shard is written once and whole; TensorStore encodes it from there. There are `plan.host_buffers` such
+that each store shard is written once and whole, encoded from there. There are `plan.host_buffers` such
 sets: while one is filled the other is written. A device array is dropped as soon as its values are in the buffer.
 """
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline.store.reader import ActivationStore
-from tests.jobs import ROOT, assert_same_store, run, run_processes, write_text
+from tests.jobs import ROOT, assert_same_store, run_processes, write_text
 
 CONFIG = {
     "model_type": "qwen2",

@@ -8,6 +8,7 @@ import pytest
 from pipeline.config import (
     BatchConfig,
     CaptureConfig,
+    Compression,
     MeshConfig,
     ModelConfig,
     ParquetData,
@@ -70,7 +71,11 @@ def test_bytes_of_a_step_and_of_a_block():
     assert plan.rows_per_block % 8 == 0
     assert plan.block_bytes == plan.rows_per_block * row_bytes <= 16 * MIB
     of_rows = (2 * 896 + 256) * 4  # mean and squared deviations of each feature, norms of the tokens
-    assert plan.host_bytes == 4 * plan.step_bytes + 4 * plan.block_bytes + (4 * 8 + 2 * plan.rows_per_block) * of_rows
+    statistics_bytes = (4 * 8 + 2 * plan.rows_per_block) * of_rows
+    assert plan.host_bytes == 4 * plan.step_bytes + 2 * plan.block_bytes + statistics_bytes
+    for store in (StoreConfig(path="gs://nowhere/store"), StoreConfig(path="/nowhere", compression=Compression.zstd)):
+        encoding = planned(replace(BASE, store=store))  # TensorStore has encoded copies
+        assert encoding.host_bytes == 4 * plan.step_bytes + 4 * plan.block_bytes + statistics_bytes
     assert [key.name for key in plan.keys] == ["blocks.12.resid_post"]
 
 

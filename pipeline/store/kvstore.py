@@ -64,7 +64,7 @@ def configure_storage(
     as many files as there are cores and at least 4. `copy_threads`: threads that encode and decode; None: the cores.
     Raises ConfigError for a value that is out of range.
     """
-    global _context
+    global _context, _concurrency
     delays = {"initial_delay": f"{retry_delay_s}s", "max_delay": f"{32 * retry_delay_s}s"}
     spec: dict[str, Any] = {name: {"max_retries": retries, **delays} for name in _RETRIES}
     if concurrency is not None:
@@ -74,7 +74,7 @@ def configure_storage(
     try:
         if retry_delay_s < 0:
             raise ValueError(f"a delay of {retry_delay_s} s is less than none")
-        _context = ts.Context(spec, parent=_process)
+        _context, _concurrency = ts.Context(spec, parent=_process), concurrency
     except ValueError as error:
         raise ConfigError(f"store.retries, retry_delay_s, concurrency or copy_threads: {error}.") from error
 
@@ -85,6 +85,16 @@ configure_storage()
 def context() -> ts.Context:
     """The context in which this process opens key-value stores and arrays."""
     return _context
+
+
+def file_concurrency() -> int:
+    """How many local files to write at once."""
+    return _concurrency or max(4, os.cpu_count() or 1)
+
+
+def local_directory(path: str) -> str:
+    """The absolute path of a local store; `~` is the home directory."""
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def open_kvstore(path: str | os.PathLike[str], own_requests: int | None = None) -> ts.KvStore:
@@ -103,7 +113,7 @@ def open_kvstore(path: str | os.PathLike[str], own_requests: int | None = None) 
                 _s3_service() if path.startswith("s3://") else {}
             )
         else:
-            spec = {"driver": "file", "path": os.path.abspath(os.path.expanduser(path)).rstrip("/") + "/"}
+            spec = {"driver": "file", "path": local_directory(path).rstrip("/") + "/"}
         resources = {} if own_requests is None else {name: {"limit": own_requests} for name in _CONCURRENCY}
         return ts.KvStore.open(spec, context=ts.Context(resources, parent=context())).result()
 

@@ -164,6 +164,11 @@ class StoreLayout:
         return f"{spec.name}/c/" + "/".join(str(i) for i in index)
 
 
+def is_plain_files(path: str, compression: str) -> bool:
+    """Whether a store's shards are files whose chunks are numbers as they lie in memory: shard_files writes those."""
+    return "://" not in path and compression == "none"
+
+
 def rows_per_block_for(shard_mib: float, row_bytes: int, step_rows: int, max_steps: int) -> int:
     """The rows of a block whose largest array has about `shard_mib` MiB.
 

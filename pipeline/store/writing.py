@@ -5,8 +5,10 @@ be called by any of them, or by several. Should two write the same block all the
 """
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +29,9 @@ from pipeline.store.commits import (
 )
 from pipeline.store.kept import delete_kept
 from pipeline.store.kvstore import (
+    file_concurrency,
     list_keys,
+    local_directory,
     object_url,
     open_kvstore,
     read_key,
@@ -35,10 +39,13 @@ from pipeline.store.kvstore import (
     write_if_absent,
     write_key,
 )
-from pipeline.store.layout import MAX_ROWS, StoreLayout
+from pipeline.store.layout import MAX_ROWS, ArraySpec, StoreLayout, is_plain_files
 from pipeline.store.metadata import ROOT_KEY, Json, StoreMetadata, StoreRoot, read_root, stored_layout
+from pipeline.store.shard_files import ShardFiles
 from pipeline.store.statistics import Statistics, encode_statistics, merge_blocks, statistics_key, write_merged
 from pipeline.store.tables import encode_table, table_digest, table_key
+
+Written = ts.Future | ts.WriteFutures | Future[None]
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class PendingBlock:
 
     stream: int
     block: int
-    futures: Mapping[str, ts.Future | ts.WriteFutures]
+    futures: Mapping[str, Written]
     table_sha256: str
     statistics_sha256: str
 
@@ -73,6 +80,9 @@ class StoreWriter:
         self.records: Records = read_records(path, kvstore, known=consolidated)
         self._consolidated = root.commits_sha256 if consolidated == self.records else None
         self._kvstore = kvstore
+        self._files: ShardFiles | None = None
+        if is_plain_files(path, layout.compression):
+            self._files = ShardFiles(Path(local_directory(path)), file_concurrency())
         # `memory://` would keep the arrays themselves, which the caller fills again, and free them under its own lock
         # while it waits for the interpreter's: a deadlock.
         self._may_reference = not path.startswith("memory://")
@@ -141,13 +151,11 @@ class StoreWriter:
             raise StoreInvalid(f"block {block} of stream {stream} is beyond row {MAX_ROWS}, the most a store can have.")
         self._check_arrays(arrays)
         self._withdraw(stream, block)
-        futures: dict[str, ts.Future | ts.WriteFutures] = {}
-        first = self.layout.first_row(stream, block)
+        futures: dict[str, Written] = {}
         with store_errors(f"{self.path}: block {block} of stream {stream}"):
             for spec in self.layout.all_arrays:
-                shard = self._arrays[spec.name][first : first + self.layout.rows_per_block]
-                write = shard.write(arrays[spec.name], can_reference_source_data_indefinitely=self._may_reference)
-                futures[self.layout.shard_key(spec, stream, block)] = write
+                key = self.layout.shard_key(spec, stream, block)
+                futures[key] = self._write_shard(spec, stream, block, arrays[spec.name])
             tables = {table_key(stream, block): encode_table(table)}
             if statistics is not None:
                 tables[statistics_key(stream, block)] = encode_statistics(statistics)
@@ -256,6 +264,14 @@ class StoreWriter:
             )
         write_key(self._kvstore, record.key, None)
         records.pop()
+
+    def _write_shard(self, spec: ArraySpec, stream: int, block: int, values: np.ndarray) -> Written:
+        if self._files is not None:
+            key = self.layout.shard_key(spec, stream, block)
+            return self._files.write(key, values, self.layout.chunk_shape(spec), spec.fill)
+        first = self.layout.first_row(stream, block)
+        shard = self._arrays[spec.name][first : first + self.layout.rows_per_block]
+        return shard.write(values, can_reference_source_data_indefinitely=self._may_reference)
 
     def _check_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         found = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}

@@ -1,0 +1,91 @@
+import itertools
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pipeline.store.arrays import open_or_create
+from pipeline.store.kvstore import open_kvstore
+from pipeline.store.layout import SIDE_ARRAYS, ArraySpec, StoreLayout
+from pipeline.store.shard_files import ShardFiles
+
+ROWS = 8
+
+
+def block(layout: StoreLayout, spec: ArraySpec) -> np.ndarray:
+    """Numbers from end to end, but for a first row and a last two of padding; -0.0 is not padding."""
+    dtype = ml_dtypes.bfloat16 if spec.dtype == "bfloat16" else spec.dtype
+    values = np.random.default_rng(0).integers(1, 100, layout.shard_shape(spec)).astype(dtype)
+    values[[0, -2, -1]] = spec.fill
+    values[3] = -0.0
+    return values
+
+
+@pytest.mark.parametrize("length", [64, 4096], ids=["chunks of whole rows", "chunks of parts of a row"])
+def test_the_same_bytes_as_tensorstore(tmp_path: Path, length: int) -> None:
+    arrays = tuple(ArraySpec(dtype, dtype, 320) for dtype in ("bfloat16", "float32", "int8"))
+    layout = StoreLayout(1, ROWS, length, arrays)
+    opened = open_or_create(open_kvstore(tmp_path / "tensorstore"), layout)
+    files = ShardFiles(tmp_path / "files", threads=2)
+    chunks = set()
+    for spec in layout.all_arrays:
+        values = block(layout, spec)
+        opened[spec.name][ROWS : 2 * ROWS].write(values).result()
+        key = layout.shard_key(spec, stream=0, block=1)
+        files.write(key, values, layout.chunk_shape(spec), spec.fill).result()
+        assert (tmp_path / "files" / key).read_bytes() == (tmp_path / "tensorstore" / key).read_bytes(), spec.name
+        chunks.add(layout.chunk_shape(spec)[1] == length)
+    assert chunks == ({True} if length == 64 else {True, False})
+
+
+def test_a_block_of_fill_values_alone_is_an_object(tmp_path: Path) -> None:
+    """TensorStore would delete it: then it could not be told from one that was lost."""
+    layout = StoreLayout(1, ROWS, 64, ())
+    documents = SIDE_ARRAYS[-1]
+    array = open_or_create(open_kvstore(tmp_path), layout)[documents.name]
+    values = np.full(layout.shard_shape(documents), documents.fill, documents.dtype)
+    key = layout.shard_key(documents, 0, 0)
+    ShardFiles(tmp_path, threads=1).write(key, values, layout.chunk_shape(documents), documents.fill).result()
+    assert (tmp_path / key).exists()
+    assert np.array_equal(array[:ROWS].read().result(), values)
+
+
+def test_the_last_of_many_writers_of_one_object_leaves_it_whole(tmp_path: Path) -> None:
+    """Also where a killed process has left a longer file behind."""
+    (tmp_path / "object.__lock").write_bytes(b"left behind" * 100_000)
+    writers = [ShardFiles(tmp_path, threads=4) for _ in range(3)]
+    blocks = [np.full((4, 50_000), number, np.int32) for number in range(1, 25)]
+    writes = [writer.write("object", each, (1, 50_000), 0) for writer, each in zip(itertools.cycle(writers), blocks)]
+    for write in writes:
+        write.result()
+    content = (tmp_path / "object").read_bytes()
+    assert len(content) == 4 * (200_000 + 4) + 4 * 16 + 4
+    assert len(set(np.frombuffer(content[:200_000], np.int32).tolist())) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["object"]
+
+
+def test_what_was_there_stays_when_writing_fails(tmp_path: Path) -> None:
+    files = ShardFiles(tmp_path, threads=1)
+    files.write("a/object", np.ones((2, 10), np.int32), (1, 10), 0).result()
+    before = (tmp_path / "a" / "object").read_bytes()
+    with largest_file(1000):
+        write = files.write("a/object", np.ones((2, 10_000), np.int32), (1, 10_000), 0)
+        with pytest.raises(OSError, match="File too large"):
+            write.result()
+    assert (tmp_path / "a" / "object").read_bytes() == before
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["object"]
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """As if the disk were full: no file of this process may become larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
