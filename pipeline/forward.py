@@ -32,7 +32,7 @@ Captured = dict[ActivationKey, Array]
 Finish = Callable[[Array], Stored]
 CompilerOptions = dict[str, bool | str]
 
-_ONEDNN_TOKENS = 512  # of a device, from which on its products are faster
+_ONEDNN_TOKENS = 512  # of a step, from which on its products are faster
 
 
 class RowStatistics(NamedTuple):
@@ -232,9 +232,10 @@ def compiler_options(mesh: Mesh, tokens: int) -> CompilerOptions:
     """What a program that computes so many tokens (global) at once is compiled with: on CPUs oneDNN's matrix products.
 
     Of large matrices they are 1.05 to 1.2 times as fast as XLA's choice, YNNPACK, of small ones half as fast or less
-    (docs/performance.md).
+    (docs/performance.md). The choice depends on the configuration alone: a row has the same bits whatever the number
+    of devices that share the step.
     """
-    is_large = mesh.devices.flat[0].platform == "cpu" and tokens >= _ONEDNN_TOKENS * mesh.shape["data"]
+    is_large = mesh.devices.flat[0].platform == "cpu" and tokens >= _ONEDNN_TOKENS
     return _onednn_options() if is_large else {}
 
 

@@ -123,8 +123,8 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Upper bound of the host memory that activations and their rows' statistics take: in flight, in buffers, and
-        encoded for the store.
+        """The most that activations and their rows' statistics have allocated in the host's memory: in flight, in
+        buffers, and encoded for the store. The holes between what is allocated come on top.
 
         All buffers can be under way to the store at once, when it is the slowest.
         """

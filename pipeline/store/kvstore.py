@@ -6,6 +6,7 @@ Everything that can fail while reading or writing is turned into a StoreError he
 import os
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +40,9 @@ _CAUSES = (  # a sign in the message, what is raised, the remedy; the first that
     ("permission", StoreError, "Give this user the permission, or choose another store.path."),
     ("data_loss", StoreInvalid, DAMAGE_REMEDY),
     ("requested byte range", StoreInvalid, DAMAGE_REMEDY),
+    ("not permitted", StoreError, "Give this user the permission, or choose another store.path."),
     ("not a directory", StoreInvalid, "A file stands in the way: choose another store.path."),
+    ("file exists", StoreInvalid, "A file stands in the way: choose another store.path."),
     ("unsupported url scheme", StoreInvalid, "Use a local path, gs:// or s3://."),
     (
         'failed_precondition: error opening "zarr3"',
@@ -62,9 +65,10 @@ def configure_storage(
     A request that fails is sent again up to `retries` times: after `retry_delay_s` seconds, then after twice as long
     each time, at most 32 times as long. `concurrency`: requests (of local paths: files) under way at once; None: 32, or
     as many files as there are cores and at least 4. `copy_threads`: threads that encode and decode; None: the cores.
+    Local store shards without compression are encoded by the threads that write them.
     Raises ConfigError for a value that is out of range.
     """
-    global _context, _concurrency
+    global _context, _file_threads
     delays = {"initial_delay": f"{retry_delay_s}s", "max_delay": f"{32 * retry_delay_s}s"}
     spec: dict[str, Any] = {name: {"max_retries": retries, **delays} for name in _RETRIES}
     if concurrency is not None:
@@ -74,7 +78,8 @@ def configure_storage(
     try:
         if retry_delay_s < 0:
             raise ValueError(f"a delay of {retry_delay_s} s is less than none")
-        _context, _concurrency = ts.Context(spec, parent=_process), concurrency
+        _context = ts.Context(spec, parent=_process)
+        _file_threads = ThreadPoolExecutor(concurrency or max(4, os.cpu_count() or 1), "shard-files")
     except ValueError as error:
         raise ConfigError(f"store.retries, retry_delay_s, concurrency or copy_threads: {error}.") from error
 
@@ -87,9 +92,9 @@ def context() -> ts.Context:
     return _context
 
 
-def file_concurrency() -> int:
-    """How many local files to write at once."""
-    return _concurrency or max(4, os.cpu_count() or 1)
+def file_threads() -> Executor:
+    """The threads that write this process's local store shards; as many as `concurrency`."""
+    return _file_threads
 
 
 def local_directory(path: str) -> str:

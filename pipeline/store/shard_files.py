@@ -9,7 +9,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -22,21 +22,22 @@ _ABSENT = (1 << 64) - 1  # in a shard's index: of a chunk that holds the fill va
 
 
 class ShardFiles:
-    """Writes store shards below a directory, up to `threads` of them at a time."""
+    """Writes store shards below a directory, as many at a time as there are `threads`."""
 
-    def __init__(self, root: Path, threads: int) -> None:
+    def __init__(self, root: Path, threads: Executor) -> None:
         self._root = root
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shard-files")
+        self._threads = threads
 
     def write(
         self, key: str, values: Shaped[np.ndarray, "R ..."], chunk_shape: Sequence[int], fill: int
     ) -> Future[None]:
-        """Starts writing an object, which replaces the one that is there when all of it is on the disk.
+        """Starts writing an object, which replaces the one that is there when all of it is on the disk. As TensorStore,
+        deletes it instead where there is nothing but the fill value.
 
-        `values` is not copied: leave it untouched until the future is done. It raises OSError where writing failed;
+        `values` is not copied: leave it untouched until the future is done. That raises OSError where writing failed;
         what was there stays.
         """
-        return self._pool.submit(_write_durably, self._root / key, encode_shard(values, chunk_shape, fill))
+        return self._threads.submit(_write_durably, self._root / key, encode_shard(values, chunk_shape, fill))
 
 
 def encode_shard(
@@ -45,7 +46,7 @@ def encode_shard(
     """The parts of a Zarr v3 shard, in order: each chunk and its crc32c, then the index of the chunks and its crc32c.
 
     Chunks must be whole rows or a part of one row, as `StoreLayout.chunk_shape`'s are: one after the other they are
-    `values` as it lies in memory.
+    `values` as it lies in memory. Nothing at all where every chunk holds the fill value alone.
     """
     values = np.ascontiguousarray(values)
     content = memoryview(values.reshape(-1).view(np.uint8))
@@ -63,6 +64,8 @@ def encode_shard(
         yield checksum
         index += [offset, len(chunk) + len(checksum)]
         offset += len(chunk) + len(checksum)
+    if offset == 0:
+        return
     encoded_index = struct.pack(f"<{len(index)}Q", *index)
     yield encoded_index
     yield _checksum(encoded_index)
@@ -74,31 +77,45 @@ def _checksum(part: memoryview | bytes) -> bytes:
 
 def _write_durably(path: Path, parts: Iterator[memoryview | bytes]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.__lock")  # TensorStore's name for it: listings leave it out
+    temporary = path.with_name(f"{path.name}.__lock")  # TensorStore's name for it, which listings leave out
     with _opened_alone(temporary) as file:
         try:
             file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-            temporary.rename(path)
-        except BaseException:
-            with suppress(OSError):
+            if file.tell() == 0:
+                path.unlink(missing_ok=True)
                 temporary.unlink()
+            else:
+                file.flush()
+                os.fsync(file.fileno())
+                temporary.rename(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
             raise
     _sync_directory(path.parent)
 
 
 @contextmanager
 def _opened_alone(path: Path) -> Iterator[BinaryIO]:
-    """An empty file at this path, new or left behind by a process that was killed. Other processes wait."""
+    """An empty file at this path, new or left behind by a process that was killed. Others wait, TensorStore's too."""
     while True:
         with path.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _lock(file)
+            is_current = False  # else another has renamed or deleted it meanwhile
             with suppress(FileNotFoundError):
-                if path.stat().st_ino == os.fstat(file.fileno()).st_ino:  # else another has finished with it
-                    file.truncate(0)
-                    yield file
-                    return
+                is_current = path.stat().st_ino == os.fstat(file.fileno()).st_ino
+            if is_current:
+                file.truncate(0)
+                yield file
+                return
+
+
+def _lock(file: BinaryIO) -> None:
+    """Waits for the lock that TensorStore takes: of the open file on Linux, which is another than flock's."""
+    if hasattr(fcntl, "F_OFD_SETLKW"):
+        whole_file = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # C's struct flock
+        fcntl.fcntl(file, fcntl.F_OFD_SETLKW, whole_file)
+    else:
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def _sync_directory(path: Path) -> None:

@@ -29,7 +29,7 @@ from pipeline.store.commits import (
 )
 from pipeline.store.kept import delete_kept
 from pipeline.store.kvstore import (
-    file_concurrency,
+    file_threads,
     list_keys,
     local_directory,
     object_url,
@@ -82,7 +82,7 @@ class StoreWriter:
         self._kvstore = kvstore
         self._files: ShardFiles | None = None
         if is_plain_files(path, layout.compression):
-            self._files = ShardFiles(Path(local_directory(path)), file_concurrency())
+            self._files = ShardFiles(Path(local_directory(path)), file_threads())
         # `memory://` would keep the arrays themselves, which the caller fills again, and free them under its own lock
         # while it waits for the interpreter's: a deadlock.
         self._may_reference = not path.startswith("memory://")
@@ -155,7 +155,7 @@ class StoreWriter:
         with store_errors(f"{self.path}: block {block} of stream {stream}"):
             for spec in self.layout.all_arrays:
                 key = self.layout.shard_key(spec, stream, block)
-                futures[key] = self._write_shard(spec, stream, block, arrays[spec.name])
+                futures[key] = self._write_shard(spec, key, stream, block, arrays[spec.name])
             tables = {table_key(stream, block): encode_table(table)}
             if statistics is not None:
                 tables[statistics_key(stream, block)] = encode_statistics(statistics)
@@ -265,9 +265,8 @@ class StoreWriter:
         write_key(self._kvstore, record.key, None)
         records.pop()
 
-    def _write_shard(self, spec: ArraySpec, stream: int, block: int, values: np.ndarray) -> Written:
+    def _write_shard(self, spec: ArraySpec, key: str, stream: int, block: int, values: np.ndarray) -> Written:
         if self._files is not None:
-            key = self.layout.shard_key(spec, stream, block)
             return self._files.write(key, values, self.layout.chunk_shape(spec), spec.fill)
         first = self.layout.first_row(stream, block)
         shard = self._arrays[spec.name][first : first + self.layout.rows_per_block]

@@ -1,6 +1,7 @@
 import itertools
 import resource
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def test_the_same_bytes_as_tensorstore(tmp_path: Path, length: int) -> None:
     arrays = tuple(ArraySpec(dtype, dtype, 320) for dtype in ("bfloat16", "float32", "int8"))
     layout = StoreLayout(1, ROWS, length, arrays)
     opened = open_or_create(open_kvstore(tmp_path / "tensorstore"), layout)
-    files = ShardFiles(tmp_path / "files", threads=2)
+    files = ShardFiles(tmp_path / "files", ThreadPoolExecutor(2))
     chunks = set()
     for spec in layout.all_arrays:
         values = block(layout, spec)
@@ -42,22 +43,37 @@ def test_the_same_bytes_as_tensorstore(tmp_path: Path, length: int) -> None:
     assert chunks == ({True} if length == 64 else {True, False})
 
 
-def test_a_block_of_fill_values_alone_is_an_object(tmp_path: Path) -> None:
-    """TensorStore would delete it: then it could not be told from one that was lost."""
+def test_a_block_of_fill_values_alone_is_no_object(tmp_path: Path) -> None:
+    """As TensorStore has it, which deletes the one that is there."""
     layout = StoreLayout(1, ROWS, 64, ())
     documents = SIDE_ARRAYS[-1]
     array = open_or_create(open_kvstore(tmp_path), layout)[documents.name]
-    values = np.full(layout.shard_shape(documents), documents.fill, documents.dtype)
-    key = layout.shard_key(documents, 0, 0)
-    ShardFiles(tmp_path, threads=1).write(key, values, layout.chunk_shape(documents), documents.fill).result()
-    assert (tmp_path / key).exists()
-    assert np.array_equal(array[:ROWS].read().result(), values)
+    files, key = ShardFiles(tmp_path, ThreadPoolExecutor(1)), layout.shard_key(documents, 0, 0)
+    for fill in (5, documents.fill):
+        values = np.full(layout.shard_shape(documents), fill, documents.dtype)
+        files.write(key, values, layout.chunk_shape(documents), documents.fill).result()
+        assert np.array_equal(array[:ROWS].read().result(), values)
+    assert list((tmp_path / key).parent.iterdir()) == []
+
+
+def test_tensorstore_and_this_wait_for_each_other(tmp_path: Path) -> None:
+    """A worker of an earlier version may write the same objects."""
+    kvstore, files = open_kvstore(tmp_path), ShardFiles(tmp_path, ThreadPoolExecutor(4))
+    values, longer = np.ones((4, 500_000), np.int32), b"x" * 9_000_000
+    writes = []
+    for _ in range(10):
+        writes += [files.write("object", values, (1, 500_000), 0), kvstore.write("object", longer)]
+    for write in writes:
+        write.result()
+    content = (tmp_path / "object").read_bytes()
+    assert content == longer or (content[:4], len(content)) == (b"\1\0\0\0", 4 * 2_000_004 + 4 * 16 + 4)
+    assert [path.name for path in tmp_path.iterdir()] == ["object"]
 
 
 def test_the_last_of_many_writers_of_one_object_leaves_it_whole(tmp_path: Path) -> None:
     """Also where a killed process has left a longer file behind."""
     (tmp_path / "object.__lock").write_bytes(b"left behind" * 100_000)
-    writers = [ShardFiles(tmp_path, threads=4) for _ in range(3)]
+    writers = [ShardFiles(tmp_path, ThreadPoolExecutor(4)) for _ in range(3)]
     blocks = [np.full((4, 50_000), number, np.int32) for number in range(1, 25)]
     writes = [writer.write("object", each, (1, 50_000), 0) for writer, each in zip(itertools.cycle(writers), blocks)]
     for write in writes:
@@ -69,7 +85,7 @@ def test_the_last_of_many_writers_of_one_object_leaves_it_whole(tmp_path: Path) 
 
 
 def test_what_was_there_stays_when_writing_fails(tmp_path: Path) -> None:
-    files = ShardFiles(tmp_path, threads=1)
+    files = ShardFiles(tmp_path, ThreadPoolExecutor(1))
     files.write("a/object", np.ones((2, 10), np.int32), (1, 10), 0).result()
     before = (tmp_path / "a" / "object").read_bytes()
     with largest_file(1000):
