@@ -9,7 +9,7 @@ import tensorstore as ts
 from pipeline.store.claims import CLAIMS_PREFIX, TEST_PREFIX
 from pipeline.store.commits import COMMITS_PREFIX
 from pipeline.store.groups import GENERATED_PREFIX
-from pipeline.store.kvstore import object_url, open_kvstore, store_errors, write_key
+from pipeline.store.kvstore import local_directory, object_url, open_kvstore, store_errors, write_key
 from pipeline.store.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.statistics import MERGED_PREFIX, STATISTICS_PREFIX
 from pipeline.store.tables import TABLES_PREFIX
@@ -27,7 +27,7 @@ def delete_store(path: str, root: StoreRoot) -> None:
     write_key(kvstore, f"{MERGED_PREFIX}zarr.json", None)
     write_key(kvstore, ROOT_KEY, None)
     if "://" not in path:
-        _remove_folders(os.path.expanduser(path), [COMMITS_PREFIX, *arrays, *beside])
+        _remove_folders(local_directory(path), [COMMITS_PREFIX, *arrays, *beside])
 
 
 def _remove_folders(path: str, prefixes: list[str]) -> None:

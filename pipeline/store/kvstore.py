@@ -31,18 +31,20 @@ TENSORSTORE_ERRORS = (ValueError, OSError, RuntimeError)
 
 _NO_OBJECT = b"\2"  # the storage generation of an object that does not exist
 
+_PERMISSION_REMEDY = "Give this user the permission, or choose another store.path."
+_FILE_REMEDY = "A file stands in the way: choose another store.path."
 _FULL_REMEDY = "Free space, then run the same command again; it resumes."
 DAMAGE_REMEDY = "The object is damaged: run pipeline.verify, which lists all damage and says how to repair it."
 _CAUSES = (  # a sign in the message, what is raised, the remedy; the first that is found counts
     ("read-only file system", StoreError, "Choose another store.path."),
     ("no space left", StoreError, f"The disk is full. {_FULL_REMEDY}"),
     ("disk quota exceeded", StoreError, f"The quota is used up. {_FULL_REMEDY}"),
-    ("permission", StoreError, "Give this user the permission, or choose another store.path."),
+    ("permission", StoreError, _PERMISSION_REMEDY),
     ("data_loss", StoreInvalid, DAMAGE_REMEDY),
     ("requested byte range", StoreInvalid, DAMAGE_REMEDY),
-    ("not permitted", StoreError, "Give this user the permission, or choose another store.path."),
-    ("not a directory", StoreInvalid, "A file stands in the way: choose another store.path."),
-    ("file exists", StoreInvalid, "A file stands in the way: choose another store.path."),
+    ("not permitted", StoreError, _PERMISSION_REMEDY),
+    ("not a directory", StoreInvalid, _FILE_REMEDY),
+    ("file exists", StoreInvalid, _FILE_REMEDY),
     ("unsupported url scheme", StoreInvalid, "Use a local path, gs:// or s3://."),
     (
         'failed_precondition: error opening "zarr3"',
