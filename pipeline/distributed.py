@@ -21,6 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from pipeline.allocator import has_few_cores
 from pipeline.config import DistributedConfig, RunConfig, RunOptions
 from pipeline.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, Interrupted, PipelineError
 from pipeline.mesh import Topology
@@ -120,6 +121,7 @@ def topology(run: RunOptions) -> Topology:
     return Topology(
         devices=jax.device_count(),
         device_bytes=_device_bytes(),
+        few_cores=jax.default_backend() == "cpu" and has_few_cores(),
         processes=jax.process_count(),
         process=jax.process_index(),
         workers=run.worker_count,

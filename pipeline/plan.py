@@ -207,7 +207,7 @@ def make_plan(
     step_bytes = process_rows * row_bytes
     rows_per_block = _rows_per_block(config, process_rows, slots * max(widths) * itemsize, stored)
     num_streams = _num_streams(config, num_source_shards, topology, stored)
-    inflight_steps = _inflight_steps(config.run.max_inflight_mib, step_bytes)
+    inflight_steps = _inflight_steps(config.run.max_inflight_mib, step_bytes, topology)
     return Plan(
         keys=keys,
         widths=widths,
@@ -365,12 +365,14 @@ def _streams(run: RunOptions, num_streams: int, topology: Topology) -> tuple[int
     return tuple(range(num_streams))
 
 
-def _inflight_steps(max_inflight_mib: float, step_bytes: int) -> int:
-    steps = min(MAX_STEPS_IN_FLIGHT, int(max_inflight_mib * MIB) // step_bytes)
+def _inflight_steps(max_inflight_mib: float, step_bytes: int, topology: Topology) -> int:
+    """On few cores one: they compute or copy, and a second step would bring its own memory into the caches."""
+    most = 1 if topology.few_cores else MAX_STEPS_IN_FLIGHT
+    steps = min(most, int(max_inflight_mib * MIB) // step_bytes)
     if steps < 1:
         raise ConfigError(
             f"run.max_inflight_mib is {max_inflight_mib:g}, but a step's activations take {step_bytes / MIB:.1f} MiB. "
-            f"Set it to at least {2 * step_bytes / MIB:.0f} (two steps overlap), or lower batch.rows."
+            f"Set it to at least {math.ceil(min(most, 2) * step_bytes / MIB)}, or lower batch.rows."
         )
     return steps
 
@@ -389,7 +391,7 @@ def _notes(
             f"the number of streams is fixed when the store is created; set data.num_streams (up to "
             f"{num_source_shards}) if more processes or workers are to share this job later"
         )
-    if inflight_steps == 1:
+    if inflight_steps == 1 and not topology.few_cores:
         notes.append("one step in flight: nothing overlaps; raise run.max_inflight_mib")
     if num_streams < topology.count:
         notes.append(

@@ -66,7 +66,8 @@ class BlockWriter:
         self._plan = plan
         self._metrics = metrics
         self._queue: queue.Queue[Step | None] = queue.Queue(maxsize=plan.inflight_steps + 1)  # never full: see acquire
-        self._free = deque(_new_buffers(plan) for _ in range(plan.host_buffers))
+        self._free = [_new_buffers(plan) for _ in range(plan.host_buffers)]
+        self._filled: list[np.ndarray] = []  # of the block that is being drained
         self._pending: deque[tuple[PendingBlock, CommitRecord, list[np.ndarray]]] = deque()
         self._error: BaseException | None = None
         self._raised = False
@@ -127,11 +128,13 @@ class BlockWriter:
 
     def _drain(self, step: Step) -> None:
         """Waits for a step's activations and copies them into the block's buffers."""
+        if step.counts is not None:
+            with self._metrics.stage("writer", "results"):
+                jax.block_until_ready(step.counts)
         if step.first_row == 0 and step.block is not None:
-            while not self._free:
-                self._commit()
+            self._filled = self._take_buffers()
         while step.copies:
-            self._copy(step.copies.pop(), step.first_row, self._free[0])
+            self._copy(step.copies.pop(), step.first_row)
         if step.counts is not None:
             with self._metrics.stage("writer", "results"):
                 of_all, *not_finite = np.asarray(step.counts).tolist()
@@ -139,12 +142,18 @@ class BlockWriter:
             self._metrics.drained(step.num_tokens, of_all)
         self.in_flight.release()
 
-    def _copy(self, copy: HostBlock, first_row: int, buffers: list[np.ndarray]) -> None:
+    def _take_buffers(self) -> list[np.ndarray]:
+        """Those that were freed last, so that others' memory is touched only if the store is the slowest."""
+        while self._pending and (self._pending[0][0].done or not self._free):
+            self._commit()
+        return self._free.pop()
+
+    def _copy(self, copy: HostBlock, first_row: int) -> None:
         with self._metrics.stage("writer", "results"):
             values = copy.wait()
         rows = slice(first_row + copy.rows.start, first_row + copy.rows.stop)
         with self._metrics.stage("writer", "copy"):
-            np.copyto(buffers[copy.output][rows, *copy.rest], values)
+            np.copyto(self._filled[copy.output][rows, *copy.rest], values)
 
     def _check_finite(self, step: Step, not_finite: list[int]) -> None:
         """The counts are over all processes, so all of them end, each with this message."""
@@ -165,10 +174,11 @@ class BlockWriter:
 
     def _begin(self, block: TokenBlock) -> None:
         """Starts writing a block whose activations are all in the buffers."""
+        buffers = self._filled
         if self._claimed and not self._claimed.holds(block.stream):
             self._claimed.finished(block.stream)
+            self._free.append(buffers)
             return
-        buffers = self._free.popleft()
         with self._metrics.stage("writer", "copy"):
             for buffer in buffers:
                 buffer[block.num_rows :] = 0

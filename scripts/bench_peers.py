@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from peers_report import write_docs, write_table
@@ -44,11 +45,7 @@ PEERS = (
 )
 RESULT = Path("build/bench-peers.json")
 # glibc otherwise gives a forward's large blocks back, or not, by the chance of their order; see docs/performance.md.
-ALLOCATOR = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    "MALLOC_ARENA_MAX": "1",
-}
+ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_ARENA_MAX": "1"}
 
 
 def takes_part(peer: str, workload: Workload) -> bool:
@@ -79,19 +76,24 @@ class Worker:
         self.facts = self._answer()
 
     def run(self) -> None:
+        time.sleep(1)  # OpenMP's threads spin for a while after the last run, which may have been another's
         self._process.stdin.write(f"{BUILD / 'out'}\n")
         self._process.stdin.flush()
         self.runs.append(self._answer())
 
     def close(self) -> None:
         self._process.stdin.close()
-        self._process.wait()
+        if self._process.wait():
+            self._fail()
 
     def _answer(self) -> dict:
         line = self._process.stdout.readline()
         if not line:
-            sys.exit(f"{self.peer} on {self.workload.name} has failed; see {self._log}")
+            self._fail()
         return json.loads(line)
+
+    def _fail(self) -> NoReturn:
+        sys.exit(f"{self.peer} on {self.workload.name} has failed; see {self._log}")
 
     def summary(self) -> dict:
         rates = [run["tokens"] / run["seconds"] for run in self.runs]

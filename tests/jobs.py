@@ -82,7 +82,7 @@ def assert_same_store(store: Path, reference: Path) -> None:
     left, right = objects(store), objects(reference)
     assert sorted(left) == sorted(right)
     different = [key for key in left if left[key] != right[key]]
-    assert not different
+    assert not different, different[:5]
 
 
 @contextmanager

@@ -1,5 +1,9 @@
 """This project: the job itself, text to a durable store. Runs in this project's own environment."""
 
+from pipeline.allocator import keep_freed_memory
+
+keep_freed_memory()  # as the command does, before the other imports
+
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +24,7 @@ class Extractor:
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
+        distributed.skip_absent_tpu()  # as the command does
         self._job = open_job(
             cli.compose(
                 [

@@ -1,7 +1,8 @@
 """One extractor in a process of its own: python scripts/peers/worker.py MODULE WORKLOAD.
 
 Loads the model and runs once, unmeasured. Then each line of the standard input, the name of a directory to make, is
-one measured run, answered by a line of JSON; the first line of output is the answer to the unmeasured run.
+one measured run, answered by a line of JSON; the first line of output is the answer to the unmeasured run. At the end
+it writes what the first run stored to files that can be compared.
 """
 
 import importlib
@@ -32,12 +33,12 @@ def main() -> None:
         return {"tokens": tokens, "seconds": seconds, "cpu_s": cpu_s, "bytes": num_bytes, "peak_mib": peak_mib()}
 
     first = Path(f"{workload.directory}-{name}")
-    answer = measure(first)
-    for layer, values in zip(workload.layers, extractor.stored(first), strict=True):
-        np.save(first / f"compare-{layer}.npy", values)
-    print(json.dumps(answer | {"alignment": extractor.alignment, "isolates": extractor.isolates}), file=answers)
+    facts = {"alignment": extractor.alignment, "isolates": extractor.isolates}
+    print(json.dumps(measure(first) | facts), file=answers)
     for line in sys.stdin:
         print(json.dumps(measure(Path(line.strip()))), file=answers)
+    for layer, values in zip(workload.layers, extractor.stored(first), strict=True):  # last: it takes memory, too
+        np.save(first / f"compare-{layer}.npy", values)
 
 
 def peak_mib() -> int:
