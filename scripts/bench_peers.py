@@ -76,7 +76,8 @@ class Worker:
         self.facts = self._answer()
 
     def run(self) -> None:
-        time.sleep(1)  # OpenMP's threads spin for a while after the last run, which may have been another's
+        os.sync()  # or who syncs its files would wait for those that others left to the kernel
+        time.sleep(1)  # OpenMP's threads spin for a while after a run, which may have been another's
         self._process.stdin.write(f"{BUILD / 'out'}\n")
         self._process.stdin.flush()
         self.runs.append(self._answer())
