@@ -174,7 +174,7 @@ class BlockWriter:
 
     def _begin(self, block: TokenBlock) -> None:
         """Starts writing a block whose activations are all in the buffers."""
-        buffers = self._filled
+        buffers, self._filled = self._filled, []
         if self._claimed and not self._claimed.holds(block.stream):
             self._claimed.finished(block.stream)
             self._free.append(buffers)

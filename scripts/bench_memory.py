@@ -29,7 +29,6 @@ CASES: dict[str, list[str]] = {
     "six layers": ["capture.layers=[3,7,11,15,19,23]"],
     "blocks of a quarter": ["store.shard_mib=8"],
     "blocks twice as large": ["store.shard_mib=64"],
-    "one step in flight": ["run.max_inflight_mib=44"],
 }
 
 

@@ -44,8 +44,6 @@ PEERS = (
     "nnsight_trace",
 )
 RESULT = Path("build/bench-peers.json")
-# glibc otherwise gives a forward's large blocks back, or not, by the chance of their order; see docs/performance.md.
-ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_ARENA_MAX": "1"}
 
 
 def takes_part(peer: str, workload: Workload) -> bool:
@@ -66,7 +64,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         python = sys.executable if self.peer == "ours" else str(PEERS_PYTHON)
-        environment = os.environ | ALLOCATOR | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "."}
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "."}
         self._log = BUILD / f"{self.workload.name}-{self.peer}.log"
         command = [python, str(HERE / "peers" / "worker.py"), self.peer, self.workload.name]
         with self._log.open("w") as log:
@@ -83,9 +81,13 @@ class Worker:
         self.runs.append(self._answer())
 
     def close(self) -> None:
+        """Waits for what it writes to be compared."""
         self._process.stdin.close()
         if self._process.wait():
             self._fail()
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def _answer(self) -> dict:
         line = self._process.stdout.readline()
@@ -134,9 +136,11 @@ def measure(workload: Workload, peers: Sequence[str], repetitions: int) -> dict[
                 worker.run()
                 rate = worker.runs[-1]["tokens"] / worker.runs[-1]["seconds"]
                 print(f"{workload.name} {worker.peer:22} {rate:8.1f} tokens/s", flush=True)
-    finally:
         for worker in workers:
             worker.close()
+    finally:
+        for worker in workers:
+            worker.kill()
     return {worker.peer: worker.summary() for worker in workers}
 
 

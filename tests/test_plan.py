@@ -188,6 +188,16 @@ def test_steps_in_flight_are_limited_by_bytes_and_in_number():
         assert any("nothing overlaps" in note for note in plan.notes) == (steps == 1)
 
 
+def test_few_cores_have_one_step_in_flight_and_are_told_the_least_for_it():
+    few = Topology(devices=1, few_cores=True)
+    plan = planned(topology=few)
+    assert (plan.inflight_steps, plan.notes) == (1, ())
+    with pytest.raises(ConfigError, match=r"Set it to at least 4, or"):  # a step has 3.5 MiB
+        planned(replace(BASE, run=RunOptions(max_inflight_mib=3)), topology=few)
+    with pytest.raises(ConfigError, match=r"Set it to at least 7, or"):
+        planned(replace(BASE, run=RunOptions(max_inflight_mib=3)))
+
+
 REFUSED = {
     "layer out of range": (dict(capture=CaptureConfig(layers=[24])), "capture.layers contains 24.*layers 0..23"),
     "negative layer": (dict(capture=CaptureConfig(layers=[-1])), "capture.layers contains -1"),

@@ -1,9 +1,5 @@
 """This project: the job itself, text to a durable store. Runs in this project's own environment."""
 
-from pipeline.allocator import keep_freed_memory
-
-keep_freed_memory()  # as the command does, before the other imports
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
