@@ -1,9 +1,12 @@
-"""The C library's allocator, told to keep what is freed: buffers of the same sizes are wanted again at once."""
+"""The C library's allocator, told to keep what is freed, since buffers of the same sizes are wanted again at once, and
+to lie on huge pages."""
 
 import ctypes
 import mmap
 import os
+import resource
 import sys
+from pathlib import Path
 
 MOST_CORES = 8
 _SETTINGS = {  # numbers and values of glibc's mallopt(3)
@@ -11,56 +14,57 @@ _SETTINGS = {  # numbers and values of glibc's mallopt(3)
     "M_MMAP_MAX": (-4, 0),
     "M_TRIM_THRESHOLD": (-1, -1),  # never
 }
-_VARIABLES = {
-    "MALLOC_ARENA_MAX",
-    "MALLOC_MMAP_MAX_",
-    "MALLOC_MMAP_THRESHOLD_",
-    "MALLOC_TRIM_THRESHOLD_",
-    "MALLOC_TOP_PAD_",
-}
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 
 
-def has_few_cores() -> bool:
-    """Whether this process has at most `MOST_CORES`, so that what the host does takes time from devices that are it."""
-    return _num_cores() <= MOST_CORES
+def num_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def keep_freed_memory() -> None:
-    """For this process, from now on, on glibc and few cores: with more, threads would wait for each other at one
-    arena's lock, and their devices' memory is rarely the host's. What the environment sets stays.
+    """For this process, from now on, on glibc and at most `MOST_CORES` cores: with more, threads would wait for each
+    other at one arena's lock, and their devices' memory is rarely the host's. Whoever sets anything of the allocator
+    in the environment is left alone.
 
     By itself glibc gives a step's temporary buffers back to the system after each step, which then clears them page by
     page (GPT-2's shape, 8 rows of 256: 17,000 page faults a step, and none with this), and each of its arenas keeps
     free memory that no other thread gets. Call it before what starts threads is imported: their arenas stay.
     """
-    if not sys.platform.startswith("linux") or not has_few_cores():
+    is_set = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
+        name.startswith("MALLOC_") for name in os.environ
+    )
+    if is_set or not sys.platform.startswith("linux") or num_cores() > MOST_CORES:
         return
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):  # another C library
         return
-    if "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", "") and not _VARIABLES & os.environ.keys():
-        for parameter, value in _SETTINGS.values():
-            libc.mallopt(parameter, value)
-    _ask_for_huge_pages(libc)
+    for parameter, value in _SETTINGS.values():
+        libc.mallopt(parameter, value)
+    if _reserving_is_free():
+        _ask_for_huge_pages(libc)
+
+
+def _reserving_is_free() -> bool:
+    """Whether memory that is never touched is taken from nobody: no limit counts it."""
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    is_counted = _OVERCOMMIT.exists() and _OVERCOMMIT.read_text().strip() == "2"
+    return not is_counted and all(limit == resource.RLIM_INFINITY for limit in limits)
 
 
 def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:
-    """For the allocator's next memory, half of the machine's: reserved, and at once free again, which costs nothing
-    until it is used. Matrix products then miss fewer translations of addresses (docs/performance.md).
+    """For as much of the heap as half of the machine's memory, which is reserved, and at once free again. Matrix
+    products then miss fewer translations of addresses (docs/performance.md).
 
-    The heap keeps the advice only where it is not given back, so this comes after the settings.
+    The advice stays with the heap because the settings above keep it from being given back.
     """
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     size = os.sysconf("SC_PHYS_PAGES") // 2 * mmap.PAGESIZE
     address = libc.malloc(size)
-    if address is None:  # the user limits the address space, say
+    if address is None:
         return
-    inside = address % mmap.PAGESIZE and mmap.PAGESIZE - address % mmap.PAGESIZE
-    libc.madvise(address + inside, size - mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
+    until_page = -address % mmap.PAGESIZE
+    libc.madvise(address + until_page, size - mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
     libc.free(address)
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -21,13 +21,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pipeline.allocator import has_few_cores
+from pipeline.allocator import num_cores
 from pipeline.config import DistributedConfig, RunConfig, RunOptions
 from pipeline.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, Interrupted, PipelineError
 from pipeline.mesh import Topology
 
 log = logging.getLogger("pipeline")
 
+_FEW_CORES = 2  # on so many, a second step in flight was measured to help nothing
 _SHUTDOWN_TIMEOUT_S = 8  # how long a process that is done waits for the others to say the same
 _NOTHING_DETECTED = "coordinator_address should be defined"  # how JAX says that this is no cluster
 
@@ -121,7 +122,7 @@ def topology(run: RunOptions) -> Topology:
     return Topology(
         devices=jax.device_count(),
         device_bytes=_device_bytes(),
-        few_cores=jax.default_backend() == "cpu" and has_few_cores(),
+        few_cores=jax.default_backend() == "cpu" and num_cores() <= _FEW_CORES,
         processes=jax.process_count(),
         process=jax.process_index(),
         workers=run.worker_count,

@@ -34,10 +34,10 @@ def extract(
     `params_of` gives what the step takes for some rows of a block: the parameters, whatever the rows are, or what was
     captured of them.
 
-    While step n computes, step n-1 is copied to the host and step n-2 is in the writer. All processes of the worker
-    dispatch the same number of steps: one that has no rows, for now or for good, feeds padding until every feed has
-    ended. Raises Interrupted after a stop request, once the complete blocks are committed, and whatever failed in the
-    feed or the writer.
+    While step n computes, step n-1 is copied to the host and step n-2 is in the writer, as far as the plan lets steps
+    be in flight. All processes of the worker dispatch the same number of steps: one that has no rows, for now or for
+    good, feeds padding until every feed has ended. Raises Interrupted after a stop request, once the complete blocks
+    are committed, and whatever failed in the feed or the writer.
     """
     sharding = row_sharding(step.mesh)
     no_rows = {name: np.zeros((plan.process_rows, plan.length), np.int32) for name in _INPUTS}

@@ -12,13 +12,14 @@ from safetensors.numpy import load_file, save_file
 from pipeline import cli, distributed
 from pipeline.errors import NotFiniteError
 from pipeline.job import open_job, print_plan
+from pipeline.plan import MAX_STEPS_IN_FLIGHT
 from pipeline.run import compile_job, fill, run
 from pipeline.sites import ActivationKey, Site
 from pipeline.store import ActivationStore
 from pipeline.store.verify import verify_store
 from pipeline.store.writing import StoreWriter
 from scripts.device_idle import device_idle, idle_fraction
-from tests.jobs import objects, write_text
+from tests.jobs import assert_same_store, committed, objects, write_text
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -77,6 +78,19 @@ def test_the_same_rows_whatever_is_captured(text, tmp_path):
     left, right = (store.read(layer=2, site="resid_post", rows=rows) for store in (a, b))
     assert np.abs(left).max() > 0.1
     np.testing.assert_allclose(left, right, atol=1e-5, rtol=1e-5)
+
+
+def test_the_same_store_however_many_steps_are_in_flight(text, tmp_path, monkeypatch):
+    stores = []
+    for cores in (1, 1000):
+        monkeypatch.setattr(distributed, "num_cores", lambda cores=cores: cores)
+        config = job_config(text, tmp_path / str(cores), "run.max_tokens=6000")
+        stores.append((tmp_path / str(cores), open_job(config).plan.inflight_steps))
+        run(config)
+    (one, of_one), (many, of_many) = stores
+    assert (of_one, of_many) == (1, MAX_STEPS_IN_FLIGHT)
+    assert committed(one) > 2
+    assert_same_store(many, one)
 
 
 def test_stages_account_for_the_time_of_the_loop(text, tmp_path):
