@@ -56,9 +56,7 @@ keep_freed_memory()
 print(Path("/proc/self/status").read_text().partition("VmSize:")[2].split()[0])  # KiB
 """
 THP = Path("/sys/kernel/mm/transparent_hugepage")
-ON_GLIBC = pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc" or num_cores() > MOST_CORES, reason="left alone there"
-)
+ON_GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or num_cores() > MOST_CORES, reason="left alone there")
 
 
 def measured(name: str) -> tuple[int, int]:
