@@ -2,6 +2,7 @@
 
 import json
 import re
+import textwrap
 from html import escape
 from pathlib import Path
 
@@ -79,9 +80,12 @@ def write_docs(result: dict) -> None:
     PLOT.write_text(plot(result))
     machine = result["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    facts = (
+        f"{machine['date']}, {machine['cores']} cores of {machine['processor']}, Python {machine['python']}, "
+        f"{versions}; medians of {result['repetitions']}."
+    )
     text = (
-        f"<!-- bench-peers -->\n{machine['date']}, {machine['cores']} cores of {machine['processor']}, Python "
-        f"{machine['python']}, {versions}; medians of {result['repetitions']}.\n\n![tokens/s]({PLOT.name})\n\n"
+        f"<!-- bench-peers -->\n{textwrap.fill(facts, 119)}\n\n![tokens/s]({PLOT.name})\n\n"
         f"{write_table(result)}\n<!-- /bench-peers -->"
     )
     before = DOCS.read_text()
