@@ -69,6 +69,14 @@ def test_processes_share_what_the_first_of_them_wrote(overrides, tmp_path):
     assert entries(cache) == written
 
 
+def test_a_step_with_onednns_products_is_not_kept_and_nobody_is_warned(overrides, tmp_path):
+    large = [*overrides, "batch.rows=8", "batch.length=64", f"run.compilation_cache={tmp_path / 'cache'}"]
+    result = run(*large, f"store.path={tmp_path / 'store'}")
+    assert result.returncode == 0, result.stderr
+    assert not any(name.startswith("jit_step-") for name in entries(tmp_path / "cache"))
+    assert "compilation cache" not in result.stderr
+
+
 def entries(cache: Path) -> set[str]:
     return {file.name for file in cache.glob("*-cache")}
 
