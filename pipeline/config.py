@@ -270,7 +270,7 @@ class RunOptions:
     worker_count: int = 1
     claim: bool = False  # workers claim streams in the store, and may join and leave at any time
     lease_s: float = 60.0  # of run.claim: how long a worker may be silent before others take over its streams
-    max_inflight_mib: float = 2048.0  # activations on their way from device to host: of 4 steps, on 2 cores of 1
+    max_inflight_mib: float = 2048.0  # activations between device and host; at most 4 steps, 1 on two cores
     stall_timeout_s: float = 600.0  # without a finished step: a report; after twice as long the run ends, resumable
     compilation_cache: str | None = None  # a directory or gs:// URL where compiled programs are kept; null: nowhere
     profile: str | None = None  # a local directory for a jax.profiler trace of some steps; null: none

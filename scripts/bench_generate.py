@@ -4,13 +4,12 @@ A GPT-2-small-shaped model with random weights in float32, 8 prompts, greedy, no
 build/bench-generate.json. transformers and torch come with the test environment (`make setup-test`).
 """
 
-from pipeline.allocator import keep_freed_memory
+from pipeline.allocator import keep_freed_memory, num_cores
 
 keep_freed_memory()  # as the command does, before the other imports
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -109,7 +108,7 @@ def hf_generate(num_new: int) -> Callable[[], object]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(num_cores())
     model = GPT2LMHeadModel(GPT2Config(**CONFIG)).eval()
     ids = torch.from_numpy(tokens().astype(np.int64))
 
