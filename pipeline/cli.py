@@ -74,6 +74,13 @@ def run_task(task: Callable[[RunConfig], None], cfg: DictConfig) -> int:
     except Exception as error:
         if distributed.is_loss_of_a_process(error):
             log.error("another process of this job has ended; its own messages say why. Run the same command again.")
+        elif distributed.is_out_of_memory(error):
+            log.error(
+                "the job does not fit into the memory of a device: %s. Lower batch.rows, divide the weights "
+                "(model.weights=fsdp), or take a smaller model.dtype; what is committed stays valid.",
+                str(error).splitlines()[0].rstrip("."),
+            )
+            return errors.EXIT_INVALID
         else:
             log.exception("unexpected error")
         return errors.EXIT_FAILED

@@ -15,6 +15,7 @@ import jax
 from jax.experimental import topologies
 
 from pipeline.config import RunConfig, WeightsDtype
+from pipeline.distributed import is_out_of_memory
 from pipeline.errors import ConfigError
 from pipeline.forward import compile_plan, planned_partition
 from pipeline.models.registry import Model
@@ -90,7 +91,7 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
     try:
         step = compile_plan(plan, model, params, partition)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_out_of_memory(error):
             raise
         reason = str(error).splitlines()[0].partition("Ran out of memory")[2]
         raise DoesNotFit(

@@ -117,6 +117,11 @@ def is_loss_of_a_process(error: BaseException) -> bool:
     )
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a program or an array did not fit into a device's memory, found at compilation or later."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
 def topology(run: RunOptions) -> Topology:
     """The processes and devices that JAX sees, and this worker's place among the workers."""
     return Topology(

@@ -71,7 +71,7 @@ class Plan:
     fail_on_not_finite: bool
     length: int  # T
     selected: int | None  # K, a row's slots for selected tokens; None: activations of all tokens are stored
-    warn_of_unselected: bool  # whether a token without a slot is worth a warning
+    limits_selected: bool  # whether rows are packed, and windows cut off, by the slots for selected tokens
     step_rows: int  # B, rows per step over all processes of the worker
     process_rows: int  # rows per step of one process
     first_row: int  # of this process's rows among the step's
@@ -218,7 +218,7 @@ def make_plan(
         fail_on_not_finite=config.capture.on_not_finite is OnNotFinite.fail,
         length=batch.length,
         selected=selected,
-        warn_of_unselected=config.capture.positions in (Positions.last, Positions.token, Positions.regex),
+        limits_selected=config.capture.positions in (Positions.last, Positions.token, Positions.regex),
         step_rows=batch.rows,
         process_rows=process_rows,
         first_row=topology.process * process_rows,

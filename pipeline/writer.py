@@ -28,6 +28,7 @@ from pipeline.transfer import HostBlock, InFlight
 
 log = logging.getLogger("pipeline")
 
+_FEW_TOKENS = 0.5  # of a row's positions
 POLL_S = 0.02  # how often an idle writer looks whether a block's writes have finished
 
 
@@ -71,6 +72,7 @@ class BlockWriter:
         self._pending: deque[tuple[PendingBlock, CommitRecord, list[np.ndarray]]] = deque()
         self._error: BaseException | None = None
         self._raised = False
+        self._warned_of_empty_rows = False
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._thread.start()
 
@@ -118,8 +120,7 @@ class BlockWriter:
     def _next(self) -> Step | None:
         """The next step; commits blocks that have become durable while there is none."""
         while True:
-            while self._pending and self._pending[0][0].done:
-                self._commit()
+            self._commit_durable()
             try:
                 with self._metrics.stage("writer", "idle"):
                     return self._queue.get(timeout=POLL_S if self._pending else None)
@@ -144,7 +145,8 @@ class BlockWriter:
 
     def _take_buffers(self) -> list[np.ndarray]:
         """Those that were freed last, so that others' memory is touched only if the store is the slowest."""
-        while self._pending and (self._pending[0][0].done or not self._free):
+        self._commit_durable()
+        if not self._free:
             self._commit()
         return self._free.pop()
 
@@ -184,6 +186,7 @@ class BlockWriter:
                 buffer[block.num_rows :] = 0
             arrays = _side_arrays(block, self._plan.rows_per_block)
             self._warn_of_unselected(block)
+            self._warn_of_empty_rows(block)
             names = [key.name for key in self._plan.keys]
             names += [scale_name(name) for name in names if self._plan.scale_counts]
             of_rows = buffers[len(names) :]
@@ -207,12 +210,32 @@ class BlockWriter:
 
     def _warn_of_unselected(self, block: TokenBlock) -> None:
         """Of what capture.per_row leaves out; a sample is one also without those that a row had no slot for."""
-        if self._plan.warn_of_unselected and (left_out := sum(block.table["n_unselected"].to_pylist())):
+        if self._plan.limits_selected and (left_out := sum(block.table["n_unselected"].to_pylist())):
             log.warning(
                 "block %d of stream %d: the activations of %d selected tokens are left out, of windows of documents "
                 "with more than capture.per_row=%d; n_unselected says of which documents",
                 *(block.index, block.stream, left_out, self._plan.selected),
             )
+
+    def _warn_of_empty_rows(self, block: TokenBlock) -> None:
+        """Once a run: rows whose slots for selected tokens are full before their positions are."""
+        if not self._plan.limits_selected or self._warned_of_empty_rows or block.num_rows == 0:
+            return
+        filled = block.num_tokens / (block.num_rows * self._plan.length)
+        slots_filled = np.count_nonzero(block.stored) / (block.num_rows * self._plan.selected)
+        if filled < _FEW_TOKENS < slots_filled:
+            self._warned_of_empty_rows = True
+            log.warning(
+                "block %d of stream %d: only %.0f %% of its rows' positions have tokens, since %.0f %% of the "
+                "capture.per_row=%d slots for selected ones are taken; a new store with a larger capture.per_row would "
+                "compute less padding",
+                *(block.index, block.stream, 100 * filled, 100 * slots_filled, self._plan.selected),
+            )
+
+    def _commit_durable(self) -> None:
+        """Commits the oldest pending blocks as far as they need no waiting."""
+        while self._pending and self._pending[0][0].done:
+            self._commit()
 
     def _commit(self) -> None:
         """Waits until the oldest pending block is durable, writes its commit record, and frees its buffers."""

@@ -6,12 +6,14 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import hydra
+import jax
 import pytest
 
-from pipeline.cli import PACKAGE
+from pipeline import cli
 from tests.jobs import ROOT, assert_same_store, committed, objects, run, start, write_text
 
-TINY = PACKAGE / "assets" / "tiny-qwen2"
+TINY = cli.PACKAGE / "assets" / "tiny-qwen2"
 
 
 @pytest.fixture(scope="module")
@@ -173,3 +175,16 @@ def test_the_help_lists_every_group():
     for group in ("model:", "data:", "batch:", "capture:", "store:", "mesh:", "run:"):
         assert group in result.stdout
     assert ROOT.joinpath("configs").is_dir()
+
+
+def test_what_does_not_fit_into_a_device_is_a_message(caplog):
+    def task(_config) -> None:
+        jax.numpy.zeros(1 << 48).block_until_ready()  # 1 PiB
+
+    cli.prepare()
+    with hydra.initialize_config_dir(str(cli.config_dir()), version_base="1.3"):
+        composed = hydra.compose("config", [])
+    assert cli.run_task(task, composed) == 2
+    [message] = caplog.messages
+    assert "does not fit into the memory of a device" in message
+    assert "batch.rows" in message

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorstore as ts
 
+from pipeline.allocator import num_cores
 from pipeline.errors import ConfigError, StoreError, StoreInvalid
 
 # TensorStore reads these with its first request. By itself it waits for ever for a server that says nothing.
@@ -81,7 +82,7 @@ def configure_storage(
         if retry_delay_s < 0:
             raise ValueError(f"a delay of {retry_delay_s} s is less than none")
         _context = ts.Context(spec, parent=_process)
-        _file_threads = ThreadPoolExecutor(concurrency or max(4, os.cpu_count() or 1), "shard-files")
+        _file_threads = ThreadPoolExecutor(concurrency or max(4, num_cores()), "shard-files")
     except ValueError as error:
         raise ConfigError(f"store.retries, retry_delay_s, concurrency or copy_threads: {error}.") from error
 
