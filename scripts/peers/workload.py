@@ -34,9 +34,9 @@ MODELS = BUILD / "models"
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("W1", "gpt2", (5,), batch_rows=8, length=256, num_tokens=12_288),
+        Workload("W1", "gpt2", (5,), batch_rows=8, length=256, num_tokens=24_576),
         Workload("W2", "gpt2", tuple(range(12)), batch_rows=8, length=256, num_tokens=12_288),
-        Workload("W3", "gpt2", (5,), batch_rows=8, length=256, num_tokens=11_500, short_documents=True),
+        Workload("W3", "gpt2", (5,), batch_rows=8, length=256, num_tokens=23_000, short_documents=True),
         Workload("W4", "Qwen/Qwen2.5-0.5B", (15,), batch_rows=2, length=1024, num_tokens=4_096),
     )
 }
