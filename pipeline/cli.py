@@ -75,12 +75,11 @@ def run_task(task: Callable[[RunConfig], None], cfg: DictConfig) -> int:
         if distributed.is_loss_of_a_process(error):
             log.error("another process of this job has ended; its own messages say why. Run the same command again.")
         elif distributed.is_out_of_memory(error):
-            log.error(
-                "the job does not fit into the memory of a device: %s. Lower batch.rows, divide the weights "
-                "(model.weights=fsdp), or take a smaller model.dtype; what is committed stays valid.",
-                str(error).splitlines()[0].rstrip("."),
+            log.exception(
+                "the job does not fit into the memory of a device, or another process has some of it. Run the same "
+                "command again; if it ends so again, lower batch.rows (data.rows while generating) or "
+                "run.max_inflight_mib, or divide the weights (model.weights=fsdp)."
             )
-            return errors.EXIT_INVALID
         else:
             log.exception("unexpected error")
         return errors.EXIT_FAILED

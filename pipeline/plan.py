@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from pipeline.config import (
     CaptureConfig,
     OnNotFinite,
+    Packing,
     Positions,
     RunConfig,
     RunOptions,
@@ -71,7 +72,8 @@ class Plan:
     fail_on_not_finite: bool
     length: int  # T
     selected: int | None  # K, a row's slots for selected tokens; None: activations of all tokens are stored
-    limits_selected: bool  # whether rows are packed, and windows cut off, by the slots for selected tokens
+    warn_of_unselected: bool  # whether a token without a slot is worth a warning
+    packs_by_slots: bool  # whether a row may be full of selected tokens before it is full of tokens
     step_rows: int  # B, rows per step over all processes of the worker
     process_rows: int  # rows per step of one process
     first_row: int  # of this process's rows among the step's
@@ -201,6 +203,7 @@ def make_plan(
     generation = plan_generation(config, model, sum(widths), data, tensor, topology)
     selected = slots_per_row(config.capture, batch.length)
     slots = batch.length if selected is None else selected
+    by_slots = config.capture.positions in (Positions.last, Positions.token, Positions.regex)
     group = _int8_group(config.capture, keys, widths)
     scale_counts = _scale_counts(widths, config.capture.dtype, group)
     row_bytes = slots * (sum(widths) * itemsize + sum(scale_counts) * ITEM_BYTES["float32"])
@@ -218,7 +221,8 @@ def make_plan(
         fail_on_not_finite=config.capture.on_not_finite is OnNotFinite.fail,
         length=batch.length,
         selected=selected,
-        limits_selected=config.capture.positions in (Positions.last, Positions.token, Positions.regex),
+        warn_of_unselected=by_slots,
+        packs_by_slots=by_slots and batch.packing is Packing.pack,
         step_rows=batch.rows,
         process_rows=process_rows,
         first_row=topology.process * process_rows,

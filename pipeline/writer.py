@@ -28,7 +28,6 @@ from pipeline.transfer import HostBlock, InFlight
 
 log = logging.getLogger("pipeline")
 
-_FEW_TOKENS = 0.5  # of a row's positions
 POLL_S = 0.02  # how often an idle writer looks whether a block's writes have finished
 
 
@@ -210,7 +209,7 @@ class BlockWriter:
 
     def _warn_of_unselected(self, block: TokenBlock) -> None:
         """Of what capture.per_row leaves out; a sample is one also without those that a row had no slot for."""
-        if self._plan.limits_selected and (left_out := sum(block.table["n_unselected"].to_pylist())):
+        if self._plan.warn_of_unselected and (left_out := sum(block.table["n_unselected"].to_pylist())):
             log.warning(
                 "block %d of stream %d: the activations of %d selected tokens are left out, of windows of documents "
                 "with more than capture.per_row=%d; n_unselected says of which documents",
@@ -218,18 +217,20 @@ class BlockWriter:
             )
 
     def _warn_of_empty_rows(self, block: TokenBlock) -> None:
-        """Once a run: rows whose slots for selected tokens are full before their positions are."""
-        if not self._plan.limits_selected or self._warned_of_empty_rows or block.num_rows == 0:
+        """Once a run, of a block of whole steps: rows most of whose slots for selected tokens are taken, and less than
+        half of whose positions."""
+        plan = self._plan
+        if not plan.packs_by_slots or self._warned_of_empty_rows or block.num_rows < plan.process_rows:
             return
-        filled = block.num_tokens / (block.num_rows * self._plan.length)
-        slots_filled = np.count_nonzero(block.stored) / (block.num_rows * self._plan.selected)
-        if filled < _FEW_TOKENS < slots_filled:
+        filled = block.num_tokens / (block.num_rows * plan.length)
+        slots_filled = np.count_nonzero(block.stored) / (block.num_rows * plan.selected)
+        if filled < 0.5 < slots_filled:
             self._warned_of_empty_rows = True
             log.warning(
                 "block %d of stream %d: only %.0f %% of its rows' positions have tokens, since %.0f %% of the "
-                "capture.per_row=%d slots for selected ones are taken; a new store with a larger capture.per_row would "
-                "compute less padding",
-                *(block.index, block.stream, 100 * filled, 100 * slots_filled, self._plan.selected),
+                "capture.per_row=%d slots for selected ones are taken. In a new store, a larger capture.per_row fills "
+                "more of them",
+                *(block.index, block.stream, 100 * filled, 100 * slots_filled, plan.selected),
             )
 
     def _commit_durable(self) -> None:

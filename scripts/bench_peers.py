@@ -1,6 +1,6 @@
 """This project and other ways to get the same activations, on the same checkpoint, text, rows and layers.
 
-    make bench-peers                     # everything: about 20 minutes on two free cores
+    make bench-peers                     # everything: about 35 minutes on two free cores
     python scripts/bench_peers.py --workloads W1 --peers ours,hf_hook --repetitions 3
     python scripts/bench_peers.py --docs # also writes the table and the plot into docs/
 
@@ -82,11 +82,12 @@ class Worker:
         while len(attempts) < ATTEMPTS and (not attempts or attempts[-1]["stolen"] > MOST_STOLEN):
             os.sync()  # or who syncs its files would wait for those that others left to the kernel
             time.sleep(1)  # OpenMP's threads spin for a while after a run, which may have been another's
-            before = stolen_core_s()
+            began, before = time.monotonic(), stolen_core_s()
             self._process.stdin.write(f"{BUILD / 'out'}\n")
             self._process.stdin.flush()
             answer = self._answer()
-            attempts.append(answer | {"stolen": (stolen_core_s() - before) / os.cpu_count() / answer["seconds"]})
+            share = (stolen_core_s() - before) / (time.monotonic() - began) / os.cpu_count()
+            attempts.append(answer | {"stolen": share})
         self.runs.append(min(attempts, key=lambda attempt: attempt["stolen"]))
 
     def close(self) -> None:

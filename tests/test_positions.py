@@ -113,14 +113,23 @@ def test_stored_activations_are_those_of_the_selected_tokens(overrides, of_all, 
         assert abs(total - 0.1 * of_all.num_tokens) < 5 * np.sqrt(0.1 * of_all.num_tokens)
 
 
-@pytest.mark.parametrize(("slots", "warns"), [(1, True), (3, False)])
-def test_rows_that_the_slots_leave_empty_are_warned_of_once(tmp_path, caplog, slots, warns):
+@pytest.mark.parametrize(
+    ("documents", "more", "warns"),
+    [
+        (600, ["capture.positions=last", "capture.per_row=1"], True),
+        (600, ["capture.positions=last", "capture.per_row=3"], False),
+        (600, ["capture.positions=last", "capture.per_row=1", "batch.packing=pad"], False),
+        (1, ["capture.positions=token", "capture.token=?", "capture.per_row=1", "batch.rows=1"], False),
+    ],
+)
+def test_rows_that_the_slots_leave_empty_are_warned_of_once(tmp_path, caplog, documents, more, warns):
     text = tmp_path / "text"
     text.mkdir()
-    pq.write_table(pa.table({"text": ["A short one."] * 600, "id": [str(n) for n in range(600)]}), text / "0.parquet")
+    table = pa.table({"text": ["A short one."] * documents, "id": [str(n) for n in range(documents)]})
+    pq.write_table(table, text / "0.parquet")
     overrides = [f"data.path={text}", "batch.rows=4", "batch.length=16", "capture.layers=[1]", "run.progress=false"]
-    made(tmp_path, [*overrides, "store.shard_mib=0.0625"], "capture.positions=last", f"capture.per_row={slots}")
-    assert len(ActivationStore.open(tmp_path / "store").blocks) > 1
+    store = made(tmp_path, [*overrides, "store.shard_mib=0.0625"], *more)
+    assert store.num_tokens > 0
     assert sum("slots for selected ones are taken" in message for message in caplog.messages) == warns
 
 
