@@ -118,11 +118,8 @@ def is_loss_of_a_process(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a program or an array did not fit into a device's memory, found at compilation or later; a kernel that
-    does not fit into its own part of a chip is something else."""
-    text = str(error)
-    is_exhausted = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in text
-    return is_exhausted and "vmem" not in text and "hared memory" not in text
+    """Whether a program or an array did not fit into a device's memory, found at compilation or later."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def topology(run: RunOptions) -> Topology:
