@@ -11,6 +11,8 @@ from tests.store.emulators import gcs_emulator, s3_emulator
 from tests.store.fault_proxy import FaultProxy
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where libtpu is installed: JAX would ask it, and it would complain
+# Here and not in a fixture: TensorStore reads it with a process's first request, whichever test makes that.
+os.environ["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "3"
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SECRET = "ya29.nobody-may-see-this"
@@ -57,7 +59,6 @@ def gcs_proxy() -> Iterator[FaultProxy]:
     """Google Cloud Storage's emulator behind a proxy. TensorStore keeps the first address that a process gives it."""
     with gcs_emulator() as address, FaultProxy(address).serving() as proxy, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENSORSTORE_GCS_HTTP_URL", proxy.url)
-        patch.setenv("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "1")
         patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", SECRET)
         patch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
         patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")

@@ -134,7 +134,7 @@ def test_what_retries_do_not_heal_names_the_object_and_the_store_resumes(service
 
 
 def test_a_service_that_says_nothing_is_given_up(gcs):
-    """After TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS: 60, and 1 in these tests."""
+    """After TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS: 60, and 3 in these tests."""
     path = new_bucket("gs", gcs.backend)
     configure_storage(retries=0)
     try:
