@@ -71,6 +71,18 @@ def wait_for_owners(store: Path, count: int, *launched: subprocess.Popen) -> set
     return found
 
 
+def hold_all_streams(store: Path) -> Claims:
+    """Until it is closed, the workers wait."""
+    holder = Claims(str(store), lease_s=60)
+    for vacancy in holder.vacancies(range(6)):
+        assert holder.claim(vacancy)
+    return holder
+
+
+def wait_until_compiling(worker: subprocess.Popen) -> None:
+    assert any("attention " in line for line in worker.stdout)
+
+
 def finish(worker: subprocess.Popen) -> str:
     output, _ = worker.communicate(timeout=120)
     assert worker.returncode == 0, output
@@ -134,7 +146,11 @@ def test_a_worker_of_two_processes_beside_one_of_one(overrides, reference, tmp_p
     """Each process claims for itself; one that has no stream keeps the other company."""
     store = tmp_path / "store"
     overrides = [*overrides, f"store.path={store}"]
+    holder = hold_all_streams(store)
     with local_processes(2, 1, *overrides) as pair, workers(1, *overrides) as [single]:
+        wait_until_compiling(pair)
+        wait_until_compiling(single)
+        holder.close()
         assert len(wait_for_owners(store, 3, pair, single)) == 3
         finish(single)
         finish(pair)
@@ -144,16 +160,14 @@ def test_a_worker_of_two_processes_beside_one_of_one(overrides, reference, tmp_p
 def test_a_worker_that_has_joined_alone_stops_while_it_waits_for_a_stream(overrides, tmp_path):
     """As on a single TPU host: JAX's handler would keep SIGTERM to itself until the next step, which never comes."""
     store = tmp_path / "store"
-    holder = Claims(str(store), lease_s=60)
-    for vacancy in holder.vacancies(range(6)):
-        assert holder.claim(vacancy)
+    holder = hold_all_streams(store)
     alone = [
         f"distributed.coordinator=localhost:{free_port()}",
         "distributed.num_processes=1",
         "distributed.process_id=0",
     ]
     with workers(1, *overrides, f"store.path={store}", *alone) as [worker]:
-        assert any(line.startswith("attention") for line in worker.stdout)  # compiling; then it waits
+        wait_until_compiling(worker)
         time.sleep(3)
         assert worker.poll() is None
         worker.send_signal(signal.SIGTERM)
