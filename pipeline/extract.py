@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from pipeline.allocator import HeapTrimmer
 from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import Feed
 from pipeline.distributed import StopRequest, any_process, put_rows, row_sharding
@@ -43,6 +44,8 @@ def extract(
     no_rows = {name: np.zeros((plan.process_rows, plan.length), np.int32) for name in _INPUTS}
     if plan.selected is not None:
         no_rows["selected"] = np.full((plan.process_rows, plan.selected), -1, np.int32)
+    temporary = step.host_temp_bytes
+    trimmer = HeapTrimmer(plan.host_bytes + temporary, plan.step_bytes + temporary)
 
     def dispatch(block: TokenBlock | None, first_row: int) -> Step:
         if profile:
@@ -51,6 +54,7 @@ def extract(
         with metrics.stage("loop", "budget"):
             writer.acquire()
         with metrics.stage("loop", "dispatch"):
+            trimmer.before_step()
             rows = slice(first_row, first_row + plan.process_rows)
             batch = put_rows(sharding, step_rows(block, rows, plan.process_rows) if block else no_rows)
             outputs = step(params_of(block, rows), *batch.values())

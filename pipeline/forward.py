@@ -78,6 +78,13 @@ class CompiledStep:
         `selected`, of a step that was compiled with `num_selected`, are row positions, or -1."""
         return self.executable(params, tokens, segments, positions, *selected)
 
+    @property
+    def host_temp_bytes(self) -> int:
+        """The temporary memory that each call takes of the host's, on CPUs. Elsewhere it is the devices': 0."""
+        devices = self.mesh.local_devices
+        is_cpu = devices[0].platform == "cpu"
+        return len(devices) * self.executable.memory_analysis().temp_size_in_bytes if is_cpu else 0
+
 
 def planned_partition(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Partition:
     """The plan's mesh and division of the weights, over all devices or over those that are given."""

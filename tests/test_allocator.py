@@ -55,6 +55,20 @@ if sys.argv[1:]:
 keep_freed_memory()
 print(Path("/proc/self/status").read_text().partition("VmSize:")[2].split()[0])  # KiB
 """
+HOLES = """
+import sys
+from pipeline.allocator import HeapTrimmer, keep_freed_memory, resident_bytes
+
+if sys.argv[2:]:
+    keep_freed_memory()
+trimmer = HeapTrimmer(planned_bytes=int(sys.argv[1]) << 20, step_bytes=8 << 20)
+both = [(b"x" * (8 << 20), b"y" * 5000) for _ in range(20)]
+lasting = [small for _, small in both]
+del both
+before = resident_bytes()
+trimmer.before_step()
+print(round((before - resident_bytes()) / 2**20))
+"""
 THP = Path("/sys/kernel/mm/transparent_hugepage")
 ON_GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or num_cores() > MOST_CORES, reason="left alone there")
 
@@ -88,3 +102,15 @@ def test_memory_is_reserved_only_where_no_limit_counts_it():
     physical_kib = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE >> 10
     (free,), (limited,) = printed(RESERVED), printed(RESERVED, str(2 * physical_kib << 10))
     assert int(limited) + physical_kib // 4 < int(free)
+
+
+@ON_GLIBC
+def test_holes_are_given_back_where_more_is_resident_than_was_planned():
+    (within,), (beyond,), (not_kept,) = (
+        printed(HOLES, "200", "kept"),
+        printed(HOLES, "80", "kept"),
+        printed(HOLES, "80"),
+    )
+    assert int(within) == 0
+    assert int(beyond) >= 140  # of the 160 MiB
+    assert int(not_kept) == 0
