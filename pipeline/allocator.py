@@ -1,5 +1,5 @@
 """The C library's allocator, told to keep what is freed, since buffers of the same sizes are wanted again at once, and
-to lie on huge pages."""
+to lie on huge pages. It gives free memory back where a job has more than it plans."""
 
 import ctypes
 import mmap
@@ -13,9 +13,10 @@ _SPARE = 32 << 20  # bytes: text that is read ahead, and holes that are not wort
 _SETTINGS = {  # numbers and values of glibc's mallopt(3)
     "M_ARENA_MAX": (-8, 1),
     "M_MMAP_MAX": (-4, 0),
-    "M_TRIM_THRESHOLD": (-1, -1),  # never
+    "M_TRIM_THRESHOLD": (-1, -1),  # never by itself
 }
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+_keeps_freed_memory = False  # in this process
 
 
 def num_cores() -> int:
@@ -42,7 +43,8 @@ def keep_freed_memory() -> None:
         return
     for parameter, value in _SETTINGS.values():
         libc.mallopt(parameter, value)
-    HeapTrimmer.is_needed = True
+    global _keeps_freed_memory
+    _keeps_freed_memory = True
     if _reserving_is_free():
         _ask_for_huge_pages(libc)
 
@@ -58,7 +60,7 @@ def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:
     """For as much of the heap as half of the machine's memory, which is reserved, and at once free again. Matrix
     products then miss fewer translations of addresses (docs/performance.md).
 
-    The advice stays with the heap because the settings above keep it from being given back.
+    The advice stays with the heap until that is given back, which the settings above leave to `give_back_free_memory`.
     """
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
@@ -77,26 +79,31 @@ class HeapTrimmer:
 
     Only after `keep_freed_memory`, by which nothing is given back otherwise: what is small and lasts is put into the
     place that something large has left, which then is too small for the next large one, and so the heap would grow to
-    more than is ever used at once.
+    more than is ever used at once. Each time twice as much more than planned is let be, so that it stays at a few.
     """
-
-    is_needed = False
 
     def __init__(self, planned_bytes: int, step_bytes: int) -> None:
         """`planned_bytes` will be taken from now on, `step_bytes` of them by each step anew."""
         self._step_bytes = step_bytes
-        self._limit = self._trim() + planned_bytes + _SPARE if self.is_needed else 0
+        self._spare = _SPARE
+        self._limit = give_back_free_memory() + planned_bytes + self._spare if _keeps_freed_memory else None
 
     def before_step(self) -> None:
-        if self.is_needed and resident_bytes() > self._limit:
-            self._limit = max(self._limit, self._trim() + self._step_bytes + _SPARE)
-
-    def _trim(self) -> int:
-        """How much is resident then. It takes 5 to 25 ms; the pages that are used again are cleared again."""
-        ctypes.CDLL(None).malloc_trim(0)
-        return resident_bytes()
+        if self._limit is not None and heap_bytes() > self._limit:
+            self._spare *= 2
+            self._limit = max(self._limit, give_back_free_memory() + self._step_bytes + self._spare)
 
 
-def resident_bytes() -> int:
-    """Of this process, on Linux."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+def give_back_free_memory() -> int:
+    """What `heap_bytes` says then. On Linux with glibc; takes 5 to 25 ms, and pages that are used again are cleared."""
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)
+    if _keeps_freed_memory and _reserving_is_free():
+        _ask_for_huge_pages(libc)  # what lay above all that is used is gone, and the advice with it
+    return heap_bytes()
+
+
+def heap_bytes() -> int:
+    """The memory of this process, on Linux, that is in no file."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * mmap.PAGESIZE

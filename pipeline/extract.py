@@ -26,6 +26,7 @@ def extract(
     params_of: Callable[[TokenBlock | None, slice], object],
     feed: Feed,
     writer: BlockWriter,
+    heap: HeapTrimmer,
     metrics: Metrics,
     stop: StopRequest,
     profile: ProfileWindow | None = None,
@@ -44,8 +45,6 @@ def extract(
     no_rows = {name: np.zeros((plan.process_rows, plan.length), np.int32) for name in _INPUTS}
     if plan.selected is not None:
         no_rows["selected"] = np.full((plan.process_rows, plan.selected), -1, np.int32)
-    temporary = step.host_temp_bytes
-    trimmer = HeapTrimmer(plan.host_bytes + temporary, plan.step_bytes + temporary)
 
     def dispatch(block: TokenBlock | None, first_row: int) -> Step:
         if profile:
@@ -54,7 +53,7 @@ def extract(
         with metrics.stage("loop", "budget"):
             writer.acquire()
         with metrics.stage("loop", "dispatch"):
-            trimmer.before_step()
+            heap.before_step()
             rows = slice(first_row, first_row + plan.process_rows)
             batch = put_rows(sharding, step_rows(block, rows, plan.process_rows) if block else no_rows)
             outputs = step(params_of(block, rows), *batch.values())

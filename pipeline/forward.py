@@ -82,8 +82,8 @@ class CompiledStep:
     def host_temp_bytes(self) -> int:
         """The temporary memory that each call takes of the host's, on CPUs. Elsewhere it is the devices': 0."""
         devices = self.mesh.local_devices
-        is_cpu = devices[0].platform == "cpu"
-        return len(devices) * self.executable.memory_analysis().temp_size_in_bytes if is_cpu else 0
+        memory = self.executable.memory_analysis() if devices[0].platform == "cpu" else None
+        return 0 if memory is None else len(devices) * memory.temp_size_in_bytes
 
 
 def planned_partition(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Partition:

@@ -126,14 +126,17 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """The most that activations and their rows' statistics have allocated in the host's memory: in flight, in
-        buffers, and encoded for the store. The holes between what is allocated come on top.
+        buffers, and encoded for the store. The holes between what is allocated come on top: see HeapTrimmer.
 
         All buffers can be under way to the store at once, when it is the slowest.
         """
-        blocks = self.host_buffers + self.encoded_blocks
-        activations = self.inflight_steps * self.step_bytes + blocks * self.block_bytes
-        rows = self.inflight_steps * self.process_rows + self.host_buffers * self.rows_per_block
-        return activations + rows * self.row_statistics_bytes
+        buffers = self.host_buffers * (self.block_bytes + self.rows_per_block * self.row_statistics_bytes)
+        return self.inflight_steps * self.step_host_bytes + buffers + self.encoded_blocks * self.block_bytes
+
+    @property
+    def step_host_bytes(self) -> int:
+        """Of a step's activations and their rows' statistics, in the host's memory."""
+        return self.step_bytes + self.process_rows * self.row_statistics_bytes
 
     @property
     def row_statistics_bytes(self) -> int:

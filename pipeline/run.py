@@ -3,7 +3,7 @@
 Exit codes: 0 finished; 42 interrupted, run again to resume; 2 the configuration or the input is wrong; 1 anything else.
 """
 
-from pipeline.allocator import keep_freed_memory
+from pipeline.allocator import HeapTrimmer, keep_freed_memory
 
 if __name__ == "__main__":
     keep_freed_memory()  # before the other imports start threads
@@ -110,6 +110,8 @@ def fill(
     if store.complete:
         store.reopen()
     plan, run_options = job.plan, job.config.run
+    temporary = step.host_temp_bytes
+    heap = HeapTrimmer(plan.host_bytes + plan.inflight_steps * temporary, plan.step_host_bytes + temporary)
     metrics = Metrics(
         total_tokens=plan.max_tokens,
         stored_tokens=sum(record.tokens for records in store.records.values() for record in records),
@@ -127,7 +129,7 @@ def fill(
         stack.enter_context(Watchdog(metrics, run_options.stall_timeout_s))
         profile = stack.enter_context(closing(ProfileWindow(run_options))) if run_options.profile else None
         params_of = params if isinstance(params, KeptRows) else lambda _block, _rows: params
-        extract(plan, step, params_of, feed, writer, metrics, stop, profile)
+        extract(plan, step, params_of, feed, writer, heap, metrics, stop, profile)
     log.info("%s", metrics.summary())
     return metrics
 

@@ -86,7 +86,6 @@ class Stage:
 
 def open_broadcast_job(max_tokens: int | None, *overrides: str) -> Job:
     """The job, whose model has no weights here: only its shape is used."""
-    shutil.rmtree(BUILD / "store", ignore_errors=True)  # of another run, whose shape of blocks would be this one's
     return open_job(
         cli.compose(
             [

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -146,11 +146,10 @@ def test_a_worker_of_two_processes_beside_one_of_one(overrides, reference, tmp_p
     """Each process claims for itself; one that has no stream keeps the other company."""
     store = tmp_path / "store"
     overrides = [*overrides, f"store.path={store}"]
-    holder = hold_all_streams(store)
     with local_processes(2, 1, *overrides) as pair, workers(1, *overrides) as [single]:
-        wait_until_compiling(pair)
-        wait_until_compiling(single)
-        holder.close()
+        with closing(hold_all_streams(store)):
+            wait_until_compiling(pair)
+            wait_until_compiling(single)
         assert len(wait_for_owners(store, 3, pair, single)) == 3
         finish(single)
         finish(pair)
