@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.allocator import MOST_CORES, num_cores
+from tests.jobs import write_text
 
 PROGRAM = """
 import resource, runpy, sys, threading
@@ -86,6 +87,22 @@ for step in range(100):
     del large
 print(len(trims))
 """
+JOB = """
+import runpy, sys
+from pipeline import allocator
+from pipeline.allocator import give_back_free_memory
+
+allocator._SPARE = -(1 << 40)  # each step then has more than is planned
+times = []
+allocator.give_back_free_memory = lambda: times.append(None) or give_back_free_memory()
+sys.argv[0] = "pipeline.run"
+try:
+    runpy.run_module("pipeline.run", run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    if end.code:
+        raise
+print(len(times))
+"""
 THP = Path("/sys/kernel/mm/transparent_hugepage")
 ON_GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or num_cores() > MOST_CORES, reason="left alone there")
 
@@ -145,3 +162,11 @@ def test_a_job_that_needs_more_than_it_plans_gives_memory_back_a_few_times_only(
 @ON_GLIBC
 def test_nothing_is_given_back_where_the_allocator_is_left_alone():
     assert printed(TIMES) == ["0"]
+
+
+@ON_GLIBC
+def test_the_job_looks_before_each_step(tmp_path):
+    text = write_text(tmp_path / "text", files=1, documents=8)
+    overrides = [f"data.path={text}", "batch.rows=4", "batch.length=64", "capture.layers=[1]", "run.progress=false"]
+    *_, times = printed(JOB, *overrides, f"store.path={tmp_path / 'store'}")
+    assert int(times) >= 3  # the first is before the steps

@@ -129,6 +129,7 @@ def test_rows_that_the_slots_leave_empty_are_warned_of_once(tmp_path, caplog, do
     pq.write_table(table, text / "0.parquet")
     overrides = [f"data.path={text}", "batch.rows=4", "batch.length=16", "capture.layers=[1]", "run.progress=false"]
     store = made(tmp_path, [*overrides, "store.shard_mib=0.0625"], *more)
+    assert (len(store.blocks) > 1) == (documents > 1)
     assert store.num_tokens > 0
     assert sum("slots for selected ones are taken" in message for message in caplog.messages) == warns
 
