@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from pipeline.errors import EXIT_FAILED, EXIT_OK, ConfigError, StoreError
-from pipeline.plan import stream_share
 from pipeline.store.claims import held_claims
 from pipeline.store.commits import CommitRecord
+from pipeline.store.target import has_share, stream_share, target_of
 from pipeline.store.writing import StoreWriter
 
 _USAGE = "usage: python -m pipeline.finalize store.path=... [force=true]"
@@ -49,7 +49,8 @@ def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
         return (
             f"workers hold streams ({held}). Let them end, or run pipeline.finalize with force=true if they are dead."
         )
-    store.finish()
+    if not store.finish(is_forced):
+        return "another run began to extend it. Let that run go on, or run pipeline.finalize with force=true."
     return None
 
 
@@ -65,20 +66,26 @@ def parse(arguments: list[str]) -> tuple[str, bool]:
 def print_stream(store: StoreWriter, stream: int) -> bool:
     """Prints what a stream holds; returns whether it is at its end."""
     records = store.records.get(stream, [])
-    max_tokens = store.metadata.config.get("run", {}).get("max_tokens")
-    share = None if max_tokens is None else stream_share(max_tokens, store.metadata.num_streams, stream)
-    end = end_of(records, share, store.layout.length)
+    target = store.target
+    if target is None:  # an earlier program's store: what the run that created it wanted, and perhaps a longer one did
+        share = stream_share(target_of(store.metadata.config), store.metadata.num_streams, stream)
+        end = _end_of_old_stream(records, share, store.layout.length)
+    else:
+        end = end_of(records, stream_share(target, store.metadata.num_streams, stream))
     tokens = sum(record.tokens for record in records)
     print(f"stream {stream}: {len(records)} blocks, {tokens:,} tokens, {end or 'NOT AT ITS END'}")
     return end is not None
 
 
-def end_of(records: Sequence[CommitRecord], share: int | None, length: int) -> str | None:
-    """Why a stream ends where it does, or None if it is not at its end.
+def end_of(records: Sequence[CommitRecord], share: int | None) -> str | None:
+    """Why a stream ends where it does, or None if it does not hold its share of the store's target."""
+    if not has_share(records, share):
+        return None
+    return "the end of its data" if records and records[-1].exhausted else "the end of its share of run.max_tokens"
 
-    `share`: the tokens that the run that created the store wanted of it. Without a truncated block they are reached by
-    the last row, of at most `length` tokens, of the last block.
-    """
+
+def _end_of_old_stream(records: Sequence[CommitRecord], share: int | None, length: int) -> str | None:
+    """Without a truncated block a share is reached by the last row, of at most `length` tokens, of the last block."""
     if records and records[-1].exhausted:
         return "the end of its data"
     reached = share is not None and 0 <= sum(record.tokens for record in records) - share < length

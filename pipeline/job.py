@@ -27,6 +27,7 @@ from pipeline.store.generated import COMPLETION_SCHEMA, RESERVED_COLUMNS, Genera
 from pipeline.store.kvstore import open_kvstore
 from pipeline.store.layout import SELECTED, TOKENS, ArraySpec, StoreLayout, scale_spec
 from pipeline.store.metadata import StoreMetadata, read_metadata
+from pipeline.store.target import Target, has_share, larger, stream_share
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,26 @@ class Job:
     metadata: StoreMetadata
     layout: StoreLayout
 
-    def work(self, records: Mapping[int, Sequence[CommitRecord]]) -> list[StreamWork]:
+    def work(self, records: Mapping[int, Sequence[CommitRecord]], target: Target | None = None) -> list[StreamWork]:
         """What is left of this process's streams, given the blocks that the store has. Empty: nothing to do."""
-        work = (self.stream_work(stream, records.get(stream, ())) for stream in self.plan.streams)
+        work = (self.stream_work(stream, records.get(stream, ()), target) for stream in self.plan.streams)
         return [item for item in work if item is not None]
 
-    def stream_work(self, stream: int, records: Sequence[CommitRecord]) -> StreamWork | None:
-        """What is left of one stream, whose committed blocks are `records`."""
+    def stream_work(
+        self, stream: int, records: Sequence[CommitRecord], target: Target | None = None
+    ) -> StreamWork | None:
+        """What is left of one stream, whose committed blocks are `records`.
+
+        `target` is the store's. Where another run has raised it beyond what this one wants, this run cuts no block: it
+        ends with the block that reaches what it wants, which is then the same as the other run's.
+        """
         left = work_left(records, self.plan.stream_budget(stream))
-        return None if left is None else StreamWork(self.stream(stream), *left)
+        if left is None:
+            return None
+        cursor, index, wanted = left
+        share = stream_share(larger(target, self.plan.target), self.plan.num_streams, stream)
+        budget = None if share is None else share - sum(record.tokens for record in records[:index])
+        return StreamWork(self.stream(stream), cursor, index, budget, wanted)
 
     def is_done(self, records: Mapping[int, Sequence[CommitRecord]]) -> bool:
         """Whether every stream, of whatever process, holds what is asked for."""
@@ -118,14 +130,11 @@ def work_left(records: Sequence[CommitRecord], budget: int | None) -> tuple[Curs
 
     A truncated block is computed again, whole: it starts at the same cursor and has the same first rows.
     """
-    tokens = sum(record.tokens for record in records)
-    if records and records[-1].exhausted:
-        return None
-    if budget is not None and tokens >= budget:
+    if has_share(records, budget):
         return None
     if records and records[-1].truncated:
-        tokens -= records[-1].tokens
         records = records[:-1]
+    tokens = sum(record.tokens for record in records)
     cursor = Cursor(**records[-1].next) if records else Cursor()
     return cursor, len(records), None if budget is None else budget - tokens
 

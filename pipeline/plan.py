@@ -26,6 +26,7 @@ from pipeline.generation.plan import GenerationPlan, GeneratorFacts, plan_genera
 from pipeline.mesh import Topology, divide_weights, mesh_shape
 from pipeline.sites import ActivationKey, Site, activation_keys
 from pipeline.store.layout import ITEM_BYTES, MIB, is_plain_files, rows_per_block_for
+from pipeline.store.target import ALL, Target, stream_share
 
 MAX_STEPS_IN_FLIGHT = 4  # one computing, one copying to the host, one being drained, one in reserve
 _HOST_BUFFERS = 2  # one is filled while the other is written
@@ -99,9 +100,14 @@ class Plan:
         """Whether activations are kept while the model writes, rather than computed afterwards."""
         return self.generation is not None and self.generation.kept_bytes is not None
 
+    @property
+    def target(self) -> Target:
+        """How many tokens this run wants the store to hold."""
+        return ALL if self.max_tokens is None else self.max_tokens
+
     def stream_budget(self, stream: int) -> int | None:
         """Valid tokens wanted of a stream: `run.max_tokens` divided evenly."""
-        return None if self.max_tokens is None else stream_share(self.max_tokens, self.num_streams, stream)
+        return stream_share(self.target, self.num_streams, stream)
 
     @property
     def slots(self) -> int:
@@ -272,12 +278,6 @@ def _int8_group(capture: CaptureConfig, keys: Sequence[ActivationKey], widths: S
 
 def _scale_counts(widths: Sequence[int], dtype: str, group: int | None) -> tuple[int, ...]:
     return tuple(width // (group or width) for width in widths) if dtype == StorageDtype.int8 else ()
-
-
-def stream_share(max_tokens: int, num_streams: int, stream: int) -> int:
-    """The valid tokens of `max_tokens` that fall to one stream."""
-    share, rest = divmod(max_tokens, num_streams)
-    return share + (stream < rest)
 
 
 def captured_keys(capture: CaptureConfig, model: ModelFacts) -> tuple[ActivationKey, ...]:

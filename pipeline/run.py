@@ -54,9 +54,13 @@ def run(config: RunConfig) -> None:
         stop.check()
         distributed.require_same_config(config, str(job.plan.weights), str(job.plan.generation))
         store = StoreWriter.open(config.store.path, job.metadata, job.layout)
+        if not job.is_done(store.records):
+            store.reopen(job.plan.target)
+            if not job.plan.fail_on_not_finite:
+                store.allow_not_finite()
         if job.plan.generation:
             generate(job, store, stop)
-        work = job.work(store.records)
+        work = job.work(store.records, store.target)
         if distributed.any_process(bool(work)):
             is_measured = config.model.weights_dtype is not WeightsDtype.int8 or store.weights_error is not None
             if not is_measured and distributed.is_first():
@@ -74,8 +78,12 @@ def run(config: RunConfig) -> None:
         distributed.wait_for_all()  # so that all processes end with 0, or none does
         if distributed.is_first():
             store.refresh()  # the others have committed the rest
-            if job.is_done(store.records):
-                store.finish()
+            if job.is_done(store.records) and not store.finish():
+                log.info(
+                    "%s is not completed: another run has raised its target to %s tokens. Run that command again, or "
+                    "pipeline.finalize with force=true to complete the store with what it holds",
+                    *(config.store.path, store.target),
+                )
         distributed.wait_for_all()
 
 
@@ -103,12 +111,10 @@ def fill(
     step: CompiledStep,
     params: object,
 ) -> Metrics:
-    """Extracts the blocks of `work` into the store, opening it again if it was complete.
+    """Extracts the blocks of `work` into the store, which is not complete.
 
     With `run.claim` those of the streams that this process can claim, until no process has any left.
     """
-    if store.complete:
-        store.reopen()
     plan, run_options = job.plan, job.config.run
     temporary = step.host_temp_bytes
     heap = HeapTrimmer(plan.host_bytes + plan.inflight_steps * temporary, plan.step_host_bytes + temporary)

@@ -4,6 +4,7 @@ Exit codes: 0 sound; 1 something is wrong, and listed, or the store cannot be re
 """
 
 import sys
+from collections.abc import Callable
 
 from tqdm import tqdm
 
@@ -27,7 +28,10 @@ def main(arguments: list[str]) -> int:
 
 def verify_and_print(path: str) -> int:
     """Verifies a store with a progress bar, prints what is wrong, and returns the exit code. Raises StoreError."""
-    problems = verify_with_progress(path)
+    notes: list[str] = []
+    problems = verify_with_progress(path, notes.append)
+    for note in notes:
+        print(f"note: {note}")
     if not problems:
         print(f"{path}: sound")
         return EXIT_OK
@@ -46,7 +50,7 @@ def store_path(arguments: list[str]) -> str:
     return path.strip("'\"")
 
 
-def verify_with_progress(path: str) -> list[Problem]:
+def verify_with_progress(path: str, note: Callable[[str], None]) -> list[Problem]:
     """`verify_store` with a progress bar on stderr, in blocks."""
     with tqdm(unit="block", desc="verify", file=sys.stderr) as bar:
 
@@ -54,7 +58,7 @@ def verify_with_progress(path: str) -> list[Problem]:
             bar.total = total
             bar.update(done - bar.n)
 
-        return verify_store(path, progress)
+        return verify_store(path, progress, note)
 
 
 if __name__ == "__main__":

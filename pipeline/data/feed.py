@@ -16,15 +16,24 @@ _CLOSE_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True)
 class StreamWork:
-    """What is left to do of one stream: the arguments of `TokenStream.blocks`."""
+    """What is left to do of one stream: the arguments of `TokenStream.blocks`, and after how many tokens to end.
+
+    `token_budget` cuts the block that exceeds it, `wanted` does not.
+    """
 
     stream: TokenStream
     start: Cursor = STREAM_START
     index: int = 0
     token_budget: int | None = None
+    wanted: int | None = None
 
     def blocks(self, should_stop: Callable[[], bool]) -> Iterator[TokenBlock]:
-        return self.stream.blocks(self.start, self.index, self.token_budget, should_stop)
+        num_tokens = 0
+        for block in self.stream.blocks(self.start, self.index, self.token_budget, should_stop):
+            num_tokens += block.num_tokens
+            yield block
+            if self.wanted is not None and num_tokens >= self.wanted:
+                return
 
 
 class Work(Protocol):

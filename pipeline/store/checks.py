@@ -11,9 +11,14 @@ import pyarrow as pa
 from jaxtyping import Bool, Int32, Int64
 
 from pipeline.store.commits import CommitRecord
+from pipeline.store.statistics import Statistics
 
 _EXPONENT_ONES = {"bfloat16": 0x7F80, "float16": 0x7C00}
 _WITHOUT_SIGN = 0x7FFF
+
+# How far statistics that were summed in float32, in another order, may differ.
+_RELATIVE = 1e-3
+_NORMS_AT_A_BIN_EDGE = 2
 
 
 def check_chain(records: Sequence[CommitRecord]) -> Iterator[tuple[CommitRecord, str]]:
@@ -173,6 +178,33 @@ def check_finite(values: np.ndarray) -> Iterator[str]:
         bad = ~np.isfinite(values.astype(np.float32)).all(axis=2)
         row, position = np.argwhere(bad)[0]
         yield f"{bad.sum()} slots have values that are not finite, the first in row {row} at position {position}"
+
+
+def check_statistics(stored: Statistics, computed: Statistics) -> Iterator[str]:
+    """Statistics that are stored agree with what was computed from the values, or from the blocks, but for rounding.
+
+    The devices sum rows in float32, in an order of their own.
+    """
+    for name in ("count", "not_finite"):
+        if getattr(stored, name) != getattr(computed, name):
+            yield f"the statistics say {name} {getattr(stored, name)}, the values give {getattr(computed, name)}"
+            return
+    if stored.mean.shape != computed.mean.shape:
+        yield f"the statistics are of {stored.mean.size} features, the values have {computed.mean.size}"
+        return
+    count, size = max(computed.count, 1), np.abs(computed.mean) + np.sqrt(computed.variance)
+    rounding = count * np.square(_RELATIVE * size) + 10 * _RELATIVE * computed.m2
+    shift = np.abs(np.cumsum(stored.norm_histogram) - np.cumsum(computed.norm_histogram)).max(initial=0)
+    wrong = {
+        "mean": np.abs(stored.mean - computed.mean) > _RELATIVE * size,
+        "variance": np.abs(stored.m2 - computed.m2) > rounding,
+        "sum of norms": abs(stored.norm_sum - computed.norm_sum) > _RELATIVE * computed.norm_sum,
+        "histogram of norms": shift > max(_NORMS_AT_A_BIN_EDGE, _RELATIVE * 10 * count),
+    }
+    for what, is_wrong in wrong.items():
+        if np.any(is_wrong):
+            features = f" in {np.count_nonzero(is_wrong)} features" if np.ndim(is_wrong) else ""
+            yield f"the {what} of the stored statistics is not that of the values{features}"
 
 
 def check_padding(values: np.ndarray, valid: Bool[np.ndarray, "R S"]) -> Iterator[str]:

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -207,10 +207,17 @@ def held_claims(path: str) -> dict[int, str]:
     return {int(key[-10:-5]): claim.owner for key, claim in claims.items() if claim.held}
 
 
-def delete_claims(kvstore: ts.KvStore) -> None:
-    """Deletes all claims. Who still holds one has lost it."""
-    for key in list_keys(kvstore, CLAIMS_PREFIX):
-        write_key(kvstore, key, None)
+def read_claims(kvstore: ts.KvStore) -> dict[str, bytes]:
+    """The generation of every claim, by key, for `delete_claims`. Raises StoreError."""
+    keys = list_keys(kvstore, CLAIMS_PREFIX)
+    found = zip(keys, read_with_generations(kvstore, keys), strict=True)
+    return {key: generation for key, (text, generation) in found if text is not None}
+
+
+def delete_claims(kvstore: ts.KvStore, claims: Mapping[str, bytes]) -> None:
+    """Deletes the claims that nobody has renewed since they were read. Raises StoreError."""
+    for key, generation in claims.items():
+        write_if_unchanged(kvstore, key, None, generation)
 
 
 def _require_conditional_writes(path: str, kvstore: ts.KvStore, owner: str) -> None:

@@ -11,13 +11,15 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import tensorstore as ts
 
 from pipeline.errors import StoreError, StoreInvalid
+from pipeline.store.digests import json_digest
 from pipeline.store.kvstore import list_keys, read_key, read_keys
+from pipeline.store.parsing import parse_json
 
 COMMITS_PREFIX = "_commits/"
 CONSOLIDATED_KEY = COMMITS_PREFIX + "consolidated.jsonl"
@@ -36,7 +38,8 @@ class CommitRecord:
     block and of the stream's next one. exhausted: the stream has no document after this block. truncated:
     `run.max_tokens` ended the block early; a longer run writes it again, with the same first rows. selected: tokens
     whose activations are stored, None (and not in the JSON) where all are. table_sha256, statistics_sha256: of the
-    document table's file and of the statistics' (empty: there are none); the writer fills them in.
+    document table's file and of the statistics' (empty: there are none). digests: of each array's values in this block,
+    see digests.ValuesDigest; None (and not in the JSON) in records of earlier programs. The writer fills these in.
     """
 
     stream: int
@@ -53,6 +56,7 @@ class CommitRecord:
     selected: int | None = None
     table_sha256: str = ""
     statistics_sha256: str = ""
+    digests: Mapping[str, str] | None = None
     version: int = 1
 
     @property
@@ -64,10 +68,16 @@ class CommitRecord:
         """Tokens whose activations are stored."""
         return self.tokens if self.selected is None else self.selected
 
+    def is_same_block(self, other: "CommitRecord") -> bool:
+        """Whether the two say the same, as far as both do: a record of an earlier program has no digests."""
+        if None in (self.digests, other.digests):
+            return replace(self, digests=None) == replace(other, digests=None)
+        return self == other
+
     def to_json(self) -> bytes:
         """UTF-8 JSON with a stable order of keys and a checksum of the rest, so that an edited record is noticed."""
         content = self._content()
-        return (json.dumps(content | {"sha256": _digest(content)}, indent=1, ensure_ascii=False) + "\n").encode()
+        return (json.dumps(content | {"sha256": json_digest(content)}, indent=1, ensure_ascii=False) + "\n").encode()
 
     def to_line(self) -> bytes:
         """The same on one line, without the checksum: that of all lines together covers it."""
@@ -77,9 +87,21 @@ class CommitRecord:
         content = {"version": self.version, **{f.name: getattr(self, f.name) for f in fields(self)}}
         content["skipped"] = [dict(entry) for entry in self.skipped]
         content["start"], content["next"] = dict(self.start), dict(self.next)
-        if self.selected is None:
-            del content["selected"]
+        for name in ("selected", "digests"):
+            if content[name] is None:
+                del content[name]
         return content
+
+    def _has_right_types(self) -> bool:
+        counts = [getattr(self, name) for name in _COUNTS] + ([] if self.selected is None else [self.selected])
+        counts += [value for cursor in (self.start, self.next) for value in cursor.values()]
+        texts = [self.table_sha256, self.statistics_sha256, *(self.digests or {}).values()]
+        return (
+            all(type(count) is int and count >= 0 for count in counts)
+            and all(type(flag) is bool for flag in (self.exhausted, self.truncated))
+            and all(type(text) is str for text in texts)
+            and _CURSOR == set(self.start) == set(self.next)
+        )
 
     @classmethod
     def from_line(cls, line: bytes) -> "CommitRecord":
@@ -92,15 +114,14 @@ class CommitRecord:
     @classmethod
     def from_json(cls, text: bytes, subject: str) -> "CommitRecord":
         """Raises StoreInvalid, naming `subject`, for a record that is damaged, edited, or of another version."""
+        content = parse_json(text, subject, _REMEDY)
         try:
-            content = json.loads(text)
             digest = content.pop("sha256")
             record = cls._from_content(content)
-            sound = all(type(content[name]) is int for name in _COUNTS)
-            sound = sound and _CURSOR == set(record.start) == set(record.next)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            sound = record._has_right_types()
+        except (KeyError, TypeError, AttributeError) as error:
             raise StoreInvalid(f"{subject} is not a commit record ({error}). {_REMEDY}") from error
-        if not sound or digest != _digest(content):
+        if not sound or digest != json_digest(content):
             raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged. {_REMEDY}")
         if record.version != 1:
             raise StoreInvalid(f"{subject} has version {record.version}; this program reads version 1.")
@@ -204,7 +225,3 @@ def read_consolidated(kvstore: ts.KvStore, sha256: str | None) -> Records | None
 def _seems_inconsistent(found: Mapping[tuple[int, int], CommitRecord | None]) -> bool:
     gap = any(block and (stream, block - 1) not in found for stream, block in found)
     return gap or None in found.values()
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -8,7 +8,7 @@ import tensorstore as ts
 
 from pipeline.store.claims import CLAIMS_PREFIX, TEST_PREFIX
 from pipeline.store.commits import COMMITS_PREFIX
-from pipeline.store.groups import GENERATED_PREFIX
+from pipeline.store.group_keys import GENERATED_PREFIX
 from pipeline.store.kvstore import local_directory, object_url, open_kvstore, store_errors, write_key
 from pipeline.store.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.statistics import MERGED_PREFIX, STATISTICS_PREFIX

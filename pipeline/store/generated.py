@@ -4,24 +4,20 @@ Groups 0, 1, 2, ... hold a stream's documents in order, `size` of them each; the
 that the stream has ended. A group is written whole, after those before it, and never again.
 """
 
-import io
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import tensorstore as ts
 
 from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocument
 from pipeline.data.tokenised import TokenisedDocument
 from pipeline.errors import StoreError
-from pipeline.store.groups import group_key, read_group, stored_groups
+from pipeline.store.group_keys import group_key
+from pipeline.store.groups import encode_group, group_state, read_group, stored_groups
 from pipeline.store.kept import first_without_kept, write_kept
 from pipeline.store.kvstore import read_key, write_if_absent
-
-_METADATA = b"group"  # of the parquet schema: JSON with `next` and `exhausted`
 
 # Of every generated document, beside what its source knows.
 COMPLETION_SCHEMA = pa.schema(
@@ -87,7 +83,7 @@ class GeneratedGroups:
     def read(self, index: int) -> Group:
         """Raises StoreInvalid for a group that is missing or damaged."""
         table = read_group(self._kvstore, self.stream, index)
-        state = json.loads(table.schema.metadata[_METADATA])
+        state = group_state(table, group_key(self.stream, index))
         items = tuple(map(self._item, table.to_pylist()))
         return Group(index, items, Cursor(**state["next"]), state["exhausted"])
 
@@ -100,14 +96,12 @@ class GeneratedGroups:
         rows = [self._row(item) for item in group.items]
         state = {"next": group.next.to_json(), "exhausted": group.exhausted}
         columns = {name: [row.get(name) for row in rows] for name in self._schema.names}
-        table = pa.table(columns, schema=self._schema.with_metadata({_METADATA: json.dumps(state)}))
-        sink = io.BytesIO()
-        pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+        table = pa.table(columns, schema=self._schema)
         key = group_key(self.stream, group.index)
         if kept:
             self._require_same(key, group.index, table)
             write_kept(self._kvstore, self.stream, group.index, kept)
-        write_if_absent(self._kvstore, key, sink.getvalue())
+        write_if_absent(self._kvstore, key, encode_group(table, state, self.stream, group.index))
 
     def _require_same(self, key: str, index: int, table: pa.Table) -> None:
         """Raises StoreError unless the group that is there, if any, has the documents of `table`."""

@@ -1,16 +1,18 @@
 """Activations that were captured while the model wrote, kept beside its groups until they are in blocks.
 
 Of each group and array one object: the tokens of the group's documents, one document after the other, [n, D], little
-endian, without a header. They are written before the group itself, and deleted when the store is complete.
+endian, without a header, and the sha256 of the object's key and of these values. Objects of earlier programs lack the
+sha256. They are written before the group itself, and deleted when the store is complete.
 """
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorstore as ts
 
-from pipeline.errors import StoreInvalid
-from pipeline.store.groups import GENERATED_PREFIX, group_key, stream_prefix
+from pipeline.errors import StoreError, StoreInvalid
+from pipeline.store.group_keys import GENERATED_PREFIX, group_key, stream_prefix
 from pipeline.store.kvstore import list_keys, read_key, write_key
 
 _SUFFIX = ".activations"
@@ -30,21 +32,49 @@ def first_without_kept(kvstore: ts.KvStore, stream: int, groups: range, arrays: 
 
 def write_kept(kvstore: ts.KvStore, stream: int, index: int, arrays: Mapping[str, np.ndarray]) -> None:
     for name, values in arrays.items():
-        write_key(kvstore, kept_key(stream, index, name), np.ascontiguousarray(values).tobytes())
+        key, content = kept_key(stream, index, name), np.ascontiguousarray(values).tobytes()
+        write_key(kvstore, key, content + _checksum(key, content))
 
 
 def read_kept(
     kvstore: ts.KvStore, stream: int, index: int, array: str, dtype: np.dtype, shape: tuple[int, int]
 ) -> np.ndarray:
-    """[n, D], as `shape` says. Raises StoreInvalid where it is missing, or of another size."""
+    """[n, D], as `shape` says. Raises StoreError where it is missing, and StoreInvalid where it is damaged."""
     key = kept_key(stream, index, array)
     content = read_key(kvstore, key)
-    if content is None or len(content) != shape[0] * shape[1] * dtype.itemsize:
-        raise StoreInvalid(f"{key} is missing or damaged. Delete it, and run the same command again.")
-    return np.frombuffer(content, dtype).reshape(shape)
+    if content is None:  # perhaps since another run has just completed the store
+        raise StoreError(f"{key} is missing. Run the same command again: it is then written anew.")
+    num_bytes = shape[0] * shape[1] * dtype.itemsize
+    for what in _damage(key, content, num_bytes):
+        raise StoreInvalid(f"{key} {what}. Delete it, and run the same command again.")
+    return np.frombuffer(content[:num_bytes], dtype).reshape(shape)
 
 
-def delete_kept(kvstore: ts.KvStore) -> None:
-    for key in list_keys(kvstore, GENERATED_PREFIX):
-        if key.endswith(_SUFFIX):
-            write_key(kvstore, key, None)
+def check_kept(
+    kvstore: ts.KvStore, stream: int, index: int, num_tokens: int, token_bytes: Mapping[str, int]
+) -> Iterator[tuple[str, str]]:
+    """Key and what is wrong of the objects of a group of `num_tokens`. One that is missing is no damage.
+
+    `token_bytes`: of each array, the size of a token's activation.
+    """
+    for array, size in token_bytes.items():
+        key = kept_key(stream, index, array)
+        if (content := read_key(kvstore, key)) is not None:
+            yield from ((key, what) for what in _damage(key, content, num_tokens * size))
+
+
+def _checksum(key: str, content: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + content).digest()
+
+
+def _damage(key: str, content: bytes, num_bytes: int) -> Iterator[str]:
+    values, checksum = content[:num_bytes], content[num_bytes:]
+    if len(values) < num_bytes or (checksum and len(checksum) != hashlib.sha256().digest_size):
+        yield f"has {len(content)} bytes, expected {num_bytes} and a checksum"
+    elif checksum and checksum != _checksum(key, values):
+        yield "does not match its own checksum"
+
+
+def kept_keys(kvstore: ts.KvStore) -> list[str]:
+    """The objects of all streams, relative to the store."""
+    return [key for key in list_keys(kvstore, GENERATED_PREFIX) if key.endswith(_SUFFIX)]

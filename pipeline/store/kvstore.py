@@ -184,8 +184,11 @@ def write_if_absent(kvstore: ts.KvStore, key: str, value: bytes) -> bool:
     return write_if_unchanged(kvstore, key, value, _NO_OBJECT) is not None
 
 
-def write_if_unchanged(kvstore: ts.KvStore, key: str, value: bytes, generation: bytes) -> bytes | None:
-    """Writes an object if it still has this generation; returns the new one, or None. Raises StoreError."""
+def write_if_unchanged(kvstore: ts.KvStore, key: str, value: bytes | None, generation: bytes) -> bytes | None:
+    """Writes an object (None deletes it) if it still has this generation; returns the new one, or None.
+
+    S3 has no conditional deletion: TensorStore looks just before. Raises StoreError.
+    """
     with store_errors(object_url(kvstore, key)):
         return kvstore.write(key, value, if_equal=generation).result().generation or None
 

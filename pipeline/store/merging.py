@@ -6,17 +6,19 @@ A block has the same place in every store of a fingerprint, so objects keep thei
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 
 import tensorstore as ts
 
 from pipeline.errors import StoreMismatch
 from pipeline.store.commits import CommitRecord
-from pipeline.store.groups import GENERATED_PREFIX
+from pipeline.store.group_keys import GENERATED_PREFIX
 from pipeline.store.kvstore import list_keys, open_kvstore, read_key, read_keys, write_if_absent, write_key
 from pipeline.store.layout import MAX_ROWS
 from pipeline.store.statistics import statistics_key
 from pipeline.store.tables import table_key
-from pipeline.store.writing import PendingBlock, StoreWriter, create_root, require_no_records
+from pipeline.store.target import larger
+from pipeline.store.writing import StoreWriter, create_root, require_no_records
 
 COPIES = 4  # objects under way at once: each is held in memory whole
 
@@ -41,8 +43,8 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
     measured = [source.weights_error for source in opened if source.weights_error is not None]
     if measured and target.weights_error is None:
         target.record_weights_error(measured[0])
-    if missing and target.complete:
-        target.reopen()
+    if missing:
+        target.reopen(reduce(larger, (source.target for source in opened)))
     with ThreadPoolExecutor(COPIES, thread_name_prefix="copy") as pool:
         for done, (source, record) in enumerate(missing, 1):
             _copy_block(source, target, record, pool)
@@ -81,7 +83,7 @@ def _missing(existing: Sequence[StoreWriter], sources: Sequence[StoreWriter]) ->
     for store in (*existing, *sources):
         for record in (record for stream in store.records.values() for record in stream):
             holder, there = found.setdefault((record.stream, record.block), (store, record))
-            if there != record:
+            if not there.is_same_block(record):
                 raise StoreMismatch(
                     f"block {record.block} of stream {record.stream} is in {holder.path} and in {store.path}, and not "
                     f"the same. Stores can be merged where each stream was computed in one of them. Leave one out."
@@ -100,7 +102,7 @@ def _create(path: str, like: StoreWriter) -> StoreWriter:
     for name, zarr_json in _formats(like).items():
         write_key(kvstore, f"{name}/zarr.json", json.dumps(zarr_json).encode())
     create_root(path, kvstore, like.metadata, like.layout)
-    return StoreWriter.open_existing(path)
+    return StoreWriter.open(path, like.metadata, like.layout)
 
 
 def _copy_block(source: StoreWriter, target: StoreWriter, record: CommitRecord, pool: ThreadPoolExecutor) -> None:
@@ -110,7 +112,7 @@ def _copy_block(source: StoreWriter, target: StoreWriter, record: CommitRecord, 
     if record.statistics_sha256:
         keys.append(statistics_key(stream, block))
     _copy(open_kvstore(source.path), open_kvstore(target.path), keys, pool)
-    target.commit(PendingBlock(stream, block, {}, record.table_sha256, record.statistics_sha256), record)
+    target.commit_written(record)
 
 
 def _copy(source: ts.KvStore, target: ts.KvStore, keys: Sequence[str], pool: ThreadPoolExecutor) -> None:

@@ -5,22 +5,29 @@ It stands in the root zarr.json, under attributes["activation_store"].
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from pipeline.errors import StoreInvalid, StoreMismatch
+from pipeline.errors import StoreError, StoreInvalid, StoreMismatch
+from pipeline.store.digests import json_digest
 from pipeline.store.int8 import DTYPE as INT8
 from pipeline.store.int8 import scale_name
-from pipeline.store.kvstore import open_kvstore, read_key
-from pipeline.store.layout import SELECTED, SIDE_ARRAYS, ArraySpec, StoreLayout, scale_spec
+from pipeline.store.kvstore import open_kvstore, read_key, read_with_generations, write_if_unchanged
+from pipeline.store.layout import ITEM_BYTES, SELECTED, SIDE_ARRAYS, ArraySpec, StoreLayout, scale_spec
+from pipeline.store.parsing import parse_json
+from pipeline.store.target import ALL, Target
 
 FORMAT_VERSION = 1
 ATTRIBUTE = "activation_store"
 ROOT_KEY = "zarr.json"
+
+_ATTEMPTS = 100  # at changing a root that others change, too
 
 Json = Mapping[str, Any]
 
@@ -98,19 +105,25 @@ class StoreMetadata:
 class StoreRoot:
     """The content of the root zarr.json.
 
-    arrays: names of the activation arrays. complete: no block is missing. blocks, commits_sha256: of a complete store,
-    the number of blocks of each stream and the sha256 of the consolidated records. weights_error: of a model with int8
-    weights, the relative error that they cause by array name. created: UTC, ISO 8601; the only value that differs
-    between two runs of one configuration.
+    arrays: names of the activation arrays. complete: no block is missing. target: how many tokens the store is to hold;
+    it only grows. blocks, commits_sha256, statistics_digests: of a complete store, the number of blocks of each stream,
+    the sha256 of the consolidated records and by array the digest of the merged statistics. array_digests: of each
+    array's zarr.json. may_be_not_finite: a run was told to store activations that are not finite. weights_error: of a
+    model with int8 weights, the relative error that they cause by array name. created: UTC, ISO 8601; the only value
+    that differs between two runs of one configuration. Stores of earlier programs have neither target nor digests.
     """
 
     metadata: StoreMetadata
     arrays: tuple[str, ...]
     created: str
     complete: bool = False
+    target: Target | None = None
     blocks: tuple[int, ...] | None = None
-    weights_error: Json | None = None
     commits_sha256: str | None = None
+    statistics_digests: Mapping[str, str] | None = None
+    array_digests: Mapping[str, str] | None = None
+    may_be_not_finite: bool = False
+    weights_error: Json | None = None
 
     @property
     def array_names(self) -> tuple[str, ...]:
@@ -120,52 +133,119 @@ class StoreRoot:
         return (*(spec.name for spec in sides), *self.arrays, *scales)
 
     def to_json(self) -> bytes:
-        stored = {f.name: getattr(self.metadata, f.name) for f in fields(self.metadata)}
+        """With a checksum of the attributes, so that an edited root is noticed."""
+        optional = {
+            "target": self.target,
+            "blocks": None if self.blocks is None else list(self.blocks),
+            "commits_sha256": self.commits_sha256,
+            "statistics_digests": self.statistics_digests,
+            "array_digests": self.array_digests,
+            "may_be_not_finite": self.may_be_not_finite or None,
+            "weights_error": self.weights_error,
+        }
         attributes = {
             "version": FORMAT_VERSION,
             "complete": self.complete,
-            **({} if self.blocks is None else {"blocks": list(self.blocks)}),
-            **({} if self.commits_sha256 is None else {"commits_sha256": self.commits_sha256}),
             "arrays": list(self.arrays),
-            **({} if self.weights_error is None else {"weights_error": self.weights_error}),
-            **stored,
+            **{name: value for name, value in optional.items() if value is not None},
+            **{f.name: getattr(self.metadata, f.name) for f in fields(self.metadata)},
             "fingerprint": self.metadata.fingerprint(),
             "created": self.created,
             "software": _software(),
         }
+        attributes["sha256"] = json_digest(attributes)
         group = {"zarr_format": 3, "node_type": "group", "attributes": {ATTRIBUTE: attributes}}
         return (json.dumps(group, indent=1, ensure_ascii=False) + "\n").encode()
 
     @classmethod
     def from_json(cls, text: bytes, path: str) -> "StoreRoot":
         """Raises StoreInvalid when the group at `path` is not an activation store of this version, or is damaged."""
-        try:
-            attributes = json.loads(text).get("attributes", {}).get(ATTRIBUTE)
-        except (ValueError, AttributeError) as error:
-            raise StoreInvalid(f"{path}/{ROOT_KEY} is not the JSON of a Zarr group: {error}.") from error
+        subject = f"{path}/{ROOT_KEY}"
+        group = parse_json(text, subject)
+        if not isinstance(group, dict) or not isinstance(group.get("attributes", {}), dict):
+            raise StoreInvalid(f"{subject} is not the JSON of a Zarr group.")
+        attributes = group.get("attributes", {}).get(ATTRIBUTE)
         if attributes is None:
             raise StoreInvalid(f"{path} holds another Zarr hierarchy. Choose another store.path.")
-        try:
-            if attributes["version"] != FORMAT_VERSION:
-                found = attributes["version"]
-                raise StoreInvalid(f"the store {path} has format version {found}; this program reads {FORMAT_VERSION}.")
-            metadata = StoreMetadata(**{f.name: attributes[f.name] for f in fields(StoreMetadata)})
-            blocks = attributes.get("blocks")
-            root = cls(
-                metadata,
-                tuple(attributes["arrays"]),
-                attributes["created"],
-                attributes["complete"],
-                None if blocks is None else tuple(blocks),
-                attributes.get("weights_error"),
-                attributes.get("commits_sha256"),
-            )
-            fingerprint = attributes["fingerprint"]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise StoreInvalid(f"{path}/{ROOT_KEY} is damaged: {type(error).__name__} {error}.") from error
-        if fingerprint != metadata.fingerprint():
-            raise StoreInvalid(f"{path}/{ROOT_KEY} was edited: its fingerprint is not that of its content.")
-        return root
+        if not isinstance(attributes, dict):
+            raise StoreInvalid(f"{subject} is damaged: {ATTRIBUTE} is {attributes!r}, expected an object.")
+        if attributes.get("version") != FORMAT_VERSION:
+            found = attributes.get("version")
+            raise StoreInvalid(f"the store {path} has format version {found}; this program reads {FORMAT_VERSION}.")
+        digest = attributes.pop("sha256", None)  # stores of earlier programs have none
+        if digest is not None and digest != json_digest(attributes):
+            raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged.")
+        for name, is_right in _ATTRIBUTES.items():
+            if not is_right(attributes.get(name)):
+                raise StoreInvalid(f"{subject} is damaged: {name} is {str(attributes.get(name))[:80]}.")
+        metadata = StoreMetadata(**{f.name: attributes[f.name] for f in fields(StoreMetadata)})
+        if attributes["fingerprint"] != metadata.fingerprint():
+            raise StoreInvalid(f"{subject} was edited: its fingerprint is not that of its content.")
+        arrays, blocks = tuple(attributes["arrays"]), attributes.get("blocks")
+        captured = metadata.capture.get("arrays")
+        if captured is not None and list(arrays) != captured:
+            raise StoreInvalid(f"{subject} was edited: arrays are {list(arrays)}, but capture.arrays {captured}.")
+        return cls(
+            metadata,
+            arrays,
+            created=attributes["created"],
+            complete=attributes["complete"],
+            target=attributes.get("target"),
+            blocks=None if blocks is None else tuple(blocks),
+            commits_sha256=attributes.get("commits_sha256"),
+            statistics_digests=attributes.get("statistics_digests"),
+            array_digests=attributes.get("array_digests"),
+            may_be_not_finite=attributes.get("may_be_not_finite", False),
+            weights_error=attributes.get("weights_error"),
+        )
+
+
+def _is_name(value: Any) -> bool:
+    """Whether an array may have this name: one folder of the store, and none of the store's own."""
+    return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", value) is not None
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value < 1 << 62
+
+
+def _is_list(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_right, value))
+
+
+def _is_absent_or(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_right(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_object_of_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, value.values()))
+
+
+# What the attributes of a root must be, so that nothing fails on a value of another type later.
+_ATTRIBUTES: Mapping[str, Callable[[Any], bool]] = {
+    **{name: _is_object for name in ("model", "tokenizer", "data", "batch", "capture", "store", "config")},
+    "num_streams": partial(_is_count, least=1),
+    "rows_per_block": partial(_is_count, least=1),
+    "complete": lambda value: type(value) is bool,
+    "arrays": lambda value: _is_list(value, _is_name) and len({*value}) == len(value),
+    "created": _is_text,
+    "fingerprint": _is_text,
+    "target": _is_absent_or(lambda value: value == ALL or _is_count(value)),
+    "blocks": _is_absent_or(lambda value: _is_list(value, _is_count)),
+    "commits_sha256": _is_absent_or(_is_text),
+    "statistics_digests": _is_absent_or(_is_object_of_texts),
+    "array_digests": _is_absent_or(_is_object_of_texts),
+    "may_be_not_finite": _is_absent_or(lambda value: type(value) is bool),
+    "weights_error": _is_absent_or(_is_object),
+}
 
 
 def read_metadata(path: str) -> StoreMetadata | None:
@@ -176,12 +256,39 @@ def read_metadata(path: str) -> StoreMetadata | None:
 
 def read_root(path: str, kvstore: ts.KvStore) -> StoreRoot | None:
     """The root of the store, or None where there is none. Raises StoreError."""
-    text = read_key(kvstore, ROOT_KEY)
-    return None if text is None else StoreRoot.from_json(text, path)
+    return read_root_generation(path, kvstore)[0]
+
+
+def read_root_generation(path: str, kvstore: ts.KvStore) -> tuple[StoreRoot | None, bytes]:
+    """The root of the store, or None where there is none, and the object's generation. Raises StoreError."""
+    [(text, generation)] = read_with_generations(kvstore, [ROOT_KEY])
+    return None if text is None else StoreRoot.from_json(text, path), generation
+
+
+def change_root(path: str, kvstore: ts.KvStore, change: Callable[[StoreRoot], StoreRoot]) -> StoreRoot:
+    """Replaces the root by what `change` makes of it, whatever others do at the same time, and returns it.
+
+    Raises StoreError.
+    """
+    for _ in range(_ATTEMPTS):
+        root, generation = read_root_generation(path, kvstore)
+        if root is None:
+            raise StoreError(f"{path}/{ROOT_KEY} was deleted while the store was being written.")
+        changed = change(root)
+        if changed == root or write_if_unchanged(kvstore, ROOT_KEY, changed.to_json(), generation) is not None:
+            return changed
+    raise StoreError(f"{path}/{ROOT_KEY} could not be changed: other processes did so {_ATTEMPTS} times. Try again.")
 
 
 def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> StoreLayout:
-    """The layout of a store, from its arrays as they are."""
+    """The layout of a store, from its arrays as they are. Raises StoreInvalid for one that has not its dimensions."""
+    for name, array in arrays.items():
+        dimensions = 2 if name in (spec.name for spec in (*SIDE_ARRAYS, SELECTED)) else 3
+        if array.ndim != dimensions or array.dtype.name not in ITEM_BYTES:
+            raise StoreInvalid(
+                f"{name}/zarr.json has dtype {array.dtype.name}, {array.ndim} dimensions, expected {dimensions}. "
+                "Run pipeline.verify, which lists all damage and says how to repair it."
+            )
     selected = arrays[SELECTED.name].shape[1] if root.metadata.selects else None
     slots = "position" if selected is None else SELECTED.slots
     specs = tuple(ArraySpec(name, arrays[name].dtype.name, arrays[name].shape[2], slots=slots) for name in root.arrays)

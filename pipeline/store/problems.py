@@ -33,6 +33,14 @@ class Remedy(StrEnum):
         "The blocks are sound without it, but computing them again and extending the store need it: delete this group "
         "and the later ones of its stream, and the run that needs them writes them again."
     )
+    regenerate_kept = (
+        "What was kept while the model wrote can be deleted: the run that needs it writes it again, with the same "
+        "result."
+    )
+    merge_again = (
+        "The merged statistics are computed from those of the blocks: delete stats/, and run the job again, which "
+        "writes it anew."
+    )
     restore = "The store's zarr.json cannot be computed again: restore it from a copy, or choose a new store.path."
 
 

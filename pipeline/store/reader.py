@@ -29,13 +29,13 @@ from numpy.typing import DTypeLike
 from pipeline.errors import StoreError, StoreInvalid
 from pipeline.selected import at_selected
 from pipeline.sites import ActivationKey, Site
-from pipeline.store.arrays import open_existing
+from pipeline.store.arrays import edited_arrays, open_existing
 from pipeline.store.batches import BatchReader, Reading
 from pipeline.store.commits import CommitRecord, read_consolidated, read_records
 from pipeline.store.filters import TokenFilter
 from pipeline.store.frameworks import Framework
 from pipeline.store.int8 import dequantised, scale_name
-from pipeline.store.kvstore import open_kvstore
+from pipeline.store.kvstore import DAMAGE_REMEDY, open_kvstore
 from pipeline.store.layout import POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS
 from pipeline.store.metadata import StoreMetadata, StoreRoot, read_root, stored_layout
 from pipeline.store.normalisation import Normalisation
@@ -103,6 +103,7 @@ class ActivationStore:
         self.keys: tuple[ActivationKey, ...] = tuple(ActivationKey.parse(name) for name in root.arrays)
         self.arrays = arrays
         self._kvstore = kvstore
+        self._statistics_digests = root.statistics_digests
         self._layout = stored_layout(root, arrays)
         blocks = (record for stream in records.values() for record in stream)
         self._blocks = sorted(blocks, key=lambda record: self._layout.shard_index(record.stream, record.block))
@@ -121,6 +122,10 @@ class ActivationStore:
         if root is None:
             raise StoreInvalid(f"there is no activation store at {path}: it has no zarr.json.")
         arrays = open_existing(kvstore, root.array_names)
+        if edited := edited_arrays(kvstore, root.array_digests or {}):
+            raise StoreInvalid(
+                f"{path}/{edited[0]}/zarr.json does not have the digest that the root names. {DAMAGE_REMEDY}"
+            )
         records = read_consolidated(kvstore, root.commits_sha256)
         return cls(path, kvstore, root, read_records(path, kvstore) if records is None else records, arrays)
 
@@ -181,9 +186,14 @@ class ActivationStore:
         Raises StoreError for a store that was made with capture.statistics=false.
         """
         name = self._key((layer, site)).name
-        found = (
-            read_merged(self._kvstore, name) if self.complete else merge_blocks(self._kvstore, self._blocks).get(name)
-        )
+        if self.complete:
+            found = read_merged(self._kvstore, name, (self._statistics_digests or {}).get(name))
+            if found is None and self._blocks and all(record.statistics_sha256 for record in self._blocks):
+                raise StoreInvalid(
+                    f"{self.path} is complete, but its statistics of {name} are missing. {DAMAGE_REMEDY}"
+                )
+        else:
+            found = merge_blocks(self._kvstore, self._blocks).get(name)
         if found is None:
             raise StoreError(f"{self.path} has no statistics of {name}: it was made with capture.statistics=false.")
         return found
@@ -393,14 +403,18 @@ class ActivationStore:
 
     def _read(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
         values = read_runs(self.arrays[name], rows)
-        filled = self._filled(name, rows)
-        require_stored(self.arrays[name], rows[filled], (values if values.ndim == 2 else values[:, 0])[filled])
+        begin = values if values.ndim == 2 else values[:, 0]
+        is_empty = (begin == self.arrays[name].fill_value).all(axis=1)
+        if is_empty.any():
+            filled = self._filled(name, rows[is_empty])
+            require_stored(self.arrays[name], rows[is_empty][filled], begin[is_empty][filled])
         return values
 
     def _filled(self, name: str, rows: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
         """Which rows of an array begin with something: a token, a selected token, an activation."""
-        if name == POSITIONS.name:  # where zeros are nothing unusual
-            return np.zeros(len(rows), bool)
+        if name == POSITIONS.name:  # zeros are nothing unusual where every window of the row has one token
+            segments = self._read(SEGMENTS.name, rows)
+            return ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)).any(axis=1)
         if self._layout.selected is None or name in (spec.name for spec in SIDE_ARRAYS):
             return np.ones(len(rows), bool)
         if name == SELECTED.name:

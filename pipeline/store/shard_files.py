@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from crc32c import crc32c  # unlike google_crc32c it takes any buffer, and releases the interpreter's lock
 from jaxtyping import Shaped
+
+from pipeline.store.digests import ValuesDigest, chunk_checksum
 
 _ABSENT = (1 << 64) - 1  # in a shard's index: of a chunk that holds the fill value alone, which is not written
 
@@ -30,20 +31,26 @@ class ShardFiles:
 
     def write(
         self, key: str, values: Shaped[np.ndarray, "R ..."], chunk_shape: Sequence[int], fill: int
-    ) -> Future[None]:
+    ) -> Future[str]:
         """Starts writing an object, which replaces the one that is there when all of it is on the disk. As TensorStore,
         deletes it instead where there is nothing but the fill value.
 
-        `values` is not copied: leave it untouched until the future is done. That raises OSError where writing failed;
-        what was there stays.
+        `values` is not copied: leave it untouched until the future is done. That gives the values' digest, or raises
+        OSError where writing failed; what was there stays.
         """
-        return self._threads.submit(_write_durably, self._root / key, encode_shard(values, chunk_shape, fill))
+        return self._threads.submit(self._write, key, values, chunk_shape, fill)
+
+    def _write(self, key: str, values: Shaped[np.ndarray, "R ..."], chunk_shape: Sequence[int], fill: int) -> str:
+        digest = ValuesDigest(math.prod(chunk_shape) * values.itemsize)
+        _write_durably(self._root / key, encode_shard(values, chunk_shape, fill, digest))
+        return digest.hexdigest()
 
 
 def encode_shard(
-    values: Shaped[np.ndarray, "R ..."], chunk_shape: Sequence[int], fill: int
+    values: Shaped[np.ndarray, "R ..."], chunk_shape: Sequence[int], fill: int, digest: ValuesDigest
 ) -> Iterator[memoryview | bytes]:
     """The parts of a Zarr v3 shard, in order: each chunk and its crc32c, then the index of the chunks and its crc32c.
+    The chunks' checksums go into `digest`, too.
 
     Chunks must be whole rows or a part of one row, as `StoreLayout.chunk_shape`'s are: one after the other they are
     `values` as it lies in memory. Nothing at all where every chunk holds the fill value alone.
@@ -51,6 +58,7 @@ def encode_shard(
     values = np.ascontiguousarray(values)
     content = memoryview(values.reshape(-1).view(np.uint8))
     empty = np.full(math.prod(chunk_shape), fill, values.dtype).tobytes()
+    checksum_of_empty = chunk_checksum(empty)
     first = empty[: values.itemsize]
     index = []
     offset = 0
@@ -58,8 +66,10 @@ def encode_shard(
         chunk = content[start : start + len(empty)]
         if chunk[: len(first)] == first and bytes(chunk) == empty:
             index += [_ABSENT, _ABSENT]
+            digest.add_checksum(checksum_of_empty)
             continue
-        checksum = _checksum(chunk)
+        checksum = chunk_checksum(chunk)
+        digest.add_checksum(checksum)
         yield chunk
         yield checksum
         index += [offset, len(chunk) + len(checksum)]
@@ -68,11 +78,7 @@ def encode_shard(
         return
     encoded_index = struct.pack(f"<{len(index)}Q", *index)
     yield encoded_index
-    yield _checksum(encoded_index)
-
-
-def _checksum(part: memoryview | bytes) -> bytes:
-    return struct.pack("<I", crc32c(part))
+    yield chunk_checksum(encoded_index)
 
 
 def _write_durably(path: Path, parts: Iterator[memoryview | bytes]) -> None:

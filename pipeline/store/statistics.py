@@ -15,10 +15,14 @@ import pyarrow as pa
 import tensorstore as ts
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 
+from pipeline.errors import StoreInvalid
 from pipeline.store.commits import CommitRecord
+from pipeline.store.digests import objects_digest
 from pipeline.store.filters import norms_of
-from pipeline.store.kvstore import read_keys, write_key
+from pipeline.store.int8 import dequantised
+from pipeline.store.kvstore import DAMAGE_REMEDY, read_keys
 from pipeline.store.normalisation import Normalisation
+from pipeline.store.parsing import parse_json
 from pipeline.store.tables import decode_parquet, encode_table
 
 BINS_PER_OCTAVE = 32
@@ -28,6 +32,8 @@ QUANTILES = (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)
 
 STATISTICS_PREFIX = "_stats/"  # of each block
 MERGED_PREFIX = "stats/"  # of all
+MERGED_GROUP_KEY = f"{MERGED_PREFIX}zarr.json"
+MERGED_GROUP = (json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}, indent=1) + "\n").encode()
 _SCHEMA = pa.schema(
     [
         ("array", pa.string()),
@@ -115,6 +121,18 @@ def token_statistics(activations: np.ndarray) -> Statistics:
     return _with_norms(norms_of(activations[finite]), int((~finite).sum()), mean, m2)
 
 
+def piece_statistics(values: np.ndarray, scales: np.ndarray | None) -> Statistics:
+    """Of some tokens' stored values [n, d], in float32; of int8 with their scales [n, groups]."""
+    values = values.astype(np.float32) if scales is None else dequantised(values, scales)
+    norms = norms_of(values)
+    is_finite = np.isfinite(norms)
+    finite = values if is_finite.all() else values[is_finite]
+    mean = finite.mean(axis=0, dtype=np.float64) if len(finite) else np.zeros(values.shape[1])
+    deviations = finite - mean.astype(np.float32)
+    m2 = np.einsum("nd,nd->d", deviations, deviations).astype(np.float64)
+    return _with_norms(norms[is_finite], int((~is_finite).sum()), mean, m2)
+
+
 def _with_norms(
     norms: Float32[np.ndarray, " n"], not_finite: int, mean: Float64[np.ndarray, " d"], m2: Float64[np.ndarray, " d"]
 ) -> Statistics:
@@ -193,14 +211,20 @@ def merge_blocks(kvstore: ts.KvStore, records: Sequence[CommitRecord]) -> dict[s
     return total
 
 
-def write_merged(kvstore: ts.KvStore, statistics: Mapping[str, Statistics]) -> None:
-    """Writes `stats/`: for each array a float64 Zarr array [mean or variance, feature], the rest in its attributes.
+def merged_keys(name: str) -> tuple[str, str]:
+    """The objects, relative to the store, that hold the merged statistics of an array."""
+    return f"{MERGED_PREFIX}{name}/zarr.json", f"{MERGED_PREFIX}{name}/c/0/0"
 
-    Processes that do this at the same time write the same. Raises StoreError.
-    """
-    if statistics:
-        group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
-        write_key(kvstore, f"{MERGED_PREFIX}zarr.json", _json(group))
+
+def merged_digest(objects: Mapping[str, bytes | None], name: str) -> str | None:
+    """The digest of an array's merged statistics among some `objects`; None where one of them is missing."""
+    wanted = {key: objects.get(key) for key in merged_keys(name)}
+    return None if None in wanted.values() else objects_digest(wanted)
+
+
+def encode_merged(statistics: Mapping[str, Statistics]) -> dict[str, bytes]:
+    """`stats/` by key: for each array a float64 Zarr array [mean or variance, feature], the rest in its attributes."""
+    objects = {MERGED_GROUP_KEY: MERGED_GROUP} if statistics else {}
     for name, found in statistics.items():
         values = np.stack([found.mean, found.variance])
         quantiles = {str(q): found.norm_quantile(q) for q in QUANTILES}
@@ -233,30 +257,43 @@ def write_merged(kvstore: ts.KvStore, statistics: Mapping[str, Statistics]) -> N
             "dimension_names": ["mean_variance", "feature"],
             "attributes": attributes,
         }
-        write_key(kvstore, f"{MERGED_PREFIX}{name}/zarr.json", _json(metadata))
-        write_key(kvstore, f"{MERGED_PREFIX}{name}/c/0/0", values.astype("<f8").tobytes())
+        objects |= zip(merged_keys(name), (_json(metadata), values.astype("<f8").tobytes()), strict=True)
+    return objects
 
 
-def read_merged(kvstore: ts.KvStore, name: str) -> Statistics | None:
-    """What `write_merged` has written of an array; None where it has not. Raises StoreError."""
-    text, content = read_keys(kvstore, [f"{MERGED_PREFIX}{name}/zarr.json", f"{MERGED_PREFIX}{name}/c/0/0"])
-    if text is None or content is None:
-        return None
-    found = json.loads(text)["attributes"]
-    mean, variance = np.frombuffer(content, "<f8").reshape(2, -1)
-    histogram = np.zeros(NUM_BINS, np.int64)
-    counts = found["norm_histogram"]["counts"]
-    first = found["norm_histogram"]["first_bin"]
-    histogram[first : first + len(counts)] = counts
-    return Statistics(
-        found["count"],
-        found["not_finite"],
-        mean,
-        variance * found["count"],
-        found["norm_sum"],
-        histogram,
-        found.get("squared_error"),
-    )
+def read_merged(kvstore: ts.KvStore, name: str, digest: str | None = None) -> Statistics | None:
+    """What `encode_merged` has made of an array's statistics; None where there is nothing.
+
+    Raises StoreInvalid for what is damaged, or has not the `digest` that the root names, and StoreError.
+    """
+    keys = merged_keys(name)
+    objects = dict(zip(keys, read_keys(kvstore, list(keys)), strict=True))
+    if digest is not None and merged_digest(objects, name) != digest:
+        raise StoreInvalid(f"{keys[0]} and {keys[1]} do not have the digest that the root names. {DAMAGE_REMEDY}")
+    return None if None in objects.values() else decode_merged(objects, name)
+
+
+def decode_merged(objects: Mapping[str, bytes], name: str) -> Statistics:
+    """The inverse of `encode_merged`. Raises StoreInvalid."""
+    zarr_json_key, values_key = merged_keys(name)
+    zarr_json = parse_json(objects[zarr_json_key], zarr_json_key)
+    try:
+        found = zarr_json["attributes"]
+        mean, variance = np.frombuffer(objects[values_key], "<f8").reshape(2, -1)
+        histogram = np.zeros(NUM_BINS, np.int64)
+        counts, first = found["norm_histogram"]["counts"], found["norm_histogram"]["first_bin"]
+        histogram[first : first + len(counts)] = counts
+        return Statistics(
+            found["count"],
+            found["not_finite"],
+            mean,
+            variance * found["count"],
+            found["norm_sum"],
+            histogram,
+            found.get("squared_error"),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise StoreInvalid(f"{zarr_json_key} does not hold merged statistics: {error!r}. {DAMAGE_REMEDY}") from error
 
 
 def _json(content: dict[str, Any]) -> bytes:

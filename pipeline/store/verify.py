@@ -1,5 +1,6 @@
 """Verifying a store: every record, every object, every checksum, and that everything is aligned."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import pyarrow as pa
 import tensorstore as ts
 
 from pipeline.errors import StoreError, StoreInvalid
-from pipeline.store.arrays import open_existing
+from pipeline.store.arrays import edited_arrays, open_existing, refused_arrays
 from pipeline.store.checks import (
     check_chain,
     check_finite,
@@ -21,6 +22,7 @@ from pipeline.store.checks import (
     check_selected,
     check_selected_of_documents,
     check_side_arrays,
+    check_statistics,
     check_table,
     check_tiling,
 )
@@ -32,13 +34,27 @@ from pipeline.store.commits import (
     consolidated_digest,
     parse_commit_key,
 )
+from pipeline.store.digests import ValuesDigest
 from pipeline.store.groups import check_groups
+from pipeline.store.int8 import scale_name
 from pipeline.store.kvstore import list_keys, open_kvstore, read_key, read_keys
-from pipeline.store.layout import MAX_ROWS, POSITIONS, SIDE_ARRAYS, StoreLayout
+from pipeline.store.layout import ITEM_BYTES, MAX_ROWS, POSITIONS, SIDE_ARRAYS, StoreLayout
 from pipeline.store.metadata import ROOT_KEY, StoreRoot, stored_layout
 from pipeline.store.problems import Problem, Remedy
 from pipeline.store.rows import READS_AHEAD, beside_activations, start_read, wait_read
-from pipeline.store.statistics import STATISTICS_PREFIX, decode_statistics, statistics_key
+from pipeline.store.statistics import (
+    MERGED_GROUP,
+    MERGED_GROUP_KEY,
+    STATISTICS_PREFIX,
+    Statistics,
+    decode_merged,
+    decode_statistics,
+    merge,
+    merged_digest,
+    merged_keys,
+    piece_statistics,
+    statistics_key,
+)
 from pipeline.store.tables import TABLES_PREFIX, decode_table, table_key
 
 # Of each, READS_AHEAD pieces are under way: enough to keep an object store busy, and both memory and threads few.
@@ -60,14 +76,30 @@ class _Store:
 
     @property
     def may_be_not_finite(self) -> bool:
-        return self.root.metadata.config.get("capture", {}).get("on_not_finite") == "warn"
+        capture = self.root.metadata.config.get("capture")
+        was_created_so = isinstance(capture, dict) and capture.get("on_not_finite") == "warn"
+        return self.root.may_be_not_finite or was_created_so
 
 
-def verify_store(path: str, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
+@dataclass(frozen=True)
+class _CheckedBlock:
+    """What is wrong with a block, and what of it was readable."""
+
+    problems: list[Problem]
+    table: pa.Table | None
+    statistics: dict[str, Statistics] | None
+
+
+def verify_store(
+    path: str,
+    progress: Callable[[int, int], None] | None = None,
+    note: Callable[[str], None] | None = None,
+) -> list[Problem]:
     """Everything that is wrong with the committed blocks of a store; an empty list when it is sound.
 
-    `progress` is called with the number of blocks that are checked and the number of all. What is damaged is a
-    Problem. Raises StoreInvalid where there is no store, and StoreError where it cannot be reached.
+    `progress` is called with the number of blocks that are checked and the number of all, `note` with a sentence on
+    what could not be checked, if there is something. What is damaged is a Problem. Raises StoreInvalid where there is
+    no store, and StoreError where it cannot be reached.
     """
     kvstore = open_kvstore(path)
     text = read_key(kvstore, ROOT_KEY)
@@ -81,10 +113,9 @@ def verify_store(path: str, progress: Callable[[int, int], None] | None = None) 
     records = _read_records(kvstore, problems)
     problems += _check_records(root, records)
     problems += _check_consolidated(kvstore, root, records)
-    arrays = _open_arrays(kvstore, root, problems)
-    if arrays is None:
+    store = _open(path, kvstore, root, problems)
+    if store is None:
         return problems
-    store = _describe(path, kvstore, root, arrays)
     wrong, readable = _check_arrays(store, records)
     problems += wrong
     if root.complete:
@@ -93,23 +124,44 @@ def verify_store(path: str, progress: Callable[[int, int], None] | None = None) 
         return problems
     total, done = sum(map(len, records.values())), 0
     every = [record for stream in sorted(records) for record in records[stream]]
+    merging = _Merging()
+    tables: dict[int, pa.Table] = {}
     with (
         ThreadPoolExecutor(BLOCKS_AT_ONCE, thread_name_prefix="verify") as pool,
         closing(pool.map(partial(_check_block, store), every)) as results,
     ):
         for stream in sorted(records):
-            tables: list[pa.Table] = []
-            for found, table in islice(results, len(records[stream])):
-                problems += found
-                tables += [] if table is None else [table]
+            of_stream: list[pa.Table] = []
+            for block in islice(results, len(records[stream])):
+                problems += block.problems
+                of_stream += [] if block.table is None else [block.table]
+                merging.add(block.statistics)
                 done += 1
                 if progress is not None:
                     progress(done, total)
-            if len(tables) == len(records[stream]):
-                tiling = check_tiling(tables, records[stream][-1], root.metadata.num_streams)
+            if len(of_stream) == len(records[stream]):
+                tiling = check_tiling(of_stream, records[stream][-1], root.metadata.num_streams)
                 problems += (Problem(f"_documents/stream-{stream:05d}", what) for what in tiling)
-                problems += check_groups(kvstore, stream, pa.concat_tables(tables))
+                tables[stream] = pa.concat_tables(of_stream)
+    problems += _check_merged(store, merging)
+    if root.metadata.data.get("source") == "generate":
+        sizes = _kept_token_bytes(store)
+        for stream in range(root.metadata.num_streams):
+            problems += check_groups(kvstore, stream, tables.get(stream), sizes)
+    if note is not None:
+        _say_what_is_not_checked(root, every, note)
     return problems
+
+
+def _say_what_is_not_checked(root: StoreRoot, records: Sequence[CommitRecord], note: Callable[[str], None]) -> None:
+    without = sum(record.digests is None for record in records)
+    if without:
+        note(
+            f"{without} of {len(records)} blocks were written by an earlier program and have no digests: an object "
+            "that was exchanged for another valid one is found only where it contradicts the statistics"
+        )
+    if root.array_digests is None:
+        note("the root was written by an earlier program, and has no digests: the next run adds them")
 
 
 def _read_records(kvstore: ts.KvStore, problems: list[Problem]) -> dict[int, list[CommitRecord]]:
@@ -166,18 +218,21 @@ def _check_consolidated(
         yield Problem(CONSOLIDATED_KEY, "does not agree with the commit records", Remedy.consolidate)
 
 
-def _open_arrays(kvstore: ts.KvStore, root: StoreRoot, problems: list[Problem]) -> dict[str, ts.TensorStore] | None:
-    opened = {}
+def _open(path: str, kvstore: ts.KvStore, root: StoreRoot, problems: list[Problem]) -> _Store | None:
+    """The store, or None where its arrays or their layout cannot be read."""
+    arrays: dict[str, ts.TensorStore] = {}
     for name in root.array_names:
         try:
-            opened |= open_existing(kvstore, [name])
+            arrays |= open_existing(kvstore, [name])
         except StoreError as error:
             problems.append(Problem(f"{name}/zarr.json", str(error), Remedy.rerun))
-    return opened if len(opened) == len(root.array_names) else None
-
-
-def _describe(path: str, kvstore: ts.KvStore, root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> _Store:
-    layout = stored_layout(root, arrays)
+    if len(arrays) < len(root.array_names):
+        return None
+    try:
+        layout = stored_layout(root, arrays)
+    except StoreError as error:
+        problems.append(Problem("zarr.json", str(error), Remedy.rerun))
+        return None
     num_rows = min(array.shape[0] for array in arrays.values())
     objects = {name: frozenset(list_keys(kvstore, f"{name}/c/")) for name in arrays}
     vocab_size = root.metadata.model.get("vocab_size", root.metadata.tokenizer.get("vocab_size"))
@@ -189,6 +244,7 @@ def _check_arrays(store: _Store, records: Mapping[int, Sequence[CommitRecord]]) 
     last = [found[-1] for found in records.values()]
     rows = max((store.layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
     problems, readable = [], True
+    edited = _edited(store)
     for spec in store.layout.all_arrays:
         array, shard_shape = store.arrays[spec.name], store.layout.shard_shape(spec)
         where = f"{spec.name}/zarr.json"
@@ -197,11 +253,23 @@ def _check_arrays(store: _Store, records: Mapping[int, Sequence[CommitRecord]]) 
         if found != expected:
             what = f"has dtype, shape and store shards {found}, expected {expected}"
             problems.append(Problem(where, what, Remedy.rerun))
+        elif spec.name in edited:
+            problems.append(Problem(where, edited[spec.name], Remedy.rerun))
         if array.shape[0] != (rows if store.root.complete else MAX_ROWS):
             what = f"has {array.shape[0]} rows; the last committed row is {rows - 1}"
             problems.append(Problem(where, what, Remedy.rerun))
-        readable = readable and found == expected and array.shape[0] >= rows
+        readable = readable and found == expected and array.shape[0] >= rows and spec.name not in edited
     return problems, readable
+
+
+def _edited(store: _Store) -> dict[str, str]:
+    """By array, what is wrong with its metadata."""
+    if store.root.array_digests is not None:
+        if set(store.root.array_digests) != set(store.arrays):
+            return dict.fromkeys(store.arrays, "is not one of the arrays whose digests the root has")
+        digests = store.root.array_digests
+        return dict.fromkeys(edited_arrays(store.kvstore, digests), "does not have the digest that the root names")
+    return refused_arrays(store.kvstore, store.layout)
 
 
 def _check_leftovers(store: _Store) -> Iterator[Problem]:
@@ -217,18 +285,28 @@ def _check_leftovers(store: _Store) -> Iterator[Problem]:
                 yield Problem(key, "belongs to no committed block, although the store is complete", Remedy.discard)
 
 
-def _check_block(store: _Store, record: CommitRecord) -> tuple[list[Problem], pa.Table | None]:
-    """What is wrong with one block, and its document table when that is readable."""
+def _check_block(store: _Store, record: CommitRecord) -> _CheckedBlock:
+    problems: list[Problem] = []
+    table, statistics = None, {}
     try:
         table = decode_table(read_key(store.kvstore, table_key(record.stream, record.block)), record)
     except StoreError as error:
-        of_table = [Problem(table_key(record.stream, record.block), str(error))]
-        return of_table + list(_check_objects(store, record, None)), None
-    return list(_check_objects(store, record, table)), table
+        problems.append(Problem(table_key(record.stream, record.block), str(error)))
+    if record.statistics_sha256:
+        key = statistics_key(record.stream, record.block)
+        try:
+            statistics = decode_statistics(read_key(store.kvstore, key), record)
+        except StoreError as error:
+            problems.append(Problem(key, str(error)))
+            statistics = None
+    problems += _check_objects(store, record, table, statistics or {})
+    return _CheckedBlock(problems, table, statistics)
 
 
-def _check_objects(store: _Store, record: CommitRecord, table: pa.Table | None) -> Iterator[Problem]:
-    """What is wrong with a block but for its document table."""
+def _check_objects(
+    store: _Store, record: CommitRecord, table: pa.Table | None, statistics: Mapping[str, Statistics]
+) -> Iterator[Problem]:
+    """What is wrong with a block's arrays."""
     keys = {spec.name: store.layout.shard_key(spec, record.stream, record.block) for spec in store.layout.all_arrays}
     # Zarr stores no object for a shard of zeros, which `positions` may be, and everything is in a block without rows.
     sides_of_tokens = {spec.name for spec in SIDE_ARRAYS}
@@ -239,10 +317,13 @@ def _check_objects(store: _Store, record: CommitRecord, table: pa.Table | None) 
 
     sides: dict[str, np.ndarray] = {}
     for name in (spec.name for spec in store.layout.side_arrays if spec.name not in missing):
+        digest = _digest(store, name)
         try:
-            sides[name] = np.concatenate(list(_read_block(store, name, record)))
+            sides[name] = np.concatenate(list(_read_block(store, name, record, digest)))
         except StoreError as error:
             yield Problem(keys[name], str(error))
+            continue
+        yield from (Problem(keys[name], what) for what in _compare_digest(record, name, digest))
     if len(sides) < len(store.layout.side_arrays):
         return  # what to compare the rest with is not known
     first_row = store.layout.first_row(record.stream, record.block)
@@ -259,48 +340,122 @@ def _check_objects(store: _Store, record: CommitRecord, table: pa.Table | None) 
             for what in check_selected_of_documents(table, beside_activations(sides)["documents"]):
                 yield Problem(table_key(record.stream, record.block), what)
         valid = sides["selected"] >= 0
-    if record.statistics_sha256:
-        yield from _check_statistics(store, record)
+    covered = {scale_name(name) for name in statistics}  # of their values, too, the statistics count those not finite
     for name in (spec.name for spec in (*store.layout.arrays, *store.layout.scales) if spec.name not in missing):
-        yield from _check_activations(store, name, keys[name], record, valid)
-
-
-def _check_statistics(store: _Store, record: CommitRecord) -> Iterator[Problem]:
-    key = statistics_key(record.stream, record.block)
-    try:
-        statistics = decode_statistics(read_key(store.kvstore, key), record)
-    except StoreError as error:
-        yield Problem(key, str(error))
-        return
-    for name, found in statistics.items():
-        if found.count + found.not_finite != record.activations:
-            yield Problem(
-                key, f"counts {found.count + found.not_finite} tokens of {name}; the block has {record.activations}"
-            )
+        may_be_not_finite = store.may_be_not_finite or name in covered
+        yield from _check_activations(store, name, keys[name], record, valid, statistics.get(name), may_be_not_finite)
 
 
 def _check_activations(
-    store: _Store, name: str, key: str, record: CommitRecord, valid: np.ndarray
+    store: _Store,
+    name: str,
+    key: str,
+    record: CommitRecord,
+    valid: np.ndarray,
+    statistics: Statistics | None,
+    may_be_not_finite: bool,
 ) -> Iterator[Problem]:
-    """What is wrong with the first bad piece of a block's activations."""
-    row = 0
+    """What is wrong with a block's activations, or their scales: of their values, the first bad piece."""
+    row, wrong, parts = 0, [], []
+    digest = _digest(store, name)
     try:
-        for values in _read_block(store, name, record):
+        scales = _scales(store, name, record) if statistics is not None else None
+        for values in _read_block(store, name, record, digest):
+            in_piece = valid[row : row + len(values)]
             where = f"rows {row} to {row + len(values) - 1} of the block: "
-            wrong = []
-            if not store.may_be_not_finite:
-                wrong += [Problem(key, where + what, Remedy.other_dtype) for what in check_finite(values)]
-            wrong += [Problem(key, where + what) for what in check_padding(values, valid[row : row + len(values)])]
-            if wrong:
-                yield from wrong
-                return
+            if not wrong:
+                if statistics is None and not may_be_not_finite:
+                    wrong += [Problem(key, where + what, Remedy.other_dtype) for what in check_finite(values)]
+                wrong += [Problem(key, where + what) for what in check_padding(values, in_piece)]
+            if statistics is not None and in_piece.any():
+                of_piece = None if scales is None else scales[row : row + len(values)][in_piece]
+                parts.append(piece_statistics(values[in_piece], of_piece))
             row += len(values)
     except StoreError as error:
         yield Problem(key, str(error))
+        return
+    yield from wrong
+    yield from (Problem(key, what) for what in _compare_digest(record, name, digest))
+    if statistics is not None and record.activations and not wrong:
+        yield from (Problem(key, what) for what in check_statistics(statistics, merge(parts)))
 
 
-def _read_block(store: _Store, name: str, record: CommitRecord) -> Iterator[np.ndarray]:
-    """A block of an array, in pieces of whole rows; the rows that trimming cut off some array are left out."""
+def _scales(store: _Store, name: str, record: CommitRecord) -> np.ndarray | None:
+    """A block's scales [R, S, groups], of an array of int8."""
+    if not store.layout.scales:
+        return None
+    return np.concatenate(list(_read_block(store, scale_name(name), record)))
+
+
+def _digest(store: _Store, name: str) -> ValuesDigest:
+    array = store.arrays[name]
+    return ValuesDigest(math.prod(array.chunk_layout.read_chunk.shape) * array.dtype.numpy_dtype.itemsize)
+
+
+def _compare_digest(record: CommitRecord, name: str, digest: ValuesDigest) -> Iterator[str]:
+    if record.digests is not None and record.digests.get(name) != digest.hexdigest():
+        yield (
+            f"the values have the digest {digest.hexdigest()}, the block's record says {record.digests.get(name)}: "
+            "they are not those that were written"
+        )
+
+
+class _Merging:
+    """The statistics of all blocks, merged as they are checked; None where those of one are missing."""
+
+    def __init__(self) -> None:
+        self.total: dict[str, Statistics] | None = {}
+        self._begun = False
+
+    def add(self, block: Mapping[str, Statistics] | None) -> None:
+        if not self._begun:
+            self.total, self._begun = block if block is None else dict(block), True
+        elif not self.total or not block or set(self.total) != set(block):
+            self.total = None if self.total is None or block is None else {}
+        else:
+            self.total = {name: merge([of_array, block[name]]) for name, of_array in self.total.items()}
+
+
+def _check_merged(store: _Store, merging: _Merging) -> Iterator[Problem]:
+    """`stats/` of a complete store is what its blocks' statistics give, and has the digests that the root names."""
+    if not store.root.complete or merging.total is None:
+        return
+    digests = store.root.statistics_digests
+    keys = [key for spec in store.layout.arrays for key in merged_keys(spec.name)]
+    objects = dict(zip(keys, read_keys(store.kvstore, keys), strict=True))
+    for name, expected in merging.total.items():
+        where = merged_keys(name)[0].removesuffix("zarr.json")
+        if merged_digest(objects, name) is None:
+            yield Problem(where, "is missing, although the store is complete", Remedy.merge_again)
+        elif digests is not None and digests.get(name) != merged_digest(objects, name):
+            yield Problem(where, "does not have the digest that the root names", Remedy.merge_again)
+        else:
+            try:
+                found = decode_merged(objects, name)
+            except StoreError as error:
+                yield Problem(where, str(error), Remedy.merge_again)
+                continue
+            for what in check_statistics(found, expected):
+                yield Problem(where, what, Remedy.merge_again)
+    if merging.total and read_key(store.kvstore, MERGED_GROUP_KEY) != MERGED_GROUP:
+        yield Problem(MERGED_GROUP_KEY, "is missing or was edited", Remedy.merge_again)
+
+
+def _kept_token_bytes(store: _Store) -> dict[str, int]:
+    """Of each captured array, the bytes of a token's activation as it is kept while the model writes."""
+    dtype = store.root.metadata.model.get("dtype")
+    if store.root.metadata.capture.get("when") != "decode" or dtype not in ITEM_BYTES:
+        return {}
+    return {spec.name: spec.width * ITEM_BYTES[dtype] for spec in store.layout.arrays}
+
+
+def _read_block(
+    store: _Store, name: str, record: CommitRecord, digest: ValuesDigest | None = None
+) -> Iterator[np.ndarray]:
+    """A block of an array, in pieces of whole rows; the rows that trimming cut off some array are left out.
+
+    All of it goes into the `digest`.
+    """
     array = store.arrays[name]
     first = store.layout.first_row(record.stream, record.block)
     stop = min(first + store.layout.rows_per_block, store.num_rows)
@@ -311,11 +466,20 @@ def _read_block(store: _Store, name: str, record: CommitRecord) -> Iterator[np.n
         out = np.empty((min(step, stop - row), *array.shape[1:]), array.dtype.numpy_dtype)
         reads.append((out, start_read(array, row, out)))
         if len(reads) > READS_AHEAD:
-            yield _finished(array, *reads.popleft())
+            yield _finished(array, *reads.popleft(), digest)
     while reads:
-        yield _finished(array, *reads.popleft())
+        yield _finished(array, *reads.popleft(), digest)
+    if digest is not None:  # trimmed rows are padding
+        num_trimmed = first + store.layout.rows_per_block - max(first, stop)
+        fill = np.asarray(array.fill_value, array.dtype.numpy_dtype)
+        for _ in range(num_trimmed):
+            digest.add_values(np.broadcast_to(fill, array.shape[1:]))
 
 
-def _finished(array: ts.TensorStore, values: np.ndarray, read: ts.WriteFutures) -> np.ndarray:
+def _finished(
+    array: ts.TensorStore, values: np.ndarray, read: ts.WriteFutures, digest: ValuesDigest | None
+) -> np.ndarray:
     wait_read(array, read)
+    if digest is not None:
+        digest.add_values(values)
     return values

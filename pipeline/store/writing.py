@@ -15,19 +15,17 @@ import pyarrow as pa
 import tensorstore as ts
 
 from pipeline.errors import StoreError, StoreInvalid
-from pipeline.store.arrays import open_existing, open_or_create, set_rows
-from pipeline.store.claims import delete_claims
+from pipeline.store.arrays import open_existing, open_or_create, read_array_digests, set_rows
 from pipeline.store.commits import (
     COMMITS_PREFIX,
-    CONSOLIDATED_KEY,
     CommitRecord,
     Records,
-    consolidate,
-    consolidated_digest,
+    commit_key,
     read_consolidated,
     read_records,
 )
-from pipeline.store.kept import delete_kept
+from pipeline.store.digests import values_digest
+from pipeline.store.finishing import finish_store
 from pipeline.store.kvstore import (
     file_threads,
     list_keys,
@@ -35,17 +33,20 @@ from pipeline.store.kvstore import (
     object_url,
     open_kvstore,
     read_key,
+    read_with_generations,
     store_errors,
     write_if_absent,
+    write_if_unchanged,
     write_key,
 )
 from pipeline.store.layout import MAX_ROWS, ArraySpec, StoreLayout, is_plain_files
-from pipeline.store.metadata import ROOT_KEY, Json, StoreMetadata, StoreRoot, read_root, stored_layout
+from pipeline.store.metadata import ROOT_KEY, Json, StoreMetadata, StoreRoot, change_root, read_root, stored_layout
 from pipeline.store.shard_files import ShardFiles
-from pipeline.store.statistics import Statistics, encode_statistics, merge_blocks, statistics_key, write_merged
+from pipeline.store.statistics import Statistics, encode_statistics, statistics_key
 from pipeline.store.tables import encode_table, table_digest, table_key
+from pipeline.store.target import Target, larger, target_of
 
-Written = ts.Future | ts.WriteFutures | Future[None]
+Written = ts.Future | ts.WriteFutures | Future[str]
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,14 @@ class PendingBlock:
     stream: int
     block: int
     futures: Mapping[str, Written]
+    digests: Mapping[str, Future[str]]  # by array; none where another run has committed the block already
     table_sha256: str
     statistics_sha256: str
 
     @property
     def done(self) -> bool:
         """Whether every object is durable (or has failed): `commit` will not wait."""
-        return all(future.done() for future in self.futures.values())
+        return all(future.done() for future in (*self.futures.values(), *self.digests.values()))
 
 
 class StoreWriter:
@@ -78,7 +80,6 @@ class StoreWriter:
         self.layout = layout
         consolidated = read_consolidated(kvstore, root.commits_sha256)
         self.records: Records = read_records(path, kvstore, known=consolidated)
-        self._consolidated = root.commits_sha256 if consolidated == self.records else None
         self._kvstore = kvstore
         self._files: ShardFiles | None = None
         if is_plain_files(path, layout.compression):
@@ -102,7 +103,10 @@ class StoreWriter:
         kvstore = open_kvstore(path)
         root = create_root(path, kvstore, metadata, layout) or _read_root(path, kvstore)
         root.metadata.require_same(metadata, path)
-        return cls(path, kvstore, layout, root, open_or_create(kvstore, layout))
+        arrays = open_or_create(kvstore, layout)
+        digests = read_array_digests(kvstore, root.array_names)
+        root = change_root(path, kvstore, lambda root: replace(root, array_digests=digests))
+        return cls(path, kvstore, layout, root, arrays)
 
     @classmethod
     def open_existing(cls, path: str) -> "StoreWriter":
@@ -123,13 +127,22 @@ class StoreWriter:
         return self._root.complete
 
     @property
+    def target(self) -> Target | None:
+        """How many tokens the store is to hold, as of its root when that was read last; None where it does not say."""
+        return self._root.target
+
+    @property
     def weights_error(self) -> Json | None:
         """What `record_weights_error` has recorded, now or when the store was created."""
         return self._root.weights_error
 
     def record_weights_error(self, errors: Json) -> None:
         """Writes the relative error of each array that int8 weights cause into the store's attributes."""
-        self._update_root(weights_error=errors)
+        self._change_root(weights_error=errors)
+
+    def allow_not_finite(self) -> None:
+        """Writes into the store's attributes that its activations need not be finite."""
+        self._change_root(may_be_not_finite=True)
 
     def begin_block(
         self,
@@ -143,7 +156,8 @@ class StoreWriter:
 
         `arrays` holds every array of the layout by name, each of its full shard shape, with zeros (documents, selected:
         -1) where padded. The arrays are not copied: leave them untouched until `commit` returns.
-        A committed block that was truncated loses its record here, since its objects are about to be replaced.
+        A committed block that was truncated loses its record here, since its objects are about to be replaced. Nothing
+        is written of a block that another run has committed meanwhile.
         """
         if self.complete:
             raise ValueError(f"the store {self.path} is complete: reopen() it first")
@@ -151,17 +165,21 @@ class StoreWriter:
             raise StoreInvalid(f"block {block} of stream {stream} is beyond row {MAX_ROWS}, the most a store can have.")
         self._check_arrays(arrays)
         self._withdraw(stream, block)
-        futures: dict[str, Written] = {}
-        with store_errors(f"{self.path}: block {block} of stream {stream}"):
-            for spec in self.layout.all_arrays:
-                key = self.layout.shard_key(spec, stream, block)
-                futures[key] = self._write_shard(spec, key, stream, block, arrays[spec.name])
-            tables = {table_key(stream, block): encode_table(table)}
-            if statistics is not None:
-                tables[statistics_key(stream, block)] = encode_statistics(statistics)
-            futures |= {key: self._kvstore.write(key, parquet) for key, parquet in tables.items()}
+        tables = {table_key(stream, block): encode_table(table)}
+        if statistics is not None:
+            tables[statistics_key(stream, block)] = encode_statistics(statistics)
         table_sha256, statistics_sha256, *_ = (*map(table_digest, tables.values()), "")
-        return PendingBlock(stream, block, futures, table_sha256, statistics_sha256)
+        if read_key(self._kvstore, commit_key(stream, block)) is not None:
+            return PendingBlock(stream, block, {}, {}, table_sha256, statistics_sha256)
+        futures: dict[str, Written] = {}
+        digests: dict[str, Future[str]] = {}
+        for spec in self.layout.all_arrays:
+            key = self.layout.shard_key(spec, stream, block)
+            futures[key], digests[spec.name] = self._write_shard(spec, key, stream, block, arrays[spec.name])
+        for key, parquet in tables.items():
+            with store_errors(object_url(self._kvstore, key)):
+                futures[key] = self._kvstore.write(key, parquet)
+        return PendingBlock(stream, block, futures, digests, table_sha256, statistics_sha256)
 
     def wait(self, pending: PendingBlock) -> None:
         """Waits until every object of the block is durable, or one has failed: then it raises StoreError, naming it."""
@@ -177,18 +195,34 @@ class StoreWriter:
         """
         if (record.stream, record.block) != (pending.stream, pending.block):
             raise ValueError(f"record of {record.stream, record.block} for {pending.stream, pending.block}")
+        self.wait(pending)
+        record = replace(
+            record,
+            table_sha256=pending.table_sha256,
+            statistics_sha256=pending.statistics_sha256,
+            digests={name: digest.result() for name, digest in pending.digests.items()} or None,
+        )
+        self.commit_written(record, is_there=not pending.futures)
+
+    def commit_written(self, record: CommitRecord, is_there: bool = False) -> None:
+        """Commits a block whose objects are durable; `is_there`: it has a record. Raises as `commit` does."""
         records = self.records.setdefault(record.stream, [])
         if record.block != len(records):
             raise ValueError(f"stream {record.stream} has {len(records)} blocks; {record.block} is not the next")
-        self.wait(pending)
-        record = replace(record, table_sha256=pending.table_sha256, statistics_sha256=pending.statistics_sha256)
-        text = record.to_json()
-        if not write_if_absent(self._kvstore, record.key, text) and read_key(self._kvstore, record.key) != text:
+        if is_there or not write_if_absent(self._kvstore, record.key, record.to_json()):
+            record = self._require_committed(record)
+        records.append(record)
+
+    def _require_committed(self, record: CommitRecord) -> CommitRecord:
+        """The record that is there, written by another run. Raises StoreError unless it says the same."""
+        text = read_key(self._kvstore, record.key)
+        found = None if text is None else CommitRecord.from_json(text, f"{self.path}/{record.key}")
+        if found is None or not found.is_same_block(record):
             raise StoreError(
                 f"{self.path}/{record.key} was written meanwhile, with another content, by another run on this store. "
                 f"It stays. Run the same command again, with the same configuration as the other."
             )
-        records.append(record)
+        return found
 
     def refresh(self) -> None:
         """Reads the commit records that are new: other processes may have committed blocks of their streams."""
@@ -200,52 +234,41 @@ class StoreWriter:
         self.records[stream] = read_records(self.path, self._kvstore, known, stream).get(stream, [])
         return self.records[stream]
 
-    def reopen(self) -> None:
-        """Makes a complete store one that can be extended. Does nothing to a store that is not complete."""
-        # In this order, and in `finish` in the other: a store that is not complete never lacks room for a block.
+    def reopen(self, target: Target | None = None) -> None:
+        """Makes a store, complete or not, one that is to hold at least `target` tokens: nobody completes it before."""
+        # In this order, and when finishing in the other: a store that is not complete never lacks room for a block.
         set_rows(self._kvstore, self._array_names(), MAX_ROWS)
-        self._update_root(complete=False, blocks=None, commits_sha256=None)
-        self._consolidated = None
-        self._arrays = open_or_create(self._kvstore, self.layout)
 
-    def finish(self) -> None:
-        """Declares that every stream has its last block: consolidates the records, merges the statistics, marks the
-        store complete, trims the arrays to the last committed row. Does nothing to a store that is complete already.
+        def reopened(root: StoreRoot) -> StoreRoot:
+            before = target_of(root.metadata.config) if root.target is None else root.target
+            wanted = root.target if target is None else larger(before, target)
+            return replace(
+                root, complete=False, target=wanted, blocks=None, commits_sha256=None, statistics_digests=None
+            )
+
+        self._root = change_root(self.path, self._kvstore, reopened)
+        if any(array.shape[0] != MAX_ROWS for array in self._arrays.values()):
+            self._arrays = open_or_create(self._kvstore, self.layout)
+
+    def finish(self, force: bool = False) -> bool:
+        """Marks the store complete, unless it holds less than its target; says whether it is. See `finish_store`.
 
         Call it only once no process has a block to commit. The records are read again, since others wrote some.
-        Claims are deleted, and what was kept while decoding; nothing else: objects without a commit record may be those
-        of a block that a worker with a larger `run.max_tokens` is about to commit, and would then be missing. Those
-        that a killed run left behind stay, and `verify_store` names them.
         """
+        root = finish_store(self.path, self._kvstore, self.layout, self._refreshed, force)
+        self._root = self._root if root is None else root
+        return root is not None
+
+    def _refreshed(self) -> Records:
         self.refresh()
-        last = [stream[-1] for stream in self.records.values()]
-        rows = max((self.layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
-        blocks = tuple(len(self.records.get(stream, ())) for stream in range(self.layout.num_streams))
-        delete_claims(self._kvstore)
-        consolidated = consolidate(self.records)
-        digest = consolidated_digest(consolidated)
-        if digest != self._consolidated:
-            write_key(self._kvstore, CONSOLIDATED_KEY, consolidated)
-            self._consolidated = digest
-            committed = [record for stream in self.records.values() for record in stream]
-            write_merged(self._kvstore, merge_blocks(self._kvstore, committed))
-        self._update_root(complete=True, blocks=blocks, commits_sha256=digest)
-        set_rows(self._kvstore, self._array_names(), rows)
-        if self.metadata.capture.get("when") == "decode":
-            delete_kept(self._kvstore)
+        return self.records
 
     def write_metrics(self, name: str, text: bytes) -> None:
         """Writes (or replaces) `_metrics/<name>`. Raises StoreError, and nothing else; the store is then as before."""
         write_key(self._kvstore, f"_metrics/{name}", text)
 
-    def _update_root(self, **changes: object) -> None:
-        """Processes that do this at the same time write the same."""
-        before = read_root(self.path, self._kvstore)
-        if before is None:
-            raise StoreError(f"{self.path}/{ROOT_KEY} was deleted while the store was being written.")
-        self._root = replace(before, **changes)
-        if self._root != before:
-            write_key(self._kvstore, ROOT_KEY, self._root.to_json())
+    def _change_root(self, **changes: object) -> None:
+        self._root = change_root(self.path, self._kvstore, lambda root: replace(root, **changes))
 
     def _array_names(self) -> list[str]:
         return [spec.name for spec in self.layout.all_arrays]
@@ -257,20 +280,27 @@ class StoreWriter:
         record = records[block]
         if not record.truncated:
             raise ValueError(f"block {block} of stream {stream} is committed, and was not truncated")
-        text = read_key(self._kvstore, record.key)
-        if text is not None and CommitRecord.from_json(text, f"{self.path}/{record.key}") != record:
+        [(text, generation)] = read_with_generations(self._kvstore, [record.key])
+        is_same = text is None or CommitRecord.from_json(text, f"{self.path}/{record.key}") == record
+        if not is_same or (text is not None and not write_if_unchanged(self._kvstore, record.key, None, generation)):
             raise StoreError(
                 f"{self.path}/{record.key} was replaced by another run on this store. Run the same command again."
             )
-        write_key(self._kvstore, record.key, None)
         records.pop()
 
-    def _write_shard(self, spec: ArraySpec, key: str, stream: int, block: int, values: np.ndarray) -> Written:
+    def _write_shard(
+        self, spec: ArraySpec, key: str, stream: int, block: int, values: np.ndarray
+    ) -> tuple[Written, Future[str]]:
+        """Starts writing a block of one array. The second future gives the digest of its values."""
+        chunk_shape = self.layout.chunk_shape(spec)
         if self._files is not None:
-            return self._files.write(key, values, self.layout.chunk_shape(spec), spec.fill)
+            written = self._files.write(key, values, chunk_shape, spec.fill)
+            return written, written
+        digest = file_threads().submit(values_digest, values, chunk_shape)
         first = self.layout.first_row(stream, block)
-        shard = self._arrays[spec.name][first : first + self.layout.rows_per_block]
-        return shard.write(values, can_reference_source_data_indefinitely=self._may_reference)
+        with store_errors(object_url(self._kvstore, key)):
+            shard = self._arrays[spec.name][first : first + self.layout.rows_per_block]
+            return shard.write(values, can_reference_source_data_indefinitely=self._may_reference), digest
 
     def _check_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         found = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
@@ -295,7 +325,7 @@ def create_root(path: str, kvstore: ts.KvStore, metadata: StoreMetadata, layout:
         return None
     require_no_records(path, kvstore)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    root = StoreRoot(metadata, tuple(spec.name for spec in layout.arrays), created)
+    root = StoreRoot(metadata, tuple(spec.name for spec in layout.arrays), created, target=target_of(metadata.config))
     return root if write_if_absent(kvstore, ROOT_KEY, root.to_json()) else None
 
 

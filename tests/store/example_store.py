@@ -50,7 +50,7 @@ def metadata(**changes) -> StoreMetadata:
         store={"compression": "none", "path": "/somewhere", "shard_mib": 64.0},
         num_streams=NUM_STREAMS,
         rows_per_block=ROWS,
-        config={"run": {"max_tokens": None}},
+        config={},
     )
     return replace(base, **changes)
 

@@ -1,11 +1,15 @@
-"""An HTTP proxy before an object store's emulator: it counts requests, and damages some of them as networks do."""
+"""An HTTP proxy before an object store's emulator: it counts requests, and damages some of them as networks do.
 
+The emulator of Google Cloud Storage ignores generations: the proxy keeps them, and honours the conditions on them.
+"""
+
+import json
 import random
 import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from enum import StrEnum
 from http.client import HTTPConnection, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,6 +39,8 @@ class FaultProxy:
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self.turn = threading.Semaphore(BACKEND_REQUESTS)
+        self.conditional = threading.RLock()  # held from the check of a condition to the write
+        self.generations: dict[str, str] = {}  # of GCS' objects, by bucket and key
         self._lock = threading.Lock()
         self.reset()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: _Handler(self, *args))
@@ -53,10 +59,16 @@ class FaultProxy:
             thread.join()
 
     def reset(
-        self, rate: float = 0.0, seed: int = 0, kinds: Sequence[Fault] = tuple(Fault), hang_s: float = 0.3
+        self,
+        rate: float = 0.0,
+        seed: int = 0,
+        kinds: Sequence[Fault] = tuple(Fault),
+        hang_s: float = 0.3,
+        conditions: bool = True,
     ) -> None:
-        """Sets what faults there are, and the counters to zero."""
+        """Sets what faults there are, whether conditions on generations count, and the counters to zero."""
         with self._lock:
+            self.conditions = conditions
             self.hang_s = hang_s
             self._rate, self._random, self._kinds = rate, random.Random(seed), kinds
             self.requests: Counter[tuple[str, str]] = Counter()
@@ -99,16 +111,42 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault is Fault.refused:
             self._cut()
         else:
-            response, content = self._forward(body)
+            with self._proxy.conditional if self.command in ("POST", "DELETE") else nullcontext():
+                if not self._condition_holds():
+                    self._answer(412, [], b"")
+                    return
+                response, content = self._forward(body)
+                headers = [*response.getheaders(), *self._note_generation(response, content)]
             if fault is Fault.unanswered or (fault is Fault.short and not content):
                 self._cut()
             elif fault is Fault.short:
-                self._answer(response.status, response.getheaders(), content[: len(content) // 2], len(content))
+                self._answer(response.status, headers, content[: len(content) // 2], len(content))
                 self._cut()
             else:
-                self._answer(response.status, response.getheaders(), content)
+                self._answer(response.status, headers, content)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = _serve
+
+    def _condition_holds(self) -> bool:
+        wanted = parse_qs(urlsplit(self.path).query).get("ifGenerationMatch")
+        return (
+            not self._proxy.conditions
+            or wanted is None
+            or wanted == [self._proxy.generations.get(_gcs_object(self.path), "0")]
+        )
+
+    def _note_generation(self, response: HTTPResponse, content: bytes) -> list[tuple[str, str]]:
+        """Keeps the generation that an upload gave an object; the header of a download that says it."""
+        place, generations = _gcs_object(self.path), self._proxy.generations
+        if place is None or response.status >= 300:
+            return []
+        if self.command == "DELETE":
+            generations.pop(place, None)
+        elif self.command == "POST" and "generation" in (uploaded := json.loads(content or b"{}")):
+            generations[place] = str(uploaded["generation"])
+        elif self.command == "GET" and place in generations:
+            return [("x-goog-generation", generations[place])]
+        return []
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
@@ -160,3 +198,12 @@ def object_key(target: str) -> str:
             return query[name] + "*"
     _, found, key = url.path.partition("/o/")
     return unquote(key if found else url.path.lstrip("/").partition("/")[2])
+
+
+def _gcs_object(target: str) -> str | None:
+    """The bucket and key that a request of the GCS JSON API is about; None for other requests."""
+    url = urlsplit(target)
+    path, is_object, key = url.path.partition("/o/")
+    key = unquote(key) if is_object else "".join(parse_qs(url.query).get("name", []))
+    bucket = path.partition("/b/")[2].removesuffix("/o")
+    return f"{bucket}/{key}" if bucket and key else None

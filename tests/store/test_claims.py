@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from pipeline.errors import StoreInvalid
-from pipeline.store.claims import Claims, claim_key, delete_claims
+from pipeline.store.claims import Claims, claim_key, delete_claims, read_claims
 from pipeline.store.kvstore import list_keys, open_kvstore, read_key, write_key
 from tests.store.emulators import new_bucket
 
@@ -156,11 +156,15 @@ def test_an_owner_that_cannot_renew_gives_up_before_others_may_claim(tmp_path, c
     assert "could not be renewed" in caplog.text
 
 
-def test_deleting_all_claims_takes_them_from_their_owners(store_path):
+def test_deleting_claims_takes_them_from_their_owners_unless_these_have_renewed_them(store_path):
     kvstore = open_kvstore(store_path)
     with claims(store_path) as a:
         assert claim(a, 0)
-        delete_claims(kvstore)
+        before = read_claims(kvstore)
+        wait_until(lambda: read_claims(kvstore) != before)
+        delete_claims(kvstore, before)
+        assert list_keys(kvstore, "_claims/") == [claim_key(0)]
+        wait_until(lambda: not delete_claims(kvstore, read_claims(kvstore)) and not list_keys(kvstore, "_claims/"))
         wait_until(lambda: not a.holds(0))
     assert list_keys(kvstore, "_claims/") == []
 
@@ -185,12 +189,13 @@ def test_claims_on_the_protocol_of_s3(s3):
         assert not claim(b, 0)
         a.release(0)
         assert claim(b, 0)
-    delete_claims(open_kvstore(path))
+    delete_claims(open_kvstore(path), read_claims(open_kvstore(path)))
     assert list_keys(open_kvstore(path), "_claims/") == []
 
 
 def test_storage_that_ignores_the_conditions_of_a_write_is_refused(gcs):
-    """As this emulator does; Google's own storage does not."""
+    """As the emulator does by itself; Google's own storage does not."""
+    gcs.reset(conditions=False)
     path = f"{new_bucket('gs', gcs.backend)}/store"
     with pytest.raises(StoreInvalid, match=r"ignores the conditions of a write.*run\.worker_index"):
         Claims(path, LEASE_S)

@@ -117,14 +117,14 @@ def test_groups_are_verified(groups, tmp_path):
     kvstore = open_kvstore(tmp_path)
     sizes = {"n_prompt": [2] * 4, "n_completion": [1, 2, 3, 4]}
     table = pa.table({"document": [STREAM + ordinal * NUM_STREAMS for ordinal in range(4)], **sizes})
-    assert list(check_groups(kvstore, STREAM, table)) == []
-    assert list(check_groups(kvstore, STREAM, table.drop_columns("n_prompt"))) == []
-    (problem,) = check_groups(kvstore, STREAM, table.set_column(2, "n_completion", [[1, 2, 9, 4]]))
+    assert list(check_groups(kvstore, STREAM, table, {})) == []
+    assert list(check_groups(kvstore, STREAM, None, {})) == []
+    (problem,) = check_groups(kvstore, STREAM, table.set_column(2, "n_completion", [[1, 2, 9, 4]]), {})
     assert problem.where == group_key(STREAM, 1)
     assert "'n_completion': 3}, the document table {'document': 7, 'n_prompt': 2, 'n_completion': 9}" in problem.what
     write_key(kvstore, group_key(STREAM, 2), b"PAR1")
-    (problem,) = check_groups(kvstore, STREAM, table)
+    (problem,) = check_groups(kvstore, STREAM, table, {})
     assert (problem.where, problem.remedy) == (group_key(STREAM, 2), Remedy.regenerate)
     write_key(kvstore, group_key(STREAM, 0), None)
-    (problem,) = check_groups(kvstore, STREAM, table)
+    (problem,) = check_groups(kvstore, STREAM, table, {})
     assert "but no" in problem.what

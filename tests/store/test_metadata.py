@@ -4,7 +4,16 @@ import pytest
 
 from pipeline.errors import StoreInvalid, StoreMismatch
 from pipeline.store.metadata import Difference, StoreRoot
-from tests.store.example_store import metadata
+from tests.store.example_store import WIDTHS, metadata
+
+
+def unsealed(text: bytes, **changes) -> bytes:
+    """The root as an earlier program would have written it: without a checksum."""
+    root = json.loads(text)
+    attributes = root["attributes"]["activation_store"]
+    del attributes["sha256"]
+    attributes |= changes
+    return json.dumps(root).encode()
 
 
 def test_only_what_determines_the_content_is_in_the_fingerprint():
@@ -43,7 +52,7 @@ def test_differences_are_named(changes, expected):
 
 
 def test_a_root_survives_json():
-    root = StoreRoot(metadata(), ("embed",), "2026-01-01T00:00:00+00:00", complete=True, blocks=(3, 2))
+    root = StoreRoot(metadata(), tuple(WIDTHS), "2026-01-01T00:00:00+00:00", complete=True, blocks=(3, 2))
     assert StoreRoot.from_json(root.to_json(), "it") == root
     attributes = json.loads(root.to_json())["attributes"]["activation_store"]
     assert attributes["version"] == 1
@@ -53,17 +62,26 @@ def test_a_root_survives_json():
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda text: text[:-40], "not the JSON of a Zarr group"),
+        (lambda text: text[:-40], "is not JSON"),
+        (lambda text: b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deep"),
+        (lambda text: text.replace(b'"created": "2026', b'"created": "2027'), "does not match its own checksum"),
         (lambda text: text.replace(b"activation_store", b"something_else"), "holds another Zarr hierarchy"),
         (lambda text: text.replace(b'"version": 1', b'"version": 2'), "format version 2; this program reads 1"),
-        (lambda text: text.replace(b'"length": 8', b'"length": 9'), "its fingerprint is not that of its content"),
+        (lambda text: unsealed(text.replace(b'"length": 8', b'"length": 9')), "fingerprint is not that of its content"),
+        (lambda text: unsealed(text.replace(b'"num_streams": 2', b'"num_streams": "2"')), "num_streams is 2"),
+        (lambda text: unsealed(text.replace(b'"rows_per_block": 4', b'"rows_per_block": 0')), "rows_per_block is 0"),
+        (lambda text: unsealed(text.replace(b'"embed"', b'"../x"')), "arrays is"),
+        (lambda text: unsealed(text, arrays=["embed"]), r"arrays are \['embed'\], but capture.arrays"),
+        (lambda text: unsealed(text, arrays=["embed", "embed"]), "arrays is"),
+        (lambda text: unsealed(text, blocks=[1, -1]), "blocks is"),
+        (lambda text: unsealed(text, target="none"), "target is none"),
         (lambda text: b"[]", "not the JSON of a Zarr group"),
         (lambda text: b'{"attributes": {"activation_store": [1]}}', "is damaged"),
-        (lambda text: text.replace(b'"capture"', b'"kapture"'), "'capture'"),
+        (lambda text: unsealed(text.replace(b'"capture"', b'"kapture"')), "capture is None"),
     ],
 )
 def test_damaged_roots_are_refused(edit, message):
-    root = StoreRoot(metadata(), ("embed",), "2026-01-01T00:00:00+00:00")
+    root = StoreRoot(metadata(), tuple(WIDTHS), "2026-01-01T00:00:00+00:00")
     with pytest.raises(StoreInvalid, match=message) as caught:
         StoreRoot.from_json(edit(root.to_json()), "it")
     assert caught.value.exit_code == 2
