@@ -1,0 +1,31 @@
+"""JSON of a store that somebody edited: one error that names it, never a traceback."""
+
+import pytest
+
+from pipeline.errors import StoreInvalid
+from pipeline.store.parsing import MAX_DEPTH, parse_json
+
+
+@pytest.mark.parametrize("text", [b"{}", b'[{"a": [1, 2.5, null, "\xc3\xa4\\u00e4"]}]', b"3", b"[" * 64 + b"]" * 64])
+def test_what_is_json_is_read(text):
+    assert parse_json(text, "a record") is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "is not JSON: Expecting value"),
+        (b'{"a": 1', "is not JSON"),
+        (b"\xff\xfe\xfd", "is not JSON"),
+        (b'"\xc3"', "is not JSON.*utf-8"),
+        (b'{"name": "\\ud800"}', "is not JSON.*surrogates"),
+        (b"1" * 5000, "is not JSON.*digits"),
+        (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "nested deeper than the 64 levels"),
+        (b'{"a":' * 200 + b"1" + b"}" * 200, "nested deeper than the 64 levels"),
+        (b"[" * 10**6, "nested too deep"),
+        (b'{"a":' * 10**6, "nested too deep"),
+    ],
+)
+def test_what_is_not_is_named(text, message):
+    with pytest.raises(StoreInvalid, match=rf"^a record .*{message}.* run pipeline\.verify"):
+        parse_json(text, "a record")
