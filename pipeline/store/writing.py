@@ -18,7 +18,6 @@ from pipeline.errors import StoreError, StoreInvalid
 from pipeline.store.arrays import open_existing, open_or_create, set_rows
 from pipeline.store.claims import delete_claims
 from pipeline.store.commits import (
-    COMMITS_PREFIX,
     CONSOLIDATED_KEY,
     CommitRecord,
     Records,
@@ -30,7 +29,6 @@ from pipeline.store.commits import (
 from pipeline.store.kept import delete_kept
 from pipeline.store.kvstore import (
     file_threads,
-    list_keys,
     local_directory,
     object_url,
     open_kvstore,
@@ -44,6 +42,7 @@ from pipeline.store.metadata import ROOT_KEY, Json, StoreMetadata, StoreRoot, re
 from pipeline.store.shard_files import ShardFiles
 from pipeline.store.statistics import Statistics, encode_statistics, merge_blocks, statistics_key, write_merged
 from pipeline.store.tables import encode_table, table_digest, table_key
+from pipeline.store.vacancy import require_vacant
 
 Written = ts.Future | ts.WriteFutures | Future[None]
 
@@ -291,17 +290,8 @@ def create_root(path: str, kvstore: ts.KvStore, metadata: StoreMetadata, layout:
 
     The root is written first, so that whatever else is missing can be told from it.
     """
-    if read_key(kvstore, ROOT_KEY) is not None:
+    if read_key(kvstore, ROOT_KEY) is not None or not require_vacant(path, kvstore):
         return None
-    require_no_records(path, kvstore)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     root = StoreRoot(metadata, tuple(spec.name for spec in layout.arrays), created)
     return root if write_if_absent(kvstore, ROOT_KEY, root.to_json()) else None
-
-
-def require_no_records(path: str, kvstore: ts.KvStore) -> None:
-    """Raises StoreInvalid for a store that lost its root, at a path that has none."""
-    if list_keys(kvstore, COMMITS_PREFIX):
-        raise StoreInvalid(
-            f"{path} has commit records, but its {ROOT_KEY} is missing. Restore it, or choose another store.path."
-        )
