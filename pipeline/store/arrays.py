@@ -1,15 +1,32 @@
 """The Zarr arrays of a store, through TensorStore's zarr3 driver."""
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import tensorstore as ts
 
-from pipeline.errors import StoreError
-from pipeline.store.kvstore import context, object_url, read_keys, store_errors, write_key
-from pipeline.store.layout import MAX_ROWS, ArraySpec, StoreLayout
+from pipeline.errors import StoreInvalid
+from pipeline.store.directories import make_directories
+from pipeline.store.kvstore import (
+    DAMAGE_REMEDY,
+    context,
+    directory_of,
+    object_url,
+    read_checked,
+    read_keys,
+    repeated,
+    store_errors,
+    write_key,
+)
+from pipeline.store.layout import ITEM_BYTES, MAX_ROWS, SELECTED, SIDE_ARRAYS, TOKENS, ArraySpec, StoreLayout
+from pipeline.store.metadata import StoreRoot
+from pipeline.store.parsing import parse_json
+
+# No store shard has as many, 1 TiB of the smallest: a size that was edited is not to be asked of the memory.
+MAX_SHARD_ELEMENTS = 1 << 40
 
 _LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC32C = {"name": "crc32c"}
@@ -48,12 +65,67 @@ def open_or_create(kvstore: ts.KvStore, layout: StoreLayout) -> dict[str, ts.Ten
     for spec in layout.all_arrays:
         if spec.name in absent:
             wanted[spec.name]["shape"] = [MAX_ROWS, *layout.shard_shape(spec)[1:]]
+    if (root := directory_of(kvstore)) is not None:
+        for name in absent:
+            with store_errors(object_url(kvstore, f"{name}/zarr.json")):
+                make_directories(root + name, root)
     return _open(kvstore, wanted, create=absent)
 
 
 def open_existing(kvstore: ts.KvStore, names: Iterable[str]) -> dict[str, ts.TensorStore]:
-    """The named arrays, for reading, whatever their dtype and shape. Raises StoreError."""
-    return _open(kvstore, {name: {} for name in names}, resources=_MAPPED)
+    """The named arrays, for reading, whatever their dtype and shape. Raises StoreError; StoreInvalid for a zarr.json
+    that is missing, is no array's, or has more dimensions or elements than an array of a store."""
+    names = list(names)
+
+    def check(key: str, content: bytes | None) -> None:
+        if content is None:
+            raise StoreInvalid(f"{object_url(kvstore, key)} is missing. {DAMAGE_REMEDY}")
+        _require_array(parse_json(content, object_url(kvstore, key)), object_url(kvstore, key))
+
+    for _ in read_checked(kvstore, [f"{name}/zarr.json" for name in names], check):
+        pass
+    return repeated(kvstore, lambda: _open(kvstore, {name: {} for name in names}, resources=_MAPPED))
+
+
+def _require_array(zarr_json: Any, subject: str) -> None:
+    """Raises StoreInvalid unless this may be the zarr.json of an array of a store. TensorStore checks the rest; but it
+    believes every size, and fails where attributes are nested deep."""
+    try:
+        shape, shard = zarr_json["shape"], zarr_json["chunk_grid"]["configuration"]["chunk_shape"]
+        sizes = [*shape, *shard]
+        is_sound = 2 <= len(shape) == len(shard) <= 3 and isinstance(zarr_json.get("attributes", {}), dict)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise StoreInvalid(f"{subject} is no array's ({type(error).__name__} {error}). {DAMAGE_REMEDY}") from error
+    is_sound = is_sound and all(type(size) is int and size >= 0 for size in sizes) and min(shard) > 0
+    if not is_sound or shape[0] > MAX_ROWS or math.prod(shard) > MAX_SHARD_ELEMENTS:
+        raise StoreInvalid(
+            f"{subject} has the shape {shape} and store shards {shard}: expected 2 or 3 dimensions, at most {MAX_ROWS} "
+            f"rows, and {MAX_SHARD_ELEMENTS} elements of a store shard. {DAMAGE_REMEDY}"
+        )
+
+
+def require_arrays(root: StoreRoot, arrays: Mapping[str, ts.TensorStore], path: str) -> None:
+    """Raises StoreInvalid unless each array has the kind of numbers and the sizes that its name and the root demand."""
+    sides = {spec.name: spec.dtype for spec in (*SIDE_ARRAYS, SELECTED)}
+    length = arrays[TOKENS.name].shape[1]
+    slots = arrays[SELECTED.name].shape[1] if root.metadata.selects else length
+    for name, array in arrays.items():
+        rows = (root.metadata.rows_per_block, length if name in sides and name != SELECTED.name else slots)
+        dtypes = {sides.get(name) or ("float32" if name not in root.arrays else root.metadata.capture.get("dtype"))}
+        dtypes = dtypes if dtypes != {None} else set(ITEM_BYTES)
+        ndim = 2 if name in sides else 3
+        found = (array.dtype.name, array.chunk_layout.write_chunk.shape)
+        expected = rows + array.shape[2:]
+        if array.ndim != ndim or found[0] not in dtypes or array.shape[1] != rows[1] or found[1] != expected:
+            raise StoreInvalid(
+                f"{path}/{name}/zarr.json has {array.ndim} dimensions of {found[0]} in store shards of {found[1]}: "
+                f"expected {ndim} of {' or '.join(sorted(dtypes))}, in {expected}. {DAMAGE_REMEDY}"
+            )
+    if length != root.metadata.batch.get("length", length):
+        raise StoreInvalid(
+            f"{path}/tokens/zarr.json has rows of {length} positions, and the root's batch.length is "
+            f"{root.metadata.batch['length']}. {DAMAGE_REMEDY}"
+        )
 
 
 def set_rows(kvstore: ts.KvStore, names: Iterable[str], rows: int) -> None:
@@ -62,10 +134,15 @@ def set_rows(kvstore: ts.KvStore, names: Iterable[str], rows: int) -> None:
     Written without a condition, unlike TensorStore's resize: processes that do this at the same time write the same.
     """
     keys = [f"{name}/zarr.json" for name in names]
-    for key, text in zip(keys, read_keys(kvstore, keys), strict=True):
-        if text is None:
-            raise StoreError(f"{object_url(kvstore, key)} was deleted while the store was being written.")
-        metadata = json.loads(text)
+
+    def check(key: str, content: bytes | None) -> Any:
+        if content is None:
+            raise StoreInvalid(f"{object_url(kvstore, key)} was deleted while the store was being written.")
+        metadata = parse_json(content, object_url(kvstore, key))
+        _require_array(metadata, object_url(kvstore, key))
+        return metadata
+
+    for key, metadata in zip(keys, read_checked(kvstore, keys, check), strict=True):
         if metadata["shape"][0] != rows:
             metadata["shape"][0] = rows
             write_key(kvstore, key, json.dumps(metadata, separators=(",", ":"), ensure_ascii=False).encode())

@@ -15,7 +15,7 @@ import tensorstore as ts
 from pipeline.errors import StoreInvalid, StoreMismatch
 from pipeline.store.int8 import DTYPE as INT8
 from pipeline.store.int8 import scale_name
-from pipeline.store.kvstore import open_kvstore, read_key
+from pipeline.store.kvstore import open_kvstore, read_checked, read_key
 from pipeline.store.layout import SELECTED, SIDE_ARRAYS, ArraySpec, StoreLayout, scale_spec
 
 FORMAT_VERSION = 1
@@ -178,6 +178,18 @@ def read_root(path: str, kvstore: ts.KvStore) -> StoreRoot | None:
     """The root of the store, or None where there is none. Raises StoreError."""
     text = read_key(kvstore, ROOT_KEY)
     return None if text is None else StoreRoot.from_json(text, path)
+
+
+def require_root(path: str, kvstore: ts.KvStore) -> StoreRoot:
+    """The root of a store that is there. Raises StoreInvalid where it is not, or damaged, and StoreError."""
+
+    def check(_key: str, text: bytes | None) -> StoreRoot:
+        if text is None:
+            raise StoreInvalid(f"there is no activation store at {path}: it has no {ROOT_KEY}.")
+        return StoreRoot.from_json(text, path)
+
+    [root] = read_checked(kvstore, [ROOT_KEY], check)
+    return root
 
 
 def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> StoreLayout:

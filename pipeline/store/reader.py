@@ -26,10 +26,10 @@ import tensorstore as ts
 from jaxtyping import Bool, Int32, Int64
 from numpy.typing import DTypeLike
 
-from pipeline.errors import StoreError, StoreInvalid
+from pipeline.errors import StoreError
 from pipeline.selected import at_selected
 from pipeline.sites import ActivationKey, Site
-from pipeline.store.arrays import open_existing
+from pipeline.store.arrays import open_existing, require_arrays
 from pipeline.store.batches import BatchReader, Reading
 from pipeline.store.commits import CommitRecord, read_consolidated, read_records
 from pipeline.store.filters import TokenFilter
@@ -37,7 +37,7 @@ from pipeline.store.frameworks import Framework
 from pipeline.store.int8 import dequantised, scale_name
 from pipeline.store.kvstore import open_kvstore
 from pipeline.store.layout import POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS
-from pipeline.store.metadata import StoreMetadata, StoreRoot, read_root, stored_layout
+from pipeline.store.metadata import StoreMetadata, StoreRoot, require_root, stored_layout
 from pipeline.store.normalisation import Normalisation
 from pipeline.store.rows import beside_activations, read_runs, require_stored
 from pipeline.store.statistics import Statistics, merge, merge_blocks, read_merged, token_statistics
@@ -117,10 +117,9 @@ class ActivationStore:
         """
         path = os.fspath(path)
         kvstore = open_kvstore(path)
-        root = read_root(path, kvstore)
-        if root is None:
-            raise StoreInvalid(f"there is no activation store at {path}: it has no zarr.json.")
+        root = require_root(path, kvstore)
         arrays = open_existing(kvstore, root.array_names)
+        require_arrays(root, arrays, path)
         records = read_consolidated(kvstore, root.commits_sha256)
         return cls(path, kvstore, root, read_records(path, kvstore) if records is None else records, arrays)
 

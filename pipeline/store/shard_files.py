@@ -18,6 +18,8 @@ import numpy as np
 from crc32c import crc32c  # unlike google_crc32c it takes any buffer, and releases the interpreter's lock
 from jaxtyping import Shaped
 
+from pipeline.store.directories import make_directories, sync_directory
+
 _ABSENT = (1 << 64) - 1  # in a shard's index: of a chunk that holds the fill value alone, which is not written
 
 
@@ -37,7 +39,7 @@ class ShardFiles:
         `values` is not copied: leave it untouched until the future is done. That raises OSError where writing failed;
         what was there stays.
         """
-        return self._threads.submit(_write_durably, self._root / key, encode_shard(values, chunk_shape, fill))
+        return self._threads.submit(_write_durably, self._root, key, encode_shard(values, chunk_shape, fill))
 
 
 def encode_shard(
@@ -75,8 +77,9 @@ def _checksum(part: memoryview | bytes) -> bytes:
     return struct.pack("<I", crc32c(part))
 
 
-def _write_durably(path: Path, parts: Iterator[memoryview | bytes]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _write_durably(root: Path, key: str, parts: Iterator[memoryview | bytes]) -> None:
+    path = root / key
+    make_directories(path.parent, root)
     temporary = path.with_name(f"{path.name}.__lock")  # TensorStore's name for it, which listings leave out
     with _opened_alone(temporary) as file:
         try:
@@ -91,7 +94,7 @@ def _write_durably(path: Path, parts: Iterator[memoryview | bytes]) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 @contextmanager
@@ -105,6 +108,7 @@ def _opened_alone(path: Path) -> Iterator[BinaryIO]:
                 is_current = path.stat().st_ino == os.fstat(file.fileno()).st_ino
             if is_current:
                 file.truncate(0)
+                file.seek(0)  # of a file that is appended to, truncating leaves the position where it was
                 yield file
                 return
 
@@ -116,11 +120,3 @@ def _lock(file: BinaryIO) -> None:
         fcntl.fcntl(file, fcntl.F_OFD_SETLKW, whole_file)
     else:
         fcntl.flock(file, fcntl.LOCK_EX)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

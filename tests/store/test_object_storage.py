@@ -17,7 +17,7 @@ from pipeline.store.writing import StoreWriter
 from tests.conftest import SECRET
 from tests.store.emulators import new_bucket
 from tests.store.example_store import ROWS, blocks, layout, metadata, stored_tokens, write_store
-from tests.store.fault_proxy import Fault, FaultProxy
+from tests.store.fault_proxy import NETWORK_FAULTS, Fault, FaultProxy
 
 # What each service calls the request that writes an object.
 WRITE = {"gs": "POST", "s3": "PUT"}
@@ -115,7 +115,7 @@ def impatient():
     configure_storage()
 
 
-@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.hang])
+@pytest.mark.parametrize("fault", [fault for fault in NETWORK_FAULTS if fault is not Fault.hang])
 def test_what_retries_do_not_heal_names_the_object_and_the_store_resumes(service, impatient, fault):
     path, proxy = service
     writer = StoreWriter.open(path, metadata(store={"compression": "none"}), layout())
