@@ -84,7 +84,7 @@ def open_existing(kvstore: ts.KvStore, names: Iterable[str]) -> dict[str, ts.Ten
 
     for _ in read_checked(kvstore, [f"{name}/zarr.json" for name in names], check):
         pass
-    return repeated(kvstore, lambda: _open(kvstore, {name: {} for name in names}, resources=_MAPPED))
+    return _open(kvstore, {name: {} for name in names}, resources=_MAPPED)
 
 
 def _require_array(zarr_json: Any, subject: str) -> None:
@@ -156,14 +156,17 @@ def _open(
 ) -> dict[str, ts.TensorStore]:
     # Within one cache pool, arrays that are open lend their metadata to those that are opened later.
     own_pool = ts.Context({"cache_pool": {"total_bytes_limit": 0}, **resources}, parent=context())
-    opening = {}
-    for name, metadata in wanted.items():
+
+    def start(name: str) -> ts.Future:
         spec = {"driver": "zarr3", "kvstore": (kvstore / name / "").spec().to_json()}
-        if metadata:
-            spec["metadata"] = metadata
-        opening[name] = ts.open(spec, open=True, create=name in create, context=own_pool)
-    opened = {}
-    for name, future in opening.items():
+        spec |= {"metadata": wanted[name]} if wanted[name] else {}
+        return ts.open(spec, open=True, create=name in create, context=own_pool)
+
+    opening = {name: start(name) for name in wanted}
+
+    def opened(name: str) -> ts.TensorStore:
+        future = opening.pop(name, None) or start(name)
         with store_errors(object_url(kvstore, f"{name}/zarr.json")):
-            opened[name] = future.result()
-    return opened
+            return future.result()
+
+    return {name: repeated(kvstore, lambda name=name: opened(name)) for name in wanted}

@@ -67,6 +67,7 @@ _CAUSES = (  # a sign in the message, what is raised, the remedy; the first that
     ("is a directory", StoreInvalid, "A folder stands in the way: choose another store.path."),
     ("file name too long", StoreInvalid, "Choose a shorter store.path."),
     ("too many levels of symbolic links", StoreInvalid, "Choose another store.path."),
+    ('not_found: error opening "zarr3"', StoreInvalid, DAMAGE_REMEDY),
     (
         'failed_precondition: error opening "zarr3"',
         StoreInvalid,
@@ -215,12 +216,15 @@ def repeated(kvstore: ts.KvStore, read: Callable[[], T]) -> T:
     """What `read` returns. While it finds something damaged or missing (StoreInvalid), it is called again, a few times:
     a service may answer with half an object, or with none, and be right the next time.
     """
-    for delay_s in _REREAD_DELAYS_S if is_remote(kvstore) else _LOCAL_REREAD_DELAYS_S:
+    delays_s = None
+    while True:
         try:
             return read()
         except StoreInvalid:
+            delays_s = delays_s or iter(_REREAD_DELAYS_S if is_remote(kvstore) else _LOCAL_REREAD_DELAYS_S)
+            if (delay_s := next(delays_s, None)) is None:
+                raise
             time.sleep(delay_s)
-    return read()
 
 
 def is_remote(kvstore: ts.KvStore) -> bool:

@@ -35,7 +35,7 @@ from pipeline.store.commits import CommitRecord, read_consolidated, read_records
 from pipeline.store.filters import TokenFilter
 from pipeline.store.frameworks import Framework
 from pipeline.store.int8 import dequantised, scale_name
-from pipeline.store.kvstore import open_kvstore
+from pipeline.store.kvstore import open_kvstore, repeated
 from pipeline.store.layout import POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS
 from pipeline.store.metadata import StoreMetadata, StoreRoot, require_root, stored_layout
 from pipeline.store.normalisation import Normalisation
@@ -391,6 +391,9 @@ class ActivationStore:
         return dequantised(values, self._read(scale_name(name), rows)) if self._layout.scales else values
 
     def _read(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
+        return repeated(self._kvstore, lambda: self._read_once(name, rows))
+
+    def _read_once(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
         values = read_runs(self.arrays[name], rows)
         filled = self._filled(name, rows)
         require_stored(self.arrays[name], rows[filled], (values if values.ndim == 2 else values[:, 0])[filled])

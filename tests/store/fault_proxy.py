@@ -98,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         what = (self.command, object_key(self.path))
         fault = self._proxy.arrived(what)
         if fault in CONTENT_FAULTS:
-            self._serve_wrongly(fault, body, reads_object=self.command == "GET" and bool(what[1].rstrip("*")))
+            self._serve_wrongly(fault, body, reads_object=self.command == "GET" and not what[1].endswith("*"))
         elif fault in (Fault.too_many_requests, Fault.unavailable):
             self._answer(int(fault), [], b"")
         elif fault is Fault.hang:
