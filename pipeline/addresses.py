@@ -28,29 +28,34 @@ def without_credentials(text: str) -> str:
     return _SHOWN_QUERY.sub(r"\1?***", _SHOWN_USER.sub("://***@", text))
 
 
-def unusable_store_path(path: str) -> str | None:
-    """Why nobody can mean this as a store's place, and what to give instead; None for a path that may be one."""
-    shown = repr(path)
+def unusable_path(path: str, name: str) -> str | None:
+    """Why nobody can mean this as a place for files, which messages call `name`; None for a path that may be one."""
     if not path.strip():
-        return f"the store's path is {shown}. {_CHOOSE}"
+        return f"{name} is {path!r}. Give a folder or a file."
     if path != path.strip():
-        return f"the store's path is {shown}, which begins or ends with a blank. Remove the blank."
+        return f"{name} is {path!r}, which begins or ends with a blank. Remove the blank."
     if "\0" in path:
-        return f"the store's path is {shown}, which contains a NUL byte. {_CHOOSE}"
+        return f"{name} is {path!r}, which contains a NUL byte. Choose another name."
     try:
         path.encode()
     except UnicodeEncodeError:
-        return f"the store's path is {shown}, which is not UTF-8. Choose another name."
+        return f"{name} is {path!r}, which is not UTF-8. Choose another name."
+    if "://" not in path and os.path.expanduser(path).startswith("~"):
+        return f"{name} is {path!r}, but there is no such user. Write ./{path} for a folder of that name."
+    return None
+
+
+def unusable_store_path(path: str) -> str | None:
+    """Why nobody can mean this as a store's place, and what to give instead; None for a path that may be one."""
+    name, shown = "the store's path", repr(path)
     if has_credentials(path):
         return (
-            f"the store's path is {shown}: credentials in a URL would be logged. Give them as the storage's own tools "
-            "expect them (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
+            f"{name} is {shown}: credentials in a URL would be logged. Give them as the storage's own tools expect "
+            "them (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
         )
     url = _URL.match(path)
     if (url and url[1] not in STORE_SCHEMES) or (not url and _NEARLY_URL.match(path)):
-        return f"the store's path is {shown}, which has an unsupported URL scheme. {_CHOOSE}"
+        return f"{name} is {shown}, which has an unsupported URL scheme. {_CHOOSE}"
     if url and "|" in path:
-        return f"the store's path is {shown}: a store is not inside of another file. {_CHOOSE}"
-    if not url and os.path.expanduser(path).startswith("~"):
-        return f"the store's path is {shown}, but there is no such user. Write ./{path} for a folder of that name."
-    return None
+        return f"{name} is {shown}: a store is not inside of another file. {_CHOOSE}"
+    return unusable_path(path, name)

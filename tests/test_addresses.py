@@ -26,8 +26,8 @@ WITH_CREDENTIALS = (
     f"gs://bucket/store#access_token={SECRET}",
 )
 NONSENSE = (
-    ("", "Give a local path"),
-    ("   ", "Give a local path"),
+    ("", "Give a folder"),
+    ("   ", "Give a folder"),
     (" store", "blank"),
     ("store\n", "blank"),
     ("a\0b", "NUL"),
