@@ -1,9 +1,25 @@
 """What file systems raise, as errors that name the place, the cause and what to do."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipeline.errors import PipelineError
+from pipeline.errors import ConfigError, PipelineError
+
+_MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ESTALE}
+_MAY_PASS |= {errno.EACCES, errno.EPERM, errno.ETIMEDOUT, errno.EINTR, errno.EBUSY, errno.ENOMEM}
+
+
+@contextmanager
+def named_writing_errors(where: str) -> Iterator[None]:
+    """Around writing local files: raises ConfigError where the place cannot be one, PipelineError where a retry might
+    succeed, as on a full disk. `where` is the setting, as it was given."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _MAY_PASS:
+            raise PipelineError(f"{where} cannot be written: {error}. Remove the cause, and try again.") from error
+        raise ConfigError(f"{where} cannot be written: {error}. Choose another place.") from error
 
 
 @contextmanager

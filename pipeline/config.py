@@ -4,7 +4,6 @@ A run composes YAML into these frozen dataclasses once (`run_config`); no dict t
 about another (a layer that the model lacks, rows that do not divide) is checked in `plan.py`.
 """
 
-import re
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -13,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pipeline.addresses import has_credentials, unusable_store_path
 from pipeline.errors import ConfigError
 
 
@@ -335,10 +335,9 @@ def run_config(composed: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(f"the configuration does not compose: {error}") from error
     _require_no_credentials(config)
+    if reason := unusable_store_path(config.store.path):
+        raise ConfigError(reason)
     return config
-
-
-_CREDENTIALS = re.compile(r"://[^/]*@|[?&][^=&]*(token|sig|signature|key|credential|password)=", re.IGNORECASE)
 
 
 def _require_no_credentials(config: RunConfig) -> None:
@@ -346,7 +345,7 @@ def _require_no_credentials(config: RunConfig) -> None:
     for group, values in asdict(config).items():
         named = {f"{group}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {}
         for key, value in named.items():
-            if _CREDENTIALS.search(str(value)):
+            if has_credentials(str(value)):
                 raise ConfigError(
                     f"{key} has a URL with credentials in it, which would be stored and logged. Give them as "
                     f"the storage's own tools expect them (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."

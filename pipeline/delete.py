@@ -1,21 +1,24 @@
 """Deletes a store: `python -m pipeline.delete store.path=... confirm=true`, local or remote.
 
-Without `confirm=true` it only says what the store holds. Objects beside the store's own stay. The root goes last, so a
-deletion that was interrupted can be repeated; what it leaves holds no block. `force=true` deletes a store whose streams
-are claimed, by workers that were killed.
+Without `confirm=true` it only says what the store holds. Objects are deleted by the exact names that a store's have:
+others beside them stay, and symbolic links, which are not followed either; they are named. The root goes last, so a
+deletion that was interrupted can be repeated. `force=true` deletes a store whose streams are claimed, by workers that
+were killed.
 
 Exit codes: 0 deleted; 1 the store is claimed by workers or cannot be reached; 2 not confirmed, or there is no store.
 """
 
 import sys
+from itertools import islice
 
 from pipeline.errors import EXIT_OK, ConfigError, StoreError
 from pipeline.store.claims import held_claims
 from pipeline.store.deleting import delete_store
 from pipeline.store.kvstore import open_kvstore
-from pipeline.store.metadata import read_root
+from pipeline.store.metadata import require_root
 
 _USAGE = "usage: python -m pipeline.delete store.path=... [confirm=true] [force=true]"
+_MAX_NAMED = 5  # of what is left
 _SETTINGS = {"store.path": "", "confirm": "false", "force": "false"}
 
 
@@ -23,9 +26,7 @@ def main(arguments: list[str]) -> int:
     """Deletes the store that `arguments` name and returns the exit code."""
     try:
         path, is_confirmed, is_forced = parse(arguments)
-        root = read_root(path, open_kvstore(path))
-        if root is None:
-            raise ConfigError(f"there is no activation store at {path}: it has no zarr.json.")
+        root = require_root(path, open_kvstore(path))
         if not is_confirmed:
             what = "complete" if root.complete else "unfinished"
             arrays = ", ".join(root.arrays)
@@ -37,11 +38,12 @@ def main(arguments: list[str]) -> int:
                 f"{path} is not deleted: workers hold streams ({held}). Let them end first, or add force=true if they "
                 "are dead."
             )
-        delete_store(path, root)
+        left = list(islice(delete_store(path, root), _MAX_NAMED + 1))
     except (ConfigError, StoreError) as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    print(f"{path}: deleted")
+    names = ", ".join(left[:_MAX_NAMED]) + (", ..." if len(left) > _MAX_NAMED else "")
+    print(f"{path}: deleted" + (f", but for what is not the store's: {names}" if left else ""))
     return EXIT_OK
 
 

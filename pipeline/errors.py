@@ -13,6 +13,8 @@
 A message has four parts: the subject, what was expected, what was found, and what to do.
 """
 
+from pipeline.addresses import without_credentials
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_INVALID = 2
@@ -20,9 +22,12 @@ EXIT_INTERRUPTED = 42
 
 
 class PipelineError(Exception):
-    """Base of every error that the program raises on purpose."""
+    """Base of every error that the program raises on purpose. Its text shows no credentials of a URL."""
 
     exit_code = EXIT_FAILED
+
+    def __str__(self) -> str:
+        return without_credentials(super().__str__())
 
 
 class ConfigError(PipelineError):

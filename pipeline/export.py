@@ -16,8 +16,10 @@ Exit codes: 0 done; 1 the store cannot be reached, or damaged; 2 there is no sto
 
 import hashlib
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -26,12 +28,16 @@ from datasets import Array2D, DatasetInfo, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 from tqdm import tqdm
 
-from pipeline.errors import EXIT_OK, ConfigError, PipelineError
+from pipeline.access import named_writing_errors
+from pipeline.addresses import unusable_path
+from pipeline.errors import EXIT_OK, ConfigError, PipelineError, StoreInvalid
 from pipeline.store import ActivationStore
+from pipeline.store.kvstore import DAMAGE_REMEDY
 from pipeline.store.layout import MIB
 
 USAGE = "python -m pipeline.export store.path=... export.path=... [export.arrays=...] [export.context=...]"
 FILE = "data-00000-of-00001.arrow"
+UNFINISHED = f"{FILE}.unfinished"  # its name until all is written
 BATCH_MIB = 64  # written at a time
 
 
@@ -66,11 +72,12 @@ def write_cached_activations(
 ) -> tuple[int, int]:
     """Writes the data set to `path`, a folder. Returns how many contexts it has, and how many tokens were left.
 
-    Raises ConfigError when the folder is not empty, the store has not one context, or a value does not fit into
-    `dtype`, and StoreError.
+    What an interrupted export has left there is replaced. Raises ConfigError when the folder has anything else, the
+    store has not one context, or a value does not fit into `dtype`, StoreError, and PipelineError where the files
+    cannot be written.
     """
-    if path.exists() and any(path.iterdir()):
-        raise ConfigError(f"export.path={path} is not empty. Choose another, or delete what is there.")
+    with named_writing_errors(f"export.path={path}"):
+        left_over = _unfinished_files(path)
     known = [key.name for key in store.keys]
     if unknown := sorted(set(names) - set(known)):
         raise ConfigError(f"export.arrays: the store has no {unknown}, but {known}.")
@@ -79,7 +86,7 @@ def write_cached_activations(
             f"{store.path} has activations of {store.num_activations} tokens, less than one context of {context}. "
             f"Lower export.context."
         )
-    hooks = {name: store.arrays[name].spec().to_json()["metadata"]["attributes"]["hook_name"] for name in names}
+    hooks = _hook_names(store, names)
     widths = {name: store.arrays[name].shape[2] for name in names}
     features = Features(
         {hooks[name]: Array2D((context, width), dtype) for name, width in widths.items()}
@@ -87,10 +94,11 @@ def write_cached_activations(
     )
     context_bytes = context * sum(widths.values()) * np.dtype(dtype).itemsize
     batch_size = context * max(1, BATCH_MIB * MIB // context_bytes)
-    path.mkdir(parents=True, exist_ok=True)
     num_contexts = num_tokens = 0
     with (
-        ArrowWriter(features=features, path=str(path / FILE)) as writer,
+        named_writing_errors(f"export.path={path}"),
+        _unfinished(path, left_over) as file,
+        ArrowWriter(features=features, path=str(file)) as writer,
         tqdm(total=store.num_activations, unit="token", desc="export", file=sys.stderr) as bar,
     ):
         for batch in store.batches(names, batch_size):
@@ -106,8 +114,46 @@ def write_cached_activations(
             num_tokens += len(batch.tokens)
             bar.update(len(batch.tokens))
         writer.finalize()
-    _describe(path, features, f"{store.metadata.fingerprint()} {num_tokens} {names} {context} {dtype}")
+        _describe(path, features, f"{store.metadata.fingerprint()} {num_tokens} {names} {context} {dtype}")
     return num_contexts, num_tokens - num_contexts * context
+
+
+def _unfinished_files(path: Path) -> list[Path]:
+    """What an interrupted export has left. Raises ConfigError where the folder has anything else."""
+    left = sorted(path.iterdir()) if path.exists() else []
+    names = {file.name for file in left}
+    if left and (UNFINISHED not in names or names - {UNFINISHED, "dataset_info.json", "state.json"}):
+        raise ConfigError(f"export.path={path} is not empty. Choose another, or delete what is there.")
+    return left
+
+
+@contextmanager
+def _unfinished(path: Path, left_over: Sequence[Path]) -> Iterator[Path]:
+    """The file to write to, which has its name at the end; where that is not reached, it is deleted."""
+    for file in left_over:
+        file.unlink()
+    path.mkdir(parents=True, exist_ok=True)
+    file = path / UNFINISHED
+    try:
+        yield file
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+        file.rename(path / FILE)
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
+
+
+def _hook_names(store: ActivationStore, names: Sequence[str]) -> Mapping[str, str]:
+    """TransformerLens' name of each array, which the store holds. Raises StoreInvalid where it was edited."""
+    hooks: dict[str, str] = {}
+    for name in names:
+        attributes = store.arrays[name].spec().to_json()["metadata"].get("attributes", {})
+        hook = attributes.get("hook_name")
+        if not isinstance(hook, str) or hook in ("", "token_ids", *hooks.values()):
+            raise StoreInvalid(f"{store.path}/{name}/zarr.json has the hook_name {hook!r}. {DAMAGE_REMEDY}")
+        hooks[name] = hook
+    return hooks
 
 
 def _converted(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
@@ -144,6 +190,8 @@ def parse(arguments: list[str]) -> Settings:
         given[keys[key]] = value.strip("'\"")
     if not {"store", "path"} <= set(given):
         raise ConfigError(f"usage: {USAGE}")
+    if reason := unusable_path(given["path"], "export.path"):
+        raise ConfigError(reason)
     if "://" in given["path"]:
         raise ConfigError(f"export.path={given['path']}: the data set is written to local files. Give a folder.")
     context, dtype = given.get("context", ""), given.get("dtype", Settings.dtype)

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from pipeline.access import named_writing_errors
+from pipeline.addresses import unusable_path, without_credentials
 from pipeline.data.tokenizer import TextTokenizer, load_tokenizer
 from pipeline.errors import EXIT_OK, ConfigError, PipelineError
 from pipeline.inspection.page import STATISTICS, render, statistics
@@ -68,10 +70,8 @@ def inspect(settings: Settings) -> None:
 
 @contextmanager
 def _written(setting: str, file: str) -> Iterator[Path]:
-    try:
+    with named_writing_errors(f"inspect.{setting}={file}"):
         yield Path(file).expanduser()
-    except OSError as error:
-        raise ConfigError(f"inspect.{setting}={file} cannot be written: {error}.") from error
     print(f"{file}: {Path(file).expanduser().stat().st_size / 1024:.0f} KiB")
 
 
@@ -107,7 +107,10 @@ def find_tokenizer(summary: Summary, path: str | None) -> TextTokenizer | None:
         return tokenizer
     if path:
         raise ConfigError(f"inspect.tokenizer={path} is not the store's: its sha256 is not {expected}.")
-    print(f"tokens are shown as ids: the tokenizer at {place} has changed since the run.", file=sys.stderr)
+    print(
+        f"tokens are shown as ids: the tokenizer at {without_credentials(place)} has changed since the run.",
+        file=sys.stderr,
+    )
     return None
 
 
@@ -122,6 +125,9 @@ def parse(arguments: list[str]) -> Settings:
         given[keys[key]] = value.strip("'\"")
     if "path" not in given:
         raise ConfigError(f"usage: {USAGE}")
+    for name in {"html", "png"} & set(given):
+        if reason := unusable_path(str(given[name]), f"inspect.{name}"):
+            raise ConfigError(reason)
     for name, least in (("tokens", 1), ("seed", 0)):
         if name in given:
             text = str(given[name])

@@ -56,5 +56,5 @@ class Watchdog:
                 log.warning("%s", self._report(stalled_s))
 
     def _report(self, stalled_s: float) -> str:
-        stages = ", ".join(f"{thread}: {stage}" for thread, stage in self._metrics.stages.items())
+        stages = ", ".join(f"{thread}: {stage}" for thread, stage in list(self._metrics.stages.items()))
         return f"no step has finished for {stalled_s:.0f} s ({stages}; what they mean: pipeline/metrics.py)."

@@ -1,5 +1,7 @@
 """`python -m pipeline.export`: the data set holds what the store does. test_sae_libraries.py trains on one."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,10 +9,12 @@ import numpy as np
 import pytest
 from datasets import load_from_disk
 
-from pipeline.export import main
+from pipeline.export import FILE, UNFINISHED, main
+from pipeline.inspect import main as inspect
 from pipeline.store import ActivationStore
 from pipeline.store.writing import StoreWriter
 from tests.store.example_store import NUM_STREAMS, WIDTHS, layout, metadata, stored_tokens, write_blocks
+from tests.store.test_shard_files import largest_file
 
 HOOKS = {"blocks.1.resid_post": "blocks.1.hook_resid_post", "blocks.3.resid_post": "blocks.3.hook_resid_post"}
 HOOKS |= {"embed": "hook_embed"}
@@ -55,6 +59,64 @@ def test_some_arrays_in_half_precision(store, tmp_path, capsys):
     assert found.features["hook_embed"].dtype == "float16"
     assert main([*arguments, "export.dtype=float16"]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_what_a_killed_export_left_is_replaced(store, tmp_path, capsys):
+    arguments = [f"store.path={store}", f"export.path={tmp_path / 'cache'}", "export.arrays=embed"]
+    assert main(arguments) == 0
+    expected = {file.name: file.read_bytes() for file in (tmp_path / "cache").iterdir()}
+    for names in ([], [UNFINISHED], [UNFINISHED, "dataset_info.json"], [UNFINISHED, "dataset_info.json", "state.json"]):
+        shutil.rmtree(tmp_path / "cache")
+        (tmp_path / "cache").mkdir()
+        for name in names:
+            (tmp_path / "cache" / name).write_bytes(b"half" * 10_000)
+        assert main(arguments) == 0
+        assert {file.name: file.read_bytes() for file in (tmp_path / "cache").iterdir()} == expected
+    for names in (["notes"], [UNFINISHED, "notes"], [FILE], ["state.json"], ["dataset_info.json"]):
+        shutil.rmtree(tmp_path / "cache")
+        (tmp_path / "cache").mkdir()
+        for name in names:
+            (tmp_path / "cache" / name).write_bytes(b"mine")
+        assert main(arguments) == 2
+        assert "is not empty" in capsys.readouterr().err
+        assert {file.name: file.read_bytes() for file in (tmp_path / "cache").iterdir()} == dict.fromkeys(
+            names, b"mine"
+        )
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_in_the_way(store, tmp_path, capsys):
+    arguments = [f"store.path={store}", f"export.path={tmp_path / 'cache'}"]
+    with largest_file(2000):
+        assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert f"export.path={tmp_path / 'cache'} cannot be written: " in error
+    assert "File too large" in error
+    assert "Traceback" not in error
+    assert main(arguments) == 0
+
+
+def test_places_that_cannot_be_written(store, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    for path in ("file", "file/x", "x" * 300, "x/" * 3000, "~nosuchuser/x", "a\0b", " ", "gs://bucket/x", "\udcff"):
+        assert main([f"store.path={store}", f"export.path={path}"]) == 2, path
+        assert "export.path=" in capsys.readouterr().err.replace(" is ", "=")
+        if path not in ("gs://bucket/x", "x/" * 3000):
+            assert inspect([f"store.path={store}", f"inspect.html={path}"]) == (2 if path != "file" else 0), path
+            capsys.readouterr()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("hook", [None, 5, "", "token_ids", "hook_embed", {"deep": [[]]}, ...])
+def test_edited_names_of_hooks_are_named(store, tmp_path, hook, capsys):
+    zarr_json = store / "blocks.3.resid_post" / "zarr.json"
+    metadata = json.loads(zarr_json.read_text())
+    metadata["attributes"] = {} if hook is ... else {"hook_name": hook}
+    zarr_json.write_text(json.dumps(metadata))
+    names = "export.arrays=embed,blocks.3.resid_post"
+    assert main([f"store.path={store}", f"export.path={tmp_path / 'cache'}", names]) == 2
+    assert "blocks.3.resid_post/zarr.json has the hook_name" in capsys.readouterr().err
 
 
 def test_values_that_do_not_fit_are_refused(store, tmp_path, capsys):

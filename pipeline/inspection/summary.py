@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
+from pipeline.addresses import without_credentials
 from pipeline.errors import StoreInvalid
 from pipeline.store import ActivationStore
 from pipeline.store.commits import CommitRecord
@@ -93,7 +94,7 @@ class Summary:
             facts["rounding"] = (
                 f"the relative error of storing as {metadata.capture['dtype']} is {low:.3g} to {high:.3g}"
             )
-        return [self.path, *(f"  {name:12}{text}" for name, text in facts.items())]
+        return [self.path, *(without_credentials(f"  {name:12}{text}") for name, text in facts.items())]
 
 
 def summarise(store: ActivationStore) -> Summary:

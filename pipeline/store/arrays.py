@@ -1,6 +1,7 @@
 """The Zarr arrays of a store, through TensorStore's zarr3 driver."""
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -9,11 +10,27 @@ import tensorstore as ts
 
 from pipeline.errors import StoreInvalid
 from pipeline.store.digests import array_digest
-from pipeline.store.kvstore import context, object_url, read_keys, store_errors, write_key
-from pipeline.store.layout import MAX_ROWS, ArraySpec, StoreLayout
+from pipeline.store.directories import make_directories
+from pipeline.store.kvstore import (
+    context,
+    directory_of,
+    object_url,
+    read_checked,
+    read_keys,
+    repeated,
+    store_errors,
+    write_key,
+)
+from pipeline.store.layout import ITEM_BYTES, MAX_ROWS, SELECTED, SIDE_ARRAYS, TOKENS, ArraySpec, StoreLayout
+from pipeline.store.metadata import StoreRoot
 from pipeline.store.parsing import parse_json
 
-ARRAY_REMEDY = "Delete this zarr.json and run the job again, which writes it anew, or choose another store.path."
+ARRAY_REMEDY = (
+    "Run pipeline.verify, which lists all damage. A zarr.json that was deleted is written anew by the next run."
+)
+
+# No store shard has as many, 1 TiB of the smallest: a size that was edited is not to be asked of the memory.
+MAX_SHARD_ELEMENTS = 1 << 40
 
 _LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC32C = {"name": "crc32c"}
@@ -54,6 +71,10 @@ def open_or_create(kvstore: ts.KvStore, layout: StoreLayout) -> dict[str, ts.Ten
     for spec in layout.all_arrays:
         if spec.name in absent:
             wanted[spec.name]["shape"] = [MAX_ROWS, *layout.shard_shape(spec)[1:]]
+    if (root := directory_of(kvstore)) is not None:
+        for name in absent:
+            with store_errors(object_url(kvstore, f"{name}/zarr.json")):
+                make_directories(root + name, root)
     opened = _open(kvstore, wanted, create=absent)
     for spec in layout.all_arrays:
         shape, expected = opened[spec.name].shape[1:], layout.shard_shape(spec)[1:]
@@ -66,8 +87,51 @@ def open_or_create(kvstore: ts.KvStore, layout: StoreLayout) -> dict[str, ts.Ten
 
 
 def open_existing(kvstore: ts.KvStore, names: Iterable[str]) -> dict[str, ts.TensorStore]:
-    """The named arrays, for reading, whatever their dtype and shape. Raises StoreError."""
+    """The named arrays, for reading, whatever their dtype and shape. Raises StoreError; StoreInvalid for a zarr.json
+    that is missing, is no array's, or has more dimensions or elements than an array of a store."""
+    names = list(names)
+    read_zarr_jsons(kvstore, names)  # TensorStore believes every size, and fails where attributes are nested deep
     return _open(kvstore, {name: {} for name in names}, resources=_MAPPED)
+
+
+def _require_array(zarr_json: Any, subject: str) -> None:
+    """Raises StoreInvalid unless this may be the zarr.json of an array of a store. TensorStore checks the rest."""
+    try:
+        shape, shard = zarr_json["shape"], zarr_json["chunk_grid"]["configuration"]["chunk_shape"]
+        sizes = [*shape, *shard]
+        is_sound = 2 <= len(shape) == len(shard) <= 3 and isinstance(zarr_json.get("attributes", {}), dict)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise StoreInvalid(f"{subject} is no array's ({type(error).__name__} {error}). {ARRAY_REMEDY}") from error
+    is_sound = is_sound and all(type(size) is int and size >= 0 for size in sizes) and min(shard) > 0
+    if not is_sound or shape[0] > MAX_ROWS or math.prod(shard) > MAX_SHARD_ELEMENTS:
+        raise StoreInvalid(
+            f"{subject} has the shape {shape} and store shards {shard}: expected 2 or 3 dimensions, at most {MAX_ROWS} "
+            f"rows, and {MAX_SHARD_ELEMENTS} elements of a store shard. {ARRAY_REMEDY}"
+        )
+
+
+def require_arrays(root: StoreRoot, arrays: Mapping[str, ts.TensorStore], path: str) -> None:
+    """Raises StoreInvalid unless each array has the kind of numbers and the sizes that its name and the root demand."""
+    sides = {spec.name: spec.dtype for spec in (*SIDE_ARRAYS, SELECTED)}
+    length = arrays[TOKENS.name].shape[1]
+    slots = arrays[SELECTED.name].shape[1] if root.metadata.selects else length
+    for name, array in arrays.items():
+        rows = (root.metadata.rows_per_block, length if name in sides and name != SELECTED.name else slots)
+        dtypes = {sides.get(name) or ("float32" if name not in root.arrays else root.metadata.capture.get("dtype"))}
+        dtypes = dtypes if dtypes != {None} else set(ITEM_BYTES)
+        ndim = 2 if name in sides else 3
+        found = (array.dtype.name, array.chunk_layout.write_chunk.shape)
+        expected = rows + array.shape[2:]
+        if array.ndim != ndim or found[0] not in dtypes or array.shape[1] != rows[1] or found[1] != expected:
+            raise StoreInvalid(
+                f"{path}/{name}/zarr.json has {array.ndim} dimensions of {found[0]} in store shards of {found[1]}: "
+                f"expected {ndim} of {' or '.join(sorted(dtypes))}, in {expected}. {ARRAY_REMEDY}"
+            )
+    if length != root.metadata.batch.get("length", length):
+        raise StoreInvalid(
+            f"{path}/tokens/zarr.json has rows of {length} positions, and the root's batch.length is "
+            f"{root.metadata.batch['length']}. {ARRAY_REMEDY}"
+        )
 
 
 def set_rows(kvstore: ts.KvStore, names: Iterable[str], rows: int) -> None:
@@ -83,17 +147,20 @@ def set_rows(kvstore: ts.KvStore, names: Iterable[str], rows: int) -> None:
 
 
 def read_zarr_jsons(kvstore: ts.KvStore, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The zarr.json of each named array. Raises StoreInvalid for one that is missing or damaged, and StoreError."""
-    found = {}
-    keys = {name: f"{name}/zarr.json" for name in names}
-    for (name, key), text in zip(keys.items(), read_keys(kvstore, list(keys.values())), strict=True):
+    """The zarr.json of each named array. Raises StoreInvalid for one that is missing, is no array's, or has more
+    dimensions or elements than an array of a store, and StoreError."""
+
+    def check(key: str, content: bytes | None) -> dict[str, Any]:
         subject = object_url(kvstore, key)
-        if text is None:
+        if content is None:
             raise StoreInvalid(f"{subject} is missing. {ARRAY_REMEDY}")
-        found[name] = parse_json(text, subject, ARRAY_REMEDY)
-        if not _has_shape(found[name]):
-            raise StoreInvalid(f"{subject} is not the metadata of a Zarr array. {ARRAY_REMEDY}")
-    return found
+        zarr_json = parse_json(content, subject, ARRAY_REMEDY)
+        _require_array(zarr_json, subject)
+        return zarr_json
+
+    names = list(names)
+    found = read_checked(kvstore, [f"{name}/zarr.json" for name in names], check)
+    return dict(zip(names, found, strict=True))
 
 
 def read_array_digests(kvstore: ts.KvStore, names: Iterable[str]) -> dict[str, str]:
@@ -122,11 +189,6 @@ def refused_arrays(kvstore: ts.KvStore, layout: StoreLayout) -> dict[str, str]:
     return refused
 
 
-def _has_shape(zarr_json: Any) -> bool:
-    shape = zarr_json.get("shape") if isinstance(zarr_json, dict) else None
-    return isinstance(shape, list) and len(shape) > 0 and all(type(size) is int for size in shape)
-
-
 def _open(
     kvstore: ts.KvStore,
     wanted: Mapping[str, dict[str, Any]],
@@ -135,14 +197,17 @@ def _open(
 ) -> dict[str, ts.TensorStore]:
     # Within one cache pool, arrays that are open lend their metadata to those that are opened later.
     own_pool = ts.Context({"cache_pool": {"total_bytes_limit": 0}, **resources}, parent=context())
-    opening = {}
-    for name, metadata in wanted.items():
+
+    def start(name: str) -> ts.Future:
         spec = {"driver": "zarr3", "kvstore": (kvstore / name / "").spec().to_json()}
-        if metadata:
-            spec["metadata"] = metadata
-        opening[name] = ts.open(spec, open=True, create=name in create, context=own_pool)
-    opened = {}
-    for name, future in opening.items():
+        spec |= {"metadata": wanted[name]} if wanted[name] else {}
+        return ts.open(spec, open=True, create=name in create, context=own_pool)
+
+    opening = {name: start(name) for name in wanted}
+
+    def opened(name: str) -> ts.TensorStore:
+        future = opening.pop(name, None) or start(name)
         with store_errors(object_url(kvstore, f"{name}/zarr.json")):
-            opened[name] = future.result()
-    return opened
+            return future.result()
+
+    return {name: repeated(kvstore, lambda name=name: opened(name)) for name in wanted}

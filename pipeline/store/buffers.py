@@ -4,7 +4,7 @@ Shapes: S slots (row, slot of it) of a buffer, T positions of a row, K keys, D f
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -16,11 +16,14 @@ from pipeline.store.completions import completion_slots
 from pipeline.store.filters import COMPLETIONS, TokenFilter
 from pipeline.store.frameworks import aligned_empty
 from pipeline.store.int8 import Dequantised, scale_name
-from pipeline.store.layout import DOCUMENTS, MIB, POSITIONS, SELECTED, SIDE_ARRAYS, StoreLayout
+from pipeline.store.kvstore import repeated
+from pipeline.store.layout import DOCUMENTS, MIB, POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS, StoreLayout
 from pipeline.store.order import Buffer, ReadingOrder
 from pipeline.store.rows import (
     READS_AHEAD,
+    RowRead,
     beside_activations,
+    counts_positions,
     require_selected,
     require_stored,
     start_read,
@@ -51,6 +54,10 @@ class StoredBlocks:
         # By block: its window, and [rows, slots] by name.
         self._beside: dict[int, tuple[int, dict[str, np.ndarray]]] = {}
 
+    def repeated(self, read: Callable[[], None]) -> None:
+        """Calls `read`, and again while it finds something damaged or missing; see `kvstore.repeated`."""
+        repeated(self._kvstore, read)
+
     def first_row(self, block: int) -> int:
         record = self.records[block]
         return self.layout.first_row(record.stream, record.block)
@@ -79,7 +86,8 @@ class StoredBlocks:
             whole = sum(spec.position_bytes for spec in SIDE_ARRAYS) * self.layout.rows_per_block * self.layout.length
             at_once = max(1, int(WHOLE_MIB * MIB / whole))
         parts = (blocks[start : start + at_once] for start in range(0, len(blocks), at_once))
-        return [beside for part in parts for beside in self._read_beside(part, names)]
+        read = (repeated(self._kvstore, lambda part=part: self._read_beside(part, names)) for part in parts)
+        return [beside for part in read for beside in part]
 
     def _read_beside(self, blocks: Sequence[int], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
         arrays = [name for name in names if name != COMPLETIONS]
@@ -97,13 +105,18 @@ class StoredBlocks:
             elif name != POSITIONS.name:  # where zeros are nothing unusual
                 require_stored(self.arrays[name], np.arange(first, first + len(values)), values)
             found[block][name] = values
+        for block, sides in found.items():
+            if {POSITIONS.name, SEGMENTS.name} <= set(sides):
+                counting = counts_positions(sides[SEGMENTS.name])
+                rows = self.first_row(block) + np.flatnonzero(counting)
+                require_stored(self.arrays[POSITIONS.name], rows, sides[POSITIONS.name][counting])
         if COMPLETIONS in names:
             tables = read_tables(self._kvstore, [self.records[b] for b in blocks])
             for sides, table in zip(found.values(), tables, strict=True):
                 sides[COMPLETIONS] = completion_slots(sides[DOCUMENTS.name], table)
         return [beside_activations(sides) for sides in found.values()]
 
-    def _start(self, block: int, name: str) -> tuple[np.ndarray, ts.WriteFutures]:
+    def _start(self, block: int, name: str) -> tuple[np.ndarray, RowRead]:
         array = self.arrays[name]
         values = np.empty((self.records[block].rows, array.shape[1]), array.dtype.numpy_dtype)
         return values, start_read(array, self.first_row(block), values)
@@ -146,9 +159,12 @@ class TokenMemory:
         for user in self.users:
             user.exception()  # waits; whoever takes its result meets the error
         self.users = []
+        self._blocks.repeated(lambda: self._fill(buffer, order, token_filter))
+
+    def _fill(self, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter) -> None:
         beside = self._blocks.beside(buffer, token_filter.side_arrays)
         looked_at = self._beside | {COMPLETIONS: self._completions}
-        reads: deque[tuple[ts.TensorStore, ts.WriteFutures]] = deque()
+        reads: deque[tuple[ts.TensorStore, RowRead]] = deque()
         row_numbers: list[np.ndarray] = []
         row = 0
         for piece, sides in zip(buffer.pieces, beside, strict=True):

@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -25,16 +26,20 @@ from pipeline.errors import StoreError, StoreInvalid
 from pipeline.store.kvstore import (
     list_keys,
     open_kvstore,
+    read_checked,
     read_with_generations,
+    repeated,
     write_if_absent,
     write_if_unchanged,
     write_key,
 )
+from pipeline.store.parsing import parse_json
 
 log = logging.getLogger("pipeline")
 
 CLAIMS_PREFIX = "_claims/"
 TEST_PREFIX = "_claims_test/"  # not among the claims, which another worker may be deleting
+_KEY = re.compile(r"_claims/stream-(\d{5,})\.json")
 _RENEWALS_PER_LEASE = 6  # two may fail before the owner gives up
 
 
@@ -51,10 +56,21 @@ class _Claim(NamedTuple):
 
     @classmethod
     def from_json(cls, text: bytes, subject: str) -> "_Claim":
+        content = parse_json(text, subject, _CLAIM_REMEDY)
         try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise StoreInvalid(f"{subject} is not a claim ({error}). Delete it.") from error
+            claim = cls(**content)
+        except TypeError as error:
+            raise StoreInvalid(f"{subject} is not a claim ({error}). {_CLAIM_REMEDY}") from error
+        kinds = {"owner": str, "held": bool, "lease_s": (int, float), "number": int}
+        wrong = {
+            name: getattr(claim, name) for name, kind in kinds.items() if not isinstance(getattr(claim, name), kind)
+        }
+        if wrong or not 0 < claim.lease_s < float("inf"):
+            raise StoreInvalid(f"{subject} is not a claim ({wrong or claim.lease_s}). {_CLAIM_REMEDY}")
+        return claim
+
+
+_CLAIM_REMEDY = "Delete it."
 
 
 class Vacancy(NamedTuple):
@@ -101,11 +117,10 @@ class Claims:
         that are at least its lease apart.
         """
         streams = [stream for stream in streams if stream not in self._leases]
-        found = read_with_generations(self._kvstore, [claim_key(stream) for stream in streams])
+        claims = repeated(self._kvstore, lambda: self._read(streams))
         now = time.monotonic()
         vacant = []
-        for stream, (text, generation) in zip(streams, found, strict=True):
-            claim = _Claim.from_json(text, f"{self._path}/{claim_key(stream)}") if text is not None else None
+        for stream, (claim, generation) in zip(streams, claims, strict=True):
             if claim is None or not claim.held or claim.owner == self.owner:
                 vacant.append(Vacancy(stream, generation, expired=None))
                 continue
@@ -115,6 +130,14 @@ class Claims:
             elif now - since >= claim.lease_s:
                 vacant.append(Vacancy(stream, generation, expired=claim.owner))
         return vacant
+
+    def _read(self, streams: Sequence[int]) -> list[tuple[_Claim | None, bytes]]:
+        """Each stream's claim, if it has one, and its generation. Raises StoreInvalid for what is no claim."""
+        keys = [claim_key(stream) for stream in streams]
+        return [
+            (None if text is None else _Claim.from_json(text, f"{self._path}/{key}"), generation)
+            for key, (text, generation) in zip(keys, read_with_generations(self._kvstore, keys), strict=True)
+        ]
 
     def claim(self, vacancy: Vacancy) -> bool:
         """Whether the stream is this process's now. Raises StoreError."""
@@ -201,10 +224,13 @@ def claim_key(stream: int) -> str:
 def held_claims(path: str) -> dict[int, str]:
     """The owners of claimed streams, be they alive or not. Raises StoreError."""
     kvstore = open_kvstore(path)
-    keys = [key for key in list_keys(kvstore, CLAIMS_PREFIX) if key.startswith(f"{CLAIMS_PREFIX}stream-")]
-    texts = zip(keys, (text for text, _ in read_with_generations(kvstore, keys)), strict=True)
-    claims = {key: _Claim.from_json(text, f"{path}/{key}") for key, text in texts if text is not None}
-    return {int(key[-10:-5]): claim.owner for key, claim in claims.items() if claim.held}
+    keys = {key: int(match[1]) for key in list_keys(kvstore, CLAIMS_PREFIX) if (match := _KEY.fullmatch(key))}
+
+    def check(key: str, text: bytes | None) -> _Claim | None:
+        return None if text is None else _Claim.from_json(text, f"{path}/{key}")
+
+    claims = zip(keys.values(), read_checked(kvstore, list(keys), check), strict=True)
+    return {stream: claim.owner for stream, claim in claims if claim is not None and claim.held}
 
 
 def read_claims(kvstore: ts.KvStore) -> dict[str, bytes]:

@@ -3,17 +3,22 @@
 Everything that can fail while reading or writing is turned into a StoreError here.
 """
 
+import itertools
 import os
+import re
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorstore as ts
 
+from pipeline.addresses import unusable_store_path
 from pipeline.allocator import num_cores
 from pipeline.errors import ConfigError, StoreError, StoreInvalid
+from pipeline.store.directories import make_directories
 
 # TensorStore reads these with its first request. By itself it waits for ever for a server that says nothing.
 os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", "30")
@@ -26,9 +31,20 @@ _CONCURRENCY = ("gcs_request_concurrency", "s3_request_concurrency", "file_io_co
 # How many small objects to have asked for. TensorStore has fewer requests under way; the rest wait inside it.
 _KEYS_AHEAD = 256
 
-# What TensorStore raises: ValueError for a failed operation or unreadable data, NotImplementedError (a RuntimeError)
-# for a read-only driver, OSError from the file system.
-TENSORSTORE_ERRORS = (ValueError, OSError, RuntimeError)
+# TensorStore raises ValueError, as do mistakes in a program. A failed operation's message begins with the name of a
+# status, or, where that is INVALID_ARGUMENT, has one of these parts.
+_FAILED_OPERATION = re.compile(
+    r"^(CANCELLED|UNKNOWN|DEADLINE_EXCEEDED|NOT_FOUND|ALREADY_EXISTS|PERMISSION_DENIED|RESOURCE_EXHAUSTED"
+    r"|FAILED_PRECONDITION|ABORTED|OUT_OF_RANGE|INTERNAL|UNAVAILABLE|DATA_LOSS|UNAUTHENTICATED): "
+    r"|^Error (opening|reading|writing|deleting) |^Failed to .*os_error_code=|HTTP response code",
+    re.DOTALL,
+)
+
+# How long to wait before each time that an object is read again which seems damaged or missing.
+_REREAD_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
+_LOCAL_REREAD_DELAYS_S = (0.0,)
+
+T = TypeVar("T")
 
 _NO_OBJECT = b"\2"  # the storage generation of an object that does not exist
 
@@ -43,10 +59,15 @@ _CAUSES = (  # a sign in the message, what is raised, the remedy; the first that
     ("permission", StoreError, _PERMISSION_REMEDY),
     ("data_loss", StoreInvalid, DAMAGE_REMEDY),
     ("requested byte range", StoreInvalid, DAMAGE_REMEDY),
+    ("error reading shard", StoreInvalid, DAMAGE_REMEDY),
+    ("propagated bounds", StoreInvalid, DAMAGE_REMEDY),  # rows beyond the array's shape
     ("not permitted", StoreError, _PERMISSION_REMEDY),
     ("not a directory", StoreInvalid, _FILE_REMEDY),
     ("file exists", StoreInvalid, _FILE_REMEDY),
-    ("unsupported url scheme", StoreInvalid, "Use a local path, gs:// or s3://."),
+    ("is a directory", StoreInvalid, "A folder stands in the way: choose another store.path."),
+    ("file name too long", StoreInvalid, "Choose a shorter store.path."),
+    ("too many levels of symbolic links", StoreInvalid, "Choose another store.path."),
+    ('not_found: error opening "zarr3"', StoreInvalid, DAMAGE_REMEDY),
     (
         'failed_precondition: error opening "zarr3"',
         StoreInvalid,
@@ -111,19 +132,24 @@ def open_kvstore(path: str | os.PathLike[str], own_requests: int | None = None) 
     With `own_requests`, so many requests may be under way besides those of all others, instead of in a row with them.
 
     `s3://` is Amazon's unless the environment names another service, as for Amazon's own tools: AWS_ENDPOINT_URL_S3 or
-    AWS_ENDPOINT_URL, and AWS_REGION or AWS_DEFAULT_REGION. Raises StoreInvalid for a URL whose scheme TensorStore does
-    not know.
+    AWS_ENDPOINT_URL, and AWS_REGION or AWS_DEFAULT_REGION. Raises StoreInvalid for what is no place of a store: an
+    empty path, `~` of nobody, a URL of another scheme, or without a bucket, or with credentials.
     """
     path = os.fspath(path)
+    if reason := unusable_store_path(path):
+        raise StoreInvalid(reason)
+    if "://" in path:
+        try:
+            spec = ts.KvStore.Spec(path.rstrip("/") + "/").to_json()
+        except ValueError as error:
+            raise StoreInvalid(f"the store's path is {path!r}, which is no address of a store: {error}.") from error
+        spec |= _s3_service() if path.startswith("s3://") else {}
+    else:
+        spec = {"driver": "file", "path": local_directory(path).rstrip("/") + "/"}
+    resources = {} if own_requests is None else {name: {"limit": own_requests} for name in _CONCURRENCY}
+    opening = ts.KvStore.open(spec, context=ts.Context(resources, parent=context()))
     with store_errors(path):
-        if "://" in path:
-            spec = ts.KvStore.Spec(path.rstrip("/") + "/").to_json() | (
-                _s3_service() if path.startswith("s3://") else {}
-            )
-        else:
-            spec = {"driver": "file", "path": local_directory(path).rstrip("/") + "/"}
-        resources = {} if own_requests is None else {name: {"limit": own_requests} for name in _CONCURRENCY}
-        return ts.KvStore.open(spec, context=ts.Context(resources, parent=context())).result()
+        return opening.result()
 
 
 def _s3_service() -> dict[str, str]:
@@ -173,10 +199,58 @@ def read_with_generations(kvstore: ts.KvStore, keys: list[str]) -> list[tuple[by
     return [(value, read.result().stamp.generation) for value, read in zip(values, reads, strict=True)]
 
 
+def read_checked(kvstore: ts.KvStore, keys: Sequence[str], check: Callable[[str, bytes | None], T]) -> Iterator[T]:
+    """`check(key, content)` of each object, in order. The content is None where there is no object; `check` decides
+    whether that is wrong. An object that it refuses with StoreInvalid is read again, a few times; then it is raised.
+    """
+    for key, content in zip(keys, read_keys(kvstore, list(keys)), strict=True):
+        yield _checked(kvstore, key, content, check)
+
+
+def _checked(kvstore: ts.KvStore, key: str, content: bytes | None, check: Callable[[str, bytes | None], T]) -> T:
+    contents = itertools.chain([content], (read_key(kvstore, key) for _ in itertools.count()))
+    return repeated(kvstore, lambda: check(key, next(contents)))
+
+
+def repeated(kvstore: ts.KvStore, read: Callable[[], T]) -> T:
+    """What `read` returns. While it finds something damaged or missing (StoreInvalid), it is called again, a few times:
+    a service may answer with half an object, or with none, and be right the next time.
+    """
+    delays_s = None
+    while True:
+        try:
+            return read()
+        except StoreInvalid:
+            delays_s = delays_s or iter(_REREAD_DELAYS_S if is_remote(kvstore) else _LOCAL_REREAD_DELAYS_S)
+            if (delay_s := next(delays_s, None)) is None:
+                raise
+            time.sleep(delay_s)
+
+
+def is_remote(kvstore: ts.KvStore) -> bool:
+    return kvstore.spec().to_json()["driver"] not in ("file", "memory")
+
+
+def directory_of(kvstore: ts.KvStore) -> str | None:
+    """The local directory that a key-value store is in; None for other kinds of storage."""
+    spec = kvstore.spec().to_json()
+    return spec["path"] if spec["driver"] == "file" else None
+
+
+def start_write(kvstore: ts.KvStore, key: str, value: bytes | None, if_equal: bytes | None = None) -> ts.Future:
+    """Starts writing an object (None deletes it). The directories of a local one are made first, and durable:
+    TensorStore syncs the file, and of its directories only the last. Raises StoreError."""
+    if value is not None and (root := directory_of(kvstore)) is not None:
+        with store_errors(object_url(kvstore, key)):
+            make_directories(os.path.dirname(root + key), root)
+    return kvstore.write(key, value, if_equal=if_equal)
+
+
 def write_key(kvstore: ts.KvStore, key: str, value: bytes | None) -> None:
     """Writes an object durably (None deletes it). Raises StoreError."""
+    write = start_write(kvstore, key, value)
     with store_errors(object_url(kvstore, key)):
-        kvstore.write(key, value).result()
+        write.result()
 
 
 def write_if_absent(kvstore: ts.KvStore, key: str, value: bytes) -> bool:
@@ -189,8 +263,9 @@ def write_if_unchanged(kvstore: ts.KvStore, key: str, value: bytes | None, gener
 
     S3 has no conditional deletion: TensorStore looks just before. Raises StoreError.
     """
+    write = start_write(kvstore, key, value, generation)
     with store_errors(object_url(kvstore, key)):
-        return kvstore.write(key, value, if_equal=generation).result().generation or None
+        return write.result().generation or None
 
 
 def list_keys(kvstore: ts.KvStore, prefix: str) -> list[str]:
@@ -204,14 +279,17 @@ def list_keys(kvstore: ts.KvStore, prefix: str) -> list[str]:
 
 @contextmanager
 def store_errors(subject: str) -> Iterator[None]:
-    """Turns what TensorStore raises into a StoreError that names `subject`, the cause and a remedy.
+    """Turns a failed operation of TensorStore, or of the file system, into a StoreError that names `subject`, the cause
+    and a remedy. It is a StoreInvalid where the cause is one that no retry heals.
 
-    It is a StoreInvalid where the cause is one that no retry heals.
+    Put it around waiting for the operation, and nothing else: what is wrong with the program is raised as it is.
     """
     try:
         yield
-    except TENSORSTORE_ERRORS as error:
+    except (ValueError, OSError) as error:
         text = str(error).partition(" [tensorstore_spec=")[0]
+        if isinstance(error, ValueError) and not _FAILED_OPERATION.search(text):
+            raise
         causes = ((kind, remedy) for sign, kind, remedy in _CAUSES if sign in text.lower())
         kind, remedy = next(causes, (StoreError, _ANY_REMEDY))
         raise kind(f"{subject}: {text}. {remedy}") from error

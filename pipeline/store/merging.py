@@ -18,7 +18,8 @@ from pipeline.store.layout import MAX_ROWS
 from pipeline.store.statistics import statistics_key
 from pipeline.store.tables import table_key
 from pipeline.store.target import larger
-from pipeline.store.writing import StoreWriter, create_root, require_no_records
+from pipeline.store.vacancy import require_vacant
+from pipeline.store.writing import StoreWriter, create_root
 
 COPIES = 4  # objects under way at once: each is held in memory whole
 
@@ -98,7 +99,7 @@ def _exists(path: str) -> bool:
 def _create(path: str, like: StoreWriter) -> StoreWriter:
     """An empty store of the same configuration. One whose creation was interrupted is completed."""
     kvstore = open_kvstore(path)
-    require_no_records(path, kvstore)  # before anything is written
+    require_vacant(path, kvstore)  # before anything is written
     for name, zarr_json in _formats(like).items():
         write_key(kvstore, f"{name}/zarr.json", json.dumps(zarr_json).encode())
     create_root(path, kvstore, like.metadata, like.layout)

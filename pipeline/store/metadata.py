@@ -18,7 +18,7 @@ from pipeline.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.store.digests import json_digest
 from pipeline.store.int8 import DTYPE as INT8
 from pipeline.store.int8 import scale_name
-from pipeline.store.kvstore import open_kvstore, read_key, read_with_generations, write_if_unchanged
+from pipeline.store.kvstore import open_kvstore, read_checked, read_key, read_with_generations, write_if_unchanged
 from pipeline.store.layout import ITEM_BYTES, SELECTED, SIDE_ARRAYS, ArraySpec, StoreLayout, scale_spec
 from pipeline.store.parsing import parse_json
 from pipeline.store.target import ALL, Target
@@ -278,6 +278,18 @@ def change_root(path: str, kvstore: ts.KvStore, change: Callable[[StoreRoot], St
         if changed == root or write_if_unchanged(kvstore, ROOT_KEY, changed.to_json(), generation) is not None:
             return changed
     raise StoreError(f"{path}/{ROOT_KEY} could not be changed: other processes did so {_ATTEMPTS} times. Try again.")
+
+
+def require_root(path: str, kvstore: ts.KvStore) -> StoreRoot:
+    """The root of a store that is there. Raises StoreInvalid where it is not, or damaged, and StoreError."""
+
+    def check(_key: str, text: bytes | None) -> StoreRoot:
+        if text is None:
+            raise StoreInvalid(f"there is no activation store at {path}: it has no {ROOT_KEY}.")
+        return StoreRoot.from_json(text, path)
+
+    [root] = read_checked(kvstore, [ROOT_KEY], check)
+    return root
 
 
 def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> StoreLayout:

@@ -29,17 +29,17 @@ from numpy.typing import DTypeLike
 from pipeline.errors import StoreError, StoreInvalid
 from pipeline.selected import at_selected
 from pipeline.sites import ActivationKey, Site
-from pipeline.store.arrays import edited_arrays, open_existing
+from pipeline.store.arrays import edited_arrays, open_existing, require_arrays
 from pipeline.store.batches import BatchReader, Reading
 from pipeline.store.commits import CommitRecord, read_consolidated, read_records
 from pipeline.store.filters import TokenFilter
 from pipeline.store.frameworks import Framework
 from pipeline.store.int8 import dequantised, scale_name
-from pipeline.store.kvstore import DAMAGE_REMEDY, open_kvstore
+from pipeline.store.kvstore import DAMAGE_REMEDY, open_kvstore, repeated
 from pipeline.store.layout import POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS
-from pipeline.store.metadata import StoreMetadata, StoreRoot, read_root, stored_layout
+from pipeline.store.metadata import StoreMetadata, StoreRoot, require_root, stored_layout
 from pipeline.store.normalisation import Normalisation
-from pipeline.store.rows import beside_activations, read_runs, require_stored
+from pipeline.store.rows import beside_activations, counts_positions, read_runs, require_stored
 from pipeline.store.statistics import Statistics, merge, merge_blocks, read_merged, token_statistics
 from pipeline.store.tables import empty_table, read_tables
 
@@ -118,16 +118,23 @@ class ActivationStore:
         """
         path = os.fspath(path)
         kvstore = open_kvstore(path)
-        root = read_root(path, kvstore)
-        if root is None:
-            raise StoreInvalid(f"there is no activation store at {path}: it has no zarr.json.")
+        root = require_root(path, kvstore)
         arrays = open_existing(kvstore, root.array_names)
         if edited := edited_arrays(kvstore, root.array_digests or {}):
             raise StoreInvalid(
                 f"{path}/{edited[0]}/zarr.json does not have the digest that the root names. {DAMAGE_REMEDY}"
             )
+        require_arrays(root, arrays, path)
         records = read_consolidated(kvstore, root.commits_sha256)
-        return cls(path, kvstore, root, read_records(path, kvstore) if records is None else records, arrays)
+        if records is None:
+            records = read_records(path, kvstore)
+        for stream, blocks in enumerate(root.blocks or ()):
+            if (found := len(records.get(stream, ()))) != blocks:
+                raise StoreInvalid(
+                    f"{path} was completed with {blocks} blocks of stream {stream}, but has the records of {found}. "
+                    f"{DAMAGE_REMEDY}"
+                )
+        return cls(path, kvstore, root, records, arrays)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -402,6 +409,9 @@ class ActivationStore:
         return dequantised(values, self._read(scale_name(name), rows)) if self._layout.scales else values
 
     def _read(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
+        return repeated(self._kvstore, lambda: self._read_once(name, rows))
+
+    def _read_once(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
         values = read_runs(self.arrays[name], rows)
         begin = values if values.ndim == 2 else values[:, 0]
         is_empty = (begin == self.arrays[name].fill_value).all(axis=1)
@@ -413,8 +423,7 @@ class ActivationStore:
     def _filled(self, name: str, rows: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
         """Which rows of an array begin with something: a token, a selected token, an activation."""
         if name == POSITIONS.name:  # zeros are nothing unusual where every window of the row has one token
-            segments = self._read(SEGMENTS.name, rows)
-            return ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)).any(axis=1)
+            return counts_positions(self._read(SEGMENTS.name, rows))
         if self._layout.selected is None or name in (spec.name for spec in SIDE_ARRAYS):
             return np.ones(len(rows), bool)
         if name == SELECTED.name:

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import numpy as np
 import tensorstore as ts
-from jaxtyping import Int32, Int64, Shaped
+from jaxtyping import Bool, Int32, Int64, Shaped
 
 from pipeline.errors import StoreInvalid
 from pipeline.selected import at_selected
 from pipeline.store.commits import CommitRecord
-from pipeline.store.kvstore import list_keys, object_url, store_errors
+from pipeline.store.kvstore import list_keys, object_url, repeated, store_errors
 from pipeline.store.layout import SELECTED, SIDE_ARRAYS
 
 # How many pieces to have under way. Enough to keep an object store busy; with more, TensorStore's own buffers no longer
@@ -33,34 +33,62 @@ def read_runs(array: ts.TensorStore, rows: Int64[np.ndarray, " n"]) -> np.ndarra
     return out
 
 
-def start_read(array: ts.TensorStore, first_row: int, out: np.ndarray) -> ts.WriteFutures:
+class RowRead:
+    """A read of consecutive rows of an array into `out`, which is under way."""
+
+    def __init__(self, array: ts.TensorStore, first_row: int, out: np.ndarray) -> None:
+        rows = array[first_row : first_row + len(out)]
+        self._rows = rows[ts.d[0].translate_to[0]]
+        self._out = out
+        self._under_way: ts.WriteFutures | None = self._start()
+
+    def _start(self) -> ts.WriteFutures:
+        return ts.array(self._out).write(self._rows)
+
+    def finish(self) -> None:
+        """Waits; when called again, reads again. Raises StoreError."""
+        reading, self._under_way = self._under_way or self._start(), None
+        with store_errors(object_url(self._rows.kvstore, "")):
+            reading.result()
+
+
+def start_read(array: ts.TensorStore, first_row: int, out: np.ndarray) -> RowRead:
     """Starts reading `len(out)` consecutive rows into `out`, which is complete when the result is waited for."""
-    rows = array[first_row : first_row + len(out)]
-    return ts.array(out).write(rows[ts.d[0].translate_to[0]])
+    return RowRead(array, first_row, out)
 
 
-def wait_read(array: ts.TensorStore, read: ts.WriteFutures) -> None:
-    """Waits for a read of `array`. Raises StoreError."""
-    with store_errors(object_url(array.kvstore, "")):
-        read.result()
+def wait_read(array: ts.TensorStore, read: RowRead) -> None:
+    """Waits for a read of `array`; what seems damaged is read again. Raises StoreError."""
+    repeated(array.kvstore, read.finish)
 
 
 def require_stored(
     array: ts.TensorStore, rows: Int64[np.ndarray, " n"], values: Shaped[np.ndarray, "n values"]
 ) -> None:
-    """Raises StoreInvalid when an object that holds some of `rows` is missing.
+    """Raises StoreInvalid when an object that holds some of `rows` is missing, or was not there when it was read.
 
-    Zarr reads a missing object as fill values. `values` are some of each row that are hardly ever all of them fill
-    values, as those of a token; only where they are, the object is looked for.
+    Zarr reads a missing object as fill values. `values` are of each row its only or its first ones, which are hardly
+    ever all of them fill values, as those of a token; only where they are, the object is looked for, and read again.
     """
     suspicious = rows[(values == array.fill_value).all(axis=1)]
-    for shard in np.unique(suspicious // array.chunk_layout.write_chunk.shape[0]).tolist():
+    rows_per_shard = array.chunk_layout.write_chunk.shape[0]
+    for shard in np.unique(suspicious // rows_per_shard).tolist():
         key = "/".join(["c", str(shard), *["0"] * (array.ndim - 1)])
         if key not in list_keys(array.kvstore, key):
             raise StoreInvalid(
                 f"{object_url(array.kvstore, key)} is missing, although the block is committed. "
                 "Run pipeline.verify, which lists all damage and says how to repair it."
             )
+        again = read_runs(array, suspicious[suspicious // rows_per_shard == shard])
+        if not ((again if again.ndim == 2 else again[:, 0]) == array.fill_value).all():
+            raise StoreInvalid(
+                f"{object_url(array.kvstore, key)} is there, but its storage answered that it is not. Try again."
+            )
+
+
+def counts_positions(segments: Int32[np.ndarray, "n T"]) -> Bool[np.ndarray, " n"]:
+    """Whether some position of a row is not 0: where a document window has two tokens."""
+    return ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)).any(axis=1)
 
 
 def require_selected(array: ts.TensorStore, record: CommitRecord, selected: Int32[np.ndarray, "rows K"]) -> None:

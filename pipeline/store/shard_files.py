@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from pipeline.store.digests import ValuesDigest, chunk_checksum
+from pipeline.store.directories import make_directories, sync_directory
 
 _ABSENT = (1 << 64) - 1  # in a shard's index: of a chunk that holds the fill value alone, which is not written
 
@@ -42,7 +43,7 @@ class ShardFiles:
 
     def _write(self, key: str, values: Shaped[np.ndarray, "R ..."], chunk_shape: Sequence[int], fill: int) -> str:
         digest = ValuesDigest(math.prod(chunk_shape) * values.itemsize)
-        _write_durably(self._root / key, encode_shard(values, chunk_shape, fill, digest))
+        _write_durably(self._root, key, encode_shard(values, chunk_shape, fill, digest))
         return digest.hexdigest()
 
 
@@ -81,8 +82,9 @@ def encode_shard(
     yield chunk_checksum(encoded_index)
 
 
-def _write_durably(path: Path, parts: Iterator[memoryview | bytes]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _write_durably(root: Path, key: str, parts: Iterator[memoryview | bytes]) -> None:
+    path = root / key
+    make_directories(path.parent, root)
     temporary = path.with_name(f"{path.name}.__lock")  # TensorStore's name for it, which listings leave out
     with _opened_alone(temporary) as file:
         try:
@@ -97,7 +99,7 @@ def _write_durably(path: Path, parts: Iterator[memoryview | bytes]) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 @contextmanager
@@ -111,6 +113,7 @@ def _opened_alone(path: Path) -> Iterator[BinaryIO]:
                 is_current = path.stat().st_ino == os.fstat(file.fileno()).st_ino
             if is_current:
                 file.truncate(0)
+                file.seek(0)  # of a file that is appended to, truncating leaves the position where it was
                 yield file
                 return
 
@@ -122,11 +125,3 @@ def _lock(file: BinaryIO) -> None:
         fcntl.fcntl(file, fcntl.F_OFD_SETLKW, whole_file)
     else:
         fcntl.flock(file, fcntl.LOCK_EX)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,7 +11,7 @@ import tensorstore as ts
 from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.errors import StoreInvalid
 from pipeline.store.commits import CommitRecord
-from pipeline.store.kvstore import DAMAGE_REMEDY, read_keys
+from pipeline.store.kvstore import DAMAGE_REMEDY, read_checked
 
 TABLES_PREFIX = "_documents/"
 
@@ -60,9 +60,10 @@ def read_tables(kvstore: ts.KvStore, records: Sequence[CommitRecord]) -> Iterato
 
     Raises StoreInvalid for a table that is missing or damaged.
     """
-    keys = [table_key(record.stream, record.block) for record in records]
-    for record, content in zip(records, read_keys(kvstore, keys), strict=True):
-        yield _with_place(decode_table(content, record), record.stream, record.block)
+    by_key = {table_key(record.stream, record.block): record for record in records}
+    tables = read_checked(kvstore, list(by_key), lambda key, content: decode_table(content, by_key[key]))
+    for record, table in zip(by_key.values(), tables, strict=True):
+        yield _with_place(table, record.stream, record.block)
 
 
 def empty_table() -> pa.Table:

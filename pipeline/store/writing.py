@@ -17,7 +17,6 @@ import tensorstore as ts
 from pipeline.errors import StoreError, StoreInvalid
 from pipeline.store.arrays import open_existing, open_or_create, read_array_digests, set_rows
 from pipeline.store.commits import (
-    COMMITS_PREFIX,
     CommitRecord,
     Records,
     commit_key,
@@ -28,7 +27,6 @@ from pipeline.store.digests import values_digest
 from pipeline.store.finishing import finish_store
 from pipeline.store.kvstore import (
     file_threads,
-    list_keys,
     local_directory,
     object_url,
     open_kvstore,
@@ -45,6 +43,7 @@ from pipeline.store.shard_files import ShardFiles
 from pipeline.store.statistics import Statistics, encode_statistics, statistics_key
 from pipeline.store.tables import encode_table, table_digest, table_key
 from pipeline.store.target import Target, larger, target_of
+from pipeline.store.vacancy import require_vacant
 
 Written = ts.Future | ts.WriteFutures | Future[str]
 
@@ -321,17 +320,8 @@ def create_root(path: str, kvstore: ts.KvStore, metadata: StoreMetadata, layout:
 
     The root is written first, so that whatever else is missing can be told from it.
     """
-    if read_key(kvstore, ROOT_KEY) is not None:
+    if read_key(kvstore, ROOT_KEY) is not None or not require_vacant(path, kvstore):
         return None
-    require_no_records(path, kvstore)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     root = StoreRoot(metadata, tuple(spec.name for spec in layout.arrays), created, target=target_of(metadata.config))
     return root if write_if_absent(kvstore, ROOT_KEY, root.to_json()) else None
-
-
-def require_no_records(path: str, kvstore: ts.KvStore) -> None:
-    """Raises StoreInvalid for a store that lost its root, at a path that has none."""
-    if list_keys(kvstore, COMMITS_PREFIX):
-        raise StoreInvalid(
-            f"{path} has commit records, but its {ROOT_KEY} is missing. Restore it, or choose another store.path."
-        )

@@ -23,6 +23,14 @@ class Fault(StrEnum):
     refused = "cut before"  # the connection ends before the server has the request
     unanswered = "cut after"  # the server has carried out the request, and its answer is lost
     short = "short body"  # the connection ends in the middle of the answer
+    # Answers that only whoever knows the object finds wrong; to requests that read one, others are let through.
+    missing = "404"
+    truncated = "truncated body"
+    corrupted = "corrupted body"
+
+
+CONTENT_FAULTS = (Fault.missing, Fault.truncated, Fault.corrupted)
+NETWORK_FAULTS = tuple(fault for fault in Fault if fault not in CONTENT_FAULTS)
 
 
 # The emulators answer one request at a time, and connections beyond a short queue wait for a second or more.
@@ -62,7 +70,7 @@ class FaultProxy:
         self,
         rate: float = 0.0,
         seed: int = 0,
-        kinds: Sequence[Fault] = tuple(Fault),
+        kinds: Sequence[Fault] = NETWORK_FAULTS,
         hang_s: float = 0.3,
         conditions: bool = True,
     ) -> None:
@@ -101,7 +109,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._body()
         what = (self.command, object_key(self.path))
         fault = self._proxy.arrived(what)
-        if fault in (Fault.too_many_requests, Fault.unavailable):
+        if fault in CONTENT_FAULTS:
+            self._serve_wrongly(fault, body, reads_object=self.command == "GET" and not what[1].endswith("*"))
+        elif fault in (Fault.too_many_requests, Fault.unavailable):
             self._answer(int(fault), [], b"")
         elif fault is Fault.hang:
             self.connection.settimeout(self._proxy.hang_s)
@@ -124,6 +134,19 @@ class _Handler(BaseHTTPRequestHandler):
                 self._cut()
             else:
                 self._answer(response.status, headers, content)
+
+    def _serve_wrongly(self, fault: Fault, body: bytes, reads_object: bool) -> None:
+        response, content = self._forward(body)
+        status = response.status
+        if reads_object and status in (200, 206) and content:
+            if fault is Fault.missing:
+                status, content = 404, b""
+            elif fault is Fault.truncated:
+                content = content[: len(content) // 2]
+            else:
+                middle = len(content) // 2
+                content = content[:middle] + bytes([content[middle] ^ 0x55]) + content[middle + 1 :]
+        self._answer(status, response.getheaders(), content)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = _serve
 

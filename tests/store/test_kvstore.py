@@ -1,7 +1,29 @@
-import pytest
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
-from pipeline.errors import ConfigError
-from pipeline.store.kvstore import configure_storage, context, object_url, open_kvstore, read_key, read_keys, write_key
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from pipeline.errors import ConfigError, StoreError, StoreInvalid
+from pipeline.store.arrays import open_or_create
+from pipeline.store.kvstore import (
+    configure_storage,
+    context,
+    object_url,
+    open_kvstore,
+    read_checked,
+    read_key,
+    read_keys,
+    store_errors,
+    write_if_absent,
+    write_key,
+)
+from pipeline.store.shard_files import ShardFiles
+from tests.store.emulators import new_bucket
+from tests.store.example_store import layout
+from tests.store.fault_proxy import CONTENT_FAULTS
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +56,97 @@ def test_more_objects_than_are_asked_for_at_once_are_read_in_order(tmp_path):
     for key in keys[::2]:
         write_key(kvstore, key, key.encode())
     assert list(read_keys(kvstore, keys)) == [key.encode() if i % 2 == 0 else None for i, key in enumerate(keys)]
+
+
+@pytest.fixture
+def no_delay(monkeypatch):
+    monkeypatch.setattr("pipeline.store.kvstore.time.sleep", lambda _: None)
+
+
+def contains_value(key: str, content: bytes | None) -> bytes:
+    if content != b"value":
+        raise StoreInvalid(f"{key} is damaged")
+    return content
+
+
+def test_what_seems_damaged_is_read_again_before_it_is_called_so(s3, no_delay):
+    kvstore = open_kvstore(f"{new_bucket('s3', s3.backend)}/store")
+    keys = [f"key-{i}" for i in range(20)]
+    for key in keys:
+        write_key(kvstore, key, b"value")
+    for kinds in (CONTENT_FAULTS, *([kind] for kind in CONTENT_FAULTS)):
+        s3.reset(rate=0.3, seed=1, kinds=kinds)
+        assert list(read_checked(kvstore, keys, contains_value)) == [b"value"] * 20
+        assert s3.faults.total()
+    s3.reset()
+    write_key(kvstore, "key-7", b"other")
+    read = read_checked(kvstore, keys, contains_value)
+    assert [next(read) for _ in range(7)] == [b"value"] * 7
+    with pytest.raises(StoreInvalid, match="key-7 is damaged"):
+        next(read)
+    assert s3.requests["GET", "store/key-7"] == 5
+
+
+def test_a_mistake_in_the_program_is_not_taken_for_a_failure_of_the_store(tmp_path):
+    (tmp_path / "file").write_text("")
+    array = ts.open(
+        {"driver": "zarr3", "kvstore": {"driver": "memory"}}, create=True, shape=[4], dtype=ts.int32
+    ).result()
+    mistakes = {
+        ValueError: (
+            lambda: int("x"),
+            lambda: np.zeros(3).reshape(2),
+            lambda: array[:2].write(np.zeros(3, np.int32)).result(),
+        ),
+        TypeError: (lambda: len(3), lambda: open_kvstore(tmp_path).read(5)),
+        RuntimeError: (lambda: dict_changed(), lambda: next(iter_of_stop())),
+        ArithmeticError: (lambda: 1 / 0,),
+    }
+    for kind, calls in mistakes.items():
+        for call in calls:
+            with pytest.raises(kind), store_errors("the store"):
+                call()
+    failures = (
+        lambda: open_kvstore(tmp_path / "file").write("x", b"").result(),
+        lambda: open_kvstore(tmp_path).write("x" * 300, b"").result(),
+        lambda: open_kvstore(tmp_path).write("a/" * 3000 + "x", b"").result(),
+        lambda: ts.open({"driver": "zarr3", "kvstore": f"file://{tmp_path}/none"}).result(),
+        lambda: os.mkdir(tmp_path / "file"),
+    )
+    for call in failures:
+        with pytest.raises(StoreError, match=r"^the store: .*\. [A-Z]"), store_errors("the store"):
+            call()
+
+
+def dict_changed() -> None:
+    values = {1: 2}
+    for key in values:
+        values[key + 1] = 0
+
+
+def iter_of_stop() -> Iterator[int]:
+    raise StopIteration
+    yield 0
+
+
+def test_directories_are_on_the_disk_before_what_is_in_them_counts(tmp_path, monkeypatch):
+    """Every directory that is made, from the first one above the store, is synced into the one above it."""
+    synced, made = [], []
+    fsync, mkdir = os.fsync, os.mkdir
+    monkeypatch.setattr("os.fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
+    monkeypatch.setattr("os.mkdir", lambda path, *mode: made.append(str(path)) or mkdir(path, *mode))
+    root = tmp_path / "above" / "store"
+    kvstore = open_kvstore(root)
+    files = ShardFiles(root, ThreadPoolExecutor(1))
+    write_key(kvstore, "_commits/stream-00000/block-000000.json", b"x")
+    assert write_if_absent(kvstore, "_claims/stream-00000.json", b"x")
+    open_or_create(kvstore, layout())
+    files.write("tokens/c/12/0", np.ones((4, 8), np.int32), (1, 8), 0).result()
+    files.write("embed/c/12/0/0", np.ones((4, 8, 2), np.int32), (1, 8, 2), 0).result()
+    directories = {path for path in (root, *root.rglob("*")) if path.is_dir()} | {root.parent}
+    assert set(made) == set(map(str, directories))  # TensorStore makes none by itself
+    for directory in directories:
+        assert str(directory.parent) in synced, directory
 
 
 def test_an_object_of_another_s3_service_has_a_name(monkeypatch):

@@ -4,20 +4,22 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from pipeline.errors import StoreError, StoreMismatch
 from pipeline.store import ActivationStore
+from pipeline.store.arrays import open_existing
 from pipeline.store.commits import COMMITS_PREFIX, CONSOLIDATED_KEY
 from pipeline.store.kvstore import configure_storage, list_keys, open_kvstore, read_key, write_if_absent
-from pipeline.store.metadata import read_metadata
+from pipeline.store.metadata import read_metadata, require_root
 from pipeline.store.tables import table_key
 from pipeline.store.verify import verify_store
 from pipeline.store.writing import StoreWriter
 from tests.conftest import SECRET
 from tests.store.emulators import new_bucket
 from tests.store.example_store import ROWS, blocks, layout, metadata, stored_tokens, write_store
-from tests.store.fault_proxy import Fault, FaultProxy
+from tests.store.fault_proxy import CONTENT_FAULTS, NETWORK_FAULTS, Fault, FaultProxy
 
 # What each service calls the request that writes an object.
 WRITE = {"gs": "POST", "s3": "PUT"}
@@ -116,7 +118,7 @@ def impatient():
     configure_storage()
 
 
-@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.hang])
+@pytest.mark.parametrize("fault", [fault for fault in NETWORK_FAULTS if fault is not Fault.hang])
 def test_what_retries_do_not_heal_names_the_object_and_the_store_resumes(service, impatient, fault):
     path, proxy = service
     writer = StoreWriter.open(path, metadata(store={"compression": "none"}), layout())
@@ -153,3 +155,29 @@ def test_credentials_are_in_no_object(service):
     write_store(path)
     kvstore = open_kvstore(path)
     assert not [key for key in stored_keys(path) if SECRET.encode() in read_key(kvstore, key)]
+
+
+@pytest.mark.parametrize("kinds", [*([kind] for kind in CONTENT_FAULTS), CONTENT_FAULTS], ids=lambda kinds: kinds[0])
+def test_a_reader_survives_wrong_answers_and_never_returns_them(s3, kinds, monkeypatch):
+    """A missing object would be read as zeros, without an error."""
+    monkeypatch.setattr("pipeline.store.kvstore.time.sleep", lambda _: None)
+    path = f"{new_bucket('s3', s3.backend)}/store"
+    write_store(path)
+    store = ActivationStore.open(path)
+    names, options = [key.name for key in store.keys], {"shuffle": True, "seed": 3, "buffer_mib": 0.001}
+
+    def contents(store: ActivationStore) -> list:
+        batches = store.batches(names, 16, **options)
+        found = [values for batch in batches for values in (batch.tokens, *batch.activations.values())]
+        found += [store.read(None if key.layer < 0 else key.layer, key.site, store.rows) for key in store.keys]
+        return [*found, store.read_tokens(store.rows).documents, store.documents.to_pylist()]
+
+    expected = contents(store)
+    s3.reset(rate=0.15, seed=5, kinds=kinds)
+    kvstore = open_kvstore(path)
+    again = ActivationStore(
+        path, kvstore, require_root(path, kvstore), {0: store.blocks}, open_existing(kvstore, store.arrays)
+    )
+    for values, quiet in zip(contents(again), expected, strict=True):
+        np.testing.assert_array_equal(values, quiet)
+    assert s3.faults.total() > 10

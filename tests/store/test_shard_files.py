@@ -56,6 +56,23 @@ def test_a_block_of_fill_values_alone_is_no_object(tmp_path: Path) -> None:
     assert list((tmp_path / key).parent.iterdir()) == []
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("left_behind", [b"", b"x", b"left behind" * 100_000])
+def test_a_block_of_fill_values_alone_over_the_lock_file_of_a_killed_writer(
+    tmp_path: Path, left_behind: bytes, is_there: bool
+) -> None:
+    files, key = ShardFiles(tmp_path, ThreadPoolExecutor(1)), "tokens/c/0/0"
+    if is_there:
+        files.write(key, np.ones((4, 8), np.int32), (1, 8), 0).result()
+    (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / f"{key}.__lock").write_bytes(left_behind)
+    files.write(key, np.zeros((4, 8), np.int32), (1, 8), 0).result()
+    assert list((tmp_path / key).parent.iterdir()) == []
+    (tmp_path / f"{key}.__lock").write_bytes(left_behind)
+    files.write(key, np.ones((4, 8), np.int32), (1, 8), 0).result()
+    assert (tmp_path / key).stat().st_size == 4 * (32 + 4) + 4 * 16 + 4
+
+
 def test_tensorstore_and_this_wait_for_each_other(tmp_path: Path) -> None:
     """A worker of an earlier version may write the same objects."""
     kvstore, files = open_kvstore(tmp_path), ShardFiles(tmp_path, ThreadPoolExecutor(4))

@@ -1,0 +1,61 @@
+"""Addresses that users type: credentials in them are never shown, and a place that nobody can mean is refused."""
+
+import os
+import re
+
+_SECRET_NAMES = "token|sig|signature|key|credential|pass|pwd|auth|secret|session|sas|jwt|bearer|cookie"
+# In front of the host: user:password@. The second form is of passwords with a slash, which no URL may have.
+_USER = r"://[^/\s@]*@|://[^/\s:@]+:(?!\d+(?:/|\s|$))[^\s@]*@"
+_CREDENTIALS = re.compile(rf"{_USER}|[?&;#][^=&;\s]*({_SECRET_NAMES})[^=&;\s]*=", re.IGNORECASE)
+_SHOWN_USER = re.compile(_USER)
+_SHOWN_QUERY = re.compile(r"(://[^\s?#;'\"]*)[?#;][^\s'\"]+")
+
+STORE_SCHEMES = ("gs", "s3", "file", "memory")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_NEARLY_URL = re.compile(
+    r"(gs|gcs|s3|s3a|s3n|https?|ftps?|file|memory|hdfs|hf|abfss?|wasbs?|az|adl|sftp|ssh):/?(?!/)", re.I
+)
+_CHOOSE = "Give a local path, gs://bucket/folder or s3://bucket/folder."
+
+
+def has_credentials(address: str) -> bool:
+    """Whether a URL has a password, a signature or the like in it."""
+    return _CREDENTIALS.search(address) is not None
+
+
+def without_credentials(text: str) -> str:
+    """A text with what may be secret taken out of its URLs: user and password, and everything after `?`, `#` or `;`."""
+    return _SHOWN_QUERY.sub(r"\1?***", _SHOWN_USER.sub("://***@", text))
+
+
+def unusable_path(path: str, name: str) -> str | None:
+    """Why nobody can mean this as a place for files, which messages call `name`; None for a path that may be one."""
+    if not path.strip():
+        return f"{name} is {path!r}. Give a folder or a file."
+    if path != path.strip():
+        return f"{name} is {path!r}, which begins or ends with a blank. Remove the blank."
+    if "\0" in path:
+        return f"{name} is {path!r}, which contains a NUL byte. Choose another name."
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return f"{name} is {path!r}, which is not UTF-8. Choose another name."
+    if "://" not in path and os.path.expanduser(path).startswith("~"):
+        return f"{name} is {path!r}, but there is no such user. Write ./{path} for a folder of that name."
+    return None
+
+
+def unusable_store_path(path: str) -> str | None:
+    """Why nobody can mean this as a store's place, and what to give instead; None for a path that may be one."""
+    name, shown = "the store's path", repr(path)
+    if has_credentials(path):
+        return (
+            f"{name} is {shown}: credentials in a URL would be logged. Give them as the storage's own tools expect "
+            "them (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
+        )
+    url = _URL.match(path)
+    if (url and url[1] not in STORE_SCHEMES) or (not url and _NEARLY_URL.match(path)):
+        return f"{name} is {shown}, which has an unsupported URL scheme. {_CHOOSE}"
+    if url and "|" in path:
+        return f"{name} is {shown}: a store is not inside of another file. {_CHOOSE}"
+    return unusable_path(path, name)

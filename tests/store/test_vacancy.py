@@ -1,0 +1,124 @@
+"""A store is made only where nothing else is: what is there is neither mixed with it nor replaced."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import StoreInvalid
+from pipeline.store.kvstore import open_kvstore, read_key, write_key
+from pipeline.store.merging import merge_stores
+from pipeline.store.vacancy import require_vacant
+from pipeline.store.verify import verify_store
+from tests.store.emulators import new_bucket
+from tests.store.example_store import write_store
+
+
+def make(folder: Path, names: list[str]) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).mkdir() if name.endswith("/") else (folder / name).write_text("mine")
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {str(file): file.read_bytes() if file.is_file() else None for file in folder.rglob("*")}
+
+
+FOREIGN = (
+    ["notes.txt"],
+    ["documents/thesis.txt"],
+    ["documents/0.txt", "tokens/a.npy"],
+    ["tokens/c/0/0"],
+    ["tokens/zarr.json", "tokens/c/0/0"],
+    ["deep/er/and/deeper/file"],
+    ["tokens/sub/zarr.json"],
+    ["other/zarr.json"],
+    ["_metrics/20261122T150044Z-h-1.jsonl"],
+    ["_claims/stream-00000.json"],
+    ["_documents/stream-00000/block-000000.parquet"],
+    ["zarr.json.bak"],
+    ["a", "b", "c", "d", "e"],
+)
+
+
+@pytest.mark.parametrize("names", FOREIGN, ids=lambda names: names[0])
+@pytest.mark.parametrize(
+    "create", [write_store, lambda path: merge_stores([path + "-source"], path)], ids=["run", "merge"]
+)
+def test_a_place_with_something_else_is_refused(tmp_path, names, create):
+    path = tmp_path / "store"
+    write_store(f"{path}-source")
+    make(path, names)
+    before = contents(path)
+    with pytest.raises(
+        StoreInvalid, match=r"is not empty, and what is there is no store: .*choose another store\.path"
+    ) as e:
+        create(str(path))
+    assert any(name in str(e.value) for name in names)
+    assert contents(path) == before
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [],
+        ["zarr.json.__lock"],
+        ["empty/", "tokens/c/"],
+        [".DS_Store", ".hydra/config.yaml", ".nfs0123", "lost+found/"],
+    ],
+    ids=lambda names: " ".join(names) or "nothing",
+)
+def test_what_an_interruption_or_a_file_system_leaves_is_not_in_the_way(tmp_path, names):
+    make(tmp_path / "store", names)
+    write_store(str(tmp_path / "store"))
+    assert verify_store(str(tmp_path / "store")) == []
+
+
+def test_a_merge_that_was_interrupted_before_the_root_goes_on(tmp_path):
+    source, path = str(tmp_path / "source"), str(tmp_path / "store")
+    write_store(source)
+    merge_stores([source], path)
+    for key in ("blocks.1.resid_post/zarr.json", "tokens/zarr.json", "embed/zarr.json"):
+        write_key(open_kvstore(path + "2"), key, read_key(open_kvstore(path), key))
+    merge_stores([source], path + "2").finish()
+    assert verify_store(path + "2") == []
+
+
+def test_links_in_it_are_in_the_way_and_a_link_to_it_is_not(tmp_path):
+    for name, target in (("tokens", "elsewhere"), ("a", "nowhere"), ("_commits", "elsewhere")):
+        folder = tmp_path / f"store-{name}"
+        (tmp_path / "elsewhere").mkdir(exist_ok=True)
+        folder.mkdir()
+        (folder / name).symlink_to(tmp_path / target)
+        with pytest.raises(StoreInvalid, match=r"is not empty"):
+            write_store(str(folder))
+    (tmp_path / "link").symlink_to("elsewhere")
+    write_store(str(tmp_path / "link"))
+    assert (tmp_path / "elsewhere" / "zarr.json").exists()
+
+
+def test_a_root_that_another_process_has_written_meanwhile(tmp_path):
+    write_store(str(tmp_path))
+    assert not require_vacant(str(tmp_path), open_kvstore(str(tmp_path)))
+
+
+def test_many_files_are_not_all_listed(tmp_path, monkeypatch):
+    make(tmp_path, [f"{i:02}/{j}" for i in range(20) for j in range(10)])
+    looked_at = []
+    scandir = os.scandir
+    monkeypatch.setattr("os.scandir", lambda path: looked_at.append(path) or scandir(path))
+    with pytest.raises(StoreInvalid, match="is not empty"):
+        require_vacant(str(tmp_path), open_kvstore(str(tmp_path)))
+    assert len(looked_at) <= 3
+
+
+def test_a_bucket(s3):
+    bucket = new_bucket("s3", s3.backend)
+    kvstore = open_kvstore(bucket)
+    write_key(kvstore, "notes.txt", b"mine")
+    write_key(kvstore, "store/", b"")  # as a console makes a folder
+    with pytest.raises(StoreInvalid, match=r"what is there is no store: notes\.txt"):
+        write_store(bucket)
+    write_store(f"{bucket}/store")
+    assert read_key(kvstore, "notes.txt") == b"mine"
+    assert read_key(kvstore, "zarr.json") is None
