@@ -56,7 +56,8 @@ class Step:
 
 
 class BlockWriter:
-    """Owns the writer thread. `submit` and `close` re-raise what failed there, with its traceback."""
+    """Owns the writer thread. `submit` and `close` re-raise what failed there, with its traceback, once the blocks that
+    were being written are committed, too."""
 
     def __init__(self, store: StoreWriter, plan: Plan, metrics: Metrics, claimed: ClaimedStreams | None = None) -> None:
         """With `claimed`, blocks of streams that this process no longer holds are dropped."""
@@ -69,6 +70,7 @@ class BlockWriter:
         self._free = [_new_buffers(plan) for _ in range(plan.host_buffers)]
         self._filled: list[np.ndarray] = []  # of the block that is being drained
         self._pending: deque[tuple[PendingBlock, CommitRecord, list[np.ndarray]]] = deque()
+        self._failed_streams: set[int] = set()  # of which a block could not be committed, and so none after it is
         self._error: BaseException | None = None
         self._raised = False
         self._warned_of_empty_rows = False
@@ -115,6 +117,7 @@ class BlockWriter:
         except BaseException as error:
             self._error = error
             self.in_flight.fail()
+            self._commit_what_is_left()
 
     def _next(self) -> Step | None:
         """The next step; commits blocks that have become durable while there is none."""
@@ -241,6 +244,7 @@ class BlockWriter:
     def _commit(self) -> None:
         """Waits until the oldest pending block is durable, writes its commit record, and frees its buffers."""
         pending, record, buffers = self._pending.popleft()
+        self._failed_streams.add(record.stream)  # until it is known that it has not
         with self._metrics.stage("writer", "store"):
             self._store.wait(pending)
             if self._claimed is None or self._claimed.holds(record.stream):
@@ -248,7 +252,19 @@ class BlockWriter:
                 self._metrics.committed(self._plan.block_bytes)
             if self._claimed:
                 self._claimed.finished(record.stream)
+        self._failed_streams.remove(record.stream)
         self._free.append(buffers)
+
+    def _commit_what_is_left(self) -> None:
+        """After a failure: the blocks whose writes were under way, but none behind one of its stream that failed."""
+        while self._pending:
+            if self._pending[0][1].stream in self._failed_streams:
+                self._pending.popleft()
+                continue
+            try:
+                self._commit()
+            except StoreError as error:
+                log.error("Neither could another block be stored: %s", error)
 
     def _write_metrics(self) -> None:
         """What was measured is worth a line in the log, but no run."""
