@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config, distributed, errors
 from pipeline.config import RunConfig
+from pipeline.startup import prepare_process
 
 log = logging.getLogger("pipeline")
 
@@ -18,8 +19,8 @@ PACKAGE = Path(__file__).parent
 
 def config_dir() -> Path:
     """The YAML files: beside the package in a checkout, inside it in an installed wheel."""
-    checkout = PACKAGE.parent / "configs"
-    return checkout if checkout.is_dir() else PACKAGE / "configs"
+    installed = PACKAGE / "configs"  # asked for first: site-packages may have a folder of that name from anybody
+    return installed if installed.is_dir() else PACKAGE.parent / "configs"
 
 
 def compose(overrides: list[str]) -> RunConfig:
@@ -37,6 +38,7 @@ def prepare() -> None:
 
 def main(task: Callable[[RunConfig], None]) -> None:
     """Composes the command line's configuration, calls `task` with it, and exits with the right code."""
+    prepare_process()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("pipeline").setLevel(logging.INFO)
     logging.getLogger().setLevel(logging.WARNING)

@@ -25,6 +25,7 @@ from pipeline.allocator import num_cores
 from pipeline.config import DistributedConfig, RunConfig, RunOptions
 from pipeline.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, Interrupted, PipelineError
 from pipeline.mesh import Topology
+from pipeline.startup import signals_heeded_while_waiting
 
 log = logging.getLogger("pipeline")
 
@@ -61,12 +62,13 @@ def initialise(options: DistributedConfig) -> None:
             f"cluster says them. Set the others."
         )
     try:
-        jax.distributed.initialize(
-            *place,
-            initialization_timeout=options.join_timeout_s,
-            heartbeat_timeout_seconds=options.heartbeat_timeout_s,
-            shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
-        )
+        with signals_heeded_while_waiting():
+            jax.distributed.initialize(
+                *place,
+                initialization_timeout=options.join_timeout_s,
+                heartbeat_timeout_seconds=options.heartbeat_timeout_s,
+                shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
+            )
     except ValueError as error:
         if options.coordinator is None and _NOTHING_DETECTED in str(error):
             return

@@ -4,8 +4,10 @@ Exit codes: 0 finished; 42 interrupted, run again to resume; 2 the configuration
 """
 
 from pipeline.allocator import HeapTrimmer, keep_freed_memory
+from pipeline.startup import prepare_process
 
 if __name__ == "__main__":
+    prepare_process()
     keep_freed_memory()  # before the other imports start threads
 
 import logging

@@ -1,0 +1,95 @@
+"""Signals before a job's own handlers, and standard streams that are closed: in processes of their own."""
+
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT, command, committed, free_port, write_text
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> list[str]:
+    text = write_text(tmp_path_factory.mktemp("text"), files=1, documents=20)
+    return [f"data.path={text}", "batch.rows=4", "batch.length=64", "capture.layers=[1]", "run.max_tokens=1000"]
+
+
+def signalled(number: signal.Signals, when: Callable[[int], bool], *arguments: str) -> subprocess.CompletedProcess:
+    """The job, sent a signal when `when` holds for its process id."""
+    process = subprocess.Popen(
+        command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    while process.poll() is None and not when(process.pid):
+        time.sleep(0.002)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def assert_interrupted(result: subprocess.CompletedProcess, number: signal.Signals) -> None:
+    assert result.returncode == 42, result.stdout
+    assert f"stopped by {number.name}" in result.stdout
+    assert "Run the same command again" in result.stdout
+    assert "Traceback" not in result.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("library", ["numpy", "jaxlib", "tensorstore"])
+def test_a_signal_during_imports_is_an_interruption(overrides, tmp_path, number, library):
+    def is_imported(pid: int) -> bool:
+        return f"/{library}/" in Path(f"/proc/{pid}/maps").read_text()
+
+    store = tmp_path / "store"
+    assert_interrupted(signalled(number, is_imported, *overrides, f"store.path={store}"), number)
+    assert not store.exists()
+
+
+def test_a_signal_is_heeded_while_the_other_processes_are_waited_for(overrides, tmp_path):
+    """JAX waits outside Python, for as long as distributed.join_timeout_s."""
+    port = free_port()
+
+    def listens(_pid: int) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("localhost", port)) == 0
+
+    place = [f"distributed.coordinator=localhost:{port}", "distributed.num_processes=2", "distributed.process_id=0"]
+    result = signalled(signal.SIGTERM, listens, *overrides, *place, f"store.path={tmp_path / 'store'}")
+    assert_interrupted(result, signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_a_signal_at_any_moment_of_the_start_is_an_interruption(overrides, tmp_path):
+    """Forty moments, from the first lines of the program to the first steps: where a single one is missed, whoever
+    starts the job again takes an interruption for a failure."""
+    rng = random.Random(0)
+    text = write_text(tmp_path / "text", files=4, documents=400)
+    for k in range(40):
+        number = rng.choice([signal.SIGTERM, signal.SIGINT])
+        moment = time.monotonic() + rng.uniform(0.1, 5)
+        place = [f"store.path={tmp_path / str(k)}", f"data.path={text}", "run.max_tokens=null"]
+        result = signalled(number, lambda _pid, moment=moment: time.monotonic() > moment, *overrides, *place)
+        assert_interrupted(result, number)
+
+
+SLOW = [pytest.param(redirection, marks=pytest.mark.slow) for redirection in ("2>&-", "2>/dev/full")]
+
+
+@pytest.mark.parametrize("redirection", ["<&- >&- 2>&-", *SLOW])
+def test_a_job_outlives_its_standard_streams(overrides, tmp_path, redirection):
+    shell = f"{shlex.join(command(*overrides, f'store.path={tmp_path}/store'))} {redirection}"
+    assert subprocess.run(["sh", "-c", shell], cwd=ROOT, timeout=60).returncode == 0
+    assert committed(tmp_path / "store") > 0
+
+
+def test_a_job_outlives_the_reader_of_its_messages(overrides, tmp_path):
+    job = command(*overrides, f"store.path={tmp_path / 'store'}")
+    process = subprocess.Popen(job, cwd=ROOT, stderr=subprocess.PIPE)
+    process.stderr.close()
+    assert process.wait(timeout=60) == 0
+    assert committed(tmp_path / "store") > 0
