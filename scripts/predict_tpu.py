@@ -6,11 +6,12 @@ python scripts/predict_tpu.py
 import tempfile
 from pathlib import Path
 
+from published_shapes import SHAPES, write_shapes
+
 from pipeline.models.registry import open_model
 from pipeline.roofline import BUCKET_WRITES_PER_S, Cost, limits
 from pipeline.sites import Site, activation_keys
 from pipeline.tpu import parse_slice
-from scripts.published_shapes import SHAPES, write_shapes
 
 LENGTH, MFU, FILL, SHARD_BYTES = 2048, 0.4, 0.95, 128 << 20
 

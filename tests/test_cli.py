@@ -188,3 +188,12 @@ def test_what_does_not_fit_into_a_device_is_a_message(caplog):
     [message] = caplog.messages
     assert "does not fit into the memory of a device" in message
     assert "batch.rows" in message
+
+
+def test_an_installed_wheel_takes_its_own_configuration(tmp_path, monkeypatch):
+    """And no folder of that name that another package has left beside this one. A checkout has its own there."""
+    assert cli.config_dir() == ROOT / "configs"
+    for folder in ("configs", "pipeline/configs"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setattr(cli, "PACKAGE", tmp_path / "pipeline")
+    assert cli.config_dir() == tmp_path / "pipeline" / "configs"
