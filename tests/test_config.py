@@ -1,7 +1,13 @@
+import re
+import string
+
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from pipeline.cli import compose
 from pipeline.errors import ConfigError
+from tests.jobs import ROOT
 
 SECRET = "hunter2"
 
@@ -26,3 +32,18 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(key, url):
 )
 def test_other_paths_are_taken_as_they_are(path):
     assert compose(["data=fineweb", f'data.path="{path}"']).data.path == path
+
+
+def test_the_readme_names_every_character_that_needs_quotes():
+    parser = OverridesParser.create()
+
+    def survives(path: str, quote: str = "") -> bool:
+        try:
+            return parser.parse_override(f"data.path={quote}{path}{quote}").value() == path
+        except HydraException:
+            return False
+
+    [listed] = re.findall(r"any of ``(.*?)``", (ROOT / "README.md").read_text())
+    needs_quotes = {character for character in string.punctuation if not survives(f"/a{character}b")}
+    assert needs_quotes == set(listed.split())
+    assert all(survives(f"/a{character}b", "'" if character == '"' else '"') for character in needs_quotes)
