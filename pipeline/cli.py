@@ -1,20 +1,30 @@
 """The command line that the entry points share: compose with Hydra, run, turn errors into exit codes."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from pipeline import config, distributed, errors
+from pipeline.addresses import without_credentials
 from pipeline.config import RunConfig
+from pipeline.limits import LIMITS, expected, shortened
 from pipeline.startup import prepare_process
 
 log = logging.getLogger("pipeline")
 
 PACKAGE = Path(__file__).parent
+_FULL_ERRORS = "HYDRA_FULL_ERROR"  # of the environment
+_HYDRAS_ERRORS = (HydraException, OmegaConfBaseException)
+_FOR_PROGRAMMERS = ("full_key:", "reference_type=", "object_type=", "See https://hydra.cc", "To append to your config")
 
 
 def config_dir() -> Path:
@@ -45,6 +55,8 @@ def main(task: Callable[[RunConfig], None]) -> None:
     distributed.skip_absent_tpu()
     prepare()
     composed_once = False
+    shows_tracebacks = os.environ.get(_FULL_ERRORS) == "1"
+    os.environ[_FULL_ERRORS] = "1"  # Hydra then raises what it would print otherwise, some of it with a traceback
 
     @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
     def composed(cfg: DictConfig) -> None:
@@ -57,10 +69,40 @@ def main(task: Callable[[RunConfig], None]) -> None:
 
     try:
         composed()
-    except SystemExit as exit:
-        if exit.code == errors.EXIT_FAILED and not composed_once:
-            sys.exit(errors.EXIT_INVALID)  # Hydra has said what does not compose
-        raise
+    except (*_HYDRAS_ERRORS, ValueError, OSError, RecursionError) as error:
+        if composed_once and not isinstance(error, _HYDRAS_ERRORS):
+            raise
+        log.error("ConfigError: %s", composing_message(error), exc_info=shows_tracebacks)
+        sys.exit(errors.EXIT_INVALID)
+
+
+def composing_message(error: Exception) -> str:
+    """What Hydra and OmegaConf say of a command line that does not compose, in one line, with what can be done."""
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        return f"{cause.full_key} is no key of the configuration. {config.key_remedy(cause.full_key)}"
+    reasons = [error] if cause is None or cause is error else [error, cause]
+    said = ": ".join(_said(reason) for reason in reasons)
+    if isinstance(error, ValueError) and (given := _group_without_name()):
+        return f"{given} names no choice: {said}. Give a name, e.g. data=fineweb."
+    owner = OmegaConf.get_type(cause.parent_node) if isinstance(cause, OmegaConfBaseException) else None
+    if owner is not None and owner.__name__ in LIMITS and cause.key in {field.name for field in fields(owner)}:
+        return f"{said}. Set {cause.full_key} to {expected(owner, cause.key)}."
+    return f"{said}. Correct the command line; --cfg job prints what it may set."
+
+
+def _group_without_name() -> str | None:
+    """The override that gives a group something else than names, which Hydra does not say."""
+    overrides = OverridesParser.create().parse_overrides([text for text in sys.argv[1:] if not text.startswith("-")])
+    wrong = (override for override in overrides if not isinstance(override.value(), str | list | dict))
+    return next((override.input_line for override in wrong if "." not in override.key_or_group), None)
+
+
+def _said(error: Exception) -> str:
+    """The message without the lines that OmegaConf adds for programmers."""
+    lines = (line.strip() for line in str(error).splitlines())
+    said = " ".join(line for line in lines if line and not line.startswith(_FOR_PROGRAMMERS))
+    return shortened(without_credentials(said), 1000).rstrip(".") or type(error).__name__
 
 
 def run_task(task: Callable[[RunConfig], None], cfg: DictConfig) -> int:

@@ -4,16 +4,19 @@ A run composes YAML into these frozen dataclasses once (`run_config`); no dict t
 about another (a layer that the model lacks, rows that do not divide) is checked in `plan.py`.
 """
 
-from dataclasses import asdict, dataclass, field
+import difflib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING, BooleanNode, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from pipeline.addresses import has_credentials, unusable_store_path
 from pipeline.errors import ConfigError
+from pipeline.limits import require_within_limits, shown
 
 
 class ComputeDtype(StrEnum):
@@ -307,37 +310,107 @@ class RunConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
 
 
-def _writable(node: DictConfig) -> DictConfig:
-    """Lets Hydra merge into a config made from frozen dataclasses, which OmegaConf marks read-only."""
+class _Boolean(BooleanNode):
+    """True or false, where OmegaConf takes every number but 0 for true."""
+
+    def _validate_and_convert_impl(self, value: Any) -> bool:
+        try:
+            is_another_number = int(value) not in (0, 1)
+        except (TypeError, ValueError, OverflowError):
+            is_another_number = False
+        if is_another_number:
+            raise ValidationError("Value '$VALUE' is not a valid bool")
+        return super()._validate_and_convert_impl(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Boolean":
+        copied = _Boolean()
+        self._deepcopy_impl(copied, memo)
+        return copied
+
+
+def _prepared(node: DictConfig) -> DictConfig:
+    """Lets Hydra merge into a config made from frozen dataclasses, which OmegaConf marks read-only, and has its bools
+    be bools."""
     node._set_flag("readonly", None)
     for key in node:
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none()):
-            _writable(child)
+            _prepared(child)
+        elif type(child) is BooleanNode:
+            node._set_item_impl(key, _Boolean(child._value(), key, node, is_optional=child._is_optional()))
     return node
 
 
 def register() -> None:
     """Puts the schemas where the YAML files' `defaults` find them."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=_writable(OmegaConf.structured(RunConfig)))
+    store.store(name="schema", node=_prepared(OmegaConf.structured(RunConfig)))
     for name, cls in {"parquet": ParquetData, "arc": ArcData, "hf": HfData, "generate": GenerateData}.items():
-        store.store(group="data", name=f"{name}_schema", node=_writable(OmegaConf.structured(cls)))
+        store.store(group="data", name=f"{name}_schema", node=_prepared(OmegaConf.structured(cls)))
 
 
 def run_config(composed: DictConfig) -> RunConfig:
-    """The typed, frozen configuration. Raises ConfigError for a mandatory key without a value, and for credentials."""
+    """The typed, frozen configuration. Raises ConfigError for a mandatory key without a value, a key that is none, a
+    value beyond its limits, and credentials."""
+    if unknown := next(_unknown_keys(composed), None):
+        raise ConfigError(f"{unknown} is no key of the configuration. {key_remedy(unknown)}")
     try:
         missing = sorted(OmegaConf.missing_keys(composed))
         if missing:
             raise ConfigError(f"no value for {', '.join(missing)}. Give one on the command line, e.g. {missing[0]}=...")
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"the configuration does not compose: {error}") from error
+        raise ConfigError(f"{error.full_key or 'the configuration'} has no value: {_first_line(error)}.") from error
     _require_no_credentials(config)
+    _require_data(config.data, "data", "data=fineweb")
+    if isinstance(config.data, GenerateData):
+        _require_data(config.data.prompts, "data.prompts", "data@data.prompts=arc")
+    require_within_limits(config)
     if reason := unusable_store_path(config.store.path):
         raise ConfigError(reason)
     return config
+
+
+def key_remedy(key: str) -> str:
+    """What to do about a key that there is not: the likeliest one that was meant, and where all are."""
+    keys = list(all_keys(RunConfig))
+    similar = "" if key in keys else next(iter(difflib.get_close_matches(key, keys, n=1)), "")
+    another = "Another choice of data has it. " if key in keys else f"Did you mean {similar}? " if similar else ""
+    return f"{another}--cfg job prints all keys."
+
+
+def all_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
+    """The dotted keys of the schema, with those of every source of data."""
+    groups = (ParquetData, ArcData, HfData, GenerateData)
+    for key in fields(cls):
+        if prefix + key.name == "data":
+            for group in groups:
+                yield from all_keys(group, "data.")
+        elif is_dataclass(key.type):
+            yield from all_keys(key.type, f"{prefix}{key.name}.")
+        else:
+            yield prefix + key.name
+
+
+def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Keys that the dataclasses do not have, as `+run.foo=1` adds them."""
+    cls = OmegaConf.get_type(node)
+    known = {key.name for key in fields(cls)} if is_dataclass(cls) else None
+    for key in node:
+        child = node._get_node(key)
+        if known is not None and key not in known:
+            yield f"{prefix}{key}"
+        elif isinstance(child, DictConfig) and not (child._is_missing() or child._is_none()):
+            yield from _unknown_keys(child, f"{prefix}{key}.")
+
+
+def _require_data(data: object, key: str, choice: str) -> None:
+    if not isinstance(data, DataConfig):
+        raise ConfigError(f"{key} is {shown(data)}, and no source of documents. Choose one, e.g. {choice}.")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
 
 
 def _require_no_credentials(config: RunConfig) -> None:

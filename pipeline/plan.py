@@ -23,6 +23,7 @@ from pipeline.config import (
 from pipeline.data.selection import slots_per_row
 from pipeline.errors import ConfigError
 from pipeline.generation.plan import GenerationPlan, GeneratorFacts, plan_generation
+from pipeline.limits import shown
 from pipeline.mesh import Topology, divide_weights, mesh_shape
 from pipeline.sites import ActivationKey, Site, activation_keys
 from pipeline.store.layout import ITEM_BYTES, MIB, is_plain_files, rows_per_block_for
@@ -192,16 +193,6 @@ def make_plan(
             f"batch.length is {batch.length}, but the model has {model.max_positions} positions. "
             f"Set batch.length to 1..{model.max_positions}."
         )
-    if config.run.max_tokens is not None and config.run.max_tokens < 1:
-        raise ConfigError(f"run.max_tokens is {config.run.max_tokens}. Set it to at least 1, or to null for all.")
-    if config.run.profile is not None and (config.run.profile_after < 0 or config.run.profile_steps < 1):
-        raise ConfigError(
-            f"run.profile_after is {config.run.profile_after} and run.profile_steps {config.run.profile_steps}. "
-            f"Set the former to at least 0, the latter to at least 1."
-        )
-    if not config.store.shard_mib > 0:
-        raise ConfigError(f"store.shard_mib is {config.store.shard_mib}. Set it to more than 0.")
-
     data, tensor = mesh_shape(config.mesh, topology, model.tensor_dims)
     process_rows = _process_rows(config, topology, data)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
@@ -286,9 +277,11 @@ def captured_keys(capture: CaptureConfig, model: ModelFacts) -> tuple[Activation
     unknown = [site for site in capture.sites if site not in names]
     if unknown or not capture.sites:
         raise ConfigError(
-            f"capture.sites contains {unknown or 'nothing'}, but the model has {', '.join(names)}. "
+            f"capture.sites contains {shown(unknown) if unknown else 'nothing'}, but the model has {', '.join(names)}. "
             f"Set capture.sites to a subset, e.g. [resid_post]."
         )
+    if twice := _repeated(capture.sites):
+        raise ConfigError(f"capture.sites names {twice} twice. Name each site once.")
     return activation_keys(
         captured_layers(capture.layers, model.num_layers), tuple(Site(site) for site in capture.sites)
     )
@@ -301,14 +294,19 @@ def captured_layers(layers: object, num_layers: int) -> tuple[int, ...]:
         return tuple(range(num_layers))
     if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
         raise ConfigError(
-            f"capture.layers is {layers!r}; {have}. Set it to a list such as [0,{num_layers - 1}], or to all."
+            f"capture.layers is {shown(layers)}; {have}. Set it to a list such as [0,{num_layers - 1}], or to all."
         )
     for layer in layers:
         if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < num_layers:
-            raise ConfigError(f"capture.layers contains {layer!r}, but {have}. Set capture.layers to a subset.")
-    if len(set(layers)) != len(layers):
-        raise ConfigError(f"capture.layers names a layer twice: {list(layers)}. Name each once.")
+            raise ConfigError(f"capture.layers contains {shown(layer)}, but {have}. Set capture.layers to a subset.")
+    if twice := _repeated(layers):
+        raise ConfigError(f"capture.layers names layer {twice} twice. Name each layer once.")
     return tuple(sorted(layers))
+
+
+def _repeated(values: Sequence[object]) -> str:
+    """The first value that is not the only one of its kind; empty where there is none."""
+    return next((str(value) for place, value in enumerate(values) if value in values[:place]), "")
 
 
 def _process_rows(config: RunConfig, topology: Topology, data: int) -> int:
@@ -367,8 +365,6 @@ def _streams(run: RunOptions, num_streams: int, topology: Topology) -> tuple[int
             f"run.claim is true and run.worker_count is {run.worker_count}: either workers claim streams, or each has "
             f"a fixed share. Set run.claim=false, or run.worker_count=1."
         )
-    if not run.lease_s >= 1:
-        raise ConfigError(f"run.lease_s is {run.lease_s:g}. Set it to at least 1, better 30 or more.")
     return tuple(range(num_streams))
 
 

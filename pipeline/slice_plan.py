@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from pipeline.advice import advise
 from pipeline.compile_check import Program, compile_program, largest_power, require_room, slice_devices
-from pipeline.config import PlanConfig, RunConfig
+from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.models.registry import Model, open_model
 from pipeline.plan import Plan, Topology, make_plan
@@ -98,7 +98,6 @@ class SlicePlan:
 
 def print_slice_plan(config: RunConfig) -> None:
     """Raises ConfigError for what does not fit, saying what would."""
-    _check(config.plan)
     where = parse_slice(config.topology)
     model = open_model(
         config.model.path, revision=config.model.revision, init=str(config.model.init), seed=config.model.seed
@@ -204,14 +203,6 @@ def _compiled(config: RunConfig, model: Model, where: Slice, job: Plan) -> Slice
 def _output_bytes(job: Plan, where: Slice) -> int:
     """Activations of one step that a chip holds."""
     return job.step_bytes * job.processes // where.num_chips
-
-
-def _check(options: PlanConfig) -> None:
-    for name in ("mfu", "fill"):
-        if not 0 < getattr(options, name) <= 1:
-            raise ConfigError(f"plan.{name} is {getattr(options, name)}. Set it to more than 0, at most 1.")
-    if options.store_gb_per_s is not None and options.store_gb_per_s <= 0:
-        raise ConfigError(f"plan.store_gb_per_s is {options.store_gb_per_s}. Set it to more than 0, or to null.")
 
 
 def _job_plan(config: RunConfig, model: Model, where: Slice) -> Plan:
