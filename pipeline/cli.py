@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -22,8 +23,12 @@ from pipeline.startup import prepare_process
 log = logging.getLogger("pipeline")
 
 PACKAGE = Path(__file__).parent
+_MOST_CHARACTERS = 4000  # of a message
 _FULL_ERRORS = "HYDRA_FULL_ERROR"  # of the environment
 _HYDRAS_ERRORS = (HydraException, OmegaConfBaseException)
+# What comes out of Hydra for a command line that makes no sense. Nothing of this program runs before it has composed.
+_COMPOSING_ERRORS = (*_HYDRAS_ERRORS, ValueError, TypeError, AttributeError, AssertionError, LookupError)
+_COMPOSING_ERRORS += (OSError, RecursionError)
 _FOR_PROGRAMMERS = ("full_key:", "reference_type=", "object_type=", "See https://hydra.cc", "To append to your config")
 
 
@@ -34,10 +39,14 @@ def config_dir() -> Path:
 
 
 def compose(overrides: list[str]) -> RunConfig:
-    """The configuration that a command line with these overrides gives, for scripts and notebooks."""
+    """The configuration that a command line with these overrides gives, for scripts. Raises ConfigError."""
     prepare()
-    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return config.run_config(hydra.compose("config", overrides))
+    try:
+        with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+            composed = hydra.compose("config", overrides)
+    except _COMPOSING_ERRORS as error:
+        raise errors.ConfigError(composing_message(error, overrides)) from error
+    return config.run_config(composed)
 
 
 def prepare() -> None:
@@ -69,33 +78,45 @@ def main(task: Callable[[RunConfig], None]) -> None:
 
     try:
         composed()
-    except (*_HYDRAS_ERRORS, ValueError, OSError, RecursionError) as error:
+    except _COMPOSING_ERRORS as error:
         if composed_once and not isinstance(error, _HYDRAS_ERRORS):
             raise
-        log.error("ConfigError: %s", composing_message(error), exc_info=shows_tracebacks)
+        log.error("ConfigError: %s", composing_message(error, sys.argv[1:]), exc_info=shows_tracebacks)
         sys.exit(errors.EXIT_INVALID)
 
 
-def composing_message(error: Exception) -> str:
+def composing_message(error: Exception, arguments: list[str]) -> str:
     """What Hydra and OmegaConf say of a command line that does not compose, in one line, with what can be done."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return f"{cause.full_key} is no key of the configuration. {config.key_remedy(cause.full_key)}"
     reasons = [error] if cause is None or cause is error else [error, cause]
     said = ": ".join(_said(reason) for reason in reasons)
-    if isinstance(error, ValueError) and (given := _group_without_name()):
+    if isinstance(error, ValueError | TypeError) and (given := _group_without_name(arguments)):
         return f"{given} names no choice: {said}. Give a name, e.g. data=fineweb."
     owner = OmegaConf.get_type(cause.parent_node) if isinstance(cause, OmegaConfBaseException) else None
     if owner is not None and owner.__name__ in LIMITS and cause.key in {field.name for field in fields(owner)}:
         return f"{said}. Set {cause.full_key} to {expected(owner, cause.key)}."
+    if not isinstance(error, _HYDRAS_ERRORS):  # it names nothing
+        given = ", ".join(shortened(argument, 80) for argument in arguments)
+        said = f"Hydra cannot compose one of {config.without_credentials(given)}: {said}"
     return f"{said}. Correct the command line; --cfg job prints what it may set."
 
 
-def _group_without_name() -> str | None:
+def _group_without_name(arguments: list[str]) -> str | None:
     """The override that gives a group something else than names, which Hydra does not say."""
-    overrides = OverridesParser.create().parse_overrides([text for text in sys.argv[1:] if not text.startswith("-")])
-    wrong = (override for override in overrides if not isinstance(override.value(), str | list | dict))
-    return next((override.input_line for override in wrong if "." not in override.key_or_group), None)
+    overrides = [argument for argument in arguments if not argument.startswith("-")]
+    with suppress(HydraException, ValueError):  # one of them is no override
+        for override in OverridesParser.create().parse_overrides(overrides):
+            values = override.value() if isinstance(override.value(), list) else [override.value()]
+            if "." not in override.key_or_group and not all(isinstance(value, str | dict) for value in values):
+                return shortened(override.input_line, 80)
+    return None
+
+
+def described(error: errors.PipelineError) -> str:
+    """Its kind and message, where that quotes a whole document not all of it."""
+    return f"{type(error).__name__}: {shortened(str(error), _MOST_CHARACTERS)}"
 
 
 def _said(error: Exception) -> str:
@@ -110,10 +131,10 @@ def run_task(task: Callable[[RunConfig], None], cfg: DictConfig) -> int:
     try:
         task(config.run_config(cfg))
     except errors.PipelineError as error:
-        log.error("%s: %s", type(error).__name__, error)
+        log.error("%s", described(error))
         earlier = error.__context__
         if isinstance(earlier, errors.PipelineError) and earlier is not error.__cause__:
-            log.error("Before that, %s: %s", type(earlier).__name__, earlier)
+            log.error("Before that, %s", described(earlier))
         return error.exit_code
     except Exception as error:
         if distributed.is_loss_of_a_process(error):

@@ -101,6 +101,18 @@ class Address:
         return "host:port, with a port from 1 to 65535"
 
 
+@dataclass(frozen=True)
+class Names:
+    """One text or several, none of them empty."""
+
+    def admits(self, value: object) -> bool:
+        values = value if isinstance(value, list) else [value]
+        return bool(values) and all(isinstance(name, str) and name.strip() for name in values)
+
+    def __str__(self) -> str:
+        return "a text that is not empty, or a list of such"
+
+
 # Where only sense ends a range, what is beyond is a slip of the keyboard.
 _COUNT = Between(1, 1_000_000_000)
 _FEW = Between(1, 1_000_000)  # of processes and devices
@@ -127,6 +139,7 @@ LIMITS: dict[str, dict[str, Limits]] = {
     "HfData": {
         **_DATA,
         **{"path": Place(), "subset": Name(), "split": Name(), "revision": Name(), "id_column": Name()},
+        "data_files": Names(),
     },
     "GenerateData": {
         **_DATA,
@@ -167,6 +180,8 @@ def require_within_limits(config: Any, prefix: str = "") -> None:
     limits = LIMITS[type(config).__name__]
     for field in fields(config):
         value, key = getattr(config, field.name), f"{prefix}{field.name}"
+        if not _is_of_kind(value, field.type):
+            raise ConfigError(f"{key} is {shown(value)}. Set it to {expected(type(config), field.name)}.")
         if is_dataclass(value):
             require_within_limits(value, f"{key}.")
             continue
@@ -174,6 +189,15 @@ def require_within_limits(config: Any, prefix: str = "") -> None:
             _require_text(key, text)
         if field.name in limits and value is not None and not limits[field.name].admits(value):
             raise ConfigError(f"{key} is {shown(value)}. Set it to {expected(type(config), field.name)}.")
+
+
+def _is_of_kind(value: object, kind: Any) -> bool:
+    """Whether what holds other values is of the schema's type. OmegaConf sees to the rest, but not to what `${...}`
+    stands for."""
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    if list[str] in kinds and not (value is None and NoneType in kinds):
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return isinstance(value, kind) if is_dataclass(kind) else True
 
 
 def expected(cls: type, name: str) -> str:
@@ -195,7 +219,7 @@ def _in_words(kind: Any, limits: Limits | None) -> str:
         return f"a {'whole ' if kind is int else ''}number of {limits}"
     if limits is not None:
         return str(limits)
-    return "keys of its own" if is_dataclass(kind) else "a text" if kind is str else "a list"
+    return "keys of its own" if is_dataclass(kind) else "a text" if kind is str else "a list of texts"
 
 
 def shown(value: object) -> str:
