@@ -1,7 +1,8 @@
 """The configuration's types. Every key of `configs/` is declared here; Hydra refuses any other.
 
-A run composes YAML into these frozen dataclasses once (`run_config`); no dict travels further. What one value says
-about another (a layer that the model lacks, rows that do not divide) is checked in `plan.py`.
+A run composes YAML into these frozen dataclasses once (`run_config`); no dict travels further. What each value
+may be is in `limits.py`; what one says about another (a layer that the model lacks, rows that do not divide) is checked
+in `plan.py`.
 """
 
 import difflib

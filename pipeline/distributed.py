@@ -1,5 +1,6 @@
 """Processes, devices, the mesh, and requests to stop. The only caller of `jax.process_index()`."""
 
+import errno
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -23,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pipeline.allocator import num_cores
 from pipeline.config import DistributedConfig, RunConfig, RunOptions
-from pipeline.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, Interrupted, PipelineError
+from pipeline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, Interrupted, PipelineError
 from pipeline.mesh import Topology
 from pipeline.startup import signals_heeded_while_waiting
 
@@ -31,6 +32,7 @@ log = logging.getLogger("pipeline")
 
 _FEW_CORES = 2  # on so many, a second step in flight was measured to help nothing
 _SHUTDOWN_TIMEOUT_S = 8  # how long a process that is done waits for the others to say the same
+_JAXS_EXTRA_S = 60  # longer than the program waits for the others, since JAX aborts the process
 _NOTHING_DETECTED = "coordinator_address should be defined"  # how JAX says that this is no cluster
 
 _steps = itertools.count()  # of this process, over all jobs of a sweep: what a sync point is named by
@@ -61,25 +63,58 @@ def initialise(options: DistributedConfig) -> None:
             f"distributed.coordinator, num_processes and process_id are {place}: expected all three, or none where the "
             f"cluster says them. Set the others."
         )
+    if options.process_id == 0:
+        _require_free_port(options.coordinator)
+    came_together = threading.Event()
+    threading.Thread(target=_give_up_joining, args=(options, came_together), name="join", daemon=True).start()
     try:
         with signals_heeded_while_waiting():
             jax.distributed.initialize(
                 *place,
-                initialization_timeout=options.join_timeout_s,
+                initialization_timeout=options.join_timeout_s + _JAXS_EXTRA_S,
                 heartbeat_timeout_seconds=options.heartbeat_timeout_s,
                 shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
             )
     except ValueError as error:
         if options.coordinator is None and _NOTHING_DETECTED in str(error):
             return
-        raise ConfigError(f"the processes' settings are wrong: {error}. Correct distributed.*.") from error
+        raise ConfigError(
+            f"the processes' settings are wrong: {str(error).rstrip('.')}. Correct distributed.*."
+        ) from error
     except RuntimeError as error:
         raise PipelineError(
             f"the {options.num_processes or ''} processes did not come together within {options.join_timeout_s} s: "
             f"{error}. Check that all were started and reach {options.coordinator or 'the coordinator'}."
         ) from error
+    finally:
+        came_together.set()
     if jax.process_count() > 1:
         _name_process_in_logs()
+
+
+def _require_free_port(coordinator: str) -> None:
+    """Of the first process, which serves there; JAX ends with a segmentation fault otherwise."""
+    try:
+        socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise PipelineError(
+                f"the port of distributed.coordinator={coordinator} cannot be used on this machine: "
+                f"{os.strerror(error.errno)}. End what uses it, or give all processes another."
+            ) from error
+
+
+def _give_up_joining(options: DistributedConfig, came_together: threading.Event) -> None:
+    """Ends the process with a message where JAX would abort it with a stack trace of C++."""
+    if came_together.wait(options.join_timeout_s):
+        return
+    log.error(
+        "PipelineError: the %s processes did not come together within %d s (distributed.join_timeout_s). Check that "
+        "all were started and reach %s, and run the same command again.",
+        *(options.num_processes or "job's", options.join_timeout_s, options.coordinator or "the coordinator"),
+    )
+    logging.shutdown()
+    os._exit(EXIT_FAILED)
 
 
 def _name_process_in_logs() -> None:

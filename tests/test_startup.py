@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT, command, committed, free_port, write_text
+from pipeline import distributed
+from pipeline.config import DistributedConfig
+from pipeline.errors import PipelineError
+from tests.jobs import ROOT, command, committed, free_port, run, write_text
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,24 @@ def test_a_signal_is_heeded_while_the_other_processes_are_waited_for(overrides, 
     place = [f"distributed.coordinator=localhost:{port}", "distributed.num_processes=2", "distributed.process_id=0"]
     result = signalled(signal.SIGTERM, listens, *overrides, *place, f"store.path={tmp_path / 'store'}")
     assert_interrupted(result, signal.SIGTERM)
+
+
+def test_processes_that_do_not_come_together_are_a_message(overrides, tmp_path):
+    """JAX would abort the process with a stack trace of C++."""
+    place = [f"distributed.coordinator=localhost:{free_port()}", "distributed.num_processes=2"]
+    place += ["distributed.process_id=1", "distributed.join_timeout_s=1"]
+    result = run(*overrides, *place, f"store.path={tmp_path / 'store'}", timeout_s=60)
+    assert result.returncode == 1, result.stderr
+    assert "2 processes did not come together within 1 s" in result.stderr
+    assert "Check that all were started and reach localhost:" in result.stderr
+
+
+def test_a_coordinators_port_that_is_taken_is_a_message():
+    """JAX would end with a segmentation fault."""
+    with socket.create_server(("localhost", 0)) as server:
+        options = DistributedConfig(f"localhost:{server.getsockname()[1]}", num_processes=1, process_id=0)
+        with pytest.raises(PipelineError, match="cannot be used on this machine: Address already in use. End what"):
+            distributed.initialise(options)
 
 
 @pytest.mark.slow
