@@ -74,10 +74,18 @@ def send(processes: list[subprocess.Popen], number: int) -> None:
 
 def print_prefixed(i: int, process: subprocess.Popen) -> None:
     for line in process.stdout:
-        print(f"[{i}] {line}", end="", flush=True)
+        say(f"[{i}] {line}")
     code = process.wait()
     if code:
-        print(f"[{i}] ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}", flush=True)
+        say(f"[{i}] ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}\n")
+
+
+def say(text: str) -> None:
+    """Where nobody reads any more, the job goes on: its processes would wait for ever to say what they have to."""
+    try:
+        print(text, end="", flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def wait(processes: list[subprocess.Popen]) -> int:

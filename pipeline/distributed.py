@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cache
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -164,6 +165,7 @@ def topology(run: RunOptions) -> Topology:
     return Topology(
         devices=jax.device_count(),
         device_bytes=_device_bytes(),
+        host_memory=_host_memory(),
         few_cores=jax.default_backend() == "cpu" and num_cores() <= _FEW_CORES,
         processes=jax.process_count(),
         process=jax.process_index(),
@@ -175,6 +177,16 @@ def topology(run: RunOptions) -> Topology:
 def _device_bytes() -> int | None:
     """The memory that JAX may use of each device; None where it does not say, as on the CPU."""
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def _host_memory() -> int:
+    """Bytes that this host has, or its container may use of them."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:  # no container, or of another kind
+        return memory
+    return min(memory, int(limit)) if limit.isdecimal() else memory
 
 
 def require_same_config(config: RunConfig, *derived: str) -> None:

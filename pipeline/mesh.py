@@ -16,6 +16,7 @@ class Topology:
 
     devices: int  # of this worker, over all its processes
     device_bytes: int | None = None  # memory of each; None: not known
+    host_memory: int | None = None  # bytes of this process's host; None: not known
     few_cores: bool = False  # the devices are the host's own cores, and few: what else it does takes their time
     processes: int = 1  # of this worker
     process: int = 0

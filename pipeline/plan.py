@@ -211,7 +211,7 @@ def make_plan(
     rows_per_block = _rows_per_block(config, process_rows, slots * max(widths) * itemsize, stored)
     num_streams = _num_streams(config, num_source_shards, topology, stored)
     inflight_steps = _inflight_steps(config.run.max_inflight_mib, step_bytes, topology)
-    return Plan(
+    plan = Plan(
         keys=keys,
         widths=widths,
         hook_names=tuple(model.hook_name(key) for key in keys),
@@ -247,6 +247,14 @@ def make_plan(
             *_notes(config, inflight_steps, num_streams, num_source_shards, topology),
         ),
     )
+    if topology.host_memory is not None and plan.host_bytes > topology.host_memory:
+        raise ConfigError(
+            f"activations would take {plan.host_bytes / MIB:.0f} MiB on this host, which has "
+            f"{topology.host_memory / MIB:.0f} MiB: {inflight_steps} steps of {plan.step_host_bytes / MIB:.0f} MiB, "
+            f"and blocks of {plan.block_bytes / MIB:.0f} MiB. Lower store.shard_mib, batch.rows or "
+            f"run.max_inflight_mib."
+        )
+    return plan
 
 
 def _int8_group(capture: CaptureConfig, keys: Sequence[ActivationKey], widths: Sequence[int]) -> int | None:

@@ -193,6 +193,14 @@ def test_few_cores_have_one_step_in_flight_and_are_told_the_least_for_it():
         planned(replace(BASE, run=RunOptions(max_inflight_mib=3)))
 
 
+def test_what_does_not_fit_into_the_host_is_refused_by_arithmetic():
+    config = replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=1e6), run=RunOptions(max_inflight_mib=1e6))
+    needed = planned(config).host_bytes
+    assert planned(config, topology=Topology(devices=1, host_memory=needed)).host_bytes == needed
+    with pytest.raises(ConfigError, match=r"on this host, which has .* MiB: 4 steps of .* Lower store.shard_mib"):
+        planned(config, topology=Topology(devices=1, host_memory=needed - 1))
+
+
 REFUSED = {
     "layer out of range": (dict(capture=CaptureConfig(layers=[24])), "capture.layers contains 24.*layers 0..23"),
     "negative layer": (dict(capture=CaptureConfig(layers=[-1])), "capture.layers contains -1"),
