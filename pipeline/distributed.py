@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cache
@@ -203,6 +203,21 @@ def require_same_config(config: RunConfig, *derived: str) -> None:
             f"processes {others} were started with another configuration than process 0, or on other devices. "
             f"Start all with the same."
         )
+
+
+def said_by_first(make: Callable[[], str]) -> str:
+    """What `make` gives on the first process (ASCII, 1 to 64 characters); waits for all of them. Where it fails there,
+    each process makes its own, and most likely fails alike."""
+    if jax.process_count() == 1:
+        return make()
+    text = ""
+    try:
+        if is_first():
+            text = make()
+    finally:
+        padded = np.frombuffer(text.encode("ascii").ljust(64), np.uint8)
+        said = bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).decode("ascii").rstrip()
+    return said or make()
 
 
 def largest_of_all(*values: int) -> tuple[int, ...]:

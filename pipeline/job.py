@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -16,10 +17,11 @@ from pipeline.data.sources import open_source
 from pipeline.data.stream import TokenStream
 from pipeline.data.tokenised import StreamDocuments, TokenisedDocuments
 from pipeline.data.tokenizer import TextTokenizer, load_tokenizer
-from pipeline.distributed import topology
+from pipeline.distributed import said_by_first, topology
 from pipeline.errors import ConfigError
 from pipeline.generation.end_tokens import end_tokens
 from pipeline.generation.sampling import Sampling
+from pipeline.models.files import is_on_hub, open_files
 from pipeline.models.registry import Model, open_model
 from pipeline.plan import Plan, StoredGeometry, make_plan
 from pipeline.store.commits import CommitRecord
@@ -32,7 +34,8 @@ from pipeline.store.target import Target, has_share, larger, stream_share
 
 @dataclass(frozen=True)
 class Job:
-    """What a run works with. `metadata` and `layout` describe the store that it fills."""
+    """What a run works with. `metadata` and `layout` describe the store that it fills; `stored` is the metadata of the
+    store as it was found, if there is one."""
 
     config: RunConfig
     model: Model
@@ -40,8 +43,33 @@ class Job:
     tokenizer: TextTokenizer
     selection: Selection | None
     plan: Plan
-    metadata: StoreMetadata
+    data_identity: Mapping[str, object]
     layout: StoreLayout
+    stored: StoreMetadata | None
+
+    @cached_property
+    def metadata(self) -> StoreMetadata:
+        """For a model of the Hub, this fetches its weights. Raises CheckpointError for damaged ones."""
+        config, plan = self.config, self.plan
+        return StoreMetadata(
+            model=_model_identity(self.model, config, self.stored),
+            tokenizer=self.tokenizer.identity(),
+            data=self.data_identity,
+            batch={
+                "length": plan.length,
+                "packing": str(config.batch.packing),
+                "long_documents": str(config.batch.long_documents),
+            },
+            capture={"arrays": [key.name for key in plan.keys], "dtype": plan.dtype}
+            | ({} if plan.int8_group is None else {"int8_group": plan.int8_group})
+            | ({} if plan.statistics else {"statistics": False})
+            | ({"when": "decode"} if plan.keeps else {})
+            | selection_identity(config.capture, plan.length),
+            store={"compression": str(config.store.compression)},
+            num_streams=plan.num_streams,
+            rows_per_block=plan.rows_per_block,
+            config=_config_for_information(config, self.model),
+        )
 
     def work(self, records: Mapping[int, Sequence[CommitRecord]], target: Target | None = None) -> list[StreamWork]:
         """What is left of this process's streams, given the blocks that the store has. Empty: nothing to do."""
@@ -146,12 +174,11 @@ def open_job(config: RunConfig) -> Job:
 
     Raises ConfigError, InputError, CheckpointError, or StoreMismatch.
     """
-    model = open_model(
-        config.model.path, revision=config.model.revision, init=str(config.model.init), seed=config.model.seed
-    )
+    revision = _agreed_revision(config)
+    model = open_model(config.model.path, revision=revision, init=str(config.model.init), seed=config.model.seed)
     tokenizer = load_tokenizer(
         config.model.tokenizer or config.model.path,
-        revision=None if config.model.tokenizer else config.model.revision,
+        revision=None if config.model.tokenizer else revision,
         special_tokens=config.data.special_tokens,
         prefix=config.data.prefix,
         suffix=config.data.suffix,
@@ -164,28 +191,17 @@ def open_job(config: RunConfig) -> Job:
         model.check_head()
         if taken := sorted({*source.info_schema.names} & RESERVED_COLUMNS):
             raise ConfigError(f"the prompts have a column {taken[0]}, which data=generate has itself. Leave it out.")
-    metadata = StoreMetadata(
-        model=_model_identity(model, config),
-        tokenizer=tokenizer.identity(),
-        data=_data_identity(config.data, source, model, tokenizer),
-        batch={
-            "length": plan.length,
-            "packing": str(config.batch.packing),
-            "long_documents": str(config.batch.long_documents),
-        },
-        capture={"arrays": [key.name for key in plan.keys], "dtype": plan.dtype}
-        | ({} if plan.int8_group is None else {"int8_group": plan.int8_group})
-        | ({} if plan.statistics else {"statistics": False})
-        | ({"when": "decode"} if plan.keeps else {})
-        | selection_identity(config.capture, plan.length),
-        store={"compression": str(config.store.compression)},
-        num_streams=plan.num_streams,
-        rows_per_block=plan.rows_per_block,
-        config={name: value for name, value in asdict(config).items() if name != "distributed"},
-    )
+    data_identity = _data_identity(config.data, source, model, tokenizer)
     selection = open_selection(config.capture, plan.length, tokenizer)
     layout = store_layout(plan, str(config.store.compression))
-    return Job(config, model, source, tokenizer, selection, plan, metadata, layout)
+    return Job(config, model, source, tokenizer, selection, plan, data_identity, layout, stored)
+
+
+def _agreed_revision(config: RunConfig) -> str | None:
+    """The commit of a Hub model that the first process finds, so that all files come from one commit in all processes,
+    whatever is pushed meanwhile; `model.revision` for other models."""
+    path, revision = config.model.path, config.model.revision
+    return said_by_first(lambda: open_files(path, revision).commit) if is_on_hub(path) else revision
 
 
 def sampling(data: GenerateData) -> Sampling:
@@ -210,11 +226,19 @@ def _data_identity(data: DataConfig, source: Source, model: Model, tokenizer: Te
     }
 
 
-def _model_identity(model: Model, config: RunConfig) -> dict[str, object]:
-    identity = model.identity() | {"dtype": str(config.model.dtype), "vocab_size": model.vocab_size}
+def _model_identity(model: Model, config: RunConfig, stored: StoreMetadata | None) -> dict[str, object]:
+    by_commit = stored is not None and "commit" in stored.model  # a store from before weights of the Hub were sampled
+    identity = model.identity(by_commit) | {"dtype": str(config.model.dtype), "vocab_size": model.vocab_size}
     if config.model.weights_dtype is not WeightsDtype.same:  # stores from before there was a choice can be resumed
         identity["weights_dtype"] = str(config.model.weights_dtype)
     return identity
+
+
+def _config_for_information(config: RunConfig, model: Model) -> dict[str, object]:
+    values = {name: value for name, value in asdict(config).items() if name != "distributed"}
+    if model.checkpoint.commit is not None:
+        values["model"]["commit"] = model.checkpoint.commit
+    return values
 
 
 def print_plan(config: RunConfig) -> None:

@@ -11,13 +11,14 @@ from fsspec import AbstractFileSystem
 
 from pipeline.access import named_errors
 from pipeline.errors import InputError
+from pipeline.hub import refused_by_hub, repeat_requests
 
 
 @contextmanager
 def input_errors(where: str, key: str = "data.path") -> Iterator[None]:
     """Around calls of fsspec: InputError for a file that is not there, PipelineError for what a retry might heal."""
     try:
-        with named_errors(where, key=key, invalid=InputError):
+        with named_errors(where, key=key, invalid=InputError), refused_by_hub(where, key, InputError):
             yield
     except FileNotFoundError as error:
         raise InputError(f"{where} does not exist: {error}. Check {key}.") from error
@@ -76,6 +77,8 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
     Below a directory, and among what a glob finds, names that begin with `.` or `_` are left out.
     Raises InputError when there is none, PipelineError when the place cannot be listed.
     """
+    if "hf://" in path:
+        repeat_requests()
     with input_errors(path):
         filesystem, root = fsspec.core.url_to_fs(os.path.expanduser(path))
         found, base, named = _listing(filesystem, root, suffix)

@@ -9,6 +9,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from pipeline.access import named_errors
 from pipeline.errors import ConfigError, InputError, PipelineError
+from pipeline.hub import refused_by_hub, repeat_requests
 
 
 def open_builder(
@@ -24,6 +25,7 @@ def open_builder(
     Raises InputError for what is not there, ConfigError for a subset or split that it lacks, and PipelineError when
     the Hub cannot be reached.
     """
+    repeat_requests()
     with dataset_errors(path):
         builder = datasets.load_dataset_builder(path, subset, data_files=data_files, revision=revision)
     splits = [str(name) for name in builder.config.data_files or ()]
@@ -39,7 +41,8 @@ def dataset_errors(path: str) -> Iterator[None]:
     """Around calls that open the data set `path`: raises as `open_builder` does."""
     with named_errors(path, key="data.path", invalid=ConfigError):
         try:
-            yield
+            with refused_by_hub(path, "data.path", InputError):
+                yield
         except (FileNotFoundError, DatasetsError, RuntimeError) as error:  # RuntimeError: a data set that is a script
             if _is_unreachable(error):
                 raise PipelineError(f"{path} cannot be read: {error}. Check access to it, and try again.") from error

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from pipeline.errors import CheckpointError
+from pipeline.json_text import MAX_JSON_BYTES, parse_json, shown
 from pipeline.models.files import Files
 from pipeline.models.safetensors_file import SafetensorsFile, TensorInfo
 
@@ -24,6 +25,17 @@ _DIGEST_THREADS = 32  # reads from object storage wait most of their time
 def current_name(name: str) -> str:
     """What transformers calls a tensor today: the first BERT checkpoints name a LayerNorm's as TensorFlow does."""
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether this is the name of a safetensors file in the index's own folder; lone surrogates are not printable."""
+    return (
+        isinstance(name, str)
+        and name.endswith(".safetensors")
+        and name.isprintable()
+        and not {*name} & {*"/\\"}
+        and len(name.encode()) < 256
+    )
 
 
 class Checkpoint:
@@ -56,8 +68,14 @@ class Checkpoint:
         if not self._files.has(_INDEX):
             raise self._no_weights()
         weight_map = self._read_json(_INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{self.where}/{_INDEX} has no weight_map from tensors to files. Download it again.")
+        outside = [name for name in weight_map.values() if not _is_file_name(name)]
+        if outside:
+            raise CheckpointError(
+                f"{self.where}/{_INDEX} names {shown(outside[0])}, expected names of safetensors files beside it: "
+                f"nothing else is read. Download it again."
+            )
         return weight_map
 
     @cached_property
@@ -126,7 +144,12 @@ class Checkpoint:
 
     def _read_json(self, name: str) -> Mapping[str, object]:
         try:
-            content = json.loads(self._files.read(name))
+            source = self._files.open(name)
+            if source.size > MAX_JSON_BYTES:
+                raise CheckpointError(
+                    f"{source.name} has {source.size:,} bytes, expected at most {MAX_JSON_BYTES:,}. Download it again."
+                )
+            content = parse_json(source.read(0, source.size).tobytes())
         except FileNotFoundError:
             raise CheckpointError(f"{self.where} has no {name}. Is it a directory in Hugging Face format?") from None
         except ValueError as error:

@@ -1,45 +1,36 @@
 """Where a checkpoint's files lie: a directory, a remote path, or a repository of the Hugging Face Hub."""
 
 import os
-import re
-from contextlib import AbstractContextManager
+import stat
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import fsspec
-import huggingface_hub
 import numpy as np
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 
 from pipeline.access import named_errors
 from pipeline.errors import CheckpointError, PipelineError
+from pipeline.hub import Repository, is_hub_id, open_repository
 from pipeline.models.safetensors_file import ByteSource
 
 
 @runtime_checkable
 class Files(Protocol):
-    """A flat set of files. `read` and `open` raise FileNotFoundError for a file that is not there.
+    """A flat set of files. `open` raises FileNotFoundError for a file that is not there.
 
     Every method raises CheckpointError where a retry cannot help, PipelineError where it might (network).
     """
 
     where: str  # for messages
-    commit: str | None  # of a Hub repository: names the content
+    commit: str | None  # of a Hub repository
 
     def has(self, name: str) -> bool:
         """Whether a file is there."""
 
-    def read(self, name: str) -> bytes:
-        """A whole small file."""
-
     def open(self, name: str) -> ByteSource:
-        """A large file, to be read by ranges."""
+        """A file, to be read by ranges."""
 
     def names(self) -> list[str]:
         """What is there; for messages."""
@@ -52,12 +43,17 @@ def open_files(path: str, revision: str | None) -> Files:
         return RemoteFiles(path)
     if os.path.isdir(path):
         return LocalFiles(Path(path))
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not path.startswith("."):
+    if is_on_hub(path):
         return HubFiles(path, revision)
     raise CheckpointError(
         f"model.path is {path!r}: expected a directory, a remote path (gs://...) or a Hub id (owner/name), "
         f"got none of them. Check the path."
     )
+
+
+def is_on_hub(path: str) -> bool:
+    """Whether `model.path` names a repository of the Hub: it has the form of one, and is no directory here."""
+    return is_hub_id(path) and not os.path.isdir(path)
 
 
 class LocalFiles:
@@ -69,18 +65,14 @@ class LocalFiles:
         self._root = root
 
     def has(self, name: str) -> bool:
-        return (self._root / name).exists()
-
-    def read(self, name: str) -> bytes:
-        with _named_errors(self.where, CheckpointError):
-            return (self._root / name).read_bytes()
+        with _local_errors(self.where):
+            return (self._root / name).exists()
 
     def open(self, name: str) -> ByteSource:
-        with _named_errors(self.where, CheckpointError):
-            return _local_file(self._root / name)
+        return _local_file(self._root / name)
 
     def names(self) -> list[str]:
-        with _named_errors(self.where, CheckpointError):
+        with _local_errors(self.where):
             return sorted(os.listdir(self._root))
 
 
@@ -90,99 +82,99 @@ class RemoteFiles:
     def __init__(self, url: str) -> None:
         self.where = url
         self.commit = None
-        with _named_errors(url, PipelineError):
+        with _remote_errors(url):
             self._fs, self._root = fsspec.core.url_to_fs(url)
 
     def has(self, name: str) -> bool:
-        with _named_errors(self.where, PipelineError):
-            return self._fs.exists(f"{self._root}/{name}")
-
-    def read(self, name: str) -> bytes:
-        with _named_errors(self.where, PipelineError):
-            return self._fs.cat_file(f"{self._root}/{name}")
+        with _remote_errors(self.where):
+            try:
+                self._fs.info(f"{self._root}/{name}")  # `exists` takes a place that it cannot reach for an empty one
+            except FileNotFoundError:
+                return False
+        return True
 
     def open(self, name: str) -> ByteSource:
-        path = f"{self._root}/{name}"
-        with _named_errors(self.where, PipelineError):
-            size = self._fs.info(path)["size"]
+        path, where = f"{self._root}/{name}", f"{self.where}/{name}"
+        with _remote_errors(self.where):
+            info = self._fs.info(path)
+        if info["type"] != "file":
+            raise _not_a_file(where)
 
         def read(start: int, stop: int) -> np.ndarray:
-            with _named_errors(self.where, PipelineError):
-                return np.frombuffer(self._fs.cat_file(path, start=start, end=stop), np.uint8)
+            with _remote_errors(self.where):
+                content = np.frombuffer(self._fs.cat_file(path, start=start, end=stop), np.uint8)
+            if content.size != stop - start:
+                raise PipelineError(
+                    f"{where}: expected {stop - start} bytes from byte {start} on, got {content.size}. Try again; if "
+                    f"it fails again, upload the file again."
+                )
+            return content
 
-        return ByteSource(f"{self.where}/{name}", size, read)
+        return ByteSource(where, info["size"], read)
 
     def names(self) -> list[str]:
-        with _named_errors(self.where, PipelineError):
+        with _remote_errors(self.where):
             return sorted(path.rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False))
 
 
 class HubFiles:
-    """A repository of the Hub, at one commit. Files are fetched into the Hub's own cache when they are first used."""
+    """A repository of the Hub, at the commit that its revision names when it is opened."""
 
     def __init__(self, repo: str, revision: str | None) -> None:
         self.where = repo
-        self._repo = repo
-        self._revision = revision
-        try:
-            config = self._fetch("config.json")
-        except FileNotFoundError as error:
-            raise CheckpointError(f"the Hub's {repo} has no config.json. Is it a model for transformers?") from error
-        self.commit = config.parent.name  # the cache keeps files under snapshots/<commit>/, also without network
-        self._revision = self.commit
+        self._repository = _open_hub(repo, revision)
+        self.commit = self._repository.commit
 
     def has(self, name: str) -> bool:
-        try:
-            self._download(name)
-        except EntryNotFoundError:  # the Hub says so, or cannot be reached and the cache lacks it
-            return False
-        return True
-
-    def read(self, name: str) -> bytes:
-        return self._fetch(name).read_bytes()
+        return self._repository.file(name) is not None
 
     def open(self, name: str) -> ByteSource:
-        return _local_file(self._fetch(name))
+        path = self._repository.file(name)
+        if path is None:
+            raise FileNotFoundError(f"{self.where}/{name}")
+        return _local_file(path)
 
     def names(self) -> list[str]:
-        with _named_errors(self.where, PipelineError):
-            return sorted(huggingface_hub.list_repo_files(self._repo, revision=self.commit))
+        return self._repository.names()
 
-    def _fetch(self, name: str) -> Path:
-        try:
-            return self._download(name)
-        except LocalEntryNotFoundError as error:
-            raise PipelineError(
-                f"{self._repo}: {name} is not in the Hub's cache, and the Hub cannot be reached ({error}). "
-                f"Try again; if model.path should be a directory, it does not exist."
-            ) from error
-        except EntryNotFoundError as error:
-            raise FileNotFoundError(f"{self._repo}/{name}") from error
 
-    def _download(self, name: str) -> Path:
-        try:
-            return Path(huggingface_hub.hf_hub_download(self._repo, name, revision=self._revision))
-        except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:  # also of gated ones
-            raise CheckpointError(
-                f"model.path={self._repo}, model.revision={self._revision}: neither a directory nor a model that the "
-                f"Hub gives out ({error}). Check the spelling, or log in with `hf auth login`."
-            ) from error
-        except EntryNotFoundError:
-            raise
-        except OSError as error:
-            raise PipelineError(f"{self._repo}/{name} cannot be fetched from the Hub: {error}. Try again.") from error
+def _open_hub(repo: str, revision: str | None) -> Repository:
+    repository = open_repository(repo, revision, file="config.json", key="model.path", invalid=CheckpointError)
+    if repository is None:
+        raise CheckpointError(
+            f"the Hub's {repo} has no config.json in revision {revision or 'main'}. Is it a model for transformers?"
+        )
+    return repository
 
 
 def _local_file(path: Path) -> ByteSource:
     """Read, not mapped: mapped pages would count as this process's memory, all of the checkpoint in the end."""
+    with _local_errors(str(path)):
+        status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # opening a named pipe would wait for a writer
+        raise _not_a_file(str(path))
 
     def read(start: int, stop: int) -> np.ndarray:
-        with _named_errors(str(path), CheckpointError):
+        with _local_errors(str(path)):
             return np.fromfile(path, np.uint8, stop - start, offset=start)
 
-    return ByteSource(str(path), path.stat().st_size, read)
+    return ByteSource(str(path), status.st_size, read)
 
 
-def _named_errors(where: str, failed: type[PipelineError]) -> AbstractContextManager[None]:
-    """Gives what a file system raises the checkpoint's name; a missing file stays a FileNotFoundError."""
-    return named_errors(where, key="model.path", invalid=CheckpointError, failed=failed)
+def _not_a_file(where: str) -> CheckpointError:
+    return CheckpointError(f"{where} is not a regular file. Replace it by the checkpoint's file.")
+
+
+@contextmanager
+def _local_errors(where: str) -> Iterator[None]:
+    """A missing file stays a FileNotFoundError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error}. Check access to it.") from error
+
+
+def _remote_errors(where: str) -> AbstractContextManager[None]:
+    return named_errors(where, key="model.path", invalid=CheckpointError)

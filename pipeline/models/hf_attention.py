@@ -1,6 +1,7 @@
 """What config.json says of positions and windows, in either of its vintages."""
 
 from pipeline.errors import CheckpointError
+from pipeline.json_text import shown
 from pipeline.models.architecture import LocalAttention, Rope, RopeKind
 from pipeline.models.hf_config import HfConfig
 
@@ -38,12 +39,18 @@ def parse_rope(values: HfConfig, default_theta: float, max_positions: int) -> Ro
     if kind is RopeKind.linear:
         return Rope(theta, kind, values.positive_float("factor"))
     if kind is RopeKind.llama3:
+        low, high = values.positive_float("low_freq_factor"), values.positive_float("high_freq_factor")
+        if low >= high:
+            raise CheckpointError(
+                f"{values.where}: low_freq_factor is {low:g} and high_freq_factor {high:g}, expected the former to be "
+                f"less. Is the file damaged?"
+            )
         return Rope(
             theta,
             kind,
             values.positive_float("factor"),
-            values.positive_float("low_freq_factor"),
-            values.positive_float("high_freq_factor"),
+            low,
+            high,
             values.positive_int("original_max_position_embeddings", max_positions),
         )
     return Rope(theta)
@@ -59,7 +66,7 @@ def read_local(
     kinds = config.strings("layer_types") or [_LOCAL if letter == "L" else _GLOBAL for letter in default_pattern]
     if set(kinds) - {_LOCAL, _GLOBAL} or len(kinds) != len(default_pattern):
         raise CheckpointError(
-            f"{config.where}: layer_types is {kinds}, expected {_GLOBAL} or {_LOCAL} for each of the "
+            f"{config.where}: layer_types is {shown(kinds)}, expected {_GLOBAL} or {_LOCAL} for each of the "
             f"{len(default_pattern)} layers. Use another model."
         )
     reach = max_positions if window is None else min(window, max_positions)

@@ -6,10 +6,17 @@ Any other stops the program before weights load: an attribute that is ignored is
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from pipeline.errors import CheckpointError
+from pipeline.json_text import shown
 from pipeline.models.architecture import Activation
 
 _REQUIRED = object()
+_MAX_INT = 2**31 - 1  # token ids, positions and the axes of arrays are 32-bit
+_MAX_FLOAT = float(np.finfo(np.float32).max)  # what it takes part in is computed in float32
+_MAX_LAYERS = 10_000  # they are planned one by one
+_MAX_SHOWN = 20  # attributes in a message
 
 # Attributes without influence on the residual stream at inference.
 _HARMLESS = frozenset(
@@ -82,20 +89,27 @@ class HfConfig:
         if value is _REQUIRED:
             raise CheckpointError(f"{self.where} has no {key!r}: expected {what}. Is the file complete?")
         if key in self.values and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
-            raise CheckpointError(f"{self.where}: {key} is {value!r}, expected {what}. Is the file damaged?")
+            raise self._wrong(key, value, what)
         return value
 
-    def positive_int(self, key: str, default: object = _REQUIRED) -> int:
-        value = self._take(key, (int,), "a whole number above 0", default)
-        if value < 1:
-            raise CheckpointError(f"{self.where}: {key} is {value}, expected a whole number above 0.")
+    def _wrong(self, key: str, value: object, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {key} is {shown(value)}, expected {what}. Is the file damaged?")
+
+    def positive_int(self, key: str, default: object = _REQUIRED, most: int = _MAX_INT) -> int:
+        what = f"a whole number above 0, at most {most:,}"
+        value = self._take(key, (int,), what, default)
+        if not 1 <= value <= most:
+            raise self._wrong(key, value, what)
         return value
+
+    def num_layers(self, key: str) -> int:
+        return self.positive_int(key, most=_MAX_LAYERS)
 
     def positive_float(self, key: str, default: object = _REQUIRED) -> float:
-        value = float(self._take(key, (int, float), "a number above 0", default))
-        if not 0 < value < float("inf"):
-            raise CheckpointError(f"{self.where}: {key} is {value}, expected a number above 0.")
-        return value
+        value = self._take(key, (int, float), "a number above 0", default)
+        if not 0 < value < _MAX_FLOAT:
+            raise self._wrong(key, value, "a number above 0")
+        return float(value)
 
     def optional_int(self, key: str, default: int | None) -> int | None:
         """A whole number above 0; None where the file says null, or where it says nothing and the default is None."""
@@ -109,9 +123,10 @@ class HfConfig:
         return key in self._nulls or (default is None and key not in self.values)
 
     def count(self, key: str, default: object = _REQUIRED) -> int:
-        value = self._take(key, (int,), "a whole number", default)
-        if value < 0:
-            raise CheckpointError(f"{self.where}: {key} is {value}, expected a whole number.")
+        what = f"a whole number from 0 to {_MAX_INT:,}"
+        value = self._take(key, (int,), what, default)
+        if not 0 <= value <= _MAX_INT:
+            raise self._wrong(key, value, what)
         return value
 
     def flag(self, key: str, default: bool) -> bool:
@@ -119,14 +134,17 @@ class HfConfig:
 
     def strings(self, key: str) -> list[str]:
         """A list of strings; empty when the key is absent."""
-        return self._take(key, (list,), "a list of strings", [])
+        values = self._take(key, (list,), "a list of strings", [])
+        if not all(isinstance(value, str) for value in values):
+            raise self._wrong(key, values, "a list of strings")
+        return values
 
     def choice(self, key: str, choices: tuple[str, ...], default: object = _REQUIRED) -> str:
         """One of the implemented values of an attribute."""
         value = self._take(key, (str,), "a string", default)
         if value not in choices:
             raise CheckpointError(
-                f"{self.where}: {key} is {value!r}, which is not implemented; implemented: {', '.join(choices)}. "
+                f"{self.where}: {key} is {shown(value)}, which is not implemented; implemented: {', '.join(choices)}. "
                 f"Use another model."
             )
         return value
@@ -152,7 +170,9 @@ class HfConfig:
             and not (key in _NEUTRAL and value == _NEUTRAL[key])
         ]
         if unknown:
-            settings = ", ".join(f"{key}={self.values[key]!r}" for key in unknown)
+            settings = ", ".join(f"{key}={shown(self.values[key])}" for key in unknown[:_MAX_SHOWN])
+            if len(unknown) > _MAX_SHOWN:
+                settings += f" and {len(unknown) - _MAX_SHOWN} more"
             raise CheckpointError(
                 f"{self.where} sets {settings}, which this program does not implement, so that the activations might "
                 f"be wrong. Use another model, or remove the attribute if it does not change the forward pass."

@@ -68,7 +68,7 @@ def read_decoder(
         )
     max_positions = config.positive_int("max_position_embeddings", default_max_positions)
     return Architecture(
-        num_layers=config.positive_int("num_hidden_layers"),
+        num_layers=config.num_layers("num_hidden_layers"),
         vocab_size=config.positive_int("vocab_size"),
         max_positions=max_positions,
         d_model=d_model,

@@ -31,7 +31,7 @@ def read_multi_head(
             f"{name('num_attention_heads')} {num_heads}. Is the file damaged?"
         )
     return Architecture(
-        num_layers=config.positive_int(name("num_hidden_layers")),
+        num_layers=config.num_layers(name("num_hidden_layers")),
         vocab_size=config.positive_int("vocab_size"),
         max_positions=config.positive_int(name("max_position_embeddings"), max_positions),
         d_model=d_model,

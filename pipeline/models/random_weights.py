@@ -1,9 +1,11 @@
 """Random parameters of the right shapes, for benchmarks: they need only a config.json."""
 
 import math
+import os
 import zlib
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import Array, UInt32
 
+from pipeline.errors import ConfigError
 from pipeline.models.decoder import Params
 from pipeline.models.int8 import Int8Weight, is_int8, quantise
 from pipeline.models.leaves import Leaf, LeafTree
@@ -25,7 +28,16 @@ def random_params(
     """Random parameters, made on the devices: norms are 1, everything else normal with standard deviation 0.02.
 
     A tensor's values depend on the seed and its HF key alone, not on what is captured or how many devices there are.
+    Raises ConfigError where the devices are the host and lack the memory; of others, the plan knows theirs.
     """
+    if jax.default_backend() == "cpu":
+        itemsize = 1 if with_int8 else np.dtype(dtype).itemsize
+        needed = sum(_local_size(leaf, place(leaf)) for leaf in jax.tree.leaves(leaves)) * itemsize
+        if needed > (available := _host_bytes()):
+            raise ConfigError(
+                f"model.init=random: the weights that config.json describes take {needed / 2**30:,.0f} GiB, and this "
+                f"machine has {available / 2**30:,.0f} GiB. Choose a smaller model."
+            )
 
     def make(leaf: Leaf) -> Array | Int8Weight:
         sharding = place(leaf)
@@ -39,6 +51,20 @@ def random_params(
 
     # One after the other: all processes must start the same programs in the same order.
     return build_params(make, leaves, "making weights", progress, threads=1)
+
+
+def _local_size(leaf: Leaf, sharding: Sharding) -> int:
+    """The numbers of a leaf that this process's devices hold."""
+    return math.prod(sharding.shard_shape(leaf.shape)) * len(sharding.addressable_devices)
+
+
+def _host_bytes() -> int:
+    """The host's memory, or what of it this process's container may use."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no container, or no limit: "max"
+        return total
 
 
 @cache

@@ -102,19 +102,20 @@ class Model:
             return key.hook_name(POST_NORM_HOOKS)
         return key.hook_name(UNROTATED_HOOKS if self.arch.rope is None else {})
 
-    def identity(self) -> dict[str, object]:
+    def identity(self, by_commit: bool = False) -> dict[str, object]:
         """What determines the activations, as plain JSON: independent of where the checkpoint lies.
 
-        The architecture is spelled out, so that two models that differ can be told how.
+        The architecture is spelled out, so that two models that differ can be told how. Weights are sampled, for which
+        those of the Hub are fetched; `by_commit` names the Hub's commit instead, as stores did that were made before.
 
-        Raises CheckpointError where the weights must be sampled and are missing or damaged.
+        Raises CheckpointError for weights that are missing or damaged.
         """
         biases = sorted(ours for ours, _ in self.table.values() if ours.endswith("_bias"))
         architecture = _spelled_out(self.arch) | {"biases": biases}
         identity = {"family": self.family, "architecture": architecture}
         if self.random_seed is not None:
             return identity | {"init": "random", "seed": self.random_seed}
-        if self.checkpoint.commit is not None:
+        if by_commit:
             return identity | {"commit": self.checkpoint.commit}
         return identity | {"weights": self.checkpoint.digest}
 

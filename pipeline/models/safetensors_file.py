@@ -5,8 +5,8 @@ without gaps. The `safetensors` package maps local files only; weights may lie o
 fetches just its part, and a damaged file must be named.
 """
 
-import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import CheckpointError
+from pipeline.json_text import MAX_JSON_BYTES, parse_json, shown
 
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 FLOAT_DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -29,6 +29,7 @@ _ITEM_BYTES = {
     **dict.fromkeys(("U32", "I32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
+_MAX_AXES, _MAX_NUMBER = 32, 2**48  # so that products are quickly made
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,12 @@ def _read_header(source: ByteSource) -> tuple[Mapping[str, object], int]:
     if source.size < 8:
         raise _damaged(source, "at least 8 bytes", f"{source.size}")
     num_bytes = int.from_bytes(source.read(0, 8).tobytes(), "little")
-    if num_bytes > min(source.size - 8, _MAX_HEADER_BYTES):
+    if num_bytes > source.size - 8:
         raise _damaged(source, f"a header within the file's {source.size} bytes", f"one of {num_bytes} bytes")
+    if num_bytes > MAX_JSON_BYTES:
+        raise _damaged(source, f"a header of at most {MAX_JSON_BYTES} bytes", f"one of {num_bytes} bytes")
     try:
-        header = json.loads(source.read(8, 8 + num_bytes).tobytes())
+        header = parse_json(source.read(8, 8 + num_bytes).tobytes(), _unique)
     except ValueError as error:  # also of UTF-8
         raise _damaged(source, "a JSON header", f"{error}") from error
     if not isinstance(header, dict):
@@ -102,15 +105,27 @@ def _read_header(source: ByteSource) -> tuple[Mapping[str, object], int]:
     return header, 8 + num_bytes
 
 
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{shown(name)} is there twice")
+    return values
+
+
 def _tensor_info(source: ByteSource, data_start: int, name: str, entry: object) -> TensorInfo:
     try:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        num_bytes = math.prod(shape) * _ITEM_BYTES[dtype]
-        whole = all(isinstance(value, int) and value >= 0 for value in (*shape, start, stop))
+        item_bytes = _ITEM_BYTES[dtype]
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(source, f"dtype, shape and offsets of {name}", f"{entry!r:.200}") from error
-    if not whole or stop - start != num_bytes:
-        raise _damaged(source, f"offsets of {name} that span {num_bytes} bytes", f"{start}..{stop}")
+        raise _damaged(source, f"dtype, shape and offsets of {name:.200}", shown(entry)) from error
+    numbers = (*shape, start, stop)
+    if len(shape) > _MAX_AXES or not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in numbers):
+        raise _damaged(source, f"a shape and offsets of {name:.200} in whole numbers", shown(entry))
+    if stop - start != math.prod(shape) * item_bytes:
+        raise _damaged(
+            source, f"offsets of {name:.200} that span {math.prod(shape) * item_bytes} bytes", f"{start}..{stop}"
+        )
     return TensorInfo(dtype, shape, data_start + start, data_start + stop)
 
 
@@ -119,7 +134,7 @@ def _check_layout(source: ByteSource, data_start: int, tensors: Mapping[str, Ten
     position = data_start
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if info.start != position:
-            raise _damaged(source, f"{name} to begin at byte {position}", f"{info.start}")
+            raise _damaged(source, f"{name:.200} to begin at byte {position}", f"{info.start}")
         position = info.stop
     if position != source.size:
         raise _damaged(source, f"{position} bytes", f"{source.size}")

@@ -1,5 +1,6 @@
 """From a checkpoint's tensors to the arrays of `decoder.Params`."""
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,7 +26,7 @@ _IGNORED_TENSORS = (  # of a layer: constants, stored by older versions of trans
     "attention.rotary_emb.inv_freq",
     *(f"{attention}.{mask}" for attention in ("attn", "attention") for mask in ("bias", "masked_bias")),
 )
-
+_MAX_NAMED = 20  # tensors in a message
 
 Placement = Callable[[Leaf], Sharding]
 """Where a leaf's parts lie."""
@@ -34,7 +35,7 @@ Placement = Callable[[Leaf], Sharding]
 def check_tensors(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, leaves: LeafTree) -> None:
     """Compares what the leaves need with what the checkpoint has.
 
-    Raises CheckpointError that names every tensor which is missing, of another shape or kind, or unexpected: not of
+    Raises CheckpointError that names the tensors which are missing, of another shape or kind, or unexpected: not of
     this family, but in a layer that is needed, or in a layer that the model does not have.
     """
     expected = {checkpoint.full_name(name): leaf.hf_shape for leaf in jax.tree.leaves(leaves) for name in leaf.tensors}
@@ -49,8 +50,9 @@ def check_tensors(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, l
             problems.append(f"{name} has dtype {info.dtype}, expected {', '.join(FLOAT_DTYPES)}")
     problems += [f"{name} is unexpected" for name in _unexpected(checkpoint, arch, table, set(expected))]
     if problems:
+        named = [*problems[:_MAX_NAMED], *([f"and {len(problems) - _MAX_NAMED} more"] * (len(problems) > _MAX_NAMED))]
         raise CheckpointError(
-            f"{checkpoint.where}: the weights are not those that its config.json describes: {'; '.join(problems)}. "
+            f"{checkpoint.where}: the weights are not those that its config.json describes: {'; '.join(named)}. "
             f"Download both again, from one place."
         )
 
@@ -63,9 +65,9 @@ def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, exp
         layer, _, rest = name.removeprefix(start).partition(".")
         if not name.startswith(start) or rest in _IGNORED_TENSORS:
             continue
-        is_beyond = not layer.isdigit() or int(layer) >= arch.num_layers
+        is_beyond = not re.fullmatch("[0-9]{1,9}", layer) or int(layer) >= arch.num_layers
         if is_beyond or (layer in needed_layers and f"{layers}*.{current_name(rest)}" not in table):
-            yield name
+            yield f"{name:.200}"
 
 
 def load_params(

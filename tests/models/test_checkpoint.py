@@ -209,10 +209,14 @@ def hub_cache(saved: Path, tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_hub_model_is_named_by_its_commit(hub_cache: Path, saved: Path) -> None:
-    model = open_model("owner/tiny")
-    local = open_model(str(saved)).identity()
-    assert model.identity() == {"commit": COMMIT, "family": local["family"], "architecture": local["architecture"]}
+def test_hub_model_is_identified_by_its_content(hub_cache: Path, saved: Path) -> None:
+    model, local = open_model("owner/tiny"), open_model(str(saved)).identity()
+    assert model.identity() == local
+    assert model.identity(by_commit=True) == {
+        "commit": COMMIT,
+        "family": local["family"],
+        "architecture": local["architecture"],
+    }
     np.testing.assert_array_equal(model.checkpoint.rows(UP, 0, 48), load_file(saved / "model.safetensors")[UP])
 
 

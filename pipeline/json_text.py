@@ -1,0 +1,40 @@
+"""JSON from files that anybody may have written: checkpoints and tokenizers."""
+
+import json
+import reprlib
+from collections.abc import Callable
+from typing import Any
+
+MAX_JSON_BYTES = 32 << 20  # parsed, up to 25 times as much memory; the largest index published has 9 MB
+_MAX_DEPTH = 64  # whoever walks a deeper value by recursion may not come to its end
+
+
+def parse_json(text: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The value of a JSON text; `pairs` makes objects, as json's `object_pairs_hook`. Raises ValueError for what is no
+    JSON, too large, or nested too deeply."""
+    if len(text) > MAX_JSON_BYTES:
+        raise ValueError(f"{len(text):,} bytes, expected at most {MAX_JSON_BYTES:,}")
+    try:
+        value = json.loads(text, object_pairs_hook=pairs)
+    except RecursionError:
+        raise ValueError(f"nested too deeply, expected at most {_MAX_DEPTH} levels") from None
+    if text.count(b"[") + text.count(b"{") > _MAX_DEPTH and _is_deep(value):
+        raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        lists = [child for parent in level if isinstance(parent, list) for child in parent]
+        level = lists + [child for parent in level if isinstance(parent, dict) for child in parent.values()]
+    return any(isinstance(value, list | dict) for value in level)
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 200
+
+
+def shown(value: object) -> str:
+    """`repr` for messages, shortened: a file may hold a number of thousands of digits."""
+    return _short.repr(value)

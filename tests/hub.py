@@ -1,0 +1,196 @@
+"""A Hugging Face Hub on this machine: repositories with commits, served by the part of its protocol that is used here.
+
+`HF_ENDPOINT` leads huggingface_hub and `datasets` to it, or to a `FaultProxy` before it.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+_LARGE = 1 << 20  # bytes from which on a file is named by its sha256, as Git LFS does
+DATE = "2026-01-01T00:00:00.000Z"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a folder, as `Hub.push` takes them."""
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+class Hub:
+    """Repositories by `models/owner/name` or `datasets/owner/name`.
+
+    `statuses` has what is answered for a repository in place of all else: 401, 403, 404. `failures` are statuses and
+    headers of the next answers, and `corrupt` names files whose next answer has another content than its ETag says.
+    `requests` lists what was asked for; before an answer, `before` is called.
+    """
+
+    def __init__(self) -> None:
+        self.failures: list[tuple[int, Mapping[str, str]]] = []
+        self.corrupt: set[str] = set()
+        self.requests: list[str] = []
+        self.before: Callable[[str], None] = lambda request: None
+        self.commits: dict[tuple[str, str], Mapping[str, bytes]] = {}
+        self.refs: dict[tuple[str, str], str] = {}
+        self.statuses: dict[str, int] = {}
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: _Handler(self, *args))
+        self._server.daemon_threads = True
+        self.address = f"127.0.0.1:{self._server.server_port}"
+        self.url = f"http://{self.address}"
+
+    def push(self, repo: str, files: Mapping[str, bytes], branch: str = "main") -> str:
+        """Replaces all files of a branch; the commit."""
+        digest = hashlib.sha1(repr((repo, len(self.commits), sorted(files))).encode())
+        commit = digest.hexdigest()
+        self.commits[repo, commit] = dict(files)
+        self.refs[repo, branch] = commit
+        return commit
+
+    def resolve(self, repo: str, revision: str) -> str | None:
+        commit = self.refs.get((repo, revision), revision)
+        return commit if (repo, commit) in self.commits else None
+
+    @contextmanager
+    def serving(self) -> Iterator["Hub"]:
+        thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._server.shutdown()
+            self._server.server_close()
+            thread.join()
+
+
+def etag(content: bytes) -> str:
+    if len(content) >= _LARGE:
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1
+
+    def __init__(self, hub: Hub, *args: object) -> None:
+        self._hub = hub
+        super().__init__(*args)
+
+    def _serve(self) -> None:
+        self._hub.requests.append(f"{self.command} {self.path}")
+        self._hub.before(self._hub.requests[-1])
+        url = urlsplit(self.path)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = [unquote(part) for part in url.path.strip("/").split("/")]
+        if self._hub.failures:
+            status, headers = self._hub.failures.pop(0)
+            self._answer(status, b"", headers)
+        elif parts[0] == "api" and len(parts) < 4:  # statistics of use
+            self._error(404, "EntryNotFound")
+        elif parts[0] == "api":
+            kind, owner, name, *rest = parts[1:]
+            self._api(f"{kind}/{owner}/{name}", rest, body, parse_qs(url.query))
+        else:
+            if parts[0] != "datasets":
+                parts.insert(0, "models")
+            kind, owner, name, verb, revision, *path = parts
+            assert verb == "resolve", self.path
+            self._file(f"{kind}/{owner}/{name}", revision, "/".join(path))
+
+    do_GET = do_HEAD = do_POST = _serve
+
+    def _commit(self, repo: str, revision: str) -> str | None:
+        """The commit; None when it was answered that there is none."""
+        if status := self._hub.statuses.get(repo):
+            self._error(status, {401: "RepoNotFound", 403: "GatedRepo", 404: "RepoNotFound"}[status])
+            return None
+        commit = self._hub.resolve(repo, revision)
+        if commit is None:
+            known = any(name == repo for name, _ in self._hub.commits)
+            self._error(404, "RevisionNotFound" if known else "RepoNotFound")
+        return commit
+
+    def _file(self, repo: str, revision: str, name: str) -> None:
+        commit = self._commit(repo, revision)
+        if commit is None:
+            return
+        content = self._hub.commits[repo, commit].get(name)
+        if content is None:
+            self._error(404, "EntryNotFound", {"X-Repo-Commit": commit})
+            return
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{etag(content)}"', "Accept-Ranges": "bytes"}
+        if name in self._hub.corrupt and self.command == "GET":
+            self._hub.corrupt.remove(name)
+            content = content[:-1] + bytes([content[-1] ^ 1])
+        status = 200
+        if asked := self.headers.get("Range"):
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, stop = int(first), min(int(last) + 1 if last else len(content), len(content))
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+            content, status = content[start:stop], 206
+        self._answer(status, content, headers)
+
+    def _api(self, repo: str, rest: list[str], body: bytes, query: Mapping[str, list[str]]) -> None:
+        verb, revision, *path = rest or ["revision", "main"]
+        commit = self._commit(repo, revision)
+        if commit is None:
+            return
+        files = self._hub.commits[repo, commit]
+        if verb == "revision":
+            siblings = [{"rfilename": name} for name in files]
+            info = {"id": repo.partition("/")[2], "sha": commit, "siblings": siblings, "private": False, "tags": []}
+            self._json({**info, "lastModified": DATE, "createdAt": DATE, "downloads": 0, "likes": 0, "disabled": False})
+        elif verb == "tree":
+            folder = "/".join(path)
+            entries = _entries(files, folder, "true" in [value.lower() for value in query.get("recursive", [])])
+            self._json(entries) if entries or not folder else self._error(404, "EntryNotFound")
+        elif verb == "paths-info":
+            form = parse_qs(body.decode())
+            asked = form.get("paths") or json.loads(body)["paths"]
+            everything = {entry["path"]: entry for entry in _entries(files, "", True)}
+            self._json([everything[name] for name in asked if name in everything])
+        else:
+            raise AssertionError(self.path)
+
+    def _json(self, value: object) -> None:
+        self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _error(self, status: int, code: str, headers: Mapping[str, str] = {}) -> None:
+        self._answer(status, b"", {"X-Error-Code": code, "X-Error-Message": f"{code}: {self.path}", **headers})
+
+    def _answer(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+        self.wfile.flush()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def _entries(files: Mapping[str, bytes], folder: str, recursive: bool) -> list[dict[str, object]]:
+    """What lies in a folder: files, and folders with their files if `recursive`."""
+    start = f"{folder}/" if folder else ""
+    below = {name: content for name, content in files.items() if name.startswith(start)}
+    folders = {start + name[len(start) :].rpartition("/")[0] for name in below if "/" in name[len(start) :]}
+    entries: list[dict[str, object]] = [
+        {"type": "directory", "path": name, "oid": hashlib.sha1(name.encode()).hexdigest(), "size": 0}
+        for name in sorted(folders)
+        if recursive or "/" not in name[len(start) :]
+    ]
+    for name, content in below.items():
+        if recursive or "/" not in name[len(start) :]:
+            oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+            entry: dict[str, object] = {"type": "file", "path": name, "oid": oid, "size": len(content)}
+            if len(content) >= _LARGE:
+                entry["lfs"] = {"oid": etag(content), "size": len(content), "pointerSize": 130}
+            entries.append(entry)
+    return entries

@@ -1,0 +1,270 @@
+"""Models and tokenizers of the Hub: one commit per start, identity by content, and requests that fail for a while."""
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import huggingface_hub
+import pytest
+from huggingface_hub import HfFileSystem
+
+from pipeline import cli, hub
+from pipeline.config import HfData
+from pipeline.data.files import find_files
+from pipeline.data.hf import HfSource
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.errors import CheckpointError, InputError, PipelineError
+from pipeline.job import Job, open_job
+from pipeline.models.registry import open_model
+from pipeline.store.writing import StoreWriter
+from tests.hub import Hub, contents
+from tests.jobs import assert_same_store, run, write_text
+from tests.store.fault_proxy import Fault, FaultProxy
+
+TINY = contents(cli.PACKAGE / "assets" / "tiny-qwen2")
+MODEL, TEXT = "models/owner/tiny", "datasets/owner/text"
+ROWS = b"\n".join(json.dumps({"text": f"a text, number {row}; " * 30}).encode() for row in range(60))
+FAULTS = (Fault.too_many_requests, Fault.unavailable, Fault.refused, Fault.unanswered, Fault.short)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch) -> Iterator[Hub]:
+    """The Hub, on this machine; the cache is empty."""
+    with Hub().serving() as server:
+        server.push(MODEL, TINY)
+        lead_to(server.url, monkeypatch)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+        yield server
+
+
+def lead_to(url: str, monkeypatch) -> None:
+    """As HF_ENDPOINT does, which huggingface_hub and `datasets` read once per process."""
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", url)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", url)
+    HfFileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def waits(monkeypatch) -> list[float]:
+    """What would have been waited between attempts."""
+    waits: list[float] = []
+    clock = SimpleNamespace(sleep=waits.append, time=time.time)
+    monkeypatch.setattr(hub, "time", clock)
+    monkeypatch.setattr("huggingface_hub.file_download.time", clock)
+    return waits
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"), files=1, documents=8)
+
+
+def job(text: Path, store: Path, *overrides: str) -> Job:
+    return open_job(cli.compose([f"data.path={text}", f"store.path={store}", "model.path=owner/tiny", *overrides]))
+
+
+def with_other_weights(files: dict[str, bytes]) -> dict[str, bytes]:
+    weights = files["model.safetensors"]
+    return files | {"model.safetensors": weights[:-2] + bytes([weights[-2] ^ 1, weights[-1]])}
+
+
+def with_other_config(files: dict[str, bytes]) -> dict[str, bytes]:
+    return files | {"config.json": files["config.json"].replace(b'"rope_theta": 10000.0', b'"rope_theta": 50000.0')}
+
+
+PUSHES = {
+    "model card": (lambda files: files | {"README.md": b"a better description"}, []),
+    "weights": (with_other_weights, ["model.weights"]),
+    "config": (with_other_config, ["model.architecture.rope.theta"]),
+    "tokenizer": (lambda files: files | {"tokenizer.json": files["tokenizer.json"] + b"\n"}, ["tokenizer.sha256"]),
+}
+
+
+@pytest.mark.parametrize("case", PUSHES)
+def test_a_push_matters_where_it_changes_the_content(case: str, server: Hub, text: Path, tmp_path: Path) -> None:
+    edit, different = PUSHES[case]
+    before = job(text, tmp_path / "store").metadata
+    commit = server.push(MODEL, edit(TINY))
+    after = job(text, tmp_path / "store").metadata
+    assert [difference.key for difference in before.differences(after)] == different
+    assert after.config["model"]["commit"] == commit != before.config["model"]["commit"]
+
+
+def test_a_copy_on_disk_is_the_same_model(server: Hub, text: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name, content in TINY.items():
+        (copy / name).write_bytes(content)
+    ours = job(text, tmp_path / "store").metadata
+    assert job(text, tmp_path / "store", f"model.path={copy}").metadata.fingerprint() == ours.fingerprint()
+
+
+def test_a_store_that_names_a_commit_is_resumed_at_that_commit(server: Hub, text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    first = job(text, path)
+    commit = first.model.checkpoint.commit
+    model = {key: value for key, value in first.metadata.model.items() if key != "weights"} | {"commit": commit}
+    StoreWriter.open(str(path), dataclasses.replace(first.metadata, model=model), first.layout)  # as it was made before
+    moved = server.push(MODEL, TINY | {"README.md": b"new"})
+    pinned = job(text, path, f"model.revision={commit}")
+    StoreWriter.open(str(path), pinned.metadata, pinned.layout)
+    stored = pinned.stored
+    assert stored.differences(pinned.metadata) == []
+    assert stored.differences(job(text, path).metadata) == [("model.commit", commit, moved)]
+
+
+def test_all_files_are_of_one_commit(server: Hub, text: Path, tmp_path: Path) -> None:
+    (commit,) = server.refs.values()
+
+    def push_after_the_first_request(request: str) -> None:
+        if len(server.requests) == 2:
+            server.push(MODEL, PUSHES["tokenizer"][0](with_other_weights(TINY)))
+
+    expected = job(text, tmp_path / "store", f"model.path={cli.PACKAGE}/assets/tiny-qwen2").metadata.fingerprint()
+    server.before = push_after_the_first_request
+    metadata = job(text, tmp_path / "store").metadata
+    assert len(server.commits) == 2
+    assert metadata.config["model"]["commit"] == commit
+    assert metadata.fingerprint() == expected
+
+
+def test_a_plan_fetches_no_weights(server: Hub, text: Path, tmp_path: Path) -> None:
+    job(text, tmp_path / "store")
+    assert not [request for request in server.requests if "safetensors" in request]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_fails_for_a_while_is_repeated(fault: Fault, server: Hub, waits, monkeypatch) -> None:
+    server.push(TEXT, {"README.md": b"---\nlicense: mit\n---\n", "data/train.jsonl": ROWS, "data/one.parquet": ROWS})
+    reference = everything()
+    with FaultProxy(server.address).serving() as proxy:
+        proxy.reset(0.35, seed=len(fault), kinds=[fault])
+        lead_to(proxy.url, monkeypatch)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", huggingface_hub.constants.HF_HUB_CACHE + "2")
+        assert everything() == reference
+        assert proxy.faults[fault] >= 5
+    assert len(waits) >= 5
+
+
+def everything() -> dict[str, object]:
+    """What a start asks the Hub for: a model, its tokenizer, a listing of files, and a data set with its first row."""
+    model, tokenizer = open_model("owner/tiny"), load_tokenizer("owner/tiny")
+    source = HfSource(HfData(source="hf", path="owner/text", text="{{ text }}", data_files="data/*.jsonl"))
+    return {
+        "model": model.identity(),
+        "tokenizer": tokenizer.identity() | {"chat": tokenizer.chat_identity()},
+        "files": [(file.name, file.size) for file in find_files("hf://datasets/owner/text/data", ".parquet")],
+        "source": source.fingerprint() | {"shards": source.shards, "first": next(source.read(0, 0)).text},
+    }
+
+
+def test_attempts_are_bounded(server: Hub, waits) -> None:
+    server.failures = [(503, {})] * 100
+    with pytest.raises(PipelineError, match=r"HEAD http.*owner/tiny.* failed 9 times, at last with: .*503.*try again"):
+        open_model("owner/tiny")
+    assert len(server.requests) == 9
+    assert 60 < sum(waits) < 120
+    assert hub.HubUnavailable.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"Retry-After": "7"}, 7),
+        ({"RateLimit": '"api";r=0;t=55'}, 56),
+        ({"Retry-After": "Fri, 01 Jan 2100 00:00:00 GMT"}, 310),
+        ({"Retry-After": "99999999999"}, 310),
+    ],
+)
+def test_the_server_says_when(headers: dict[str, str], seconds: float, server: Hub, waits) -> None:
+    server.failures = [(429, headers)]
+    open_model("owner/tiny")
+    assert waits == [seconds]
+
+
+def test_other_services_are_asked_once(waits) -> None:
+    """`datasets` asks for figures that it can do without, which must not make every start a minute longer."""
+    hub.repeat_requests()
+    for url in ("http://datasets-server.127.0.0.1:1/info", "http://127.0.0.1:1/api/telemetry/x"):
+        with pytest.raises(hub.httpx.TransportError):
+            hub.get_session().head(url)
+    assert waits == []
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_what_is_refused_is_asked_for_once(status: int, server: Hub, waits) -> None:
+    server.statuses = {MODEL: status, TEXT: status}
+    for opened, kind, key in [
+        (lambda: open_model("owner/tiny"), CheckpointError, "model.path=owner/tiny"),
+        (lambda: load_tokenizer("owner/tiny"), InputError, "model.tokenizer or model.path=owner/tiny"),
+        (lambda: find_files("hf://datasets/owner/text", ".parquet"), InputError, "data.path"),
+    ]:
+        with pytest.raises(kind, match=key) as caught:
+            opened()
+        assert caught.value.exit_code == 2
+    assert waits == []
+
+
+def test_a_revision_that_is_not_there(server: Hub) -> None:
+    with pytest.raises(CheckpointError, match="revision nowhere.*Check the spelling"):
+        open_model("owner/tiny", revision="nowhere")
+
+
+def test_a_body_that_is_not_its_etags_is_fetched_again(server: Hub, waits) -> None:
+    server.corrupt = {"config.json", "model.safetensors", "tokenizer.json"}
+    identities = open_model("owner/tiny").identity(), load_tokenizer("owner/tiny").identity()
+    local = str(cli.PACKAGE / "assets" / "tiny-qwen2")
+    assert identities == (open_model(local).identity(), load_tokenizer(local).identity())
+    assert not server.corrupt
+    assert len(waits) == 3
+
+
+def test_a_server_whose_etags_are_no_digests(server: Hub, waits, monkeypatch) -> None:
+    monkeypatch.setattr("tests.hub.etag", lambda content: f"{len(content):040x}")
+    assert open_model("owner/tiny").vocab_size == 2048
+    assert len(waits) == 1
+
+
+def test_without_the_hub_the_cache_is_used_and_absence_is_not_guessed(server: Hub, waits, caplog, monkeypatch) -> None:
+    commit = open_model("owner/tiny").checkpoint.commit
+    lead_to("http://127.0.0.1:1", monkeypatch)
+    with caplog.at_level(logging.WARNING, "pipeline"):
+        model = open_model("owner/tiny")
+    assert model.checkpoint.commit == commit
+    assert f"Using commit {commit} of owner/tiny from the Hub's cache" in caplog.text
+    with pytest.raises(hub.HubUnavailable):  # were it taken for absent, "has no weights" would not be tried again
+        model.identity()
+    with pytest.raises(hub.HubUnavailable):
+        model.checkpoint.generation_config  # noqa: B018
+
+
+@pytest.mark.slow
+def test_starts_with_faults(tmp_path: Path, monkeypatch) -> None:
+    """Twenty starts, each with an empty cache, of which a fifth of all requests fails."""
+    with Hub().serving() as server, FaultProxy(server.address).serving() as proxy:
+        server.push(MODEL, TINY)
+        server.push(TEXT, {"README.md": b"---\nlicense: mit\n---\n", "data/train.jsonl": ROWS})
+        monkeypatch.setenv("HF_ENDPOINT", proxy.url)
+        faults = 0
+        for number in range(21):
+            proxy.reset(0.2 if number else 0, seed=number, kinds=FAULTS)
+            monkeypatch.setenv("HF_HOME", str(tmp_path / f"home{number}"))
+            store = tmp_path / f"store{number}"
+            done = run(
+                *("model.path=owner/tiny", "data=hf", "data.path=owner/text", "capture.layers=[1]"),
+                *("batch.length=64", "run.max_tokens=4000", f"store.path={store}"),
+            )
+            assert done.returncode == 0, done.stderr
+            assert_same_store(store, tmp_path / "store0")
+            faults += sum(proxy.faults.values())
+        print(f"20 starts, {faults} faults")
+        assert faults >= 60
