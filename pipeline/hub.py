@@ -258,8 +258,8 @@ def refused_by_hub(where: str, key: str, invalid: type[PipelineError]) -> Iterat
         yield
     except (HfHubHTTPError, HFValidationError) as error:  # what may pass has been repeated
         raise invalid(
-            f"{key}={where}: the Hub does not give it out ({_cause(error)}). Check the spelling, or log in with "
-            f"`hf auth login`."
+            f"{key}={where:.300}: the Hub does not give it out ({_cause(error):.500}). Check the spelling, or log in "
+            f"with `hf auth login`."
         ) from error
 
 

@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Callable
 from typing import Any
 
-MAX_JSON_BYTES = 32 << 20  # parsed, up to 25 times as much memory; the largest index published has 9 MB
+MAX_JSON_BYTES = 8 << 20  # parsed, up to 30 times as much memory; 1,000 tensors are described in 0.1 MB
 _MAX_DEPTH = 64  # whoever walks a deeper value by recursion may not come to its end
 
 

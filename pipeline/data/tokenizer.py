@@ -191,7 +191,9 @@ def _parse_tokenizer(definition: bytes, where: str) -> Tokenizer:
     except BaseException as error:
         if not _is_from_tokenizers(error):
             raise
-        raise InputError(f"{where}/tokenizer.json is not a tokenizer: {error}. Download or save it again.") from error
+        raise InputError(
+            f"{where}/tokenizer.json is not a tokenizer: {error!s:.300}. Download or save it again."
+        ) from error
     if largest > _MAX_ID:
         raise InputError(
             f"{where}/tokenizer.json has the token id {largest}, expected at most {_MAX_ID}. Download or save it again."
@@ -267,7 +269,7 @@ class _FolderPlace:
         with self._named_errors():
             self._filesystem, self._root = fsspec.core.url_to_fs(path)
         if "://" not in path and not os.path.isdir(path):
-            raise InputError(f"{path} is neither a directory nor a Hub id. Set model.tokenizer or model.path.")
+            raise InputError(f"{path:.300} is neither a directory nor a Hub id. Set model.tokenizer or model.path.")
 
     def read(self, name: str) -> bytes | None:
         file = f"{self._root.rstrip('/')}/{name}"

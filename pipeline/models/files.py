@@ -46,7 +46,7 @@ def open_files(path: str, revision: str | None) -> Files:
     if is_on_hub(path):
         return HubFiles(path, revision)
     raise CheckpointError(
-        f"model.path is {path!r}: expected a directory, a remote path (gs://...) or a Hub id (owner/name), "
+        f"model.path is {path!r:.300}: expected a directory, a remote path (gs://...) or a Hub id (owner/name), "
         f"got none of them. Check the path."
     )
 

@@ -1,0 +1,271 @@
+"""Random damage to the files of a checkpoint: whatever is in them, opening ends with a model or with one clear error.
+
+`python -m tests.models.fuzz_checkpoints FIRST STOP` runs the cases of these seeds and prints one JSON line for each.
+"""
+
+import json
+import os
+import random
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pipeline import cli
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.errors import PipelineError
+from pipeline.models.registry import open_model
+from pipeline.sites import ActivationKey, Site
+
+TINY = cli.PACKAGE / "assets" / "tiny-qwen2"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+INDEX = "model.safetensors.index.json"
+
+DEEP = "deep"  # stands for what json.dumps could not write
+SCALARS: list[Any] = [
+    *(None, True, False, "", "x", "../x", "/etc/passwd", "\ud800", "a\0b", "\n", "é" * 300, "9" * 5000, "NaN"),
+    *(0, 1, -1, 2, 3, 7, 127, 2**16, 2**31 - 1, 2**31, 2**32, -(2**31), 10**9, 10**12, 2**63, 2**64, 10**30, 10**4000),
+    *(0.5, 1e-320, 1e20, 1e308, float("nan"), float("inf"), -float("inf"), -0.0),
+    *([], {}, [[]], [0], [1, 2], ["x"], [None], {"a": 1}, {"": None}, [1e9] * 3, [0] * 1000, DEEP),
+]
+_SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bert": _SMALL | {"type_vocab_size": 2, "position_embedding_type": "absolute"},
+    "gemma2": _SMALL | {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8},
+    "gemma3_text": _SMALL | {"head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention"] * 4},
+    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "n_inner": None},
+    "gpt_neox": _SMALL | {"rotary_pct": 0.25, "rotary_emb_base": 10000},
+    "llama": _SMALL | {"rope_scaling": {"rope_type": "llama3", **_LLAMA3}},
+    "mistral": _SMALL | {"sliding_window": 16},
+    "olmo2": _SMALL | {"rope_theta": 500000.0},
+    "qwen2": _SMALL | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    "qwen3": _SMALL | {"head_dim": 8},
+}
+
+
+def write_checkpoint(folder: Path, rng: random.Random) -> list[str]:
+    """A sound checkpoint, in one file or in two; the names of the files that may be damaged."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(TINY / name, folder / name)
+    if rng.random() < 0.5:
+        shutil.copyfile(TINY / "model.safetensors", folder / "model.safetensors")
+        weights = ["model.safetensors"]
+    else:
+        _write_shards(folder)
+        weights = [INDEX, SHARDS[0]]
+    return ["config.json", "config.json", *weights, *weights, "tokenizer.json", "tokenizer_config.json"]
+
+
+def split(content: bytes) -> tuple[dict[str, Any], bytes]:
+    """A safetensors file's header and tensors."""
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def joined(header: bytes, tensors: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header + tensors
+
+
+def _write_shards(folder: Path) -> None:
+    header, tensors = split((TINY / "model.safetensors").read_bytes())
+    header.pop("__metadata__", None)
+    names = sorted(header)
+    weight_map = {}
+    for file, chosen in zip(SHARDS, (names[::2], names[1::2]), strict=True):
+        entries, parts, position = {}, [], 0
+        for name in chosen:
+            start, stop = header[name]["data_offsets"]
+            entries[name] = header[name] | {"data_offsets": [position, position + stop - start]}
+            parts.append(tensors[start:stop])
+            position += stop - start
+            weight_map[name] = file
+        (folder / file).write_bytes(joined(json.dumps(entries).encode(), b"".join(parts)))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
+    """One of: flipped bits, a cut, a range taken out, doubled, overwritten or filled with noise."""
+    size = len(content)
+    start = rng.randrange(size) if rng.random() < 0.5 else rng.randrange(min(size, 4000))  # headers are at the front
+    stop = min(size, start + rng.choice([1, 2, 8, 100]))
+    match rng.randrange(7):
+        case 0:
+            return content[:start] + bytes([content[start] ^ (1 << rng.randrange(8))]) + content[start + 1 :]
+        case 1:
+            return content[:start]
+        case 2:
+            return content[:start] + content[stop:]
+        case 3:
+            return content[:stop] + content[start:stop] + content[stop:]
+        case 4:
+            return content[:start] + rng.randbytes(stop - start) + content[stop:]
+        case 5:
+            return content[:start] + rng.choice([b"[", b"{", b'"', b"\xff", b"\0", b"," * 9, b"-"]) + content[start:]
+        case _:
+            return rng.choice([b"", b"{}", b"[]", b"null", b"1", b"\xef\xbb\xbf{}", b"[" * 10**5, b'{"a":' * 10**5])
+
+
+def damaged_value(value: Any, rng: random.Random) -> Any:
+    """The value with one of its parts, at any depth, replaced, taken out, doubled or added."""
+    if isinstance(value, dict) and value and rng.random() < 0.85:
+        key = rng.choice(list(value))
+        match rng.randrange(8):
+            case 0:
+                return {name: item for name, item in value.items() if name != key}
+            case 1:
+                return value | {
+                    rng.choice(["x", "auto_map", "rope_scaling", "layer_types", "head_dim"]): rng.choice(SCALARS)
+                }
+            case 2:
+                return {(rng.choice(["", "x", "\ud800", "é"]) if name == key else name): value[name] for name in value}
+            case _:
+                return value | {key: damaged_value(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.85:
+        index = rng.randrange(len(value))
+        match rng.randrange(4):
+            case 0:
+                return value[:index] + value[index + 1 :]
+            case 1:
+                return value[:index] + [value[index]] * 2 + value[index + 1 :]
+            case _:
+                return [*value[:index], damaged_value(value[index], rng), *value[index + 1 :]]
+    if type(value) is int and abs(value) < 2**1000 and rng.random() < 0.3:
+        return rng.choice([value + 1, value - 1, -value, value * 2, value * 2**40, float(value), str(value)])
+    return rng.choice(SCALARS)
+
+
+def to_json(value: Any, rng: random.Random) -> bytes:
+    depth = rng.choice([60, 100, 900, 990, 100_000])
+    text = json.dumps(value).replace(f'"{DEEP}"', "[" * depth + "]" * depth)
+    if rng.random() < 0.05 and text.startswith('{"'):
+        text = "{" + text[1:-1] + ", " + text[1:-1] + "}"  # every key twice
+    return text.encode()
+
+
+def damage_file(file: Path, rng: random.Random) -> str:
+    """Damages one file; what was done."""
+    content = file.read_bytes()
+    kind = rng.choice(["bytes", "value", "value", "value", "kind"]) if rng.random() < 0.9 else "length"
+    if kind == "length" and file.suffix == ".safetensors":
+        length = rng.choice([0, 1, 2, 7, len(content), len(content) - 8, 2**31, 2**63, 2**64 - 1, rng.randrange(9000)])
+        file.write_bytes(length.to_bytes(8, "little") + content[8:])
+    elif kind == "kind" and rng.random() < 0.4:
+        _KINDS[rng.randrange(len(_KINDS))](file)
+    elif kind in ("value", "kind"):
+        for _ in range(rng.choice([1, 1, 1, 2, 5])):
+            if file.suffix == ".safetensors":
+                header, tensors = split(content)
+                text = to_json(damaged_value(header, rng), rng)
+                file.write_bytes(joined(text, tensors))
+                break
+            text = to_json(damaged_value(json.loads(content), rng), rng)
+            file.write_bytes(text)
+            if DEEP.encode() in content or b"[" * 50 in text or len(text) > 10**6:
+                break
+            content = text
+    else:
+        file.write_bytes(damaged_bytes(content, rng))
+    return f"{kind} of {file.name}"
+
+
+def _sparse(file: Path) -> None:
+    with file.open("r+b") as stream:
+        stream.truncate(1 << 40)
+
+
+def _replaced(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    def replace(file: Path) -> None:
+        file.unlink()
+        make(file)
+
+    return replace
+
+
+_KINDS = [
+    _sparse,
+    _replaced(os.mkfifo),
+    _replaced(os.mkdir),
+    _replaced(lambda file: None),
+    _replaced(lambda file: file.symlink_to(file)),
+    _replaced(lambda file: file.symlink_to("/dev/zero")),
+    _replaced(lambda file: file.symlink_to(file.parent)),
+]
+
+
+def write_family(folder: Path, rng: random.Random) -> str:
+    """A damaged config.json of any family, to be opened with random weights."""
+    name = rng.choice(list(FAMILIES))
+    config = FAMILIES[name] | {"model_type": name}
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        config = damaged_value(config, rng)
+    (folder / "config.json").write_bytes(to_json(config, rng))
+    return f"config.json of {name}"
+
+
+def use(folder: Path, init: str) -> None:
+    """What a start does with a checkpoint: open, plan, identify, load a layer, tokenise."""
+    model = open_model(str(folder), init=init)
+    last = model.num_layers - 1
+    keys = (ActivationKey(min(1, last), Site.resid_post),)
+    model.weight_bytes((ActivationKey(last, Site.resid_post), *keys), "bfloat16")
+    model.identity()
+    if init == "random":
+        return
+    model.load(keys, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    assert model.checkpoint.generation_config is not None
+    tokenizer = load_tokenizer(str(folder))
+    ids = tokenizer.encode(["A text, 12 words; naïve\n", ""])
+    tokenizer.decode(ids[0])
+    tokenizer.token_texts()
+    assert tokenizer.chat_identity() != ""
+
+
+def run_case(seed: int, folder: Path) -> dict[str, Any]:
+    """Damages a new checkpoint in `folder` and uses it. `outcome`: ok, an exit code, or what was raised instead."""
+    rng = random.Random(seed)
+    if rng.random() < 0.25:
+        init, damages = "random", [write_family(folder, rng)]
+    else:
+        init, files = "checkpoint", write_checkpoint(folder, rng)
+        damages = [damage_file(folder / rng.choice(files), rng)]
+    began = time.monotonic()
+    message = ""
+    try:
+        use(folder, init)
+        outcome: str | int = "ok"
+    except PipelineError as error:
+        outcome, message = error.exit_code, str(error)
+    except BaseException as error:
+        outcome, message = type(error).__name__, str(error)[:300]
+    return {
+        "seed": seed,
+        "damages": damages,
+        "outcome": outcome,
+        "message": message,
+        "seconds": time.monotonic() - began,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+
+
+def main(first: int, stop: int) -> None:
+    for seed in range(first, stop):
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(run_case(seed, Path(folder))), flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
