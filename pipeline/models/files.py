@@ -39,7 +39,7 @@ class Files(Protocol):
 def open_files(path: str, revision: str | None) -> Files:
     """The files of `model.path`. Raises CheckpointError if it is neither a directory, a remote path nor a Hub id."""
     path = os.path.expanduser(path)
-    if "://" in path:
+    if "://" in path and not path.endswith("://"):
         return RemoteFiles(path)
     if os.path.isdir(path):
         return LocalFiles(Path(path))

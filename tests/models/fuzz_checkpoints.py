@@ -65,7 +65,7 @@ def write_checkpoint(folder: Path, rng: random.Random) -> list[str]:
         shutil.copyfile(TINY / "model.safetensors", folder / "model.safetensors")
         weights = ["model.safetensors"]
     else:
-        _write_shards(folder)
+        write_shards(folder)
         weights = [INDEX, SHARDS[0]]
     return ["config.json", "config.json", *weights, *weights, "tokenizer.json", "tokenizer_config.json"]
 
@@ -80,7 +80,7 @@ def joined(header: bytes, tensors: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + tensors
 
 
-def _write_shards(folder: Path) -> None:
+def write_shards(folder: Path) -> None:
     header, tensors = split((TINY / "model.safetensors").read_bytes())
     header.pop("__metadata__", None)
     names = sorted(header)
