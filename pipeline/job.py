@@ -174,7 +174,8 @@ def open_job(config: RunConfig) -> Job:
 
     Raises ConfigError, InputError, CheckpointError, or StoreMismatch.
     """
-    revision = _agreed_revision(config)
+    stored = read_metadata(config.store.path)
+    revision = _agreed_revision(config, stored)
     model = open_model(config.model.path, revision=revision, init=str(config.model.init), seed=config.model.seed)
     tokenizer = load_tokenizer(
         config.model.tokenizer or config.model.path,
@@ -184,7 +185,6 @@ def open_job(config: RunConfig) -> Job:
         suffix=config.data.suffix,
     )
     source = open_source(config.data, tokenizer)
-    stored = read_metadata(config.store.path)
     geometry = StoredGeometry(stored.num_streams, stored.rows_per_block) if stored else None
     plan = make_plan(config, model, len(source.shards), topology(config.run), geometry)
     if plan.generation:
@@ -197,11 +197,20 @@ def open_job(config: RunConfig) -> Job:
     return Job(config, model, source, tokenizer, selection, plan, data_identity, layout, stored)
 
 
-def _agreed_revision(config: RunConfig) -> str | None:
+def _agreed_revision(config: RunConfig, stored: StoreMetadata | None) -> str | None:
     """The commit of a Hub model that the first process finds, so that all files come from one commit in all processes,
-    whatever is pushed meanwhile; `model.revision` for other models."""
+    whatever is pushed meanwhile; `model.revision` for other models.
+
+    A store that names a commit as its model is resumed at that commit, unless another revision is asked for.
+    """
     path, revision = config.model.path, config.model.revision
-    return said_by_first(lambda: open_files(path, revision).commit) if is_on_hub(path) else revision
+    if not is_on_hub(path):
+        return revision
+    if revision is None and stored is not None:
+        made_with = stored.config.get("model")
+        if isinstance(made_with, dict) and made_with.get("path") == path:
+            revision = stored.model.get("commit")
+    return said_by_first(lambda: open_files(path, revision).commit)
 
 
 def sampling(data: GenerateData) -> Sampling:

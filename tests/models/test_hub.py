@@ -114,12 +114,14 @@ def test_a_store_that_names_a_commit_is_resumed_at_that_commit(server: Hub, text
     commit = first.model.checkpoint.commit
     model = {key: value for key, value in first.metadata.model.items() if key != "weights"} | {"commit": commit}
     StoreWriter.open(str(path), dataclasses.replace(first.metadata, model=model), first.layout)  # as it was made before
-    moved = server.push(MODEL, TINY | {"README.md": b"new"})
-    pinned = job(text, path, f"model.revision={commit}")
-    StoreWriter.open(str(path), pinned.metadata, pinned.layout)
-    stored = pinned.stored
-    assert stored.differences(pinned.metadata) == []
-    assert stored.differences(job(text, path).metadata) == [("model.commit", commit, moved)]
+    moved = server.push(MODEL, with_other_weights(TINY))
+    for revision in ("null", commit):
+        again = job(text, path, f"model.revision={revision}")
+        StoreWriter.open(str(path), again.metadata, again.layout)
+    stored = again.stored
+    assert stored.fingerprint() == again.metadata.fingerprint()
+    assert stored.differences(job(text, path, "model.revision=main").metadata) == [("model.commit", commit, moved)]
+    assert again.metadata.config["model"]["commit"] == commit
 
 
 def test_all_files_are_of_one_commit(server: Hub, text: Path, tmp_path: Path) -> None:
