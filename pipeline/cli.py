@@ -99,7 +99,7 @@ def composing_message(error: Exception, arguments: list[str]) -> str:
         return f"{said}. Set {cause.full_key} to {expected(owner, cause.key)}."
     if not isinstance(error, _HYDRAS_ERRORS):  # it names nothing
         given = ", ".join(shortened(argument, 80) for argument in arguments)
-        said = f"Hydra cannot compose one of {config.without_credentials(given)}: {said}"
+        said = f"Hydra cannot compose one of {without_credentials(given)}: {said}"
     return f"{said}. Correct the command line; --cfg job prints what it may set."
 
 
