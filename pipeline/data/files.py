@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 
 import fsspec
 from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.access import named_errors
 from pipeline.errors import InputError
@@ -87,6 +88,8 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
             for file, info in found.items()
             if not _is_directory(filesystem, file, info)
         ]
+        for file in files:
+            require_readable(filesystem, file.path, "data.path")
         if not files:  # fsspec takes a place that it cannot reach for an empty one, except in `ls`
             with suppress(FileNotFoundError, NotADirectoryError):
                 filesystem.ls(base, detail=False)
@@ -98,6 +101,20 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
             f"{path} has no {suffix} file. Set data.path to a file, a directory or a glob that has some.{braces}"
         )
     return sorted(files, key=lambda file: file.name)
+
+
+def require_readable(filesystem: AbstractFileSystem, path: str, key: str) -> None:
+    """Raises InputError for a directory, and for a FIFO, a device or a socket, of which reading may not end.
+
+    Also for a name that is not UTF-8, since the store names the file of each document.
+    """
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"the name of {path!r} is not UTF-8. Rename the file.") from error
+    if isinstance(filesystem, LocalFileSystem) and os.path.exists(path) and not os.path.isfile(path):
+        kind = "a directory" if os.path.isdir(path) else "a FIFO, a device or a socket"
+        raise InputError(f"{path} is {kind}, expected a file. Check {key}.")
 
 
 def _listing(filesystem: AbstractFileSystem, root: str, suffix: str) -> tuple[dict[str, dict[str, Any]], str, bool]:

@@ -1,9 +1,13 @@
 """Documents from any data set that `datasets` can stream, each row made text by a template."""
 
+import gzip
 import hashlib
+import lzma
 import os
 import posixpath
 import re
+import zipfile
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +19,15 @@ from datasets.exceptions import DatasetsError
 
 from pipeline.config import HfData, OnError
 from pipeline.data.documents import DOCUMENT_SCHEMA, Document, SkippedDocument
-from pipeline.data.files import input_errors
+from pipeline.data.files import input_errors, require_readable
 from pipeline.data.hub import dataset_errors, open_builder
-from pipeline.data.templates import TextTemplate, tojson
+from pipeline.data.templates import RenderError, TextTemplate, tojson
 from pipeline.errors import ConfigError, InputError
+
+# What is raised for a file whose content is damaged or of another kind. pyarrow's, json's, pandas' and Unicode's errors
+# are ValueErrors; a compressed file that was cut ends in an EOFError.
+_DAMAGE = (ValueError, DatasetsError, EOFError, RecursionError, OverflowError, zlib.error, lzma.LZMAError)
+_DAMAGE += (zipfile.BadZipFile,)
 
 
 class HfSource:
@@ -32,8 +41,10 @@ class HfSource:
         self._config = config
         try:
             self._template = TextTemplate(config.text)
-        except jinja2.TemplateError as error:
+        except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"data.text is not a jinja template: {error}. Got {config.text!r}.") from error
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"data.text={config.text!r:.200} cannot be used: {error}. Correct it.") from error
         if taken := sorted({*config.info_columns} & {*DOCUMENT_SCHEMA.names}):
             raise ConfigError(f"data.info_columns has {taken[0]}, which every store has. Leave it out.")
         self._dataset, files = _stream(config)
@@ -80,10 +91,12 @@ class HfSource:
         with input_errors(f"{place} row {index}"):
             try:
                 return next(rows, None)
-            except (ValueError, DatasetsError, OSError) as error:
-                # pyarrow's, json's, pandas' and Unicode's errors are ValueErrors, and damage inside a parquet file is
-                # to pyarrow a plain OSError without errno; one from the system or the network is another matter.
-                if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+            except (*_DAMAGE, OSError) as error:
+                # Damage inside a parquet file is to pyarrow a plain OSError without errno; one from the system or the
+                # network is another matter.
+                if isinstance(error, OSError) and type(error) not in (OSError, gzip.BadGzipFile):
+                    raise
+                if isinstance(error, OSError) and error.errno is not None:
                     raise
                 raise InputError(
                     f"{place} is not readable from row {index} on: {error}. Repair or replace the file."
@@ -100,7 +113,7 @@ class HfSource:
             )
         try:
             text = self._template(row)
-        except (jinja2.TemplateError, TypeError) as error:
+        except RenderError as error:
             raise ValueError(f"data.text does not render: {error}") from error
         if not text:
             raise ValueError("the text is empty")
@@ -135,5 +148,6 @@ def _content(files: list[str], names: tuple[str, ...]) -> list[str]:
         commit = re.match(r"hf://datasets/[^@]+@([0-9a-f]{40})/", file)
         with input_errors(file):
             filesystem, path = fsspec.core.url_to_fs(file)
+            require_readable(filesystem, path, "data.data_files")
             lines.append(f"{name} {commit[1] if commit else filesystem.info(path)['size']}")
     return lines

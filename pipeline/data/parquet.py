@@ -18,6 +18,8 @@ from pipeline.data.files import InputFile, find_files
 from pipeline.data.parquet_file import ParquetDamage, open_parquet, row_batches
 from pipeline.errors import ConfigError, InputError
 
+_PART_BYTES = 16 << 20
+
 # The columns of HuggingFaceFW/fineweb and fineweb-edu beside the text and the id, with the types they have there.
 _INFO_TYPES = {
     "dump": pa.string(),
@@ -111,8 +113,10 @@ class ParquetSource:
         wanted = [self._config.text_column, self._config.id_column, *self.info_schema.names]
         columns = [name for name in dict.fromkeys(wanted) if name in parquet.schema_arrow.names]
         for index, batch in row_batches(file, parquet, group, first, columns):
-            used = batch.slice(max(start - index, 0))
-            yield from self._documents(file, used, index + batch.num_rows - used.num_rows)
+            row = max(start, index)
+            for part in _parts(batch.slice(row - index)):
+                yield from self._documents(file, part, row)
+                row += part.num_rows
 
     def _documents(self, file: InputFile, batch: pa.RecordBatch, index: int) -> Iterator[Document | SkippedDocument]:
         texts = _values(batch[self._config.text_column])
@@ -156,6 +160,11 @@ class ParquetSource:
         raise AssertionError("find_files gives at least one file")
 
     def _check_columns(self, file: InputFile, schema: pa.Schema) -> None:
+        for name in (self._config.text_column, self._config.id_column, *_INFO_TYPES):
+            if (count := schema.names.count(name)) > 1:
+                raise InputError(
+                    f"{file.path} has {count} columns {name!r}, expected one. Rename or remove the others."
+                )
         for key, name in (("text_column", self._config.text_column), ("id_column", self._config.id_column)):
             if name is None:
                 continue
@@ -197,6 +206,16 @@ def _shards_of(file: InputFile, row_groups_per_shard: int, on_error: OnError) ->
 def _hub_path(config: ParquetData) -> str:
     revision = f"@{config.revision}" if config.revision else ""
     return f"hf://datasets/{config.repo}{revision}/{config.subset.strip('/')}/*.parquet"
+
+
+def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """The batch in parts that are few bytes or one row: rows become Python's strings part by part."""
+    if batch.num_rows <= 1 or batch.nbytes <= _PART_BYTES:
+        yield batch
+        return
+    half = batch.num_rows // 2
+    yield from _parts(batch.slice(0, half))
+    yield from _parts(batch.slice(half))
 
 
 def _is_binary(kind: pa.DataType) -> bool:

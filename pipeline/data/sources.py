@@ -57,4 +57,4 @@ def _open_prompts(config: GenerateData, tokenizer: TextTokenizer) -> Source:
         if prompts.template is Template.chat and config.template is Template.chat:
             raise ConfigError("data.template and data.prompts.template are both chat. Set one of them to plain.")
     source = open_source(prompts, tokenizer)
-    return ChatSource(source, tokenizer) if config.template is Template.chat else source
+    return ChatSource(source, tokenizer, config.on_error) if config.template is Template.chat else source

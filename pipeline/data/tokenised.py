@@ -1,7 +1,7 @@
 """The documents of one stream with their token ids, in order, from any cursor on."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +16,8 @@ from pipeline.errors import InputError
 # Documents tokenised together: enough for the tokenizer's threads, few enough that a block does not wait for many.
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1 << 20
+_REASON_CHARACTERS = 1000
+_LONE_SURROGATE = "{} has a lone surrogate, so is not UTF-8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,11 @@ class TokenisedDocuments:
             results = iter(self._encode([item.text for _, item in batch if isinstance(item, Document)]))
             for shard, item in batch:
                 if isinstance(item, SkippedDocument):
-                    yield item
-                elif isinstance(result := next(results), str):
-                    yield self._bad(item, result)
+                    yield replace(item, reason=_storable(item.reason))
+                    continue
+                result = next(results)
+                if reason := result if isinstance(result, str) else _not_unicode(item):
+                    yield self._bad(item, _storable(reason))
                 else:
                     kept = self._cut(result)
                     num_cut = len(result) - len(kept)
@@ -101,14 +105,11 @@ class TokenisedDocuments:
     def _encode(self, texts: list[str]) -> list[Int32[np.ndarray, "_"] | str]:
         """The tokens of each text, or the reason why it has none that the model could take."""
         try:
-            encoded = self._tokenizer.encode(texts)
-        except UnicodeEncodeError:
-            readable = iter(self._tokenizer.encode([text for text in texts if _is_unicode(text)]))
-            return [
-                self._checked(next(readable)) if _is_unicode(text) else "the text has a lone surrogate, so is not UTF-8"
-                for text in texts
-            ]
-        return [self._checked(tokens) for tokens in encoded]
+            return [self._checked(tokens) for tokens in self._tokenizer.encode(texts)]
+        except ValueError as error:
+            if len(texts) > 1:
+                return [tokens for text in texts for tokens in self._encode([text])]
+            return [_LONE_SURROGATE.format("the text") if isinstance(error, UnicodeEncodeError) else str(error)]
 
     def _checked(self, tokens: Int32[np.ndarray, "_"]) -> Int32[np.ndarray, "_"] | str:
         if not len(tokens):
@@ -131,7 +132,7 @@ class TokenisedDocuments:
     def _bad(self, document: Document, reason: str) -> SkippedDocument:
         if self._on_error is OnError.fail:
             raise InputError(
-                f"{document.source} row {document.index} (id {document.id}): {reason}. "
+                f"{document.source} row {document.index} (id {_storable(document.id)}): {reason}. "
                 "Repair the data, check that the tokenizer is the model's, or set data.on_error=skip."
             )
         return SkippedDocument(document.source, document.index, reason)
@@ -158,9 +159,22 @@ def _batches(
         yield batch
 
 
+def _not_unicode(document: Document) -> str | None:
+    """Why the document's id or a column beside its text cannot be stored, where it cannot."""
+    for name, value in (("id", document.id), *document.info.items()):
+        if isinstance(value, str) and not _is_unicode(value):
+            return _LONE_SURROGATE.format(f"its {name}")
+    return None
+
+
 def _is_unicode(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _storable(reason: str) -> str:
+    """A message that may quote anything, as text of bounded length without lone surrogates."""
+    return reason[:_REASON_CHARACTERS].encode(errors="backslashreplace").decode()

@@ -12,7 +12,8 @@ from jaxtyping import Int32
 from tokenizers import Tokenizer
 
 from pipeline.config import SpecialTokens
-from pipeline.data.templates import chat_template
+from pipeline.data.long_texts import PIECE_CHARACTERS, encode_in_pieces
+from pipeline.data.templates import ChatTemplate, RenderError
 from pipeline.data.tokenizer_files import read_tokenizer_files
 from pipeline.errors import ConfigError
 
@@ -64,17 +65,45 @@ class TextTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
         """The ids of each text: prefix, what the tokenizer gives, suffix.
 
-        Raises UnicodeEncodeError for a text with a lone surrogate, which no tokenizer can read.
+        Raises ValueError for a text that cannot be tokenised: UnicodeEncodeError for a lone surrogate, IndivisibleText,
+        or what the library says.
         """
+        short = [text for text in texts if len(text) <= PIECE_CHARACTERS]
+        encodings = iter(self._library_ids(short, self._add_special_tokens))
+        return [
+            np.array([*self._prefix, *next(encodings), *self._suffix], np.int32)
+            if len(text) <= PIECE_CHARACTERS
+            else self._encode_long(text)
+            for text in texts
+        ]
+
+    def _encode_long(self, text: str) -> Int32[np.ndarray, "_"]:
+        ids = encode_in_pieces(lambda piece: self._library_ids([piece], add_special_tokens=False)[0], text)
+        before, after = self._special_ids if self._add_special_tokens else ([], [])
+        parts = ([*self._prefix, *before], ids, [*after, *self._suffix])
+        return np.concatenate([np.array(part, np.int32) for part in parts])
+
+    def _library_ids(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         try:
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._add_special_tokens)
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError:
             for text in texts:
                 text.encode()
             raise
-        if not (self._prefix or self._suffix):
-            return [np.array(encoding.ids, np.int32) for encoding in encodings]
-        return [np.array(self._prefix + encoding.ids + self._suffix, np.int32) for encoding in encodings]
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            # The library's only type of error, e.g. for a word that is not in a vocabulary without an unknown token.
+            raise ValueError(f"the tokenizer refuses the text: {error}") from error
+        return [encoding.ids for encoding in encodings]
+
+    @cached_property
+    def _special_ids(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer adds before and after every text."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        is_text = [index for index, special in enumerate(encoding.special_tokens_mask) if not special]
+        first, last = (is_text[0], is_text[-1] + 1) if is_text else (len(encoding.ids), len(encoding.ids))
+        return encoding.ids[:first], encoding.ids[last:]
 
     def decode(self, ids: Sequence[int] | Int32[np.ndarray, "_"], *, skip_special_tokens: bool = False) -> str:
         """The text of the ids."""
@@ -105,24 +134,21 @@ class TextTokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
         """The chat template's text of `messages`, as transformers' `apply_chat_template(tokenize=False)`.
 
-        Raises ConfigError when the tokenizer has no chat template or the template refuses the messages.
+        Raises ConfigError when the tokenizer has no chat template that can be used, and RenderError, naming the
+        template, when it refuses these messages.
         """
-        if self._chat is None:
-            raise ConfigError(
-                f"tokenizer {self._name} has no chat template. Set data.template=plain or name another model.tokenizer."
-            )
+        settings = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, **self._named_tokens}
         try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **self._named_tokens
-            )
-        except jinja2.TemplateError as error:
-            raise ConfigError(
-                f"the chat template of tokenizer {self._name} fails: {error}. Set data.template=plain."
-            ) from error
+            return self._template(settings)
+        except RenderError as error:
+            raise RenderError(f"the chat template of tokenizer {self._name} fails: {error}") from error
 
     def require_chat(self) -> None:
         """Raises ConfigError unless chats can be rendered and tokenised without doubled special tokens."""
-        self.render_chat([{"role": "user", "content": "0"}], add_generation_prompt=True)
+        try:
+            self.render_chat([{"role": "user", "content": "0"}], add_generation_prompt=True)
+        except RenderError as error:
+            raise ConfigError(f"{error}. Set data.template=plain, or correct the template.") from error
         if self._add_special_tokens and self._tokenizer.num_special_tokens_to_add(is_pair=False):
             raise ConfigError(
                 f"data.special_tokens=tokenizer, but tokenizer {self._name} would add its special tokens to those that "
@@ -136,8 +162,18 @@ class TextTokenizer:
         return hashlib.sha256(json.dumps([self._chat, self._named_tokens], sort_keys=True).encode()).hexdigest()
 
     @cached_property
-    def _template(self) -> jinja2.Template:
-        return chat_template(self._chat)
+    def _template(self) -> ChatTemplate:
+        if self._chat is None:
+            raise ConfigError(
+                f"tokenizer {self._name} has no chat template. Set data.template=plain or name another model.tokenizer."
+            )
+        try:
+            return ChatTemplate(self._chat)
+        except jinja2.TemplateError as error:
+            raise ConfigError(
+                f"the chat template of tokenizer {self._name} fails: {error}. Set data.template=plain, or "
+                "correct the template."
+            ) from error
 
 
 def load_tokenizer(

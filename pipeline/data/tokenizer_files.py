@@ -10,11 +10,11 @@ import fsspec
 from tokenizers import Tokenizer
 
 from pipeline.access import named_errors
+from pipeline.data.templates import NAMED_TOKENS
 from pipeline.errors import InputError
 from pipeline.hub import is_hub_id, open_repository
 from pipeline.json_text import parse_json, shown
 
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _KEY = "model.tokenizer or model.path"
 _MAX_BYTES = 256 << 20  # of a file; the largest tokenizer.json published has 35 MB
 _MAX_ID = 2**31 - 1  # ids are stored in 32 bits
@@ -84,7 +84,7 @@ def _chat_settings(place: "_Place") -> tuple[str | None, dict[str, str]]:
     if not isinstance(config, dict):
         raise _wrong(where, "its content", config, "an object")
     named = {}
-    for name in _NAMED_TOKENS:
+    for name in NAMED_TOKENS:
         value = config.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         if value and not isinstance(text, str):

@@ -143,7 +143,7 @@ def _name(value: Any, otherwise: str) -> str:
 def _json(text: bytes, place: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise InputError(
             f"{place} is not JSON: {error}. Repair it, or set data.on_error=skip if it is one task."
         ) from error

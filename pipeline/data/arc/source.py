@@ -12,6 +12,7 @@ from pipeline.data.arc.loading import open_tasks
 from pipeline.data.arc.prompts import chat_messages, plain_prompt
 from pipeline.data.arc.tasks import Task
 from pipeline.data.documents import Document, SkippedDocument
+from pipeline.data.templates import RenderError
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.errors import ConfigError, InputError
 
@@ -82,7 +83,8 @@ class ArcSource:
         chat = self._tokenizer.chat_identity() if self._config.template is Template.chat else None
         return {"source": "arc", **self._tasks.identity, **settings, "chat_template_sha256": chat}
 
-    def _document(self, task: Task, version: int, test: int, shard: str, index: int) -> Document:
+    def _document(self, task: Task, version: int, test: int, shard: str, index: int) -> Document | SkippedDocument:
+        """Raises InputError for a chat that does not render, unless such are skipped."""
         config = self._config
         change = augmentation(
             config.seed,
@@ -105,7 +107,15 @@ class ArcSource:
         changed = change.apply(task)
         solution = changed.tests[test].output
         answer = None if solution is None else grid_text(solution)
-        return Document(name, self._text(changed, test), shard, index, info, answer)
+        try:
+            text = self._text(changed, test)
+        except RenderError as error:
+            if config.on_error is OnError.fail:
+                raise InputError(
+                    f"{shard} document {index}, task {name}: {error}. Set data.template=plain or data.on_error=skip."
+                ) from error
+            return SkippedDocument(shard, index, f"task {name}: {error}")
+        return Document(name, text, shard, index, info, answer)
 
     def _text(self, task: Task, test: int) -> str:
         solved = self._config.include_solution
