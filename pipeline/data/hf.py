@@ -1,13 +1,9 @@
 """Documents from any data set that `datasets` can stream, each row made text by a template."""
 
-import gzip
 import hashlib
-import lzma
 import os
 import posixpath
 import re
-import zipfile
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,19 +11,13 @@ import datasets
 import fsspec
 import jinja2
 import pyarrow as pa
-from datasets.exceptions import DatasetsError
 
 from pipeline.config import HfData, OnError
 from pipeline.data.documents import DOCUMENT_SCHEMA, Document, SkippedDocument
 from pipeline.data.files import input_errors, require_readable
-from pipeline.data.hub import dataset_errors, open_builder
+from pipeline.data.hub import dataset_errors, is_damage, open_builder
 from pipeline.data.templates import RenderError, TextTemplate, tojson
 from pipeline.errors import ConfigError, InputError
-
-# What is raised for a file whose content is damaged or of another kind. pyarrow's, json's, pandas' and Unicode's errors
-# are ValueErrors; a compressed file that was cut ends in an EOFError.
-_DAMAGE = (ValueError, DatasetsError, EOFError, RecursionError, OverflowError, zlib.error, lzma.LZMAError)
-_DAMAGE += (zipfile.BadZipFile,)
 
 
 class HfSource:
@@ -42,7 +32,7 @@ class HfSource:
         try:
             self._template = TextTemplate(config.text)
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"data.text is not a jinja template: {error}. Got {config.text!r}.") from error
+            raise ConfigError(f"data.text is not a jinja template: {error}. Got {config.text!r:.300}.") from error
         except jinja2.TemplateError as error:
             raise ConfigError(f"data.text={config.text!r:.200} cannot be used: {error}. Correct it.") from error
         if taken := sorted({*config.info_columns} & {*DOCUMENT_SCHEMA.names}):
@@ -91,12 +81,8 @@ class HfSource:
         with input_errors(f"{place} row {index}"):
             try:
                 return next(rows, None)
-            except (*_DAMAGE, OSError) as error:
-                # Damage inside a parquet file is to pyarrow a plain OSError without errno; one from the system or the
-                # network is another matter.
-                if isinstance(error, OSError) and type(error) not in (OSError, gzip.BadGzipFile):
-                    raise
-                if isinstance(error, OSError) and error.errno is not None:
+            except Exception as error:
+                if not is_damage(error):
                     raise
                 raise InputError(
                     f"{place} is not readable from row {index} on: {error}. Repair or replace the file."

@@ -1,5 +1,9 @@
 """Opening a data set with `datasets`, whose errors become the program's: what is wrong, and what to try again."""
 
+import gzip
+import lzma
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,6 +14,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from pipeline.access import named_errors
 from pipeline.errors import ConfigError, InputError, PipelineError
 from pipeline.hub import refused_by_hub, repeat_requests
+
+_DAMAGE = (ValueError, DatasetsError, EOFError, RecursionError, OverflowError)
+_DAMAGE += (zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 
 
 def open_builder(
@@ -49,6 +56,24 @@ def dataset_errors(path: str) -> Iterator[None]:
             raise InputError(f"{path}: {error}. Set data.path and data.data_files to a data set.") from error
         except ValueError as error:
             raise ConfigError(f"data.path={path}: {error}. Set data.subset and data.data_files.") from error
+        except Exception as error:
+            if not is_damage(error) and not isinstance(error, StopIteration):  # which `datasets` lets out: no row
+                raise
+            raise InputError(
+                f"data.path={path}: a file is damaged or empty: {error or 'it has no row'}. Repair or replace the files "
+                "of data.data_files."
+            ) from error
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether `error` says that a file's content is damaged or of another kind, not that the file is out of reach.
+
+    pyarrow's, json's, pandas' and Unicode's errors are ValueErrors. Damage inside a parquet file is to pyarrow a plain
+    OSError without errno; a compressed file that was cut ends in an EOFError.
+    """
+    if isinstance(error, OSError):
+        return type(error) in (OSError, gzip.BadGzipFile) and error.errno is None
+    return isinstance(error, _DAMAGE)
 
 
 def _is_unreachable(error: BaseException) -> bool:

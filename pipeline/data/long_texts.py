@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int32
 
 PIECE_CHARACTERS = 1 << 19  # texts that are no longer are tokenised whole
-MAX_PIECE_CHARACTERS = 1 << 22  # of a stretch of text that cannot be divided: about a GB of memory
+MAX_PIECE_CHARACTERS = 1 << 21  # of a stretch of text that cannot be divided: up to 0.8 GB of memory
 _CONTEXT = 1 << 12
 _SEARCHED = 1 << 13  # characters at a piece's end in which a place is looked for
 _TRIED = 4  # places of each kind

@@ -26,10 +26,11 @@ from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
 _OPERATION = 16  # units
-_BASE = 1 << 24  # units that every rendering may take: a million operations, or 16 million characters
+_BASE = 1 << 23  # units that every rendering may take: half a million operations, or 8 million characters
 _PER_CHARACTER = 64  # units more for each character of the input
 _MAX_SOURCE = 1 << 18  # characters of a template; the longest published chat templates have some ten thousand
 _MAX_BITS = 4096  # of an integer
+_MAX_DEPTH = 50  # of macros that call macros; Python's own limit depends on who calls
 
 # Types whose text is the same in every process.
 _PLAIN = (str, bytes, int, float, type(None), list, tuple, dict, range, decimal.Decimal)
@@ -82,9 +83,10 @@ class Unbounded(jinja2.TemplateError):
 
 
 class _Meter(threading.local):
-    """The units that are left of the rendering under way in this thread."""
+    """The units that are left to the rendering under way in this thread."""
 
     left = 0
+    depth = 0  # of macros, blocks and recursive loops that are being called
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -128,6 +130,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if len(source) > _MAX_SOURCE:
             raise jinja2.TemplateError(f"it has {len(source)} characters, expected at most {_MAX_SOURCE}")
         try:
+            source.encode()
             tree = self.parse(source)
             self._check(tree)
             tree = _Counting().visit(tree)
@@ -187,6 +190,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._spend(_OPERATION + self._measured(args) + self._measured(kwargs))
         if isinstance(function, Macro | LoopContext | BlockReference):
             self._spend(_OPERATION * self._num_nodes)
+            return self._nested(lambda: super(Sandbox, self).call(__context, function, *args, **kwargs))
         if isinstance(owner, str | bytes | list | tuple):
             self._spend(len(owner))
         if isinstance(owner, str):
@@ -197,6 +201,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if not isinstance(owner, dict | list | tuple):
             self._spend(self._measured(result))
         return result
+
+    def _nested(self, call: Callable[[], Any]) -> Any:
+        if self._meter.depth == _MAX_DEPTH:
+            raise Unbounded(f"macros, blocks or recursive loops are called more than {_MAX_DEPTH} deep")
+        self._meter.depth += 1
+        try:
+            return call()
+        finally:
+            self._meter.depth -= 1
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Methods of `_METHODS`, and everything of jinja2's own objects that its sandbox permits."""
@@ -399,14 +412,14 @@ def _printed(context: jinja2.runtime.Context, value: Any) -> Any:
 
 
 def _weight(value: Any, most: int | None = None, *, printed: bool = False) -> int:
-    """The characters and elements of a value, counted up to `most`.
+    """The units of a value, its characters and elements, counted up to `most`.
 
     Raises jinja2.TemplateError for a `printed` value whose text differs from process to process.
     """
     total, rest = 0, [value]
     while rest and (most is None or total <= most):
         item = rest.pop()
-        total += 1
+        total += _OPERATION
         if isinstance(item, str | bytes):
             total += len(item)
         elif isinstance(item, dict):

@@ -5,6 +5,7 @@ templates that ask whether it is defined (LLaMA 3's) fall back to their fixed da
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -15,6 +16,9 @@ import jinja2.meta
 from pipeline.data.sandbox import RENDER_ERRORS, Sandbox
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # skipped documents are stored with the reason, which is to be the same
 
 
 class RenderError(ValueError):
@@ -59,7 +63,8 @@ class _Template:
         try:
             return self._sandbox.render_bounded(self._template, values)
         except RENDER_ERRORS as error:
-            raise RenderError(str(error) or type(error).__name__) from error
+            message = _ADDRESS.sub("", str(error)) or type(error).__name__
+            raise RenderError(message) from error
 
 
 class ChatTemplate(_Template):

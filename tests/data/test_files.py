@@ -1,3 +1,6 @@
+import os
+import socket
+
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
@@ -106,3 +109,31 @@ def test_a_place_out_of_reach_is_no_empty_one(tmp_path, monkeypatch, fail, path)
     with pytest.raises(PipelineError, match="cannot be read: no route to host.*try again") as caught:
         names(tmp_path / path)
     assert caught.value.exit_code == 1
+
+
+@pytest.fixture
+def special(tmp_path):
+    """A FIFO, a socket and a device, of which reading would not end."""
+    os.mkfifo(tmp_path / "fifo.txt")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "socket.txt"))
+        (tmp_path / "device.txt").symlink_to("/dev/zero")
+        yield tmp_path
+
+
+@pytest.mark.parametrize("path", ["fifo.txt", "socket.txt", "device.txt", "", "*.txt"])
+def test_what_is_no_file_is_refused_before_it_is_opened(special, path):
+    with pytest.raises(InputError, match=r".txt is a FIFO, a device or a socket, expected a file. Check data.path"):
+        names(special / path)
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path):
+    (tmp_path / os.fsdecode(b"\xff.txt")).touch()
+    with pytest.raises(InputError, match=r"the name of .*udcff.txt' is not UTF-8. Rename the file"):
+        names(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["/" + "a" * 5000, "/" + "a/" * 5000, "/etc/passwd/a.txt", "/a\0b"])
+def test_a_path_that_can_be_none_is_refused(path):
+    with pytest.raises(InputError):
+        names(path)

@@ -1,9 +1,14 @@
+import bz2
+import gzip
 import json
+import lzma
+import os
 from pathlib import Path
 
 import datasets
 import fsspec
 import hydra
+import pyarrow as pa
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from material import damage_column, text_stream, word_tokenizer, write_parquet
@@ -107,6 +112,12 @@ BAD_ROWS = {
     "null": ({"text": None}, "{{ text }}", "data.text does not render: a value of the template is null"),
     "empty": ({"text": ""}, "{{ text }}", "the text is empty"),
     "absent element": ({"text": ""}, "{{ list[3] }}", "data.text does not render: .*has no element 3"),
+    "arithmetic": ({"text": "", "list": [0]}, "{{ 1 // list[0] }}", "data.text does not render: integer division"),
+    "too large": (
+        {"text": "", "list": [10**17]},
+        "{{ 'x' * list[0] }}",
+        "data.text does not render: it takes too much",
+    ),
     "not text": ({"text": "a"}, "{{ text + 1 }}", "data.text does not render: can only concatenate str"),
     "null id": ({"text": "a", "key": None}, "{{ text }}", "'key' is null"),
 }
@@ -150,6 +161,8 @@ def test_a_damaged_file_always_fails(tmp_path, loader, content, on_error):
     ("settings", "error", "message"),
     [
         ({"text": "{% if %}"}, ConfigError, "data.text is not a jinja template"),
+        ({"text": "{{ range(9)|random }}"}, ConfigError, "data.text='{{ range.*' cannot be used: the filter 'random'"),
+        ({"text": "{{ 'x' * 10**10 }}"}, ConfigError, "data.text=.* cannot be used: it takes too much work"),
         ({"split": "test"}, ConfigError, "data.split=test, but json has the splits train. Set data.split to one"),
         ({"split": "train+train"}, ConfigError, r"data.split=train\+train, but json has the splits train"),
         ({"split": "all"}, ConfigError, "data.split=all, but json has the splits train"),
@@ -215,3 +228,79 @@ def test_a_lone_surrogate_spoils_only_its_own_document(rows):
     assert [(skip.index, skip.reason) for skip in block.skipped] == [
         (1, "the text has a lone surrogate, so is not UTF-8")
     ]
+
+
+COMPRESSED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+
+
+@pytest.mark.parametrize("on_error", OnError)
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_a_compressed_file_that_was_cut_or_damaged_is_named(tmp_path, kind, on_error):
+    whole = COMPRESSED[kind](b"".join(json.dumps({"text": f"{n} {n * n}"}).encode() + b"\n" for n in range(5000)))
+    for number, content in enumerate([whole[:-9], whole[: len(whole) // 2], whole[:10], whole[:-4] + b"\xff" * 4]):
+        path = tmp_path / f"{number}.json.{kind}"
+        path.write_bytes(content)
+        with pytest.raises(PipelineError, match=rf"{number}.json|data.path=json") as caught:
+            list(source(data_files=str(path), on_error=on_error).read(0, 0))
+        assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("loader", "content"),
+    [
+        ("json", b""),
+        ("json", b'{"text": ' * 3000),
+        ("json", b"[" * 100_000),
+        ("json", b'{"text": NaN, "a": 1e999, "b": 99999999999999999999999999}'),
+        ("json", b'{"text": "\xed\xa0\x80"}'),
+        ("parquet", b"PAR1"),
+        ("parquet", b"PAR1" + bytes(20) + b"PAR1"),
+        ("csv", b""),
+    ],
+)
+def test_a_file_of_no_sense_is_an_input_error(tmp_path, loader, content):
+    (tmp_path / "bad.txt").write_bytes(content)
+    with pytest.raises(PipelineError) as caught:
+        list(source(path=loader, data_files=str(tmp_path / "bad.txt")).read(0, 0))
+    assert caught.value.exit_code == 2
+
+
+def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path):
+    os.mkfifo(tmp_path / "fifo.json")
+    for settings in ({"data_files": str(tmp_path / "fifo.json")}, {"path": str(tmp_path)}):
+        with pytest.raises(
+            PipelineError, match="fifo.json is a FIFO|Unable to find|doesn.t contain any data files"
+        ) as caught:
+            source(**settings)
+        assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("column", ["id", "note"])
+def test_a_lone_surrogate_beside_the_text_spoils_only_its_own_document(column):
+    rows = [{"text": f"w{n}", "id": f"d{n}", "note": "x"} for n in range(3)]
+    rows[1][column] = "a\ud800"
+    lenient = [Document(r["id"], r["text"], "a", i, {"note": r["note"]}) for i, r in enumerate(rows)]
+    settings = {"stream": 0, "num_streams": 1, "rows_per_block": 3, "length": 4}
+    (block,) = text_stream(Listed(lenient), word_tokenizer(), on_error=OnError.skip, **settings).blocks()
+    assert block.table["id"].to_pylist() == ["d0", "d2"]
+    (skip,) = block.skipped
+    assert (skip.index, skip.reason) == (1, f"its {column} has a lone surrogate, so is not UTF-8")
+    with pytest.raises(InputError, match=rf"a row 1 .*its {column} has a lone surrogate") as caught:
+        list(text_stream(Listed(lenient), word_tokenizer(), **settings).blocks())
+    str(caught.value).encode()
+
+
+class Listed:
+    """A source of one shard, made of documents."""
+
+    shards = ("a",)
+    info_schema = pa.schema([("note", pa.string())])
+
+    def __init__(self, documents):
+        self._documents = documents
+
+    def read(self, shard, start):
+        return iter(self._documents[start:])
+
+    def fingerprint(self):
+        return {}

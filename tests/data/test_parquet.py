@@ -292,3 +292,22 @@ def test_resuming_reads_the_footer_and_what_follows(tmp_path, monkeypatch):
     monkeypatch.setattr(LocalFileSystem, "open", lambda self, path, mode: CountedFile(path, mode))
     assert [document.id for document in opened.read(0, 85)] == [str(number) for number in range(85, 100)]
     assert 200_000 < CountedFile.num_bytes < 270_000
+
+
+@pytest.mark.parametrize("name", ["text", "id", "url"])
+def test_doubled_columns_are_refused(tmp_path, name):
+    columns = [pa.array(["w2"]), pa.array(["a"]), pa.array(["u"]), pa.array(["b"])]
+    path = str(tmp_path / "a.parquet")
+    pq.write_table(pa.Table.from_arrays(columns, names=["text", "id", "url", name]), path)
+    with pytest.raises(InputError, match=f"a.parquet has 2 columns '{name}', expected one. Rename or remove"):
+        ParquetSource(ParquetData(source="parquet", path=path))
+
+
+def test_rows_of_many_bytes_become_text_one_by_one(tmp_path, monkeypatch):
+    path = str(tmp_path / "a.parquet")
+    texts = ["w2", "w3" * 50, "w4", "w5", "w6" * 40, "w7"]
+    pq.write_table(pa.table({"text": texts, "id": [str(row) for row in range(6)]}), path)
+    monkeypatch.setattr("pipeline.data.parquet._PART_BYTES", 60)
+    for start in (0, 1, 4, 6):
+        documents = list(ParquetSource(ParquetData(source="parquet", path=path)).read(0, start))
+        assert [(d.index, d.id, d.text) for d in documents] == [(r, str(r), texts[r]) for r in range(start, 6)]

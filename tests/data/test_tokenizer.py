@@ -1,13 +1,18 @@
 import json
+import os
+import re
 
 import fsspec
 import huggingface_hub.constants
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from material import word_library_tokenizer, word_tokenizer
+from material import memory_source, word_library_tokenizer, word_tokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, WordLevel
 
-from pipeline.config import SpecialTokens
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.config import OnError, SpecialTokens
+from pipeline.data.chat import ChatSource
+from pipeline.data.tokenizer import TextTokenizer, load_tokenizer
 from pipeline.errors import ConfigError, InputError, PipelineError
 
 
@@ -153,6 +158,73 @@ def test_chat_templates(tmp_path, config, jinja):
 def test_chat_templates_that_cannot_be_used(tmp_path, template, message):
     with pytest.raises(ConfigError, match=message):
         save(tmp_path, jinja=template).require_chat()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("[" * 5000, "tokenizer_config.json is not JSON"),
+        ("[1]", r"tokenizer_config.json.* is \[1\], expected"),
+        ('{"bos_token": 5}', "bos_token is 5, expected"),
+        ('{"bos_token": {"lstrip": true}}', "bos_token is {'lstrip': True}, expected"),
+        ('{"eos_token": {"content": ["a"]}}', "eos_token is .*expected"),
+        ('{"chat_template": 5}', "chat_template is 5, expected"),
+        ('{"chat_template": ["a"]}', r"chat_template is \['a'\], expected"),
+        ('{"chat_template": [{"name": "default", "template": 1}]}', "chat_template is .*expected"),
+    ],
+)
+def test_odd_values_of_a_tokenizer_config_are_named(tmp_path, config, message):
+    save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(InputError, match=message):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path, name):
+    save(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError, match=name):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_chat_template_that_is_not_utf8_is_named(tmp_path):
+    save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(InputError, match="chat_template.jinja is not UTF-8"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_that_drops_merges_at_random_is_refused(tmp_path):
+    library = Tokenizer(BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5))
+    library.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(InputError, match='dropout=0.5, which gives other ids in every run. Set its "dropout" to null'):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_text_that_the_library_refuses_is_an_error_of_its_document():
+    tokenizer = TextTokenizer(Tokenizer(WordLevel({"a": 0})), name="words", digest="0")
+    with pytest.raises(ValueError, match="the tokenizer refuses the text: WordLevel error: Missing"):
+        tokenizer.encode(["a", "b"])
+
+
+TRICKY = "{{ 1 // (messages[0].content|length - 2) }}"
+
+
+@pytest.mark.parametrize("on_error", OnError)
+def test_a_chat_that_does_not_render_names_template_and_document_or_is_skipped(tmp_path, on_error):
+    source = memory_source("/chats", [[[2, 3], [4], [5, 6]]])
+    chats = ChatSource(source, save(tmp_path, jinja=TRICKY), on_error)
+    reason = "the chat template of tokenizer .* fails: integer division or modulo by zero"
+    if on_error is OnError.fail:
+        with pytest.raises(InputError, match=rf"000.parquet row 1: {reason}. Correct .*data.on_error=skip"):
+            list(chats.read(0, 0))
+        return
+    first, skip, last = chats.read(0, 0)
+    assert (first.text, last.text) == ("0", "0")
+    assert (skip.source, skip.index) == ("000.parquet", 1)
+    assert re.match(reason, skip.reason)
 
 
 def test_a_chat_with_doubled_special_tokens_is_refused(tmp_path):
