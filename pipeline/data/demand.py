@@ -1,7 +1,11 @@
-"""How many documents a token budget takes."""
+"""How many documents a token budget takes, and what is said when there are not so many."""
+
+from collections.abc import Sequence
 
 from pipeline.config import LongDocuments, Packing
 from pipeline.data.packing import windows
+
+_NAMED_STREAMS = 8
 
 
 class Demand:
@@ -42,3 +46,21 @@ class Demand:
     @property
     def is_met(self) -> bool:
         return self.has_limit and not self._missing and self._spare <= 0
+
+
+def shortfall(stored: Sequence[int], budgets: Sequence[int]) -> str | None:
+    """What to tell of a finished store by stream: the tokens that it has, and the share of `run.max_tokens`.
+
+    None where every stream has its share. A stream's data may end early though another's has more to give.
+    """
+    missing = {stream: budget - tokens for stream, (tokens, budget) in enumerate(zip(stored, budgets, strict=True))}
+    missing = {stream: tokens for stream, tokens in missing.items() if tokens > 0}
+    if not missing:
+        return None
+    largest = sorted(missing, key=lambda stream: -missing[stream])[:_NAMED_STREAMS]
+    named = ", ".join(f"stream {stream} by {missing[stream]:,}" for stream in sorted(largest))
+    others = f" and {len(missing) - len(largest)} others" if len(missing) > len(largest) else ""
+    return (
+        f"the data ended {sum(missing.values()):,} tokens short of run.max_tokens={sum(budgets):,}: {named}{others}. "
+        "Give more data, or fewer streams (data.num_streams, of a new store) if the others have data left."
+    )

@@ -1,15 +1,18 @@
 """A budget's blocks read no further than `Demand` says, whatever is packed how, and wherever the budget begins."""
 
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from material import assert_same_block
 
 from pipeline.config import LongDocuments, Packing
+from pipeline.data.demand import shortfall
 from pipeline.data.documents import STREAM_START, Cursor, Document
 from pipeline.data.stream import TokenStream
 from pipeline.data.tokenised import TokenisedDocument
@@ -71,3 +74,26 @@ def test_a_budget_reads_no_more_than_its_demand(sizes, budget, rows, length, pac
     for before, block in pairwise(blocks):
         left -= before.num_tokens
         assert needed(block.start, left) == end
+
+
+@pytest.mark.parametrize(
+    ("stored", "budgets", "message"),
+    [
+        ([100, 120], [100, 100], None),
+        ([], [], None),
+        ([100, 60], [100, 100], "the data ended 40 tokens short of run.max_tokens=200: stream 1 by 40. Give more data"),
+        (
+            [0, 190, 30],
+            [100, 100, 100],
+            "170 tokens short of run.max_tokens=300: stream 0 by 100, stream 2 by 70. Give",
+        ),
+        (
+            [0] * 9 + [1],
+            [1000] * 10,
+            "9,999 tokens short of run.max_tokens=10,000: stream 0 by 1,000, .* and 2 others. Give",
+        ),
+    ],
+)
+def test_what_is_said_when_the_data_ends_early(stored, budgets, message):
+    said = shortfall(stored, budgets)
+    assert (said is None) if message is None else re.search(message, said)
