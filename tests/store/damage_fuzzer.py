@@ -1,0 +1,169 @@
+"""Random damage to stores of every kind, each in a process that may die of it.
+
+`damage_stores` makes the stores, `damage_operators` damage them, `damage_oracle` says what must become of them.
+
+By hand: `python -m tests.store.damage_fuzzer --kind int8 --seeds 0:1000`
+"""
+
+import argparse
+import multiprocessing
+import random
+import resource
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tests.store.damage_operators import OPERATORS, Damage, kind_of
+from tests.store.damage_oracle import Oracle, Outcome, Verdict, check_resumed
+from tests.store.damage_stores import KINDS, Image, Specimen, make_specimen
+
+LIMIT_S = 20.0  # of a case; most take a twentieth of a second
+LIMIT_GIB = 4  # that a case may take, so that a huge shape is a MemoryError
+
+
+@dataclass(frozen=True)
+class Case:
+    """What became of one damage."""
+
+    kind: str
+    seed: int
+    operator: str
+    damage: Damage
+    verdict: Verdict
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.verdict.outcome
+
+    def __str__(self) -> str:
+        return (
+            f"{self.outcome} {self.kind} seed {self.seed} {self.operator}: {self.damage.what}\n    {self.verdict.why}"
+        )
+
+
+class Checker:
+    """Oracles in a process of its own, which is replaced when it dies or hangs."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")  # a fork would inherit TensorStore without its threads
+        self._specimen: Specimen | None = None
+        self._start()
+
+    def use(self, specimen: Specimen) -> None:
+        """Cases are of this store from now on."""
+        self._specimen = specimen
+        self._connection.send(specimen)
+
+    def check(self, image: Image, damage: Damage) -> Verdict:
+        try:
+            self._connection.send((image, damage))
+            if self._connection.poll(LIMIT_S):
+                return self._connection.recv()
+            verdict = Verdict(Outcome.crashed, f"no answer after {LIMIT_S:g} s")
+        except (EOFError, ConnectionError):
+            self._process.join()
+            verdict = Verdict(Outcome.crashed, f"the process died: exit code {self._process.exitcode}")
+        self.close()
+        self._start()
+        return verdict
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+    def _start(self) -> None:
+        self._connection, other = self._context.Pipe()
+        self._process = self._context.Process(target=_serve, args=(other,), daemon=True)
+        self._process.start()
+        other.close()
+        if self._specimen is not None:
+            self.use(self._specimen)
+
+
+def _serve(connection: Connection) -> None:
+    """Answers `Checker`: a store is what the next cases are of."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    while True:
+        match connection.recv():
+            case Specimen() as specimen:
+                resource.setrlimit(resource.RLIMIT_AS, (most, most))
+                oracle = Oracle(specimen)
+                oracle.check(specimen.image, Damage("nothing"))  # starts the threads that the limit would be short of
+                pages = int(Path("/proc/self/statm").read_text().split()[0])
+                limit = pages * resource.getpagesize() + (LIMIT_GIB << 30)
+                resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+            case image, damage:
+                connection.send(oracle.check(image, damage))
+
+
+def run_cases(checker: Checker, specimen: Specimen, seeds: Sequence[int], folder: Path | None = None) -> Iterator[Case]:
+    """Damages the store once for each seed, after a look at the sound store: whatever verify says of it is wrong.
+
+    With `folder`, jobs are run there to tell whether damage to what only jobs read is harmless; without, it counts as
+    missed.
+    """
+    checker.use(specimen)
+    sound = checker.check(specimen.image, Damage("nothing"))
+    if sound.outcome is not Outcome.harmless:
+        sound = Verdict(Outcome.false_alarm, sound.why)
+    yield Case(specimen.kind, -1, "none", Damage("nothing"), sound)
+    for seed in seeds:
+        operator, damage, image = damaged(random.Random(f"{specimen.kind} {seed}"), specimen)
+        verdict = checker.check(image, damage)
+        if verdict.outcome is Outcome.missed and folder is not None and _is_for_jobs(specimen, image):
+            verdict = check_resumed(specimen, image, folder)
+        yield Case(specimen.kind, seed, operator, damage, verdict)
+
+
+def damaged(rng: random.Random, specimen: Specimen) -> tuple[str, Damage, Image]:
+    """The operator, what it did, and the store then. One that finds nothing to do makes room for another."""
+    while True:
+        name = rng.choice(sorted(OPERATORS))
+        image = dict(specimen.image)
+        damage = OPERATORS[name](rng, image, specimen.older)
+        if damage is not None and image != specimen.image:
+            return name, damage, image
+
+
+def _is_for_jobs(specimen: Specimen, image: Image) -> bool:
+    """Whether only groups and kept activations differ, which no reader reads."""
+    different = {key for key in {*specimen.image, *image} if specimen.image.get(key) != image.get(key)}
+    return specimen.finished is not None and all(kind_of(key) in ("group", "kept") for key in different)
+
+
+def table(cases: Sequence[Case]) -> str:
+    """Counts of outcomes by operator, and by kind of store."""
+    outcomes = [outcome for outcome in Outcome if any(case.outcome is outcome for case in cases)]
+    lines = [f"{'':20}" + "".join(f"{outcome.value:>12}" for outcome in outcomes)]
+    for group in ("operator", "kind"):
+        counts = Counter((getattr(case, group), case.outcome) for case in cases)
+        for name in sorted({name for name, _ in counts}):
+            lines.append(f"{name:20}" + "".join(f"{counts[name, outcome]:12}" for outcome in outcomes))
+        lines.append("")
+    totals = Counter(case.outcome for case in cases)
+    return "\n".join([*lines, f"{'all':20}" + "".join(f"{totals[outcome]:12}" for outcome in outcomes)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kind", choices=KINDS, action="append")
+    parser.add_argument("--seeds", default="0:100", help="first:last")
+    arguments = parser.parse_args()
+    seeds = range(*map(int, arguments.seeds.split(":")))
+    cases = []
+    with closing(Checker()) as checker, tempfile.TemporaryDirectory(prefix="damage-") as folder:
+        for kind in arguments.kind or KINDS:
+            for case in run_cases(checker, make_specimen(kind, Path(folder)), seeds, Path(folder)):
+                cases.append(case)
+                if case.outcome.is_failure:
+                    print(case, flush=True)
+    print(table(cases))
+
+
+if __name__ == "__main__":
+    main()

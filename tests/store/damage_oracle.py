@@ -1,0 +1,236 @@
+"""What must become of a damaged store: `verify_store` names the damage, or nothing that the store holds has changed.
+
+(a) `verify_store` finds a problem or raises a StoreError, or the store's content is that of the sound one: everything
+    that `ActivationStore` gives, the attributes of its arrays, and what resuming reads (groups, kept activations). An
+    unfinished store may have lost the last records of its streams: it is then sound, as it was a while ago.
+(b) What `ActivationStore` gives is what it gave before, item by item, or is a StoreError. This is not asked of valid
+    store shards that were exchanged, replayed or encoded again, nor of an older root: a reader that reads no digests of
+    these takes them for good.
+(c) Nothing raises anything but a PipelineError, and reading changes nothing.
+
+A store without digests (`Specimen.has_digests`) cannot tell one valid store shard from another, so (a) is asked of it
+where (b) is; nor can it tell that what was written for information was edited.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.errors import PipelineError
+from pipeline.store import ActivationStore
+from pipeline.store.commits import parse_commit_key
+from pipeline.store.verify import verify_store
+from pipeline.store.writing import StoreWriter
+from tests.store.damage_operators import Damage, kind_of
+from tests.store.damage_stores import Image, Specimen, in_memory, read_image, resume
+
+_INFORMATION = ("config", "weights_error")  # of the root: what no digest of an old store covers
+_METADATA = ("array metadata", "merged metadata")
+_FOR_JOBS = ("group", "kept")
+
+
+class Outcome(StrEnum):
+    caught = "caught"
+    harmless = "harmless"
+    not_asked = "not asked"  # of a store without digests
+    missed = "MISSED"  # (a), and perhaps (b)
+    misread = "MISREAD"  # (b): verify names it, but a reader does not notice
+    crashed = "CRASHED"  # (c)
+    false_alarm = "FALSE ALARM"  # a sound store is not called so
+
+    @property
+    def is_failure(self) -> bool:
+        return self.value.isupper()
+
+
+class Verdict(NamedTuple):
+    outcome: Outcome
+    why: str  # verify's first problem, or what is wrong with the program
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An item that could not be read, with an error that says so."""
+
+    message: str = field(compare=False)
+
+
+Content = Mapping[str, Any]  # of a store, by item: something small that is equal where the values are
+
+
+def read_content(path: str) -> Content:
+    """Everything that a reader gets, by item; `Failed` for what raises a PipelineError."""
+    content: dict[str, Any] = {}
+
+    def item(name: str, read: Callable[[], Any]) -> Any:
+        try:
+            found = read()
+        except PipelineError as error:
+            found = Failed(str(error))
+        except Exception as error:
+            error.add_note(f"while reading {name}")
+            raise
+        content[name] = _digest(found)
+        return found
+
+    store = item("open", lambda: ActivationStore.open(path))
+    item("writer", lambda: StoreWriter.open_existing(path))
+    if isinstance(store, Failed):
+        return content
+    item("root", lambda: (store.metadata, store.complete, store.weights_error, store.keys, store.length, store.slots))
+    item("blocks", lambda: store.blocks)
+    item("rows", lambda: (store.rows, store.num_tokens, store.num_activations))
+    for name, array in store.arrays.items():
+        item(f"shape of {name}", lambda array=array: (array.shape[1:], array.dtype.name, array.domain.labels))
+    item("tokens", lambda: vars(store.read_tokens(store.rows, whole=True)))
+    item("selected", lambda: store.read_selected(store.rows))
+    for key in store.keys:
+        item(f"activations of {key.name}", lambda key=key: store.read(key.layer, key.site, store.rows))
+        item(f"statistics of {key.name}", lambda key=key: vars(store.statistics(key.layer, key.site)))
+    documents = item("documents", lambda: store.documents)
+    if not isinstance(documents, Failed) and documents.num_rows:
+        for number in {documents["document"][row].as_py() for row in (0, documents.num_rows // 2, -1)}:
+            item(f"document {number}", lambda number=number: vars(store.document(number)))
+    item("batches", lambda: _batches(store))
+    return content
+
+
+def _batches(store: ActivationStore) -> list[Any]:
+    """Of all arrays, shuffled: they come in the order of the seed."""
+    batches = store.batches(list(store.keys), 64, shuffle=True, buffer_mib=0.1)
+    return [(dict(batch.activations), batch.tokens, batch.positions, batch.documents) for batch in batches]
+
+
+def _digest(value: Any) -> Any:
+    if isinstance(value, Failed):
+        return value
+    if isinstance(value, ActivationStore | StoreWriter):
+        return type(value).__name__
+    if isinstance(value, np.ndarray):
+        return value.dtype.name, value.shape, sha256(np.ascontiguousarray(value).view(np.uint8)).hexdigest()
+    if isinstance(value, pa.Table):
+        return _digest(value.to_pydict())
+    if isinstance(value, Mapping):
+        return {name: _digest(child) for name, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_digest(child) for child in value]
+    return repr(value)
+
+
+class Oracle:
+    """What is right for one sound store, however it is damaged."""
+
+    def __init__(self, specimen: Specimen) -> None:
+        self._specimen = specimen
+        self._records = {key for key in specimen.image if kind_of(key) == "record"}
+        self._contents: dict[frozenset[str], Content] = {}
+
+    def check(self, image: Image, damage: Damage) -> Verdict:
+        """What became of a store that was damaged to `image`."""
+        try:
+            with in_memory(image) as path:
+                problems = _problems(path)
+                found = read_content(path)
+                is_changed = read_image(path) != image
+        except Exception as error:  # whatever it is, it is what is looked for
+            return Verdict(Outcome.crashed, describe(error))
+        if is_changed:
+            return Verdict(Outcome.crashed, "verifying or reading has changed the store")
+        expected = self._expected(image)
+        different = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+        misread = [name for name in different if name in found and not isinstance(found[name], Failed)]
+        if problems:
+            if damage.is_visible and misread and self._is_asked(damage):
+                return Verdict(Outcome.misread, f"the reader gives other {misread}; verify says {problems[0]}")
+            return Verdict(Outcome.caught, problems[0])
+        different += self.different_beside(image)
+        if not different:
+            return Verdict(Outcome.harmless, "nothing that the store holds has changed")
+        if not self._is_asked(damage):
+            return Verdict(Outcome.not_asked, str(different))
+        return Verdict(
+            Outcome.missed, f"verify finds nothing; different: {different}; the reader gives other {misread}"
+        )
+
+    def _is_asked(self, damage: Damage) -> bool:
+        if self._specimen.has_digests:
+            return True
+        is_information = damage.what.startswith(tuple(f"zarr.json: {key}" for key in _INFORMATION))
+        return damage.is_visible and not is_information
+
+    def _expected(self, image: Image) -> Content:
+        """The content of the sound store; of an unfinished one, of as many records as there are left."""
+        missing = frozenset(self._records - set(image))
+        if b'"complete": true' in self._specimen.image["zarr.json"] or not _are_last(missing, self._records):
+            missing = frozenset()
+        if missing not in self._contents:
+            with in_memory(
+                {key: self._specimen.image[key] for key in self._specimen.image if key not in missing}
+            ) as path:
+                self._contents[missing] = read_content(path)
+        return self._contents[missing]
+
+    def different_beside(self, image: Image) -> list[str]:
+        """The objects that differ among those that no reader gets: attributes of arrays, and what only jobs read."""
+        different = []
+        for key in sorted({*self._specimen.image, *image}):
+            before, after = self._specimen.image.get(key), image.get(key)
+            if before == after or kind_of(key) not in (*_METADATA, *_FOR_JOBS):
+                continue
+            if kind_of(key) in _METADATA and (before is None or (after is not None and _is_same_json(before, after))):
+                continue
+            different.append(key)
+        return different
+
+
+def check_resumed(specimen: Specimen, image: Image, folder: Path) -> Verdict:
+    """What became of a store about which verify said nothing, when the job is run again."""
+    try:
+        after = resume(specimen, image, folder)
+    except PipelineError as error:
+        return Verdict(Outcome.caught, f"by the job that resumes it: {error}")
+    except Exception as error:  # whatever it is, it is what is looked for
+        return Verdict(Outcome.crashed, f"when resumed: {describe(error)}")
+    with in_memory(after) as path, in_memory(specimen.finished) as finished:
+        is_same = read_content(path) == read_content(finished)
+    if not is_same:
+        return Verdict(Outcome.missed, "verify finds nothing, and the job makes another store of it")
+    return Verdict(Outcome.harmless, "the job makes the same store of it")
+
+
+def describe(error: BaseException) -> str:
+    """One line: type, message, and the innermost line of the program that the error passed."""
+    trace, place = error.__traceback__, "?"
+    while trace is not None:
+        if "/pipeline/" in (name := trace.tb_frame.f_code.co_filename):
+            place = f"{name.rpartition('/pipeline/')[2]}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    notes = " ".join(getattr(error, "__notes__", ()))
+    return f"{type(error).__name__} in pipeline/{place} {notes}: {str(error)[:200]}"
+
+
+def _problems(path: str) -> list[str]:
+    try:
+        return [str(problem) for problem in verify_store(path)]
+    except PipelineError as error:
+        return [f"{type(error).__name__}: {error}"]
+
+
+def _are_last(missing: frozenset[str], records: set[str]) -> bool:
+    """Whether the missing records are the last ones of their streams."""
+    left = set(filter(None, map(parse_commit_key, records - missing)))
+    return all(block == 0 or (stream, block - 1) in left for stream, block in left)
+
+
+def _is_same_json(left: bytes, right: bytes) -> bool:
+    try:
+        return json.loads(left) == json.loads(right)
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,183 @@
+"""Stores of every kind for the damage fuzzer, as images: each object's bytes by key.
+
+Real jobs with the bundled model make them, a second or two each. `legacy` is a store that version 0.1.0 wrote, from a
+file beside this one: its records name no digests of their block's objects.
+"""
+
+import os
+import pydoc_data.topics
+import uuid
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tensorstore as ts
+
+from pipeline import cli
+from pipeline.store.commits import parse_commit_key
+from pipeline.store.kvstore import list_keys, open_kvstore
+from pipeline.store.layout import StoreLayout
+from pipeline.store.merging import merge_stores
+from pipeline.store.statistics import statistics_key
+from pipeline.store.tables import table_key
+from pipeline.store.writing import StoreWriter
+
+Image = Mapping[str, bytes]
+
+LEGACY = Path(__file__).with_name("legacy_store.zip")
+
+_BASE = (
+    *("data.num_streams=2", "batch.rows=2", "batch.length=32", "capture.layers=[1,3]", "store.shard_mib=0.07"),
+    *("run.progress=false", "run.metrics_interval_s=3600"),
+)
+_GENERATE = (
+    *("data=generate", "data@data.prompts=fineweb", "data.rows=4", "data.group=2", "data.prompt_length=120"),
+    *("data.max_new_tokens=8", "data.on_error=skip", "data.temperature=1", "data.end_tokens=[.]"),
+    "store.shard_mib=0.02",
+)
+OVERRIDES = {
+    "bf16": (),
+    "float32": ("capture.dtype=float32", "store.shard_mib=0.14"),
+    "int8": ("capture.dtype=int8", "capture.int8_group=32", "store.shard_mib=0.035"),
+    "int8_weights": ("model.weights_dtype=int8",),
+    "selected": ("capture.positions=every", "capture.every=5", "store.shard_mib=0.013"),
+    "zstd": ("store.compression=zstd",),
+    "without_statistics": ("capture.statistics=false",),
+    "extended": (),
+    "unfinished": (),
+    "generated": _GENERATE,
+    "decode": (*_GENERATE, "capture.when=decode"),
+    "decode_unfinished": (*_GENERATE, "capture.when=decode"),
+}
+# What was run before: to a smaller end, or by one of two workers.
+_BEFORE = {
+    "extended": "run.max_tokens=700",
+    "int8_weights": "run.worker_count=2",
+    "decode": "run.worker_count=2",
+    "decode_unfinished": "run.worker_count=2",
+}
+LEGACY_KINDS = ("legacy",)
+KINDS = (*OVERRIDES, *LEGACY_KINDS)
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A sound store of one kind. `older`: what it was before. `command`: the overrides that resume it, but for the
+    place; `finished`: the store that this leads to."""
+
+    kind: str
+    image: Image
+    older: tuple[Image, ...] = ()
+    command: tuple[str, ...] = ()
+    finished: Image | None = None
+
+    @property
+    def has_digests(self) -> bool:
+        return self.kind not in LEGACY_KINDS
+
+
+def make_specimen(kind: str, folder: Path, is_resumable: bool = True) -> Specimen:
+    """Makes a store of this kind in `folder`, which keeps the text that it is made of.
+
+    Without `is_resumable` what an unfinished store of decoding leads to is not made: that takes seconds.
+    """
+    if kind in LEGACY_KINDS:
+        with zipfile.ZipFile(LEGACY) as archive:
+            return Specimen(kind, {name: archive.read(name) for name in archive.namelist()})
+    text, path = folder / "text", folder / kind
+    if not text.exists():
+        _write_text(text)
+    command = (f"data.path={text}", *_BASE, *OVERRIDES[kind])
+    before = ()
+    if kind in _BEFORE:
+        _run(*command, f"store.path={path}", _BEFORE[kind])
+        before = (read_image(str(path)),)
+    if kind == "decode_unfinished" and not is_resumable:
+        return Specimen(kind, _without_blocks(before[0], 1))
+    _run(*command, f"store.path={path}")
+    finished = read_image(str(path))
+    if kind == "decode_unfinished":
+        return Specimen(kind, _without_blocks(before[0], 1), (finished,), command, finished)
+    if kind == "unfinished":
+        unfinished = _interrupted_merge(path, folder / "merged")
+        return Specimen(kind, unfinished, (_without_blocks(unfinished, 1),), command, finished)
+    return Specimen(kind, finished, before, command, finished)
+
+
+def resume(specimen: Specimen, image: Image, folder: Path) -> Image:
+    """What the job that made the store leaves when it is run again on `image`. Raises what the job raises."""
+    path = folder / uuid.uuid4().hex
+    for key, content in image.items():
+        (path / key).parent.mkdir(parents=True, exist_ok=True)
+        (path / key).write_bytes(content)
+    _run(*specimen.command, f"store.path={path}")
+    return read_image(str(path))
+
+
+def read_image(path: str) -> Image:
+    kvstore = open_kvstore(path)
+    keys = sorted(key.decode() for key in kvstore.list().result())
+    return {key: future.result().value for key, future in [(key, kvstore.read(key)) for key in keys]}
+
+
+@contextmanager
+def in_memory(image: Image) -> Iterator[str]:
+    """The path of a store with these objects."""
+    path = f"memory://{uuid.uuid4().hex}"
+    kvstore = open_kvstore(path)
+    for future in [kvstore.write(key, content) for key, content in image.items()]:
+        future.result()
+    try:
+        yield path
+    finally:
+        kvstore.delete_range(ts.KvStore.KeyRange()).result()
+
+
+def _write_text(folder: Path) -> None:
+    """Two files of documents that fill blocks without padding, and of others that do not fill a row."""
+    folder.mkdir()
+    topics = sorted(pydoc_data.topics.topics.items())
+    for file in range(2):
+        lengths = (60, 2200, 300, 90, 130, 500, 100)[file:]
+        chosen = topics[10 * file : 10 * file + len(lengths)]
+        texts = [(text * 40)[:length] for (_, text), length in zip(chosen, lengths, strict=True)]
+        pq.write_table(pa.table({"text": texts, "id": [name for name, _ in chosen]}), folder / f"{file}.parquet")
+
+
+def _run(*overrides: str) -> None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from pipeline.run import run  # imports JAX, which whoever only damages stores does without
+
+    run(cli.compose(list(overrides)))
+
+
+def _interrupted_merge(whole: Path, path: Path) -> Image:
+    """All but the last two blocks of a store, as an interrupted merge leaves it."""
+
+    def interrupt(done: int, total: int) -> None:
+        if done == total - 2:
+            raise KeyboardInterrupt
+
+    with suppress(KeyboardInterrupt):
+        merge_stores([str(whole)], str(path), interrupt)
+    return read_image(str(path))
+
+
+def _without_blocks(image: Image, first: int) -> Image:
+    """An unfinished store as it was when its streams had `first` blocks: what belongs to the later ones is absent."""
+    with in_memory(image) as path:
+        layout = StoreWriter.open_existing(path).layout
+        places = filter(None, map(parse_commit_key, list_keys(open_kvstore(path), "_commits/")))
+    later = {key for place in places if place[1] >= first for key in block_keys(layout, *place)}
+    return {key: content for key, content in image.items() if key not in later}
+
+
+def block_keys(layout: StoreLayout, stream: int, block: int) -> list[str]:
+    """The keys of everything that a block may consist of, its record last."""
+    shards = [layout.shard_key(spec, stream, block) for spec in layout.all_arrays]
+    record = f"_commits/stream-{stream:05d}/block-{block:06d}.json"
+    return [*shards, table_key(stream, block), statistics_key(stream, block), record]

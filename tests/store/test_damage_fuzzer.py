@@ -1,0 +1,51 @@
+"""Whatever is done to a store, `verify_store` names it or nothing has changed, and no reader gives other values: a sample
+in every run of the tests, and thousands behind the slow mark. `damage_oracle` says what is asked in detail."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.store.damage_fuzzer import Case, Checker, run_cases, table
+from tests.store.damage_operators import OPERATORS
+from tests.store.damage_stores import KINDS, make_specimen
+
+SAMPLED = {"legacy": 40, "int8": 60, "decode_unfinished": 50}  # what each takes part in, no other does
+CASES = 120  # of each kind, behind the slow mark
+
+
+@pytest.fixture(scope="module")
+def checker() -> Iterator[Checker]:
+    with closing(Checker()) as checker:
+        yield checker
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("damage")
+
+
+def assert_none_fails(cases: list[Case]) -> None:
+    failures = [case for case in cases if case.outcome.is_failure]
+    assert not failures, "\n".join(map(str, failures))
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_a_sample_of_damage(checker, folder, kind):
+    specimen = make_specimen(kind, folder, is_resumable=False)
+    assert_none_fails(list(run_cases(checker, specimen, range(SAMPLED[kind]))))
+
+
+@pytest.mark.slow
+def test_damage_to_stores_of_every_kind(checker, folder, capsys):
+    """Each operator is used on every kind that it suits; the figures are printed."""
+    cases: list[Case] = []
+    for kind in KINDS:
+        cases += run_cases(checker, make_specimen(kind, folder), range(CASES), folder)
+    with capsys.disabled():
+        print(f"\n{table(cases)}")
+    assert_none_fails(cases)
+    assert Counter(case.kind for case in cases) == {kind: CASES + 1 for kind in KINDS}
+    assert {case.operator for case in cases} == {*OPERATORS, "none"}
