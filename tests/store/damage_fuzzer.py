@@ -104,8 +104,8 @@ def _serve(connection: Connection) -> None:
 def run_cases(checker: Checker, specimen: Specimen, seeds: Sequence[int], folder: Path | None = None) -> Iterator[Case]:
     """Damages the store once for each seed, after a look at the sound store: whatever verify says of it is wrong.
 
-    With `folder`, jobs are run there to tell whether damage to what only jobs read is harmless; without, it counts as
-    missed.
+    With `folder`, jobs are run there to tell whether damage to what only jobs read is harmless; without, only what was
+    deleted is.
     """
     checker.use(specimen)
     sound = checker.check(specimen.image, Damage("nothing"))
@@ -115,8 +115,8 @@ def run_cases(checker: Checker, specimen: Specimen, seeds: Sequence[int], folder
     for seed in seeds:
         operator, damage, image = damaged(random.Random(f"{specimen.kind} {seed}"), specimen)
         verdict = checker.check(image, damage)
-        if verdict.outcome is Outcome.missed and folder is not None and _is_for_jobs(specimen, image):
-            verdict = check_resumed(specimen, image, folder)
+        if verdict.outcome is Outcome.missed:
+            verdict = _judged_by_jobs(specimen, image, folder) or verdict
         yield Case(specimen.kind, seed, operator, damage, verdict)
 
 
@@ -130,10 +130,15 @@ def damaged(rng: random.Random, specimen: Specimen) -> tuple[str, Damage, Image]
             return name, damage, image
 
 
-def _is_for_jobs(specimen: Specimen, image: Image) -> bool:
-    """Whether only groups and kept activations differ, which no reader reads."""
+def _judged_by_jobs(specimen: Specimen, image: Image, folder: Path | None) -> Verdict | None:
+    """What became of groups and kept activations, which no reader reads; None where more than these is damaged."""
     different = {key for key in {*specimen.image, *image} if specimen.image.get(key) != image.get(key)}
-    return specimen.finished is not None and all(kind_of(key) in ("group", "kept") for key in different)
+    if any(kind_of(key) not in ("group", "kept", "metrics", "other") for key in different):
+        return None
+    if folder is not None and specimen.finished is not None:
+        return check_resumed(specimen, image, folder)
+    for_jobs = {key for key in different if kind_of(key) in ("group", "kept")}
+    return Verdict(Outcome.harmless, "what was deleted is made again") if for_jobs.isdisjoint(image) else None
 
 
 def table(cases: Sequence[Case]) -> str:

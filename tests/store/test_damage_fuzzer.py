@@ -1,5 +1,5 @@
-"""Whatever is done to a store, `verify_store` names it or nothing has changed, and no reader gives other values: a sample
-in every run of the tests, and thousands behind the slow mark. `damage_oracle` says what is asked in detail."""
+"""Whatever is done to a store, `verify_store` names it or nothing has changed, and no reader gives other values: some
+damage in every run of the tests, thousands behind the slow mark. `damage_oracle` says in detail what is asked."""
 
 from collections import Counter
 from collections.abc import Iterator
