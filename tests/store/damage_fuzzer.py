@@ -11,13 +11,13 @@ import random
 import resource
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests.store.damage_operators import OPERATORS, Damage, kind_of
+from tests.store.damage_operators import OPERATORS, UNDISCERNING, Damage, Operator, kind_of
 from tests.store.damage_oracle import Oracle, Outcome, Verdict, check_resumed
 from tests.store.damage_stores import KINDS, Image, Specimen, make_specimen
 
@@ -117,17 +117,34 @@ def run_cases(checker: Checker, specimen: Specimen, seeds: Sequence[int], folder
         verdict = checker.check(image, damage)
         if verdict.outcome is Outcome.missed:
             verdict = _judged_by_jobs(specimen, image, folder) or verdict
+        elif verdict.outcome is Outcome.harmless and folder is not None and specimen.finished is not None:
+            verdict = check_resumed(specimen, image, folder)
         yield Case(specimen.kind, seed, operator, damage, verdict)
 
 
 def damaged(rng: random.Random, specimen: Specimen) -> tuple[str, Damage, Image]:
-    """The operator, what it did, and the store then. One that finds nothing to do makes room for another."""
-    while True:
-        name = rng.choice(sorted(OPERATORS))
+    """The operator, what it did, and the store then. One time in eight a second operator follows."""
+    image: dict[str, bytes] = {}
+    while not image or image == specimen.image:
         image = dict(specimen.image)
-        damage = OPERATORS[name](rng, image, specimen.older)
-        if damage is not None and image != specimen.image:
-            return name, damage, image
+        name, damage = _apply_one(rng, image, specimen, OPERATORS)
+        if rng.random() < 1 / 8:
+            second, more = _apply_one(rng, image, specimen, UNDISCERNING)
+            what = f"{damage.what}; {second}: {more.what}"
+            damage = Damage(what, damage.is_visible and more.is_visible)
+    return name, damage, image
+
+
+def _apply_one(
+    rng: random.Random, image: dict[str, bytes], specimen: Specimen, operators: Mapping[str, Operator]
+) -> tuple[str, Damage]:
+    """One that finds nothing to do makes room for another."""
+    while True:
+        name = rng.choice(sorted(operators))
+        before = dict(image)
+        damage = operators[name](rng, image, specimen.older)
+        if damage is not None and image != before:
+            return name, damage
 
 
 def _judged_by_jobs(specimen: Specimen, image: Image, folder: Path | None) -> Verdict | None:

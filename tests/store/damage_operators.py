@@ -232,12 +232,16 @@ def swap_blocks(rng: random.Random, objects: Objects, _older: Sequence[Image]) -
 
 
 def swap_layers(rng: random.Random, objects: Objects, _older: Sequence[Image]) -> Damage | None:
-    """Store shards of two arrays of activations, of one block or all, or one over the other."""
+    """Store shards of two arrays of activations, of one block or all, or one over the other; or everything of both."""
     shards = _shards(objects)
     names = [name for name in shards if "." in name]
     if len(names) < 2:
         return None
     left, right = rng.sample(sorted(names), 2)
+    if rng.random() < 0.2:
+        for key in [key for key in objects if key.startswith(f"{left}/")]:
+            _swap(objects, key, f"{right}/{key.removeprefix(f'{left}/')}")
+        return Damage(f"the folders {left} and {right} exchanged", is_visible=False)
     numbers = sorted(set(shards[left]) & set(shards[right]))
     numbers = rng.choice((numbers, [rng.choice(numbers)]))
     is_copied = rng.random() < 0.3
@@ -535,13 +539,16 @@ def _other(rng: random.Random, value: Any) -> Any:
     return value
 
 
-OPERATORS: dict[str, Operator] = {
-    operator.__name__: operator
-    for operator in (
-        *(flip_bit, overwrite, truncate, append, empty, delete, delete_folder),
-        *(swap_same_kind, swap_any, copy_same_kind, copy_any, replay, add_object),
-        *(swap_blocks, swap_layers, reencode_shard),
-        *(edit_json, edit_root, edit_array, nest_deeply),
-        *(edit_merged, exchange_merged, delete_merged, reencode_table),
-    )
-}
+def _by_name(*operators: Operator) -> dict[str, Operator]:
+    return {operator.__name__: operator for operator in operators}
+
+
+# Those that work on any bytes, also on what is damaged already.
+UNDISCERNING = _by_name(
+    *(flip_bit, overwrite, truncate, append, empty, delete, delete_folder),
+    *(swap_same_kind, swap_any, copy_same_kind, copy_any, replay, add_object),
+    *(swap_blocks, exchange_merged, delete_merged),
+)
+OPERATORS = UNDISCERNING | _by_name(
+    *(swap_layers, reencode_shard, edit_json, edit_root, edit_array, nest_deeply, edit_merged, reencode_table)
+)
