@@ -3,6 +3,7 @@ nothing had, and is never complete while it is half done."""
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,14 +12,16 @@ from functools import partial
 import numpy as np
 import pytest
 
+from pipeline import cli
 from pipeline.errors import PipelineError
+from pipeline.run import run
 from pipeline.store import ActivationStore
 from pipeline.store.commits import CommitRecord
 from pipeline.store.kvstore import list_keys, open_kvstore, read_key
 from pipeline.store.verify import verify_store
 from tests.extension_steps import Scheduler, finalize_store, merge_into, run_job
 from tests.jobs import write_text
-from tests.store.damage_stores import Image, in_memory, read_image
+from tests.store.damage_stores import Image, in_memory, make_specimen, read_image
 
 OLD, MIDDLE = "run.max_tokens=300", "run.max_tokens=500"
 HALF = ("run.worker_count=2", "run.worker_index=0")
@@ -168,6 +171,30 @@ def test_a_smaller_target_does_not_shrink_a_larger_one(command, undisturbed):
     with in_memory(undisturbed["run.max_tokens=null"]) as path:
         run_job(path, *command, "run.max_tokens=700")
         assert_undisturbed(read_image(path), undisturbed["run.max_tokens=null"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["older command", "finalize", "merge"])
+def test_a_half_done_extension_of_decoding_is_not_completed(tmp_path, name):
+    """By real jobs: nor is what was kept while the model wrote deleted, which the blocks that are left are made of."""
+    path, other, old = (tmp_path / name for name in ("store", "undisturbed", "old"))
+    specimen = make_specimen("decode", tmp_path, is_resumable=False)
+    command = specimen.command
+    for store in (path, other):
+        run(cli.compose([*command, f"store.path={store}", "run.max_tokens=200"]))
+    shutil.copytree(path, old)
+    run(cli.compose([*command, f"store.path={other}"]))
+    run(cli.compose([*command, f"store.path={path}", *HALF]))
+    kept = {file: file.read_bytes() for file in path.glob("_generated/*/*.activations")}
+    assert kept
+    if name == "older command":
+        run(cli.compose([*command, f"store.path={path}", "run.max_tokens=200"]))
+    else:
+        assert (finalize_store(str(path)) if name == "finalize" else merge_into(str(path), str(old))) is not None
+    assert not is_complete(str(path))
+    assert {file: file.read_bytes() for file in path.glob("_generated/*/*.activations")} == kept
+    run(cli.compose([*command, f"store.path={path}"]))
+    assert_undisturbed(read_image(str(path)), read_image(str(other)))
 
 
 # At the same time
