@@ -110,9 +110,9 @@ def run_job(path: str, *overrides: str) -> None:
     config = _compose(overrides)
     job = open_job(replace(config, store=replace(config.store, path=path)))
     store = open_store(job)
-    if job.work(store.records):
-        if store.complete:
-            store.reopen()
+    if not job.is_done(store.records):
+        store.reopen(job.plan.target)
+    if job.work(store.records, store.target):
         if job.config.run.claim:
             _fill_claimed(job, store)
         else:
@@ -143,7 +143,7 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
 
 def _fill(job: Job, store: StoreWriter) -> None:
     """Each stream in turn, a block under way while the one before it is committed."""
-    for work in job.work(store.records):
+    for work in job.work(store.records, store.target):
         before: tuple[PendingBlock, TokenBlock] | None = None
         for block in work.blocks(lambda: False):
             begun = _begin(job, store, block), block
@@ -160,7 +160,7 @@ def _fill_claimed(job: Job, store: StoreWriter) -> None:
         while left:
             for vacancy in claims.vacancies(left):
                 stream = vacancy.stream
-                work = job.stream_work(stream, store.refresh_stream(stream))
+                work = job.stream_work(stream, store.refresh_stream(stream), store.target)
                 if work is None:
                     left.remove(stream)
                 elif claims.claim(vacancy):
