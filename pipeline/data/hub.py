@@ -60,8 +60,8 @@ def dataset_errors(path: str) -> Iterator[None]:
             if not is_damage(error) and not isinstance(error, StopIteration):  # which `datasets` lets out: no row
                 raise
             raise InputError(
-                f"data.path={path}: a file is damaged or empty: {error or 'it has no row'}. Repair or replace the files "
-                "of data.data_files."
+                f"data.path={path}: a file is damaged or empty: {error or 'it has no row'}. Repair or replace the "
+                "files of data.data_files."
             ) from error
 
 
