@@ -10,6 +10,7 @@ from jaxtyping import Int32
 
 from pipeline.config import ArcData, DataConfig, GenerateData, RunConfig, WeightsDtype
 from pipeline.data.arc.grading import GRADES
+from pipeline.data.demand import shortfall
 from pipeline.data.documents import Cursor, Source
 from pipeline.data.feed import StreamWork
 from pipeline.data.selection import Selection, open_selection, selection_identity
@@ -98,6 +99,14 @@ class Job:
         return all(
             work_left(records.get(stream, ()), plan.stream_budget(stream)) is None for stream in range(plan.num_streams)
         )
+
+    def shortfall(self, records: Mapping[int, Sequence[CommitRecord]]) -> str | None:
+        """By how much the streams of a store that is done fall short of `run.max_tokens`, since their data ended."""
+        if self.plan.max_tokens is None:
+            return None
+        streams = range(self.plan.num_streams)
+        stored = [sum(record.tokens for record in records.get(stream, ())) for stream in streams]
+        return shortfall(stored, [self.plan.stream_budget(stream) for stream in streams])
 
     def first_rows(self, num_tokens: int) -> dict[str, Int32[np.ndarray, "B T"]] | None:
         """Tokens, segments and positions of the first rows of the first stream that has any: as many rows as have

@@ -80,7 +80,10 @@ def run(config: RunConfig) -> None:
         distributed.wait_for_all()  # so that all processes end with 0, or none does
         if distributed.is_first():
             store.refresh()  # the others have committed the rest
-            if job.is_done(store.records) and not store.finish():
+            is_done = job.is_done(store.records)
+            if is_done and (missing := job.shortfall(store.records)):
+                log.warning("%s: %s", config.store.path, missing)
+            if is_done and not store.finish():
                 log.info(
                     "%s is not completed: another run has raised its target to %s tokens. Run that command again, or "
                     "pipeline.finalize with force=true to complete the store with what it holds",
