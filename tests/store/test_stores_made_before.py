@@ -1,0 +1,64 @@
+"""Stores of earlier programs go on working: opened, verified, extended.
+
+stores_of_0_1_0.zip holds three small stores of the bundled model that version 0.1.0 made before records had digests and
+roots a target, and the text that they were made of.
+"""
+
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.store import ActivationStore
+from pipeline.store.verify import verify_store
+from tests.jobs import run
+
+STORES = Path(__file__).with_name("stores_of_0_1_0.zip")
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Path:
+    with zipfile.ZipFile(STORES) as archive:
+        archive.extractall(tmp_path)
+    return tmp_path
+
+
+def attributes(store: Path) -> dict:
+    return json.loads((store / "zarr.json").read_text())["attributes"]["activation_store"]
+
+
+@pytest.mark.parametrize("name", ["finished", "int8", "zstd"])
+def test_it_is_sound_and_verify_says_what_it_cannot_check(stores, name):
+    notes: list[str] = []
+    assert verify_store(str(stores / name), note=notes.append) == []
+    assert ["have no digests" in notes[0], "has no digests" in notes[1]] == [True, True]
+    store = ActivationStore.open(stores / name)
+    assert store.statistics(2, "resid_post").count == store.num_tokens
+    assert np.isfinite(store.read(2, "resid_post", store.rows).astype(np.float32)).all()
+
+
+def test_what_it_has_instead_of_digests_still_names_damage(stores):
+    first, second = sorted((stores / "finished/blocks.2.resid_post/c").iterdir())[:2]
+    content = first.joinpath("0/0").read_bytes()
+    assert content != second.joinpath("0/0").read_bytes()
+    second.joinpath("0/0").write_bytes(content)
+    assert str(second.relative_to(stores / "finished") / "0/0") in {p.where for p in verify_store(f"{stores}/finished")}
+
+
+def test_it_is_extended(stores):
+    path = stores / "finished"
+    before = ActivationStore.open(path)
+    tokens, target = before.read_tokens(before.rows).tokens, 2 * before.num_tokens
+    settings = ["batch.length=32", "batch.rows=4", "data.num_streams=2", "capture.layers=[2]", "store.shard_mib=0.02"]
+    done = run(f"data.path={stores / 'text'}", f"store.path={path}", f"run.max_tokens={target}", *settings)
+    assert done.returncode == 0, done.stderr
+    store = ActivationStore.open(path)
+    assert store.num_tokens >= target
+    np.testing.assert_array_equal(store.read_tokens(before.rows).tokens, tokens)
+    assert verify_store(str(path)) == []
+    assert attributes(path)["target"] == target
+    assert [record.digests is None for record in store.blocks].count(True) == sum(
+        not r.truncated for r in before.blocks
+    )
