@@ -215,6 +215,10 @@ def _download(repo: str, name: str, revision: str | None) -> Path:
                 raise
             attempts.failed(_cause(error))  # huggingface_hub: the file has not the size that was announced
             continue
+        except RuntimeError as error:  # of hf_xet, which has made several attempts of its own, over minutes
+            raise HubUnavailable(
+                f"{repo}/{name} cannot be fetched: {_cause(error)}. Check the network, try again."
+            ) from error
         if path.resolve() == (Path(known).resolve() if isinstance(known, str) else None):
             return path
         digest = _wrong_digest(path)
