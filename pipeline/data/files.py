@@ -78,6 +78,8 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
     Below a directory, and among what a glob finds, names that begin with `.` or `_` are left out.
     Raises InputError when there is none, PipelineError when the place cannot be listed.
     """
+    if not path.strip():
+        raise InputError("data.path is empty. Set it to a file, a directory or a glob.")
     if "hf://" in path:
         repeat_requests()
     with input_errors(path):

@@ -11,6 +11,8 @@ import datasets
 import fsspec
 import jinja2
 import pyarrow as pa
+from datasets.packaged_modules.json.json import Json
+from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.config import HfData, OnError
 from pipeline.data.documents import DOCUMENT_SCHEMA, Document, SkippedDocument
@@ -18,6 +20,8 @@ from pipeline.data.files import input_errors, require_readable
 from pipeline.data.hub import dataset_errors, is_damage, open_builder
 from pipeline.data.templates import RenderError, TextTemplate, tojson
 from pipeline.errors import ConfigError, InputError
+
+_PEEKED_BYTES = 1 << 12
 
 
 class HfSource:
@@ -119,12 +123,34 @@ def _stream(config: HfData) -> tuple[datasets.IterableDataset, list[str]]:
     data_files = config.data_files
     if data_files is not None:
         several = [data_files] if isinstance(data_files, str) else data_files
+        if not isinstance(several, list) or not all(isinstance(file, str) for file in several):
+            raise ConfigError(f"data.data_files is {data_files!r:.200}, expected a path or a list of paths.")
         data_files = [os.path.expanduser(file) for file in several]
     path = os.path.expanduser(config.path)
     builder = open_builder(path, config.subset, split=config.split, data_files=data_files, revision=config.revision)
+    files = [str(file) for file in builder.config.data_files[config.split]]
+    for file in files:
+        with input_errors(file):
+            filesystem, place = fsspec.core.url_to_fs(file)
+            require_readable(filesystem, place, "data.data_files")
+            if isinstance(builder, Json) and isinstance(filesystem, LocalFileSystem):
+                _require_objects(place)
     with dataset_errors(path):
         dataset = builder.as_streaming_dataset(split=config.split)
-    return dataset, [str(file) for file in builder.config.data_files[config.split]]
+    return dataset, files
+
+
+def _require_objects(path: str) -> None:
+    """Raises InputError for JSON that begins with null: where a block holds nothing else, pyarrow ends the process."""
+    try:
+        with fsspec.open(path, "rb", compression="infer") as file:
+            begin = file.read(_PEEKED_BYTES).lstrip()
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        raise InputError(f"{path} is not readable: {error}. Repair or replace the file.") from error
+    if begin.startswith(b"null"):
+        raise InputError(f"{path} begins with null, expected an object for each row. Repair or replace the file.")
 
 
 def _content(files: list[str], names: tuple[str, ...]) -> list[str]:
@@ -134,6 +160,5 @@ def _content(files: list[str], names: tuple[str, ...]) -> list[str]:
         commit = re.match(r"hf://datasets/[^@]+@([0-9a-f]{40})/", file)
         with input_errors(file):
             filesystem, path = fsspec.core.url_to_fs(file)
-            require_readable(filesystem, path, "data.data_files")
             lines.append(f"{name} {commit[1] if commit else filesystem.info(path)['size']}")
     return lines

@@ -2,14 +2,17 @@
 
 import gzip
 import lzma
+import os
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import datasets
+import pyarrow as pa
 from datasets.exceptions import DatasetsError
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import validate_repo_id
 
 from pipeline.access import named_errors
 from pipeline.errors import ConfigError, InputError, PipelineError
@@ -32,6 +35,14 @@ def open_builder(
     Raises InputError for what is not there, ConfigError for a subset or split that it lacks, and PipelineError when
     the Hub cannot be reached.
     """
+    if "://" not in path and not os.path.exists(path):
+        try:
+            validate_repo_id(path)
+        except HFValidationError as error:
+            raise ConfigError(
+                f"data.path is {path!r:.200}: neither a directory, nor a loader, nor a Hub id ({error!s:.200}). "
+                "Correct it."
+            ) from error
     repeat_requests()
     with dataset_errors(path):
         builder = datasets.load_dataset_builder(path, subset, data_files=data_files, revision=revision)
@@ -60,7 +71,7 @@ def dataset_errors(path: str) -> Iterator[None]:
             if not is_damage(error) and not isinstance(error, StopIteration):  # which `datasets` lets out: no row
                 raise
             raise InputError(
-                f"data.path={path}: a file is damaged or empty: {error or 'it has no row'}. Repair or replace the "
+                f"data.path={path}: a file is damaged or empty: {str(error) or 'it has no row'}. Repair or replace the "
                 "files of data.data_files."
             ) from error
 
@@ -69,11 +80,12 @@ def is_damage(error: Exception) -> bool:
     """Whether `error` says that a file's content is damaged or of another kind, not that the file is out of reach.
 
     pyarrow's, json's, pandas' and Unicode's errors are ValueErrors. Damage inside a parquet file is to pyarrow a plain
-    OSError without errno; a compressed file that was cut ends in an EOFError.
+    OSError without errno; a compressed file that was cut ends in an EOFError. Where Arrow cannot parse JSON, `datasets`
+    hands it to pandas, which may raise anything.
     """
     if isinstance(error, OSError):
         return type(error) in (OSError, gzip.BadGzipFile) and error.errno is None
-    return isinstance(error, _DAMAGE)
+    return isinstance(error, (*_DAMAGE, pa.ArrowException)) or isinstance(error.__context__, pa.ArrowInvalid)
 
 
 def _is_unreachable(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ from pipeline.data.files import InputFile
 from pipeline.errors import InputError
 
 _ROWS_PER_READ = 512
+_BYTES_PER_READ = 64 << 20  # of rows so large that 512 of them would be more: fewer are read at once
 
 
 class ParquetDamage(InputError):
@@ -45,7 +46,10 @@ def row_batches(
     Raises ParquetDamage. Batches begin at the same rows whatever is done with them.
     """
     index = first
-    batches = parquet.iter_batches(_ROWS_PER_READ, row_groups=[group], columns=list(columns))
+    sizes = parquet.metadata.row_group(group)
+    row_bytes = max(1, sizes.total_byte_size // max(1, sizes.num_rows))
+    rows = min(_ROWS_PER_READ, max(1, _BYTES_PER_READ // row_bytes))
+    batches = parquet.iter_batches(rows, row_groups=[group], columns=list(columns))
     while True:
         with _damage_named(file, f"row {index}", index):
             batch = next(batches, None)

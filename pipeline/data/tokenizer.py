@@ -35,7 +35,14 @@ class TextTokenizer:
     ) -> None:
         """Takes `tokenizer` over. `name` is for messages, `digest` identifies the tokenizer, `chat` is its chat
         template's source and `named_tokens` what that template knows: bos_token and such.
+
+        Raises InputError for a tokenizer that draws random numbers.
         """
+        if dropout := getattr(tokenizer.model, "dropout", None):
+            raise InputError(
+                f"tokenizer {name} has a model with dropout={dropout}, which gives other ids in every run. Set its "
+                "dropout to null."
+            )
         # A tokenizer.json may carry the truncation and padding of whoever saved it.
         tokenizer.no_truncation()
         tokenizer.no_padding()

@@ -90,7 +90,7 @@ def test_a_budget_reads_no_more_than_its_demand(sizes, budget, rows, length, pac
         (
             [0] * 9 + [1],
             [1000] * 10,
-            "9,999 tokens short of run.max_tokens=10,000: stream 0 by 1,000, .* and 2 others. Give",
+            "9,999 tokens short of run.max_tokens=10,000: stream 0 by 1,000, .* and 2 others",
         ),
     ],
 )

@@ -133,7 +133,7 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path):
         names(tmp_path)
 
 
-@pytest.mark.parametrize("path", ["/" + "a" * 5000, "/" + "a/" * 5000, "/etc/passwd/a.txt", "/a\0b"])
+@pytest.mark.parametrize("path", ["/" + "a" * 5000, "/" + "a/" * 5000, "/etc/passwd/a.txt", "/a\0b", "", " "])
 def test_a_path_that_can_be_none_is_refused(path):
     with pytest.raises(InputError):
         names(path)

@@ -308,6 +308,7 @@ def test_rows_of_many_bytes_become_text_one_by_one(tmp_path, monkeypatch):
     texts = ["w2", "w3" * 50, "w4", "w5", "w6" * 40, "w7"]
     pq.write_table(pa.table({"text": texts, "id": [str(row) for row in range(6)]}), path)
     monkeypatch.setattr("pipeline.data.parquet._PART_BYTES", 60)
+    monkeypatch.setattr("pipeline.data.parquet_file._BYTES_PER_READ", 150)
     for start in (0, 1, 4, 6):
         documents = list(ParquetSource(ParquetData(source="parquet", path=path)).read(0, start))
         assert [(d.index, d.id, d.text) for d in documents] == [(r, str(r), texts[r]) for r in range(start, 6)]
