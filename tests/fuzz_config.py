@@ -164,7 +164,7 @@ class Fuzzer:
         except Exception as error:
             result, problem = "traceback", f"{type(error).__name__}: {error}"
         seconds = time.monotonic() - began
-        if time.process_time() - computed > HANG_S or seconds > 3 * HANG_S:
+        if time.process_time() - computed > HANG_S or seconds > 6 * HANG_S:
             problem = f"{problem} took {seconds:.0f} s"
         if peak_rss_mib() > MOST_MIB:
             problem = f"{problem} peak of {peak_rss_mib()} MiB"
