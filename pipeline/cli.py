@@ -4,20 +4,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 
 import hydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from pipeline import config, distributed, errors
-from pipeline.addresses import without_credentials
+from pipeline.composing import COMPOSING_ERRORS, HYDRAS_ERRORS, composing_message
 from pipeline.config import RunConfig
-from pipeline.limits import LIMITS, expected, shortened
+from pipeline.limits import shortened
 from pipeline.startup import prepare_process
 
 log = logging.getLogger("pipeline")
@@ -25,11 +20,6 @@ log = logging.getLogger("pipeline")
 PACKAGE = Path(__file__).parent
 _MOST_CHARACTERS = 4000  # of a message
 _FULL_ERRORS = "HYDRA_FULL_ERROR"  # of the environment
-_HYDRAS_ERRORS = (HydraException, OmegaConfBaseException)
-# What comes out of Hydra for a command line that makes no sense. Nothing of this program runs before it has composed.
-_COMPOSING_ERRORS = (*_HYDRAS_ERRORS, ValueError, TypeError, AttributeError, AssertionError, LookupError)
-_COMPOSING_ERRORS += (OSError, RecursionError)
-_FOR_PROGRAMMERS = ("full_key:", "reference_type=", "object_type=", "See https://hydra.cc", "To append to your config")
 
 
 def config_dir() -> Path:
@@ -44,7 +34,7 @@ def compose(overrides: list[str]) -> RunConfig:
     try:
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
             composed = hydra.compose("config", overrides)
-    except _COMPOSING_ERRORS as error:
+    except COMPOSING_ERRORS as error:
         raise errors.ConfigError(composing_message(error, overrides)) from error
     return config.run_config(composed)
 
@@ -78,52 +68,16 @@ def main(task: Callable[[RunConfig], None]) -> None:
 
     try:
         composed()
-    except _COMPOSING_ERRORS as error:
-        if composed_once and not isinstance(error, _HYDRAS_ERRORS):
+    except COMPOSING_ERRORS as error:
+        if composed_once and not isinstance(error, HYDRAS_ERRORS):
             raise
         log.error("ConfigError: %s", composing_message(error, sys.argv[1:]), exc_info=shows_tracebacks)
         sys.exit(errors.EXIT_INVALID)
 
 
-def composing_message(error: Exception, arguments: list[str]) -> str:
-    """What Hydra and OmegaConf say of a command line that does not compose, in one line, with what can be done."""
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return f"{cause.full_key} is no key of the configuration. {config.key_remedy(cause.full_key)}"
-    reasons = [error] if cause is None or cause is error else [error, cause]
-    said = ": ".join(_said(reason) for reason in reasons)
-    if isinstance(error, ValueError | TypeError) and (given := _group_without_name(arguments)):
-        return f"{given} names no choice: {said}. Give a name, e.g. data=fineweb."
-    owner = OmegaConf.get_type(cause.parent_node) if isinstance(cause, OmegaConfBaseException) else None
-    if owner is not None and owner.__name__ in LIMITS and cause.key in {field.name for field in fields(owner)}:
-        return f"{said}. Set {cause.full_key} to {expected(owner, cause.key)}."
-    if not isinstance(error, _HYDRAS_ERRORS):  # it names nothing
-        given = ", ".join(shortened(argument, 80) for argument in arguments)
-        said = f"Hydra cannot compose one of {without_credentials(given)}: {said}"
-    return f"{said}. Correct the command line; --cfg job prints what it may set."
-
-
-def _group_without_name(arguments: list[str]) -> str | None:
-    """The override that gives a group something else than names, which Hydra does not say."""
-    overrides = [argument for argument in arguments if not argument.startswith("-")]
-    with suppress(HydraException, ValueError):  # one of them is no override
-        for override in OverridesParser.create().parse_overrides(overrides):
-            values = override.value() if isinstance(override.value(), list) else [override.value()]
-            if "." not in override.key_or_group and not all(isinstance(value, str | dict) for value in values):
-                return shortened(override.input_line, 80)
-    return None
-
-
 def described(error: errors.PipelineError) -> str:
     """Its kind and message, where that quotes a whole document not all of it."""
     return f"{type(error).__name__}: {shortened(str(error), _MOST_CHARACTERS)}"
-
-
-def _said(error: Exception) -> str:
-    """The message without the lines that OmegaConf adds for programmers."""
-    lines = (line.strip() for line in str(error).splitlines())
-    said = " ".join(line for line in lines if line and not line.startswith(_FOR_PROGRAMMERS))
-    return shortened(without_credentials(said), 1000).rstrip(".") or type(error).__name__
 
 
 def run_task(task: Callable[[RunConfig], None], cfg: DictConfig) -> int:

@@ -55,11 +55,6 @@ def _parse_tokenizer(definition: bytes, where: str) -> Tokenizer:
         raise InputError(
             f"{where}/tokenizer.json is not a tokenizer: {error!s:.300}. Download or save it again."
         ) from error
-    if dropout := getattr(tokenizer.model, "dropout", None):
-        raise InputError(
-            f"{where}/tokenizer.json has a model with dropout={dropout}, which gives other ids in every run. Set its "
-            f'"dropout" to null.'
-        )
     if largest > _MAX_ID:
         raise InputError(
             f"{where}/tokenizer.json has the token id {largest}, expected at most {_MAX_ID}. Download or save it again."
