@@ -8,6 +8,7 @@ something remote. The keys are read from the schema, so a new one is covered by 
 """
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import random
@@ -209,7 +210,7 @@ def main() -> int:
     args = parser.parse_args()
     rng = random.Random(args.seed)
     outcomes = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # where relative places are made
         fuzzer = Fuzzer(Path(folder))
         for group, overrides in make_cases(rng, args.cases):
             faulthandler.dump_traceback_later(6 * HANG_S, exit=True)  # what hangs outside Python
