@@ -15,7 +15,7 @@ from pipeline.config import SpecialTokens
 from pipeline.data.long_texts import PIECE_CHARACTERS, encode_in_pieces
 from pipeline.data.templates import ChatTemplate, RenderError
 from pipeline.data.tokenizer_files import read_tokenizer_files
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, InputError
 
 
 class TextTokenizer:

@@ -1,6 +1,5 @@
 """What a store says about itself: its description, commit records, document tables and metrics. No array is read."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from pipeline.store.commits import CommitRecord
 from pipeline.store.kvstore import list_keys, open_kvstore, read_keys
 from pipeline.store.layout import ITEM_BYTES, MIB, StoreLayout
 from pipeline.store.metadata import StoreRoot, read_root, stored_layout
+from pipeline.store.parsing import parse_json
 from pipeline.store.tables import read_tables
 
 # Of a large store, the documents of so many blocks, evenly spaced.
@@ -123,10 +123,21 @@ def summarise(store: ActivationStore) -> Summary:
 
 
 def _snapshots(key: str, text: bytes | None) -> list[Mapping[str, Any]]:
-    try:
-        return [json.loads(line) for line in (text or b"").splitlines()]
-    except ValueError as error:
-        raise StoreInvalid(f"{key} is no log of a run: {error}. Delete it; nothing depends on it.") from error
+    remedy = "Delete it; nothing depends on it."
+    snapshots = [parse_json(line, f"{key}, a run's log,", remedy) for line in (text or b"").splitlines()]
+    if not all(map(_is_snapshot, snapshots)):
+        raise StoreInvalid(f"{key} is no log of a run: expected its numbers on each line. {remedy}")
+    return snapshots
+
+
+def _is_snapshot(line: Any) -> bool:
+    """Whether a line of a log has what is drawn of it."""
+    if not isinstance(line, dict) or not isinstance(line.get("seconds"), dict):
+        return False
+    stages = line["seconds"].values()
+    numbers = [line.get(name) for name in ("elapsed_s", "tokens")]
+    numbers += [value for stage in stages if isinstance(stage, dict) for value in stage.values()]
+    return all(isinstance(stage, dict) for stage in stages) and all(type(n) in (int, float) for n in numbers)
 
 
 def _joined(*parts: object) -> str:

@@ -5,10 +5,8 @@ It stands in the root zarr.json, under attributes["activation_store"].
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -21,7 +19,8 @@ from pipeline.store.int8 import scale_name
 from pipeline.store.kvstore import open_kvstore, read_checked, read_key, read_with_generations, write_if_unchanged
 from pipeline.store.layout import ITEM_BYTES, SELECTED, SIDE_ARRAYS, ArraySpec, StoreLayout, scale_spec
 from pipeline.store.parsing import parse_json
-from pipeline.store.target import ALL, Target
+from pipeline.store.root_types import require_root_types
+from pipeline.store.target import Target
 
 FORMAT_VERSION = 1
 ATTRIBUTE = "activation_store"
@@ -168,16 +167,14 @@ class StoreRoot:
         if attributes is None:
             raise StoreInvalid(f"{path} holds another Zarr hierarchy. Choose another store.path.")
         if not isinstance(attributes, dict):
-            raise StoreInvalid(f"{subject} is damaged: {ATTRIBUTE} is {attributes!r}, expected an object.")
+            raise StoreInvalid(f"{subject} is damaged: {ATTRIBUTE} is {attributes!r:.80}, expected an object.")
         if attributes.get("version") != FORMAT_VERSION:
             found = attributes.get("version")
             raise StoreInvalid(f"the store {path} has format version {found}; this program reads {FORMAT_VERSION}.")
         digest = attributes.pop("sha256", None)  # stores of earlier programs have none
         if digest is not None and digest != json_digest(attributes):
             raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged.")
-        for name, is_right in _ATTRIBUTES.items():
-            if not is_right(attributes.get(name)):
-                raise StoreInvalid(f"{subject} is damaged: {name} is {str(attributes.get(name))[:80]}.")
+        require_root_types(attributes, subject)
         metadata = StoreMetadata(**{f.name: attributes[f.name] for f in fields(StoreMetadata)})
         if attributes["fingerprint"] != metadata.fingerprint():
             raise StoreInvalid(f"{subject} was edited: its fingerprint is not that of its content.")
@@ -198,54 +195,6 @@ class StoreRoot:
             may_be_not_finite=attributes.get("may_be_not_finite", False),
             weights_error=attributes.get("weights_error"),
         )
-
-
-def _is_name(value: Any) -> bool:
-    """Whether an array may have this name: one folder of the store, and none of the store's own."""
-    return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", value) is not None
-
-
-def _is_count(value: Any, least: int = 0) -> bool:
-    return type(value) is int and least <= value < 1 << 62
-
-
-def _is_list(value: Any, is_right: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(is_right, value))
-
-
-def _is_absent_or(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or is_right(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_object_of_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_text, value.values()))
-
-
-# What the attributes of a root must be, so that nothing fails on a value of another type later.
-_ATTRIBUTES: Mapping[str, Callable[[Any], bool]] = {
-    **{name: _is_object for name in ("model", "tokenizer", "data", "batch", "capture", "store", "config")},
-    "num_streams": partial(_is_count, least=1),
-    "rows_per_block": partial(_is_count, least=1),
-    "complete": lambda value: type(value) is bool,
-    "arrays": lambda value: _is_list(value, _is_name) and len({*value}) == len(value),
-    "created": _is_text,
-    "fingerprint": _is_text,
-    "target": _is_absent_or(lambda value: value == ALL or _is_count(value)),
-    "blocks": _is_absent_or(lambda value: _is_list(value, _is_count)),
-    "commits_sha256": _is_absent_or(_is_text),
-    "statistics_digests": _is_absent_or(_is_object_of_texts),
-    "array_digests": _is_absent_or(_is_object_of_texts),
-    "may_be_not_finite": _is_absent_or(lambda value: type(value) is bool),
-    "weights_error": _is_absent_or(_is_object),
-}
 
 
 def read_metadata(path: str) -> StoreMetadata | None:

@@ -1,0 +1,147 @@
+"""A root that somebody edited, fingerprint and all, is named by every reader, and ends none with a traceback."""
+
+import hashlib
+import json
+
+import pytest
+
+from pipeline import delete, export, inspect
+from pipeline.errors import StoreInvalid
+from pipeline.store import ActivationStore
+from tests.store.example_store import write_store
+
+COVERED = ("model", "tokenizer", "data", "batch", "capture", "num_streams", "rows_per_block")
+WRONG = {
+    "arrays": (
+        [],
+        "embed",
+        ["embed", "embed"],
+        ["../x"],
+        [5],
+        ["tokens"],
+        None,
+        {"embed": 1},
+        ["blocks.01.resid_post"],
+    ),
+    "num_streams": (0, -1, "2", 2.0, True, None, 10**30, [], float("nan")),
+    "rows_per_block": (0, -4, "4", 1e20, None, {}),
+    "complete": (1, "true", None, []),
+    "created": (5, None, []),
+    "blocks": (5, [1], [1, -1], ["1", 2], {"0": 1}, [1, 2, 3], [True, 1]),
+    "commits_sha256": (5, [], {}),
+    "target": (-1, "some", 1.5, None),
+    "array_digests": (5, {"embed": 5}, []),
+    "statistics_digests": ("x", {"embed": None}),
+    "may_be_not_finite": (1, "true"),
+    "weights_error": ([], 5, {"embed": "x"}, {"embed": []}),
+    "capture.dtype": (5, [], "complex64"),
+    "batch.length": (0, "8", -8, 9, [8]),
+    "store.compression": ("gzip", 5),
+    "config.run": (None, 5, []),
+    "config.model": (None, "x"),
+    "config.data": ({"path": 5},),
+    "config.run.max_tokens": ("x", -1, 1.5, []),
+    **{key: (None, 5, [], "x") for key in ("model", "tokenizer", "data", "batch", "capture", "store", "config")},
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("root") / "store"
+    write_store(str(folder))
+    return folder
+
+
+def edited(text: str, key: str, value: object) -> str:
+    root = json.loads(text)
+    attributes = at = root["attributes"]["activation_store"]
+    *groups, last = key.split(".")
+    for group in groups:
+        at = at.setdefault(group, {})
+    at[last] = value
+    content = {name: attributes[name] for name in COVERED}
+    store = attributes["store"]
+    content["store"] = {"compression": store.get("compression", "none") if isinstance(store, dict) else "none"}
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    attributes.pop("sha256", None)  # as in the root of an earlier program
+    attributes["fingerprint"] = hashlib.sha256(canonical.encode()).hexdigest()
+    return json.dumps(root)
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_wrong_values_are_named(path, key, capsys):
+    sound = (path / "zarr.json").read_text()
+    try:
+        for value in WRONG[key]:
+            (path / "zarr.json").write_text(edited(sound, key, value))
+            with pytest.raises(StoreInvalid, match=r"zarr\.json"):
+                ActivationStore.open(path)
+            for main in (inspect.main, export.main, delete.main):
+                given = [f"store.path={path}"] + ([f"export.path={path}-x"] if main is export.main else [])
+                assert main(given) == 2, (main, value)
+                printed = capsys.readouterr().err
+                assert "confirm=true deletes it" not in printed or key == "batch.length"
+    finally:
+        (path / "zarr.json").write_text(sound)
+    assert ActivationStore.open(path).complete
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "embed/zarr.json", "_claims/stream-00000.json", "_metrics/a.jsonl"])
+@pytest.mark.parametrize("deep", ["[" * 200_000 + "]" * 200_000, '{"a":' * 3000 + "1" + "}" * 3000, "[" * 100_000])
+def test_what_is_nested_deep_is_named(path, name, deep, capsys):
+    file = path / name
+    sound = file.read_text() if file.exists() else None
+    file.parent.mkdir(exist_ok=True)
+    if name.endswith("zarr.json"):
+        metadata = json.loads(sound)
+        metadata["attributes"]["deep"] = "HERE"
+        file.write_text(json.dumps(metadata).replace('"HERE"', deep))
+    else:
+        file.write_text(deep)
+    try:
+        main = {"_claims/stream-00000.json": delete.main}.get(name, inspect.main)
+        given = ["confirm=true"] if main is delete.main else []
+        assert main([f"store.path={path}", *given]) == 2
+        printed = capsys.readouterr().err
+        assert name.split("/")[-1] in printed
+        assert "JSON" in printed
+        assert len(printed) < 500
+    finally:
+        file.unlink() if sound is None else file.write_text(sound)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (["shape"], [8, 8]),
+        (["shape"], [1 << 40, 8, 4]),
+        (["shape"], [8, 8, -4]),
+        (["shape"], "x"),
+        (["shape"], [12, 1 << 40, 4]),
+        (["shape", "chunk_grid"], [1 << 31, 1 << 30, 1 << 30]),
+        (["shape"], [3, 8, 4]),
+        (["data_type"], "int32"),
+        (["data_type"], "float64"),
+        (["data_type"], {"deep": []}),
+        (["chunk_grid"], [4, 8]),
+        (["chunk_grid"], [8, 8, 4]),
+        (["chunk_grid"], None),
+        (["attributes"], []),
+        (["node_type"], "group"),
+    ],
+)
+def test_arrays_of_sizes_and_types_that_no_store_has(path, keys, value):
+    file = path / "embed" / "zarr.json"
+    sound = file.read_text()
+    metadata = json.loads(sound)
+    for key in keys:
+        if key == "chunk_grid":
+            metadata[key]["configuration"]["chunk_shape"] = value
+        else:
+            metadata[key] = value
+    try:
+        file.write_text(json.dumps(metadata))
+        with pytest.raises(StoreInvalid, match="embed"):
+            list(ActivationStore.open(path).batches("embed", 16))
+    finally:
+        file.write_text(sound)
