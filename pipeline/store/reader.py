@@ -118,6 +118,10 @@ class ActivationStore:
         """
         path = os.fspath(path)
         kvstore = open_kvstore(path)
+        return repeated(kvstore, lambda: cls._open(path, kvstore))
+
+    @classmethod
+    def _open(cls, path: str, kvstore: ts.KvStore) -> "ActivationStore":
         root = require_root(path, kvstore)
         arrays = open_existing(kvstore, root.array_names)
         if edited := edited_arrays(kvstore, root.array_digests or {}):
@@ -126,14 +130,14 @@ class ActivationStore:
             )
         require_arrays(root, arrays, path)
         records = read_consolidated(kvstore, root.commits_sha256)
-        if records is None:
-            records = read_records(path, kvstore)
-        for stream, blocks in enumerate(root.blocks or ()):
-            if (found := len(records.get(stream, ()))) != blocks:
-                raise StoreInvalid(
-                    f"{path} was completed with {blocks} blocks of stream {stream}, but has the records of {found}. "
-                    f"{DAMAGE_REMEDY}"
-                )
+        records = read_records(path, kvstore) if records is None else records
+        counts = tuple(len(records.get(stream, ())) for stream in range(root.metadata.num_streams))
+        if root.blocks is not None and counts != root.blocks:
+            raise StoreInvalid(
+                f"{path} was completed with {sum(root.blocks)} blocks, but {sum(counts)} have a commit record, or they "
+                "are of other streams. Run the job again, which computes what is missing, or pipeline.verify, which "
+                "names it."
+            )
         return cls(path, kvstore, root, records, arrays)
 
     @property

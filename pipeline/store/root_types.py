@@ -8,6 +8,8 @@ from pipeline.store.keys import is_activation_name
 from pipeline.store.layout import ITEM_BYTES, MAX_ROWS
 from pipeline.store.target import ALL
 
+MAX_STREAMS = 1 << 20  # what is done for each ends in time
+
 
 class _Rule(NamedTuple):
     """`key` is dotted. Unless `required`, it may be absent, and unless `null` is false, null."""
@@ -40,10 +42,8 @@ _RULES = (
         _Rule(key, lambda v: isinstance(v, dict), "an object", null=False)
         for key in ("config", *(f"config.{k}" for k in _CONFIGS))
     ),
-    *(
-        _Rule(key, lambda v: _is_count(v, 1), f"1 to {MAX_ROWS}", required=True)
-        for key in ("num_streams", "rows_per_block")
-    ),
+    _Rule("num_streams", lambda v: _is_count(v, 1, MAX_STREAMS), f"1 to {MAX_STREAMS}", required=True),
+    _Rule("rows_per_block", lambda v: _is_count(v, 1), f"1 to {MAX_ROWS}", required=True),
     _Rule("arrays", _are_names, "a list of names of activations, each once", required=True),
     _Rule("complete", lambda v: isinstance(v, bool), "true or false", required=True),
     _Rule("created", lambda v: isinstance(v, str), "a time", required=True),
@@ -78,12 +78,6 @@ def require_root_types(attributes: Any, subject: str) -> None:
         if not may_be and not rule.holds(value):
             shown = "absent" if value is _ABSENT else f"{value!r:.80}"
             raise StoreInvalid(f"{subject} is damaged: {rule.key!r} is {shown}, expected {rule.expected}.")
-    blocks = attributes.get("blocks")
-    if blocks is not None and len(blocks) != attributes["num_streams"]:
-        raise StoreInvalid(
-            f"{subject} is damaged: blocks has {len(blocks)} counts, expected one for each of "
-            f"{attributes['num_streams']} streams."
-        )
 
 
 def _value(attributes: Mapping[str, Any], dotted: str) -> Any:

@@ -23,7 +23,7 @@ WRONG = {
         {"embed": 1},
         ["blocks.01.resid_post"],
     ),
-    "num_streams": (0, -1, "2", 2.0, True, None, 10**30, [], float("nan")),
+    "num_streams": (0, -1, "2", 2.0, True, None, 10**30, 1 << 21, [], float("nan")),
     "rows_per_block": (0, -4, "4", 1e20, None, {}),
     "complete": (1, "true", None, []),
     "created": (5, None, []),
@@ -145,3 +145,18 @@ def test_arrays_of_sizes_and_types_that_no_store_has(path, keys, value):
             list(ActivationStore.open(path).batches("embed", 16))
     finally:
         file.write_text(sound)
+
+
+@pytest.mark.parametrize("lost", ["_commits", "_commits/stream-00001", "_commits/stream-00000/block-000003.json"])
+def test_a_complete_store_without_some_of_its_records_is_not_read_as_a_smaller_one(tmp_path, lost, capsys):
+    path = tmp_path / "store"
+    write_store(str(path))
+    (path / "_commits" / "consolidated.jsonl").unlink()
+    (path / lost).rename(tmp_path / "lost")
+    with pytest.raises(StoreInvalid, match=r"was completed with 6 blocks, but [0-5] have a commit record"):
+        ActivationStore.open(path)
+    assert inspect.main([f"store.path={path}"]) == 2
+    assert export.main([f"store.path={path}", f"export.path={tmp_path / 'x'}"]) == 2
+    assert delete.main([f"store.path={path}", "confirm=true"]) == 0
+    assert not path.exists()
+    capsys.readouterr()
