@@ -90,7 +90,7 @@ class Metrics:
         self._bar.update(tokens_of_all)
 
     def committed(self, num_bytes: int) -> None:
-        """Counts one block that is durable."""
+        """Counts one block that is durable; `num_bytes` are its activations', of the rows that it has."""
         self.blocks += 1
         self.last_step = time.monotonic()
         self.stored_bytes += num_bytes

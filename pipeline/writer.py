@@ -249,7 +249,7 @@ class BlockWriter:
             self._store.wait(pending)
             if self._claimed is None or self._claimed.holds(record.stream):
                 self._store.commit(pending, record)
-                self._metrics.committed(self._plan.block_bytes)
+                self._metrics.committed(self._plan.block_bytes * record.rows // self._plan.rows_per_block)
             if self._claimed:
                 self._claimed.finished(record.stream)
         self._failed_streams.remove(record.stream)

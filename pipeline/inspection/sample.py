@@ -11,6 +11,7 @@ from jaxtyping import Float32, Float64, Int32
 from pipeline.errors import StoreInvalid
 from pipeline.store import ActivationStore, TokenRows
 from pipeline.store.filters import norms_of
+from pipeline.store.order import permutation
 
 # Tokens whose covariance is decomposed: the spectrum has at most so many components.
 SPECTRUM_TOKENS = 1024
@@ -72,7 +73,7 @@ def take_sample(store: ActivationStore, num_tokens: int, seed: int) -> StoreSamp
     if not store.rows.size:
         raise StoreInvalid(f"{store.path} has no rows yet: there is nothing to sample.")
     num_rows = min(len(store.rows), -(-num_tokens // store.slots), max(1, MAX_TEXT_SLOTS // store.length))
-    rows = np.sort(np.random.default_rng(seed).choice(store.rows, num_rows, replace=False))
+    rows = np.sort(store.rows[permutation(len(store.rows), seed)[:num_rows]])
     beside = store.read_tokens(rows)
     valid = beside.segments > 0
     views = tuple(_view(store, key.name, rows, valid) for key in store.keys)

@@ -25,7 +25,7 @@ from pipeline.store.frameworks import Framework, converter
 from pipeline.store.int8 import dequantised, scale_name
 from pipeline.store.layout import MIB, SIDE_ARRAYS, StoreLayout
 from pipeline.store.normalisation import Normalisation
-from pipeline.store.order import Buffer, ReadingOrder
+from pipeline.store.order import VERSION, Buffer, ReadingOrder
 
 AHEAD = 4  # batches
 GATHERING_THREADS = 2
@@ -143,13 +143,15 @@ class BatchReader(Iterator[Batch]):
         """Of everything that determines which token comes when."""
         blocks = [(r.stream, r.block, r.rows, r.tokens) for r in self._blocks.records]
         filtered = (self._reading.token_filter, self._reading.batch_size, self._reading.drop_last)
-        return zlib.crc32(repr((self._order, blocks, filtered)).encode())
+        version = () if self._reading.seed is None else (VERSION,)  # of storage order there is one
+        return zlib.crc32(repr((self._order, blocks, filtered, *version)).encode())
 
     def _restored(self, state: dict[str, int]) -> Position:
         if state.pop("order") != self._checksum:
             raise ValueError(
                 "the state is of another reading: the order of tokens depends on the store's blocks, keys, batch_size, "
-                "seed, rank, world, filter and buffer_mib. Use those of the reader that the state came from."
+                "seed, rank, world, filter and buffer_mib. Use those of the reader that the state came from. A "
+                "shuffled reading of an earlier version of this program had another order: begin it anew."
             )
         return Position(**state)
 

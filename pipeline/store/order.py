@@ -1,8 +1,9 @@
 """In which order a reader meets a store. Pure arithmetic on integers; nothing is read.
 
 Blocks are put in random order; consecutive blocks of that order form a window, and the pieces of a window are put in
-random order again. So what is held in memory beside the activations is that of one window. A buffer takes the next
-`pieces_per_buffer` pieces, and its tokens come out in random order. Without a seed everything stays in storage order.
+random order again; `permutation` says which that is. So what is held in memory beside the activations is that of one
+window. A buffer takes the next `pieces_per_buffer` pieces, and its tokens come out in random order. Without a seed
+everything stays in storage order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-_PIECES, _TOKENS = 1, 2  # what a random generator is for
+VERSION = 2  # of the random order; the first was numpy's Generator.permutation
+_PIECES, _TOKENS = 1, 2  # what an order is of
 
 
 class Piece(NamedTuple):
@@ -58,7 +60,6 @@ class ReadingOrder:
         blocks, ends, first, last = self._share(epoch)
         if first == last:
             return
-        rng = self._rng(epoch, _PIECES, self.rank)
         begin, end = np.searchsorted(ends, (first, last - 1), side="right").tolist()
         for window, at in enumerate(range(begin, end + 1, self.window_blocks)):
             pieces = []
@@ -68,7 +69,7 @@ class ReadingOrder:
                     start = piece * self.piece_rows
                     num_rows = min(self.piece_rows, self.block_rows[block] - start)
                     pieces.append(Piece(block, start, num_rows, window))
-            yield from (pieces if rng is None else (pieces[i] for i in rng.permutation(len(pieces))))
+            yield from (pieces[i] for i in self._permuted(len(pieces), epoch, _PIECES, self.rank, window))
 
     def buffers(self, epoch: int, start: int = 0) -> Iterator[Buffer]:
         """This rank's buffers of an epoch, from buffer `start` on."""
@@ -80,8 +81,7 @@ class ReadingOrder:
 
     def shuffled(self, buffer: Buffer, slots: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         """The slots of a buffer in the order in which they are handed out."""
-        rng = self._rng(buffer.epoch, _TOKENS, self.rank, buffer.index)
-        return slots if rng is None else rng.permutation(slots)
+        return slots[self._permuted(len(slots), buffer.epoch, _TOKENS, self.rank, buffer.index)]
 
     def tokens_of_ranks(self, epoch: int, piece_tokens: Sequence[Sequence[int]]) -> list[int]:
         """How many tokens each rank has in an epoch; `piece_tokens` are those of each piece of each block."""
@@ -92,12 +92,23 @@ class ReadingOrder:
 
     def _share(self, epoch: int) -> tuple[Int64[np.ndarray, " blocks"], Int64[np.ndarray, " blocks"], int, int]:
         """The epoch's order of blocks, the number of pieces up to and with each, and the pieces of this rank."""
-        rng = self._rng(epoch)
         num_blocks = len(self.block_rows)
-        blocks = np.arange(num_blocks) if rng is None else rng.permutation(num_blocks)
+        blocks = self._permuted(num_blocks, epoch)
         ends = np.cumsum(-(-np.asarray(self.block_rows, np.int64)[blocks] // self.piece_rows))
         total = int(ends[-1]) if num_blocks else 0
         return blocks, ends, total * self.rank // self.world, total * (self.rank + 1) // self.world
 
-    def _rng(self, epoch: int, *purpose: int) -> np.random.Generator | None:
-        return None if self.seed is None else np.random.default_rng([self.seed, epoch, *purpose])
+    def _permuted(self, count: int, epoch: int, *purpose: int) -> Int64[np.ndarray, " count"]:
+        return np.arange(count) if self.seed is None else permutation(count, self.seed, epoch, *purpose)
+
+
+def permutation(count: int, *seeds: int) -> Int64[np.ndarray, " count"]:
+    """0 .. count - 1 in an order that depends on the seeds alone: by the numbers of 64 bits that PCG64 gives from
+    SeedSequence(seeds), after the lowest bits of each, as many as a place needs, are replaced by its place.
+
+    numpy guarantees these numbers for all of its versions (NEP 19), but not what Generator.permutation makes of them.
+    """
+    of_place = np.uint64((1 << max(0, count - 1).bit_length()) - 1)
+    numbers = np.random.PCG64(np.random.SeedSequence(seeds)).random_raw(count)
+    keys = (numbers & ~of_place) | np.arange(count, dtype=np.uint64)
+    return (np.sort(keys) & of_place).astype(np.int64)

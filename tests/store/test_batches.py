@@ -1,5 +1,6 @@
 import itertools
 import json
+import zlib
 
 import numpy as np
 import pytest
@@ -163,6 +164,20 @@ def test_a_state_of_another_reading_is_refused(store, change):
     state = store.batches(NAME, **{"batch_size": 7, "seed": 5, "shuffle": True}).state()
     with pytest.raises(ValueError, match="state is of another reading"):
         store.batches(NAME, **{"batch_size": 7, "seed": 5, "shuffle": True, **change}, state=state)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_state_of_an_earlier_version_is_refused_where_the_order_was_another(store, shuffle):
+    reader = store.batches(NAME, 7, shuffle=shuffle)
+    expected = list(reader)
+    blocks = [(record.stream, record.block, record.rows, record.tokens) for record in store.blocks]
+    of_earlier = zlib.crc32(repr((reader._order, blocks, (TokenFilter(), 7, False))).encode())
+    state = {"epoch": 0, "batch": 0, "buffer": 0, "token": 0, "order": of_earlier}
+    if shuffle:
+        with pytest.raises(ValueError, match="earlier version of this program had another order"):
+            store.batches(NAME, 7, shuffle=True, state=state)
+    else:
+        assert all(map(same, store.batches(NAME, 7, state=state), expected))
 
 
 @pytest.mark.parametrize("world", [2, 3])

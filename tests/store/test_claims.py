@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from pipeline.errors import StoreInvalid
-from pipeline.store.claims import Claims, claim_key, delete_claims, read_claims
+from pipeline.store.claims import Claims, claim_key, delete_claims, held_claims, read_claims
 from pipeline.store.kvstore import list_keys, open_kvstore, read_key, write_key
 from tests.store.emulators import new_bucket
 
@@ -177,6 +177,35 @@ def test_what_is_no_claim_is_named(store_path):
     ):
         a.vacancies([2])
     assert read_key(open_kvstore(store_path), claim_key(2)) == b"{}"
+
+
+def test_held_claims_have_the_numbers_of_their_streams(store_path):
+    with claims(store_path) as a:
+        for stream in (0, 99_999, 100_000, 1_234_567):
+            assert claim(a, stream)
+        write_key(open_kvstore(store_path), "_claims/stream-notes.json", b"mine")
+        assert held_claims(store_path) == dict.fromkeys((0, 99_999, 100_000, 1_234_567), a.owner)
+    assert held_claims(store_path) == {}
+    delete_claims(open_kvstore(store_path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"[" * 10**5, b"5", b"[]"),
+        b'{"owner": 1, "held": true, "lease_s": 1, "number": 1}',
+        b'{"owner": "a", "held": 1, "lease_s": 1, "number": 1}',
+        b'{"owner": "a", "held": true, "lease_s": "1", "number": 1}',
+        b'{"owner": "a", "held": true, "lease_s": NaN, "number": 1}',
+        b'{"owner": "a", "held": true, "lease_s": 1}',
+    ],
+)
+def test_every_kind_of_damaged_claim_is_named(tmp_path, text):
+    write_key(open_kvstore(tmp_path), claim_key(100_000), text)
+    with pytest.raises(StoreInvalid, match=r"stream-100000\.json.*Delete it"):
+        held_claims(str(tmp_path))
+    with claims(str(tmp_path)) as a, pytest.raises(StoreInvalid, match=r"stream-100000\.json.*Delete it"):
+        a.vacancies([100_000])
 
 
 def test_claims_on_the_protocol_of_s3(s3):

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from pipeline.store.order import Piece, ReadingOrder
+from pipeline.store.order import Piece, ReadingOrder, permutation
 
 BLOCK_ROWS = (10, 3, 10, 10, 1, 7, 10, 10)
 PIECE_ROWS = 4
@@ -66,6 +66,28 @@ def test_tokens_are_shuffled_by_seed_epoch_rank_and_buffer():
     assert all(sorted(each) == slots.tolist() for each in found)
     assert tuple(order().shuffled(buffers[0], slots)) == found[0]
     assert order(seed=None).shuffled(buffers[0], slots).tolist() == slots.tolist()
+
+
+def test_the_order_is_written_down_and_not_numpys_own():
+    """These numbers may not change: readers go on from states that were saved by other versions of numpy."""
+    assert permutation(10, 7, 0).tolist() == [6, 3, 4, 9, 0, 2, 8, 7, 5, 1]
+    assert [rows(order().pieces(1))[i] for i in (0, 9, 30)] == [(3, 0), (1, 1), (7, 5)]
+    assert order().shuffled(next(order().buffers(1)), np.arange(100, 110)).tolist() == [
+        101,
+        108,
+        107,
+        102,
+        104,
+        109,
+        103,
+        106,
+        105,
+        100,
+    ]
+    assert permutation(0, 1).tolist() == []
+    many = permutation(100_000, 5)
+    assert np.array_equal(np.sort(many), np.arange(100_000))
+    assert abs(np.corrcoef(many, np.arange(100_000))[0, 1]) < 0.02
 
 
 @pytest.mark.parametrize("world", [1, 3, 40])
