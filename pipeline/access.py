@@ -2,6 +2,7 @@
 
 import errno
 import http.client
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -56,6 +57,8 @@ def named_errors(
         yield
     except (FileNotFoundError, PipelineError):
         raise
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:  # a library was given half an answer
+        raise failed(f"{where} cannot be read: {error}. Check access to it, and try again.") from error
     except (ImportError, ValueError) as error:  # fsspec knows no such protocol, the Hub no such name
         raise invalid(f"{key} is {_brief(where)}, which cannot be opened: {error}. Check the path.") from error
     except Exception as error:

@@ -1,5 +1,6 @@
 import errno
 import http.client
+import json
 
 import aiohttp
 import pytest
@@ -24,6 +25,8 @@ from pipeline.errors import InputError, PipelineError
         (httpx.ReadTimeout("slow"), PipelineError, "there cannot be read: slow"),
         (TransportError("no token"), PipelineError, "there cannot be read: no token"),
         (http.client.IncompleteRead(b""), PipelineError, "there cannot be read: IncompleteRead"),
+        (json.JSONDecodeError("Expecting value", "{", 1), PipelineError, "there cannot be read: Expecting value"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "half"), PipelineError, "there cannot be read: 'utf-8' codec"),
         (EOFError("early end"), PipelineError, "there cannot be read: early end"),
     ],
 )
