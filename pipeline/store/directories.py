@@ -35,6 +35,16 @@ def make_directories(path: str | Path, root: str | Path) -> None:
         _durable.add(path)
 
 
+def is_linked(path: str | Path, root: str | Path) -> bool:
+    """Whether a path in the directory `root`, or a directory between the two, is a symbolic link."""
+    path, root = os.path.abspath(path), os.path.abspath(root)
+    while path != root:
+        if os.path.islink(path):
+            return True
+        path = os.path.dirname(path)
+    return False
+
+
 def sync_directory(path: str | Path) -> None:
     """Returns when the directory's entries are on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -18,7 +18,7 @@ import tensorstore as ts
 from pipeline.addresses import unusable_store_path
 from pipeline.allocator import num_cores
 from pipeline.errors import ConfigError, StoreError, StoreInvalid
-from pipeline.store.directories import make_directories
+from pipeline.store.directories import is_linked, make_directories
 
 # TensorStore reads these with its first request. By itself it waits for ever for a server that says nothing.
 os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", "30")
@@ -235,6 +235,16 @@ def directory_of(kvstore: ts.KvStore) -> str | None:
     """The local directory that a key-value store is in; None for other kinds of storage."""
     spec = kvstore.spec().to_json()
     return spec["path"] if spec["driver"] == "file" else None
+
+
+def require_no_links(kvstore: ts.KvStore, keys: Sequence[str]) -> None:
+    """Raises StoreInvalid where an object of a local store is a symbolic link, or in a directory that is one: what is
+    there need not be the store's."""
+    if (root := directory_of(kvstore)) is None:
+        return
+    for key in keys:
+        if is_linked(root + key, root):
+            raise StoreInvalid(f"{root}{key} is a symbolic link, or in one: it is not the store's. Remove the link.")
 
 
 def start_write(kvstore: ts.KvStore, key: str, value: bytes | None, if_equal: bytes | None = None) -> ts.Future:

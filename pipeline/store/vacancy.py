@@ -8,7 +8,7 @@ import tensorstore as ts
 
 from pipeline.errors import StoreError, StoreInvalid
 from pipeline.store.commits import COMMITS_PREFIX
-from pipeline.store.keys import LOCK_SUFFIX, is_array_name
+from pipeline.store.keys import LOCK_SUFFIX, is_array_name, is_of_workers
 from pipeline.store.kvstore import directory_of, object_url, read_key, store_errors
 from pipeline.store.metadata import ROOT_KEY
 
@@ -19,8 +19,9 @@ def require_vacant(path: str, kvstore: ts.KvStore) -> bool:
     """Whether a store can be created at a place whose root was not found: False where there is a root after all, which
     another process may have written meanwhile.
 
-    What an interrupted creation leaves is not in the way, nor are empty folders, and what tools and file systems put
-    everywhere: names that begin with a dot, and lost+found. Raises StoreInvalid for anything else, and StoreError.
+    What an interrupted creation leaves is not in the way, nor what a worker wrote when the store was deleted already,
+    empty folders, and what tools and file systems put everywhere: names that begin with a dot, and lost+found. Raises
+    StoreInvalid for anything else, and StoreError.
     """
     foreign = list(islice((key for key in _keys(kvstore) if not _may_stay(key)), _NAMED + 1))
     if not foreign:
@@ -43,7 +44,7 @@ def _may_stay(key: str) -> bool:
     if not key or key.endswith("/"):  # a console's or a mounted bucket's sign for an empty folder
         return True
     first, *rest = key.split("/")
-    if first.startswith(".") or first == "lost+found":
+    if is_of_workers(key) or first.startswith(".") or first == "lost+found":
         return True
     if not rest:
         return key in (ROOT_KEY, ROOT_KEY + LOCK_SUFFIX)

@@ -16,6 +16,7 @@ from pipeline.store.kvstore import (
     read_checked,
     read_key,
     read_keys,
+    require_no_links,
     store_errors,
     write_if_absent,
     write_key,
@@ -147,6 +148,20 @@ def test_directories_are_on_the_disk_before_what_is_in_them_counts(tmp_path, mon
     assert set(made) == set(map(str, directories))  # TensorStore makes none by itself
     for directory in directories:
         assert str(directory.parent) in synced, directory
+
+
+@pytest.mark.parametrize(
+    ("link", "target"), [("a/b", "/etc"), ("a/b/c", "/etc/passwd"), ("a", "elsewhere"), ("a/b/c", "none")]
+)
+def test_links_in_a_store_are_named(tmp_path, link, target):
+    (tmp_path / "link").symlink_to(tmp_path / "store")  # the store's own place may be one
+    file = tmp_path / "store" / link
+    file.parent.mkdir(parents=True)
+    file.symlink_to(target)
+    for root in (tmp_path / "store", tmp_path / "link"):
+        require_no_links(open_kvstore(root), ["zarr.json", "x/y/z"])
+        with pytest.raises(StoreInvalid, match="a/b/c is a symbolic link, or in one"):
+            require_no_links(open_kvstore(root), ["zarr.json", "a/b/c"])
 
 
 def test_an_object_of_another_s3_service_has_a_name(monkeypatch):
