@@ -3,12 +3,13 @@
 import os
 import re
 
-_SECRET_NAMES = "token|sig|signature|key|credential|pass|pwd|auth|secret|session|sas|jwt|bearer|cookie"
+_SECRET_NAMES = re.compile(
+    "token|sig|signature|key|credential|pass|pwd|auth|secret|session|sas|jwt|bearer|cookie", re.IGNORECASE
+)
 # In front of the host: user:password@. The second form is of passwords with a slash, which no URL may have.
-_USER = r"://[^/\s@]*@|://[^/\s:@]+:(?!\d+(?:/|\s|$))[^\s@]*@"
-_CREDENTIALS = re.compile(rf"{_USER}|[?&;#][^=&;\s]*({_SECRET_NAMES})[^=&;\s]*=", re.IGNORECASE)
-_SHOWN_USER = re.compile(_USER)
-_SHOWN_QUERY = re.compile(r"(://[^\s?#;'\"]*)[?#;][^\s'\"]+")
+_USER = re.compile(r"://[^/\s]*@|://[^/\s:@]+:(?!\d+(?:/|\s|$))\S{0,256}@")
+_WORD = re.compile(r"\S+")
+_PUNCTUATION = "'\"`)]}>,.:;"  # behind a URL in a sentence
 
 STORE_SCHEMES = ("gs", "s3", "file", "memory")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -20,12 +21,26 @@ _CHOOSE = "Give a local path, gs://bucket/folder or s3://bucket/folder."
 
 def has_credentials(address: str) -> bool:
     """Whether a URL has a password, a signature or the like in it."""
-    return _CREDENTIALS.search(address) is not None
+    if _USER.search(address):
+        return True
+    parameters = re.split(r"[?&;#]" if "://" in address else r"[?&]", address)[1:]
+    named = (name for name, equals, _ in (part.partition("=") for part in parameters) if equals)
+    return any(_SECRET_NAMES.search(name) for name in named if not re.search(r"\s", name))
 
 
 def without_credentials(text: str) -> str:
     """A text with what may be secret taken out of its URLs: user and password, and everything after `?`, `#` or `;`."""
-    return _SHOWN_QUERY.sub(r"\1?***", _SHOWN_USER.sub("://***@", text))
+    return _WORD.sub(lambda word: _without_query(word[0]), _USER.sub("://***@", text))
+
+
+def _without_query(word: str) -> str:
+    scheme, separator, rest = word.partition("://")
+    if not separator:
+        return word
+    place, *query = re.split("[?#;]", rest, maxsplit=1)
+    end = word[len(word.rstrip(_PUNCTUATION)) :]
+    is_hidden = query and query[0].rstrip(_PUNCTUATION)
+    return f"{scheme}://{place}?***{end}" if is_hidden else word
 
 
 def unusable_path(path: str, name: str) -> str | None:

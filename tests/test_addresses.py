@@ -6,13 +6,16 @@ import pytest
 
 from pipeline import delete, export, finalize, inspect, merge, verify
 from pipeline.addresses import has_credentials, unusable_store_path, without_credentials
-from pipeline.errors import PipelineError, StoreInvalid
+from pipeline.cli import compose
+from pipeline.errors import ConfigError, PipelineError, StoreInvalid
 from pipeline.store import ActivationStore
 from pipeline.store.kvstore import open_kvstore
 from tests.store.example_store import write_store
 
 SECRET = "hunter2"
 WITH_CREDENTIALS = (
+    f"https://user:a@{SECRET}@host/store",
+    f"https://host/store?pwd=a'{SECRET}",
     f"gs://user:{SECRET}@bucket/store",
     f"https://user:{SECRET}@host/store",
     f"https://user:{SECRET}/x@host/store",
@@ -92,6 +95,15 @@ def test_a_setting_that_is_none_is_shown_without_them(main, capsys):
     assert SECRET not in printed
 
 
+@pytest.mark.parametrize(
+    "path", ["", "~nosuchuser/x", "http://localhost:1/x", f"gs://b/x?auth={SECRET}", f"s3://{SECRET}@b"]
+)
+def test_the_configuration_refuses_it_before_anything_is_opened(path):
+    with pytest.raises(ConfigError, match=r"store\.path|the store's path") as caught:
+        compose(["data.path=texts", f"store.path='{path}'"])
+    assert SECRET not in str(caught.value)
+
+
 @pytest.mark.parametrize(("path", "message"), NONSENSE)
 def test_the_reader_refuses_it_too(path, message):
     with pytest.raises(StoreInvalid, match=message):
@@ -120,6 +132,9 @@ def test_errors_are_shown_without_credentials():
         error = PipelineError(f"{url} cannot be read: 'GET {url}' failed ({url}). Try again.")
         assert SECRET not in str(error), url
         assert str(error).endswith("Try again.")
+    assert (
+        without_credentials("see 'https://h/x?a=1', gs://u:p@b/c#d; x") == "see 'https://h/x?***', gs://***@b/c?***; x"
+    )
     plain = "gs://bucket/a@b is missing; http://localhost:9000/x@y is not. What? See https://host/#a"
     assert without_credentials(plain) == plain.replace("#a", "?***")
     assert not any(
