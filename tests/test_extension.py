@@ -109,9 +109,6 @@ def is_complete(path: str) -> bool:
     return ActivationStore.open(path).complete
 
 
-# One after the other
-
-
 DISTURB: dict[str, Callable[..., object]] = {
     "older command": lambda path, command, old: run_job(path, *command, OLD),
     "older command that claims": lambda path, command, old: run_job(path, *command, OLD, "run.claim=true"),
@@ -195,9 +192,6 @@ def test_a_half_done_extension_of_decoding_is_not_completed(tmp_path, name):
     assert {file: file.read_bytes() for file in path.glob("_generated/*/*.activations")} == kept
     run(cli.compose([*command, f"store.path={path}"]))
     assert_undisturbed(read_image(str(path)), read_image(str(other)))
-
-
-# At the same time
 
 
 @dataclass(frozen=True)

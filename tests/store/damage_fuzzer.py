@@ -1,6 +1,7 @@
 """Random damage to stores of every kind, each in a process that may die of it.
 
-`damage_stores` makes the stores, `damage_operators` damage them, `damage_oracle` says what must become of them.
+`damage_stores` makes the stores, `damage_operators` and `damage_values` damage them, `damage_oracle` says what must
+become of them.
 
 By hand: `python -m tests.store.damage_fuzzer --kind int8 --seeds 0:1000`
 """
@@ -17,10 +18,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests.store.damage_operators import OPERATORS, UNDISCERNING, Damage, Operator, kind_of
+from tests.store import damage_operators, damage_values
+from tests.store.damage_operators import Damage, Operator, kind_of
 from tests.store.damage_oracle import Oracle, Outcome, Verdict, check_resumed
 from tests.store.damage_stores import KINDS, Image, Specimen, make_specimen
 
+OPERATORS = damage_operators.OPERATORS | damage_values.OPERATORS
 LIMIT_S = 20.0  # of a case; most take a twentieth of a second
 LIMIT_GIB = 4  # that a case may take, so that a huge shape is a MemoryError
 
@@ -129,7 +132,7 @@ def damaged(rng: random.Random, specimen: Specimen) -> tuple[str, Damage, Image]
         image = dict(specimen.image)
         name, damage = _apply_one(rng, image, specimen, OPERATORS)
         if rng.random() < 1 / 8:
-            second, more = _apply_one(rng, image, specimen, UNDISCERNING)
+            second, more = _apply_one(rng, image, specimen, damage_operators.OPERATORS)
             what = f"{damage.what}; {second}: {more.what}"
             damage = Damage(what, damage.is_visible and more.is_visible)
     return name, damage, image

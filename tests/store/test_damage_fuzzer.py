@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.store.damage_fuzzer import Case, Checker, run_cases, table
-from tests.store.damage_operators import OPERATORS
+from tests.store.damage_fuzzer import OPERATORS, Case, Checker, run_cases, table
 from tests.store.damage_stores import KINDS, make_specimen
 
-SAMPLED = {"legacy": 40, "int8": 60, "decode_unfinished": 50}  # what each takes part in, no other does
+SAMPLED = {"legacy": 40, "int8": 50, "decode_unfinished": 40}  # together they have every kind of object
 CASES = 120  # of each kind, behind the slow mark
 
 
