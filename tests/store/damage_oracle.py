@@ -10,7 +10,8 @@
 
 A store without digests (`Specimen.has_digests`) cannot tell one valid store shard from another, nor that what was
 written for information was edited, attributes of arrays for one, nor merged statistics from what they are but for
-rounding: (a) is not asked of it then. Its reader has the checksums of chunks, records and tables alone: (b) is not asked of other metadata.
+rounding: (a) is not asked of it then. Its reader has the checksums of chunks, records and tables alone: (b) is not
+asked of other metadata.
 """
 
 import json
