@@ -18,7 +18,7 @@ import tensorstore as ts
 
 from pipeline.errors import StoreError, StoreInvalid
 from pipeline.store.digests import json_digest
-from pipeline.store.kvstore import list_keys, read_key, read_keys
+from pipeline.store.kvstore import list_keys, read_checked, read_key
 from pipeline.store.parsing import parse_json
 
 COMMITS_PREFIX = "_commits/"
@@ -188,17 +188,14 @@ def _read_all(
     places = sorted(filter(None, map(parse_commit_key, list_keys(kvstore, prefix))))
     found: dict[tuple[int, int], CommitRecord | None] = {place: known.get(place) for place in places}
     unknown = [place for place in places if place not in known]
-    for place, text in zip(unknown, read_keys(kvstore, [commit_key(*place) for place in unknown]), strict=True):
-        if text is not None:
-            found[place] = _parse_record(text, f"{path}/{commit_key(*place)}", place)
-    return found
 
+    def parse(key: str, text: bytes | None) -> CommitRecord | None:
+        record = None if text is None else CommitRecord.from_json(text, f"{path}/{key}")
+        if record is not None and record.key != key:
+            raise StoreInvalid(f"{path}/{key} is the record of block {record.block} of stream {record.stream}.")
+        return record
 
-def _parse_record(text: bytes, subject: str, place: tuple[int, int]) -> CommitRecord:
-    record = CommitRecord.from_json(text, subject)
-    if (record.stream, record.block) != place:
-        raise StoreInvalid(f"{subject} is the record of block {record.block} of stream {record.stream}.")
-    return record
+    return found | dict(zip(unknown, read_checked(kvstore, [commit_key(*p) for p in unknown], parse), strict=True))
 
 
 def consolidate(records: Mapping[int, Sequence[CommitRecord]]) -> bytes:

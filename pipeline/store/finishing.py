@@ -13,7 +13,7 @@ import tensorstore as ts
 from pipeline.errors import StoreError, StoreInvalid
 from pipeline.store.arrays import set_rows
 from pipeline.store.claims import delete_claims, read_claims
-from pipeline.store.commits import CONSOLIDATED_KEY, CommitRecord, Records, consolidate, consolidated_digest
+from pipeline.store.commits import CONSOLIDATED_KEY, Records, consolidate, consolidated_digest
 from pipeline.store.kept import kept_keys
 from pipeline.store.kvstore import read_key, read_with_generations, write_if_unchanged, write_key
 from pipeline.store.layout import MAX_ROWS, StoreLayout
@@ -84,7 +84,7 @@ def _try_to_finish(
     if not is_written and read_root(path, kvstore) != finished:  # else another process wrote the same
         raise _ChangedMeanwhile
     delete_claims(kvstore, seen.claims)
-    _trim(path, kvstore, layout, records)
+    _settle_rows(path, kvstore, layout, read, records)
     for key in seen.kept:
         write_key(kvstore, key, None)
     return finished
@@ -124,10 +124,20 @@ def _write(kvstore: ts.KvStore, key: str, content: bytes, seen: _Seen) -> None:
         raise _ChangedMeanwhile
 
 
-def _trim(path: str, kvstore: ts.KvStore, layout: StoreLayout, records: Mapping[int, list[CommitRecord]]) -> None:
+def _settle_rows(
+    path: str, kvstore: ts.KvStore, layout: StoreLayout, read: Callable[[], Records], records: Records
+) -> None:
+    """Gives the arrays the rows that the root asks for, whoever changes it meanwhile: those up to the last committed
+    one of a complete store, and room for any block of one that was opened for more. `records` are those of the root
+    that this process has just written."""
     names = [spec.name for spec in layout.all_arrays]
-    last = [stream[-1] for stream in records.values()]
-    set_rows(kvstore, names, max((layout.first_row(r.stream, r.block) + r.rows for r in last), default=0))
-    root = read_root(path, kvstore)
-    if root is not None and not root.complete:  # opened for more blocks meanwhile, which need the room
-        set_rows(kvstore, names, MAX_ROWS)
+    for attempt in range(_ATTEMPTS):
+        root, generation = read_root_generation(path, kvstore)
+        if root is None:
+            return
+        last = [stream[-1] for stream in (read() if attempt else records).values()]
+        used = max((layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
+        set_rows(kvstore, names, used if root.complete else MAX_ROWS)
+        if read_root_generation(path, kvstore)[1] == generation:
+            return
+    raise StoreError(f"{path} could not be completed: other processes changed it {_ATTEMPTS} times. Try again.")

@@ -15,7 +15,7 @@ import tensorstore as ts
 from pipeline.errors import StoreError, StoreInvalid
 from pipeline.store.group_keys import group_key, stream_prefix
 from pipeline.store.kept import check_kept
-from pipeline.store.kvstore import list_keys, read_key
+from pipeline.store.kvstore import list_keys, read_checked
 from pipeline.store.parsing import parse_json
 from pipeline.store.problems import Problem, Remedy
 
@@ -35,8 +35,13 @@ def stored_groups(kvstore: ts.KvStore, stream: int) -> list[str]:
 
 def read_group(kvstore: ts.KvStore, stream: int, index: int) -> pa.Table:
     """The table of a group. Raises StoreInvalid when it is missing or damaged."""
-    key = group_key(stream, index)
-    content = read_key(kvstore, key)
+    [table] = read_checked(
+        kvstore, [group_key(stream, index)], lambda key, content: _decode(key, content, stream, index)
+    )
+    return table
+
+
+def _decode(key: str, content: bytes | None, stream: int, index: int) -> pa.Table:
     if content is None:
         raise StoreInvalid(f"{key} is missing, although its documents are asked for. Run the same command again.")
     try:

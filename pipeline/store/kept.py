@@ -13,7 +13,7 @@ import tensorstore as ts
 
 from pipeline.errors import StoreError, StoreInvalid
 from pipeline.store.group_keys import GENERATED_PREFIX, group_key, stream_prefix
-from pipeline.store.kvstore import list_keys, read_key, write_key
+from pipeline.store.kvstore import list_keys, read_checked, read_key, write_key
 
 _SUFFIX = ".activations"
 
@@ -40,14 +40,17 @@ def read_kept(
     kvstore: ts.KvStore, stream: int, index: int, array: str, dtype: np.dtype, shape: tuple[int, int]
 ) -> np.ndarray:
     """[n, D], as `shape` says. Raises StoreError where it is missing, and StoreInvalid where it is damaged."""
-    key = kept_key(stream, index, array)
-    content = read_key(kvstore, key)
-    if content is None:  # perhaps since another run has just completed the store
-        raise StoreError(f"{key} is missing. Run the same command again: it is then written anew.")
     num_bytes = shape[0] * shape[1] * dtype.itemsize
-    for what in _damage(key, content, num_bytes):
-        raise StoreInvalid(f"{key} {what}. Delete it, and run the same command again.")
-    return np.frombuffer(content[:num_bytes], dtype).reshape(shape)
+
+    def check(key: str, content: bytes | None) -> np.ndarray:
+        if content is None:  # perhaps since another run has just completed the store
+            raise StoreError(f"{key} is missing. Run the same command again: it is then written anew.")
+        for what in _damage(key, content, num_bytes):
+            raise StoreInvalid(f"{key} {what}. Delete it, and run the same command again.")
+        return np.frombuffer(content[:num_bytes], dtype).reshape(shape)
+
+    [values] = read_checked(kvstore, [kept_key(stream, index, array)], check)
+    return values
 
 
 def check_kept(

@@ -10,10 +10,19 @@ from functools import reduce
 
 import tensorstore as ts
 
-from pipeline.errors import StoreMismatch
+from pipeline.errors import StoreError, StoreMismatch
+from pipeline.store.claims import held_claims
 from pipeline.store.commits import CommitRecord
 from pipeline.store.group_keys import GENERATED_PREFIX
-from pipeline.store.kvstore import list_keys, open_kvstore, read_key, read_keys, write_if_absent, write_key
+from pipeline.store.kvstore import (
+    list_keys,
+    open_kvstore,
+    read_key,
+    read_keys,
+    require_no_links,
+    write_if_absent,
+    write_key,
+)
 from pipeline.store.layout import MAX_ROWS
 from pipeline.store.statistics import statistics_key
 from pipeline.store.tables import table_key
@@ -31,7 +40,8 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
     was. The store is not finished. `progress` is called with the number of blocks that are copied and of all to copy.
 
     Raises StoreMismatch when a store was made by another configuration, or two hold different versions of a block;
-    then nothing is copied. Raises StoreInvalid for a source that is none, or damaged, and StoreError.
+    then nothing is copied. Raises StoreInvalid for a source that is none, or damaged, and StoreError, also where
+    workers hold streams of the store at `path`.
     """
     opened = [StoreWriter.open_existing(source) for source in sources]
     for other in opened[1:]:
@@ -39,6 +49,12 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
     existing = [StoreWriter.open_existing(path)] if _exists(path) else []
     for store in existing:
         _require_fit(opened[0], store)
+    if holders := held_claims(path):
+        held = ", ".join(f"{stream} by {owner}" for stream, owner in holders.items())
+        raise StoreError(
+            f"{path} is not merged into: workers hold streams of it ({held}). Let them end first, or delete its "
+            "_claims/ if they are dead."
+        )
     missing = _missing(existing, opened)
     target = existing[0] if existing else _create(path, opened[0])
     measured = [source.weights_error for source in opened if source.weights_error is not None]
@@ -101,12 +117,15 @@ def _create(path: str, like: StoreWriter) -> StoreWriter:
     kvstore = open_kvstore(path)
     require_vacant(path, kvstore)  # before anything is written
     for name, zarr_json in _formats(like).items():
-        write_key(kvstore, f"{name}/zarr.json", json.dumps(zarr_json).encode())
+        write_if_absent(kvstore, f"{name}/zarr.json", json.dumps(zarr_json).encode())
     create_root(path, kvstore, like.metadata, like.layout)
     return StoreWriter.open(path, like.metadata, like.layout)
 
 
 def _copy_block(source: StoreWriter, target: StoreWriter, record: CommitRecord, pool: ThreadPoolExecutor) -> None:
+    if read_key(open_kvstore(target.path), record.key) is not None:  # a job on the target was faster
+        target.commit_written(record, is_there=True)
+        return
     stream, block = record.stream, record.block
     keys = [target.layout.shard_key(spec, stream, block) for spec in target.layout.all_arrays]
     keys.append(table_key(stream, block))
@@ -117,8 +136,17 @@ def _copy_block(source: StoreWriter, target: StoreWriter, record: CommitRecord, 
 
 
 def _copy(source: ts.KvStore, target: ts.KvStore, keys: Sequence[str], pool: ThreadPoolExecutor) -> None:
-    """An object that the source lacks (zeros, in an array) is deleted: an earlier job may have left another there."""
-    list(pool.map(lambda key: write_key(target, key, read_key(source, key)), keys))
+    """An object that the source lacks (zeros, in an array) is deleted: an earlier job may have left another there.
+
+    Raises StoreInvalid for a symbolic link, whose target need not be the store's.
+    """
+    require_no_links(source, keys)
+
+    def copy(key: str) -> None:
+        content = read_key(source, key)
+        write_key(target, key, read_key(source, key) if content is None else content)  # a service may be wrong once
+
+    list(pool.map(copy, keys))
 
 
 def _copy_beside(source: StoreWriter, target: StoreWriter) -> None:
@@ -126,6 +154,8 @@ def _copy_beside(source: StoreWriter, target: StoreWriter) -> None:
     kvstore, into = open_kvstore(source.path), open_kvstore(target.path)
     for prefix in ("_metrics/", GENERATED_PREFIX):
         there = set(list_keys(into, prefix))
-        for key in list_keys(kvstore, prefix):
-            if key not in there:
-                write_if_absent(into, key, read_key(kvstore, key))
+        keys = [key for key in list_keys(kvstore, prefix) if key not in there]
+        require_no_links(kvstore, keys)
+        for key, content in zip(keys, read_keys(kvstore, keys), strict=True):
+            if content is not None:  # else it was deleted since it was listed
+                write_if_absent(into, key, content)

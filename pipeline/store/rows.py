@@ -9,12 +9,15 @@ from jaxtyping import Bool, Int32, Int64, Shaped
 from pipeline.errors import StoreInvalid
 from pipeline.selected import at_selected
 from pipeline.store.commits import CommitRecord
-from pipeline.store.kvstore import list_keys, object_url, repeated, store_errors
+from pipeline.store.kvstore import is_remote, list_keys, object_url, repeated, store_errors
 from pipeline.store.layout import SELECTED, SIDE_ARRAYS
 
 # How many pieces to have under way. Enough to keep an object store busy; with more, TensorStore's own buffers no longer
 # come from what was freed just before (measured: 30 pieces take 20 to 40 times the page faults of 6).
 READS_AHEAD = 6
+
+# Of an object that is listed, but was read as if it were missing: a service that errs may do so twice in a row.
+_REREADS = 4
 
 
 def read_runs(array: ts.TensorStore, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
@@ -79,11 +82,12 @@ def require_stored(
                 f"{object_url(array.kvstore, key)} is missing, although the block is committed. "
                 "Run pipeline.verify, which lists all damage and says how to repair it."
             )
-        again = read_runs(array, suspicious[suspicious // rows_per_shard == shard])
-        if not ((again if again.ndim == 2 else again[:, 0]) == array.fill_value).all():
-            raise StoreInvalid(
-                f"{object_url(array.kvstore, key)} is there, but its storage answered that it is not. Try again."
-            )
+        for _ in range(_REREADS if is_remote(array.kvstore) else 1):
+            again = read_runs(array, suspicious[suspicious // rows_per_shard == shard])
+            if not ((again if again.ndim == 2 else again[:, 0]) == array.fill_value).all():
+                raise StoreInvalid(
+                    f"{object_url(array.kvstore, key)} is there, but its storage answered that it is not. Try again."
+                )
 
 
 def counts_positions(segments: Int32[np.ndarray, "n T"]) -> Bool[np.ndarray, " n"]:

@@ -20,7 +20,7 @@ from pipeline.store.commits import CommitRecord
 from pipeline.store.digests import objects_digest
 from pipeline.store.filters import norms_of
 from pipeline.store.int8 import dequantised
-from pipeline.store.kvstore import DAMAGE_REMEDY, read_keys
+from pipeline.store.kvstore import DAMAGE_REMEDY, read_checked, read_keys, repeated
 from pipeline.store.normalisation import Normalisation
 from pipeline.store.parsing import parse_json
 from pipeline.store.tables import decode_parquet, encode_table
@@ -203,8 +203,8 @@ def merge_blocks(kvstore: ts.KvStore, records: Sequence[CommitRecord]) -> dict[s
     records = sorted(records, key=lambda record: (record.stream, record.block))  # rounding depends on the order
     if not records or not all(record.statistics_sha256 for record in records):
         return {}
-    contents = read_keys(kvstore, [statistics_key(record.stream, record.block) for record in records])
-    blocks = (decode_statistics(content, record) for content, record in zip(contents, records, strict=True))
+    by_key = {statistics_key(record.stream, record.block): record for record in records}
+    blocks = read_checked(kvstore, list(by_key), lambda key, content: decode_statistics(content, by_key[key]))
     total = next(blocks)
     for block in blocks:
         total = {name: merge([of_array, block[name]]) for name, of_array in total.items()}
@@ -267,10 +267,14 @@ def read_merged(kvstore: ts.KvStore, name: str, digest: str | None = None) -> St
     Raises StoreInvalid for what is damaged, or has not the `digest` that the root names, and StoreError.
     """
     keys = merged_keys(name)
-    objects = dict(zip(keys, read_keys(kvstore, list(keys)), strict=True))
-    if digest is not None and merged_digest(objects, name) != digest:
-        raise StoreInvalid(f"{keys[0]} and {keys[1]} do not have the digest that the root names. {DAMAGE_REMEDY}")
-    return None if None in objects.values() else decode_merged(objects, name)
+
+    def read() -> Statistics | None:
+        objects = dict(zip(keys, read_keys(kvstore, list(keys)), strict=True))
+        if digest is not None and merged_digest(objects, name) != digest:
+            raise StoreInvalid(f"{keys[0]} and {keys[1]} do not have the digest that the root names. {DAMAGE_REMEDY}")
+        return None if None in objects.values() else decode_merged(objects, name)
+
+    return repeated(kvstore, read)
 
 
 def decode_merged(objects: Mapping[str, bytes], name: str) -> Statistics:

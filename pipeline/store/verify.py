@@ -37,11 +37,11 @@ from pipeline.store.commits import (
 from pipeline.store.digests import ValuesDigest
 from pipeline.store.groups import check_groups
 from pipeline.store.int8 import scale_name
-from pipeline.store.kvstore import list_keys, open_kvstore, read_key, read_keys
+from pipeline.store.kvstore import is_remote, list_keys, open_kvstore, read_key, read_keys
 from pipeline.store.layout import ITEM_BYTES, MAX_ROWS, POSITIONS, SIDE_ARRAYS, StoreLayout
 from pipeline.store.metadata import ROOT_KEY, StoreRoot, stored_layout
 from pipeline.store.problems import Problem, Remedy
-from pipeline.store.rows import READS_AHEAD, beside_activations, start_read, wait_read
+from pipeline.store.rows import READS_AHEAD, RowRead, beside_activations, start_read, wait_read
 from pipeline.store.statistics import (
     MERGED_GROUP,
     MERGED_GROUP_KEY,
@@ -286,6 +286,13 @@ def _check_leftovers(store: _Store) -> Iterator[Problem]:
 
 
 def _check_block(store: _Store, record: CommitRecord) -> _CheckedBlock:
+    """A block with a problem is looked at twice: a service may answer with half an object, or with none, and be right
+    the next time."""
+    first = _check_block_once(store, record)
+    return _check_block_once(store, record) if first.problems and is_remote(store.kvstore) else first
+
+
+def _check_block_once(store: _Store, record: CommitRecord) -> _CheckedBlock:
     problems: list[Problem] = []
     table, statistics = None, {}
     try:
@@ -460,7 +467,7 @@ def _read_block(
     first = store.layout.first_row(record.stream, record.block)
     stop = min(first + store.layout.rows_per_block, store.num_rows)
     yield np.empty((0, *array.shape[1:]), array.dtype.numpy_dtype)
-    reads: deque[tuple[np.ndarray, ts.WriteFutures]] = deque()
+    reads: deque[tuple[np.ndarray, RowRead]] = deque()
     step = store.layout.piece_rows([name])
     for row in range(first, stop, step):
         out = np.empty((min(step, stop - row), *array.shape[1:]), array.dtype.numpy_dtype)
@@ -476,9 +483,7 @@ def _read_block(
             digest.add_values(np.broadcast_to(fill, array.shape[1:]))
 
 
-def _finished(
-    array: ts.TensorStore, values: np.ndarray, read: ts.WriteFutures, digest: ValuesDigest | None
-) -> np.ndarray:
+def _finished(array: ts.TensorStore, values: np.ndarray, read: RowRead, digest: ValuesDigest | None) -> np.ndarray:
     wait_read(array, read)
     if digest is not None:
         digest.add_values(values)

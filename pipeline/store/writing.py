@@ -15,7 +15,7 @@ import pyarrow as pa
 import tensorstore as ts
 
 from pipeline.errors import StoreError, StoreInvalid
-from pipeline.store.arrays import open_existing, open_or_create, read_array_digests, set_rows
+from pipeline.store.arrays import open_existing, open_or_create, read_array_digests, require_arrays, set_rows
 from pipeline.store.commits import (
     CommitRecord,
     Records,
@@ -32,13 +32,23 @@ from pipeline.store.kvstore import (
     open_kvstore,
     read_key,
     read_with_generations,
+    start_write,
     store_errors,
     write_if_absent,
     write_if_unchanged,
     write_key,
 )
 from pipeline.store.layout import MAX_ROWS, ArraySpec, StoreLayout, is_plain_files
-from pipeline.store.metadata import ROOT_KEY, Json, StoreMetadata, StoreRoot, change_root, read_root, stored_layout
+from pipeline.store.metadata import (
+    ROOT_KEY,
+    Json,
+    StoreMetadata,
+    StoreRoot,
+    change_root,
+    read_root,
+    require_root,
+    stored_layout,
+)
 from pipeline.store.shard_files import ShardFiles
 from pipeline.store.statistics import Statistics, encode_statistics, statistics_key
 from pipeline.store.tables import encode_table, table_digest, table_key
@@ -111,10 +121,9 @@ class StoreWriter:
     def open_existing(cls, path: str) -> "StoreWriter":
         """Opens a store as it is, to finish it. Raises StoreInvalid where there is none, or it is damaged."""
         kvstore = open_kvstore(path)
-        root = read_root(path, kvstore)
-        if root is None:
-            raise StoreInvalid(f"there is no activation store at {path}: it has no {ROOT_KEY}.")
+        root = require_root(path, kvstore)
         arrays = open_existing(kvstore, root.array_names)
+        require_arrays(root, arrays, path)
         return cls(path, kvstore, stored_layout(root, arrays), root, arrays)
 
     @property
@@ -175,9 +184,7 @@ class StoreWriter:
         for spec in self.layout.all_arrays:
             key = self.layout.shard_key(spec, stream, block)
             futures[key], digests[spec.name] = self._write_shard(spec, key, stream, block, arrays[spec.name])
-        for key, parquet in tables.items():
-            with store_errors(object_url(self._kvstore, key)):
-                futures[key] = self._kvstore.write(key, parquet)
+        futures |= {key: start_write(self._kvstore, key, parquet) for key, parquet in tables.items()}
         return PendingBlock(stream, block, futures, digests, table_sha256, statistics_sha256)
 
     def wait(self, pending: PendingBlock) -> None:
@@ -246,7 +253,8 @@ class StoreWriter:
             )
 
         self._root = change_root(self.path, self._kvstore, reopened)
-        if any(array.shape[0] != MAX_ROWS for array in self._arrays.values()):
+        while any(array.shape[0] != MAX_ROWS for array in self._arrays.values()):
+            set_rows(self._kvstore, self._array_names(), MAX_ROWS)  # another process was late to trim them
             self._arrays = open_or_create(self._kvstore, self.layout)
 
     def finish(self, force: bool = False) -> bool:
@@ -297,9 +305,8 @@ class StoreWriter:
             return written, written
         digest = file_threads().submit(values_digest, values, chunk_shape)
         first = self.layout.first_row(stream, block)
-        with store_errors(object_url(self._kvstore, key)):
-            shard = self._arrays[spec.name][first : first + self.layout.rows_per_block]
-            return shard.write(values, can_reference_source_data_indefinitely=self._may_reference), digest
+        shard = self._arrays[spec.name][first : first + self.layout.rows_per_block]
+        return shard.write(values, can_reference_source_data_indefinitely=self._may_reference), digest
 
     def _check_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         found = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}

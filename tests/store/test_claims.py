@@ -186,7 +186,6 @@ def test_held_claims_have_the_numbers_of_their_streams(store_path):
         write_key(open_kvstore(store_path), "_claims/stream-notes.json", b"mine")
         assert held_claims(store_path) == dict.fromkeys((0, 99_999, 100_000, 1_234_567), a.owner)
     assert held_claims(store_path) == {}
-    delete_claims(open_kvstore(store_path))
 
 
 @pytest.mark.parametrize(

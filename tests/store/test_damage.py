@@ -15,7 +15,16 @@ from pipeline.store.problems import Remedy
 from pipeline.store.tables import decode_table, encode_table, table_digest, table_key
 from pipeline.store.verify import verify_store
 from pipeline.store.writing import StoreWriter
-from tests.store.example_store import NUM_STREAMS, VOCAB_SIZE, blocks, layout, metadata, write_blocks, write_store
+from tests.store.example_store import (
+    NUM_STREAMS,
+    VOCAB_SIZE,
+    WIDTHS,
+    blocks,
+    layout,
+    metadata,
+    write_blocks,
+    write_store,
+)
 
 STREAM, BLOCK = 0, 1
 ACTIVATIONS = layout().arrays[1]
@@ -251,7 +260,8 @@ def test_wrong_values(store_path, edit, message):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_values_where_padded(tmp_path, dtype):
-    writer = StoreWriter.open(str(tmp_path), metadata(), layout(dtype=dtype))
+    capture = {"arrays": list(WIDTHS), "dtype": dtype}
+    writer = StoreWriter.open(str(tmp_path), metadata(capture=capture), layout(dtype=dtype))
     for block in blocks(1, dtype=dtype):
         if block.record.exhausted:
             assert block.arrays["segments"][-1, -1] == 0
@@ -261,7 +271,8 @@ def test_values_where_padded(tmp_path, dtype):
 
 
 def test_computing_again_is_no_remedy_for_values_that_are_not_finite(tmp_path):
-    writer = StoreWriter.open(str(tmp_path), metadata(), layout(dtype="float16"))
+    capture = {"arrays": list(WIDTHS), "dtype": "float16"}
+    writer = StoreWriter.open(str(tmp_path), metadata(capture=capture), layout(dtype="float16"))
     block = next(blocks(0, dtype="float16"))
     block.arrays["embed"][0, 0, 0] = np.inf
     writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
