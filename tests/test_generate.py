@@ -211,8 +211,8 @@ def test_real_arc_tasks(shared, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.rows=0", "data.rows = 0 is not a multiple of the 1 devices"),
-        ("data.group=0", "data.group is 0. Set it to at least 1"),
+        ("data.rows=0", "data.rows is 0. Set it to a whole number of at least 1"),
+        ("data.group=0", "data.group is 0. Set it to a whole number of at least 1"),
         ("data.prompt_length=1000", "data.prompt_length.* = 1000 \\+ 48 is more than the model's 1024 positions"),
         ("data.temperature=-1", "temperature is -1"),
         ("data.end_tokens=[two words]", "data.end_tokens='two words' is . tokens"),

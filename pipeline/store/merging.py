@@ -26,7 +26,7 @@ from pipeline.store.kvstore import (
 from pipeline.store.layout import MAX_ROWS
 from pipeline.store.statistics import statistics_key
 from pipeline.store.tables import table_key
-from pipeline.store.target import larger
+from pipeline.store.target import has_share, larger, stream_share
 from pipeline.store.vacancy import require_vacant
 from pipeline.store.writing import StoreWriter, create_root
 
@@ -60,6 +60,8 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
     measured = [source.weights_error for source in opened if source.weights_error is not None]
     if measured and target.weights_error is None:
         target.record_weights_error(measured[0])
+    if existing and not target.complete:
+        missing = [(source, record) for source, record in missing if not _is_cut_short(source, record, target)]
     if missing:
         target.reopen(reduce(larger, (source.target for source in opened)))
     with ThreadPoolExecutor(COPIES, thread_name_prefix="copy") as pool:
@@ -70,6 +72,13 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
     for source in opened:
         _copy_beside(source, target)
     return target
+
+
+def _is_cut_short(source: StoreWriter, record: CommitRecord, target: StoreWriter) -> bool:
+    """Whether a truncated block is not the last one of its stream in a store that a longer run is extending: that run
+    computes the whole block, and may be writing it."""
+    share = stream_share(target.target, target.metadata.num_streams, record.stream)
+    return record.truncated and not has_share(source.records[record.stream][: record.block + 1], share)
 
 
 def _require_fit(first: StoreWriter, other: StoreWriter) -> None:
