@@ -84,7 +84,7 @@ def _try_to_finish(
     if not is_written and read_root(path, kvstore) != finished:  # else another process wrote the same
         raise _ChangedMeanwhile
     delete_claims(kvstore, seen.claims)
-    _settle_rows(path, kvstore, layout, read, records)
+    _settle_rows(path, kvstore, layout, read)
     for key in seen.kept:
         write_key(kvstore, key, None)
     return finished
@@ -124,18 +124,15 @@ def _write(kvstore: ts.KvStore, key: str, content: bytes, seen: _Seen) -> None:
         raise _ChangedMeanwhile
 
 
-def _settle_rows(
-    path: str, kvstore: ts.KvStore, layout: StoreLayout, read: Callable[[], Records], records: Records
-) -> None:
+def _settle_rows(path: str, kvstore: ts.KvStore, layout: StoreLayout, read: Callable[[], Records]) -> None:
     """Gives the arrays the rows that the root asks for, whoever changes it meanwhile: those up to the last committed
-    one of a complete store, and room for any block of one that was opened for more. `records` are those of the root
-    that this process has just written."""
+    one of a complete store, and room for any block of one that was opened for more."""
     names = [spec.name for spec in layout.all_arrays]
-    for attempt in range(_ATTEMPTS):
+    for _ in range(_ATTEMPTS):
         root, generation = read_root_generation(path, kvstore)
         if root is None:
             return
-        last = [stream[-1] for stream in (read() if attempt else records).values()]
+        last = [stream[-1] for stream in read().values()]
         used = max((layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
         set_rows(kvstore, names, used if root.complete else MAX_ROWS)
         if read_root_generation(path, kvstore)[1] == generation:

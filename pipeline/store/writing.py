@@ -223,7 +223,7 @@ class StoreWriter:
         """The record that is there, written by another run. Raises StoreError unless it says the same."""
         text = read_key(self._kvstore, record.key)
         found = None if text is None else CommitRecord.from_json(text, f"{self.path}/{record.key}")
-        if found is None or not found.is_same_block(record):
+        if found is None or not (found.is_same_block(record) and found.names_same_files(record)):
             raise StoreError(
                 f"{self.path}/{record.key} was written meanwhile, with another content, by another run on this store. "
                 f"It stays. Run the same command again, with the same configuration as the other."

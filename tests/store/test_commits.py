@@ -154,3 +154,15 @@ def test_records_that_keep_disappearing_end_the_reading(tmp_path, monkeypatch):
         read_records("store", kvstore)
     assert caught.value.exit_code == 1
     assert len(left) == 2
+
+
+def test_records_of_the_same_block():
+    """The digests of values tell, not the bytes of parquet files; an earlier program's record has only these."""
+    ours = replace(RECORD, digests={"tokens": "01"}, table_sha256="a")
+    assert ours.is_same_block(replace(ours, table_sha256="b"))
+    assert not ours.names_same_files(replace(ours, table_sha256="b"))
+    assert not ours.is_same_block(replace(ours, digests={"tokens": "02"}))
+    earlier = replace(ours, digests=None)
+    assert ours.is_same_block(earlier)
+    assert not ours.is_same_block(replace(earlier, table_sha256="b"))
+    assert not ours.is_same_block(replace(ours, tokens=ours.tokens + 1))
