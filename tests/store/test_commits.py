@@ -17,7 +17,7 @@ from pipeline.store.commits import (
     read_consolidated,
     read_records,
 )
-from pipeline.store.kvstore import open_kvstore, read_keys, write_key
+from pipeline.store.kvstore import open_kvstore, read_checked, write_key
 
 CURSOR = {"shard": 0, "document": 5, "token": 128, "ordinal": 7}
 RECORD = CommitRecord(
@@ -120,11 +120,11 @@ def test_consolidated_records_survive(tmp_path):
 def before_each_read(monkeypatch, act: Callable[[], None]) -> None:
     """Another worker does something after the records were listed, and before they are read."""
 
-    def read(kvstore: ts.KvStore, keys: list[str]) -> Iterator[bytes | None]:
+    def read(kvstore: ts.KvStore, keys: list[str], check: Callable) -> Iterator[CommitRecord | None]:
         act()
-        return read_keys(kvstore, keys)
+        return read_checked(kvstore, keys, check)
 
-    monkeypatch.setattr(commits, "read_keys", read)
+    monkeypatch.setattr(commits, "read_checked", read)
 
 
 def test_a_record_that_is_withdrawn_while_they_are_read(tmp_path, monkeypatch):
