@@ -50,7 +50,10 @@ def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
             f"workers hold streams ({held}). Let them end, or run pipeline.finalize with force=true if they are dead."
         )
     if not store.finish(is_forced):
-        return "another run began to extend it. Let that run go on, or run pipeline.finalize with force=true."
+        return (
+            "another run began to extend it, or it has lost commit records. Let that run go on, look at "
+            "pipeline.verify, or run pipeline.finalize with force=true."
+        )
     return None
 
 

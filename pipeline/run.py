@@ -85,9 +85,9 @@ def run(config: RunConfig) -> None:
                 log.warning("%s: %s", config.store.path, missing)
             if is_done and not store.finish():
                 log.info(
-                    "%s is not completed: another run has raised its target to %s tokens. Run that command again, or "
+                    "%s is not completed: it holds less than another run has asked for. Run that command again, or "
                     "pipeline.finalize with force=true to complete the store with what it holds",
-                    *(config.store.path, store.target),
+                    config.store.path,
                 )
         distributed.wait_for_all()
 

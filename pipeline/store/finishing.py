@@ -44,8 +44,8 @@ def finish_store(
     """Consolidates the records that `read` gives, merges the statistics, marks the store complete, trims the arrays to
     the last committed row. A store that is complete is left as it is, but for what an interruption left undone.
 
-    None, and nothing is changed, where the root's target is not reached: another run is extending the store. `force`
-    completes it all the same.
+    None, and nothing is changed, where the root's target is not reached, since another run is extending the store, or
+    a complete store has lost records. `force` completes it all the same.
 
     Claims that nobody renews are deleted, and what was kept while decoding; nothing else: objects without a commit
     record may be those of a block that a worker is about to commit, and would then be missing. Those that a killed run
@@ -68,7 +68,12 @@ def _try_to_finish(
         raise StoreError(f"{path}/{ROOT_KEY} was deleted while the store was being written.")
     try:
         records = read()
-        if not (root.complete or force or is_reached(records, layout.num_streams, root.target)):
+        blocks = tuple(len(records.get(stream, ())) for stream in range(layout.num_streams))
+        if root.complete:
+            is_whole = all(found >= before for found, before in zip(blocks, root.blocks or blocks, strict=True))
+        else:
+            is_whole = is_reached(records, layout.num_streams, root.target)
+        if not (is_whole or force):
             return None
         objects, digests = _summaries(kvstore, layout, root, records, seen)
     except StoreInvalid:
@@ -78,7 +83,6 @@ def _try_to_finish(
     for key, content in objects.items():
         _write(kvstore, key, content, seen)
     sha256 = consolidated_digest(objects[CONSOLIDATED_KEY])
-    blocks = tuple(len(records.get(stream, ())) for stream in range(layout.num_streams))
     finished = replace(root, complete=True, blocks=blocks, commits_sha256=sha256, statistics_digests=digests or None)
     is_written = finished == root or write_if_unchanged(kvstore, ROOT_KEY, finished.to_json(), generation) is not None
     if not is_written and read_root(path, kvstore) != finished:  # else another process wrote the same

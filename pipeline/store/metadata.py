@@ -16,7 +16,14 @@ from pipeline.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.store.digests import json_digest
 from pipeline.store.int8 import DTYPE as INT8
 from pipeline.store.int8 import scale_name
-from pipeline.store.kvstore import open_kvstore, read_checked, read_key, read_with_generations, write_if_unchanged
+from pipeline.store.kvstore import (
+    open_kvstore,
+    read_checked,
+    read_key,
+    read_with_generations,
+    repeated,
+    write_if_unchanged,
+)
 from pipeline.store.layout import ITEM_BYTES, SELECTED, SIDE_ARRAYS, ArraySpec, StoreLayout, scale_spec
 from pipeline.store.parsing import parse_json
 from pipeline.store.root_types import require_root_types
@@ -210,8 +217,12 @@ def read_root(path: str, kvstore: ts.KvStore) -> StoreRoot | None:
 
 def read_root_generation(path: str, kvstore: ts.KvStore) -> tuple[StoreRoot | None, bytes]:
     """The root of the store, or None where there is none, and the object's generation. Raises StoreError."""
-    [(text, generation)] = read_with_generations(kvstore, [ROOT_KEY])
-    return None if text is None else StoreRoot.from_json(text, path), generation
+
+    def read() -> tuple[StoreRoot | None, bytes]:
+        [(text, generation)] = read_with_generations(kvstore, [ROOT_KEY])
+        return None if text is None else StoreRoot.from_json(text, path), generation
+
+    return repeated(kvstore, read)
 
 
 def change_root(path: str, kvstore: ts.KvStore, change: Callable[[StoreRoot], StoreRoot]) -> StoreRoot:

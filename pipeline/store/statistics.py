@@ -124,12 +124,15 @@ def token_statistics(activations: np.ndarray) -> Statistics:
 def piece_statistics(values: np.ndarray, scales: np.ndarray | None) -> Statistics:
     """Of some tokens' stored values [n, d], in float32; of int8 with their scales [n, groups]."""
     values = values.astype(np.float32) if scales is None else dequantised(values, scales)
-    norms = norms_of(values)
-    is_finite = np.isfinite(norms)
-    finite = values if is_finite.all() else values[is_finite]
-    mean = finite.mean(axis=0, dtype=np.float64) if len(finite) else np.zeros(values.shape[1])
-    deviations = finite - mean.astype(np.float32)
-    m2 = np.einsum("nd,nd->d", deviations, deviations).astype(np.float64)
+    with np.errstate(over="ignore"):  # of squares of finite values
+        norms = norms_of(values)
+        is_finite = np.isfinite(norms)
+        if not is_finite.all():
+            is_finite[~is_finite] = np.isfinite(values[~is_finite]).all(axis=1)
+        finite = values if is_finite.all() else values[is_finite]
+        mean = finite.mean(axis=0, dtype=np.float64) if len(finite) else np.zeros(values.shape[1])
+        deviations = finite - mean.astype(np.float32)
+        m2 = np.einsum("nd,nd->d", deviations, deviations).astype(np.float64)
     return _with_norms(norms[is_finite], int((~is_finite).sum()), mean, m2)
 
 

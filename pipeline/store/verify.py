@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
+import ml_dtypes
 import numpy as np
 import pyarrow as pa
 import tensorstore as ts
@@ -36,6 +37,7 @@ from pipeline.store.commits import (
 )
 from pipeline.store.digests import ValuesDigest
 from pipeline.store.groups import check_groups
+from pipeline.store.int8 import DTYPE as INT8
 from pipeline.store.int8 import scale_name
 from pipeline.store.kvstore import is_remote, list_keys, open_kvstore, read_key, read_keys
 from pipeline.store.layout import ITEM_BYTES, MAX_ROWS, POSITIONS, SIDE_ARRAYS, StoreLayout
@@ -125,6 +127,7 @@ def verify_store(
     total, done = sum(map(len, records.values())), 0
     every = [record for stream in sorted(records) for record in records[stream]]
     merging = _Merging()
+    generates = root.metadata.data.get("source") == "generate"
     tables: dict[int, pa.Table] = {}
     with (
         ThreadPoolExecutor(BLOCKS_AT_ONCE, thread_name_prefix="verify") as pool,
@@ -142,9 +145,10 @@ def verify_store(
             if len(of_stream) == len(records[stream]):
                 tiling = check_tiling(of_stream, records[stream][-1], root.metadata.num_streams)
                 problems += (Problem(f"_documents/stream-{stream:05d}", what) for what in tiling)
-                tables[stream] = pa.concat_tables(of_stream)
+                if generates:
+                    tables[stream] = pa.concat_tables(of_stream).select(["document", "n_prompt", "n_completion"])
     problems += _check_merged(store, merging)
-    if root.metadata.data.get("source") == "generate":
+    if generates:
         sizes = _kept_token_bytes(store)
         for stream in range(root.metadata.num_streams):
             problems += check_groups(kvstore, stream, tables.get(stream), sizes)
@@ -383,8 +387,10 @@ def _check_activations(
         return
     yield from wrong
     yield from (Problem(key, what) for what in _compare_digest(record, name, digest))
-    if statistics is not None and record.activations and not wrong:
-        yield from (Problem(key, what) for what in check_statistics(statistics, merge(parts)))
+    if statistics is not None and parts and not wrong:
+        dtype = store.arrays[name].dtype.name
+        flushed = 0.0 if dtype == INT8 else float(ml_dtypes.finfo(dtype).smallest_normal)
+        yield from (Problem(key, what) for what in check_statistics(statistics, merge(parts), flushed))
 
 
 def _scales(store: _Store, name: str, record: CommitRecord) -> np.ndarray | None:

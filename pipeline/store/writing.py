@@ -246,7 +246,9 @@ class StoreWriter:
         set_rows(self._kvstore, self._array_names(), MAX_ROWS)
 
         def reopened(root: StoreRoot) -> StoreRoot:
-            before = target_of(root.metadata.config) if root.target is None else root.target
+            before = root.target
+            if before is None and not root.complete:  # of an earlier program
+                before = target_of(root.metadata.config)
             wanted = root.target if target is None else larger(before, target)
             return replace(
                 root, complete=False, target=wanted, blocks=None, commits_sha256=None, statistics_digests=None
@@ -289,7 +291,9 @@ class StoreWriter:
             raise ValueError(f"block {block} of stream {stream} is committed, and was not truncated")
         [(text, generation)] = read_with_generations(self._kvstore, [record.key])
         is_same = text is None or CommitRecord.from_json(text, f"{self.path}/{record.key}") == record
-        if not is_same or (text is not None and not write_if_unchanged(self._kvstore, record.key, None, generation)):
+        if is_same and text is not None and not write_if_unchanged(self._kvstore, record.key, None, generation):
+            is_same = read_key(self._kvstore, record.key) is None  # by this request, whose answer was lost
+        if not is_same:
             raise StoreError(
                 f"{self.path}/{record.key} was replaced by another run on this store. Run the same command again."
             )

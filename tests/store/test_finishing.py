@@ -1,0 +1,39 @@
+"""What finishing a store must not do."""
+
+import numpy as np
+
+from pipeline.store.checks import check_statistics
+from pipeline.store.kvstore import open_kvstore, write_key
+from pipeline.store.metadata import read_root
+from pipeline.store.statistics import piece_statistics, token_statistics
+from pipeline.store.verify import verify_store
+from pipeline.store.writing import StoreWriter
+from tests.store.example_store import write_store
+
+
+def test_a_complete_store_that_lost_a_record_does_not_become_a_smaller_one(store_path):
+    record = write_store(store_path).records[0][-1]
+    before = read_root(store_path, open_kvstore(store_path))
+    write_key(open_kvstore(store_path), record.key, None)
+    problems = [problem.where for problem in verify_store(store_path)]
+    assert not StoreWriter.open_existing(store_path).finish()
+    assert read_root(store_path, open_kvstore(store_path)) == before
+    assert [problem.where for problem in verify_store(store_path)] == problems
+    assert StoreWriter.open_existing(store_path).finish(force=True)
+    assert read_root(store_path, open_kvstore(store_path)).blocks[0] == record.block
+
+
+def test_statistics_agree_but_for_rounding():
+    """Norms that all lie at the edge of a bin, values that a device takes for zeros, and norms beyond float32."""
+    values = np.random.default_rng(0).standard_normal((500, 256)).astype(np.float32)
+    unit = values / np.sqrt(np.square(values).mean(axis=1, keepdims=True))
+    tiny = values.astype(np.float16) * np.float16(1e-5)
+    for stored, computed, flushed in (
+        (token_statistics(unit * np.float32(1 + 1e-6)), piece_statistics(unit * np.float32(1 - 1e-6), None), 0.0),
+        (token_statistics(np.zeros((500, 256))), piece_statistics(tiny, None), 2.0**-14),
+        (piece_statistics(values * np.float32(1e30), None), piece_statistics(values * np.float32(1e30), None), 0.0),
+    ):
+        assert computed.count == 500
+        assert list(check_statistics(stored, computed, flushed)) == []
+    other = piece_statistics(values * np.float32(1.1), None)
+    assert list(check_statistics(token_statistics(values), other))
