@@ -194,7 +194,7 @@ def check_statistics(stored: Statistics, computed: Statistics, flushed: float = 
     with np.errstate(over="ignore", invalid="ignore"):  # squares beyond float32 agree if both are
         count, deviation = max(computed.count, 1), np.sqrt(computed.variance)
         size = np.abs(computed.mean) + deviation
-        flushed_norm = flushed * np.sqrt(computed.mean.size)
+        flushed_norms = count * flushed * np.sqrt(computed.mean.size)
         rounding = count * (np.square(_RELATIVE * size) + flushed * (2 * deviation + flushed))
         wrong = {
             "mean": np.abs(stored.mean - computed.mean) > _RELATIVE * size + flushed,
