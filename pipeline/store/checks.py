@@ -199,9 +199,8 @@ def check_statistics(stored: Statistics, computed: Statistics, flushed: float = 
         wrong = {
             "mean": np.abs(stored.mean - computed.mean) > _RELATIVE * size + flushed,
             "variance": np.abs(stored.m2 - computed.m2) > rounding + 10 * _RELATIVE * computed.m2,
-            "sum of norms": abs(stored.norm_sum - computed.norm_sum)
-            > _RELATIVE * computed.norm_sum + count * flushed_norm,
-            "histogram of norms": flushed_norm * count < _RELATIVE * computed.norm_sum
+            "sum of norms": abs(stored.norm_sum - computed.norm_sum) > _RELATIVE * computed.norm_sum + flushed_norms,
+            "histogram of norms": flushed_norms < _RELATIVE * computed.norm_sum
             and _is_shifted(stored.norm_histogram, computed.norm_histogram),
         }
     for what, is_wrong in wrong.items():
