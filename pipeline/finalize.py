@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
 def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
     """Prints what each stream holds and marks the store complete; or says why not. Raises StoreError."""
     unfinished = [stream for stream in range(store.metadata.num_streams) if not print_stream(store, stream)]
-    if unfinished and not is_forced:
+    if unfinished and not (is_forced or store.complete):
         return (
             f"streams {', '.join(map(str, unfinished))} have not ended. Let the workers go on, start one more, or run "
             f"pipeline.finalize with force=true to complete the store with what it holds."

@@ -70,7 +70,8 @@ def _try_to_finish(
         records = read()
         blocks = tuple(len(records.get(stream, ())) for stream in range(layout.num_streams))
         if root.complete:
-            is_whole = all(found >= before for found, before in zip(blocks, root.blocks or blocks, strict=True))
+            before = blocks if root.blocks is None else root.blocks
+            is_whole = len(before) == len(blocks) and all(now >= then for now, then in zip(blocks, before, strict=True))
         else:
             is_whole = is_reached(records, layout.num_streams, root.target)
         if not (is_whole or force):

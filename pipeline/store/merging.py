@@ -60,6 +60,8 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
     measured = [source.weights_error for source in opened if source.weights_error is not None]
     if measured and target.weights_error is None:
         target.record_weights_error(measured[0])
+    if any(source.may_be_not_finite for source in opened):
+        target.allow_not_finite()
     if existing and not target.complete:
         missing = [(source, record) for source, record in missing if not _is_cut_short(source, record, target)]
     if missing:

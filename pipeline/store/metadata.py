@@ -132,6 +132,13 @@ class StoreRoot:
     weights_error: Json | None = None
 
     @property
+    def allows_not_finite(self) -> bool:
+        """Whether a run was told so: the one that created the store, as its configuration says, or a later one."""
+        capture = self.metadata.config.get("capture")
+        was_created_so = isinstance(capture, dict) and capture.get("on_not_finite") == "warn"
+        return self.may_be_not_finite or was_created_so
+
+    @property
     def array_names(self) -> tuple[str, ...]:
         """Of all arrays, those beside the activations first."""
         sides = (*SIDE_ARRAYS, SELECTED) if self.metadata.selects else SIDE_ARRAYS

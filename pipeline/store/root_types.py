@@ -37,7 +37,7 @@ _ABSENT = object()
 _OBJECTS = ("model", "tokenizer", "data", "batch", "capture", "store")
 _CONFIGS = ("run", "model", "data", "capture", "batch", "store")
 _RULES = (
-    *(_Rule(key, lambda v: isinstance(v, dict), "an object", required=True) for key in _OBJECTS),
+    *(_Rule(key, lambda v: isinstance(v, dict), "an object", required=True) for key in (*_OBJECTS, "config")),
     *(
         _Rule(key, lambda v: isinstance(v, dict), "an object", null=False)
         for key in ("config", *(f"config.{k}" for k in _CONFIGS))

@@ -123,8 +123,8 @@ def token_statistics(activations: np.ndarray) -> Statistics:
 
 def piece_statistics(values: np.ndarray, scales: np.ndarray | None) -> Statistics:
     """Of some tokens' stored values [n, d], in float32; of int8 with their scales [n, groups]."""
-    values = values.astype(np.float32) if scales is None else dequantised(values, scales)
-    with np.errstate(over="ignore"):  # of squares of finite values
+    with np.errstate(over="ignore", invalid="ignore"):  # squares of finite values, and scales that are not
+        values = values.astype(np.float32) if scales is None else dequantised(values, scales)
         norms = norms_of(values)
         is_finite = np.isfinite(norms)
         if not is_finite.all():

@@ -30,8 +30,10 @@ from pipeline.store.kvstore import (
     local_directory,
     object_url,
     open_kvstore,
+    read_checked,
     read_key,
     read_with_generations,
+    repeated,
     start_write,
     store_errors,
     write_if_absent,
@@ -90,6 +92,7 @@ class StoreWriter:
         consolidated = read_consolidated(kvstore, root.commits_sha256)
         self.records: Records = read_records(path, kvstore, known=consolidated)
         self._kvstore = kvstore
+        self._records_kvstore = open_kvstore(path, own_requests=1)  # a look at a record does not wait for the shards
         self._files: ShardFiles | None = None
         if is_plain_files(path, layout.compression):
             self._files = ShardFiles(Path(local_directory(path)), file_threads())
@@ -140,6 +143,10 @@ class StoreWriter:
         return self._root.target
 
     @property
+    def may_be_not_finite(self) -> bool:
+        return self._root.allows_not_finite
+
+    @property
     def weights_error(self) -> Json | None:
         """What `record_weights_error` has recorded, now or when the store was created."""
         return self._root.weights_error
@@ -177,7 +184,7 @@ class StoreWriter:
         if statistics is not None:
             tables[statistics_key(stream, block)] = encode_statistics(statistics)
         table_sha256, statistics_sha256, *_ = (*map(table_digest, tables.values()), "")
-        if read_key(self._kvstore, commit_key(stream, block)) is not None:
+        if read_key(self._records_kvstore, commit_key(stream, block)) is not None:
             return PendingBlock(stream, block, {}, {}, table_sha256, statistics_sha256)
         futures: dict[str, Written] = {}
         digests: dict[str, Future[str]] = {}
@@ -221,14 +228,16 @@ class StoreWriter:
 
     def _require_committed(self, record: CommitRecord) -> CommitRecord:
         """The record that is there, written by another run. Raises StoreError unless it says the same."""
-        text = read_key(self._kvstore, record.key)
-        found = None if text is None else CommitRecord.from_json(text, f"{self.path}/{record.key}")
+        [found] = read_checked(self._kvstore, [record.key], self._parse)
         if found is None or not (found.is_same_block(record) and found.names_same_files(record)):
             raise StoreError(
                 f"{self.path}/{record.key} was written meanwhile, with another content, by another run on this store. "
                 f"It stays. Run the same command again, with the same configuration as the other."
             )
         return found
+
+    def _parse(self, key: str, text: bytes | None) -> CommitRecord | None:
+        return None if text is None else CommitRecord.from_json(text, f"{self.path}/{key}")
 
     def refresh(self) -> None:
         """Reads the commit records that are new: other processes may have committed blocks of their streams."""
@@ -289,9 +298,14 @@ class StoreWriter:
         record = records[block]
         if not record.truncated:
             raise ValueError(f"block {block} of stream {stream} is committed, and was not truncated")
-        [(text, generation)] = read_with_generations(self._kvstore, [record.key])
-        is_same = text is None or CommitRecord.from_json(text, f"{self.path}/{record.key}") == record
-        if is_same and text is not None and not write_if_unchanged(self._kvstore, record.key, None, generation):
+
+        def read() -> tuple[CommitRecord | None, bytes]:
+            [(text, generation)] = read_with_generations(self._kvstore, [record.key])
+            return self._parse(record.key, text), generation
+
+        found, generation = repeated(self._kvstore, read)
+        is_same = found is None or found == record
+        if is_same and found is not None and not write_if_unchanged(self._kvstore, record.key, None, generation):
             is_same = read_key(self._kvstore, record.key) is None  # by this request, whose answer was lost
         if not is_same:
             raise StoreError(

@@ -129,7 +129,7 @@ def test_what_retries_do_not_heal_names_the_object_and_the_store_resumes(service
     assert caught.value.exit_code == 1
     assert SECRET not in str(caught.value)
     if fault in (Fault.too_many_requests, Fault.unavailable):  # of connections that end, curl by itself tries some anew
-        assert max(requests(proxy, path).values()) == 3
+        assert max(proxy.requests.values()) == 3
     proxy.reset()
     assert ActivationStore.open(path).num_tokens == 0
     write_store(path)
