@@ -47,9 +47,9 @@ def finish_store(
     None, and nothing is changed, where the root's target is not reached, since another run is extending the store, or
     a complete store has lost records. `force` completes it all the same.
 
-    Claims that nobody renews are deleted, and what was kept while decoding; nothing else: objects without a commit
-    record may be those of a block that a worker is about to commit, and would then be missing. Those that a killed run
-    left behind stay, and `verify_store` names them. Raises StoreError.
+    What was kept while decoding is deleted and, once the target is reached, claims that nobody renews. Nothing else is:
+    objects without a commit record may be those of a block that a worker is about to commit, and would then be missing.
+    Those that a killed run left behind stay, and `verify_store` names them. Raises StoreError.
     """
     for _ in range(_ATTEMPTS):
         try:
@@ -88,7 +88,8 @@ def _try_to_finish(
     is_written = finished == root or write_if_unchanged(kvstore, ROOT_KEY, finished.to_json(), generation) is not None
     if not is_written and read_root(path, kvstore) != finished:  # else another process wrote the same
         raise _ChangedMeanwhile
-    delete_claims(kvstore, seen.claims)
+    if is_reached(records, layout.num_streams, root.target):  # else a worker may be extending the store under its claim
+        delete_claims(kvstore, seen.claims)
     _settle_rows(path, kvstore, layout, read)
     for key in seen.kept:
         write_key(kvstore, key, None)
