@@ -1,4 +1,4 @@
-"""JSON from files that anybody may have written: checkpoints and tokenizers."""
+"""JSON from files that anybody may have written: checkpoints, tokenizers and stores."""
 
 import json
 import reprlib
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_JSON_BYTES = 8 << 20  # parsed, up to 30 times as much memory; 1,000 tensors are described in 0.1 MB
-_MAX_DEPTH = 64  # whoever walks a deeper value by recursion may not come to its end
+MAX_DEPTH = 64  # whoever walks a deeper value by recursion may not come to its end
 
 
 def parse_json(text: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
@@ -17,15 +17,18 @@ def parse_json(text: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None
     try:
         value = json.loads(text, object_pairs_hook=pairs)
     except RecursionError:
-        raise ValueError(f"nested too deeply, expected at most {_MAX_DEPTH} levels") from None
-    if text.count(b"[") + text.count(b"{") > _MAX_DEPTH and _is_deep(value):
-        raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+        raise ValueError(f"nested too deeply, expected at most {MAX_DEPTH} levels") from None
+    if is_deep(text, value):
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
     return value
 
 
-def _is_deep(value: Any) -> bool:
+def is_deep(text: bytes, value: Any) -> bool:
+    """Whether `value`, that of the JSON `text`, is nested deeper than MAX_DEPTH."""
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
+        return False
     level = [value]
-    for _ in range(_MAX_DEPTH):
+    for _ in range(MAX_DEPTH):
         lists = [child for parent in level if isinstance(parent, list) for child in parent]
         level = lists + [child for parent in level if isinstance(parent, dict) for child in parent.values()]
     return any(isinstance(value, list | dict) for value in level)

@@ -4,10 +4,8 @@ import json
 from typing import Any
 
 from pipeline.errors import StoreInvalid
+from pipeline.json_text import MAX_DEPTH, is_deep
 from pipeline.store.kvstore import DAMAGE_REMEDY
-
-# Nothing that this program writes is nested half as deep. What is deeper ends whoever walks it by recursion.
-MAX_DEPTH = 64
 
 
 def parse_json(text: bytes, subject: str, remedy: str = DAMAGE_REMEDY) -> Any:
@@ -24,14 +22,6 @@ def parse_json(text: bytes, subject: str, remedy: str = DAMAGE_REMEDY) -> Any:
         ) from None
     except ValueError as error:  # UnicodeDecodeError and UnicodeEncodeError are ValueErrors
         raise StoreInvalid(f"{subject} is not JSON: {error}. {remedy}") from error
-    if text.count(b"[") + text.count(b"{") > MAX_DEPTH and _is_deep(value):
+    if is_deep(text, value):
         raise StoreInvalid(f"{subject} is JSON nested deeper than the {MAX_DEPTH} levels that are read. {remedy}")
     return value
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        lists = [child for parent in level if isinstance(parent, list) for child in parent]
-        level = lists + [child for parent in level if isinstance(parent, dict) for child in parent.values()]
-    return any(isinstance(value, (list, dict)) for value in level)

@@ -3,7 +3,8 @@
 import pytest
 
 from pipeline.errors import StoreInvalid
-from pipeline.store.parsing import MAX_DEPTH, parse_json
+from pipeline.json_text import MAX_DEPTH
+from pipeline.store.parsing import parse_json
 
 
 @pytest.mark.parametrize("text", [b"{}", b'[{"a": [1, 2.5, null, "\xc3\xa4\\u00e4"]}]', b"3", b"[" * 64 + b"]" * 64])
