@@ -12,6 +12,7 @@ from pipeline.errors import StoreInvalid
 from pipeline.store.digests import array_digest
 from pipeline.store.directories import make_directories
 from pipeline.store.kvstore import (
+    DAMAGE_REMEDY,
     context,
     directory_of,
     object_url,
@@ -86,11 +87,18 @@ def open_or_create(kvstore: ts.KvStore, layout: StoreLayout) -> dict[str, ts.Ten
     return opened
 
 
-def open_existing(kvstore: ts.KvStore, names: Iterable[str]) -> dict[str, ts.TensorStore]:
+def open_existing(
+    kvstore: ts.KvStore, names: Iterable[str], digests: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, ts.TensorStore]:
     """The named arrays, for reading, whatever their dtype and shape. Raises StoreError; StoreInvalid for a zarr.json
-    that is missing, is no array's, or has more dimensions or elements than an array of a store."""
+    that is missing, is no array's, has more dimensions or elements than an array of a store, or another digest than
+    the root's `digests` say."""
     names = list(names)
-    read_zarr_jsons(kvstore, names)  # TensorStore believes every size, and fails where attributes are nested deep
+    # TensorStore believes every size, and fails where attributes are nested deep.
+    for name, zarr_json in read_zarr_jsons(kvstore, names).items():
+        if name in digests and array_digest(zarr_json) != digests[name]:
+            subject = object_url(kvstore, f"{name}/zarr.json")
+            raise StoreInvalid(f"{subject} does not have the digest that the root names. {DAMAGE_REMEDY}")
     return _open(kvstore, {name: {} for name in names}, resources=_MAPPED)
 
 

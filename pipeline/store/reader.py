@@ -29,7 +29,7 @@ from numpy.typing import DTypeLike
 from pipeline.errors import StoreError, StoreInvalid
 from pipeline.selected import at_selected
 from pipeline.sites import ActivationKey, Site
-from pipeline.store.arrays import edited_arrays, open_existing, require_arrays
+from pipeline.store.arrays import open_existing, require_arrays
 from pipeline.store.batches import BatchReader, Reading
 from pipeline.store.commits import CommitRecord, read_consolidated, read_records
 from pipeline.store.filters import TokenFilter
@@ -123,11 +123,7 @@ class ActivationStore:
     @classmethod
     def _open(cls, path: str, kvstore: ts.KvStore) -> "ActivationStore":
         root = require_root(path, kvstore)
-        arrays = open_existing(kvstore, root.array_names)
-        if edited := edited_arrays(kvstore, root.array_digests or {}):
-            raise StoreInvalid(
-                f"{path}/{edited[0]}/zarr.json does not have the digest that the root names. {DAMAGE_REMEDY}"
-            )
+        arrays = open_existing(kvstore, root.array_names, root.array_digests or {})
         require_arrays(root, arrays, path)
         records = read_consolidated(kvstore, root.commits_sha256)
         records = read_records(path, kvstore) if records is None else records
