@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: repositories of models at one commit, and requests that are repeated when they may yet succeed.
+"""The Hugging Face Hub: repositories at one commit, and requests that are repeated when they may yet succeed.
 
 huggingface_hub repeats some of its requests; the first one of each file, the card of a data set and what it answers are
 not among them, and `datasets` takes a card that it did not get for one that does not exist. So all are repeated in one
@@ -30,7 +30,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import get_session, httpx, parse_ratelimit_headers, set_client_factory
 
-from pipeline.errors import PipelineError
+from pipeline.errors import InputError, PipelineError
 
 log = logging.getLogger("pipeline")
 
@@ -127,6 +127,16 @@ def repeat_requests() -> None:
     """Has every request of huggingface_hub, and of `datasets` through it, repeated; to be called before the first."""
     hooks = get_session().event_hooks  # they refuse requests in offline mode
     set_client_factory(lambda: _Client(event_hooks=hooks, follow_redirects=True, timeout=_TIMEOUT_S))
+
+
+def dataset_commit(repo: str, revision: str | None) -> str:
+    """The commit that a revision (None: main) of a data set names now. Raises InputError for what the Hub does not give
+    out, HubUnavailable when it cannot be reached."""
+    if revision is not None and re.fullmatch("[0-9a-f]{40}", revision):
+        return revision
+    with _named_errors(repo, revision, "data.path or data.repo", InputError):
+        repeat_requests()
+        return huggingface_hub.HfApi().dataset_info(repo, revision=revision).sha
 
 
 def is_hub_id(path: str) -> bool:

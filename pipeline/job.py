@@ -1,7 +1,7 @@
 """A job made ready: model, data and tokenizer opened, the plan made, the store described. Nothing is computed yet."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -14,7 +14,7 @@ from pipeline.data.demand import shortfall
 from pipeline.data.documents import Cursor, Source
 from pipeline.data.feed import StreamWork
 from pipeline.data.selection import Selection, open_selection, selection_identity
-from pipeline.data.sources import open_source
+from pipeline.data.sources import hub_repository, open_source
 from pipeline.data.stream import TokenStream
 from pipeline.data.tokenised import StreamDocuments, TokenisedDocuments
 from pipeline.data.tokenizer import TextTokenizer, load_tokenizer
@@ -22,6 +22,7 @@ from pipeline.distributed import said_by_first, topology
 from pipeline.errors import ConfigError
 from pipeline.generation.end_tokens import end_tokens
 from pipeline.generation.sampling import Sampling
+from pipeline.hub import dataset_commit
 from pipeline.models.files import is_on_hub, open_files
 from pipeline.models.registry import Model, open_model
 from pipeline.plan import Plan, StoredGeometry, make_plan
@@ -193,7 +194,8 @@ def open_job(config: RunConfig) -> Job:
         prefix=config.data.prefix,
         suffix=config.data.suffix,
     )
-    source = open_source(config.data, tokenizer)
+    config = replace(config, data=_agreed_data(config.data, stored.config.get("data") if stored else None))
+    source = open_source(config.data, tokenizer, stored.data if stored else None)
     geometry = StoredGeometry(stored.num_streams, stored.rows_per_block) if stored else None
     plan = make_plan(config, model, len(source.shards), topology(config.run), geometry)
     if plan.generation:
@@ -220,6 +222,26 @@ def _agreed_revision(config: RunConfig, stored: StoreMetadata | None) -> str | N
         if isinstance(made_with, dict) and made_with.get("path") == path:
             revision = stored.model.get("commit")
     return said_by_first(lambda: open_files(path, revision).commit)
+
+
+def _agreed_data(data: DataConfig, made_with: object) -> DataConfig:
+    """The data with a commit as revision where it is a data set of the Hub: the one that the first process finds.
+
+    `made_with` is the `data` of the configuration that made the store, whose data set is read again at that store's
+    revision, unless another one is asked for. A store of an earlier program may have none, and goes on without.
+    """
+    before = made_with if isinstance(made_with, dict) else {}
+    if isinstance(data, GenerateData):
+        return replace(data, prompts=_agreed_data(data.prompts, before.get("prompts")))
+    repo = hub_repository(data)
+    if repo is None:
+        return data
+    revision = data.revision
+    if revision is None and all(before.get(name) == getattr(data, name, None) for name in ("source", "path", "repo")):
+        revision = before.get("revision")
+        if not isinstance(revision, str):
+            return data
+    return replace(data, revision=said_by_first(lambda: dataset_commit(repo, revision)))
 
 
 def sampling(data: GenerateData) -> Sampling:

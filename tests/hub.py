@@ -12,6 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import datasets
+import huggingface_hub
+import pytest
+
 _LARGE = 1 << 20  # bytes from which on a file is named by its sha256, as Git LFS does
 DATE = "2026-01-01T00:00:00.000Z"
 
@@ -64,6 +68,26 @@ class Hub:
             self._server.shutdown()
             self._server.server_close()
             thread.join()
+
+
+@contextmanager
+def hub_for_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hub that huggingface_hub and `datasets` of this process use, with empty caches in `folder`."""
+    with Hub().serving() as server:
+        lead_to(server.url, monkeypatch)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "cache"))
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
+        yield server
+
+
+def lead_to(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As HF_ENDPOINT does, which huggingface_hub and `datasets` read once per process."""
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", url)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", url)
+    huggingface_hub.HfFileSystem.clear_instance_cache()
 
 
 def etag(content: bytes) -> str:

@@ -4,7 +4,7 @@ import hashlib
 import os
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -30,8 +30,11 @@ class HfSource:
     shards: tuple[str, ...]
     info_schema: pa.Schema
 
-    def __init__(self, config: HfData) -> None:
-        """Resolves the data set's files. Raises ConfigError for a bad template or name, InputError for no file."""
+    def __init__(self, config: HfData, stored: Mapping[str, object] | None = None) -> None:
+        """Resolves the data set's files. `stored` is as in `open_source`.
+
+        Raises ConfigError for a bad template or name, InputError for no file.
+        """
         self._config = config
         try:
             self._template = TextTemplate(config.text)
@@ -44,7 +47,7 @@ class HfSource:
         self._dataset, files = _stream(config)
         base = posixpath.commonpath([posixpath.dirname(file) for file in files])
         self._files = tuple(posixpath.relpath(file, base) for file in files)
-        self._content = _content(files, self._files)
+        self._files_sha256 = _files_sha256(files, self._files, (stored or {}).get("files_sha256"))
         count = self._dataset.num_shards
         numbered = tuple(f"{config.split}-{shard:05d}-of-{count:05d}" for shard in range(count))
         self.shards = self._files if len(files) == count else numbered
@@ -67,7 +70,7 @@ class HfSource:
             index += 1
 
     def fingerprint(self) -> dict[str, object]:
-        """The template and the data set, whose files count by name, and by size or the Hub's commit."""
+        """The template and the data set, whose files count by name and size."""
         config = self._config
         return {
             "source": "hf",
@@ -77,7 +80,7 @@ class HfSource:
             "id_column": config.id_column,
             "info_columns": list(config.info_columns),
             "num_files": len(self._files),
-            "files_sha256": hashlib.sha256("\n".join(self._content).encode()).hexdigest(),
+            "files_sha256": self._files_sha256,
         }
 
     def _next(self, rows: Iterator[dict[str, Any]], name: str, index: int) -> dict[str, Any] | None:
@@ -153,12 +156,15 @@ def _require_objects(path: str) -> None:
         raise InputError(f"{path} begins with null, expected an object for each row. Repair or replace the file.")
 
 
-def _content(files: list[str], names: tuple[str, ...]) -> list[str]:
-    """For each file its name and what pins its content: the commit in a Hub address, else the size in bytes."""
-    lines = []
+def _files_sha256(files: Sequence[str], names: Sequence[str], stored: object) -> str:
+    """The digest of the files' names and sizes in bytes. `stored` is returned where it is that of earlier programs, to
+    which the files of the Hub counted by their commit."""
+    sizes, commits = [], []
     for file, name in zip(files, names, strict=True):
-        commit = re.match(r"hf://datasets/[^@]+@([0-9a-f]{40})/", file)
         with input_errors(file):
             filesystem, path = fsspec.core.url_to_fs(file)
-            lines.append(f"{name} {commit[1] if commit else filesystem.info(path)['size']}")
-    return lines
+            sizes.append(f"{name} {filesystem.info(path)['size']}")
+        commit = re.match(r"hf://datasets/[^@]+@([0-9a-f]{40})/", file)
+        commits.append(f"{name} {commit[1]}" if commit else sizes[-1])
+    by_size, by_commit = (hashlib.sha256("\n".join(lines).encode()).hexdigest() for lines in (sizes, commits))
+    return by_commit if by_commit == stored else by_size

@@ -3,21 +3,27 @@
 A source is imported when it is opened: `datasets`, and the pandas behind it, would otherwise cost every run 0.6 s.
 """
 
+import os
+from collections.abc import Mapping
 from dataclasses import fields
 
 from pipeline.config import ArcData, DataConfig, GenerateData, HfData, ParquetData, Template
+from pipeline.data.arc.loading import hub_id
 from pipeline.data.chat import ChatSource
 from pipeline.data.documents import Source
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.errors import ConfigError
+from pipeline.hub import is_hub_id
 
 
-def open_source(config: DataConfig, tokenizer: TextTokenizer) -> Source:
+def open_source(config: DataConfig, tokenizer: TextTokenizer, stored: Mapping[str, object] | None = None) -> Source:
     """Lists the source shards and checks what can be checked without reading them all. Of `data=generate` the source
     gives the prompts.
 
-    `tokenizer` renders the prompts of a source that asks for its chat template. Raises InputError or ConfigError.
+    `tokenizer` renders the prompts of a source that asks for its chat template. `stored` is the data's identity in the
+    store, if there is a store: earlier programs identified data of the Hub by its commit. Raises InputError or
+    ConfigError.
     """
     match config:
         case ParquetData(source="parquet"):
@@ -25,20 +31,37 @@ def open_source(config: DataConfig, tokenizer: TextTokenizer) -> Source:
         case ArcData(source="arc"):
             from pipeline.data.arc.source import ArcSource
 
-            return ArcSource(config, tokenizer)
+            return ArcSource(config, tokenizer, stored)
         case HfData(source="hf"):
             from pipeline.data.hf import HfSource
 
-            return HfSource(config)
+            return HfSource(config, stored)
         case GenerateData(source="generate"):
-            return _open_prompts(config, tokenizer)
+            prompts = stored and stored.get("prompts")
+            return _open_prompts(config, tokenizer, prompts if isinstance(prompts, dict) else None)
     raise ConfigError(
         f"data.source={config.source} with the keys of {type(config).__name__}. Choose the data by data=fineweb, "
         "fineweb_edu, arc, ai2_arc, hf or generate, and leave data.source alone."
     )
 
 
-def _open_prompts(config: GenerateData, tokenizer: TextTokenizer) -> Source:
+def hub_repository(config: DataConfig) -> str | None:
+    """The Hub's data set that a source reads; None where its data lies elsewhere."""
+    match config:
+        case ParquetData(path=None):
+            return config.repo
+        case ArcData():
+            return hub_id(config.path)
+        case HfData():
+            from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS
+
+            if config.path in LOADERS or os.path.exists(os.path.expanduser(config.path)):
+                return None
+            return hub_id(config.path) or (config.path if is_hub_id(config.path) else None)
+    return None
+
+
+def _open_prompts(config: GenerateData, tokenizer: TextTokenizer, stored: Mapping[str, object] | None) -> Source:
     prompts = config.prompts
     if isinstance(prompts, GenerateData):
         raise ConfigError("data.prompts is generate itself. Choose another source by data@data.prompts=...")
@@ -56,5 +79,5 @@ def _open_prompts(config: GenerateData, tokenizer: TextTokenizer) -> Source:
             raise ConfigError("data.prompts.include_solution is true: the prompt would answer itself. Set it to false.")
         if prompts.template is Template.chat and config.template is Template.chat:
             raise ConfigError("data.template and data.prompts.template are both chat. Set one of them to plain.")
-    source = open_source(prompts, tokenizer)
+    source = open_source(prompts, tokenizer, stored)
     return ChatSource(source, tokenizer, config.on_error) if config.template is Template.chat else source

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
 import huggingface_hub
 import pytest
-from huggingface_hub import HfFileSystem
 
 from pipeline import cli, hub
 from pipeline.config import HfData
@@ -22,7 +20,7 @@ from pipeline.errors import CheckpointError, InputError, PipelineError
 from pipeline.job import Job, open_job
 from pipeline.models.registry import open_model
 from pipeline.store.writing import StoreWriter
-from tests.hub import Hub, contents
+from tests.hub import Hub, contents, hub_for_this_process, lead_to
 from tests.jobs import assert_same_store, run, write_text
 from tests.store.fault_proxy import Fault, FaultProxy
 
@@ -35,22 +33,9 @@ FAULTS = (Fault.too_many_requests, Fault.unavailable, Fault.refused, Fault.unans
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch) -> Iterator[Hub]:
     """The Hub, on this machine; the cache is empty."""
-    with Hub().serving() as server:
+    with hub_for_this_process(tmp_path, monkeypatch) as server:
         server.push(MODEL, TINY)
-        lead_to(server.url, monkeypatch)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
         yield server
-
-
-def lead_to(url: str, monkeypatch) -> None:
-    """As HF_ENDPOINT does, which huggingface_hub and `datasets` read once per process."""
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-    template = url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", url)
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", url)
-    HfFileSystem.clear_instance_cache()
 
 
 @pytest.fixture

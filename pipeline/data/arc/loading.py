@@ -7,9 +7,11 @@ is found, and skipped if so asked, when its turn comes. A file that holds many t
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import fsspec
 
 from pipeline.config import ArcData
 from pipeline.data.arc.tasks import Task, parse_task
@@ -31,13 +33,22 @@ class TaskCollection:
     identity: dict[str, object]
 
 
-def open_tasks(config: ArcData) -> TaskCollection:
-    """The tasks of `data.path`. Raises InputError for missing or broken files, ConfigError for contradictions."""
-    hub = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)", config.path.rstrip("/"))
+def hub_id(path: str) -> str | None:
+    """The Hub id of a whole data set that a path names, hf://datasets/owner/name."""
+    hub = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)", path.rstrip("/"))
+    return hub and hub[1]
+
+
+def open_tasks(config: ArcData, stored: Mapping[str, object]) -> TaskCollection:
+    """The tasks of `data.path`. `stored` is the identity of the store's data, if there is a store.
+
+    Raises InputError for missing or broken files, ConfigError for contradictions.
+    """
+    repo = hub_id(config.path)
     if config.solutions is not None and not config.path.endswith(".json"):
         raise ConfigError(f"data.solutions needs data.path to be a *_challenges.json, which {config.path} is not.")
-    if hub:
-        return hub_tasks(hub[1], config)
+    if repo:
+        return _hub_tasks(repo, config, stored)
     files = find_files(config.path, ".json")
     if len(files) == 1 and files[0].name.endswith(".jsonl"):
         return _json_lines(files[0])
@@ -102,22 +113,30 @@ def _json_lines(file: InputFile) -> TaskCollection:
     return TaskCollection(len(lines), load, {"num_tasks": len(lines), "tasks_sha256": hashlib.sha256(text).hexdigest()})
 
 
-def hub_tasks(repo: str, config: ArcData) -> TaskCollection:
-    """A data set of the Hub, downloaded and memory-mapped. Raises as `open_builder` does when it cannot be had."""
+def _hub_tasks(repo: str, config: ArcData, stored: Mapping[str, object]) -> TaskCollection:
+    """A data set of the Hub, downloaded and memory-mapped. Raises as `open_builder` does when it cannot be had.
+
+    The split's files count by their git blob ids, which are digests of their content.
+    """
     from pipeline.data.hub import dataset_errors, open_builder
 
     builder = open_builder(repo, split=config.split, revision=config.revision)
     with dataset_errors(config.path):
         builder.download_and_prepare()
         rows = builder.as_dataset(split=config.split)
-    files = [config.split, *(str(file) for files in builder.config.data_files.values() for file in files)]
-    return dataset_tasks(rows, config.path, hashlib.sha256("\n".join(files).encode()).hexdigest())
+    addresses = [config.split, *(str(file) for files in builder.config.data_files.values() for file in files)]
+    digest = _digest(addresses)  # in stores of earlier programs: addresses name the commit
+    if digest != stored.get("tasks_sha256"):
+        with input_errors(config.path):
+            places = [fsspec.core.url_to_fs(str(file)) for file in builder.config.data_files[config.split]]
+            digest = _digest([filesystem.info(path)["blob_id"] for filesystem, path in places])
+    return dataset_tasks(rows, config.path, digest)
 
 
 def dataset_tasks(rows: "datasets.Dataset", place: str, digest: str) -> TaskCollection:
     """The rows of a data set with the columns `train` and `test`, or `examples` (barc0's).
 
-    `digest` pins the rows: the Hub's addresses of its files name the commit. Raises InputError for other columns.
+    `digest` pins the rows. Raises InputError for other columns.
     """
     if "examples" not in rows.column_names and not {"train", "test"} <= set(rows.column_names):
         raise InputError(
@@ -130,6 +149,10 @@ def dataset_tasks(rows: "datasets.Dataset", place: str, digest: str) -> TaskColl
         return parse_task(_name(row, f"row-{number}"), f"{place} row {number}", row)
 
     return TaskCollection(len(rows), load, {"num_tasks": len(rows), "tasks_sha256": digest})
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _name(value: Any, otherwise: str) -> str:

@@ -1,6 +1,6 @@
 """ARC-AGI tasks as documents: one prompt per test input and augmentation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pyarrow as pa
 
@@ -42,8 +42,11 @@ class ArcSource:
         ]
     )
 
-    def __init__(self, config: ArcData, tokenizer: TextTokenizer) -> None:
-        """Opens the tasks. Raises InputError, or ConfigError for an encoder or chat template that cannot be used."""
+    def __init__(self, config: ArcData, tokenizer: TextTokenizer, stored: Mapping[str, object] | None = None) -> None:
+        """Opens the tasks. `stored` is as in `open_source`.
+
+        Raises InputError, or ConfigError for an encoder or chat template that cannot be used.
+        """
         for name in ("augmentations", "tasks_per_shard"):
             if getattr(config, name) < 1:
                 raise ConfigError(f"data.{name} = {getattr(config, name)}, expected at least 1.")
@@ -52,7 +55,7 @@ class ArcSource:
         self._config = config
         self._tokenizer = tokenizer
         self._encoder = grid_encoder(config)
-        self._tasks = open_tasks(config)
+        self._tasks = open_tasks(config, stored or {})
         self._starts = range(0, self._tasks.size, config.tasks_per_shard)
         self.shards = tuple(f"tasks-{first:06d}" for first in self._starts)
 

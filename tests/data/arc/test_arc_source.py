@@ -10,12 +10,13 @@ from material import word_library_tokenizer, word_tokenizer
 
 from pipeline.config import ArcData, Geometry, OnError, Template
 from pipeline.data.arc.encoders import grid_encoder
-from pipeline.data.arc.loading import dataset_tasks, hub_tasks
+from pipeline.data.arc.loading import dataset_tasks, open_tasks
 from pipeline.data.arc.prompts import decode_prompt
 from pipeline.data.arc.source import ArcSource
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.errors import ConfigError, InputError
+from tests.hub import hub_for_this_process
 
 ONE = {"train": [{"input": [[1]], "output": [[2]]}], "test": [{"input": [[3]], "output": [[4]]}]}
 TWO_TESTS = {"train": [{"input": [[5, 6]], "output": [[7]]}], "test": [{"input": [[8]]}, {"input": [[9]]}]}
@@ -238,10 +239,10 @@ def test_other_texts_are_no_prompts(text):
 
 
 def test_a_hub_data_set_is_downloaded_whole(tmp_path, monkeypatch):
-    """`datasets` opens a directory as it opens a repository of the Hub."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    write(tmp_path / "repo" / "train.jsonl", json.dumps(BARC | {"seeds": ["x"]}) + "\n" + json.dumps(BARC) + "\n")
-    tasks = hub_tasks(str(tmp_path / "repo"), ArcData(source="arc", path="hf://datasets/some/tasks"))
-    assert [tasks.load(number).name for number in range(tasks.size)] == ["row-0", "row-1"]
-    with pytest.raises(ConfigError, match=r"data.split=test, but .*repo has the splits train. Set data.split to one"):
-        hub_tasks(str(tmp_path / "repo"), ArcData(source="arc", path="hf://datasets/some/tasks", split="test"))
+    rows = json.dumps(BARC | {"seeds": ["x"]}) + "\n" + json.dumps(BARC) + "\n"
+    with hub_for_this_process(tmp_path, monkeypatch) as server:
+        server.push("datasets/some/tasks", {"train.jsonl": rows.encode()})
+        tasks = open_tasks(ArcData(source="arc", path="hf://datasets/some/tasks"), {})
+        assert [tasks.load(number).name for number in range(tasks.size)] == ["row-0", "row-1"]
+        with pytest.raises(ConfigError, match="data.split=test, but some/tasks has the splits train. Set data.split"):
+            open_tasks(ArcData(source="arc", path="hf://datasets/some/tasks", split="test"), {})

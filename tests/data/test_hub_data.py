@@ -1,0 +1,179 @@
+"""Data sets of the Hub: one commit per start, which the store records, and identity by content."""
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline import cli
+from pipeline.job import Job, open_job
+from pipeline.store.metadata import StoreMetadata
+from pipeline.store.writing import StoreWriter
+from tests.hub import Hub, hub_for_this_process
+
+REPO = "datasets/owner/data"
+CARD = b"---\nlicense: mit\n---\n"
+
+
+def text_rows(word: str) -> bytes:
+    return b"".join(json.dumps({"text": f"{word}, number {row}"}).encode() + b"\n" for row in range(9))
+
+
+def tasks(color: int) -> bytes:
+    pairs = [{"input": [[number]], "output": [[color]]} for number in range(3)]
+    return json.dumps({"train": pairs[1:], "test": pairs[:1]}).encode() + b"\n"
+
+
+def parquet(word: str) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"text": [f"{word} {row}" for row in range(9)], "id": list("abcdefghi")}), sink)
+    return sink.getvalue()
+
+
+HF = {"train.jsonl": text_rows("text"), "README.md": CARD}
+ARC = {"train.jsonl": tasks(1), "README.md": CARD}
+# By source: the options, the files, and the files with other content.
+SOURCES = {
+    "hf": (["data=hf", "data.path=owner/data"], HF, {**HF, "train.jsonl": text_rows("other text")}),
+    "arc": (["data=arc", "data.path=hf://datasets/owner/data"], ARC, {**ARC, "train.jsonl": tasks(2)}),
+    "parquet": (
+        ["data=fineweb", "data.repo=owner/data", "data.subset=data"],
+        {"data/0.parquet": parquet("text"), "README.md": CARD},
+        {"data/0.parquet": parquet("another text"), "README.md": CARD},
+    ),
+    "generate": (
+        ["data=generate", "data@data.prompts=hf", "data.path=owner/data", "batch.length=1024"],
+        HF,
+        {**HF, "train.jsonl": text_rows("other text")},
+    ),
+}
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch) -> Iterator[Hub]:
+    with hub_for_this_process(tmp_path, monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture(params=SOURCES)
+def kind(request) -> str:
+    return request.param
+
+
+def job(store: Path, *overrides: str) -> Job:
+    return open_job(cli.compose([f"store.path={store}", "capture.layers=[1]", *overrides]))
+
+
+def made(job: Job, path: Path, **changes: object) -> StoreMetadata:
+    """Creates the job's store, as a run does before its first step."""
+    metadata = replace(job.metadata, **changes)
+    StoreWriter.open(str(path), metadata, job.layout)
+    return metadata
+
+
+def revision(metadata: StoreMetadata) -> str | None:
+    data = metadata.config["data"]
+    return data.get("prompts", data)["revision"]
+
+
+def first_document(job: Job) -> str:
+    return next(job.source.read(0, 0)).text
+
+
+def test_an_edit_of_the_card_changes_nothing(kind: str, server: Hub, tmp_path: Path) -> None:
+    options, files, _ = SOURCES[kind]
+    commits = [server.push(REPO, files), server.push(REPO, {**files, "README.md": CARD + b"A better description.\n"})]
+    ours, theirs = (job(tmp_path / "store", *options, data_revision(kind, commit)).metadata for commit in commits)
+    assert ours.differences(theirs) == []
+    assert [revision(ours), revision(theirs)] == commits
+
+
+def test_other_content_is_other_data(kind: str, server: Hub, tmp_path: Path) -> None:
+    options, files, edited = SOURCES[kind]
+    server.push(REPO, files)
+    before = job(tmp_path / "store", *options).metadata
+    server.push(REPO, edited)
+    after = job(tmp_path / "store", *options).metadata
+    assert any(difference.key.endswith("_sha256") for difference in before.differences(after))
+
+
+def test_a_store_is_resumed_at_its_commit(kind: str, server: Hub, tmp_path: Path) -> None:
+    options, files, edited = SOURCES[kind]
+    commit = server.push(REPO, files)
+    first = job(tmp_path / "store", *options)
+    made(first, tmp_path / "store")
+    moved = server.push(REPO, edited)
+    again = job(tmp_path / "store", *options)
+    assert first.metadata.differences(again.metadata) == []
+    assert first_document(again) == first_document(first)
+    assert revision(again.metadata) == commit
+    asked = job(tmp_path / "store", *options, data_revision(kind, "main"))
+    assert revision(asked.metadata) == moved
+    assert first.metadata.differences(asked.metadata)
+
+
+def test_a_store_is_resumed_from_a_copy_on_disk(server: Hub, tmp_path: Path) -> None:
+    server.push(REPO, HF)
+    first = made(job(tmp_path / "store", "data=hf", "data.path=owner/data"), tmp_path / "store")
+    (tmp_path / "copy").mkdir()
+    for name, content in HF.items():
+        (tmp_path / "copy" / name).write_bytes(content)
+    copy = job(tmp_path / "store", "data=hf", f"data.path={tmp_path / 'copy'}").metadata
+    assert first.differences(copy) == []
+
+
+def test_all_files_are_of_one_commit(kind: str, server: Hub, tmp_path: Path) -> None:
+    options, files, edited = SOURCES[kind]
+    commit = server.push(REPO, files)
+    expected = first_document(job(tmp_path / "store", *options))
+
+    def push_after_the_first_request(request: str) -> None:
+        if len(server.requests) == 2:
+            server.push(REPO, edited)
+
+    server.requests.clear()
+    server.before = push_after_the_first_request
+    opened = job(tmp_path / "store", *options)
+    assert first_document(opened) == expected
+    assert len(server.commits) == 2
+    assert revision(opened.metadata) == commit
+
+
+EARLIER = {  # what counted in stores of earlier programs, by source
+    "hf": lambda commit: ("files_sha256", f"train.jsonl {commit}"),
+    "arc": lambda commit: ("tasks_sha256", f"train\nhf://datasets/owner/data@{commit}/train.jsonl"),
+    "generate": lambda commit: ("files_sha256", f"train.jsonl {commit}"),
+}
+
+
+@pytest.mark.parametrize("kind", EARLIER, indirect=True)
+def test_a_store_that_was_made_by_commit_is_resumed_at_it(kind: str, server: Hub, tmp_path: Path) -> None:
+    options, files, edited = SOURCES[kind]
+    commit = server.push(REPO, files)
+    first = job(tmp_path / "store", *options)
+    key, text = EARLIER[kind](commit)
+    digest = {key: hashlib.sha256(text.encode()).hexdigest()}
+    identity = first.metadata.data
+    data = identity | ({"prompts": identity["prompts"] | digest} if "prompts" in identity else digest)
+    stored = made(first, tmp_path / "store", data=data, config=without_revision(first.metadata.config))
+    assert stored.differences(job(tmp_path / "store", *options).metadata) == []
+    server.push(REPO, edited)
+    assert stored.differences(job(tmp_path / "store", *options, data_revision(kind, commit)).metadata) == []
+    assert stored.differences(job(tmp_path / "store", *options).metadata)
+
+
+def data_revision(kind: str, value: str) -> str:
+    return f"data.prompts.revision={value}" if kind == "generate" else f"data.revision={value}"
+
+
+def without_revision(config: Mapping[str, dict]) -> dict[str, object]:
+    data = config["data"]
+    if "prompts" in data:
+        return {**config, "data": data | {"prompts": data["prompts"] | {"revision": None}}}
+    return {**config, "data": data | {"revision": None}}
