@@ -46,7 +46,12 @@ def open_builder(
     repeat_requests()
     with dataset_errors(path):
         builder = datasets.load_dataset_builder(path, subset, data_files=data_files, revision=revision)
-    splits = [str(name) for name in builder.config.data_files or ()]
+    if builder.config.data_files is None:
+        raise PipelineError(
+            f"{path} cannot be read from the Hub, and of the copy that `datasets` has in its cache the files are not "
+            "known. Check the network and HF_HUB_OFFLINE, and try again."
+        )
+    splits = [str(name) for name in builder.config.data_files]
     if splits and split not in splits:
         raise ConfigError(
             f"data.split={split}, but {path} has the splits {', '.join(splits)}. Set data.split to one of them."

@@ -3,19 +3,22 @@
 import hashlib
 import io
 import json
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from pipeline import cli
+from pipeline.errors import PipelineError
 from pipeline.job import Job, open_job
 from pipeline.store.metadata import StoreMetadata
 from pipeline.store.writing import StoreWriter
-from tests.hub import Hub, hub_for_this_process
+from tests.hub import Hub, hub_for_this_process, lead_to
 
 REPO = "datasets/owner/data"
 CARD = b"---\nlicense: mit\n---\n"
@@ -143,6 +146,17 @@ def test_all_files_are_of_one_commit(kind: str, server: Hub, tmp_path: Path) -> 
     assert first_document(opened) == expected
     assert len(server.commits) == 2
     assert revision(opened.metadata) == commit
+
+
+def test_the_cache_of_datasets_does_not_stand_in_for_the_hub(server: Hub, tmp_path: Path, monkeypatch) -> None:
+    options, files, _ = SOURCES["arc"]
+    server.push(REPO, files)
+    made(job(tmp_path / "store", *options), tmp_path / "store")
+    lead_to("http://127.0.0.1:1", monkeypatch)
+    monkeypatch.setattr("pipeline.hub.time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
+    with pytest.raises(PipelineError, match="owner/data cannot be read from the Hub.*try again") as caught:
+        job(tmp_path / "store", *options)
+    assert caught.value.exit_code == 1
 
 
 EARLIER = {  # what counted in stores of earlier programs, by source
