@@ -5,8 +5,14 @@ others beside them stay, and symbolic links, which are not followed either; they
 deletion that was interrupted can be repeated. `force=true` deletes a store whose streams are claimed, by workers that
 were killed.
 
-Exit codes: 0 deleted; 1 the store is claimed by workers or cannot be reached; 2 not confirmed, or there is no store.
+Exit codes: 0 deleted; 1 the store is claimed by workers or cannot be reached; 2 not confirmed, or there is no store; 42
+interrupted, delete again.
 """
+
+from pipeline.startup import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()
 
 import sys
 from itertools import islice

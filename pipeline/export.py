@@ -11,8 +11,14 @@ not begin with a document. The tokens that remain at the end, fewer than a conte
     export.context   tokens of a context (the store's row length)
     export.dtype     float32, or float16; Arrow has no bfloat16 (float32: nothing is lost)
 
-Exit codes: 0 done; 1 the store cannot be reached, or damaged; 2 there is no store, or a setting is wrong.
+Exit codes: 0 done; 1 the store cannot be reached, or damaged; 2 there is no store, or a setting is wrong; 42
+interrupted.
 """
+
+from pipeline.startup import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()
 
 import hashlib
 import json

@@ -5,8 +5,13 @@ ended before the others. May be repeated, also at the same time. `force=true` co
 ended or are claimed, with what it holds.
 
 Exit codes: 0 complete; 1 a stream has not ended or is claimed, and is named, or the store cannot be reached; 2 there is
-no store, or it is damaged.
+no store, or it is damaged; 42 interrupted.
 """
+
+from pipeline.startup import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()
 
 import sys
 from collections.abc import Sequence

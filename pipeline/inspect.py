@@ -8,8 +8,13 @@ extra `png`). Works on unfinished and on remote stores.
     inspect.seed       of the sample (0)
     inspect.tokenizer  where tokenizer.json is; otherwise where the run had it; token ids are shown if it is not there
 
-Exit codes: 0 done; 1 the store cannot be reached; 2 there is no store, or a setting is wrong.
+Exit codes: 0 done; 1 the store cannot be reached; 2 there is no store, or a setting is wrong; 42 interrupted.
 """
+
+from pipeline.startup import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()
 
 import sys
 from collections.abc import Iterator

@@ -6,8 +6,13 @@ sources, or what an interrupted merge has left. It is marked complete if every s
 sources stay.
 
 Exit codes: 0 merged and sound, be it complete or not; 1 a problem was found, or a store cannot be reached; 2 the stores
-do not fit together, or one is none.
+do not fit together, or one is none; 42 interrupted, merge again to go on.
 """
+
+from pipeline.startup import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()
 
 import sys
 

@@ -4,6 +4,11 @@ Pure arithmetic on ints: nothing here touches a device, the network or a file, s
 them. `python -m pipeline.plan <overrides>` prints what `python -m pipeline.run <overrides>` would do.
 """
 
+from pipeline.startup import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

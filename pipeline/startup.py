@@ -1,4 +1,4 @@
-"""What a process of a job does before anything else is imported: it heeds signals, and its messages cannot fail.
+"""What a command does before it imports anything else: it heeds signals, and its messages cannot fail.
 
 Imports take seconds, in which an interruption would be no different from a crash.
 """
@@ -22,7 +22,8 @@ def prepare_process() -> None:
     stream that is closed, or whose reader has gone, ends nothing."""
     _open_closed_streams()
     if not isinstance(sys.stderr, _Messages):
-        sys.stderr = _Messages(sys.stderr)
+        sys.stderr = _Messages(sys.stderr, OSError)
+        sys.stdout = _Messages(sys.stdout, BrokenPipeError)  # a result that does not fit onto the disk is a failure
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup and a shell's background jobs have it
             signal.signal(number, _exit)
@@ -68,18 +69,19 @@ def _open_closed_streams() -> None:
 
 
 class _Messages:
-    """A text stream whose failures are left alone: messages and progress are worth no job."""
+    """A text stream some of whose failures are left alone: messages and progress are worth no job."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, ignored: type[OSError]) -> None:
         self._stream = stream
+        self._ignored = ignored
 
     def write(self, text: str) -> int:
-        with suppress(OSError):
+        with suppress(self._ignored):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
+        with suppress(self._ignored):
             self._stream.flush()
 
     def __getattr__(self, name: str) -> object:

@@ -1,7 +1,13 @@
 """Is a store sound? `python -m pipeline.verify store.path=...` reads and checks every committed block.
 
-Exit codes: 0 sound; 1 something is wrong, and listed, or the store cannot be reached; 2 there is no store.
+Exit codes: 0 sound; 1 something is wrong, and listed, or the store cannot be reached; 2 there is no store; 42
+interrupted.
 """
+
+from pipeline.startup import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()
 
 import sys
 from collections.abc import Callable

@@ -1,10 +1,12 @@
 """Signals before a job's own handlers, and standard streams that are closed: in processes of their own."""
 
+import json
 import random
 import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,44 @@ from pipeline import distributed
 from pipeline.config import DistributedConfig
 from pipeline.errors import PipelineError
 from tests.jobs import ROOT, command, committed, free_port, run, write_text
+
+COMMANDS = ["run", "plan", "verify", "finalize", "merge", "inspect", "export", "delete"]
+# The process sends itself a signal when it is about to import anything but this package and the standard library.
+SIGNAL_AT_FIRST_IMPORT = """
+import os, runpy, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in {*sys.stdlib_module_names, "pipeline"}:
+            os.kill(os.getpid(), int(sys.argv[2]))
+
+sys.meta_path.insert(0, Finder())
+runpy.run_module(sys.argv[1], run_name="__main__")
+"""
+# Commands one after the other, each with standard streams of its own, as Python makes them.
+COMMANDS_WITHOUT_STREAMS = """
+import json, os, runpy, sys
+from pathlib import Path
+
+def without_reader():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return open(writer, "w", buffering=1)
+
+codes = {}
+commands = json.loads(Path(sys.argv[1]).read_text())
+for name, arguments in commands:
+    for streams, stream in (("closed", lambda: None), ("without readers", without_reader)):
+        sys.argv = ["", *(argument.replace("STREAMS", streams) for argument in arguments)]
+        sys.stdout, sys.stderr, code = stream(), stream(), 0
+        try:
+            runpy.run_module(f"pipeline.{name}", run_name="__main__")
+        except BaseException as error:
+            code = error.code if isinstance(error, SystemExit) else repr(error)
+        codes[f"{name}, {streams}"] = code
+sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+print(json.dumps(codes))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +91,41 @@ def test_a_signal_during_imports_is_an_interruption(overrides, tmp_path, number,
     store = tmp_path / "store"
     assert_interrupted(signalled(number, is_imported, *overrides, f"store.path={store}"), number)
     assert not store.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_heeds_signals_before_it_imports_anything_else(name, number):
+    arguments = ["-c", SIGNAL_AT_FIRST_IMPORT, f"pipeline.{name}", str(int(number))]
+    result = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert_interrupted(result, number)
+
+
+def test_every_command_outlives_its_standard_streams(overrides, tmp_path):
+    """In one process, since each command's imports take seconds."""
+    store, copy = f"store.path={tmp_path}/store", f"store.path={tmp_path}/STREAMS"
+    arguments = {
+        "run": [*overrides, store],
+        "plan": [*overrides, store],
+        "verify": [store],
+        "finalize": [store],
+        "merge": [f"from={tmp_path}/store", copy],
+        "inspect": [store, f"inspect.html={tmp_path}/STREAMS.html"],
+        "export": [store, f"export.path={tmp_path}/STREAMS.arrow"],
+        "delete": [copy, "confirm=true"],
+    }
+    (tmp_path / "commands.json").write_text(json.dumps([(name, arguments[name]) for name in COMMANDS]))
+    program = [sys.executable, "-c", COMMANDS_WITHOUT_STREAMS, str(tmp_path / "commands.json")]
+    result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    codes = json.loads(result.stdout)
+    assert len(codes) == 2 * len(COMMANDS)
+    assert {name: code for name, code in codes.items() if code != 0} == {}
+    left = {file.name for file in tmp_path.iterdir()}
+    assert left >= {"store", "closed.html", "closed.arrow", "without readers.html", "without readers.arrow"}
+    assert not left & {"closed", "without readers"}
 
 
 def test_a_signal_is_heeded_while_the_other_processes_are_waited_for(overrides, tmp_path):
