@@ -16,6 +16,7 @@ The binding stage is the one that the others wait for.
 import json
 import os
 import resource
+import secrets
 import socket
 import sys
 import time
@@ -149,8 +150,10 @@ class Metrics:
 
 
 def run_name() -> str:
-    """What this run's logs are called: when, where, which process."""
-    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{socket.gethostname()}-{os.getpid()}"
+    """What this run's logs are called: when, where, which process, and a random number of 12 digits, since containers
+    may share host name and process number, and a process may begin several runs in a second."""
+    number = secrets.randbelow(10**12)
+    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{socket.gethostname()}-{os.getpid()}-{number:012}"
 
 
 def peak_rss_mib() -> int:
