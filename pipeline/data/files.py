@@ -90,13 +90,14 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
             for file, info in found.items()
             if not _is_directory(filesystem, file, info)
         ]
-        for file in files:
-            require_readable(filesystem, file.path, "data.path")
         if not files:  # fsspec takes a place that it cannot reach for an empty one, except in `ls`
             with suppress(FileNotFoundError, NotADirectoryError):
                 filesystem.ls(base, detail=False)
     if not named:
         files = [file for file in files if not any(part.startswith((".", "_")) for part in file.name.split("/"))]
+    with input_errors(path):
+        for file in files:
+            require_readable(filesystem, file.path, "data.path")
     if not files:
         braces = " Braces have no meaning in it: a glob is made of *, **, ? and [...]." if {*"{}"} & {*path} else ""
         raise InputError(
@@ -106,7 +107,8 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
 
 
 def require_readable(filesystem: AbstractFileSystem, path: str, key: str) -> None:
-    """Raises InputError for a directory, and for a FIFO, a device or a socket, of which reading may not end.
+    """Raises InputError for a local place that is no file: a directory, or a FIFO, a device or a socket, of which
+    reading may not end; and for a local file that this user may not read, or that is not stored, as those of /proc.
 
     Also for a name that is not UTF-8, since the store names the file of each document.
     """
@@ -114,9 +116,32 @@ def require_readable(filesystem: AbstractFileSystem, path: str, key: str) -> Non
         path.encode()
     except UnicodeEncodeError as error:
         raise InputError(f"the name of {path!r} is not UTF-8. Rename the file.") from error
-    if isinstance(filesystem, LocalFileSystem) and os.path.exists(path) and not os.path.isfile(path):
+    if not isinstance(filesystem, LocalFileSystem) or not os.path.exists(path):
+        return
+    if not os.path.isfile(path):
         kind = "a directory" if os.path.isdir(path) else "a FIFO, a device or a socket"
         raise InputError(f"{path} is {kind}, expected a file. Check {key}.")
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except PermissionError as error:
+        raise InputError(
+            f"{path} cannot be read: {error.strerror}. Give this user the permission, or check {key}."
+        ) from error
+    try:
+        if os.fstat(opened).st_size == 0 and _has_content(opened):
+            raise InputError(
+                f"{path} says that it is empty but is not, as files of /proc do; expected a stored file. Check {key}."
+            )
+    finally:
+        os.close(opened)
+
+
+def _has_content(opened: int) -> bool:
+    """Whether there is anything to read, now or later, or only an error."""
+    try:
+        return os.read(opened, 1) != b""
+    except OSError:
+        return True
 
 
 def _listing(filesystem: AbstractFileSystem, root: str, suffix: str) -> tuple[dict[str, dict[str, Any]], str, bool]:

@@ -1,5 +1,8 @@
+import ctypes
 import os
 import socket
+import tempfile
+from pathlib import Path
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
@@ -125,6 +128,48 @@ def special(tmp_path):
 def test_what_is_no_file_is_refused_before_it_is_opened(special, path):
     with pytest.raises(InputError, match=r".txt is a FIFO, a device or a socket, expected a file. Check data.path"):
         names(special / path)
+
+
+def test_what_is_left_out_may_be_no_file(special):
+    for name in ("fifo", "socket", "device"):
+        (special / f"{name}.txt").rename(special / f"_{name}.txt")
+    write(special / "a.txt")
+    assert names(special) == ["a.txt"]
+
+
+@pytest.mark.parametrize("file", ["mem", "status", "environ", "pagemap"])
+@pytest.mark.parametrize("path", ["/proc/self/{}", "/proc/self/{}*", "link", "link/{}"])
+def test_a_file_that_is_not_stored_is_refused(tmp_path, file, path):
+    (tmp_path / "link").symlink_to(f"/proc/self/{file}" if path == "link" else "/proc/self")
+    with pytest.raises(InputError, match=f"{file if path != 'link' else 'link'} says that it is empty but is not") as e:
+        names(tmp_path / path.format(file))
+    assert "Check data.path" in str(e.value)
+    assert e.value.exit_code == 2
+
+
+def test_an_empty_file_is_a_file(tmp_path):
+    (tmp_path / "a.txt").touch()
+    assert names(tmp_path) == ["a.txt"]
+
+
+@pytest.fixture
+def unreadable():
+    """A folder with a file that this thread may not read, root's either."""
+    libc = ctypes.CDLL(None)
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder) / "a.txt")
+        (Path(folder) / "a.txt").chmod(0)
+        Path(folder).chmod(0o755)
+        user = libc.setfsuid(os.geteuid() or 65534)
+        yield Path(folder)
+        libc.setfsuid(user)
+
+
+@pytest.mark.parametrize("path", ["a.txt", "", "*.txt"])
+def test_a_file_that_this_user_may_not_read_is_refused(unreadable, path):
+    with pytest.raises(InputError, match=r"a.txt cannot be read: Permission denied. Give this user the perm") as caught:
+        names(unreadable / path)
+    assert caught.value.exit_code == 2
 
 
 def test_a_name_that_is_not_utf8_is_refused(tmp_path):
