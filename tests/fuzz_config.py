@@ -5,6 +5,9 @@
 A case is one to three overrides of a small real job, planned as `python -m pipeline.plan` does, and some are run, too.
 An error is one raised on purpose, with a message that is no book, and with exit code 2, or 1 where the value names
 something remote. The keys are read from the schema, so a new one is covered by itself.
+
+A case that computes for more than 10 s (CPU time of the process) is a problem. One that has not ended after 60 s by the
+clock ends the program, with a traceback of every thread. The process's peak memory may be 2 GiB.
 """
 
 import argparse
