@@ -18,6 +18,7 @@ from pipeline.data.documents import (
     SELECTED_FIELDS,
     STREAM_START,
     Cursor,
+    Document,
     SkippedDocument,
     TokenBlock,
 )
@@ -28,10 +29,23 @@ from pipeline.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
+class _Parent:
+    """A document in memory until its block is made: without its text, and without tokens that are cut.
+
+    `num_tokens` counts those, too.
+    """
+
+    document: Document
+    tokens: Int32[np.ndarray, "_"]
+    num_tokens: int
+    cursor: Cursor
+
+
+@dataclass(frozen=True, slots=True)
 class _Piece:
     """Tokens `first` to `last` of a document: the unit of packing. `chosen` are those of them that are selected."""
 
-    parent: TokenisedDocument
+    parent: _Parent
     first: int
     last: int
     chosen: Chosen | None = None
@@ -167,15 +181,20 @@ class TokenStream:
                 pending.add_skip(item)
                 continue
             begin = start.token if item.cursor.ordinal == start.ordinal else 0
-            for piece in (
-                _Piece(item, *w) for w in windows(len(item.tokens), self._length, self._long_documents, begin)
-            ):
-                pending.add(self._chosen(piece))
+            parent = self._parent(item)
+            for first, last in windows(parent.num_tokens, self._length, self._long_documents, begin):
+                pending.add(self._chosen(_Piece(parent, first, last)))
+
+    def _parent(self, item: TokenisedDocument) -> _Parent:
+        tokens = item.tokens
+        if self._long_documents is LongDocuments.cut:
+            tokens = tokens[: self._length].copy()
+        return _Parent(replace(item.document, text=""), tokens, len(item.tokens), item.cursor)
 
     def _chosen(self, piece: _Piece) -> _Piece:
         if self._selection is None:
             return piece
-        end = len(piece.parent.tokens)
+        end = piece.parent.num_tokens
         is_end = piece.last == (min(end, self._length) if self._long_documents is LongDocuments.cut else end)
         chosen = self._selection.choose(piece.tokens, self._number(piece), piece.first, is_end)
         return replace(piece, chosen=chosen)
@@ -270,7 +289,7 @@ class TokenStream:
         first = {self._number(piece): piece for piece in reversed(pieces)}
         last = {self._number(piece): piece for piece in pieces}
         parents = [piece.parent for piece in last.values()]
-        sizes = [len(parent.tokens) for parent in parents]
+        sizes = [parent.num_tokens for parent in parents]
         cut = self._length if self._long_documents is LongDocuments.cut else None
         columns: dict[str, list] = {
             "document": list(last),

@@ -88,7 +88,7 @@ class TextTokenizer:
         ids = encode_in_pieces(lambda piece: self._library_ids([piece], add_special_tokens=False)[0], text)
         before, after = self._special_ids if self._add_special_tokens else ([], [])
         parts = ([*self._prefix, *before], ids, [*after, *self._suffix])
-        return np.concatenate([np.array(part, np.int32) for part in parts])
+        return np.concatenate([np.asarray(part, np.int32) for part in parts])
 
     def _library_ids(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         try:

@@ -1,5 +1,7 @@
 """Exactly once: what a stream's blocks hold, however they were come by."""
 
+import tracemalloc
+from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from material import VOCAB_SIZE, assert_same_block, memory_source, text_stream, word_tokenizer, words, write_parquet
 
 from pipeline.config import LongDocuments, OnError, Packing, ParquetData
-from pipeline.data.documents import STREAM_START, Cursor, TokenBlock
+from pipeline.data.documents import STREAM_START, Cursor, Document, TokenBlock
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.stream import TokenStream
 from pipeline.errors import ConfigError, InputError
@@ -261,3 +263,46 @@ def test_blocks_are_made_one_by_one():
     source = ParquetSource(ParquetData(source="parquet", path="memory:///lazy"))
     stream = text_stream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=2, length=6)
     assert [block.num_tokens for block in islice(stream.blocks(STREAM_START), 400)] == [12] * 400
+
+
+class TextSource:
+    """So many documents of one text, each with a string of its own."""
+
+    shards = ("texts",)
+    info_schema = pa.schema([])
+
+    def __init__(self, text: str, count: int) -> None:
+        self._text = text
+        self._count = count
+
+    def read(self, shard: int, start: int) -> Iterator[Document]:
+        for index in range(start, self._count):
+            yield Document(str(index), self._text + " " * (index + 1), "texts", index)
+
+    def fingerprint(self) -> dict[str, object]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("text", "long_documents"),
+    [
+        (("w7" + 6000 * " ") * 20, LongDocuments.split),  # 14 MB of texts in a block
+        ("w7 " * 20_000, LongDocuments.cut),  # 7 MB, and 10 MB of tokens that are cut
+    ],
+    ids=["texts", "tokens that are cut"],
+)
+def test_documents_wait_for_their_block_without_what_it_does_not_take(text, long_documents):
+    settings = {"rows_per_block": 256, "length": 64, "packing": Packing.pad, "long_documents": long_documents}
+    few, many = (
+        text_stream(TextSource(text, count), TOKENIZER, stream=0, num_streams=1, **settings) for count in (1, 120)
+    )
+    list(few.blocks())  # pyarrow imports pandas when it is first used
+    tracemalloc.start()
+    try:
+        [block] = many.blocks()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert block.table.num_rows == 120
+    assert set(block.table["n_tokens"].to_pylist()) == {text.count("w7")}
+    assert peak < 10e6
