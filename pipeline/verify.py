@@ -15,7 +15,6 @@ from collections.abc import Callable
 from tqdm import tqdm
 
 from pipeline.errors import EXIT_FAILED, EXIT_OK, ConfigError, StoreError
-from pipeline.store.metadata import store_exists
 from pipeline.store.problems import Problem
 from pipeline.store.verify import verify_store
 
@@ -23,10 +22,7 @@ from pipeline.store.verify import verify_store
 def main(arguments: list[str]) -> int:
     """Verifies the store that `arguments` name, prints what is wrong, and returns the exit code."""
     try:
-        path = store_path(arguments)
-        if not store_exists(path):
-            raise ConfigError(f"there is no activation store at {path}: it has no zarr.json.")
-        return verify_and_print(path)
+        return verify_and_print(store_path(arguments))
     except (ConfigError, StoreError) as error:
         print(error, file=sys.stderr)
         return error.exit_code

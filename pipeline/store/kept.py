@@ -13,7 +13,7 @@ import tensorstore as ts
 
 from pipeline.errors import StoreError, StoreInvalid
 from pipeline.store.group_keys import GENERATED_PREFIX, group_key, stream_prefix
-from pipeline.store.kvstore import list_keys, read_checked, read_key, write_key
+from pipeline.store.kvstore import list_keys, not_a_file, read_checked, read_key, write_key
 
 _SUFFIX = ".activations"
 
@@ -62,7 +62,9 @@ def check_kept(
     """
     for array, size in token_bytes.items():
         key = kept_key(stream, index, array)
-        if (content := read_key(kvstore, key)) is not None:
+        if what := not_a_file(kvstore, key):
+            yield key, what
+        elif (content := read_key(kvstore, key)) is not None:
             yield from ((key, what) for what in _damage(key, content, num_tokens * size))
 
 

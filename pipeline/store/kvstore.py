@@ -6,6 +6,7 @@ Everything that can fail while reading or writing is turned into a StoreError he
 import itertools
 import os
 import re
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -76,6 +77,13 @@ _CAUSES = (  # a sign in the message, what is raised, the remedy; the first that
 )
 _ANY_REMEDY = "What was committed before stays valid; once the cause is gone, run the same command again."
 
+
+_NOT_FILES = {
+    "folder": stat.S_ISDIR,
+    "pipe": stat.S_ISFIFO,
+    "socket": stat.S_ISSOCK,
+    "device": lambda mode: stat.S_ISCHR(mode) or stat.S_ISBLK(mode),
+}
 
 # All stores of the process share the limits on concurrent requests, and `memory://` is one store.
 _process = ts.Context()
@@ -171,14 +179,16 @@ def object_url(kvstore: ts.KvStore, key: str) -> str:
 
 
 def read_key(kvstore: ts.KvStore, key: str) -> bytes | None:
-    """The object's bytes, or None where there is none. Raises StoreError."""
+    """The object's bytes, or None where there is none. Raises StoreError; see `require_file`."""
     return next(read_keys(kvstore, [key]))
 
 
 def read_keys(kvstore: ts.KvStore, keys: list[str]) -> Iterator[bytes | None]:
-    """The objects' bytes, in order, None where there is none; many are asked for at once. Raises StoreError."""
+    """The objects' bytes, in order, None where there is none; many are asked for at once. Raises StoreError; see
+    `require_file`."""
     reads: deque[tuple[str, ts.Future]] = deque()
     for key in keys:
+        require_file(kvstore, key)
         reads.append((key, kvstore.read(key)))
         if len(reads) > _KEYS_AHEAD:
             yield _read_value(kvstore, *reads.popleft())
@@ -193,7 +203,10 @@ def _read_value(kvstore: ts.KvStore, key: str, read: ts.Future) -> bytes | None:
 
 
 def read_with_generations(kvstore: ts.KvStore, keys: list[str]) -> list[tuple[bytes | None, bytes]]:
-    """Of each object its bytes (None where there is none) and its generation, which each write changes."""
+    """Of each object its bytes (None where there is none) and its generation, which each write changes. Raises
+    StoreError; see `require_file`."""
+    for key in keys:
+        require_file(kvstore, key)
     reads = [kvstore.read(key) for key in keys]
     values = [_read_value(kvstore, key, read) for key, read in zip(keys, reads, strict=True)]
     return [(value, read.result().stamp.generation) for value, read in zip(values, reads, strict=True)]
@@ -245,6 +258,27 @@ def require_no_links(kvstore: ts.KvStore, keys: Sequence[str]) -> None:
     for key in keys:
         if is_linked(root + key, root):
             raise StoreInvalid(f"{root}{key} is a symbolic link, or in one: it is not the store's. Remove the link.")
+
+
+def not_a_file(kvstore: ts.KvStore, key: str) -> str | None:
+    """What is wrong where something else than a file is at a key of a local store; None where nothing is there."""
+    if (root := directory_of(kvstore)) is None:
+        return None
+    try:
+        mode = os.stat(root + key).st_mode
+    except FileNotFoundError:
+        return "is a symbolic link that leads nowhere, expected a file" if os.path.islink(root + key) else None
+    except OSError:  # reading it says why
+        return None
+    found = next((name for name, is_kind in _NOT_FILES.items() if is_kind(mode)), None)
+    return found and f"is a {found}, expected a file"
+
+
+def require_file(kvstore: ts.KvStore, key: str) -> None:
+    """Raises StoreInvalid where something else than a file is at a key of a local store. TensorStore takes a folder, a
+    socket and a link that leads nowhere for an object that is absent, and waits for a pipe for ever."""
+    if what := not_a_file(kvstore, key):
+        raise StoreInvalid(f"{object_url(kvstore, key)} {what}. {DAMAGE_REMEDY}")
 
 
 def start_write(kvstore: ts.KvStore, key: str, value: bytes | None, if_equal: bytes | None = None) -> ts.Future:

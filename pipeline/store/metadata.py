@@ -19,7 +19,6 @@ from pipeline.store.int8 import scale_name
 from pipeline.store.kvstore import (
     open_kvstore,
     read_checked,
-    read_key,
     read_with_generations,
     repeated,
     write_if_unchanged,
@@ -281,11 +280,6 @@ def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> Stor
         selected=selected,
         scales=tuple(scales),
     )
-
-
-def store_exists(path: str) -> bool:
-    """Whether there is a store at `path`, be it sound or not. Raises StoreError."""
-    return read_key(open_kvstore(path), ROOT_KEY) is not None
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

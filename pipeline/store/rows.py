@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int32, Int64, Shaped
 from pipeline.errors import StoreInvalid
 from pipeline.selected import at_selected
 from pipeline.store.commits import CommitRecord
-from pipeline.store.kvstore import is_remote, list_keys, object_url, repeated, store_errors
+from pipeline.store.kvstore import is_remote, list_keys, object_url, repeated, require_file, store_errors
 from pipeline.store.layout import SELECTED, SIDE_ARRAYS
 
 # How many pieces to have under way. Enough to keep an object store busy; with more, TensorStore's own buffers no longer
@@ -40,6 +40,9 @@ class RowRead:
     """A read of consecutive rows of an array into `out`, which is under way."""
 
     def __init__(self, array: ts.TensorStore, first_row: int, out: np.ndarray) -> None:
+        rows_per_shard = array.chunk_layout.write_chunk.shape[0]
+        for shard in range(first_row // rows_per_shard, -(-(first_row + len(out)) // rows_per_shard)):
+            require_file(array.kvstore, _shard_key(array, shard))
         rows = array[first_row : first_row + len(out)]
         self._rows = rows[ts.d[0].translate_to[0]]
         self._out = out
@@ -56,7 +59,10 @@ class RowRead:
 
 
 def start_read(array: ts.TensorStore, first_row: int, out: np.ndarray) -> RowRead:
-    """Starts reading `len(out)` consecutive rows into `out`, which is complete when the result is waited for."""
+    """Starts reading `len(out)` consecutive rows into `out`, which is complete when the result is waited for.
+
+    Raises StoreInvalid where something else than a file is in the place of a store shard.
+    """
     return RowRead(array, first_row, out)
 
 
@@ -76,7 +82,7 @@ def require_stored(
     suspicious = rows[(values == array.fill_value).all(axis=1)]
     rows_per_shard = array.chunk_layout.write_chunk.shape[0]
     for shard in np.unique(suspicious // rows_per_shard).tolist():
-        key = "/".join(["c", str(shard), *["0"] * (array.ndim - 1)])
+        key = _shard_key(array, shard)
         if key not in list_keys(array.kvstore, key):
             raise StoreInvalid(
                 f"{object_url(array.kvstore, key)} is missing, although the block is committed. "
@@ -88,6 +94,11 @@ def require_stored(
                 raise StoreInvalid(
                     f"{object_url(array.kvstore, key)} is there, but its storage answered that it is not. Try again."
                 )
+
+
+def _shard_key(array: ts.TensorStore, shard: int) -> str:
+    """The key of a store shard, relative to the array."""
+    return "/".join(["c", str(shard), *["0"] * (array.ndim - 1)])
 
 
 def counts_positions(segments: Int32[np.ndarray, "n T"]) -> Bool[np.ndarray, " n"]:

@@ -37,7 +37,7 @@ from pipeline.store.commits import (
 from pipeline.store.digests import ValuesDigest
 from pipeline.store.groups import check_groups
 from pipeline.store.int8 import scale_name
-from pipeline.store.kvstore import is_remote, list_keys, open_kvstore, read_key, read_keys
+from pipeline.store.kvstore import is_remote, list_keys, not_a_file, open_kvstore, read_key, read_keys
 from pipeline.store.layout import ITEM_BYTES, MAX_ROWS, POSITIONS, SIDE_ARRAYS, StoreLayout
 from pipeline.store.metadata import ROOT_KEY, StoreRoot, stored_layout
 from pipeline.store.problems import Problem, Remedy
@@ -96,6 +96,8 @@ def verify_store(
     no store, and StoreError where it cannot be reached.
     """
     kvstore = open_kvstore(path)
+    if what := not_a_file(kvstore, ROOT_KEY):
+        return [Problem(ROOT_KEY, what, Remedy.restore)]
     text = read_key(kvstore, ROOT_KEY)
     if text is None:
         raise StoreInvalid(f"there is no activation store at {path}: it has no {ROOT_KEY}.")
@@ -162,7 +164,10 @@ def _say_what_is_not_checked(root: StoreRoot, records: Sequence[CommitRecord], n
 
 def _read_records(kvstore: ts.KvStore, problems: list[Problem]) -> dict[int, list[CommitRecord]]:
     """The records that can be read, by stream, in the order of their blocks."""
-    keys = [key for key in list_keys(kvstore, COMMITS_PREFIX) if key != CONSOLIDATED_KEY]
+    listed = [key for key in list_keys(kvstore, COMMITS_PREFIX) if key != CONSOLIDATED_KEY]
+    no_files = {key: what for key in listed if (what := not_a_file(kvstore, key))}
+    problems += (Problem(key, what) for key, what in no_files.items())
+    keys = [key for key in listed if key not in no_files]
     records: dict[int, list[CommitRecord]] = {}
     for key, text in zip(keys, read_keys(kvstore, keys), strict=True):
         if text is None:  # withdrawn since it was listed: a worker is writing the block again
@@ -204,6 +209,9 @@ def _check_consolidated(
 ) -> Iterator[Problem]:
     """A store that is not complete, and one that was finished by an earlier program, has no consolidated records."""
     if root.commits_sha256 is None:
+        return
+    if what := not_a_file(kvstore, CONSOLIDATED_KEY):
+        yield Problem(CONSOLIDATED_KEY, what, Remedy.consolidate)
         return
     text = read_key(kvstore, CONSOLIDATED_KEY)
     if text is None:
@@ -426,7 +434,11 @@ def _check_merged(store: _Store, merging: _Merging) -> Iterator[Problem]:
     if not store.root.complete or merging.total is None:
         return
     digests = store.root.statistics_digests
-    keys = [key for spec in store.layout.arrays for key in merged_keys(spec.name)]
+    keys = [MERGED_GROUP_KEY, *(key for spec in store.layout.arrays for key in merged_keys(spec.name))]
+    wrong = [Problem(key, what, Remedy.merge_again) for key in keys if (what := not_a_file(store.kvstore, key))]
+    if wrong:
+        yield from wrong
+        return
     objects = dict(zip(keys, read_keys(store.kvstore, keys), strict=True))
     for name, expected in merging.total.items():
         where = merged_keys(name)[0].removesuffix("zarr.json")
@@ -442,7 +454,7 @@ def _check_merged(store: _Store, merging: _Merging) -> Iterator[Problem]:
                 continue
             for what in check_statistics(found, expected):
                 yield Problem(where, what, Remedy.merge_again)
-    if merging.total and read_key(store.kvstore, MERGED_GROUP_KEY) != MERGED_GROUP:
+    if merging.total and objects[MERGED_GROUP_KEY] != MERGED_GROUP:
         yield Problem(MERGED_GROUP_KEY, "is missing or was edited", Remedy.merge_again)
 
 

@@ -1,0 +1,106 @@
+"""In a local store every object is a file: whatever else is in its place is named by verify, and refused by readers and
+by jobs that resume the store. None of them takes it for an object that is absent, or waits for it."""
+
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import EXIT_FAILED, EXIT_INVALID, StoreInvalid
+from pipeline.store import ActivationStore
+from pipeline.store.commits import CONSOLIDATED_KEY, commit_key
+from pipeline.store.layout import POSITIONS
+from pipeline.store.tables import table_key
+from pipeline.verify import main
+from tests.store.example_store import WIDTHS, layout, write_store
+
+EMBED = next(spec for spec in layout().arrays if spec.name == "embed")
+SHARDS = [layout().shard_key(spec, 0, 1) for spec in (EMBED, POSITIONS)]
+OPENED = ["zarr.json", "embed/zarr.json", commit_key(0, 1)]
+KEYS = [*OPENED, CONSOLIDATED_KEY, table_key(0, 1), *SHARDS]
+
+
+def pipe(path: Path, cleanup: ExitStack) -> None:
+    os.mkfifo(path)
+    # With somebody at its other end, a pipe that is opened all the same does not hang the test.
+    cleanup.callback(os.close, os.open(path, os.O_RDWR))
+
+
+def bound_socket(path: Path, cleanup: ExitStack) -> None:
+    server = cleanup.enter_context(socket.socket(socket.AF_UNIX))
+    here = os.open(".", os.O_RDONLY)
+    cleanup.callback(os.close, here)
+    os.chdir(path.parent)  # the whole path is longer than a socket's may be
+    try:
+        server.bind(path.name)
+    finally:
+        os.fchdir(here)
+
+
+PLACED: dict[str, Callable[[Path, ExitStack], None]] = {
+    "symbolic link that leads nowhere": lambda path, _: path.symlink_to("nowhere"),
+    "folder": lambda path, _: path.mkdir(),
+    "pipe": pipe,
+    "socket": bound_socket,
+    "device": lambda path, _: path.symlink_to("/dev/null"),
+}
+
+
+@pytest.fixture
+def cleanup() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def put(store: Path, key: str, kind: str, cleanup: ExitStack) -> None:
+    (store / key).unlink()
+    PLACED[kind](store / key, cleanup)
+
+
+def read_everything(path: Path) -> None:
+    store = ActivationStore.open(path)
+    for name in WIDTHS:
+        store.read(store._key(name).layer, store._key(name).site, store.rows)
+    store.read_tokens(store.rows)
+    assert store.documents
+    list(store.batches(list(WIDTHS), 8))
+
+
+@pytest.mark.parametrize("kind", PLACED)
+@pytest.mark.parametrize("key", KEYS)
+def test_verify_names_it_and_a_reader_refuses_it(tmp_path, key, kind, cleanup, capsys):
+    write_store(str(tmp_path))
+    put(tmp_path, key, kind, cleanup)
+    assert main([f"store.path={tmp_path}"]) == EXIT_FAILED
+    unlisted = {commit_key(0, 1): "^_commits/stream-00000: the store", SHARDS[0]: f"^{key}: is missing"}
+    named = rf"^{key}: .*is a {kind}, expected a file"
+    named = unlisted.get(key, named) if kind == "folder" else named  # listings leave folders out
+    assert re.search(named, capsys.readouterr().out, re.MULTILINE)
+    if key != commit_key(0, 1):  # the consolidated records have it, too
+        with pytest.raises(StoreInvalid, match=f"/{key} is a {kind}, expected a file"):
+            read_everything(tmp_path)
+
+
+@pytest.mark.parametrize("kind", PLACED)
+@pytest.mark.parametrize("key", OPENED)
+def test_a_job_that_resumes_the_store_refuses_it(tmp_path, key, kind, cleanup):
+    write_store(str(tmp_path), finish=False)
+    last = commit_key(0, 3) if key == commit_key(0, 1) else key
+    put(tmp_path, last, kind, cleanup)
+    with pytest.raises(StoreInvalid, match=f"/{last} is a {kind}, expected a file") as caught:
+        write_store(str(tmp_path))
+    assert caught.value.exit_code == EXIT_INVALID
+
+
+def test_a_link_to_a_file_is_an_object(tmp_path, capsys):
+    write_store(str(tmp_path / "store"))
+    for number, key in enumerate(KEYS):
+        elsewhere = tmp_path / str(number)
+        (tmp_path / "store" / key).rename(elsewhere)
+        (tmp_path / "store" / key).symlink_to(elsewhere)
+    assert main([f"store.path={tmp_path / 'store'}"]) == 0, capsys.readouterr().out
+    read_everything(tmp_path / "store")
