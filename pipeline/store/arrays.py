@@ -17,7 +17,6 @@ from pipeline.store.kvstore import (
     directory_of,
     object_url,
     read_checked,
-    read_keys,
     repeated,
     store_errors,
     write_key,
@@ -64,10 +63,15 @@ def zarr_metadata(layout: StoreLayout, spec: ArraySpec) -> dict[str, Any]:
 def open_or_create(kvstore: ts.KvStore, layout: StoreLayout) -> dict[str, ts.TensorStore]:
     """Every array of the layout, by name; those that are absent are created with MAX_ROWS rows.
 
-    Raises StoreError when an array exists with another dtype, shape, chunking, checksum or attribute.
+    Raises StoreError when an array exists with another dtype, shape, chunking, checksum or attribute, or with a
+    zarr.json that is no array's.
     """
     wanted = {spec.name: zarr_metadata(layout, spec) for spec in layout.all_arrays}
-    zarr_jsons = read_keys(kvstore, [f"{name}/zarr.json" for name in wanted])
+
+    def check(key: str, content: bytes | None) -> dict[str, Any] | None:
+        return None if content is None else _parse_zarr_json(content, object_url(kvstore, key))
+
+    zarr_jsons = read_checked(kvstore, [f"{name}/zarr.json" for name in wanted], check)
     absent = {name for name, zarr_json in zip(wanted, zarr_jsons, strict=True) if zarr_json is None}
     for spec in layout.all_arrays:
         if spec.name in absent:
@@ -94,7 +98,6 @@ def open_existing(
     that is missing, is no array's, has more dimensions or elements than an array of a store, or another digest than
     the root's `digests` say."""
     names = list(names)
-    # TensorStore believes every size, and fails where attributes are nested deep.
     for name, zarr_json in read_zarr_jsons(kvstore, names).items():
         if name in digests and array_digest(zarr_json) != digests[name]:
             subject = object_url(kvstore, f"{name}/zarr.json")
@@ -102,8 +105,10 @@ def open_existing(
     return _open(kvstore, {name: {} for name in names}, resources=_MAPPED)
 
 
-def _require_array(zarr_json: Any, subject: str) -> None:
-    """Raises StoreInvalid unless this may be the zarr.json of an array of a store. TensorStore checks the rest."""
+def _parse_zarr_json(content: bytes, subject: str) -> dict[str, Any]:
+    """Raises StoreInvalid unless this may be the zarr.json of an array of a store. TensorStore checks the rest: it
+    believes every size, and ends the process where attributes are nested deep."""
+    zarr_json = parse_json(content, subject, ARRAY_REMEDY)
     try:
         shape, shard = zarr_json["shape"], zarr_json["chunk_grid"]["configuration"]["chunk_shape"]
         sizes = [*shape, *shard]
@@ -116,6 +121,7 @@ def _require_array(zarr_json: Any, subject: str) -> None:
             f"{subject} has the shape {shape} and store shards {shard}: expected 2 or 3 dimensions, at most {MAX_ROWS} "
             f"rows, and {MAX_SHARD_ELEMENTS} elements of a store shard. {ARRAY_REMEDY}"
         )
+    return zarr_json
 
 
 def require_arrays(root: StoreRoot, arrays: Mapping[str, ts.TensorStore], path: str) -> None:
@@ -162,9 +168,7 @@ def read_zarr_jsons(kvstore: ts.KvStore, names: Iterable[str]) -> dict[str, dict
         subject = object_url(kvstore, key)
         if content is None:
             raise StoreInvalid(f"{subject} is missing. {ARRAY_REMEDY}")
-        zarr_json = parse_json(content, subject, ARRAY_REMEDY)
-        _require_array(zarr_json, subject)
-        return zarr_json
+        return _parse_zarr_json(content, subject)
 
     names = list(names)
     found = read_checked(kvstore, [f"{name}/zarr.json" for name in names], check)

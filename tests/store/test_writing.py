@@ -504,6 +504,20 @@ def test_a_path_with_a_file_in_its_way(tmp_path):
         StoreWriter.open(str(tmp_path / "file" / "store"), metadata(), layout())
 
 
+@pytest.mark.parametrize("part", ["", '"d":4'])
+def test_a_job_gives_tensorstore_no_deep_metadata(store_path, part):
+    """TensorStore parses and compares it by recursion: 200,000 levels end the process, 3,000 do not."""
+    write_store(store_path, finish=False)
+    kvstore, key, deep = open_kvstore(store_path), "embed/zarr.json", b"[" * 3000 + b"]" * 3000
+    sound = read_key(kvstore, key)
+    edited = sound.replace(part.encode(), b'"d":' + deep) if part else deep
+    assert edited != sound
+    write_key(kvstore, key, edited)
+    with pytest.raises(StoreInvalid, match=r"embed/zarr\.json is JSON nested") as caught:
+        StoreWriter.open(store_path, metadata(), layout())
+    assert len(str(caught.value)) < 400
+
+
 def test_an_array_of_another_dtype_is_refused(tmp_path):
     write_store(str(tmp_path))
     zarr_json = tmp_path / "embed" / "zarr.json"
