@@ -56,8 +56,9 @@ class Step:
 
 
 class BlockWriter:
-    """Owns the writer thread. `submit` and `close` re-raise what failed there, with its traceback, once the blocks that
-    were being written are committed, too."""
+    """Owns the writer thread. `acquire`, `submit` and `close` re-raise what failed there, with its traceback. Before
+    that the thread ends what it has: after a write that failed, every block that was submitted whole is committed, but
+    those behind a failed one of their stream; after another error, every block whose writes were under way."""
 
     def __init__(self, store: StoreWriter, plan: Plan, metrics: Metrics, claimed: ClaimedStreams | None = None) -> None:
         """With `claimed`, blocks of streams that this process no longer holds are dropped."""
@@ -66,11 +67,11 @@ class BlockWriter:
         self._claimed = claimed
         self._plan = plan
         self._metrics = metrics
-        self._queue: queue.Queue[Step | None] = queue.Queue(maxsize=plan.inflight_steps + 1)  # never full: see acquire
+        self._queue: queue.Queue[Step | None] = queue.Queue()  # as many steps as are in flight, see acquire
         self._free = [_new_buffers(plan) for _ in range(plan.host_buffers)]
         self._filled: list[np.ndarray] = []  # of the block that is being drained
         self._pending: deque[tuple[PendingBlock, CommitRecord, list[np.ndarray]]] = deque()
-        self._failed_streams: set[int] = set()  # of which a block could not be committed, and so none after it is
+        self._failed_streams: set[int] = set()  # of which a block could not be stored, and so none after it is
         self._error: BaseException | None = None
         self._raised = False
         self._warned_of_empty_rows = False
@@ -93,15 +94,18 @@ class BlockWriter:
 
         A failure of the writer that `acquire` or `submit` has already raised is not raised again.
         """
-        self._queue.put(None)
-        self._thread.join()
+        self._join()
         if self._error is not None and not self._raised:
             self._raise()
 
     def _raise(self) -> None:
-        self._thread.join()
+        self._join()
         self._raised = True
         raise self._error
+
+    def _join(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -109,15 +113,21 @@ class BlockWriter:
                 self._drain(step)
                 if step.is_last:
                     self._begin(step.block)
-                if self._metrics.is_due():
+                if self._error is None and self._metrics.is_due():
                     self._write_metrics()
-            while self._pending:
-                self._commit()
-            self._write_metrics()
+            self._commit_pending()
+            if self._error is None:
+                self._write_metrics()
         except BaseException as error:
+            self._fail(error)
+            self._commit_pending()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
             self._error = error
             self.in_flight.fail()
-            self._commit_what_is_left()
+        else:
+            log.error("After that the writer failed again: %s", error)
 
     def _next(self) -> Step | None:
         """The next step; commits blocks that have become durable while there is none."""
@@ -179,9 +189,8 @@ class BlockWriter:
     def _begin(self, block: TokenBlock) -> None:
         """Starts writing a block whose activations are all in the buffers."""
         buffers, self._filled = self._filled, []
-        if self._claimed and not self._claimed.holds(block.stream):
-            self._claimed.finished(block.stream)
-            self._free.append(buffers)
+        if not self._may_commit(block.stream):
+            self._finished(block.stream, buffers)
             return
         with self._metrics.stage("writer", "copy"):
             for buffer in buffers:
@@ -195,8 +204,14 @@ class BlockWriter:
             arrays |= dict(zip(names, buffers, strict=False))
         with self._metrics.stage("writer", "statistics"):
             statistics = self._statistics(block, of_rows) if of_rows else None
-        with self._metrics.stage("writer", "store"):
-            pending = self._store.begin_block(block.stream, block.index, arrays, block.table, statistics)
+        try:
+            with self._metrics.stage("writer", "store"):
+                pending = self._store.begin_block(block.stream, block.index, arrays, block.table, statistics)
+        except StoreError as error:
+            self._failed_streams.add(block.stream)
+            self._fail(error)
+            self._finished(block.stream, buffers)
+            return
         self._pending.append((pending, commit_record(block), buffers))
 
     def _statistics(self, block: TokenBlock, of_rows: list[np.ndarray]) -> dict[str, Statistics]:
@@ -242,29 +257,34 @@ class BlockWriter:
             self._commit()
 
     def _commit(self) -> None:
-        """Waits until the oldest pending block is durable, writes its commit record, and frees its buffers."""
-        pending, record, buffers = self._pending.popleft()
-        self._failed_streams.add(record.stream)  # until it is known that it has not
-        with self._metrics.stage("writer", "store"):
-            self._store.wait(pending)
-            if self._claimed is None or self._claimed.holds(record.stream):
-                self._store.commit(pending, record)
-                self._metrics.committed(self._plan.block_bytes * record.rows // self._plan.rows_per_block)
-            if self._claimed:
-                self._claimed.finished(record.stream)
-        self._failed_streams.remove(record.stream)
-        self._free.append(buffers)
+        """Waits until the oldest pending block is durable, writes its commit record, and frees its buffers.
 
-    def _commit_what_is_left(self) -> None:
-        """After a failure: the blocks whose writes were under way, but none behind one of its stream that failed."""
+        Where that fails, no later block of its stream is committed, and those of the others are.
+        """
+        pending, record, buffers = self._pending.popleft()
+        try:
+            with self._metrics.stage("writer", "store"):
+                self._store.wait(pending)
+                if self._may_commit(record.stream):
+                    self._store.commit(pending, record)
+                    self._metrics.committed(self._plan.block_bytes * record.rows // self._plan.rows_per_block)
+        except StoreError as error:
+            self._failed_streams.add(record.stream)
+            self._fail(error)
+        self._finished(record.stream, buffers)
+
+    def _commit_pending(self) -> None:
         while self._pending:
-            if self._pending[0][1].stream in self._failed_streams:
-                self._pending.popleft()
-                continue
-            try:
-                self._commit()
-            except StoreError as error:
-                log.error("Neither could another block be stored: %s", error)
+            self._commit()
+
+    def _may_commit(self, stream: int) -> bool:
+        return stream not in self._failed_streams and (self._claimed is None or self._claimed.holds(stream))
+
+    def _finished(self, stream: int, buffers: list[np.ndarray]) -> None:
+        """Of a block that is committed or dropped: nothing reads its buffers any more."""
+        if self._claimed:
+            self._claimed.finished(stream)
+        self._free.append(buffers)
 
     def _write_metrics(self) -> None:
         """What was measured is worth a line in the log, but no run."""

@@ -4,8 +4,10 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -13,9 +15,11 @@ from pipeline import cli
 from pipeline.config import RunConfig
 from pipeline.errors import StoreError
 from pipeline.job import open_job
+from pipeline.metrics import Metrics
 from pipeline.run import run
 from pipeline.store.shard_files import _lock
 from pipeline.store.writing import StoreWriter
+from pipeline.writer import BlockWriter, Step
 from tests.jobs import assert_same_store, write_text
 
 ARRAY = "blocks.2.resid_post"
@@ -32,28 +36,28 @@ def job_config(text: Path, store: Path, streams: int) -> RunConfig:
 
 
 @contextmanager
-def failing_write(config: RunConfig, block: tuple[int, int], until: tuple[int, int]) -> Iterator[None]:
+def failing_write(config: RunConfig, block: tuple[int, int], until: tuple[int, int] | None = None) -> Iterator[Event]:
     """While entered, an array of this block (stream, number) cannot be written, which shows only once the array of
-    another is. The store is created before."""
+    another is, or the event is set. The store is created before."""
     job = open_job(config)
     StoreWriter.open(config.store.path, job.metadata, job.layout)
     [spec] = [spec for spec in job.layout.arrays if spec.name == ARRAY]
-    shard, awaited = (Path(config.store.path) / job.layout.shard_key(spec, *place) for place in (block, until))
+    shard, awaited = (Path(config.store.path) / job.layout.shard_key(spec, *place) for place in (block, until or block))
     shard.mkdir(parents=True)  # no file can be renamed to a directory
-    is_locked, ended = threading.Event(), threading.Event()
+    is_locked, ended = Event(), Event()
 
     def hold_lock() -> None:
         with shard.with_name(f"{shard.name}.__lock").open("ab") as file:
             _lock(file)
             is_locked.set()
-            while not awaited.exists() and not ended.is_set():
+            while not (until and awaited.exists()) and not ended.is_set():
                 time.sleep(0.005)
 
     thread = threading.Thread(target=hold_lock)
     thread.start()
     is_locked.wait()
     try:
-        yield
+        yield ended
     finally:
         ended.set()
         thread.join()
@@ -77,6 +81,33 @@ def test_a_failed_write_takes_no_other_streams_block_with_it(text, tmp_path, str
     config = job_config(text, tmp_path / "store", streams)
     with failing_write(config, failing, awaited), pytest.raises(StoreError, match=f"{ARRAY}/c"):
         run(config)
+    assert committed_blocks(tmp_path / "store") == committed
+
+
+@pytest.mark.parametrize(
+    ("failing", "committed"),
+    [
+        ((0, 0), [(1, 0), (1, 1), (1, 2)]),
+        ((1, 0), [(0, 0), (0, 1)]),
+        ((0, 1), [(0, 0), (1, 0), (1, 1), (1, 2)]),
+    ],
+)
+def test_what_was_submitted_whole_before_a_write_failed_is_committed(text, tmp_path, failing, committed):
+    """Also the blocks that wait for their buffers until the one that fails has given its back."""
+    config = job_config(text, tmp_path / "store", 2)
+    config = replace(config, capture=replace(config.capture, statistics=False))
+    with failing_write(config, failing) as may_fail:
+        job = open_job(config)
+        blocks = [job.stream(stream).blocks() for stream in range(2)]
+        store = StoreWriter.open(config.store.path, job.metadata, job.layout)
+        with closing(Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=3600)) as metrics:
+            writer = BlockWriter(store, job.plan, metrics)
+            for stream in (0, 1, 0, 1, 1):  # there are buffers for two
+                block = next(blocks[stream])
+                writer.submit(Step(block, 0, block.num_rows, copies=[], counts=None))
+            may_fail.set()
+            with pytest.raises(StoreError, match=f"{ARRAY}/c"):
+                writer.close()
     assert committed_blocks(tmp_path / "store") == committed
 
 

@@ -4,6 +4,7 @@ Several processes may hold a writer of one store at the same time, each for its 
 be called by any of them, or by several. Should two write the same block all the same, the first record stays.
 """
 
+import concurrent.futures
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -186,19 +187,27 @@ class StoreWriter:
         table_sha256, statistics_sha256, *_ = (*map(table_digest, tables.values()), "")
         if read_key(self._records_kvstore, commit_key(stream, block)) is not None:
             return PendingBlock(stream, block, {}, {}, table_sha256, statistics_sha256)
-        futures: dict[str, Written] = {}
+        # These first: should one fail at once, nothing reads the arrays.
+        futures: dict[str, Written] = {key: start_write(self._kvstore, key, parquet) for key, parquet in tables.items()}
         digests: dict[str, Future[str]] = {}
         for spec in self.layout.all_arrays:
             key = self.layout.shard_key(spec, stream, block)
             futures[key], digests[spec.name] = self._write_shard(spec, key, stream, block, arrays[spec.name])
-        futures |= {key: start_write(self._kvstore, key, parquet) for key, parquet in tables.items()}
         return PendingBlock(stream, block, futures, digests, table_sha256, statistics_sha256)
 
     def wait(self, pending: PendingBlock) -> None:
-        """Waits until every object of the block is durable, or one has failed: then it raises StoreError, naming it."""
+        """Waits until every object of the block is durable, or has failed. Raises StoreError for the first that has,
+        naming it; nothing reads the block's arrays any more then."""
+        failed = None
         for key, future in pending.futures.items():
-            with store_errors(object_url(self._kvstore, key)):
-                future.result()
+            try:
+                with store_errors(object_url(self._kvstore, key)):
+                    future.result()
+            except StoreError as error:
+                failed = failed or error
+        concurrent.futures.wait(pending.digests.values())
+        if failed is not None:
+            raise failed
 
     def commit(self, pending: PendingBlock, record: CommitRecord) -> None:
         """Waits until every object of the block is durable, then writes the record.
