@@ -19,7 +19,7 @@ from pipeline.claiming import ClaimedStreams
 from pipeline.compilation_cache import use_compilation_cache
 from pipeline.config import RunConfig, WeightsDtype
 from pipeline.data.feed import Feed, InTurn, StreamWork
-from pipeline.errors import Interrupted
+from pipeline.errors import Interrupted, StoreError, StoreMismatch
 from pipeline.extract import extract
 from pipeline.forward import CompiledStep, compile_plan, compile_storing, planned_partition
 from pipeline.generate import generate
@@ -55,7 +55,7 @@ def run(config: RunConfig) -> None:
         log.info("%s", job.plan.describe())
         stop.check()
         distributed.require_same_config(config, str(job.plan.weights), str(job.plan.generation))
-        store = StoreWriter.open(config.store.path, job.metadata, job.layout)
+        store = open_store(job)
         if not job.is_done(store.records):
             store.reopen(job.plan.target)
             if not job.plan.fail_on_not_finite:
@@ -90,6 +90,20 @@ def run(config: RunConfig) -> None:
                     config.store.path,
                 )
         distributed.wait_for_all()
+
+
+def open_store(job: Job) -> StoreWriter:
+    """The job's store, which is created where absent. Raises StoreMismatch for one of another configuration, and
+    StoreError where the job was planned without it: it may fit once it is planned with the store's geometry."""
+    path = job.config.store.path
+    try:
+        return StoreWriter.open(path, job.metadata, job.layout)
+    except StoreMismatch as error:
+        if job.stored is None:
+            raise StoreError(
+                f"the store {path} was not there when this job was planned, and is now. Run the same command again."
+            ) from error
+        raise
 
 
 def compile_job(job: Job) -> tuple[CompiledStep, object]:

@@ -10,10 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from pipeline import cli, distributed
-from pipeline.errors import NotFiniteError
+from pipeline.errors import NotFiniteError, StoreError
 from pipeline.job import open_job, print_plan
 from pipeline.plan import MAX_STEPS_IN_FLIGHT
-from pipeline.run import compile_job, fill, run
+from pipeline.run import compile_job, fill, open_store, run
 from pipeline.sites import ActivationKey, Site
 from pipeline.store import ActivationStore
 from pipeline.store.verify import verify_store
@@ -59,6 +59,20 @@ def test_the_loop_compiles_nothing_and_moves_nothing_by_accident(text, tmp_path,
         metrics = fill(job, store, job.work(store.records), stop, step, params)
     assert not compilations
     assert metrics.steps > 10
+
+
+@pytest.mark.parametrize(
+    ("is_planned_before", "exit_code", "message"),
+    [(True, 1, "was not there when this job was planned"), (False, 2, "capture.dtype: the store has")],
+)
+def test_a_store_that_came_after_the_plan_may_fit_the_next_plan(text, tmp_path, is_planned_before, exit_code, message):
+    configs = [job_config(text, tmp_path / "store", f"capture.dtype={dtype}") for dtype in ("bfloat16", "float32")]
+    planned = open_job(configs[0]) if is_planned_before else None
+    other = open_job(configs[1])
+    StoreWriter.open(other.config.store.path, other.metadata, other.layout)
+    with pytest.raises(StoreError, match=message) as caught:
+        open_store(planned or open_job(configs[0]))
+    assert caught.value.exit_code == exit_code
 
 
 @pytest.mark.parametrize("packing", ["pack", "pad"])

@@ -19,11 +19,12 @@ from pipeline.store.int8 import scale_name
 from pipeline.store.kvstore import (
     open_kvstore,
     read_checked,
+    read_key,
     read_with_generations,
     repeated,
     write_if_unchanged,
 )
-from pipeline.store.layout import ITEM_BYTES, SELECTED, SIDE_ARRAYS, ArraySpec, StoreLayout, scale_spec
+from pipeline.store.layout import ITEM_BYTES, SELECTED, SIDE_ARRAYS, TOKENS, ArraySpec, StoreLayout, scale_spec
 from pipeline.store.parsing import parse_json
 from pipeline.store.root_types import require_root_types
 from pipeline.store.target import Target
@@ -35,6 +36,10 @@ ROOT_KEY = "zarr.json"
 _ATTEMPTS = 100  # at changing a root that others change, too
 
 Json = Mapping[str, Any]
+
+
+class _RootMissing(StoreInvalid):
+    """There is no root, but something else of a store."""
 
 
 class Difference(NamedTuple):
@@ -211,8 +216,23 @@ class StoreRoot:
 
 
 def read_metadata(path: str) -> StoreMetadata | None:
-    """The metadata of the store at `path`, or None where there is no store. Raises StoreError."""
-    root = read_root(path, open_kvstore(path))
+    """The metadata of the store at `path`, or None where there is no store. Raises StoreError.
+
+    Where there is an array without a root, the root is read again, a few times: a service may answer once that it is
+    missing. A merge that was interrupted leaves arrays and no root.
+    """
+    kvstore = open_kvstore(path)
+
+    def read() -> StoreRoot | None:
+        root = read_root(path, kvstore)
+        if root is None and read_key(kvstore, f"{TOKENS.name}/zarr.json") is not None:
+            raise _RootMissing(f"{path} has arrays, but no {ROOT_KEY}.")
+        return root
+
+    try:
+        root = repeated(kvstore, read)
+    except _RootMissing:
+        return None
     return None if root is None else root.metadata
 
 

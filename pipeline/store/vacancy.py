@@ -9,7 +9,7 @@ import tensorstore as ts
 from pipeline.errors import StoreError, StoreInvalid
 from pipeline.store.commits import COMMITS_PREFIX
 from pipeline.store.keys import LOCK_SUFFIX, is_array_name, is_of_workers
-from pipeline.store.kvstore import directory_of, object_url, read_key, store_errors
+from pipeline.store.kvstore import directory_of, object_url, read_checked, store_errors
 from pipeline.store.metadata import ROOT_KEY
 
 _NAMED = 3  # of what is in the way, in the message
@@ -26,17 +26,21 @@ def require_vacant(path: str, kvstore: ts.KvStore) -> bool:
     foreign = list(islice((key for key in _keys(kvstore) if not _may_stay(key)), _NAMED + 1))
     if not foreign:
         return True
-    if read_key(kvstore, ROOT_KEY) is not None:
-        return False
-    if any(key.startswith(COMMITS_PREFIX) for key in foreign):
+
+    def require_root(_key: str, content: bytes | None) -> bool:
+        if content is not None:
+            return False
+        if any(key.startswith(COMMITS_PREFIX) for key in foreign):
+            raise StoreInvalid(
+                f"{path} has commit records, but its {ROOT_KEY} is missing. Restore it, or choose another store.path."
+            )
+        named = ", ".join(foreign[:_NAMED]) + (", ..." if len(foreign) > _NAMED else "")
         raise StoreInvalid(
-            f"{path} has commit records, but its {ROOT_KEY} is missing. Restore it, or choose another store.path."
+            f"{path} is not empty, and what is there is no store: {named}. A new store needs an empty or a new place: "
+            f"choose another store.path."
         )
-    named = ", ".join(foreign[:_NAMED]) + (", ..." if len(foreign) > _NAMED else "")
-    raise StoreInvalid(
-        f"{path} is not empty, and what is there is no store: {named}. A new store needs an empty or a new place: "
-        f"choose another store.path."
-    )
+
+    return next(read_checked(kvstore, [ROOT_KEY], require_root))
 
 
 def _may_stay(key: str) -> bool:

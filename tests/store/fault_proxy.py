@@ -8,11 +8,12 @@ import random
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from enum import StrEnum
 from http.client import HTTPConnection, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from urllib.parse import parse_qs, unquote, urlsplit
 
 
@@ -73,9 +74,12 @@ class FaultProxy:
         kinds: Sequence[Fault] = NETWORK_FAULTS,
         hang_s: float = 0.3,
         conditions: bool = True,
+        missing: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Sets what faults there are, whether conditions on generations count, and the counters to zero."""
+        """Sets what faults there are, whether conditions on generations count, and the counters to zero. `missing`: how
+        many of the first reads of an object are answered by 404."""
         with self._lock:
+            self._missing = missing
             self.conditions = conditions
             self.hang_s = hang_s
             self._rate, self._random, self._kinds = rate, random.Random(seed), kinds
@@ -86,6 +90,9 @@ class FaultProxy:
         """Counts a request and decides what happens to it."""
         with self._lock:
             self.requests[what] += 1
+            if what[0] == "GET" and self.requests[what] <= self._missing.get(what[1], 0):
+                self.faults[Fault.missing] += 1
+                return Fault.missing
             if self._random.random() >= self._rate:
                 return None
             fault = self._random.choice(self._kinds)

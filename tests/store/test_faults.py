@@ -7,9 +7,11 @@ import pytest
 
 from pipeline.errors import StoreError
 from pipeline.store.kvstore import configure_storage, open_kvstore, read_key
+from pipeline.store.metadata import read_metadata
 from pipeline.store.verify import verify_store
+from pipeline.store.writing import StoreWriter
 from tests.store.emulators import new_bucket
-from tests.store.example_store import write_store
+from tests.store.example_store import layout, write_store
 from tests.store.fault_proxy import FaultProxy
 
 MAX_RUNS = 40
@@ -71,6 +73,17 @@ def run(path: str) -> StoreError | None:
 def test_the_store_is_that_of_a_clean_run(scheme, seed, clean, impatient, request):
     _, faults = assert_survives(scheme, request.getfixturevalue("gcs" if scheme == "gs" else "s3"), seed, clean)
     assert faults
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_a_root_that_seems_missing_at_first_is_found(is_planned, times, s3):
+    path = f"{new_bucket('s3', s3.backend)}/store"
+    expected = write_store(path, finish=False).metadata
+    s3.reset(missing={"store/zarr.json": times})
+    found = read_metadata(path) if is_planned else StoreWriter.open(path, expected, layout()).metadata
+    assert found == expected
+    assert s3.faults.total() == times
 
 
 @pytest.mark.slow
