@@ -29,7 +29,7 @@ $(VENV)-moto/.setup: scripts/moto-requirements.txt
 	$(VENV)-moto/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-$(VENV)-peers/.setup: scripts/peers/requirements.txt
+$(VENV)-peers/.setup: scripts/bench/peers/requirements.txt
 	@test -x $(VENV)-peers/bin/python || $(PYTHON) -m venv $(VENV)-peers
 	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
@@ -39,7 +39,7 @@ $(VENV)/.setup-train: $(VENV)/.setup
 	@touch $@
 
 demo: setup  ## the main job on text and on ARC tasks, with the bundled model: CPU, no network
-	$(BIN)/python scripts/demo.py
+	$(BIN)/python scripts/demo/run_demo.py
 
 test: setup-test  ## the test suite, in two processes: many tests wait for jobs that they start
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -52,28 +52,28 @@ lint: setup-test  ## ruff: style and formatting
 	$(BIN)/ruff format --check .
 
 bench: setup  ## the job against its own bare forward pass; writes build/bench.json
-	$(BIN)/python scripts/bench.py
+	$(BIN)/python scripts/bench/bench_job.py
 
 bench-reader: setup  ## the reader against numpy on the same files; writes build/bench-reader.json
-	$(BIN)/python scripts/bench_reader.py
+	$(BIN)/python scripts/bench/bench_reader.py
 
 bench-writer: setup  ## the write path against raw writes of the same bytes; writes build/bench-writer.json
-	$(BIN)/python scripts/bench_writer.py
+	$(BIN)/python scripts/bench/bench_writer.py
 
 bench-host: setup  ## everything but the model, per core, against its floors; writes build/bench-host.json
-	$(BIN)/python scripts/bench_host.py
+	$(BIN)/python scripts/bench/bench_host.py
 
 bench-gpu: setup $(VENV)-peers/.setup  ## on a GPU, against torch; writes build/bench-gpu.json
-	$(BIN)/python scripts/bench_gpu.py
+	$(BIN)/python scripts/bench/bench_gpu.py
 
 bench-startup: setup  ## seconds to the first committed block; writes build/bench-startup.json
-	$(BIN)/python scripts/bench_startup.py
+	$(BIN)/python scripts/bench/bench_startup.py
 
 bench-peers: setup $(VENV)-peers/.setup  ## against HF, TransformerLens, SAELens, nnsight; writes build/bench-peers.json
-	$(BIN)/python scripts/bench_peers.py $(BENCH_PEERS)
+	$(BIN)/python scripts/bench/bench_peers.py $(BENCH_PEERS)
 
 train-demo-model: $(VENV)/.setup-train  ## train the bundled model again, in minutes
-	$(BIN)/python scripts/train_demo_model.py --out pipeline/assets/tiny-qwen2
+	$(BIN)/python scripts/train/train_demo_model.py --out pipeline/assets/tiny-qwen2
 
 clean:  ## remove what was built, but not .venv
 	rm -rf build

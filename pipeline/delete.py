@@ -9,7 +9,7 @@ Exit codes: 0 deleted; 1 the store is claimed by workers or cannot be reached; 2
 interrupted, delete again.
 """
 
-from pipeline.startup import prepare_process
+from pipeline.cluster.startup import prepare_process
 
 if __name__ == "__main__":
     prepare_process()
@@ -17,11 +17,11 @@ if __name__ == "__main__":
 import sys
 from itertools import islice
 
-from pipeline.errors import EXIT_OK, ConfigError, StoreError
-from pipeline.store.claims import held_claims
-from pipeline.store.deleting import delete_store
-from pipeline.store.kvstore import open_kvstore
-from pipeline.store.metadata import require_root
+from pipeline.core.errors import EXIT_OK, ConfigError, StoreError
+from pipeline.store.format.metadata import require_root
+from pipeline.store.io.kvstore import open_kvstore
+from pipeline.store.write.claims import held_claims
+from pipeline.store.write.deleting import delete_store
 
 _USAGE = "usage: python -m pipeline.delete store.path=... [confirm=true] [force=true]"
 _MAX_NAMED = 5  # of what is left

@@ -15,36 +15,21 @@ Exit codes: 0 done; 1 the store cannot be reached, or damaged; 2 there is no sto
 interrupted.
 """
 
-from pipeline.startup import prepare_process
+from pipeline.cluster.startup import prepare_process
 
 if __name__ == "__main__":
     prepare_process()
 
-import hashlib
-import json
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import numpy as np
-from datasets import Array2D, DatasetInfo, Features, List, Value
-from datasets.arrow_writer import ArrowWriter
-from tqdm import tqdm
-
-from pipeline.access import named_writing_errors
-from pipeline.addresses import unusable_path
-from pipeline.errors import EXIT_OK, ConfigError, PipelineError, StoreInvalid
+from pipeline.core.addresses import unusable_path
+from pipeline.core.errors import EXIT_OK, ConfigError, PipelineError
 from pipeline.store import ActivationStore
-from pipeline.store.kvstore import DAMAGE_REMEDY
-from pipeline.store.layout import MIB
+from pipeline.store.read.saelens_export import write_cached_activations
 
 USAGE = "python -m pipeline.export store.path=... export.path=... [export.arrays=...] [export.context=...]"
-FILE = "data-00000-of-00001.arrow"
-UNFINISHED = f"{FILE}.unfinished"  # its name until all is written
-BATCH_MIB = 64  # written at a time
 
 
 @dataclass(frozen=True)
@@ -71,118 +56,6 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
     print(f"{settings.path}: {contexts:,} contexts of {context} tokens; {left} tokens are left out")
     return EXIT_OK
-
-
-def write_cached_activations(
-    store: ActivationStore, path: Path, names: Sequence[str], context: int, dtype: str
-) -> tuple[int, int]:
-    """Writes the data set to `path`, a folder. Returns how many contexts it has, and how many tokens were left.
-
-    What an interrupted export has left there is replaced. Raises ConfigError when the folder has anything else, the
-    store has not one context, or a value does not fit into `dtype`, StoreError, and PipelineError where the files
-    cannot be written.
-    """
-    with named_writing_errors(f"export.path={path}"):
-        left_over = _unfinished_files(path)
-    known = [key.name for key in store.keys]
-    if unknown := sorted(set(names) - set(known)):
-        raise ConfigError(f"export.arrays: the store has no {unknown}, but {known}.")
-    if store.num_activations < context:
-        raise ConfigError(
-            f"{store.path} has activations of {store.num_activations} tokens, less than one context of {context}. "
-            f"Lower export.context."
-        )
-    hooks = _hook_names(store, names)
-    widths = {name: store.arrays[name].shape[2] for name in names}
-    features = Features(
-        {hooks[name]: Array2D((context, width), dtype) for name, width in widths.items()}
-        | {"token_ids": List(Value("int32"), length=context)}
-    )
-    context_bytes = context * sum(widths.values()) * np.dtype(dtype).itemsize
-    batch_size = context * max(1, BATCH_MIB * MIB // context_bytes)
-    num_contexts = num_tokens = 0
-    with (
-        named_writing_errors(f"export.path={path}"),
-        _unfinished(path, left_over) as file,
-        ArrowWriter(features=features, path=str(file)) as writer,
-        tqdm(total=store.num_activations, unit="token", desc="export", file=sys.stderr) as bar,
-    ):
-        for batch in store.batches(names, batch_size):
-            contexts = len(batch.tokens) // context
-            kept = contexts * context
-            columns = {"token_ids": batch.tokens[:kept].reshape(contexts, context)}
-            for name in names:
-                values = _converted(name, batch.activations[name][:kept], dtype)
-                columns[hooks[name]] = values.reshape(contexts, context, values.shape[1])
-            if contexts:
-                writer.write_batch(columns)
-            num_contexts += contexts
-            num_tokens += len(batch.tokens)
-            bar.update(len(batch.tokens))
-        writer.finalize()
-        _describe(path, features, f"{store.metadata.fingerprint()} {num_tokens} {names} {context} {dtype}")
-    return num_contexts, num_tokens - num_contexts * context
-
-
-def _unfinished_files(path: Path) -> list[Path]:
-    """What an interrupted export has left. Raises ConfigError where the folder has anything else."""
-    left = sorted(path.iterdir()) if path.exists() else []
-    names = {file.name for file in left}
-    if left and (UNFINISHED not in names or names - {UNFINISHED, "dataset_info.json", "state.json"}):
-        raise ConfigError(f"export.path={path} is not empty. Choose another, or delete what is there.")
-    return left
-
-
-@contextmanager
-def _unfinished(path: Path, left_over: Sequence[Path]) -> Iterator[Path]:
-    """The file to write to, which has its name at the end; where that is not reached, it is deleted."""
-    for file in left_over:
-        file.unlink()
-    path.mkdir(parents=True, exist_ok=True)
-    file = path / UNFINISHED
-    try:
-        yield file
-        with file.open("rb") as written:
-            os.fsync(written.fileno())
-        file.rename(path / FILE)
-    except BaseException:
-        file.unlink(missing_ok=True)
-        raise
-
-
-def _hook_names(store: ActivationStore, names: Sequence[str]) -> Mapping[str, str]:
-    """TransformerLens' name of each array, which the store holds. Raises StoreInvalid where it was edited."""
-    hooks: dict[str, str] = {}
-    for name in names:
-        attributes = store.arrays[name].spec().to_json()["metadata"].get("attributes", {})
-        hook = attributes.get("hook_name")
-        if not isinstance(hook, str) or hook in ("", "token_ids", *hooks.values()):
-            raise StoreInvalid(f"{store.path}/{name}/zarr.json has the hook_name {hook!r}. {DAMAGE_REMEDY}")
-        hooks[name] = hook
-    return hooks
-
-
-def _converted(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        converted = values.astype(dtype)
-    if not np.isfinite(converted).all() and np.isfinite(values.astype(np.float32)).all():
-        raise ConfigError(f"export.dtype={dtype}: {name} has values beyond it. Choose float32.")
-    return converted
-
-
-def _describe(path: Path, features: Features, content: str) -> None:
-    """What makes a folder with an Arrow file one that `datasets.load_from_disk` opens."""
-    DatasetInfo(features=features).write_to_directory(str(path))
-    state = {
-        "_data_files": [{"filename": FILE}],
-        "_fingerprint": hashlib.sha256(content.encode()).hexdigest()[:16],
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": None,
-    }
-    (path / "state.json").write_text(json.dumps(state, indent=2))
 
 
 def parse(arguments: list[str]) -> Settings:

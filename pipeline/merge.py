@@ -9,7 +9,7 @@ Exit codes: 0 merged and sound, be it complete or not; 1 a problem was found, or
 do not fit together, or one is none; 42 interrupted, merge again to go on.
 """
 
-from pipeline.startup import prepare_process
+from pipeline.cluster.startup import prepare_process
 
 if __name__ == "__main__":
     prepare_process()
@@ -18,10 +18,10 @@ import sys
 
 from tqdm import tqdm
 
-from pipeline.errors import EXIT_OK, ConfigError, StoreError
-from pipeline.finalize import finalize
-from pipeline.store.merging import merge_stores
-from pipeline.verify import verify_and_print
+from pipeline.core.errors import EXIT_OK, ConfigError, StoreError
+from pipeline.store.check.reporting import verify_and_print
+from pipeline.store.write.finalizing import finalize
+from pipeline.store.write.merging import merge_stores
 
 _USAGE = "usage: python -m pipeline.merge from=... [from=...] store.path=..."
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipeline.config import LongDocuments, Packing
+from pipeline.config.choices import LongDocuments, Packing
 from pipeline.data.packing import windows
 
 _NAMED_STREAMS = 8

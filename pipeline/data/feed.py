@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pipeline.core.errors import PipelineError
 from pipeline.data.documents import STREAM_START, Cursor, TokenBlock
 from pipeline.data.stream import TokenStream
-from pipeline.errors import PipelineError
 
 _CLOSE_TIMEOUT_S = 1.0
 

@@ -10,9 +10,9 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from pipeline.access import named_errors
-from pipeline.errors import InputError
-from pipeline.hub import refused_by_hub, repeat_requests
+from pipeline.core.errors import InputError
+from pipeline.core.file_errors import named_errors
+from pipeline.core.hub import refused_by_hub, repeat_requests
 
 
 @contextmanager

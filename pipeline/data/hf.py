@@ -14,12 +14,13 @@ import pyarrow as pa
 from datasets.packaged_modules.json.json import Json
 from fsspec.implementations.local import LocalFileSystem
 
-from pipeline.config import HfData, OnError
+from pipeline.config.choices import OnError
+from pipeline.config.schema import HfData
+from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.documents import DOCUMENT_SCHEMA, Document, SkippedDocument
 from pipeline.data.files import input_errors, require_readable
-from pipeline.data.hub import dataset_errors, is_damage, open_builder
-from pipeline.data.templates import RenderError, TextTemplate, tojson
-from pipeline.errors import ConfigError, InputError
+from pipeline.data.hub_files import dataset_errors, is_damage, open_builder
+from pipeline.data.text.templates import RenderError, TextTemplate, tojson
 
 _PEEKED_BYTES = 1 << 12
 

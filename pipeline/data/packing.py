@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from pipeline.config import LongDocuments
+from pipeline.config.choices import LongDocuments
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from itertools import accumulate
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.config import OnError, ParquetData
+from pipeline.config.choices import OnError
+from pipeline.config.schema import ParquetData
+from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.files import InputFile, find_files
 from pipeline.data.parquet_file import ParquetDamage, open_parquet, row_batches
-from pipeline.errors import ConfigError, InputError
 
 _PART_BYTES = 16 << 20
 

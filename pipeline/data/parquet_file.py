@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.core.errors import InputError
 from pipeline.data.files import InputFile
-from pipeline.errors import InputError
 
 _ROWS_PER_READ = 512
 _BYTES_PER_READ = 64 << 20  # of rows so large that 512 of them would be more: fewer are read at once

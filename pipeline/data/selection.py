@@ -16,10 +16,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Shaped
 
-from pipeline.config import CaptureConfig, Positions
+from pipeline.config.choices import Positions
+from pipeline.config.schema import CaptureConfig
+from pipeline.core.errors import ConfigError
 from pipeline.data.packing import Placement
-from pipeline.data.tokenizer import TextTokenizer
-from pipeline.errors import ConfigError
+from pipeline.data.text.tokenizer import TextTokenizer
 
 _TOKENS_PER_SLOT = 16  # of the default of capture.per_row: documents shorter than so many tokens leave rows half empty
 _SIGMAS = 4  # between the mean number of a row's sampled tokens and the slots that it has for them

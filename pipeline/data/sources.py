@@ -7,14 +7,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields
 
-from pipeline.config import ArcData, DataConfig, GenerateData, HfData, ParquetData, Template
+from pipeline.config.choices import Template
+from pipeline.config.schema import ArcData, DataConfig, GenerateData, HfData, ParquetData
+from pipeline.core.errors import ConfigError
+from pipeline.core.hub import is_hub_id
 from pipeline.data.arc.loading import hub_id
-from pipeline.data.chat import ChatSource
 from pipeline.data.documents import Source
 from pipeline.data.parquet import ParquetSource
-from pipeline.data.tokenizer import TextTokenizer
-from pipeline.errors import ConfigError
-from pipeline.hub import is_hub_id
+from pipeline.data.text.chat import ChatSource
+from pipeline.data.text.tokenizer import TextTokenizer
 
 
 def open_source(config: DataConfig, tokenizer: TextTokenizer, stored: Mapping[str, object] | None = None) -> Source:

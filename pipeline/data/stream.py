@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Int32, Int64
 
-from pipeline.config import LongDocuments, Packing
+from pipeline.config.choices import LongDocuments, Packing
+from pipeline.core.errors import ConfigError
 from pipeline.data.demand import Demand
 from pipeline.data.documents import (
     DOCUMENT_SCHEMA,
@@ -25,7 +26,6 @@ from pipeline.data.documents import (
 from pipeline.data.packing import Placement, fill, pack, pad, windows
 from pipeline.data.selection import Chosen, Selection, costs, selected_slots
 from pipeline.data.tokenised import StreamDocuments, TokenisedDocument
-from pipeline.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Int32
 
-from pipeline.config import LongPrompts, OnError
+from pipeline.config.choices import LongPrompts, OnError
+from pipeline.core.errors import InputError
 from pipeline.data.documents import Cursor, Document, SkippedDocument, Source
-from pipeline.data.tokenizer import TextTokenizer
-from pipeline.errors import InputError
+from pipeline.data.text.tokenizer import TextTokenizer
 
 # Documents tokenised together: enough for the tokenizer's threads, few enough that a block does not wait for many.
 _BATCH_DOCUMENTS = 256

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pipeline.models.attention_xla import attend_visible
+from pipeline.models.attention.xla import attend_visible
 
 
 class CachedLayer:

@@ -17,16 +17,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from pipeline.distributed import activation_sharding, replicated, row_sharding
-from pipeline.forward import compiler_options, matmul_precision
+from pipeline.cluster.sharding import activation_sharding, replicated, row_sharding
+from pipeline.config.sampling import Sampling
+from pipeline.core.sites import ActivationKey, Site
 from pipeline.generation.cache import CachedLayer, put_at
-from pipeline.generation.sampling import Sampling, document_keys, sample
-from pipeline.models.attention import Attend, Attention, choose_attention
+from pipeline.generation.sampling import document_keys, sample
+from pipeline.models.attention.choosing import Attend, Attention, choose_attention
 from pipeline.models.decoder import Params
 from pipeline.models.head import logits
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
-from pipeline.sites import ActivationKey, Site
+from pipeline.step.compiled_step import compiler_options, matmul_precision
 
 FINAL = ActivationKey(-1, Site.final_norm)
 

@@ -13,14 +13,15 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int32
 
-from pipeline.distributed import largest_of_all, put_rows, row_sharding
-from pipeline.errors import ConfigError, InputError
+from pipeline.cluster.processes import largest_of_all
+from pipeline.cluster.sharding import put_rows, row_sharding
+from pipeline.config.sampling import Sampling
+from pipeline.core.errors import ConfigError, InputError
+from pipeline.core.sites import ActivationKey
 from pipeline.generation.decode import NewRows, Programs, State, compile_programs
-from pipeline.generation.sampling import Sampling
 from pipeline.models.decoder import Params
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
-from pipeline.sites import ActivationKey
 
 log = logging.getLogger("pipeline")
 

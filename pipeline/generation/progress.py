@@ -6,7 +6,7 @@ import time
 from tqdm import tqdm
 
 from pipeline.generation.generator import Completion, Counts
-from pipeline.metrics import run_name
+from pipeline.job.metrics import run_name
 
 
 class GenerationProgress:

@@ -6,7 +6,7 @@ from html import escape
 
 import numpy as np
 
-from pipeline.data.tokenizer import TextTokenizer
+from pipeline.data.text.tokenizer import TextTokenizer
 from pipeline.inspection.chart import COLOURS, Axis, Chart, Shares, number
 from pipeline.inspection.pictures import MAX_HISTOGRAMS, document_charts, histograms, norm_charts, run_charts
 from pipeline.inspection.sample import ActivationView, StoreSample

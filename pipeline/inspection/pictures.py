@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipeline.core.sites import ActivationKey
 from pipeline.inspection.chart import COLOURS, Axis, Band, Bars, Chart, Line, Rule, Shares
 from pipeline.inspection.sample import ActivationView, StoreSample
 from pipeline.inspection.summary import Summary
-from pipeline.sites import ActivationKey
 
 MAX_HISTOGRAMS = 24
 MAX_POINTS = 400

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float32, Float64, Int32
 
-from pipeline.errors import StoreInvalid
+from pipeline.core.errors import StoreInvalid
 from pipeline.store import ActivationStore, TokenRows
-from pipeline.store.filters import norms_of
-from pipeline.store.order import permutation
+from pipeline.store.format.norms import norms_of
+from pipeline.store.read.order import permutation
 
 # Tokens whose covariance is decomposed: the spectrum has at most so many components.
 SPECTRUM_TOKENS = 1024

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from pipeline.addresses import without_credentials
-from pipeline.errors import StoreInvalid
+from pipeline.core.addresses import without_credentials
+from pipeline.core.errors import StoreInvalid
 from pipeline.store import ActivationStore
-from pipeline.store.commits import CommitRecord
-from pipeline.store.kvstore import list_keys, open_kvstore, read_keys
-from pipeline.store.layout import ITEM_BYTES, MIB, StoreLayout
-from pipeline.store.metadata import StoreRoot, read_root, stored_layout
-from pipeline.store.parsing import parse_json
-from pipeline.store.tables import read_tables
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.layout import ITEM_BYTES, MIB, StoreLayout
+from pipeline.store.format.metadata import StoreRoot, read_root, stored_layout
+from pipeline.store.format.tables import read_tables
+from pipeline.store.io.kvstore import list_keys, open_kvstore, read_keys
+from pipeline.store.io.parsing import parse_json
 
 # Of a large store, the documents of so many blocks, evenly spaced.
 MAX_TABLES = 64
@@ -27,7 +27,7 @@ class Summary:
 
     blocks: commit records in the order of their rows. document_tokens: lengths of the documents in some blocks.
     storage_errors: of a complete store of int8 or float8, by array name, `Statistics.relative_error`.
-    runs: by the name of each run's log, what it measured: a list of `pipeline.metrics.Metrics.snapshot()`.
+    runs: by the name of each run's log, what it measured: a list of `pipeline.job.metrics.Metrics.snapshot()`.
     """
 
     path: str

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
+from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture
-from pipeline.models.attention import Attend
+from pipeline.models.attention.choosing import Attend
 from pipeline.models.layers import LayerWeights, attention_block, mlp_block, norm, norm_if_any
 from pipeline.models.partition import Partition
 from pipeline.models.rope import RopeTable, rope_table
 from pipeline.models.runs import layer_runs, residual_index
-from pipeline.sites import ActivationKey, Site
 
 
 class Params(TypedDict, total=False):

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Float32
 
 from pipeline.models.architecture import Architecture
 from pipeline.models.decoder import Params
-from pipeline.models.hf_config import HfConfig
+from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.leaves import Leaf
 
 

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
+from pipeline.core.sites import Site
 from pipeline.models.architecture import Activation, Architecture, Norm
-from pipeline.models.attention import Attend
-from pipeline.models.int8 import Int8Weight
+from pipeline.models.attention.choosing import Attend
+from pipeline.models.int8_weights import Int8Weight
 from pipeline.models.rope import RopeTable, apply_rope, choose_table
-from pipeline.sites import Site
 
 Weights = Mapping[str, Array | Int8Weight]
 """One block's weights by our keys. One that a family lacks is absent; matrices may be int8."""

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.runs import LayerRun, layer_runs
-from pipeline.sites import ActivationKey, Site
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from pipeline.models.int8 import Int8Weight
+from pipeline.models.int8_weights import Int8Weight
 from pipeline.models.layers import LayerWeights
 from pipeline.models.leaves import Leaf
 

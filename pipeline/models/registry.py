@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int32, PyTree
 
-from pipeline.errors import CheckpointError, ConfigError
-from pipeline.models import bert, decoder, gemma, gpt2, gpt_neox, llama, mistral, olmo2, qwen2, qwen3
+from pipeline.core.errors import CheckpointError, ConfigError
+from pipeline.core.sites import POST_NORM_HOOKS, UNROTATED_HOOKS, ActivationKey, Site
+from pipeline.models import decoder
 from pipeline.models.architecture import Architecture, KeyTable
-from pipeline.models.attention import Attend
-from pipeline.models.attention_xla import attend_xla
-from pipeline.models.checkpoint import Checkpoint
-from pipeline.models.files import open_files
+from pipeline.models.attention.choosing import Attend
+from pipeline.models.attention.xla import attend_xla
+from pipeline.models.checkpoints.checkpoint import Checkpoint
+from pipeline.models.checkpoints.checkpoint_files import open_files
+from pipeline.models.checkpoints.loading import Placement, abstract_params, check_tensors, load_params
+from pipeline.models.checkpoints.random_weights import random_params
+from pipeline.models.families import bert, gemma, gpt2, gpt_neox, llama, mistral, olmo2, qwen2, qwen3
+from pipeline.models.families.hf_config import HfConfig, refuse_unreadable
 from pipeline.models.head import Head, HeadFormat, head_leaf, read_head
-from pipeline.models.hf_config import HfConfig, refuse_unreadable
 from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves, num_params, weight_bytes
 from pipeline.models.partition import Partition
-from pipeline.models.random_weights import random_params
-from pipeline.models.weights import Placement, abstract_params, check_tensors, load_params
-from pipeline.sites import POST_NORM_HOOKS, UNROTATED_HOOKS, ActivationKey, Site
 
 _LM_HEAD = HeadFormat()
 

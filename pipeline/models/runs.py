@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pipeline.sites import ActivationKey, Site
+from pipeline.core.sites import ActivationKey, Site
 
 
 @dataclass(frozen=True)

@@ -297,10 +297,11 @@ def read(kind: str, content: bytes, folder: Path, rng: random.Random) -> str:
     """Reads the case as a job does. Returns what was read, as text that holds all of it. Raises what it raises."""
     from material import text_stream, word_tokenizer
 
-    from pipeline.config import ArcData, HfData, OnError, ParquetData, SpecialTokens, Template
-    from pipeline.data.chat import ChatSource
+    from pipeline.config.choices import OnError, SpecialTokens, Template
+    from pipeline.config.schema import ArcData, HfData, ParquetData
     from pipeline.data.sources import open_source
-    from pipeline.data.tokenizer import TextTokenizer, load_tokenizer
+    from pipeline.data.text.chat import ChatSource
+    from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
 
     on_error = rng.choice(list(OnError))
     is_chat = "chat" in kind or kind == "tokenizer_config.json"
@@ -359,7 +360,7 @@ def read(kind: str, content: bytes, folder: Path, rng: random.Random) -> str:
 
 def run_case(seed: int, number: int, kind: str) -> dict[str, object]:
     """Runs in the worker."""
-    from pipeline.errors import PipelineError
+    from pipeline.core.errors import PipelineError
 
     rng = random.Random(f"{seed}/{kind}/{number}")
     content = changed(kind, rng)

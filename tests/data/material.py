@@ -12,12 +12,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
-from pipeline.config import OnError, ParquetData
+from pipeline.config.choices import OnError
+from pipeline.config.schema import ParquetData
 from pipeline.data.documents import Source, TokenBlock
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.stream import TokenStream
+from pipeline.data.text.tokenizer import TextTokenizer
 from pipeline.data.tokenised import TokenisedDocuments
-from pipeline.data.tokenizer import TextTokenizer
 
 VOCAB_SIZE = 1000
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from material import assert_same_block
 
-from pipeline.config import LongDocuments, Packing
+from pipeline.config.choices import LongDocuments, Packing
 from pipeline.data.demand import shortfall
 from pipeline.data.documents import STREAM_START, Cursor, Document
 from pipeline.data.stream import TokenStream

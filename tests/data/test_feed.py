@@ -12,12 +12,12 @@ import pyarrow as pa
 import pytest
 from material import assert_same_block, memory_source, text_stream, word_tokenizer, write_parquet
 
-from pipeline.config import ParquetData
+from pipeline.config.schema import ParquetData
+from pipeline.core.errors import InputError, PipelineError
 from pipeline.data.documents import Document
 from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.stream import TokenStream
-from pipeline.errors import InputError, PipelineError
 
 TOKENIZER = word_tokenizer()
 

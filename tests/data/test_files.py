@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from pipeline.core.errors import InputError, PipelineError
 from pipeline.data.files import find_files
-from pipeline.errors import InputError, PipelineError
 
 
 def names(path) -> list[str]:

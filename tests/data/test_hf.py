@@ -13,10 +13,12 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from material import damage_column, text_stream, word_tokenizer, write_parquet
 
-from pipeline.config import HfData, OnError, register
+from pipeline.config.choices import OnError
+from pipeline.config.hydra_schemas import register
+from pipeline.config.schema import HfData
+from pipeline.core.errors import ConfigError, InputError, PipelineError
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.hf import HfSource
-from pipeline.errors import ConfigError, InputError, PipelineError
 
 ROWS = [
     {"name": "a", "text": "one", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "n": 1},

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline import cli
-from pipeline.errors import PipelineError
-from pipeline.job import Job, open_job
-from pipeline.store.metadata import StoreMetadata
-from pipeline.store.writing import StoreWriter
+from pipeline.config import composing
+from pipeline.core.errors import PipelineError
+from pipeline.job.opening import Job, open_job
+from pipeline.store.format.metadata import StoreMetadata
+from pipeline.store.write.store_writer import StoreWriter
 from tests.hub import Hub, hub_for_this_process, lead_to
 
 REPO = "datasets/owner/data"
@@ -70,7 +70,7 @@ def kind(request) -> str:
 
 
 def job(store: Path, *overrides: str) -> Job:
-    return open_job(cli.compose([f"store.path={store}", "capture.layers=[1]", *overrides]))
+    return open_job(composing.compose([f"store.path={store}", "capture.layers=[1]", *overrides]))
 
 
 def made(job: Job, path: Path, **changes: object) -> StoreMetadata:
@@ -153,7 +153,7 @@ def test_the_cache_of_datasets_does_not_stand_in_for_the_hub(server: Hub, tmp_pa
     server.push(REPO, files)
     made(job(tmp_path / "store", *options), tmp_path / "store")
     lead_to("http://127.0.0.1:1", monkeypatch)
-    monkeypatch.setattr("pipeline.hub.time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
+    monkeypatch.setattr("pipeline.core.hub.time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
     with pytest.raises(PipelineError, match="owner/data cannot be read from the Hub.*try again") as caught:
         job(tmp_path / "store", *options)
     assert caught.value.exit_code == 1

@@ -7,11 +7,12 @@ import pytest
 from material import text_stream, word_library_tokenizer, word_tokenizer, words, write_parquet
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from pipeline.config import OnError, ParquetData
-from pipeline.data import long_texts
-from pipeline.data.long_texts import IndivisibleText, encode_in_pieces
+from pipeline.config.choices import OnError
+from pipeline.config.schema import ParquetData
 from pipeline.data.parquet import ParquetSource
-from pipeline.data.tokenizer import TextTokenizer
+from pipeline.data.text import long_texts
+from pipeline.data.text.long_texts import IndivisibleText, encode_in_pieces
+from pipeline.data.text.tokenizer import TextTokenizer
 
 RNG = random.Random(0)
 WORDS = ["".join(RNG.choices("etaoinsr", k=RNG.randint(1, 7))) for _ in range(4000)]
@@ -70,7 +71,7 @@ def short_pieces(monkeypatch):
         monkeypatch.setattr(long_texts, f"{name}_CHARACTERS", characters)
     monkeypatch.setattr(long_texts, "_CONTEXT", 256)
     monkeypatch.setattr(long_texts, "_SEARCHED", 700)
-    monkeypatch.setattr("pipeline.data.tokenizer.PIECE_CHARACTERS", 1500)
+    monkeypatch.setattr("pipeline.data.text.tokenizer.PIECE_CHARACTERS", 1500)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import LongDocuments
+from pipeline.config.choices import LongDocuments
 from pipeline.data.packing import fill, pack, pad, windows
 
 

@@ -7,11 +7,12 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from material import assert_same_block, damage_column, text_stream, word_tokenizer, words, write_parquet
 
-from pipeline.config import OnError, ParquetData
+from pipeline.config.choices import OnError
+from pipeline.config.schema import ParquetData
+from pipeline.core.errors import ConfigError, InputError, PipelineError
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.stream import TokenStream
-from pipeline.errors import ConfigError, InputError, PipelineError
 
 
 def source(path, **settings) -> ParquetSource:

@@ -8,12 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 from material import text_stream
 
-from pipeline.config import ArcData, LongDocuments, ParquetData, Template
+from pipeline.config.choices import LongDocuments, Template
+from pipeline.config.schema import ArcData, ParquetData
 from pipeline.data.arc.augment import Augmentation
 from pipeline.data.arc.prompts import decode_prompt
 from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.data.sources import open_source
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

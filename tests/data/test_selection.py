@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from material import memory_source, text_stream, word_tokenizer
 
-from pipeline.config import CaptureConfig, LongDocuments, Packing, Positions
+from pipeline.config.choices import LongDocuments, Packing, Positions
+from pipeline.config.schema import CaptureConfig
+from pipeline.core.errors import ConfigError
 from pipeline.data.selection import open_selection, slots_per_row
-from pipeline.errors import ConfigError
-from pipeline.selected import at_selected
+from pipeline.store.read.selected import at_selected
 
 LENGTH = 12
 TOKENIZER = word_tokenizer()

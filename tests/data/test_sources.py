@@ -7,13 +7,15 @@ import yaml
 from hydra.errors import ConfigCompositionException
 from material import word_tokenizer, write_parquet
 
-from pipeline.config import ArcData, HfData, ParquetData, register, run_config
+from pipeline.config.checks import run_config
+from pipeline.config.hydra_schemas import register
+from pipeline.config.schema import ArcData, HfData, ParquetData
+from pipeline.core.errors import ConfigError
 from pipeline.data.arc.source import ArcSource
 from pipeline.data.documents import DOCUMENT_SCHEMA, Source
 from pipeline.data.hf import HfSource
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.sources import open_source
-from pipeline.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CLASSES = {

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from material import VOCAB_SIZE, assert_same_block, memory_source, text_stream, word_tokenizer, words, write_parquet
 
-from pipeline.config import LongDocuments, OnError, Packing, ParquetData
+from pipeline.config.choices import LongDocuments, OnError, Packing
+from pipeline.config.schema import ParquetData
+from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.documents import STREAM_START, Cursor, Document, TokenBlock
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.stream import TokenStream
-from pipeline.errors import ConfigError, InputError
 
 TOKENIZER = word_tokenizer()
 

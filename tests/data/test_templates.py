@@ -8,7 +8,7 @@ import jinja2
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pipeline.data.templates import ChatTemplate, RenderError, TextTemplate
+from pipeline.data.text.templates import ChatTemplate, RenderError, TextTemplate
 
 ROW = {
     "text": " hello World\tx\n",

@@ -3,7 +3,7 @@
 import pytest
 from material import memory_source, word_tokenizer
 
-from pipeline.config import LongPrompts, OnError
+from pipeline.config.choices import LongPrompts, OnError
 from pipeline.data.documents import STREAM_START
 from pipeline.data.tokenised import TokenisedDocuments
 

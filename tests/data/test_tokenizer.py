@@ -10,10 +10,10 @@ from material import memory_source, word_library_tokenizer, word_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
 
-from pipeline.config import OnError, SpecialTokens
-from pipeline.data.chat import ChatSource
-from pipeline.data.tokenizer import TextTokenizer, load_tokenizer
-from pipeline.errors import ConfigError, InputError, PipelineError
+from pipeline.config.choices import OnError, SpecialTokens
+from pipeline.core.errors import ConfigError, InputError, PipelineError
+from pipeline.data.text.chat import ChatSource
+from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
 
 
 def save(directory, *, config: dict | None = None, jinja: str | None = None, bos: bool = False, **settings):

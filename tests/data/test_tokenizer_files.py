@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import cli
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.errors import InputError
+from pipeline.config import composing
+from pipeline.core.errors import InputError
+from pipeline.data.text.tokenizer import load_tokenizer
 
-TINY = cli.PACKAGE / "assets" / "tiny-qwen2"
+TINY = composing.PACKAGE / "assets" / "tiny-qwen2"
 Damage = Callable[[Path], object]
 
 

@@ -24,24 +24,24 @@ CONFIG = {
 PROGRAM = """
 import sys
 import jax, numpy as np
-from pipeline import distributed
-from pipeline.config import DistributedConfig
+from pipeline.cluster import processes, sharding
+from pipeline.config.schema import DistributedConfig
 from pipeline.generation.generator import Prompt, Sampling, compile_generator
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
-from pipeline.sites import Site, activation_keys
+from pipeline.core.sites import Site, activation_keys
 
 path, out, port, processes, process, *kinds = sys.argv[1:]
 process = int(process)
 if int(processes) > 1:
-    distributed.initialise(DistributedConfig(f"localhost:{port}", int(processes), process))
+    processes.initialise(DistributedConfig(f"localhost:{port}", int(processes), process))
 model = open_model(path, init="random")
 KEYS = activation_keys((0,), (Site.attn_z, Site.resid_post))
 prompts = [Prompt(k, np.random.default_rng(k).integers(0, 101, 1 + k % 7, dtype=np.int32)) for k in range(14)]
 mine = [prompts, [], prompts[:10], prompts[10:]][process + 2 * (int(processes) > 1)]
 for kind in kinds:
     tensor, fsdp = (int(letter) for letter in kind)
-    partition = Partition(distributed.make_mesh(tensor), bool(fsdp))
+    partition = Partition(sharding.make_mesh(tensor), bool(fsdp))
     params = model.load_leaves(model.generation_leaves(KEYS), "float32", partition.of_leaf)
     generator = compile_generator(
         model, params, partition, rows=4, max_prompt=8, max_new_tokens=12, end_tokens=range(6), keys=KEYS,

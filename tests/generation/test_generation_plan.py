@@ -4,24 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.cli import PACKAGE
-from pipeline.config import (
+from pipeline.cluster.topology import Topology
+from pipeline.config.choices import ComputeDtype, Weights, WeightsDtype, When
+from pipeline.config.composing import PACKAGE
+from pipeline.config.schema import (
     BatchConfig,
     CaptureConfig,
-    ComputeDtype,
     GenerateData,
     ModelConfig,
     ParquetData,
     RunConfig,
     RunOptions,
-    Weights,
-    WeightsDtype,
-    When,
 )
-from pipeline.errors import ConfigError
-from pipeline.generation.plan import plan_generation
-from pipeline.mesh import Topology
+from pipeline.core.errors import ConfigError
 from pipeline.models.registry import open_model
+from pipeline.planning.generation_plan import plan_generation
 
 MODEL = open_model(str(PACKAGE / "assets" / "tiny-qwen2"))
 CONFIG = RunConfig(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.tpu import CHIPS
-from scripts.published_shapes import SHAPES
+from pipeline.planning.slice.chips import CHIPS
+from scripts.bench.published_shapes import SHAPES
 from tests.jobs import ROOT
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the extra `tpu`)")
@@ -19,14 +19,14 @@ ROWS_PER_CHIP, MAX_PROMPT, NUM_NEW = 4, 1024, 1024
 
 PROGRAM = """
 import json, sys
-from pipeline.compile_check import slice_devices
-from pipeline.distributed import make_mesh
+from pipeline.planning.slice.compile_check import slice_devices
+from pipeline.cluster.sharding import make_mesh
 from pipeline.generation.decode import compile_programs
-from pipeline.generation.sampling import Sampling
+from pipeline.config.sampling import Sampling
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
-from pipeline.models.weights import abstract_params
-from pipeline.tpu import parse_slice
+from pipeline.models.checkpoints.loading import abstract_params
+from pipeline.planning.slice.chips import parse_slice
 
 path, where, rows_per_chip, max_prompt, num_new = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 devices = slice_devices(parse_slice(where))

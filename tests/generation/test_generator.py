@@ -7,13 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from pipeline.cli import PACKAGE
-from pipeline.distributed import make_mesh
-from pipeline.errors import ConfigError, InputError
+from pipeline.cluster.sharding import make_mesh
+from pipeline.config.composing import PACKAGE
+from pipeline.core.errors import ConfigError, InputError
+from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.generation.generator import Completion, Generator, Prompt, Sampling, compile_generator
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
-from pipeline.sites import ActivationKey, Site, activation_keys
 from tests.models.hf_reference import VOCAB_SIZE, save_random, torch, transformers
 
 ROWS, MAX_PROMPT, NUM_NEW = 8, 20, 64

@@ -7,14 +7,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.config import LongDocuments, Packing
+from pipeline.config.choices import LongDocuments, Packing
 from pipeline.data.demand import Demand
 from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocument
 from pipeline.data.tokenised import TokenisedDocument
 from pipeline.generation.generator import Completion
-from pipeline.generation.groups import StreamGroups
-from pipeline.store.generated import COMPLETION_SCHEMA, GeneratedGroups
-from pipeline.store.kvstore import list_keys, open_kvstore, read_key
+from pipeline.generation.stream_groups import StreamGroups
+from pipeline.store.generated.documents import COMPLETION_SCHEMA, GeneratedGroups
+from pipeline.store.io.kvstore import list_keys, open_kvstore, read_key
 
 SIZE = 3
 ROWS, LENGTH = 2, 10

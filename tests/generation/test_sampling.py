@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from pipeline.errors import ConfigError
-from pipeline.generation.sampling import Sampling, document_keys, sample
+from pipeline.config.sampling import Sampling
+from pipeline.core.errors import ConfigError
+from pipeline.generation.sampling import document_keys, sample
 from tests.models.hf_reference import torch, transformers
 
 DRAWS, VOCABULARY = 20_000, 12

@@ -17,13 +17,13 @@ from typing import Any
 
 import jax
 
-from pipeline import cli
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.errors import PipelineError
+from pipeline.config import composing
+from pipeline.core.errors import PipelineError
+from pipeline.core.sites import ActivationKey, Site
+from pipeline.data.text.tokenizer import load_tokenizer
 from pipeline.models.registry import open_model
-from pipeline.sites import ActivationKey, Site
 
-TINY = cli.PACKAGE / "assets" / "tiny-qwen2"
+TINY = composing.PACKAGE / "assets" / "tiny-qwen2"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.sites import ActivationKey, Site
+from pipeline.core.sites import ActivationKey, Site
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

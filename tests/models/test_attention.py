@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from pipeline.errors import ConfigError
+from pipeline.core.errors import ConfigError
 from pipeline.models.architecture import Architecture
-from pipeline.models.attention import choose_attention
+from pipeline.models.attention.choosing import choose_attention
 
 LLAMA = Architecture(
     num_layers=2,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from pipeline.models.attention_cudnn import attend_cudnn
-from pipeline.models.attention_xla import attend_xla
+from pipeline.models.attention.cudnn import attend_cudnn
+from pipeline.models.attention.xla import attend_xla
 
 LENGTH = 200
 RULES = {"causal": {"causal": True}, "full": {"causal": False}, "window": {"causal": True, "window": 40}}

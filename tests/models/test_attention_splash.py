@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from pipeline.models.attention_splash import attend_splash, block_size
-from pipeline.models.attention_xla import attend_xla
+from pipeline.models.attention.splash import attend_splash, block_size
+from pipeline.models.attention.xla import attend_xla
 
 LENGTH = 256
 

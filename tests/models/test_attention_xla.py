@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pipeline.models.attention_xla import attend_xla
+from pipeline.models.attention.xla import attend_xla
 
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 0, 0], [0, 0, 0, 0, 0, 0, 0], [1, 2, 3, 3, 3, 3, 3]], np.int32)
 

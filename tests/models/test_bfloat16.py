@@ -16,12 +16,12 @@ from hf_reference import save_random
 from safetensors.numpy import load_file, save_file
 from test_parity import FAMILIES
 
-from pipeline.cli import PACKAGE
+from pipeline.config.composing import PACKAGE
+from pipeline.core.sites import Site, activation_keys
 from pipeline.models.architecture import Norm
-from pipeline.models.attention_xla import attend_xla
+from pipeline.models.attention.xla import attend_xla
 from pipeline.models.layers import norm
 from pipeline.models.registry import open_model
-from pipeline.sites import Site, activation_keys
 
 ONE_ROUNDING = 1.2 * 0.00166  # of all values to 8 bits, in the root mean square; measured, and a fifth more
 TWO_ROUNDINGS = 2**0.5 * ONE_ROUNDING

@@ -12,9 +12,9 @@ import pytest
 from hf_reference import save_random
 from safetensors.numpy import load_file, save_file
 
-from pipeline.errors import CheckpointError, PipelineError
-from pipeline.models.checkpoint import Checkpoint
-from pipeline.models.files import open_files
+from pipeline.core.errors import CheckpointError, PipelineError
+from pipeline.models.checkpoints.checkpoint import Checkpoint
+from pipeline.models.checkpoints.checkpoint_files import open_files
 from pipeline.models.registry import open_model
 
 UP = "model.layers.1.mlp.up_proj.weight"

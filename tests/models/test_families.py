@@ -10,11 +10,11 @@ import pytest
 from hf_reference import save_random
 from safetensors.numpy import load_file, save_file
 
-from pipeline.config import CaptureConfig
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.config.schema import CaptureConfig
+from pipeline.core.errors import CheckpointError, ConfigError
+from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.registry import open_model
-from pipeline.plan import captured_keys
-from pipeline.sites import ActivationKey, Site, activation_keys
+from pipeline.planning.plan import captured_keys
 
 ALTERNATING = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 LAST = ActivationKey(3, Site.resid_post)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import CheckpointError
+from pipeline.core.errors import CheckpointError
 from pipeline.models.registry import open_model
 
 QWEN2 = {

@@ -9,11 +9,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from pipeline.errors import CheckpointError, ConfigError, PipelineError
-from pipeline.json_text import MAX_JSON_BYTES
-from pipeline.models.files import open_files
+from pipeline.core.errors import CheckpointError, ConfigError, PipelineError
+from pipeline.core.json_text import MAX_JSON_BYTES
+from pipeline.core.sites import ActivationKey, Site
+from pipeline.models.checkpoints.checkpoint_files import open_files
 from pipeline.models.registry import open_model
-from pipeline.sites import ActivationKey, Site
 from tests.models.fuzz_checkpoints import INDEX, SHARDS, TINY, joined, split, write_shards
 
 CONFIG = json.loads((TINY / "config.json").read_text())

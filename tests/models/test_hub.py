@@ -11,20 +11,21 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 
-from pipeline import cli, hub
-from pipeline.config import HfData
+from pipeline.config import composing
+from pipeline.config.schema import HfData
+from pipeline.core import hub
+from pipeline.core.errors import CheckpointError, InputError, PipelineError
 from pipeline.data.files import find_files
 from pipeline.data.hf import HfSource
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.errors import CheckpointError, InputError, PipelineError
-from pipeline.job import Job, open_job
+from pipeline.data.text.tokenizer import load_tokenizer
+from pipeline.job.opening import Job, open_job
 from pipeline.models.registry import open_model
-from pipeline.store.writing import StoreWriter
+from pipeline.store.write.store_writer import StoreWriter
 from tests.hub import Hub, contents, hub_for_this_process, lead_to
 from tests.jobs import assert_same_store, run, write_text
 from tests.store.fault_proxy import Fault, FaultProxy
 
-TINY = contents(cli.PACKAGE / "assets" / "tiny-qwen2")
+TINY = contents(composing.PACKAGE / "assets" / "tiny-qwen2")
 MODEL, TEXT = "models/owner/tiny", "datasets/owner/text"
 ROWS = b"\n".join(json.dumps({"text": f"a text, number {row}; " * 30}).encode() for row in range(60))
 FAULTS = (Fault.too_many_requests, Fault.unavailable, Fault.refused, Fault.unanswered, Fault.short)
@@ -54,7 +55,9 @@ def text(tmp_path_factory) -> Path:
 
 
 def job(text: Path, store: Path, *overrides: str) -> Job:
-    return open_job(cli.compose([f"data.path={text}", f"store.path={store}", "model.path=owner/tiny", *overrides]))
+    return open_job(
+        composing.compose([f"data.path={text}", f"store.path={store}", "model.path=owner/tiny", *overrides])
+    )
 
 
 def with_other_weights(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -116,7 +119,7 @@ def test_all_files_are_of_one_commit(server: Hub, text: Path, tmp_path: Path) ->
         if len(server.requests) == 2:
             server.push(MODEL, PUSHES["tokenizer"][0](with_other_weights(TINY)))
 
-    expected = job(text, tmp_path / "store", f"model.path={cli.PACKAGE}/assets/tiny-qwen2").metadata.fingerprint()
+    expected = job(text, tmp_path / "store", f"model.path={composing.PACKAGE}/assets/tiny-qwen2").metadata.fingerprint()
     server.before = push_after_the_first_request
     metadata = job(text, tmp_path / "store").metadata
     assert len(server.commits) == 2
@@ -209,7 +212,7 @@ def test_a_revision_that_is_not_there(server: Hub) -> None:
 def test_a_body_that_is_not_its_etags_is_fetched_again(server: Hub, waits) -> None:
     server.corrupt = {"config.json", "model.safetensors", "tokenizer.json"}
     identities = open_model("owner/tiny").identity(), load_tokenizer("owner/tiny").identity()
-    local = str(cli.PACKAGE / "assets" / "tiny-qwen2")
+    local = str(composing.PACKAGE / "assets" / "tiny-qwen2")
     assert identities == (open_model(local).identity(), load_tokenizer(local).identity())
     assert not server.corrupt
     assert len(waits) == 3

@@ -9,15 +9,15 @@ import pytest
 from hf_reference import NUM_LAYERS, save_random
 from jax.sharding import SingleDeviceSharding
 
-from pipeline.cli import PACKAGE
-from pipeline.distributed import make_mesh
-from pipeline.forward import compile_step
-from pipeline.models import leaf_reading
-from pipeline.models.int8 import Int8Weight, quantise
-from pipeline.models.leaf_reading import read_int8, read_leaf
+from pipeline.cluster.sharding import make_mesh
+from pipeline.config.composing import PACKAGE
+from pipeline.core.sites import ActivationKey, Site, activation_keys
+from pipeline.models.checkpoints import leaf_reading
+from pipeline.models.checkpoints.leaf_reading import read_int8, read_leaf
+from pipeline.models.int8_weights import Int8Weight, quantise
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
-from pipeline.sites import ActivationKey, Site, activation_keys
+from pipeline.step.compiled_step import compile_step
 
 DEVICE = SingleDeviceSharding(jax.devices()[0])
 FAMILIES = ("bert", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "qwen2", "qwen3")

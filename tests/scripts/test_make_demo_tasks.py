@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "make_demo_tasks.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "demo" / "make_demo_tasks.py"
 
 
 def make(out: Path, *arguments: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "make_demo_text.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "demo" / "make_demo_text.py"
 FINEWEB = ["text", "id", "dump", "url", "date", "file_path", "language", "language_score", "token_count"]
 
 

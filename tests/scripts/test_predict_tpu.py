@@ -2,9 +2,9 @@ import re
 import subprocess
 import sys
 
+from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.registry import open_model
-from pipeline.sites import ActivationKey, Site
-from scripts.published_shapes import write_shapes
+from scripts.bench.published_shapes import write_shapes
 from tests.jobs import ROOT
 
 PARAMETERS_IN_BILLIONS = {  # of the models' cards, without the head where it is tied

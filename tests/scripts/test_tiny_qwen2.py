@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.core.sites import ActivationKey, Site
+from pipeline.data.text.tokenizer import load_tokenizer
 from pipeline.models.registry import open_model
-from pipeline.sites import ActivationKey, Site
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "pipeline" / "assets" / "tiny-qwen2"

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.store.kvstore import list_keys, open_kvstore, write_key
+from pipeline.store.io.kvstore import list_keys, open_kvstore, write_key
 
 
 @pytest.fixture(params=["local", "memory"])

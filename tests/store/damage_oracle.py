@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from pipeline.errors import PipelineError
+from pipeline.core.errors import PipelineError
 from pipeline.store import ActivationStore
-from pipeline.store.commits import parse_commit_key
-from pipeline.store.verify import verify_store
-from pipeline.store.writing import StoreWriter
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.format.commits import parse_commit_key
+from pipeline.store.write.store_writer import StoreWriter
 from tests.store.damage_operators import Damage, kind_of
 from tests.store.damage_stores import Image, Specimen, in_memory, read_image, resume
 

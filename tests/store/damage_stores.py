@@ -17,14 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tensorstore as ts
 
-from pipeline import cli
-from pipeline.store.commits import parse_commit_key
-from pipeline.store.kvstore import list_keys, open_kvstore
-from pipeline.store.layout import StoreLayout
-from pipeline.store.merging import merge_stores
-from pipeline.store.statistics import statistics_key
-from pipeline.store.tables import table_key
-from pipeline.store.writing import StoreWriter
+from pipeline.config import composing
+from pipeline.store.format.commits import parse_commit_key
+from pipeline.store.format.layout import StoreLayout
+from pipeline.store.format.statistics import statistics_key
+from pipeline.store.format.tables import table_key
+from pipeline.store.io.kvstore import list_keys, open_kvstore
+from pipeline.store.write.merging import merge_stores
+from pipeline.store.write.store_writer import StoreWriter
 
 Image = Mapping[str, bytes]
 
@@ -150,9 +150,9 @@ def _write_text(folder: Path) -> None:
 
 def _run(*overrides: str) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from pipeline.run import run  # imports JAX, which whoever only damages stores does without
+    from pipeline.extraction.job_run import run
 
-    run(cli.compose(list(overrides)))
+    run(composing.compose(list(overrides)))
 
 
 def _interrupted_merge(whole: Path, path: Path) -> Image:

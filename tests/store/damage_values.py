@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.store.arrays import open_existing
-from pipeline.store.kvstore import open_kvstore
+from pipeline.store.format.arrays import open_existing
+from pipeline.store.io.kvstore import open_kvstore
 from tests.store.damage_operators import Damage, Objects, Operator, by_name, pick, shards_of
 from tests.store.damage_stores import Image, in_memory
 

@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.data.documents import DOCUMENT_SCHEMA
-from pipeline.store.commits import CommitRecord
-from pipeline.store.layout import ArraySpec, StoreLayout
-from pipeline.store.metadata import StoreMetadata
-from pipeline.store.writing import StoreWriter
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.layout import ArraySpec, StoreLayout
+from pipeline.store.format.metadata import StoreMetadata
+from pipeline.store.write.store_writer import StoreWriter
 
 VOCAB_SIZE = 97
 NUM_STREAMS = 2

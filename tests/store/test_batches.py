@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pipeline.store import ActivationStore, Batch, TokenFilter
-from pipeline.store.filters import norms_of
-from pipeline.store.kvstore import open_kvstore, read_key, write_key
+from pipeline.store.format.norms import norms_of
+from pipeline.store.io.kvstore import open_kvstore, read_key, write_key
 from tests.store.emulators import new_bucket
 from tests.store.example_store import (
     LENGTH,

@@ -10,9 +10,9 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from pipeline.errors import StoreInvalid
-from pipeline.store.claims import Claims, claim_key, delete_claims, held_claims, read_claims
-from pipeline.store.kvstore import list_keys, open_kvstore, read_key, write_key
+from pipeline.core.errors import StoreInvalid
+from pipeline.store.io.kvstore import list_keys, open_kvstore, read_key, write_key
+from pipeline.store.write.claims import Claims, claim_key, delete_claims, held_claims, read_claims
 from tests.store.emulators import new_bucket
 
 LEASE_S = 2.0  # on a busy machine a thread may have to wait for half a second
@@ -91,7 +91,7 @@ def test_closing_releases_everything(store_path):
 
 HOLDER = """
 import sys, time
-from pipeline.store.claims import Claims
+from pipeline.store.write.claims import Claims
 
 claims = Claims(sys.argv[1], float(sys.argv[2]))
 [vacancy] = claims.vacancies([0])

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import tensorstore as ts
 
-from pipeline.errors import StoreError, StoreInvalid
-from pipeline.store import commits
-from pipeline.store.commits import (
+from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.store.format import commits
+from pipeline.store.format.commits import (
     CONSOLIDATED_KEY,
     CommitRecord,
     commit_key,
@@ -17,7 +17,7 @@ from pipeline.store.commits import (
     read_consolidated,
     read_records,
 )
-from pipeline.store.kvstore import open_kvstore, read_checked, write_key
+from pipeline.store.io.kvstore import open_kvstore, read_checked, write_key
 
 CURSOR = {"shard": 0, "document": 5, "token": 128, "ordinal": 7}
 RECORD = CommitRecord(

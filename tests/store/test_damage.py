@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.store.commits import CommitRecord, commit_key
-from pipeline.store.kvstore import list_keys, open_kvstore, read_key, write_key
-from pipeline.store.layout import DOCUMENTS, POSITIONS, SEGMENTS, TOKENS
-from pipeline.store.problems import Remedy
-from pipeline.store.tables import decode_table, encode_table, table_digest, table_key
-from pipeline.store.verify import verify_store
-from pipeline.store.writing import StoreWriter
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.format.commits import CommitRecord, commit_key
+from pipeline.store.format.layout import DOCUMENTS, POSITIONS, SEGMENTS, TOKENS
+from pipeline.store.format.problems import Remedy
+from pipeline.store.format.tables import decode_table, encode_table, table_digest, table_key
+from pipeline.store.io.kvstore import list_keys, open_kvstore, read_key, write_key
+from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (
     NUM_STREAMS,
     VOCAB_SIZE,

@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from pipeline.errors import StoreError
-from pipeline.store.kvstore import configure_storage, open_kvstore, read_key
-from pipeline.store.metadata import read_metadata
-from pipeline.store.verify import verify_store
-from pipeline.store.writing import StoreWriter
+from pipeline.core.errors import StoreError
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.format.metadata import read_metadata
+from pipeline.store.io.kvstore import configure_storage, open_kvstore, read_key
+from pipeline.store.write.store_writer import StoreWriter
 from tests.store.emulators import new_bucket
 from tests.store.example_store import layout, write_store
 from tests.store.fault_proxy import FaultProxy

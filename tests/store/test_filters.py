@@ -2,7 +2,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pipeline.store.filters import TokenFilter, norms_of
+from pipeline.store.format.norms import norms_of
+from pipeline.store.read.filters import TokenFilter
 
 BESIDE = {
     "segments": np.array([[1, 1, 1, 2, 2, 0]]),

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from pipeline.store.checks import check_statistics
-from pipeline.store.kvstore import open_kvstore, write_key
-from pipeline.store.metadata import read_root
-from pipeline.store.statistics import piece_statistics, token_statistics
-from pipeline.store.verify import verify_store
-from pipeline.store.writing import StoreWriter
+from pipeline.store.check.block_checks import check_statistics
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.format.metadata import read_root
+from pipeline.store.format.statistics import piece_statistics, token_statistics
+from pipeline.store.io.kvstore import open_kvstore, write_key
+from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import write_store
 
 

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pipeline.store.frameworks import Framework, aligned_empty, converter
+from pipeline.store.read.frameworks import Framework, aligned_empty, converter
 
 DTYPES = ["bfloat16", "float16", "float32", "int32", "int64"]
 

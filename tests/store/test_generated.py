@@ -8,14 +8,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocument
 from pipeline.data.tokenised import TokenisedDocument
-from pipeline.errors import StoreError, StoreInvalid
-from pipeline.store.completions import completion_slots
-from pipeline.store.generated import COMPLETION_SCHEMA, GeneratedDocuments, GeneratedGroups, Group
-from pipeline.store.groups import check_groups, group_key, read_group
-from pipeline.store.kvstore import open_kvstore, read_key, write_key
-from pipeline.store.problems import Remedy
+from pipeline.store.format.problems import Remedy
+from pipeline.store.generated.completions import completion_slots
+from pipeline.store.generated.documents import COMPLETION_SCHEMA, GeneratedDocuments, GeneratedGroups, Group
+from pipeline.store.generated.group_files import check_groups, group_key, read_group
+from pipeline.store.io.kvstore import open_kvstore, read_key, write_key
 
 SCHEMA = pa.unify_schemas([pa.schema([("url", pa.string()), ("correct", pa.bool_())]), COMPLETION_SCHEMA])
 STREAM, NUM_STREAMS, SIZE = 1, 3, 2

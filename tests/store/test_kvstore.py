@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from pipeline.errors import ConfigError, StoreError, StoreInvalid
-from pipeline.store.arrays import open_or_create
-from pipeline.store.kvstore import (
+from pipeline.core.errors import ConfigError, StoreError, StoreInvalid
+from pipeline.store.format.arrays import open_or_create
+from pipeline.store.io.kvstore import (
     configure_storage,
     context,
     object_url,
@@ -21,7 +21,7 @@ from pipeline.store.kvstore import (
     write_if_absent,
     write_key,
 )
-from pipeline.store.shard_files import ShardFiles
+from pipeline.store.io.shard_files import ShardFiles
 from tests.store.emulators import new_bucket
 from tests.store.example_store import layout
 from tests.store.fault_proxy import CONTENT_FAULTS
@@ -61,7 +61,7 @@ def test_more_objects_than_are_asked_for_at_once_are_read_in_order(tmp_path):
 
 @pytest.fixture
 def no_delay(monkeypatch):
-    monkeypatch.setattr("pipeline.store.kvstore.time.sleep", lambda _: None)
+    monkeypatch.setattr("pipeline.store.io.kvstore.time.sleep", lambda _: None)
 
 
 def contains_value(key: str, content: bytes | None) -> bytes:

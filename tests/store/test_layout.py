@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.store.layout import MIB, PIECE_BYTES, TOKENS, ArraySpec, StoreLayout, rows_per_block_for
+from pipeline.store.format.layout import MIB, PIECE_BYTES, TOKENS, ArraySpec, StoreLayout, rows_per_block_for
 
 ACTIVATION = ArraySpec("blocks.0.resid_post", "bfloat16", 896)
 

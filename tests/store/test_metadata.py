@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from pipeline.errors import StoreInvalid, StoreMismatch
-from pipeline.store.metadata import Difference, StoreRoot
+from pipeline.core.errors import StoreInvalid, StoreMismatch
+from pipeline.store.format.metadata import Difference, StoreRoot
 from tests.store.example_store import WIDTHS, metadata
 
 

@@ -2,7 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pipeline.store.statistics import token_statistics
+from pipeline.store.format.statistics import token_statistics
 
 
 @pytest.fixture(scope="module")

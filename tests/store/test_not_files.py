@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import EXIT_FAILED, EXIT_INVALID, StoreInvalid
+from pipeline.core.errors import EXIT_FAILED, EXIT_INVALID, StoreInvalid
 from pipeline.store import ActivationStore
-from pipeline.store.commits import CONSOLIDATED_KEY, commit_key
-from pipeline.store.layout import POSITIONS
-from pipeline.store.tables import table_key
+from pipeline.store.format.commits import CONSOLIDATED_KEY, commit_key
+from pipeline.store.format.layout import POSITIONS
+from pipeline.store.format.tables import table_key
 from pipeline.verify import main
 from tests.store.example_store import WIDTHS, layout, write_store
 

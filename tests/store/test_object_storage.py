@@ -7,15 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from pipeline.errors import StoreError, StoreMismatch
+from pipeline.core.errors import StoreError, StoreMismatch
 from pipeline.store import ActivationStore
-from pipeline.store.arrays import open_existing
-from pipeline.store.commits import COMMITS_PREFIX, CONSOLIDATED_KEY
-from pipeline.store.kvstore import configure_storage, list_keys, open_kvstore, read_key, write_if_absent
-from pipeline.store.metadata import read_metadata, require_root
-from pipeline.store.tables import table_key
-from pipeline.store.verify import verify_store
-from pipeline.store.writing import StoreWriter
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.format.arrays import open_existing
+from pipeline.store.format.commits import COMMITS_PREFIX, CONSOLIDATED_KEY
+from pipeline.store.format.metadata import read_metadata, require_root
+from pipeline.store.format.tables import table_key
+from pipeline.store.io.kvstore import configure_storage, list_keys, open_kvstore, read_key, write_if_absent
+from pipeline.store.write.store_writer import StoreWriter
 from tests.conftest import SECRET
 from tests.store.emulators import new_bucket
 from tests.store.example_store import ROWS, blocks, layout, metadata, stored_tokens, write_store
@@ -160,7 +160,7 @@ def test_credentials_are_in_no_object(service):
 @pytest.mark.parametrize("kinds", [*([kind] for kind in CONTENT_FAULTS), CONTENT_FAULTS], ids=lambda kinds: kinds[0])
 def test_a_reader_survives_wrong_answers_and_never_returns_them(s3, kinds, monkeypatch):
     """A missing object would be read as zeros, without an error."""
-    monkeypatch.setattr("pipeline.store.kvstore._REREAD_DELAYS_S", (0.0,) * 50)  # for 15 % of all answers
+    monkeypatch.setattr("pipeline.store.io.kvstore._REREAD_DELAYS_S", (0.0,) * 50)  # for 15 % of all answers
     path = f"{new_bucket('s3', s3.backend)}/store"
     write_store(path)
     store = ActivationStore.open(path)

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from pipeline.store.order import Piece, ReadingOrder, permutation
+from pipeline.store.read.order import Piece, ReadingOrder, permutation
 
 BLOCK_ROWS = (10, 3, 10, 10, 1, 7, 10, 10)
 PIECE_ROWS = 4

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeline.errors import StoreInvalid
-from pipeline.json_text import MAX_DEPTH
-from pipeline.store.parsing import parse_json
+from pipeline.core.errors import StoreInvalid
+from pipeline.core.json_text import MAX_DEPTH
+from pipeline.store.io.parsing import parse_json
 
 
 @pytest.mark.parametrize("text", [b"{}", b'[{"a": [1, 2.5, null, "\xc3\xa4\\u00e4"]}]', b"3", b"[" * 64 + b"]" * 64])

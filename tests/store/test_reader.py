@@ -2,11 +2,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.errors import StoreError, StoreInvalid
-from pipeline.sites import ActivationKey, Site
+from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.core.sites import ActivationKey, Site
 from pipeline.store import ActivationStore
-from pipeline.store.kvstore import open_kvstore, write_key
-from pipeline.store.writing import StoreWriter
+from pipeline.store.io.kvstore import open_kvstore, write_key
+from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (
     DOCUMENT_LENGTHS,
     LENGTH,

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from pipeline import delete, export, inspect
-from pipeline.errors import StoreInvalid
+from pipeline.core.errors import StoreInvalid
 from pipeline.store import ActivationStore
 from tests.store.example_store import write_store
 

@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pipeline.store.arrays import open_or_create
-from pipeline.store.kvstore import open_kvstore
-from pipeline.store.layout import SIDE_ARRAYS, ArraySpec, StoreLayout
-from pipeline.store.shard_files import ShardFiles
+from pipeline.store.format.arrays import open_or_create
+from pipeline.store.format.layout import SIDE_ARRAYS, ArraySpec, StoreLayout
+from pipeline.store.io.kvstore import open_kvstore
+from pipeline.store.io.shard_files import ShardFiles
 
 ROWS = 8
 

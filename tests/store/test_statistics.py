@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.store.statistics import Statistics, block_statistics, merge, token_statistics
+from pipeline.store.format.statistics import Statistics, block_statistics, merge, token_statistics
 
 ROWS, T, D = 6, 20, 5
 

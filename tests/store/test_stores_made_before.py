@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline.store import ActivationStore
-from pipeline.store.verify import verify_store
+from pipeline.store.check.verifying import verify_store
 from tests.jobs import run
 
 STORES = Path(__file__).with_name("stores_of_0_1_0.zip")

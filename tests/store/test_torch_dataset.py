@@ -4,7 +4,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.data import DataLoader  # noqa: E402
 
-from pipeline.store.torch_dataset import ActivationDataset  # noqa: E402
+from pipeline.store.read.torch_dataset import ActivationDataset  # noqa: E402
 from tests.store.example_store import all_tokens, write_store  # noqa: E402
 
 

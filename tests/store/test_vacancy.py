@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import StoreInvalid
-from pipeline.store.kvstore import open_kvstore, read_key, write_key
-from pipeline.store.merging import merge_stores
-from pipeline.store.vacancy import require_vacant
-from pipeline.store.verify import verify_store
+from pipeline.core.errors import StoreInvalid
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.io.kvstore import open_kvstore, read_key, write_key
+from pipeline.store.write.merging import merge_stores
+from pipeline.store.write.vacancy import require_vacant
 from tests.store.emulators import new_bucket
 from tests.store.example_store import write_store
 

@@ -14,18 +14,21 @@ import pytest
 import tensorstore as ts
 import zarr
 
-from pipeline.errors import StoreError, StoreInvalid, StoreMismatch
-from pipeline.store import ActivationStore, arrays, finishing, writing
-from pipeline.store import metadata as metadata_module
-from pipeline.store.arrays import set_rows
-from pipeline.store.commits import CONSOLIDATED_KEY
-from pipeline.store.kvstore import list_keys, open_kvstore, read_key, write_if_unchanged, write_key
-from pipeline.store.layout import MAX_ROWS
-from pipeline.store.metadata import read_metadata, read_root
-from pipeline.store.problems import Remedy
-from pipeline.store.statistics import token_statistics
-from pipeline.store.verify import verify_store
-from pipeline.store.writing import StoreWriter
+from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
+from pipeline.store import ActivationStore
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.format import arrays
+from pipeline.store.format import metadata as metadata_module
+from pipeline.store.format.arrays import set_rows
+from pipeline.store.format.commits import CONSOLIDATED_KEY
+from pipeline.store.format.layout import MAX_ROWS
+from pipeline.store.format.metadata import read_metadata, read_root
+from pipeline.store.format.problems import Remedy
+from pipeline.store.format.statistics import token_statistics
+from pipeline.store.io.kvstore import list_keys, open_kvstore, read_key, write_if_unchanged, write_key
+from pipeline.store.write import finishing
+from pipeline.store.write import store_writer as writing
+from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (
     LENGTH,
     NUM_STREAMS,
@@ -583,7 +586,7 @@ def test_a_read_only_file_system(small_disk):
         writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
 
 
-@pytest.mark.parametrize("module", ["pipeline.store", "pipeline.store.writing", "pipeline.verify"])
+@pytest.mark.parametrize("module", ["pipeline.store", "pipeline.store.write.store_writer", "pipeline.verify"])
 def test_the_store_needs_neither_jax_nor_hydra(module):
     code = f"import sys, {module}; print([m for m in ('jax', 'flax', 'hydra', 'torch') if m in sys.modules])"
     root = Path(__file__).resolve().parents[2]

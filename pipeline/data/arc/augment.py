@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.config import Geometry
+from pipeline.config.choices import Geometry
 from pipeline.data.arc.tasks import NUM_COLORS, Grid, Pair, Task
 
 # name -> (quarter turns counterclockwise, then mirrored left to right)

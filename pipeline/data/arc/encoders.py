@@ -16,9 +16,9 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeline.config import ArcData
+from pipeline.config.schema import ArcData
+from pipeline.core.errors import ConfigError
 from pipeline.data.arc.tasks import NUM_COLORS, Grid
-from pipeline.errors import ConfigError
 
 DIGITS = "0123456789"
 _NAMES = ("digits", "separated", "repeated", "symbols")

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec
 
-from pipeline.config import ArcData
+from pipeline.config.schema import ArcData
+from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.arc.tasks import Task, parse_task
 from pipeline.data.files import InputFile, find_files, input_errors
-from pipeline.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     import datasets
@@ -118,7 +118,7 @@ def _hub_tasks(repo: str, config: ArcData, stored: Mapping[str, object]) -> Task
 
     The split's files count by their git blob ids, which are digests of their content.
     """
-    from pipeline.data.hub import dataset_errors, open_builder
+    from pipeline.data.hub_files import dataset_errors, open_builder
 
     builder = open_builder(repo, split=config.split, revision=config.revision)
     with dataset_errors(config.path):

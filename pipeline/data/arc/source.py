@@ -4,7 +4,9 @@ from collections.abc import Iterator, Mapping
 
 import pyarrow as pa
 
-from pipeline.config import ArcData, OnError, Template
+from pipeline.config.choices import OnError, Template
+from pipeline.config.schema import ArcData
+from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.arc.augment import augmentation
 from pipeline.data.arc.encoders import grid_encoder
 from pipeline.data.arc.grading import grid_text
@@ -12,9 +14,8 @@ from pipeline.data.arc.loading import open_tasks
 from pipeline.data.arc.prompts import chat_messages, plain_prompt
 from pipeline.data.arc.tasks import Task
 from pipeline.data.documents import Document, SkippedDocument
-from pipeline.data.templates import RenderError
-from pipeline.data.tokenizer import TextTokenizer
-from pipeline.errors import ConfigError, InputError
+from pipeline.data.text.templates import RenderError
+from pipeline.data.text.tokenizer import TextTokenizer
 
 # What shapes the documents beside the tasks themselves.
 _SETTINGS = (

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int8
 
-from pipeline.errors import InputError
+from pipeline.core.errors import InputError
 
 Grid = Int8[np.ndarray, "_ _"]  # rows, columns; axes without names, since grids of different shapes meet in one call
 NUM_COLORS = 10

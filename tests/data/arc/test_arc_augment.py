@@ -3,7 +3,7 @@ from math import factorial
 import numpy as np
 import pytest
 
-from pipeline.config import Geometry
+from pipeline.config.choices import Geometry
 from pipeline.data.arc.augment import Augmentation, augmentation
 from pipeline.data.arc.tasks import Pair, Task
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import ArcData
+from pipeline.config.schema import ArcData
+from pipeline.core.errors import ConfigError
 from pipeline.data.arc.encoders import GridEncoder, grid_encoder
-from pipeline.errors import ConfigError
 
 NAMES = [
     "+".join(name for name, used in zip(("symbols", "repeated", "separated"), chosen, strict=True) if used) or "digits"

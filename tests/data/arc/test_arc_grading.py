@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.config import ArcData
+from pipeline.config.schema import ArcData
 from pipeline.data.arc.encoders import grid_encoder
 from pipeline.data.arc.grading import grade, grid_text
 from pipeline.data.documents import Document

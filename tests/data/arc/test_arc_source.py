@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from material import word_library_tokenizer, word_tokenizer
 
-from pipeline.config import ArcData, Geometry, OnError, Template
+from pipeline.config.choices import Geometry, OnError, Template
+from pipeline.config.schema import ArcData
+from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.arc.encoders import grid_encoder
 from pipeline.data.arc.loading import dataset_tasks, open_tasks
 from pipeline.data.arc.prompts import decode_prompt
 from pipeline.data.arc.source import ArcSource
 from pipeline.data.documents import Document, SkippedDocument
-from pipeline.data.tokenizer import TextTokenizer
-from pipeline.errors import ConfigError, InputError
+from pipeline.data.text.tokenizer import TextTokenizer
 from tests.hub import hub_for_this_process
 
 ONE = {"train": [{"input": [[1]], "output": [[2]]}], "test": [{"input": [[3]], "output": [[4]]}]}

@@ -1,0 +1,1 @@
+"""What the commands share: the exit codes of errors. Only commands import it."""

@@ -1,0 +1,83 @@
+"""The command line that the entry points share: compose with Hydra, run, turn errors into exit codes."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+import hydra
+from omegaconf import DictConfig
+
+from pipeline.cluster import devices, processes
+from pipeline.cluster.startup import prepare_process
+from pipeline.config import checks
+from pipeline.config.composing import config_dir, prepare
+from pipeline.config.limits import shortened
+from pipeline.config.messages import COMPOSING_ERRORS, HYDRAS_ERRORS, composing_message
+from pipeline.config.schema import RunConfig
+from pipeline.core import errors
+
+log = logging.getLogger("pipeline")
+
+_MOST_CHARACTERS = 4000  # of a message
+_FULL_ERRORS = "HYDRA_FULL_ERROR"  # of the environment
+
+
+def main(task: Callable[[RunConfig], None]) -> None:
+    """Composes the command line's configuration, calls `task` with it, and exits with the right code."""
+    prepare_process()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("pipeline").setLevel(logging.INFO)
+    logging.getLogger().setLevel(logging.WARNING)
+    devices.skip_absent_tpu()
+    prepare()
+    composed_once = False
+    shows_tracebacks = os.environ.get(_FULL_ERRORS) == "1"
+    os.environ[_FULL_ERRORS] = "1"  # Hydra then raises what it would print otherwise, some of it with a traceback
+
+    @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
+    def composed(cfg: DictConfig) -> None:
+        nonlocal composed_once
+        composed_once = True
+        code = run_task(task, cfg)
+        processes.leave(code)
+        if code != errors.EXIT_OK:
+            sys.exit(code)
+
+    try:
+        composed()
+    except COMPOSING_ERRORS as error:
+        if composed_once and not isinstance(error, HYDRAS_ERRORS):
+            raise
+        log.error("ConfigError: %s", composing_message(error, sys.argv[1:]), exc_info=shows_tracebacks)
+        sys.exit(errors.EXIT_INVALID)
+
+
+def described(error: errors.PipelineError) -> str:
+    """Its kind and message, where that quotes a whole document not all of it."""
+    return f"{type(error).__name__}: {shortened(str(error), _MOST_CHARACTERS)}"
+
+
+def run_task(task: Callable[[RunConfig], None], cfg: DictConfig) -> int:
+    """Runs the task and returns the exit code. An error raised on purpose is one message, a bug has its traceback."""
+    try:
+        task(checks.run_config(cfg))
+    except errors.PipelineError as error:
+        log.error("%s", described(error))
+        earlier = error.__context__
+        if isinstance(earlier, errors.PipelineError) and earlier is not error.__cause__:
+            log.error("Before that, %s", described(earlier))
+        return error.exit_code
+    except Exception as error:
+        if processes.is_loss_of_a_process(error):
+            log.error("another process of this job has ended; its own messages say why. Run the same command again.")
+        elif devices.is_out_of_memory(error):
+            log.exception(
+                "the job does not fit into the memory of a device, or another process has some of it. Run the same "
+                "command again; if it ends so again, lower batch.rows (data.rows while generating) or "
+                "run.max_inflight_mib, or divide the weights (model.weights=fsdp)."
+            )
+        else:
+            log.exception("unexpected error")
+        return errors.EXIT_FAILED
+    return errors.EXIT_OK

@@ -1,0 +1,70 @@
+"""Requests to stop: SIGTERM and SIGINT, agreed on by all processes of a worker."""
+
+import itertools
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+from jax.experimental import multihost_utils
+
+from pipeline.core.errors import Interrupted
+
+log = logging.getLogger("pipeline")
+
+
+_steps = itertools.count()  # of this process, over all jobs of a sweep: what a sync point is named by
+
+
+class StopRequest:
+    """A wish to stop, by SIGTERM or SIGINT to any process of the worker; all of them stop before the same step.
+
+    A second SIGINT raises KeyboardInterrupt as usual.
+    """
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._shared = jax.process_count() > 1
+        self.signal_name = "SIGTERM"
+
+    @property
+    def noticed(self) -> bool:
+        """Whether this process knows that it is to stop. Among several, that is only once they have agreed on when."""
+        return self._event.is_set()
+
+    def before_step(self) -> bool:
+        """Whether to stop before the next step. Every process asks exactly once per step."""
+        if self._shared and not self.noticed and multihost_utils.reached_preemption_sync_point(next(_steps)):
+            self._event.set()
+        return self.noticed
+
+    def check(self) -> None:
+        """Raises Interrupted if a stop is requested; for the time before anything is computed."""
+        if self.noticed:
+            raise Interrupted(f"stopped by {self.signal_name} before the first step. Run the same command again.")
+
+    def on_signal(self, number: int, _frame: object) -> None:
+        name = signal.Signals(number).name
+        log.warning("%s: stopping; Ctrl-C aborts at once", name)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._shared:
+            os.kill(os.getpid(), signal.SIGTERM)  # JAX's own handler tells the others
+        else:
+            self.signal_name = name
+            self._event.set()
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Turns SIGTERM and SIGINT into a StopRequest while inside. In a job of several processes JAX handles SIGTERM."""
+    stop = StopRequest()
+    numbers = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, stop.on_signal) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

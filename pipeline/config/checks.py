@@ -1,0 +1,68 @@
+"""From what Hydra has composed to the typed configuration, or one message that says what is wrong with it."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pipeline.config.keys import key_remedy
+from pipeline.config.limits import require_within_limits, shown
+from pipeline.config.schema import DataConfig, GenerateData, RunConfig
+from pipeline.core.addresses import has_credentials, unusable_store_path
+from pipeline.core.errors import ConfigError
+
+
+def run_config(composed: DictConfig) -> RunConfig:
+    """The typed, frozen configuration. Raises ConfigError for a mandatory key without a value, a key that is none, a
+    value beyond its limits, and credentials."""
+    if unknown := next(_unknown_keys(composed), None):
+        raise ConfigError(f"{unknown} is no key of the configuration. {key_remedy(unknown)}")
+    try:
+        missing = sorted(OmegaConf.missing_keys(composed))
+        if missing:
+            raise ConfigError(f"no value for {', '.join(missing)}. Give one on the command line, e.g. {missing[0]}=...")
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or 'the configuration'} has no value: {_first_line(error)}.") from error
+    _require_no_credentials(config)
+    _require_data(config.data, "data", "data=fineweb")
+    if isinstance(config.data, GenerateData):
+        _require_data(config.data.prompts, "data.prompts", "data@data.prompts=arc")
+    require_within_limits(config)
+    if reason := unusable_store_path(config.store.path):
+        raise ConfigError(reason)
+    return config
+
+
+def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Keys that the dataclasses do not have, as `+run.foo=1` adds them."""
+    cls = OmegaConf.get_type(node)
+    known = {key.name for key in fields(cls)} if is_dataclass(cls) else None
+    for key in node:
+        child = node._get_node(key)
+        if known is not None and key not in known:
+            yield f"{prefix}{key}"
+        elif isinstance(child, DictConfig) and not (child._is_missing() or child._is_none()):
+            yield from _unknown_keys(child, f"{prefix}{key}.")
+
+
+def _require_data(data: object, key: str, choice: str) -> None:
+    if not isinstance(data, DataConfig):
+        raise ConfigError(f"{key} is {shown(data)}, and no source of documents. Choose one, e.g. {choice}.")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
+
+
+def _require_no_credentials(config: RunConfig) -> None:
+    """The configuration is stored and logged, so no URL in it may carry a password or a signature."""
+    for group, values in asdict(config).items():
+        named = {f"{group}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {}
+        for key, value in named.items():
+            if has_credentials(str(value)):
+                raise ConfigError(
+                    f"{key} has a URL with credentials in it, which would be stored and logged. Give them as "
+                    f"the storage's own tools expect them (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
+                )

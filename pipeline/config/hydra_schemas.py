@@ -1,0 +1,48 @@
+"""The schemas, as Hydra takes them."""
+
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import BooleanNode, DictConfig, OmegaConf
+from omegaconf.errors import ValidationError
+
+from pipeline.config.schema import ArcData, GenerateData, HfData, ParquetData, RunConfig
+
+
+class _Boolean(BooleanNode):
+    """True or false, where OmegaConf takes every number but 0 for true."""
+
+    def _validate_and_convert_impl(self, value: Any) -> bool:
+        try:
+            is_another_number = int(value) not in (0, 1)
+        except (TypeError, ValueError, OverflowError):
+            is_another_number = False
+        if is_another_number:
+            raise ValidationError("Value '$VALUE' is not a valid bool")
+        return super()._validate_and_convert_impl(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Boolean":
+        copied = _Boolean()
+        self._deepcopy_impl(copied, memo)
+        return copied
+
+
+def _prepared(node: DictConfig) -> DictConfig:
+    """Lets Hydra merge into a config made from frozen dataclasses, which OmegaConf marks read-only, and has its bools
+    be bools."""
+    node._set_flag("readonly", None)
+    for key in node:
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none()):
+            _prepared(child)
+        elif type(child) is BooleanNode:
+            node._set_item_impl(key, _Boolean(child._value(), key, node, is_optional=child._is_optional()))
+    return node
+
+
+def register() -> None:
+    """Puts the schemas where the YAML files' `defaults` find them."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=_prepared(OmegaConf.structured(RunConfig)))
+    for name, cls in {"parquet": ParquetData, "arc": ArcData, "hf": HfData, "generate": GenerateData}.items():
+        store.store(group="data", name=f"{name}_schema", node=_prepared(OmegaConf.structured(cls)))

@@ -1,0 +1,249 @@
+"""What the values of the configuration may be, as a table, checked all at once before anything uses them.
+
+What one value says about another is checked in `plan.py`, and what a source, a model or a tokenizer says in theirs.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Any, Protocol, get_args
+
+from pipeline.core.errors import ConfigError
+
+_MOST_PATH_BYTES = 3800  # Linux has 4095; a store's own keys come on top
+_MOST_NAME_BYTES = 255
+
+
+class Limits(Protocol):
+    """`str` of it says what is allowed."""
+
+    def admits(self, value: Any) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Between:
+    """Finite numbers from `first` to `last`; without an end that is open."""
+
+    first: float
+    last: float
+    is_first_open: bool = False
+    is_last_open: bool = False
+
+    def admits(self, value: float) -> bool:
+        if not self.first <= value <= self.last:  # not for NaN
+            return False
+        return not (self.is_first_open and value == self.first) and not (self.is_last_open and value == self.last)
+
+    def __str__(self) -> str:
+        first = f"more than {self.first:,}" if self.is_first_open else f"at least {self.first:,}"
+        return f"{first} and {'less than' if self.is_last_open else 'at most'} {self.last:,}"
+
+
+@dataclass(frozen=True)
+class Name:
+    def admits(self, value: str) -> bool:
+        return bool(value.strip())
+
+    def __str__(self) -> str:
+        return "a text that is not empty"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A local path, a URL, or a name on the Hub."""
+
+    def admits(self, value: str) -> bool:
+        if not value.strip() or len(value.encode()) > _MOST_PATH_BYTES:
+            return False
+        if "://" in value:
+            return True
+        is_nobodys_home = value.startswith("~") and os.path.expanduser(value) == value
+        return not is_nobodys_home and all(len(name.encode()) <= _MOST_NAME_BYTES for name in value.split("/"))
+
+    def __str__(self) -> str:
+        return (
+            f"a path or URL, not empty, of at most {_MOST_PATH_BYTES} bytes and {_MOST_NAME_BYTES} between slashes, "
+            f"where ~ only begins a user's home directory"
+        )
+
+
+@dataclass(frozen=True)
+class Folder(Place):
+    """A place to write to."""
+
+    is_local: bool = False
+
+    def admits(self, value: str) -> bool:
+        if not super().admits(value):
+            return False
+        if "://" in value:
+            return not self.is_local
+        path = os.path.abspath(os.path.expanduser(value))
+        while not os.path.lexists(path):
+            path = os.path.dirname(path)
+        return os.path.isdir(path)
+
+    def __str__(self) -> str:
+        kind = "a local folder" if self.is_local else "a folder"
+        return f"{kind} that is there or can be made, so not a file and not below one: {super().__str__()}"
+
+
+@dataclass(frozen=True)
+class Address:
+    def admits(self, value: str) -> bool:
+        found = re.fullmatch(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", value)
+        return found is not None and 1 <= int(found[1]) <= 65535
+
+    def __str__(self) -> str:
+        return "host:port, with a port from 1 to 65535"
+
+
+@dataclass(frozen=True)
+class Names:
+    """One text or several, none of them empty."""
+
+    def admits(self, value: object) -> bool:
+        values = value if isinstance(value, list) else [value]
+        return bool(values) and all(isinstance(name, str) and name.strip() for name in values)
+
+    def __str__(self) -> str:
+        return "a text that is not empty, or a list of such"
+
+
+# Where only sense ends a range, what is beyond is a slip of the keyboard.
+_COUNT = Between(1, 1_000_000_000)
+_FEW = Between(1, 1_000_000)  # of processes and devices
+_THREADS = Between(1, 10_000)
+_SIZE = Between(0, 1_000_000_000, is_first_open=True)
+_SHARE = Between(0, 1, is_first_open=True)
+_SEED = Between(-(1 << 63), (1 << 63) - 1)
+_DATA: dict[str, Limits] = {"num_streams": _COUNT}
+
+# By the dataclasses of config.py. Every number and every path has limits; null is allowed where the type says so.
+LIMITS: dict[str, dict[str, Limits]] = {
+    "ModelConfig": {"path": Place(), "revision": Name(), "seed": _SEED, "tokenizer": Place()},
+    "DataConfig": _DATA,
+    "ParquetData": {
+        **_DATA,
+        **{"path": Place(), "repo": Name(), "subset": Name(), "revision": Name(), "row_groups_per_shard": _COUNT},
+        **{"text_column": Name(), "id_column": Name()},
+    },
+    "ArcData": {
+        **_DATA,
+        **{"path": Place(), "split": Name(), "revision": Name(), "solutions": Place(), "encoder": Name()},
+        **{"repeat": Between(1, 1000), "augmentations": _FEW, "seed": _SEED, "tasks_per_shard": _COUNT},
+    },
+    "HfData": {
+        **_DATA,
+        **{"path": Place(), "subset": Name(), "split": Name(), "revision": Name(), "id_column": Name()},
+        "data_files": Names(),
+    },
+    "GenerateData": {
+        **_DATA,
+        **{"path": Place(), "prompt_length": _COUNT, "max_new_tokens": _COUNT, "temperature": Between(0, 1_000_000)},
+        **{"top_k": _COUNT, "top_p": _SHARE, "rows": _COUNT, "group": _COUNT},
+        "seed": Between(0, (1 << 32) - 1),  # JAX drops the other bits
+    },
+    "BatchConfig": {"rows": _COUNT, "length": _COUNT},
+    "CaptureConfig": {
+        **{"every": Between(2, 1_000_000_000), "rate": Between(0, 1, is_first_open=True, is_last_open=True)},
+        **{"seed": Between(0, (1 << 63) - 1), "per_row": _COUNT, "int8_group": _COUNT},
+    },
+    "StoreConfig": {
+        **{"path": Folder(), "shard_mib": _SIZE, "retries": Between(0, 1_000_000), "retry_delay_s": Between(0, 86_400)},
+        **{"concurrency": _THREADS, "copy_threads": _THREADS},
+    },
+    "MeshConfig": {"data": _FEW, "tensor": _FEW},
+    "DistributedConfig": {
+        **{"coordinator": Address(), "num_processes": _FEW, "process_id": Between(0, 999_999)},
+        **{"join_timeout_s": _FEW, "heartbeat_timeout_s": _FEW},
+    },
+    "RunOptions": {
+        **{"max_tokens": Between(1, 10**18), "worker_index": Between(0, 999_999), "worker_count": _FEW},
+        **{"lease_s": Between(1, 1_000_000), "max_inflight_mib": _SIZE, "stall_timeout_s": Between(1, 1_000_000_000)},
+        **{"compilation_cache": Folder(), "profile": Folder(is_local=True), "profile_after": Between(0, 1_000_000_000)},
+        **{"profile_steps": _COUNT, "metrics_interval_s": Between(0, 1_000_000_000)},
+    },
+    "PlanConfig": {
+        **{"mfu": _SHARE, "fill": _SHARE, "store_gb_per_s": _SIZE},
+        **{"usd_per_chip_hour": Between(0, 1_000_000_000), "usd_per_tb_month": Between(0, 1_000_000_000)},
+    },
+    "RunConfig": {"topology": Name()},
+}
+
+
+def require_within_limits(config: Any, prefix: str = "") -> None:
+    """Raises ConfigError for the first value of a configuration, a tree of dataclasses, that is not allowed."""
+    limits = LIMITS[type(config).__name__]
+    for field in fields(config):
+        value, key = getattr(config, field.name), f"{prefix}{field.name}"
+        if not _is_of_kind(value, field.type):
+            raise ConfigError(f"{key} is {shown(value)}. Set it to {expected(type(config), field.name)}.")
+        if is_dataclass(value):
+            require_within_limits(value, f"{key}.")
+            continue
+        for text in _texts(value):
+            _require_text(key, text)
+        if field.name in limits and value is not None and not limits[field.name].admits(value):
+            raise ConfigError(f"{key} is {shown(value)}. Set it to {expected(type(config), field.name)}.")
+
+
+def _is_of_kind(value: object, kind: Any) -> bool:
+    """Whether what holds other values is of the schema's type. OmegaConf sees to the rest, but not to what `${...}`
+    stands for."""
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    if list[str] in kinds and not (value is None and NoneType in kinds):
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return isinstance(value, kind) if is_dataclass(kind) else True
+
+
+def expected(cls: type, name: str) -> str:
+    """What a field of the configuration may be, in words."""
+    [kind] = (field.type for field in fields(cls) if field.name == name)
+    limits = LIMITS[cls.__name__].get(name)
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    return ", or to ".join(_in_words(kind, limits) for kind in kinds)
+
+
+def _in_words(kind: Any, limits: Limits | None) -> str:
+    if kind is NoneType:
+        return "null"
+    if kind is bool:
+        return "true or false"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"one of {', '.join(kind)}"
+    if kind in (int, float):
+        return f"a {'whole ' if kind is int else ''}number of {limits}"
+    if limits is not None:
+        return str(limits)
+    return "keys of its own" if is_dataclass(kind) else "a text" if kind is str else "a list of texts"
+
+
+def shown(value: object) -> str:
+    """A value in a message."""
+    return shortened(repr(value) if isinstance(value, str) else str(value), 80)
+
+
+def shortened(text: str, most: int) -> str:
+    """No more of a text than a reader needs."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.items():
+            yield from _texts(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _texts(item)
+
+
+def _require_text(key: str, text: str) -> None:
+    """A configuration is stored as UTF-8, and no file's name has a NUL."""
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(f"{key} is {shown(text)}. Set it to a text in UTF-8 without NUL.")

@@ -1,0 +1,29 @@
+"""How generated tokens are drawn."""
+
+from dataclasses import dataclass
+
+from pipeline.core.errors import ConfigError
+
+_LEAST_TEMPERATURE = 1e-6  # logits divided by much less are infinite
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. `top_k` and `top_p` narrow the choice in that order, as transformers does."""
+
+    temperature: float = 0.0  # 0: greedy, the likeliest token
+    top_k: int | None = None  # of the likeliest tokens only
+    top_p: float | None = None  # of the fewest likeliest tokens that together have this probability
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.temperature == 0 or self.temperature >= _LEAST_TEMPERATURE):
+            raise ConfigError(
+                f"temperature is {self.temperature}. Set it to 0 (greedy), or to at least {_LEAST_TEMPERATURE:g}."
+            )
+        if not 0 <= self.seed < 1 << 32:  # JAX drops the other bits
+            raise ConfigError(f"seed is {self.seed}. Set it to 0..{(1 << 32) - 1}.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k is {self.top_k}. Set it to at least 1, or to null.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}. Set it to more than 0 and at most 1, or to null.")

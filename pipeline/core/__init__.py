@@ -1,0 +1,1 @@
+"""What every room uses: errors and exit codes, addresses, the Hub, the names of activations. Imports no other room."""

@@ -1,0 +1,76 @@
+"""The exceptions that the program raises on purpose, and the exit code each ends the process with.
+
+    PipelineError            1   anything that a retry might heal, or a bug
+    ├── ConfigError          2   a value of the configuration is wrong; do not retry
+    ├── InputError           2   a document, task file, tokenizer or parquet file is wrong; do not retry
+    ├── NotFiniteError       2   an activation does not fit into the stored dtype, or is NaN; do not retry
+    ├── CheckpointError      2   the model's files are missing, damaged or of an unknown kind; do not retry
+    ├── StoreError           1   the store cannot be read or written (full disk, permissions, network)
+    │   ├── StoreInvalid     2   what is at store.path is no store of this version, edited or damaged; do not retry
+    │   └── StoreMismatch    2   the store on disk was made by another configuration; do not retry
+    └── Interrupted         42   SIGTERM or SIGINT: what is complete is committed; run again to resume
+
+A message has four parts: the subject, what was expected, what was found, and what to do.
+"""
+
+from pipeline.core.addresses import without_credentials
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_INVALID = 2
+EXIT_INTERRUPTED = 42
+
+
+class PipelineError(Exception):
+    """Base of every error that the program raises on purpose. Its text shows no credentials of a URL."""
+
+    exit_code = EXIT_FAILED
+
+    def __str__(self) -> str:
+        return without_credentials(super().__str__())
+
+
+class ConfigError(PipelineError):
+    """A configuration value is wrong. The message names the key, the value and the remedy."""
+
+    exit_code = EXIT_INVALID
+
+
+class InputError(PipelineError):
+    """Source data or a tokenizer is wrong. The message names the file and, where there is one, the row."""
+
+    exit_code = EXIT_INVALID
+
+
+class CheckpointError(PipelineError):
+    """A model checkpoint is missing, damaged, or has an attribute that this program does not implement."""
+
+    exit_code = EXIT_INVALID
+
+
+class NotFiniteError(PipelineError):
+    """An activation is infinite or NaN in the stored dtype. The block that has it is not stored."""
+
+    exit_code = EXIT_INVALID
+
+
+class StoreError(PipelineError):
+    """The store cannot be read or written. What was committed before stays valid."""
+
+
+class StoreInvalid(StoreError):
+    """What is at the store's path is not a sound store of this version. A retry finds the same."""
+
+    exit_code = EXIT_INVALID
+
+
+class StoreMismatch(StoreError):
+    """The store was made by a configuration with another fingerprint."""
+
+    exit_code = EXIT_INVALID
+
+
+class Interrupted(PipelineError):
+    """The run was asked to stop and did; the same command resumes it."""
+
+    exit_code = EXIT_INTERRUPTED

@@ -1,0 +1,82 @@
+"""What file systems raise, as errors that name the place, the cause and what to do."""
+
+import errno
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pipeline.core.errors import ConfigError, PipelineError
+
+_MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ESTALE}
+_MAY_PASS |= {errno.EACCES, errno.EPERM, errno.ETIMEDOUT, errno.EINTR, errno.EBUSY, errno.ENOMEM}
+
+
+@contextmanager
+def named_writing_errors(where: str) -> Iterator[None]:
+    """Around writing local files: raises ConfigError where the place cannot be one, PipelineError where a retry might
+    succeed, as on a full disk. `where` is the setting, as it was given."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _MAY_PASS:
+            raise PipelineError(f"{where} cannot be written: {error}. Remove the cause, and try again.") from error
+        raise ConfigError(f"{where} cannot be written: {error}. Choose another place.") from error
+
+
+# Packages behind fsspec and the Hub. Their errors share no ancestor, and not all of these packages are installed.
+_NETWORK_PACKAGES = {
+    *(
+        "adlfs",
+        "aiobotocore",
+        "aiohttp",
+        "azure",
+        "botocore",
+        "fsspec",
+        "gcsfs",
+        "google",
+        "httpcore",
+        "httpx",
+        "httpx2",
+    ),
+    *("huggingface_hub", "requests", "s3fs", "urllib3"),
+}
+# Of a path that no retry makes one: too long, through a file, a directory or a socket itself, links in a circle.
+_INVALID_PATH = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO}
+
+
+@contextmanager
+def named_errors(
+    where: str, *, key: str, invalid: type[PipelineError], failed: type[PipelineError] = PipelineError
+) -> Iterator[None]:
+    """Around calls of fsspec or the Hub, and nothing else: raises `invalid` where the configuration's `key` names no
+    place that can be opened, and `failed` for what a retry might heal. A FileNotFoundError passes, and so does what
+    only a mistake in a program raises.
+    """
+    try:
+        yield
+    except (FileNotFoundError, PipelineError):
+        raise
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:  # a library was given half an answer
+        raise failed(f"{where} cannot be read: {error}. Check access to it, and try again.") from error
+    except (ImportError, ValueError) as error:  # fsspec knows no such protocol, the Hub no such name
+        raise invalid(f"{key} is {_brief(where)}, which cannot be opened: {error}. Check the path.") from error
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _INVALID_PATH:
+            raise invalid(
+                f"{key} is {_brief(where)}, which cannot be opened: {error.strerror}. Check the path."
+            ) from error
+        if not _is_of_storage(error):
+            raise
+        cause = str(error).rstrip(".") or type(error).__name__
+        raise failed(f"{where} cannot be read: {cause}. Check access to it, and try again.") from error
+
+
+def _is_of_storage(error: Exception) -> bool:
+    """Whether the system, the network or a package for remote storage raised it."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    return isinstance(error, OSError | EOFError | http.client.HTTPException) or bool(packages & _NETWORK_PACKAGES)
+
+
+def _brief(where: str) -> str:
+    return repr(where) if len(where) <= 200 else f"{where[:200]!r}... ({len(where)} characters)"

@@ -1,0 +1,294 @@
+"""The Hugging Face Hub: repositories at one commit, and requests that are repeated when they may yet succeed.
+
+huggingface_hub repeats some of its requests; the first one of each file, the card of a data set and what it answers are
+not among them, and `datasets` takes a card that it did not get for one that does not exist. So all are repeated in one
+place, the HTTP client that both use.
+"""
+
+import hashlib
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from functools import cache
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import huggingface_hub
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import get_session, httpx, parse_ratelimit_headers, set_client_factory
+
+from pipeline.core.errors import InputError, PipelineError
+
+log = logging.getLogger("pipeline")
+
+_ATTEMPTS = 9
+_DELAY_S, _MAX_DELAY_S = 0.5, 30.0  # before the second attempt, doubled before each further one: 90 s in all
+_MAX_ASKED_S = 310.0  # that the Hub may have us wait: its rate limits count over 5 minutes
+_TIMEOUT_S = 30.0  # of requests for which huggingface_hub sets none
+_TRANSIENT = (
+    *(httpx.TimeoutException, httpx.NetworkError, httpx.ProxyError),
+    *(httpx.RemoteProtocolError, httpx.DecodingError),  # a body that was cut
+)
+
+
+class HubUnavailable(PipelineError):
+    """The Hub, or the storage behind it, has not answered any of several attempts."""
+
+
+class _Attempts:
+    """Counts the attempts at one request, and waits between them."""
+
+    def __init__(self, subject: str) -> None:
+        self._subject = subject
+        self._failed = 0
+
+    def failed(self, cause: str, asked_s: float | None = None) -> None:
+        """Returns when it is time for another attempt. Raises HubUnavailable when there have been enough."""
+        self._failed += 1
+        if self._failed == _ATTEMPTS:
+            raise HubUnavailable(
+                f"{self._subject} failed {_ATTEMPTS} times, at last with: {cause}. Check the network and "
+                f"https://status.huggingface.co, and try again; set HF_HUB_OFFLINE=1 to use the Hub's cache alone."
+            )
+        delay_s = min(_DELAY_S * 2 ** (self._failed - 1), _MAX_DELAY_S) * random.uniform(0.75, 1.25)
+        if asked_s is not None:
+            delay_s = max(delay_s, min(asked_s, _MAX_ASKED_S))
+        log.warning("%s: %s; again in %.1f s", self._subject, cause, delay_s)
+        time.sleep(delay_s)
+
+
+class _Client(httpx.Client):
+    """An HTTP client whose requests are repeated while they fail by what may pass: 408, 429, 5xx, a lost connection."""
+
+    def send(self, request: httpx.Request, *, stream: bool = False, **options: object) -> httpx.Response:
+        if not _is_needed(request):
+            return super().send(request, stream=stream, **options)
+        limits = request.extensions.get("timeout", {})
+        timeouts = {name: _TIMEOUT_S if limits.get(name) is None else limits[name] for name in _TIMEOUTS}
+        request.extensions = {**request.extensions, "timeout": timeouts}
+        url = urlsplit(str(request.url))  # the query may hold a signature
+        attempts = _Attempts(f"{request.method} {url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}")
+        while True:
+            try:
+                response = super().send(request, stream=stream, **options)
+            except _TRANSIENT as error:
+                attempts.failed(_cause(error))
+                continue
+            if response.status_code not in (408, 429) and response.status_code < 500:
+                return response
+            response.close()
+            attempts.failed(f"HTTP status {response.status_code}", _asked_s(response.headers))
+
+
+_TIMEOUTS = ("connect", "read", "write", "pool")
+
+
+def _is_needed(request: httpx.Request) -> bool:
+    """Whether a request is for a repository's content: not for statistics of use, or for what the dataset viewer knows,
+    which may be down or have no answer for good."""
+    if request.url.host == httpx.URL(huggingface_hub.constants.ENDPOINT).host:
+        return re.search("/resolve(-cache)?/|/api/(models|datasets)/", request.url.path) is not None
+    return request.method == "GET" and not request.url.host.startswith("datasets-server.")  # storage
+
+
+def _cause(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _asked_s(headers: Mapping[str, str]) -> float | None:
+    """The seconds that a server asks to be left alone, by Retry-After or the Hub's own RateLimit."""
+    limit = parse_ratelimit_headers(headers)
+    if limit is not None and limit.remaining == 0:
+        return limit.reset_in_seconds + 1.0
+    asked = headers.get("retry-after", "").strip()
+    if asked.isdigit():
+        return float(asked)
+    try:
+        return parsedate_to_datetime(asked).timestamp() - time.time()
+    except ValueError:
+        return None
+
+
+@cache
+def repeat_requests() -> None:
+    """Has every request of huggingface_hub, and of `datasets` through it, repeated; to be called before the first."""
+    hooks = get_session().event_hooks  # they refuse requests in offline mode
+    set_client_factory(lambda: _Client(event_hooks=hooks, follow_redirects=True, timeout=_TIMEOUT_S))
+
+
+def dataset_commit(repo: str, revision: str | None) -> str:
+    """The commit that a revision (None: main) of a data set names now. Raises InputError for what the Hub does not give
+    out, HubUnavailable when it cannot be reached."""
+    if revision is not None and re.fullmatch("[0-9a-f]{40}", revision):
+        return revision
+    with _named_errors(repo, revision, "data.path or data.repo", InputError):
+        repeat_requests()
+        return huggingface_hub.HfApi().dataset_info(repo, revision=revision).sha
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a path has the form of a Hub id, owner/name."""
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path) is not None
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository of a model at one commit, whose files are fetched into the Hub's own cache when they are first used.
+
+    Methods raise `invalid`, naming the configuration's `key`, for what the Hub does not give out, HubUnavailable when
+    it cannot be reached, and PipelineError for a full disk and such.
+    """
+
+    id: str
+    commit: str
+    key: str
+    invalid: type[PipelineError]
+
+    def file(self, name: str) -> Path | None:
+        """A file in the cache; None where the repository has none of that name."""
+        known = huggingface_hub.try_to_load_from_cache(self.id, name, revision=self.commit)
+        if known is not None:
+            return Path(known) if isinstance(known, str) else None
+        with _named_errors(self.id, self.commit, self.key, self.invalid):
+            try:
+                return _download(self.id, name, self.commit)
+            except EntryNotFoundError as error:
+                if _is_absent(error):
+                    return None
+                raise
+
+    def names(self) -> list[str]:
+        """The repository's files; in offline mode, those in the cache."""
+        with _named_errors(self.id, self.commit, self.key, self.invalid):
+            try:
+                repeat_requests()
+                return sorted(huggingface_hub.list_repo_files(self.id, revision=self.commit))
+            except OfflineModeIsEnabled:
+                folder = huggingface_hub.snapshot_download(self.id, revision=self.commit, local_files_only=True)
+                return sorted(str(file.relative_to(folder)) for file in Path(folder).rglob("*") if file.is_file())
+
+
+def open_repository(
+    repo: str, revision: str | None, *, file: str, key: str, invalid: type[PipelineError]
+) -> Repository | None:
+    """The repository at the commit that `revision` (None: main) names now, found by fetching `file`; None where it has
+    no such file. A Hub that cannot be reached leaves the commit that the cache has. Raises as Repository does.
+    """
+    with _named_errors(repo, revision, key, invalid):
+        try:
+            found = _download(repo, file, revision)
+        except EntryNotFoundError as error:
+            if isinstance(error.__cause__, OfflineModeIsEnabled):
+                raise PipelineError(
+                    f"{repo}: {file} is not in the Hub's cache, and HF_HUB_OFFLINE is set. Fetch it with `hf download "
+                    f"{repo}`, or unset HF_HUB_OFFLINE; if {key} should be a directory, it does not exist."
+                ) from error
+            if _is_absent(error):
+                return None
+            raise
+        except HubUnavailable as error:
+            cached = huggingface_hub.try_to_load_from_cache(repo, file, revision=revision)
+            if not isinstance(cached, str):
+                raise
+            found = Path(cached)
+            log.warning("%s Using commit %s of %s from the Hub's cache.", error, found.parent.name, repo)
+    return Repository(repo, found.parent.name, key, invalid)  # the cache keeps files under snapshots/<commit>/
+
+
+def _download(repo: str, name: str, revision: str | None) -> Path:
+    """`hf_hub_download`, repeated where a body was cut or arrived with other content than the Hub has."""
+    repeat_requests()
+    attempts = _Attempts(f"the download of {repo}/{name}")
+    wrong: set[str] = set()
+    known = huggingface_hub.try_to_load_from_cache(repo, name, revision=revision)
+    while True:
+        try:
+            path = Path(huggingface_hub.hf_hub_download(repo, name, revision=revision, force_download=bool(wrong)))
+        except _TRANSIENT as error:
+            attempts.failed(_cause(error))
+            continue
+        except OSError as error:
+            if type(error) is not OSError or error.errno is not None:
+                raise
+            attempts.failed(_cause(error))  # huggingface_hub: the file has not the size that was announced
+            continue
+        except RuntimeError as error:  # of hf_xet, which has made several attempts of its own, over minutes
+            raise HubUnavailable(
+                f"{repo}/{name} cannot be fetched: {_cause(error)}. Check the network, try again."
+            ) from error
+        if path.resolve() == (Path(known).resolve() if isinstance(known, str) else None):
+            return path
+        digest = _wrong_digest(path)
+        if digest is None or digest in wrong:  # the same twice: this server's ETags are no digests
+            return path
+        wrong.add(digest)
+        attempts.failed(f"its content is not that of its ETag {path.resolve().name}")
+
+
+def _wrong_digest(path: Path) -> str | None:
+    """The digest of a file of the cache that is not the one it is named by; None where the name is no digest."""
+    blob = path.resolve()
+    if re.fullmatch("[0-9a-f]{64}", blob.name):  # of a large file
+        algorithm: Callable[[], object] = hashlib.sha256
+    elif re.fullmatch("[0-9a-f]{40}", blob.name):  # git's, of a small one
+        algorithm = lambda: hashlib.sha1(b"blob %d\0" % blob.stat().st_size)  # noqa: E731
+    else:
+        return None
+    with blob.open("rb") as file:
+        digest = hashlib.file_digest(file, algorithm).hexdigest()
+    return None if digest == blob.name else digest
+
+
+def _is_absent(error: EntryNotFoundError) -> bool:
+    """Whether a file is not there, rather than out of reach. In offline mode the cache has all that there is."""
+    cause = error.__cause__
+    if not isinstance(error, LocalEntryNotFoundError) or isinstance(cause, OfflineModeIsEnabled):
+        return True
+    return (
+        isinstance(cause, HfHubHTTPError)
+        and cause.response.status_code == 404
+        and not isinstance(cause, RepositoryNotFoundError | RevisionNotFoundError)
+    )
+
+
+@contextmanager
+def refused_by_hub(where: str, key: str, invalid: type[PipelineError]) -> Iterator[None]:
+    """Around calls that reach the Hub: raises `invalid` for what it refuses, which it would again. A file or repository
+    that is not there stays a FileNotFoundError where huggingface_hub makes it one."""
+    try:
+        yield
+    except (HfHubHTTPError, HFValidationError) as error:  # what may pass has been repeated
+        raise invalid(
+            f"{key}={where:.300}: the Hub does not give it out ({_cause(error):.500}). Check the spelling, or log in "
+            f"with `hf auth login`."
+        ) from error
+
+
+@contextmanager
+def _named_errors(repo: str, revision: str | None, key: str, invalid: type[PipelineError]) -> Iterator[None]:
+    try:
+        with refused_by_hub(f"{repo}, revision {revision or 'main'}", key, invalid):
+            try:
+                yield
+            except LocalEntryNotFoundError as error:
+                if isinstance(error.__cause__, HfHubHTTPError):
+                    raise error.__cause__ from None
+                raise
+    except (LocalEntryNotFoundError, OSError) as error:  # what answers is no Hub; the cache's disk is full
+        raise PipelineError(
+            f"{repo} cannot be fetched from the Hub: {_cause(error)}. Check HF_ENDPOINT, the network and the cache, "
+            f"and try again."
+        ) from error

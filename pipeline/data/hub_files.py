@@ -1,0 +1,100 @@
+"""Opening a data set with `datasets`, whose errors become the program's: what is wrong, and what to try again."""
+
+import gzip
+import lzma
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import datasets
+import pyarrow as pa
+from datasets.exceptions import DatasetsError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+from pipeline.core.errors import ConfigError, InputError, PipelineError
+from pipeline.core.file_errors import named_errors
+from pipeline.core.hub import refused_by_hub, repeat_requests
+
+_DAMAGE = (ValueError, DatasetsError, EOFError, RecursionError, OverflowError)
+_DAMAGE += (zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+
+
+def open_builder(
+    path: str,
+    subset: str | None = None,
+    *,
+    split: str,
+    data_files: str | Sequence[str] | None = None,
+    revision: str | None = None,
+) -> datasets.DatasetBuilder:
+    """The data set's files by split, of which none is read. Arguments are those of `datasets.load_dataset_builder`.
+
+    Raises InputError for what is not there, ConfigError for a subset or split that it lacks, and PipelineError when
+    the Hub cannot be reached.
+    """
+    if "://" not in path and not os.path.exists(path):
+        try:
+            validate_repo_id(path)
+        except HFValidationError as error:
+            raise ConfigError(
+                f"data.path is {path!r:.200}: neither a directory, nor a loader, nor a Hub id ({error!s:.200}). "
+                "Correct it."
+            ) from error
+    repeat_requests()
+    with dataset_errors(path):
+        builder = datasets.load_dataset_builder(path, subset, data_files=data_files, revision=revision)
+    if builder.config.data_files is None:
+        raise PipelineError(
+            f"{path} cannot be read from the Hub, and of the copy that `datasets` has in its cache the files are not "
+            "known. Check the network and HF_HUB_OFFLINE, and try again."
+        )
+    splits = [str(name) for name in builder.config.data_files]
+    if splits and split not in splits:
+        raise ConfigError(
+            f"data.split={split}, but {path} has the splits {', '.join(splits)}. Set data.split to one of them."
+        )
+    return builder
+
+
+@contextmanager
+def dataset_errors(path: str) -> Iterator[None]:
+    """Around calls that open the data set `path`: raises as `open_builder` does."""
+    with named_errors(path, key="data.path", invalid=ConfigError):
+        try:
+            with refused_by_hub(path, "data.path", InputError):
+                yield
+        except (FileNotFoundError, DatasetsError, RuntimeError) as error:  # RuntimeError: a data set that is a script
+            if _is_unreachable(error):
+                raise PipelineError(f"{path} cannot be read: {error}. Check access to it, and try again.") from error
+            raise InputError(f"{path}: {error}. Set data.path and data.data_files to a data set.") from error
+        except ValueError as error:
+            raise ConfigError(f"data.path={path}: {error}. Set data.subset and data.data_files.") from error
+        except Exception as error:
+            if not is_damage(error) and not isinstance(error, StopIteration):  # which `datasets` lets out: no row
+                raise
+            raise InputError(
+                f"data.path={path}: a file is damaged or empty: {str(error) or 'it has no row'}. Repair or replace the "
+                "files of data.data_files."
+            ) from error
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether `error` says that a file's content is damaged or of another kind, not that the file is out of reach.
+
+    pyarrow's, json's, pandas' and Unicode's errors are ValueErrors. Damage inside a parquet file is to pyarrow a plain
+    OSError without errno; a compressed file that was cut ends in an EOFError. Where Arrow cannot parse JSON, `datasets`
+    hands it to pandas, which may raise anything.
+    """
+    if isinstance(error, OSError):
+        return type(error) in (OSError, gzip.BadGzipFile) and error.errno is None
+    return isinstance(error, (*_DAMAGE, pa.ArrowException)) or isinstance(error.__context__, pa.ArrowInvalid)
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    """Whether what lies behind `error` is the network: `datasets` reports some of it as files that do not exist."""
+    if isinstance(error, ConnectionError | TimeoutError | LocalEntryNotFoundError):
+        return True
+    return error.__context__ is not None and _is_unreachable(error.__context__)

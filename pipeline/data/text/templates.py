@@ -1,0 +1,98 @@
+"""Templates in the sandbox: chat templates of tokenizers and text templates of data sets.
+
+The `strftime_now` that transformers offers to chat templates is absent, since documents would depend on the date:
+templates that ask whether it is defined (LLaMA 3's) fall back to their fixed date, others that call it are refused.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+
+from pipeline.data.text.sandbox import RENDER_ERRORS, Sandbox
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # skipped documents are stored with the reason, which is to be the same
+
+
+class RenderError(ValueError):
+    """A template cannot be rendered with the values that it was given."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks what an assistant wrote; for rendering it is transparent."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _ChatUndefined(jinja2.Undefined):
+    """May be asked for, as in transformers, but not printed: but for a token that the tokenizer lacks."""
+
+    def __str__(self) -> str:
+        if self._undefined_obj is jinja2.utils.missing and self._undefined_name in NAMED_TOKENS:
+            return ""
+        self._fail_with_undefined_error()
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def tojson(value: Any) -> str:
+    """JSON without the HTML escapes of jinja's own filter."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+class _Template:
+    def __init__(self, sandbox: Sandbox, source: str) -> None:
+        self._sandbox = sandbox
+        self._template = sandbox.compile_bounded(source)
+
+    def __call__(self, values: Mapping[str, Any]) -> str:
+        """Raises RenderError."""
+        try:
+            return self._sandbox.render_bounded(self._template, values)
+        except RENDER_ERRORS as error:
+            message = _ADDRESS.sub("", str(error)) or type(error).__name__
+            raise RenderError(message) from error
+
+
+class ChatTemplate(_Template):
+    """Renders as `transformers.utils.chat_template_utils` does."""
+
+    def __init__(self, source: str) -> None:
+        """Raises jinja2.TemplateError when `source` is not a template, or one that is refused."""
+        sandbox = Sandbox(
+            undefined=_ChatUndefined,
+            extensions=[_Generation, jinja2.ext.loopcontrols],
+            functions={"raise_exception": _raise_exception},
+            prints_null=True,
+        )
+        super().__init__(sandbox, source)
+
+
+class TextTemplate(_Template):
+    """A document's text from a data set's row: `{{ question }}\\n{{ choices.text[0] }}`.
+
+    A null where a value is printed is a RenderError, as is a column that the row lacks.
+    """
+
+    columns: frozenset[str]
+
+    def __init__(self, source: str) -> None:
+        """Raises jinja2.TemplateError when `source` is not a template, or one that is refused."""
+        super().__init__(Sandbox(undefined=jinja2.StrictUndefined, prints_null=False), source)
+        self.columns = frozenset(self._sandbox.columns)
+
+    def __call__(self, row: Mapping[str, Any]) -> str:
+        return super().__call__({name: row[name] for name in self._sandbox.names if name in row})

@@ -1,0 +1,209 @@
+"""Text to token ids with the `tokenizers` library: one tokenizer.json, the same ids as transformers' fast tokenizer."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import jinja2
+import numpy as np
+from jaxtyping import Int32
+from tokenizers import Tokenizer
+
+from pipeline.config.choices import SpecialTokens
+from pipeline.core.errors import ConfigError, InputError
+from pipeline.data.text.long_texts import PIECE_CHARACTERS, encode_in_pieces
+from pipeline.data.text.templates import ChatTemplate, RenderError
+from pipeline.data.text.tokenizer_files import read_tokenizer_files
+
+
+class TextTokenizer:
+    """Encodes documents and renders chats. Build one with `load_tokenizer`."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        name: str,
+        digest: str,
+        special_tokens: SpecialTokens = SpecialTokens.tokenizer,
+        prefix: str | None = None,
+        suffix: str | None = None,
+        chat: str | None = None,
+        named_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        """Takes `tokenizer` over. `name` is for messages, `digest` identifies the tokenizer, `chat` is its chat
+        template's source and `named_tokens` what that template knows: bos_token and such.
+
+        Raises InputError for a tokenizer that draws random numbers.
+        """
+        if dropout := getattr(tokenizer.model, "dropout", None):
+            raise InputError(
+                f"tokenizer {name} has a model with dropout={dropout}, which gives other ids in every run. Set its "
+                "dropout to null."
+            )
+        # A tokenizer.json may carry the truncation and padding of whoever saved it.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._add_special_tokens = special_tokens is SpecialTokens.tokenizer
+        self._name = name
+        self._chat = chat
+        self._named_tokens = dict(named_tokens or {})
+        self._prefix = [] if prefix is None else [self.token_id("data.prefix", prefix)]
+        self._suffix = [] if suffix is None else [self.token_id("data.suffix", suffix)]
+        self._identity = {
+            "sha256": digest,
+            "special_tokens": str(special_tokens),
+            "prefix": prefix,
+            "suffix": suffix,
+        }
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def identity(self) -> dict[str, object]:
+        """What determines the ids of a text: plain JSON values."""
+        return dict(self._identity)
+
+    def encode(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
+        """The ids of each text: prefix, what the tokenizer gives, suffix.
+
+        Raises ValueError for a text that cannot be tokenised: UnicodeEncodeError for a lone surrogate, IndivisibleText,
+        or what the library says.
+        """
+        short = [text for text in texts if len(text) <= PIECE_CHARACTERS]
+        encodings = iter(self._library_ids(short, self._add_special_tokens))
+        return [
+            np.array([*self._prefix, *next(encodings), *self._suffix], np.int32)
+            if len(text) <= PIECE_CHARACTERS
+            else self._encode_long(text)
+            for text in texts
+        ]
+
+    def _encode_long(self, text: str) -> Int32[np.ndarray, "_"]:
+        ids = encode_in_pieces(lambda piece: self._library_ids([piece], add_special_tokens=False)[0], text)
+        before, after = self._special_ids if self._add_special_tokens else ([], [])
+        parts = ([*self._prefix, *before], ids, [*after, *self._suffix])
+        return np.concatenate([np.asarray(part, np.int32) for part in parts])
+
+    def _library_ids(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        except TypeError:
+            for text in texts:
+                text.encode()
+            raise
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            # The library's only type of error, e.g. for a word that is not in a vocabulary without an unknown token.
+            raise ValueError(f"the tokenizer refuses the text: {error}") from error
+        return [encoding.ids for encoding in encodings]
+
+    @cached_property
+    def _special_ids(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer adds before and after every text."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        is_text = [index for index, special in enumerate(encoding.special_tokens_mask) if not special]
+        first, last = (is_text[0], is_text[-1] + 1) if is_text else (len(encoding.ids), len(encoding.ids))
+        return encoding.ids[:first], encoding.ids[last:]
+
+    def decode(self, ids: Sequence[int] | Int32[np.ndarray, "_"], *, skip_special_tokens: bool = False) -> str:
+        """The text of the ids."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's entry of one id, or None if there is none."""
+        return self._tokenizer.id_to_token(token_id)
+
+    def token_id(self, key: str, text: str) -> int:
+        """The id of the one token that `text` is. Raises ConfigError, naming the setting `key`, for several or none."""
+        token_id = self._tokenizer.token_to_id(text)
+        ids = [token_id] if token_id is not None else self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(ids) != 1:
+            raise ConfigError(
+                f"{key}={text!r} is {len(ids)} tokens for tokenizer {self._name}, expected one. "
+                f"Give the text of a single token, or null."
+            )
+        return ids[0]
+
+    def token_texts(self) -> dict[int, str]:
+        """What each token adds to a text, by id: not what it is by itself, where decoders drop the space before it."""
+        ids = list(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        once = self._tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)
+        twice = self._tokenizer.decode_batch([[i, i] for i in ids], skip_special_tokens=False)
+        return {i: both[len(one) :] for i, one, both in zip(ids, once, twice, strict=True)}
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+        """The chat template's text of `messages`, as transformers' `apply_chat_template(tokenize=False)`.
+
+        Raises ConfigError when the tokenizer has no chat template that can be used, and RenderError, naming the
+        template, when it refuses these messages.
+        """
+        settings = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, **self._named_tokens}
+        try:
+            return self._template(settings)
+        except RenderError as error:
+            raise RenderError(f"the chat template of tokenizer {self._name} fails: {error}") from error
+
+    def require_chat(self) -> None:
+        """Raises ConfigError unless chats can be rendered and tokenised without doubled special tokens."""
+        try:
+            self.render_chat([{"role": "user", "content": "0"}], add_generation_prompt=True)
+        except RenderError as error:
+            raise ConfigError(f"{error}. Set data.template=plain, or correct the template.") from error
+        if self._add_special_tokens and self._tokenizer.num_special_tokens_to_add(is_pair=False):
+            raise ConfigError(
+                f"data.special_tokens=tokenizer, but tokenizer {self._name} would add its special tokens to those that "
+                "the chat template writes. Set data.special_tokens=none."
+            )
+
+    def chat_identity(self) -> str | None:
+        """SHA-256 of the chat template's source and its tokens."""
+        if self._chat is None:
+            return None
+        return hashlib.sha256(json.dumps([self._chat, self._named_tokens], sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        if self._chat is None:
+            raise ConfigError(
+                f"tokenizer {self._name} has no chat template. Set data.template=plain or name another model.tokenizer."
+            )
+        try:
+            return ChatTemplate(self._chat)
+        except jinja2.TemplateError as error:
+            raise ConfigError(
+                f"the chat template of tokenizer {self._name} fails: {error}. Set data.template=plain, or "
+                "correct the template."
+            ) from error
+
+
+def load_tokenizer(
+    path: str,
+    *,
+    revision: str | None = None,
+    special_tokens: SpecialTokens = SpecialTokens.tokenizer,
+    prefix: str | None = None,
+    suffix: str | None = None,
+) -> TextTokenizer:
+    """The tokenizer of a directory, a remote path (`gs://...`) or a Hub id: tokenizer.json and its chat template.
+
+    Raises InputError when there is no readable tokenizer.json, ConfigError for a prefix or suffix of several tokens,
+    and PipelineError when the place cannot be reached.
+    """
+    files = read_tokenizer_files(os.path.expanduser(path), revision)
+    return TextTokenizer(
+        files.tokenizer,
+        name=path,
+        digest=files.digest,
+        special_tokens=special_tokens,
+        prefix=prefix,
+        suffix=suffix,
+        chat=files.chat,
+        named_tokens=files.named_tokens,
+    )

@@ -1,0 +1,152 @@
+"""One run of a job: open it, load the weights, compile the step, fill the store, complete it."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+
+from pipeline.cluster import preemption, processes
+from pipeline.config.choices import WeightsDtype
+from pipeline.config.schema import RunConfig
+from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
+from pipeline.data.feed import Feed, InTurn, StreamWork
+from pipeline.extraction import weights_error
+from pipeline.extraction.allocator import HeapTrimmer
+from pipeline.extraction.block_writer import BlockWriter
+from pipeline.extraction.claiming import ClaimedStreams
+from pipeline.extraction.loop import extract
+from pipeline.extraction.profiling import ProfileWindow
+from pipeline.generation.generate import generate
+from pipeline.generation.kept_rows import KeptRows
+from pipeline.job.metrics import Metrics
+from pipeline.job.opening import Job, open_job
+from pipeline.job.watchdog import Watchdog
+from pipeline.step.compilation_cache import use_compilation_cache
+from pipeline.step.compiled_step import CompiledStep, compile_plan, compile_storing, planned_partition
+from pipeline.store.io.kvstore import configure_storage
+from pipeline.store.write.claims import Claims
+from pipeline.store.write.store_writer import StoreWriter
+
+log = logging.getLogger("pipeline")
+
+
+def join_and_run(config: RunConfig) -> None:
+    """Joins the other processes of this worker, if it has any, then does its share of `run`."""
+    processes.initialise(config.distributed)
+    run(config)
+
+
+def run(config: RunConfig) -> None:
+    """Extracts until the store holds what the configuration asks for; does nothing if it already does.
+
+    Raises a PipelineError. What was committed before stays valid, and the same call resumes.
+    """
+    storage = config.store
+    configure_storage(storage.retries, storage.retry_delay_s, storage.concurrency, storage.copy_threads)
+    use_compilation_cache(config.run.compilation_cache)
+    with preemption.stop_on_signals() as stop:
+        job = open_job(config)
+        log.info("%s", job.plan.describe())
+        stop.check()
+        processes.require_same_config(config, str(job.plan.weights), str(job.plan.generation))
+        store = open_store(job)
+        if not job.is_done(store.records):
+            store.reopen(job.plan.target)
+            if not job.plan.fail_on_not_finite:
+                store.allow_not_finite()
+        if job.plan.generation:
+            generate(job, store, stop)
+        work = job.work(store.records, store.target)
+        if processes.any_process(bool(work)):
+            is_measured = config.model.weights_dtype is not WeightsDtype.int8 or store.weights_error is not None
+            if not is_measured and processes.is_first():
+                store.record_weights_error(weights_error.measure(job))
+            processes.wait_for_all()  # with no watchdog yet: measuring may take longer than a step
+            compiled = compile_job(job)
+            stop.check()
+            try:
+                fill(job, store, work, stop, *compiled)
+            except Interrupted:
+                processes.wait_for_all()  # some have blocks to write still, and JAX would not wait for them
+                raise
+        else:
+            log.info("%s has all that was asked of this worker: nothing to do", config.store.path)
+        processes.wait_for_all()  # so that all processes end with 0, or none does
+        if processes.is_first():
+            store.refresh()  # the others have committed the rest
+            is_done = job.is_done(store.records)
+            if is_done and (missing := job.shortfall(store.records)):
+                log.warning("%s: %s", config.store.path, missing)
+            if is_done and not store.finish():
+                log.info(
+                    "%s is not completed: it holds less than another run has asked for. Run that command again, or "
+                    "pipeline.finalize with force=true to complete the store with what it holds",
+                    config.store.path,
+                )
+        processes.wait_for_all()
+
+
+def open_store(job: Job) -> StoreWriter:
+    """The job's store, which is created where absent. Raises StoreMismatch for one of another configuration, and
+    StoreError where the job was planned without it: it may fit once it is planned with the store's geometry."""
+    path = job.config.store.path
+    try:
+        return StoreWriter.open(path, job.metadata, job.layout)
+    except StoreMismatch as error:
+        if job.stored is None:
+            raise StoreError(
+                f"the store {path} was not there when this job was planned, and is now. Run the same command again."
+            ) from error
+        raise
+
+
+def compile_job(job: Job) -> tuple[CompiledStep, object]:
+    """Loads the weights that the captured sites need onto the devices, and compiles the step, once."""
+    config, plan = job.config, job.plan
+    partition = planned_partition(plan)
+    if plan.keeps:
+        return compile_storing(plan, job.model, partition.mesh, str(config.model.dtype)), KeptRows(job, partition.mesh)
+    params = job.model.load(
+        plan.keys,
+        dtype=str(config.model.dtype),
+        sharding=partition.of_leaf,
+        progress=config.run.progress and processes.is_first(),
+        with_int8=config.model.weights_dtype is WeightsDtype.int8,
+    )
+    return compile_plan(plan, job.model, params, partition), params
+
+
+def fill(
+    job: Job,
+    store: StoreWriter,
+    work: Sequence[StreamWork],
+    stop: preemption.StopRequest,
+    step: CompiledStep,
+    params: object,
+) -> Metrics:
+    """Extracts the blocks of `work` into the store, which is not complete.
+
+    With `run.claim` those of the streams that this process can claim, until no process has any left.
+    """
+    plan, run_options = job.plan, job.config.run
+    temporary = step.host_temp_bytes
+    heap = HeapTrimmer(plan.host_bytes + plan.inflight_steps * temporary, plan.step_host_bytes + temporary)
+    metrics = Metrics(
+        total_tokens=plan.max_tokens,
+        stored_tokens=sum(record.tokens for records in store.records.values() for record in records),
+        progress=run_options.progress and processes.is_first(),
+        interval_s=run_options.metrics_interval_s,
+    )
+    with ExitStack() as stack:
+        stack.enter_context(closing(metrics))
+        claimed = None
+        if run_options.claim:
+            claims = stack.enter_context(closing(Claims(store.path, run_options.lease_s)))
+            claimed = ClaimedStreams(job, store, claims, metrics)
+        writer = BlockWriter(store, plan, metrics, claimed)
+        feed = stack.enter_context(closing(Feed(claimed or InTurn(work))))
+        stack.enter_context(Watchdog(metrics, run_options.stall_timeout_s))
+        profile = stack.enter_context(closing(ProfileWindow(run_options))) if run_options.profile else None
+        params_of = params if isinstance(params, KeptRows) else lambda _block, _rows: params
+        extract(plan, step, params_of, feed, writer, heap, metrics, stop, profile)
+    log.info("%s", metrics.summary())
+    return metrics

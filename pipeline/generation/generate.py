@@ -1,0 +1,150 @@
+"""The first part of a job with data=generate: the model continues the prompts, and the store keeps what it wrote."""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+
+from pipeline.cluster import preemption, processes, sharding
+from pipeline.config.choices import Weights, WeightsDtype
+from pipeline.config.schema import ArcData
+from pipeline.core.errors import Interrupted
+from pipeline.data.arc.encoders import grid_encoder
+from pipeline.data.arc.grading import grade
+from pipeline.data.documents import Cursor
+from pipeline.data.tokenised import TokenisedDocument
+from pipeline.generation.generator import Completion, Generator, Prompt, compile_generator
+from pipeline.generation.progress import GenerationProgress
+from pipeline.generation.stream_groups import StreamGroups
+from pipeline.job.end_tokens import end_tokens
+from pipeline.job.opening import Job, sampling, work_left
+from pipeline.job.watchdog import Watchdog
+from pipeline.models.partition import Partition
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.write.store_writer import StoreWriter
+
+log = logging.getLogger("pipeline")
+
+
+def generate(job: Job, store: StoreWriter, stop: preemption.StopRequest) -> None:
+    """Generates what this process's streams lack. Every process of the worker calls it; it returns when all are done.
+
+    Raises Interrupted after a stop request: the groups that are complete are stored.
+    """
+    streams = [found for stream in job.plan.streams if (found := _open_stream(job, stream, store.records)) is not None]
+    if processes.any_process(any(not stream.is_done for stream in streams)):
+        generator = _compile(job)
+        stop.check()
+        _run(job, store, generator, {stream.stream: stream for stream in streams}, stop)
+    processes.wait_for_all()
+    if stop.noticed:
+        raise Interrupted(
+            f"stopped by {stop.signal_name} while generating. Complete groups are stored. Run the same command again "
+            f"to resume."
+        )
+
+
+def _run(
+    job: Job,
+    store: StoreWriter,
+    generator: Generator,
+    streams: Mapping[int, StreamGroups],
+    stop: preemption.StopRequest,
+) -> None:
+    options = job.config.run
+    progress = GenerationProgress(generator.counts, progress=options.progress and processes.is_first())
+
+    def before_segment() -> bool:
+        progress.step()
+        return stop.before_step()
+
+    with closing(progress), Watchdog(progress, options.stall_timeout_s):
+        for completion in generator.run(_in_turn(streams.values()), before_segment):
+            progress.completed(completion)
+            streams[_stream_of(completion.number, job.plan.num_streams)].complete(completion)
+    log.info("%s", progress.summary())
+    store.write_metrics(progress.name, progress.to_json())
+
+
+def _compile(job: Job) -> Generator:
+    """Loads all layers and the head onto the devices, and compiles prefill and decoding."""
+    config, plan, generation = job.config, job.plan, job.plan.generation
+    options = config.data
+    partition = Partition(sharding.make_mesh(plan.tensor), fsdp=generation.weights is Weights.fsdp)
+    params = job.model.load_leaves(
+        job.model.generation_leaves(plan.keys if plan.keeps else ()),
+        str(config.model.dtype),
+        partition.of_leaf,
+        config.run.progress and processes.is_first(),
+        config.model.weights_dtype is WeightsDtype.int8,
+    )
+    return compile_generator(
+        job.model,
+        params,
+        partition,
+        rows=generation.rows,
+        max_prompt=generation.prompt_length,
+        max_new_tokens=generation.max_new_tokens,
+        end_tokens=end_tokens(job.model, job.tokenizer, options.end_tokens),
+        sampling=sampling(options),
+        keys=plan.keys if plan.keeps else (),
+        dtype=str(config.model.dtype),
+        attention=plan.attention,
+    )
+
+
+def _open_stream(job: Job, stream: int, records: Mapping[int, Sequence[CommitRecord]]) -> StreamGroups | None:
+    """What a stream lacks; None where its blocks are committed."""
+    left = work_left(records.get(stream, ()), job.plan.stream_budget(stream))
+    if left is None:
+        return None
+    start, _, budget = left
+    return StreamGroups(
+        job.generated(stream),
+        job.texts(stream),
+        job.stream(stream).demand(start, budget),
+        start,
+        number=lambda cursor: _number(cursor, stream, job.plan.num_streams),
+        describe=_describer(job),
+        kept=job.plan.keys if job.plan.keeps else (),
+    )
+
+
+def _in_turn(streams: Sequence[StreamGroups]) -> Iterator[Prompt]:
+    """One group of each stream in turn."""
+    turns = deque(streams)
+    while turns:
+        stream = turns.popleft()
+        if not stream.is_done:
+            turns.append(stream)
+            yield from filter(stream.wants, stream.next_prompts())
+
+
+def _number(cursor: Cursor, stream: int, num_streams: int) -> int:
+    """A prompt's number: its source shard and its row there, so that it does not depend on the number of streams."""
+    return (cursor.shard * num_streams + stream << 32) + cursor.document
+
+
+def _stream_of(number: int, num_streams: int) -> int:
+    return (number >> 32) % num_streams
+
+
+def _describer(job: Job) -> Callable[[TokenisedDocument, Completion], dict[str, object]]:
+    """What makes the columns of a completed document."""
+    data, tokenizer = job.config.data, job.tokenizer
+    encoder = grid_encoder(data.prompts) if isinstance(data.prompts, ArcData) else None
+
+    def describe(prompt: TokenisedDocument, completion: Completion) -> dict[str, object]:
+        columns = {
+            "n_prompt": len(prompt.tokens),
+            "n_prompt_cut": prompt.num_cut,
+            "n_completion": len(completion.tokens),
+            "finish_reason": completion.finish_reason,
+            "sampling_seed": data.seed,
+        }
+        if encoder is None:
+            return columns
+        text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        return columns | grade(prompt.document, text, encoder)
+
+    return describe

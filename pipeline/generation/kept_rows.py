@@ -1,0 +1,78 @@
+"""What the extraction takes in place of a forward pass, with capture.when=decode: what was kept while decoding.
+
+Shapes: R rows of a block, T positions, D features.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float
+
+from pipeline.cluster.sharding import put_rows, row_sharding
+from pipeline.core.sites import ActivationKey
+from pipeline.data.documents import TokenBlock
+from pipeline.job.opening import Job
+from pipeline.store.generated.completions import document_tokens
+from pipeline.store.generated.kept_activations import read_kept
+from pipeline.store.io.kvstore import open_kvstore
+
+
+@dataclass(frozen=True)
+class _KeptGroup:
+    """`first`: of each document, by its number in the stream, its first token in the arrays."""
+
+    first: dict[int, int]
+    arrays: dict[ActivationKey, Float[np.ndarray, "n D"]]
+
+
+@dataclass
+class KeptRows:
+    """The activations of some rows of a block, [B, T, D] by key, from the groups that its documents are in."""
+
+    job: Job
+    mesh: Mesh
+    _block: TokenBlock | None = None
+    _groups: dict[tuple[int, int], _KeptGroup] = field(default_factory=dict)  # of the latest block, by stream and index
+    _values: dict[ActivationKey, Float[np.ndarray, "R T D"]] = field(default_factory=dict)
+
+    def __call__(self, block: TokenBlock | None, rows: slice) -> dict[ActivationKey, jax.Array]:
+        plan = self.job.plan
+        if block is not None and block is not self._block:
+            self._block, self._values = block, self._read(block)
+        local = {}
+        for key, width in zip(plan.keys, plan.widths, strict=True):
+            local[key] = np.zeros((plan.process_rows, plan.length, width), str(self.job.config.model.dtype))
+            if block is not None:
+                values = self._values[key][rows]
+                local[key][: len(values)] = values
+        return put_rows(row_sharding(self.mesh), local)
+
+    def _read(self, block: TokenBlock) -> dict[ActivationKey, Float[np.ndarray, "R T D"]]:
+        plan, size = self.job.plan, self.job.config.data.group
+        slots, place, tokens = document_tokens(block.documents, block.table)
+        ordinals = ((block.table["document"].to_numpy() - block.stream) // plan.num_streams)[place]
+        wanted = {(block.stream, int(index)) for index in np.unique(ordinals // size)}
+        self._groups = {place: self._groups.get(place) or self._load(*place) for place in sorted(wanted)}
+        dtype, shape = str(self.job.config.model.dtype), block.documents.shape
+        values = {key: np.zeros((*shape, width), dtype) for key, width in zip(plan.keys, plan.widths, strict=True)}
+        for (_, index), group in self._groups.items():
+            here = np.flatnonzero(ordinals // size == index)
+            first = np.array([group.first[ordinal] for ordinal in ordinals[here].tolist()], np.int64)
+            for key, into in values.items():
+                into.reshape(-1, into.shape[2])[slots[here]] = group.arrays[key][first + tokens[here]]
+        return values
+
+    def _load(self, stream: int, index: int) -> _KeptGroup:
+        plan, dtype = self.job.plan, np.dtype(str(self.job.config.model.dtype))
+        documents = self.job.generated(stream).read(index).documents
+        ends = np.cumsum([0, *(len(document.tokens) for document in documents)]).tolist()
+        first = {document.cursor.ordinal: end for document, end in zip(documents, ends, strict=False)}
+        kvstore = open_kvstore(self.job.config.store.path)
+        arrays = {
+            key: read_kept(kvstore, stream, index, key.name, dtype, (ends[-1], width))
+            for key, width in zip(plan.keys, plan.widths, strict=True)
+        }
+        return _KeptGroup(first, arrays)

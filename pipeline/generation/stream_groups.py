@@ -1,0 +1,142 @@
+"""A stream's prompts, and the groups that their completions fill, which are stored in order."""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipeline.core.sites import ActivationKey
+from pipeline.data.documents import STREAM_START, Cursor, SkippedDocument
+from pipeline.data.stream import Demand
+from pipeline.data.tokenised import StreamDocuments, TokenisedDocument
+from pipeline.generation.generator import Completion, Prompt
+from pipeline.store.generated.documents import GeneratedGroups, Group
+
+
+@dataclass
+class _OpenGroup:
+    """A group, some of whose documents are prompts still."""
+
+    items: list[TokenisedDocument | SkippedDocument]
+    next: Cursor
+    exhausted: bool
+    num_missing: int
+    kept: dict[int, Mapping[ActivationKey, np.ndarray]]  # by place among the items
+
+
+class StreamGroups:
+    """What is left to generate of one stream: until `demand` is met by what is stored, or the prompts are at their end.
+
+    Which groups there are in the end depends on the prompts and the demand alone: a group is stored after those before
+    it, and dropped when these turn out to be enough.
+    """
+
+    def __init__(
+        self,
+        groups: GeneratedGroups,
+        prompts: StreamDocuments,
+        demand: Demand,
+        start: Cursor,
+        number: Callable[[Cursor], int],
+        describe: Callable[[TokenisedDocument, Completion], dict[str, object]],
+        kept: Sequence[ActivationKey] = (),
+    ) -> None:
+        """`demand` is of the documents from `start` on. `number` gives a prompt's number by its place in the data,
+        `describe` the columns of a completed document. `kept`: the activations that completions come with.
+
+        Raises StoreInvalid for a stored group that is damaged.
+        """
+        self._groups = groups
+        self._number = number
+        self._describe = describe
+        self._demand = demand
+        self._kept = kept
+        self._start = start
+        first = start.ordinal // groups.size
+        self._num_stored = groups.count([key.name for key in kept], first)
+        last = groups.read(self._num_stored - 1) if self._num_stored else None
+        self._next = last.next if last else STREAM_START
+        self._is_over = last is not None and last.exhausted
+        if demand.has_limit:
+            for index in range(first, self._num_stored):
+                self._count(demand, groups.read(index).documents)
+        self._num_shards = prompts.num_shards
+        self._prompts = prompts.read(self._next)
+        self._open: deque[_OpenGroup] = deque()
+        self._places: dict[int, tuple[_OpenGroup, int]] = {}  # by the prompt's number
+
+    @property
+    def stream(self) -> int:
+        return self._groups.stream
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing left to ask for: what is under way is enough, however short its answers."""
+        expected = copy(self._demand)
+        for group in self._open:
+            self._count(expected, [item for item in group.items if isinstance(item, TokenisedDocument)])
+        return self._is_over or expected.is_met
+
+    def next_prompts(self) -> list[Prompt]:
+        """The prompts of the next group. Raises InputError for a bad document, unless such are skipped."""
+        items: list[TokenisedDocument | SkippedDocument] = []
+        prompts: list[Prompt] = []
+        places: list[int] = []
+        while len(prompts) < self._groups.size and (item := next(self._prompts, None)) is not None:
+            if isinstance(item, TokenisedDocument):
+                self._next = replace(item.cursor, document=item.cursor.document + 1, ordinal=item.cursor.ordinal + 1)
+                prompts.append(Prompt(self._number(item.cursor), item.tokens))
+                places.append(len(items))
+            items.append(item)
+        self._is_over = len(prompts) < self._groups.size
+        if self._is_over:
+            self._next = Cursor(shard=self._num_shards, ordinal=self._next.ordinal)
+        group = _OpenGroup(items, self._next, self._is_over, len(prompts), {})
+        self._open.append(group)
+        self._places |= {prompt.number: (group, place) for prompt, place in zip(prompts, places, strict=True)}
+        self._store_complete()
+        return prompts
+
+    def wants(self, prompt: Prompt) -> bool:
+        """Whether a prompt that was asked for is needed still."""
+        return prompt.number in self._places
+
+    def complete(self, completion: Completion) -> None:
+        """Takes a prompt's completion, and stores the groups that are complete with it."""
+        if completion.number not in self._places:  # of a group that turned out to be too many
+            return
+        group, place = self._places.pop(completion.number)
+        prompt = group.items[place]
+        document = replace(prompt.document, info=prompt.document.info | self._describe(prompt, completion))
+        group.items[place] = replace(
+            prompt, document=document, tokens=np.concatenate([prompt.tokens, completion.tokens])
+        )
+        if self._kept:
+            group.kept[place] = completion.activations
+        group.num_missing -= 1
+        self._store_complete()
+
+    def _store_complete(self) -> None:
+        while self._open and not self._open[0].num_missing and not self._demand.is_met:
+            group = self._open.popleft()
+            stored = Group(self._num_stored, tuple(group.items), group.next, group.exhausted)
+            self._groups.write(stored, self._kept_of(group))
+            self._num_stored += 1
+            self._count(self._demand, stored.documents)
+        if self._demand.is_met:
+            self._open.clear()
+            self._places.clear()
+
+    def _kept_of(self, group: _OpenGroup) -> dict[str, np.ndarray]:
+        """The activations of the group's documents, one after the other, by array name."""
+        documents = [group.kept[place] for place in sorted(group.kept)]
+        if not documents:
+            return {key.name: np.empty(0) for key in self._kept}
+        return {key.name: np.concatenate([each[key] for each in documents]) for key in self._kept}
+
+    def _count(self, demand: Demand, documents: Sequence[TokenisedDocument]) -> None:
+        for document in documents:
+            if document.cursor.ordinal >= self._start.ordinal:
+                demand.add(len(document.tokens))

@@ -1,0 +1,102 @@
+"""What is in a store, printed and as a page."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.core.addresses import without_credentials
+from pipeline.core.errors import ConfigError, PipelineError
+from pipeline.core.file_errors import named_writing_errors
+from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
+from pipeline.inspection.page import STATISTICS, render, statistics
+from pipeline.inspection.pictures import document_charts, histograms, norm_charts, run_charts
+from pipeline.inspection.sample import StoreSample, take_sample
+from pipeline.inspection.summary import Summary, summarise
+from pipeline.store import ActivationStore
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The command line."""
+
+    path: str
+    html: str | None = None
+    png: str | None = None
+    tokens: int = 16384
+    seed: int = 0
+    tokenizer: str | None = None
+
+
+def inspect(settings: Settings) -> None:
+    store = ActivationStore.open(settings.path)
+    summary = summarise(store)
+    sample = take_sample(store, settings.tokens, settings.seed) if summary.blocks else None
+    print("\n".join(summary.lines()))
+    if sample is not None:
+        print("\n".join(_columns([STATISTICS, *map(statistics, sample.views)])))
+    if settings.html is not None:
+        page = render(summary, sample, find_tokenizer(summary, settings.tokenizer))
+        with _written("html", settings.html) as path:
+            path.write_text(page, encoding="utf-8")
+    if settings.png is not None:
+        with _written("png", settings.png) as path:
+            _write_png(path, summary, sample)
+
+
+@contextmanager
+def _written(setting: str, file: str) -> Iterator[Path]:
+    with named_writing_errors(f"inspect.{setting}={file}"):
+        yield Path(file).expanduser()
+    print(f"{file}: {Path(file).expanduser().stat().st_size / 1024:.0f} KiB")
+
+
+def _write_png(path: Path, summary: Summary, sample: StoreSample | None) -> None:
+    try:
+        from pipeline.inspection.png import write_png
+    except ImportError as error:
+        raise ConfigError(f"inspect.png needs matplotlib ({error}): pip install 'activation-pipeline[png]'.") from error
+    charts = [] if sample is None else norm_charts(sample) + histograms(sample)
+    charts += document_charts(summary)
+    charts += [chart for snapshots in summary.runs.values() for chart in run_charts(snapshots)]
+    write_png(path, summary.path, charts)
+
+
+def find_tokenizer(summary: Summary, path: str | None) -> TextTokenizer | None:
+    """The store's tokenizer, from `path` or from where the run had it; None where that is not to be found.
+
+    Raises ConfigError when `path` is given and holds another one.
+    """
+    expected = summary.root.metadata.tokenizer.get("sha256")
+    model = summary.root.metadata.config.get("model", {})
+    place = path or model.get("tokenizer") or model.get("path")
+    if place is None:
+        return None
+    try:
+        tokenizer = load_tokenizer(place, revision=None if path else model.get("revision"))
+    except PipelineError as error:
+        if path:
+            raise
+        print(f"tokens are shown as ids: {error}", file=sys.stderr)
+        return None
+    if tokenizer.identity()["sha256"] == expected:
+        return tokenizer
+    if path:
+        raise ConfigError(f"inspect.tokenizer={path} is not the store's: its sha256 is not {expected}.")
+    print(
+        f"tokens are shown as ids: the tokenizer at {without_credentials(place)} has changed since the run.",
+        file=sys.stderr,
+    )
+    return None
+
+
+def _columns(table: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(w) if k < 2 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in table
+    ]

@@ -1,0 +1,60 @@
+"""Reports a run that makes no progress, and ends one that will not make any."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Protocol
+
+from pipeline.core.errors import EXIT_FAILED
+
+log = logging.getLogger("pipeline")
+
+
+class Watched(Protocol):
+    """When (`time.monotonic`) the last step was, and what each thread is doing."""
+
+    last_step: float
+    stages: Mapping[str, str]
+
+
+class Watchdog:
+    """While entered: says what each thread does when no step has finished for `timeout_s`.
+
+    After twice as long the process ends with exit code 1: what waits there waits in a collective, or for a server that
+    neither answers nor fails, and cannot be interrupted. What is committed stays valid, and the next start resumes.
+    """
+
+    def __init__(self, metrics: Watched, timeout_s: float) -> None:
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> None:
+        self._metrics.last_step = time.monotonic()
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        reported = 0.0  # the step after which it was
+        while not self._done.wait(min(self._timeout_s / 4, 10)):
+            stalled_s = time.monotonic() - self._metrics.last_step
+            if stalled_s >= 2 * self._timeout_s:
+                log.error("%s Giving up; run the same command again to resume.", self._report(stalled_s))
+                logging.shutdown()
+                os._exit(EXIT_FAILED)
+            if stalled_s >= self._timeout_s and reported != self._metrics.last_step:
+                reported = self._metrics.last_step
+                log.warning("%s", self._report(stalled_s))
+
+    def _report(self, stalled_s: float) -> str:
+        stages = ", ".join(f"{thread}: {stage}" for thread, stage in list(self._metrics.stages.items()))
+        return f"no step has finished for {stalled_s:.0f} s ({stages}; what they mean: pipeline/job/metrics.py)."

@@ -1,0 +1,1 @@
+"""The implementations of attention, and which of them a step uses."""

@@ -1,0 +1,174 @@
+"""A Hugging Face checkpoint: config.json, and tensors in one or many safetensors files."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+
+import numpy as np
+
+from pipeline.core.errors import CheckpointError
+from pipeline.core.json_text import MAX_JSON_BYTES, parse_json, shown
+from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
+
+_TRUNKS = ("model.", "gpt_neox.", "transformer.", "bert.")  # transformers' `base_model_prefix` of the families
+_HEADS = ("lm_head.weight", "embed_out.weight")  # beside the trunk
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SAMPLES_PER_TENSOR = 16
+_SAMPLE_BYTES = 4096
+_DIGEST_THREADS = 32  # reads from object storage wait most of their time
+
+
+def current_name(name: str) -> str:
+    """What transformers calls a tensor today: the first BERT checkpoints name a LayerNorm's as TensorFlow does."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether this is the name of a safetensors file in the index's own folder; lone surrogates are not printable."""
+    return (
+        isinstance(name, str)
+        and name.endswith(".safetensors")
+        and name.isprintable()
+        and not {*name} & {*"/\\"}
+        and len(name.encode()) < 256
+    )
+
+
+class Checkpoint:
+    """The tensors of a checkpoint by their HF names. Files are opened, or fetched from the Hub, on first use.
+
+    Every method raises CheckpointError, naming the file, for what is missing or damaged.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self.where = files.where
+        self.commit = files.commit
+        self._files = files
+        self._opened: dict[str, SafetensorsFile] = {}
+
+    @cached_property
+    def config(self) -> Mapping[str, object]:
+        """config.json."""
+        return self._read_json("config.json")
+
+    @cached_property
+    def generation_config(self) -> Mapping[str, object]:
+        """generation_config.json; empty where there is none."""
+        return self._read_json("generation_config.json") if self._files.has("generation_config.json") else {}
+
+    @cached_property
+    def file_of(self) -> Mapping[str, str]:
+        """The file that each tensor lies in."""
+        if self._files.has(_SINGLE):
+            return dict.fromkeys(self._open(_SINGLE).tensors, _SINGLE)
+        if not self._files.has(_INDEX):
+            raise self._no_weights()
+        weight_map = self._read_json(_INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{self.where}/{_INDEX} has no weight_map from tensors to files. Download it again.")
+        outside = [name for name in weight_map.values() if not _is_file_name(name)]
+        if outside:
+            raise CheckpointError(
+                f"{self.where}/{_INDEX} names {shown(outside[0])}, expected names of safetensors files beside it: "
+                f"nothing else is read. Download it again."
+            )
+        return weight_map
+
+    @cached_property
+    def prefix(self) -> str:
+        """What precedes the trunk's keys; nothing in checkpoints that were saved without a head."""
+        return next((trunk for trunk in _TRUNKS if any(name.startswith(trunk) for name in self.file_of)), "")
+
+    def full_name(self, name: str) -> str:
+        """What a tensor that we call by its HF key is called in this checkpoint."""
+        return name if name in _HEADS else self.prefix + name
+
+    def info(self, name: str) -> TensorInfo | None:
+        """A tensor's dtype and shape; None for one that is not there, whatever the index says."""
+        name = self._stored_name(name)
+        return self._open_indexed(name).tensors.get(name) if name in self.file_of else None
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows start..stop-1 of a tensor's first axis, in the file's dtype."""
+        name = self._stored_name(name)
+        return self._open_indexed(name).rows(name, start, stop)
+
+    def _stored_name(self, name: str) -> str:
+        return self._stored_names.get(name, name)
+
+    @cached_property
+    def _stored_names(self) -> Mapping[str, str]:
+        return {current_name(name): name for name in self.file_of}
+
+    @cached_property
+    def digest(self) -> str:
+        """A SHA-256 over every tensor's name, dtype, shape and evenly spread samples of its bytes.
+
+        It does not depend on how tensors are divided among files. A finetune changes every sample, so it is seen;
+        reading takes 64 KiB per tensor, whatever its size.
+        """
+
+        def sample(name: str) -> bytes:
+            file = self._open_indexed(name)
+            if name not in file.tensors:
+                raise CheckpointError(f"{file.name} lacks {name}, which {_INDEX} puts there. Download it again.")
+            info = file.tensors[name]
+            header = json.dumps([name, info.dtype, info.shape]).encode()
+            return header + file.sample(name, _SAMPLES_PER_TENSOR, _SAMPLE_BYTES)
+
+        for name in self.file_of:  # before the threads, so that each file is opened once
+            self._open_indexed(name)
+        digest = hashlib.sha256()
+        with ThreadPoolExecutor(_DIGEST_THREADS) as pool:
+            for content in pool.map(sample, sorted(self.file_of)):
+                digest.update(content)
+        return digest.hexdigest()
+
+    def _open_indexed(self, tensor: str) -> SafetensorsFile:
+        name = self.file_of[tensor]
+        try:
+            return self._open(name)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{self.where} lacks {name}, which {_INDEX} names. Download the missing file."
+            ) from error
+
+    def _open(self, name: str) -> SafetensorsFile:
+        if name not in self._opened:
+            self._opened[name] = SafetensorsFile(self._files.open(name))
+        return self._opened[name]
+
+    def _read_json(self, name: str) -> Mapping[str, object]:
+        try:
+            source = self._files.open(name)
+            if source.size > MAX_JSON_BYTES:
+                raise CheckpointError(
+                    f"{source.name} has {source.size:,} bytes, expected at most {MAX_JSON_BYTES:,}. Download it again."
+                )
+            content = parse_json(source.read(0, source.size).tobytes())
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.where} has no {name}. Is it a directory in Hugging Face format?") from None
+        except ValueError as error:
+            raise CheckpointError(f"{self.where}/{name} is not JSON: {error}. Download it again.") from error
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{self.where}/{name} is not a JSON object, got {type(content).__name__}.")
+        return content
+
+    def _no_weights(self) -> CheckpointError:
+        names = self._files.names()
+        if any(name.startswith("adapter_model") for name in names):
+            remedy = "These are the weights of an adapter: merge it into its base model and save that."
+        elif any(name.endswith((".bin", ".pt", ".pth")) for name in names):
+            remedy = (
+                "Pickled weights are never read. Convert them: AutoModelForCausalLM.from_pretrained(path)"
+                ".save_pretrained(new_path)."
+            )
+        else:
+            remedy = "Download the weights, or set model.init=random."
+        return CheckpointError(
+            f"{self.where} has no weights: expected {_SINGLE} or {_INDEX}, got {', '.join(names)}. {remedy}"
+        )

@@ -1,0 +1,180 @@
+"""Where a checkpoint's files lie: a directory, a remote path, or a repository of the Hugging Face Hub."""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import fsspec
+import numpy as np
+
+from pipeline.core.errors import CheckpointError, PipelineError
+from pipeline.core.file_errors import named_errors
+from pipeline.core.hub import Repository, is_hub_id, open_repository
+from pipeline.models.checkpoints.safetensors_file import ByteSource
+
+
+@runtime_checkable
+class Files(Protocol):
+    """A flat set of files. `open` raises FileNotFoundError for a file that is not there.
+
+    Every method raises CheckpointError where a retry cannot help, PipelineError where it might (network).
+    """
+
+    where: str  # for messages
+    commit: str | None  # of a Hub repository
+
+    def has(self, name: str) -> bool:
+        """Whether a file is there."""
+
+    def open(self, name: str) -> ByteSource:
+        """A file, to be read by ranges."""
+
+    def names(self) -> list[str]:
+        """What is there; for messages."""
+
+
+def open_files(path: str, revision: str | None) -> Files:
+    """The files of `model.path`. Raises CheckpointError if it is neither a directory, a remote path nor a Hub id."""
+    path = os.path.expanduser(path)
+    if "://" in path and not path.endswith("://"):
+        return RemoteFiles(path)
+    if os.path.isdir(path):
+        return LocalFiles(Path(path))
+    if is_on_hub(path):
+        return HubFiles(path, revision)
+    raise CheckpointError(
+        f"model.path is {path!r:.300}: expected a directory, a remote path (gs://...) or a Hub id (owner/name), "
+        f"got none of them. Check the path."
+    )
+
+
+def is_on_hub(path: str) -> bool:
+    """Whether `model.path` names a repository of the Hub: it has the form of one, and is no directory here."""
+    return is_hub_id(path) and not os.path.isdir(path)
+
+
+class LocalFiles:
+    """A directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.where = str(root)
+        self.commit = None
+        self._root = root
+
+    def has(self, name: str) -> bool:
+        with _local_errors(self.where):
+            return (self._root / name).exists()
+
+    def open(self, name: str) -> ByteSource:
+        return _local_file(self._root / name)
+
+    def names(self) -> list[str]:
+        with _local_errors(self.where):
+            return sorted(os.listdir(self._root))
+
+
+class RemoteFiles:
+    """A directory that fsspec can read (`gs://`, `s3://`, `memory://`, ...)."""
+
+    def __init__(self, url: str) -> None:
+        self.where = url
+        self.commit = None
+        with _remote_errors(url):
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+
+    def has(self, name: str) -> bool:
+        with _remote_errors(self.where):
+            try:
+                self._fs.info(f"{self._root}/{name}")  # `exists` takes a place that it cannot reach for an empty one
+            except FileNotFoundError:
+                return False
+        return True
+
+    def open(self, name: str) -> ByteSource:
+        path, where = f"{self._root}/{name}", f"{self.where}/{name}"
+        with _remote_errors(self.where):
+            info = self._fs.info(path)
+        if info["type"] != "file":
+            raise _not_a_file(where)
+
+        def read(start: int, stop: int) -> np.ndarray:
+            with _remote_errors(self.where):
+                content = np.frombuffer(self._fs.cat_file(path, start=start, end=stop), np.uint8)
+            if content.size != stop - start:
+                raise PipelineError(
+                    f"{where}: expected {stop - start} bytes from byte {start} on, got {content.size}. Try again; if "
+                    f"it fails again, upload the file again."
+                )
+            return content
+
+        return ByteSource(where, info["size"], read)
+
+    def names(self) -> list[str]:
+        with _remote_errors(self.where):
+            return sorted(path.rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False))
+
+
+class HubFiles:
+    """A repository of the Hub, at the commit that its revision names when it is opened."""
+
+    def __init__(self, repo: str, revision: str | None) -> None:
+        self.where = repo
+        self._repository = _open_hub(repo, revision)
+        self.commit = self._repository.commit
+
+    def has(self, name: str) -> bool:
+        return self._repository.file(name) is not None
+
+    def open(self, name: str) -> ByteSource:
+        path = self._repository.file(name)
+        if path is None:
+            raise FileNotFoundError(f"{self.where}/{name}")
+        return _local_file(path)
+
+    def names(self) -> list[str]:
+        return self._repository.names()
+
+
+def _open_hub(repo: str, revision: str | None) -> Repository:
+    repository = open_repository(repo, revision, file="config.json", key="model.path", invalid=CheckpointError)
+    if repository is None:
+        raise CheckpointError(
+            f"the Hub's {repo} has no config.json in revision {revision or 'main'}. Is it a model for transformers?"
+        )
+    return repository
+
+
+def _local_file(path: Path) -> ByteSource:
+    """Read, not mapped: mapped pages would count as this process's memory, all of the checkpoint in the end."""
+    with _local_errors(str(path)):
+        status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # opening a named pipe would wait for a writer
+        raise _not_a_file(str(path))
+
+    def read(start: int, stop: int) -> np.ndarray:
+        with _local_errors(str(path)):
+            return np.fromfile(path, np.uint8, stop - start, offset=start)
+
+    return ByteSource(str(path), status.st_size, read)
+
+
+def _not_a_file(where: str) -> CheckpointError:
+    return CheckpointError(f"{where} is not a regular file. Replace it by the checkpoint's file.")
+
+
+@contextmanager
+def _local_errors(where: str) -> Iterator[None]:
+    """A missing file stays a FileNotFoundError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error}. Check access to it.") from error
+
+
+def _remote_errors(where: str) -> AbstractContextManager[None]:
+    return named_errors(where, key="model.path", invalid=CheckpointError)

@@ -1,0 +1,92 @@
+"""Random parameters of the right shapes, for benchmarks: they need only a config.json."""
+
+import math
+import os
+import zlib
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+from jaxtyping import Array, UInt32
+
+from pipeline.core.errors import ConfigError
+from pipeline.models.checkpoints.loading import Placement, build_params, without_inputs
+from pipeline.models.decoder import Params
+from pipeline.models.int8_weights import Int8Weight, is_int8, quantise
+from pipeline.models.leaves import Leaf, LeafTree
+
+_STD = 0.02  # transformers' usual `initializer_range`
+
+
+def random_params(
+    leaves: LeafTree, seed: int, dtype: str, place: Placement, progress: bool, with_int8: bool = False
+) -> Params:
+    """Random parameters, made on the devices: norms are 1, everything else normal with standard deviation 0.02.
+
+    A tensor's values depend on the seed and its HF key alone, not on what is captured or how many devices there are.
+    Raises ConfigError where the devices are the host and lack the memory; of others, the plan knows theirs.
+    """
+    if jax.default_backend() == "cpu":
+        itemsize = 1 if with_int8 else np.dtype(dtype).itemsize
+        needed = sum(_local_size(leaf, place(leaf)) for leaf in jax.tree.leaves(leaves)) * itemsize
+        if needed > (available := _host_bytes()):
+            raise ConfigError(
+                f"model.init=random: the weights that config.json describes take {needed / 2**30:,.0f} GiB, and this "
+                f"machine has {available / 2**30:,.0f} GiB. Choose a smaller model."
+            )
+
+    def make(leaf: Leaf) -> Array | Int8Weight:
+        sharding = place(leaf)
+        if leaf.key.endswith("norm"):
+            return jnp.ones(leaf.shape, dtype, device=sharding)
+        tensor_ids = np.array([zlib.crc32(f"{seed} {name}".encode()) for name in leaf.tensors], np.uint32)
+        if with_int8 and is_int8(leaf):
+            scale_sharding = without_inputs(sharding, len(leaf.shape) - leaf.num_inputs)
+            return _normal(dtype, Int8Weight(sharding, scale_sharding))(tensor_ids, leaf.shape, leaf.num_inputs)
+        return _normal(dtype, sharding)(tensor_ids, leaf.shape, 0)
+
+    # One after the other: all processes must start the same programs in the same order.
+    return build_params(make, leaves, "making weights", progress, threads=1)
+
+
+def _local_size(leaf: Leaf, sharding: Sharding) -> int:
+    """The numbers of a leaf that this process's devices hold."""
+    return math.prod(sharding.shard_shape(leaf.shape)) * len(sharding.addressable_devices)
+
+
+def _host_bytes() -> int:
+    """The host's memory, or what of it this process's container may use."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no container, or no limit: "max"
+        return total
+
+
+@cache
+def _normal(
+    dtype: str, shardings: Sharding | Int8Weight
+) -> Callable[[Array, tuple[int, ...], int], Array | Int8Weight]:
+    """A compiled function from a leaf's tensor ids, shape and number of inputs (0: not in int8) to its values."""
+
+    @partial(jax.jit, static_argnums=(1, 2), out_shardings=shardings)
+    def normal(tensor_ids: Array, shape: tuple[int, ...], num_inputs: int) -> Array | Int8Weight:
+        element_ids = jax.lax.iota(jnp.uint32, math.prod(shape) // len(tensor_ids))
+        bits = _mix(_mix(tensor_ids)[:, None] + _mix(element_ids)[None, :])
+        # In (-1, 1), ends excluded: 23 bits and a half are exact in float32, one bit more would round up to 1.
+        uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-22 - 1.0
+        values = (_STD * math.sqrt(2) * jax.lax.erf_inv(uniform)).reshape(shape)
+        return Int8Weight(*quantise(values, num_inputs)) if num_inputs else values.astype(dtype)
+
+    return normal
+
+
+def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """A hash of 32 bits (Wellons' lowbias32). `jax.random` would do, but compiles 4 times as long for every shape."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)

@@ -1,0 +1,140 @@
+"""One safetensors file, read by ranges: the header first, then rows of single tensors.
+
+Format: github.com/huggingface/safetensors. 8 bytes header length (little endian), a JSON header, the tensors' bytes
+without gaps. The `safetensors` package maps local files only; weights may lie on object storage, where each process
+fetches just its part, and a damaged file must be named.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.core.errors import CheckpointError
+from pipeline.core.json_text import MAX_JSON_BYTES, parse_json, shown
+
+FLOAT_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_ITEM_BYTES = {
+    **{name: dtype.itemsize for name, dtype in FLOAT_DTYPES.items()},
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+    **dict.fromkeys(("U16", "I16"), 2),
+    **dict.fromkeys(("U32", "I32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+_MAX_AXES, _MAX_NUMBER = 32, 2**48  # so that products are quickly made
+
+
+@dataclass(frozen=True)
+class ByteSource:
+    """Bytes that are read by ranges: `read(start, stop)` gives uint8 [stop - start]."""
+
+    name: str  # for messages
+    size: int
+    read: Callable[[int, int], NDArray[np.uint8]]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies in its file: bytes start..stop, in C order."""
+
+    dtype: str  # safetensors' name
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class SafetensorsFile:
+    """A file with a checked header. Raises CheckpointError, naming the file, for a damaged one."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self._source = source
+        self.name = source.name
+        header, data_start = _read_header(source)
+        self.tensors = {name: _tensor_info(source, data_start, name, entry) for name, entry in header.items()}
+        _check_layout(source, data_start, self.tensors)
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows start..stop-1 of a tensor's first axis, in its dtype (of FLOAT_DTYPES)."""
+        info = self.tensors[name]
+        row_bytes = (info.stop - info.start) // info.shape[0]
+        raw = self._source.read(info.start + start * row_bytes, info.start + stop * row_bytes)
+        if raw.size != (stop - start) * row_bytes:  # it was whole when it was opened
+            raise _damaged(self._source, f"{(stop - start) * row_bytes} bytes of {name}", f"{raw.size}")
+        return raw.view(FLOAT_DTYPES[info.dtype]).reshape(stop - start, *info.shape[1:])
+
+    def sample(self, name: str, num_pieces: int, piece_bytes: int) -> bytes:
+        """Pieces of a tensor's bytes, evenly spread from its first to its last; all of a tensor that is small."""
+        info = self.tensors[name]
+        spare = info.stop - info.start - num_pieces * piece_bytes
+        if spare <= 0:
+            return self._source.read(info.start, info.stop).tobytes()
+        starts = [info.start + (spare * i // (num_pieces - 1)) + i * piece_bytes for i in range(num_pieces)]
+        return b"".join(self._source.read(start, start + piece_bytes).tobytes() for start in starts)
+
+
+def _damaged(source: ByteSource, expected: str, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"{source.name} is not a whole safetensors file: expected {expected}, got {got}. Download it again."
+    )
+
+
+def _read_header(source: ByteSource) -> tuple[Mapping[str, object], int]:
+    """The header without its metadata, and where the tensors' bytes begin."""
+    if source.size < 8:
+        raise _damaged(source, "at least 8 bytes", f"{source.size}")
+    num_bytes = int.from_bytes(source.read(0, 8).tobytes(), "little")
+    if num_bytes > source.size - 8:
+        raise _damaged(source, f"a header within the file's {source.size} bytes", f"one of {num_bytes} bytes")
+    if num_bytes > MAX_JSON_BYTES:
+        raise _damaged(source, f"a header of at most {MAX_JSON_BYTES} bytes", f"one of {num_bytes} bytes")
+    try:
+        header = parse_json(source.read(8, 8 + num_bytes).tobytes(), _unique)
+    except ValueError as error:  # also of UTF-8
+        raise _damaged(source, "a JSON header", f"{error}") from error
+    if not isinstance(header, dict):
+        raise _damaged(source, "a JSON object as header", type(header).__name__)
+    header.pop("__metadata__", None)
+    return header, 8 + num_bytes
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{shown(name)} is there twice")
+    return values
+
+
+def _tensor_info(source: ByteSource, data_start: int, name: str, entry: object) -> TensorInfo:
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        item_bytes = _ITEM_BYTES[dtype]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(source, f"dtype, shape and offsets of {name:.200}", shown(entry)) from error
+    numbers = (*shape, start, stop)
+    if len(shape) > _MAX_AXES or not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in numbers):
+        raise _damaged(source, f"a shape and offsets of {name:.200} in whole numbers", shown(entry))
+    if stop - start != math.prod(shape) * item_bytes:
+        raise _damaged(
+            source, f"offsets of {name:.200} that span {math.prod(shape) * item_bytes} bytes", f"{start}..{stop}"
+        )
+    return TensorInfo(dtype, shape, data_start + start, data_start + stop)
+
+
+def _check_layout(source: ByteSource, data_start: int, tensors: Mapping[str, TensorInfo]) -> None:
+    """The tensors fill the file without gaps or overlaps, as the format asks."""
+    position = data_start
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if info.start != position:
+            raise _damaged(source, f"{name:.200} to begin at byte {position}", f"{info.start}")
+        position = info.stop
+    if position != source.size:
+        raise _damaged(source, f"{position} bytes", f"{source.size}")

@@ -1,0 +1,57 @@
+"""BERT and its relatives of that name (transformers' `BertModel`), among them MiniLM of sentence-transformers.
+
+Bidirectional, with norms of the residual stream itself. All tokens are of type 0, as for a single text.
+"""
+
+import dataclasses
+
+from pipeline.core.errors import CheckpointError
+from pipeline.models.architecture import Architecture, KeyTable
+from pipeline.models.families.hf_config import HfConfig
+from pipeline.models.families.multi_head import read_multi_head
+
+KEY_TABLE: KeyTable = {
+    "embeddings.word_embeddings.weight": ("embed", "V D"),
+    "embeddings.position_embeddings.weight": ("position_embed", "P D"),
+    "embeddings.token_type_embeddings.weight": ("type_embed", "Y D"),
+    "embeddings.LayerNorm.weight": ("embed_norm", "D"),
+    "embeddings.LayerNorm.bias": ("embed_norm_bias", "D"),
+    "encoder.layer.*.attention.self.query.weight": ("attention.q", "NH D"),
+    "encoder.layer.*.attention.self.query.bias": ("attention.q_bias", "NH"),
+    "encoder.layer.*.attention.self.key.weight": ("attention.k", "NH D"),
+    "encoder.layer.*.attention.self.key.bias": ("attention.k_bias", "NH"),
+    "encoder.layer.*.attention.self.value.weight": ("attention.v", "NH D"),
+    "encoder.layer.*.attention.self.value.bias": ("attention.v_bias", "NH"),
+    "encoder.layer.*.attention.output.dense.weight": ("attention.o", "D NH"),
+    "encoder.layer.*.attention.output.dense.bias": ("attention.o_bias", "D"),
+    "encoder.layer.*.attention.output.LayerNorm.weight": ("attention.sum_norm", "D"),
+    "encoder.layer.*.attention.output.LayerNorm.bias": ("attention.sum_norm_bias", "D"),
+    "encoder.layer.*.intermediate.dense.weight": ("mlp.up", "F D"),
+    "encoder.layer.*.intermediate.dense.bias": ("mlp.up_bias", "F"),
+    "encoder.layer.*.output.dense.weight": ("mlp.down", "D F"),
+    "encoder.layer.*.output.dense.bias": ("mlp.down_bias", "D"),
+    "encoder.layer.*.output.LayerNorm.weight": ("mlp.sum_norm", "D"),
+    "encoder.layer.*.output.LayerNorm.bias": ("mlp.sum_norm_bias", "D"),
+}
+
+_ABOUT_HEADS_AND_TRAINING = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "directionality",
+    "pooler_fc_size",
+    "pooler_num_attention_heads",
+    "pooler_num_fc_layers",
+    "pooler_size_per_head",
+    "pooler_type",
+)
+
+
+def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    config.ignore(*_ABOUT_HEADS_AND_TRAINING)
+    config.choice("position_embedding_type", ("absolute",), "absolute")
+    if config.flag("is_decoder", False):
+        raise CheckpointError(f"{config.where}: is_decoder is true: expected an encoder. Use another model.")
+    arch = read_multi_head(config, max_positions=512, eps=1e-12, activation="gelu")
+    num_token_types = config.positive_int("type_vocab_size", 2)
+    return dataclasses.replace(arch, causal=False, num_token_types=num_token_types), KEY_TABLE

@@ -1,0 +1,73 @@
+"""Gemma 2 and the text models of Gemma 3 (transformers' `Gemma2Model`, `Gemma3TextModel`).
+
+Norms before and after each block, scaled by 1 + weight; embeddings scaled by sqrt(D); layers that see a window between
+layers that see everything. Gemma 2 caps its scores, Gemma 3 has norms of queries and keys and another theta in its
+local layers.
+"""
+
+import dataclasses
+
+from pipeline.models.architecture import Architecture, KeyTable, Norm, Rope
+from pipeline.models.families.hf_attention import parse_rope, read_local, read_rope
+from pipeline.models.families.hf_config import HfConfig
+from pipeline.models.families.llama import ATTENTION_BIASES, read_decoder
+from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
+from pipeline.models.families.qwen3 import HEAD_NORMS
+
+KEY_TABLE: KeyTable = LLAMA_TABLE | {
+    "layers.*.post_attention_layernorm.weight": ("attention.post_norm", "D"),
+    "layers.*.pre_feedforward_layernorm.weight": ("mlp.norm", "D"),
+    "layers.*.post_feedforward_layernorm.weight": ("mlp.post_norm", "D"),
+}
+
+
+def read_gemma2(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    max_positions = config.positive_int("max_position_embeddings", 8192)
+    rope = read_rope(config, max_positions)
+    arch = _read(config, max_positions, rope, rope, period=2)
+    softcap = config.optional_float("attn_logit_softcapping", 50.0)
+    return dataclasses.replace(arch, softcap=softcap), _table(config, KEY_TABLE)
+
+
+def read_gemma3(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    max_positions = config.positive_int("max_position_embeddings", 131072)
+    rope, local_rope = _read_ropes(config, max_positions)
+    arch = _read(config, max_positions, rope, local_rope, config.positive_int("sliding_window_pattern", 6))
+    return arch, _table(config, KEY_TABLE | HEAD_NORMS)
+
+
+def _read(config: HfConfig, max_positions: int, rope: Rope, local_rope: Rope, period: int) -> Architecture:
+    """Every `period`-th layer is global."""
+    config.ignore("hidden_act", "sliding_window_size")  # published beside the attributes that transformers reads
+    activation = config.activation("hidden_activation", "gelu_pytorch_tanh")
+    arch = read_decoder(config, max_positions, default_head_dim=256, activation=activation, rope=rope)
+    pattern = "".join("L" if (layer + 1) % period else "G" for layer in range(arch.num_layers))
+    window = config.optional_int("sliding_window", 4096)
+    return dataclasses.replace(
+        arch,
+        norm=Norm.rms_plus_one,
+        embed_scale=arch.d_model**0.5,
+        attention_scale=config.positive_float("query_pre_attn_scalar", 256) ** -0.5,
+        local=read_local(config, pattern, window, rope, local_rope, max_positions),
+    )
+
+
+def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:
+    """Of global and of local layers; newer files have a mapping for each."""
+    default_theta, default_local_theta = 1e6, 1e4
+    if "rope_parameters" not in config:
+        local_theta = config.positive_float("rope_local_base_freq", default_local_theta)
+        return read_rope(config, max_positions, default_theta), Rope(local_theta)
+    parameters = config.nested("rope_parameters")
+    kinds = parameters.nested("full_attention"), parameters.nested("sliding_attention")
+    rope = parse_rope(kinds[0], default_theta, max_positions)
+    local_rope = parse_rope(kinds[1], default_local_theta, max_positions)
+    for values in (*kinds, parameters):
+        values.finish()
+    return rope, local_rope
+
+
+def _table(config: HfConfig, table: KeyTable) -> KeyTable:
+    return table | (ATTENTION_BIASES if config.flag("attention_bias", False) else {})

@@ -1,0 +1,41 @@
+"""GPT-2 (transformers' `GPT2Model`): learned positions, LayerNorm, weights stored as [in, out]."""
+
+from pipeline.models.architecture import Architecture, KeyTable
+from pipeline.models.families.hf_config import HfConfig
+from pipeline.models.families.multi_head import read_multi_head
+
+KEY_TABLE: KeyTable = {
+    "wte.weight": ("embed", "V D"),
+    "wpe.weight": ("position_embed", "P D"),
+    "h.*.ln_1.weight": ("attention.norm", "D"),
+    "h.*.ln_1.bias": ("attention.norm_bias", "D"),
+    "h.*.attn.c_attn.weight": ("attention.qkv", "D CNH -> NCHD"),
+    "h.*.attn.c_attn.bias": ("attention.qkv_bias", "CNH -> NCH"),
+    "h.*.attn.c_proj.weight": ("attention.o", "NH D -> DNH"),
+    "h.*.attn.c_proj.bias": ("attention.o_bias", "D"),
+    "h.*.ln_2.weight": ("mlp.norm", "D"),
+    "h.*.ln_2.bias": ("mlp.norm_bias", "D"),
+    "h.*.mlp.c_fc.weight": ("mlp.up", "D F -> FD"),
+    "h.*.mlp.c_fc.bias": ("mlp.up_bias", "F"),
+    "h.*.mlp.c_proj.weight": ("mlp.down", "F D -> DF"),
+    "h.*.mlp.c_proj.bias": ("mlp.down_bias", "D"),
+    "ln_f.weight": ("final_norm", "D"),
+    "ln_f.bias": ("final_norm_bias", "D"),
+}
+
+
+_NAMES = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+    "layer_norm_eps": "layer_norm_epsilon",
+}
+
+
+def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    config.ignore("n_ctx", "reorder_and_upcast_attn")  # n_positions counts; scores are float32 anyway
+    return read_multi_head(config, max_positions=1024, eps=1e-5, activation="gelu_new", names=_NAMES), KEY_TABLE

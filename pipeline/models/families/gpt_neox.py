@@ -1,0 +1,49 @@
+"""GPT-NeoX and Pythia (transformers' `GPTNeoXModel`): parallel residual, LayerNorm, a part of each head rotates."""
+
+import dataclasses
+
+from pipeline.core.errors import CheckpointError
+from pipeline.models.architecture import Architecture, KeyTable
+from pipeline.models.families.hf_attention import parse_rope, rope_values
+from pipeline.models.families.hf_config import HfConfig
+from pipeline.models.families.multi_head import read_multi_head
+
+KEY_TABLE: KeyTable = {
+    "embed_in.weight": ("embed", "V D"),
+    "layers.*.input_layernorm.weight": ("attention.norm", "D"),
+    "layers.*.input_layernorm.bias": ("attention.norm_bias", "D"),
+    "layers.*.attention.query_key_value.weight": ("attention.qkv", "NCH D"),
+    "layers.*.attention.dense.weight": ("attention.o", "D NH"),
+    "layers.*.post_attention_layernorm.weight": ("mlp.norm", "D"),
+    "layers.*.post_attention_layernorm.bias": ("mlp.norm_bias", "D"),
+    "layers.*.mlp.dense_h_to_4h.weight": ("mlp.up", "F D"),
+    "layers.*.mlp.dense_h_to_4h.bias": ("mlp.up_bias", "F"),
+    "layers.*.mlp.dense_4h_to_h.weight": ("mlp.down", "D F"),
+    "layers.*.mlp.dense_4h_to_h.bias": ("mlp.down_bias", "D"),
+    "final_layer_norm.weight": ("final_norm", "D"),
+    "final_layer_norm.bias": ("final_norm_bias", "D"),
+}
+
+ATTENTION_BIASES: KeyTable = {
+    "layers.*.attention.query_key_value.bias": ("attention.qkv_bias", "NCH"),
+    "layers.*.attention.dense.bias": ("attention.o_bias", "D"),
+}
+
+
+def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    config.ignore("is_decoder")  # the model is causal whatever it says
+    max_positions = config.positive_int("max_position_embeddings", 2048)
+    values = rope_values(config)
+    fraction = values.positive_float("partial_rotary_factor", config.positive_float("rotary_pct", 0.25))
+    rope = parse_rope(values, config.positive_float("rotary_emb_base", 10000.0), max_positions)
+    values.finish()
+    arch = read_multi_head(config, max_positions=2048, eps=1e-5, activation="gelu", rope=rope)
+    rotary_dim = int(arch.head_dim * fraction)
+    if not 0 < rotary_dim <= arch.head_dim or rotary_dim % 2:
+        raise CheckpointError(
+            f"{config.where}: {fraction} of a head's {arch.head_dim} dimensions rotate, that is {rotary_dim}; "
+            f"expected an even number. Is the file damaged?"
+        )
+    table = KEY_TABLE | (ATTENTION_BIASES if config.flag("attention_bias", True) else {})
+    return dataclasses.replace(arch, parallel=config.flag("use_parallel_residual", True), rotary_dim=rotary_dim), table

@@ -1,0 +1,193 @@
+"""config.json, read so that nothing in it is overlooked.
+
+Every attribute is either taken by the family's reader, known not to matter, or at the value that switches it off.
+Any other stops the program before weights load: an attribute that is ignored is a model that is subtly wrong.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from pipeline.core.errors import CheckpointError
+from pipeline.core.json_text import shown
+from pipeline.models.architecture import Activation
+
+_REQUIRED = object()
+_MAX_INT = 2**31 - 1  # token ids, positions and the axes of arrays are 32-bit
+_MAX_FLOAT = float(np.finfo(np.float32).max)  # what it takes part in is computed in float32
+_MAX_LAYERS = 10_000  # they are planned one by one
+_MAX_SHOWN = 20  # attributes in a message
+
+# Attributes without influence on the residual stream at inference.
+_HARMLESS = frozenset(
+    """
+    transformers_version dtype torch_dtype name_or_path use_cache tie_word_embeddings
+    initializer_range initializer_factor attention_dropout hidden_dropout resid_pdrop attn_pdrop embd_pdrop
+    pretraining_tp return_dict output_attentions output_hidden_states torchscript gradient_checkpointing
+    id2label label2id num_labels problem_type classifier_dropout task_specific_params finetuning_task
+    tokenizer_class prefix attn_implementation is_llama_config transformers.js_config
+    summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
+    unsloth_version unsloth_fixed max_sequence_length
+    final_logit_softcapping cache_implementation
+    max_length min_length do_sample temperature top_k top_p typical_p num_beams num_beam_groups diversity_penalty
+    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences early_stopping output_scores return_dict_in_generate remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens use_return_dict
+    """.split()  # noqa: SIM905 - sixty lines with one word each are harder to read
+)
+
+# Attributes that would matter, at the value that switches them off.
+_NEUTRAL: dict[str, object] = {
+    "add_cross_attention": False,
+    "chunk_size_feed_forward": 0,
+    "is_causal": True,
+    "is_decoder": True,
+    "is_encoder_decoder": False,
+    "partial_rotary_factor": 1.0,
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "tf_legacy_loss": False,
+    "tie_encoder_decoder": False,
+    "use_bfloat16": False,
+    "use_bidirectional_attention": False,
+    "use_mrope": False,
+}
+
+
+_ACTIVATIONS = {
+    "silu": Activation.silu,
+    "swish": Activation.silu,
+    "gelu": Activation.gelu,
+    "gelu_new": Activation.gelu_tanh,
+    "gelu_fast": Activation.gelu_tanh,
+    "gelu_pytorch_tanh": Activation.gelu_tanh,
+    "relu": Activation.relu,
+}
+
+
+class HfConfig:
+    """A config.json, or a mapping inside of one, which remembers what was taken from it.
+
+    `where` names the file in messages. Every method raises CheckpointError.
+    """
+
+    def __init__(self, values: Mapping[str, object], where: str) -> None:
+        self.where = where
+        self.values = {key: value for key, value in values.items() if value is not None}
+        self._nulls = values.keys() - self.values.keys()
+        self._taken: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the key is there; null counts as absent."""
+        return key in self.values
+
+    def _take(self, key: str, kinds: tuple[type, ...], what: str, default: object) -> object:
+        self._taken.add(key)
+        value = self.values.get(key, default)
+        if value is _REQUIRED:
+            raise CheckpointError(f"{self.where} has no {key!r}: expected {what}. Is the file complete?")
+        if key in self.values and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+            raise self._wrong(key, value, what)
+        return value
+
+    def _wrong(self, key: str, value: object, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {key} is {shown(value)}, expected {what}. Is the file damaged?")
+
+    def positive_int(self, key: str, default: object = _REQUIRED, most: int = _MAX_INT) -> int:
+        what = f"a whole number above 0, at most {most:,}"
+        value = self._take(key, (int,), what, default)
+        if not 1 <= value <= most:
+            raise self._wrong(key, value, what)
+        return value
+
+    def num_layers(self, key: str) -> int:
+        return self.positive_int(key, most=_MAX_LAYERS)
+
+    def positive_float(self, key: str, default: object = _REQUIRED) -> float:
+        value = self._take(key, (int, float), "a number above 0", default)
+        if not 0 < value < _MAX_FLOAT:
+            raise self._wrong(key, value, "a number above 0")
+        return float(value)
+
+    def optional_int(self, key: str, default: int | None) -> int | None:
+        """A whole number above 0; None where the file says null, or where it says nothing and the default is None."""
+        return None if self._is_none(key, default) else self.positive_int(key, default)
+
+    def optional_float(self, key: str, default: float | None) -> float | None:
+        """A number above 0, or None as in `optional_int`."""
+        return None if self._is_none(key, default) else self.positive_float(key, default)
+
+    def _is_none(self, key: str, default: object) -> bool:
+        return key in self._nulls or (default is None and key not in self.values)
+
+    def count(self, key: str, default: object = _REQUIRED) -> int:
+        what = f"a whole number from 0 to {_MAX_INT:,}"
+        value = self._take(key, (int,), what, default)
+        if not 0 <= value <= _MAX_INT:
+            raise self._wrong(key, value, what)
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        return self._take(key, (bool,), "true or false", default)
+
+    def strings(self, key: str) -> list[str]:
+        """A list of strings; empty when the key is absent."""
+        values = self._take(key, (list,), "a list of strings", [])
+        if not all(isinstance(value, str) for value in values):
+            raise self._wrong(key, values, "a list of strings")
+        return values
+
+    def choice(self, key: str, choices: tuple[str, ...], default: object = _REQUIRED) -> str:
+        """One of the implemented values of an attribute."""
+        value = self._take(key, (str,), "a string", default)
+        if value not in choices:
+            raise CheckpointError(
+                f"{self.where}: {key} is {shown(value)}, which is not implemented; implemented: {', '.join(choices)}. "
+                f"Use another model."
+            )
+        return value
+
+    def activation(self, key: str, default: str) -> Activation:
+        return _ACTIVATIONS[self.choice(key, tuple(_ACTIVATIONS), default)]
+
+    def ignore(self, *keys: str) -> None:
+        """Takes attributes that this family's model does not read."""
+        self._taken.update(keys)
+
+    def nested(self, key: str) -> "HfConfig":
+        """The mapping under `key`; empty when the key is absent."""
+        return HfConfig(self._take(key, (dict,), "a mapping", {}), f"{self.where}: {key}")
+
+    def finish(self) -> None:
+        """To be called once everything is read."""
+        unknown = [
+            key
+            for key, value in self.values.items()
+            if not (key in self._taken or key in _HARMLESS or key.endswith(("_token_id", "_token_ids")))
+            and not key.startswith("_")
+            and not (key in _NEUTRAL and value == _NEUTRAL[key])
+        ]
+        if unknown:
+            settings = ", ".join(f"{key}={shown(self.values[key])}" for key in unknown[:_MAX_SHOWN])
+            if len(unknown) > _MAX_SHOWN:
+                settings += f" and {len(unknown) - _MAX_SHOWN} more"
+            raise CheckpointError(
+                f"{self.where} sets {settings}, which this program does not implement, so that the activations might "
+                f"be wrong. Use another model, or remove the attribute if it does not change the forward pass."
+            )
+
+
+def refuse_unreadable(config: HfConfig) -> None:
+    """Stops at checkpoints of a kind that is not read at all: quantised ones, and those that bring their own code."""
+    if "quantization_config" in config:
+        raise CheckpointError(
+            f"{config.where} has a quantization_config: expected float32, float16 or bfloat16 weights, got quantised "
+            f"ones. Use the checkpoint from which it was quantised."
+        )
+    if "auto_map" in config:
+        raise CheckpointError(
+            f"{config.where} has an auto_map: the model is defined by code inside its repository, which is never run. "
+            f"Use a model of an implemented family."
+        )

@@ -1,0 +1,82 @@
+"""LLaMA 2, 3 and 3.x, and the many models published under its name (transformers' `LlamaModel`)."""
+
+from pipeline.core.errors import CheckpointError
+from pipeline.models.architecture import Activation, Architecture, KeyTable, Rope
+from pipeline.models.families.hf_attention import read_rope
+from pipeline.models.families.hf_config import HfConfig
+
+KEY_TABLE: KeyTable = {
+    "embed_tokens.weight": ("embed", "V D"),
+    "layers.*.input_layernorm.weight": ("attention.norm", "D"),
+    "layers.*.self_attn.q_proj.weight": ("attention.q", "NH D"),
+    "layers.*.self_attn.k_proj.weight": ("attention.k", "KH D"),
+    "layers.*.self_attn.v_proj.weight": ("attention.v", "KH D"),
+    "layers.*.self_attn.o_proj.weight": ("attention.o", "D NH"),
+    "layers.*.post_attention_layernorm.weight": ("mlp.norm", "D"),
+    "layers.*.mlp.gate_proj.weight": ("mlp.gate", "F D"),
+    "layers.*.mlp.up_proj.weight": ("mlp.up", "F D"),
+    "layers.*.mlp.down_proj.weight": ("mlp.down", "D F"),
+    "norm.weight": ("final_norm", "D"),
+}
+
+ATTENTION_BIASES: KeyTable = {
+    "layers.*.self_attn.q_proj.bias": ("attention.q_bias", "NH"),
+    "layers.*.self_attn.k_proj.bias": ("attention.k_bias", "KH"),
+    "layers.*.self_attn.v_proj.bias": ("attention.v_bias", "KH"),
+    "layers.*.self_attn.o_proj.bias": ("attention.o_bias", "D"),
+}
+
+MLP_BIASES: KeyTable = {
+    "layers.*.mlp.gate_proj.bias": ("mlp.gate_bias", "F"),
+    "layers.*.mlp.up_proj.bias": ("mlp.up_bias", "F"),
+    "layers.*.mlp.down_proj.bias": ("mlp.down_bias", "D"),
+}
+
+
+def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    table = dict(KEY_TABLE)
+    if config.flag("attention_bias", False):
+        table |= ATTENTION_BIASES
+    if config.flag("mlp_bias", False):
+        table |= MLP_BIASES
+    return read_decoder(config, default_max_positions=2048), table
+
+
+def read_decoder(
+    config: HfConfig,
+    default_max_positions: int,
+    *,
+    default_head_dim: int | None = None,
+    default_eps: float = 1e-6,
+    activation: Activation | None = None,
+    rope: Rope | None = None,
+) -> Architecture:
+    """What LLaMA and its relatives have in common; the defaults are those of transformers' config classes.
+
+    `activation` and `rope` are given by families that spell them in their own way.
+    """
+    d_model = config.positive_int("hidden_size")
+    num_heads = config.positive_int("num_attention_heads")
+    num_kv_heads = config.positive_int("num_key_value_heads", num_heads)
+    head_dim = config.positive_int("head_dim", default_head_dim or max(d_model // num_heads, 1))
+    if num_heads % num_kv_heads or head_dim % 2 or ("head_dim" not in config and d_model % num_heads):
+        raise CheckpointError(
+            f"{config.where}: expected whole groups of heads of an even size, got hidden_size {d_model}, "
+            f"num_attention_heads {num_heads}, num_key_value_heads {num_kv_heads}, head_dim {head_dim}. "
+            f"Is the file damaged?"
+        )
+    max_positions = config.positive_int("max_position_embeddings", default_max_positions)
+    return Architecture(
+        num_layers=config.num_layers("num_hidden_layers"),
+        vocab_size=config.positive_int("vocab_size"),
+        max_positions=max_positions,
+        d_model=d_model,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        d_mlp=config.positive_int("intermediate_size"),
+        norm_eps=config.positive_float("rms_norm_eps", default_eps),
+        rope=rope or read_rope(config, max_positions),
+        activation=activation or config.activation("hidden_act", "silu"),
+    )

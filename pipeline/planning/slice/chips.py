@@ -1,0 +1,96 @@
+"""TPU chips and slices of them: what is published about each kind, and what a slice's name means. Pure arithmetic."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from pipeline.core.errors import ConfigError
+
+GIB = 1 << 30
+CHIPS_PER_HOST = 4  # of slices of several hosts
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One kind of TPU. Rates are per chip; a chip's part of its host's network, where hosts have one for all."""
+
+    name: str
+    flops_per_s: float  # peak in bfloat16
+    hbm_bytes: int  # what the compiler lets a program use; a little less than is published
+    hbm_bytes_per_s: float
+    host_bytes_per_s: float  # from the device to the host, over PCIe
+    network_bytes_per_s: float
+    usd_per_hour: float  # list price on demand, in the cheapest region of the United States
+    host_memory_bytes: float  # of the virtual machine that has four chips
+    num_dims: int  # of a slice's shape
+    cores_per_chip: int  # in names like v4-32, whose number counts cores
+
+    @property
+    def critical_tokens(self) -> float:
+        """Tokens that a matrix must be multiplied with, per step, for the product to take longer than reading it."""
+        return self.flops_per_s / self.hbm_bytes_per_s  # 2 operations per number of 2 bytes
+
+
+# Peak and HBM's rate: docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. Usable HBM: what libtpu's compiler says when
+# a program has too much. Memory of a VM of four chips: the "VM types" of the same pages (ct5lp-hightpu-4t and
+# ct6e-standard-4t; those of v4 and v5p are assumed). PCIe and network of a chip: "How to Scale Your Model",
+# jax-ml.github.io/scaling-book/tpus: 16 and 6.25 GB/s, v6e 32 and 12.5, v5e 3.125 (its pod's 6.4 Tbps / 256).
+# Prices: cloud.google.com/tpu/pricing in 2025, assumed to hold; plan.usd_per_chip_hour overrides them.
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("v4", 275e12, int(30.75 * GIB), 1200e9, 16e9, 6.25e9, 3.22, 407e9, num_dims=3, cores_per_chip=2),
+        Chip("v5e", 197e12, int(15.75 * GIB), 819e9, 16e9, 3.125e9, 1.20, 192e9, num_dims=2, cores_per_chip=1),
+        Chip("v5p", 459e12, int(95.73 * GIB), 2765e9, 16e9, 6.25e9, 4.20, 448e9, num_dims=3, cores_per_chip=2),
+        Chip("v6e", 918e12, int(31.24 * GIB), 1638e9, 32e9, 12.5e9, 2.70, 720e9, num_dims=2, cores_per_chip=1),
+    )
+}
+_ALIASES = {"v5litepod": "v5e"}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Chips that are connected with each other."""
+
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def num_chips(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_hosts(self) -> int:
+        return math.ceil(self.num_chips / CHIPS_PER_HOST)
+
+    @property
+    def name(self) -> str:
+        """As libtpu names it, e.g. v5e:8x8."""
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+
+
+def parse_slice(name: str) -> Slice:
+    """The slice called `v5e-64` (Cloud TPU's name: v4's and v5p's numbers count cores, two per chip) or `v5e:8x8`.
+
+    Raises ConfigError for a kind of TPU that is not known, and for a number of chips that says no shape.
+    """
+    found = re.fullmatch(r"(\w+?)(?:-(\d+)|:(\d+(?:x\d+)+))", name)
+    chip = CHIPS.get(_ALIASES.get(found[1], found[1])) if found else None
+    if chip is None:
+        raise ConfigError(
+            f"topology is {name!r}. Set it to a TPU slice such as v5e-64 or v5e:8x8, of {', '.join(CHIPS)}."
+        )
+    if found[3]:
+        shape = tuple(map(int, found[3].split("x")))
+        if len(shape) != chip.num_dims or 0 in shape:
+            raise ConfigError(f"topology is {name!r}, but slices of {chip.name} have {chip.num_dims} dimensions.")
+        return Slice(chip, shape)
+    num_chips, rest = divmod(int(found[2]), chip.cores_per_chip)
+    if rest or num_chips < 1 or num_chips & (num_chips - 1):
+        raise ConfigError(
+            f"topology is {name!r}, whose number of chips is no power of two and says no shape. Name its shape, e.g. "
+            f"{chip.name}:{'x'.join(['4'] * chip.num_dims)}."
+        )
+    exponent = num_chips.bit_length() - 1
+    shape = tuple(1 << ((exponent + dim) // chip.num_dims) for dim in range(chip.num_dims))
+    return Slice(chip, shape if shape[0] > 1 else shape[::-1])  # one host of v4 is 2x2x1

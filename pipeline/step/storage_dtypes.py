@@ -1,0 +1,55 @@
+"""An activation as the store will hold it: cast, or rounded to int8 with scales; made on the devices, before the copy.
+
+Letters: B rows, S slots of a row, D features of an activation, G groups of features that share a scale.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int8, Shaped
+
+from pipeline.store.format.int8 import DTYPE as INT8
+from pipeline.store.format.int8 import MAX
+
+
+class Stored(NamedTuple):
+    """`scales` are those of int8. `squared_error`, where it is wanted, is of each row's finite tokens together."""
+
+    values: Shaped[Array, "B S D"]
+    scales: Float32[Array, "B S G"] | None
+    squared_error: Float32[Array, " B"] | None
+
+
+def as_stored(x: Float[Array, "B S D"], dtype: str, group: int | None, with_error: bool) -> Stored:
+    """`group`: features that share a scale of int8; None: all of a token's."""
+    stored = Stored(*_int8(x, group or x.shape[-1]), None) if dtype == INT8 else Stored(x.astype(dtype), None, None)
+    if not with_error:
+        return stored
+    of_tokens = jnp.sum(jnp.square(numbers(stored) - x.astype(jnp.float32)), axis=-1)
+    return stored._replace(squared_error=jnp.sum(jnp.where(is_finite(stored), of_tokens, 0), axis=-1))
+
+
+def _int8(x: Float[Array, "B S D"], group: int) -> tuple[Int8[Array, "B S D"], Float32[Array, "B S G"]]:
+    grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, group)
+    scales = jnp.max(jnp.abs(grouped), axis=-1) / MAX  # NaN or infinite where a value is
+    integers = jnp.round(grouped / jnp.where(scales > 0, scales, 1)[..., None])
+    integers = jnp.where(jnp.isfinite(scales)[..., None], jnp.clip(integers, -MAX, MAX), 0)
+    return integers.astype(jnp.int8).reshape(x.shape), scales
+
+
+def is_finite(stored: Stored) -> Bool[Array, "B S"]:
+    """Whether every value of a token is."""
+    return jnp.isfinite(stored.values if stored.scales is None else stored.scales).all(axis=-1)
+
+
+def numbers(stored: Stored) -> Float32[Array, "B S D"]:
+    """The numbers that the store will hold. A cast there and back would not do: XLA may leave both out."""
+    values = stored.values
+    if stored.scales is not None:
+        grouped = values.reshape(*stored.scales.shape, -1).astype(jnp.float32)
+        return (grouped * stored.scales[..., None]).reshape(values.shape)
+    info = jnp.finfo(values.dtype)
+    if info.bits == 8:  # whose formats are not all IEEE's
+        return jax.lax.optimization_barrier(values).astype(jnp.float32)
+    return jax.lax.reduce_precision(values.astype(jnp.float32), info.nexp, info.nmant)

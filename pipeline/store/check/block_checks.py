@@ -1,0 +1,229 @@
+"""What must hold for the records, the side arrays, the documents and the activations of a sound store.
+
+Pure functions: each yields a sentence for everything that is wrong. Shapes: R rows of a block, T positions of a row,
+K slots of a row for selected tokens, S slots for activations (T or K), D features of an activation.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Bool, Int32, Int64
+
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.statistics import Statistics
+
+_EXPONENT_ONES = {"bfloat16": 0x7F80, "float16": 0x7C00}
+_WITHOUT_SIGN = 0x7FFF
+
+# How far statistics that were summed in float32, in another order, may differ.
+_RELATIVE = 1e-3
+
+
+def check_chain(records: Sequence[CommitRecord]) -> Iterator[tuple[CommitRecord, str]]:
+    """One stream's records in the order of their blocks: none is missing, and each starts where the last one ended."""
+    before: CommitRecord | None = None
+    for record in records:
+        expected = 0 if before is None else before.block + 1
+        if record.block != expected:
+            yield record, f"the stream has this block, but no record of block {expected}"
+        elif before is None and any(record.start.values()):
+            yield record, f"the stream's first block starts at {dict(record.start)}, not at its first document"
+        elif before is not None and before.next != record.start:
+            yield record, f"starts at {dict(record.start)}, but the block before ends at {dict(before.next)}"
+        if before is not None and (before.exhausted or before.truncated):
+            end = "exhausted" if before.exhausted else "truncated"
+            yield before, f"is {end}, but the stream has block {record.block}"
+        if record.exhausted and record.truncated:
+            yield record, "is both exhausted and truncated"
+        before = record
+
+
+def check_side_arrays(
+    sides: Mapping[str, np.ndarray], record: CommitRecord, first_row: int, vocab_size: int | None
+) -> Iterator[str]:
+    """tokens, segments, positions and documents of a block, [R, T] each: they agree with each other and the record.
+
+    `first_row` is the number of the block's first row in the store.
+    """
+    tokens, segments = sides["tokens"], sides["segments"]
+    positions, documents = sides["positions"], sides["documents"]
+    valid = segments > 0
+
+    def where(bad: Bool[np.ndarray, "R T"]) -> str:
+        row, position = np.argwhere(bad)[0]
+        return f"at {np.count_nonzero(bad)} slots, first row {first_row + row} position {position}"
+
+    # What a slot must be, given the one before it in its row (the one before the first is padding).
+    same = np.zeros_like(valid)
+    same[:, 1:] = valid[:, 1:] & (segments[:, 1:] == segments[:, :-1])
+    previous = np.zeros_like(segments)
+    previous[:, 1:] = segments[:, :-1]
+    next_position = np.zeros_like(positions)
+    next_position[:, 1:] = np.where(same[:, 1:], positions[:, :-1] + 1, 0)
+    other_document = np.zeros_like(valid)
+    other_document[:, 1:] = same[:, 1:] & (documents[:, 1:] != documents[:, :-1])
+    after_padding = np.zeros_like(valid)
+    after_padding[:, 1:] = valid[:, 1:] & ~valid[:, :-1]
+
+    rules = {
+        "segments are negative": segments < 0,
+        "documents are not -1 exactly where segments are 0": valid != (documents >= 0),
+        "tokens follow padding": after_padding,
+        "segments are not numbered 1, 2, 3, ... along the row": valid & ~same & (segments != previous + 1),
+        "positions do not restart at 0 and count up in each segment": valid & (positions != next_position),
+        "the document changes within a segment": other_document,
+        "tokens or positions are not 0 where padded": ~valid & ((tokens != 0) | (positions != 0)),
+        f"tokens are outside the vocabulary of {vocab_size}": (tokens < 0) | (tokens >= (vocab_size or np.inf)),
+    }
+    for rule, bad in rules.items():
+        if bad.any():
+            yield f"{rule}: {where(bad)}"
+    filled = valid.any(axis=1)
+    if filled.sum() != record.rows or not filled[: record.rows].all():
+        yield f"the record says that the first {record.rows} rows have tokens; these have: {_ranges(filled)}"
+    if valid.sum() != record.tokens:
+        yield f"the record says {record.tokens} tokens, the arrays have {valid.sum()}"
+
+
+def check_selected(
+    selected: Int32[np.ndarray, "R K"], valid: Bool[np.ndarray, "R T"], record: CommitRecord
+) -> Iterator[str]:
+    """The selected tokens of a block are tokens, in the order of their row, and as many as the record says."""
+    is_filled = selected >= 0
+    length = valid.shape[1]
+    bad = (selected >= length) | (is_filled & ~np.take_along_axis(valid, np.clip(selected, 0, length - 1), axis=1))
+    if bad.any():
+        yield f"{bad.sum()} slots name no token of their row, the first in row {np.argwhere(bad)[0][0]} of the block"
+    if (is_filled[:, 1:] & (selected[:, 1:] <= selected[:, :-1])).any() or (is_filled[:, 1:] > is_filled[:, :-1]).any():
+        yield "the selected tokens of a row are not in ascending order, before the empty slots"
+    if is_filled.sum() != record.selected:
+        yield f"the record says {record.selected} selected tokens, the array has {is_filled.sum()}"
+
+
+def check_selected_of_documents(table: pa.Table, documents: Int64[np.ndarray, "R K"]) -> Iterator[str]:
+    """A block's document table has the numbers of selected tokens that the slots have; `documents` are theirs."""
+    found, counts = np.unique(documents[documents >= 0], return_counts=True)
+    of_documents = dict(zip(found.tolist(), counts.tolist(), strict=True))
+    for number, expected in zip(table["document"].to_pylist(), table["n_selected"].to_pylist(), strict=True):
+        if of_documents.get(number, 0) != expected:
+            yield f"document {number} has {of_documents.get(number, 0)} selected tokens, {expected} in the table"
+            return
+
+
+def check_table(
+    table: pa.Table, documents: Int64[np.ndarray, "R T"], record: CommitRecord, num_streams: int
+) -> Iterator[str]:
+    """A block's document table agrees with its `documents` array, its record, and the record's cursors.
+
+    A stream's documents are numbered: stream, stream + num_streams, stream + 2 num_streams, ...
+    """
+    numbers = table["document"].to_numpy()
+    counts = table["last_token"].to_numpy() - table["first_token"].to_numpy()
+    if table.num_rows != record.documents:
+        yield f"the record says {record.documents} documents, the table has {table.num_rows}"
+    if (cut := int(table["n_cut"].to_numpy().sum())) != record.tokens_cut:
+        yield f"the record says that {record.tokens_cut} tokens were cut, the table {cut}"
+    if (np.diff(numbers) <= 0).any():
+        yield "the documents are not in ascending order, each once"
+        return
+    found, found_counts = np.unique(documents[documents >= 0], return_counts=True)
+    if not np.array_equal(found, numbers):
+        odd = np.setxor1d(found, numbers)
+        yield f"array and table do not name the same documents; they differ in {odd[:5].tolist()}"
+    elif not np.array_equal(found_counts, counts):
+        k = int(np.flatnonzero(found_counts != counts)[0])
+        yield f"document {numbers[k]} has {found_counts[k]} tokens in the arrays, {counts[k]} in the table"
+    if not record.truncated:
+        end = record.next["ordinal"] + (record.next["token"] > 0)
+        expected = np.arange(record.start["ordinal"], end) * num_streams + record.stream
+        if not np.array_equal(numbers, expected):
+            odd = np.setxor1d(numbers, expected)
+            yield f"the table has not the documents between the record's cursors; they differ in {odd[:5].tolist()}"
+
+
+def check_tiling(tables: Sequence[pa.Table], last: CommitRecord, num_streams: int) -> Iterator[str]:
+    """One stream's tables, in the order of its blocks: the token ranges of each document follow one another.
+
+    They reach from 0 to the document's end, unless the stream goes on within the document, or the document is in a
+    truncated block.
+    """
+    table = pa.concat_tables([t.select(["document", "first_token", "last_token", "n_tokens", "n_cut"]) for t in tables])
+    document, first, stop, num_tokens, num_cut = (column.to_numpy() for column in table.columns)
+    block = np.repeat(np.arange(len(tables)), [t.num_rows for t in tables])
+    order = np.lexsort((block, document))
+    document, first, stop, block = document[order], first[order], stop[order], block[order]
+    end = (num_tokens - num_cut)[order]
+    is_start = np.diff(document, prepend=-1) != 0
+    is_end = np.diff(document, append=-1) != 0
+    expected_first = np.where(is_start, 0, np.roll(stop, 1))
+    for k in np.flatnonzero(first != expected_first)[:5]:
+        yield f"document {document[k]}: block {block[k]} has it from token {first[k]} on, expected {expected_first[k]}"
+    going_on = last.next["ordinal"] * num_streams + last.stream
+    may_end_early = (block == len(tables) - 1) & last.truncated
+    end = np.where((document == going_on) & ~may_end_early & (last.next["token"] > 0), last.next["token"], end)
+    for k in np.flatnonzero(is_end & (stop != end) & ~(may_end_early & (stop < end)))[:5]:
+        yield f"document {document[k]}: the blocks end at its token {stop[k]}, expected {end[k]}"
+
+
+def check_finite(values: np.ndarray) -> Iterator[str]:
+    """Activations [R, S, D] are finite."""
+    if values.dtype.itemsize == 2:  # on the bits: numpy's own isfinite takes many times as long
+        magnitude = np.bitwise_and(values.view(np.uint16), _WITHOUT_SIGN)
+        infinite = magnitude.max(initial=0) >= _EXPONENT_ONES[values.dtype.name]
+    else:
+        infinite = values.dtype != np.int8 and not np.isfinite(values).all()
+    if infinite:
+        bad = ~np.isfinite(values.astype(np.float32)).all(axis=2)
+        row, position = np.argwhere(bad)[0]
+        yield f"{bad.sum()} slots have values that are not finite, the first in row {row} at position {position}"
+
+
+def check_statistics(stored: Statistics, computed: Statistics, flushed: float = 0.0) -> Iterator[str]:
+    """Statistics that are stored agree with what was computed from the values, or from the blocks, but for rounding.
+
+    The devices sum rows in float32, in an order of their own, and take values below `flushed` for zeros.
+    """
+    for name in ("count", "not_finite"):
+        if getattr(stored, name) != getattr(computed, name):
+            yield f"the statistics say {name} {getattr(stored, name)}, the values give {getattr(computed, name)}"
+            return
+    if stored.mean.shape != computed.mean.shape:
+        yield f"the statistics are of {stored.mean.size} features, the values have {computed.mean.size}"
+        return
+    with np.errstate(over="ignore", invalid="ignore"):  # squares beyond float32 agree if both are
+        count, deviation = max(computed.count, 1), np.sqrt(computed.variance)
+        size = np.abs(computed.mean) + deviation
+        flushed_norms = count * flushed * np.sqrt(computed.mean.size)
+        rounding = count * (np.square(_RELATIVE * size) + flushed * (2 * deviation + flushed))
+        wrong = {
+            "mean": np.abs(stored.mean - computed.mean) > _RELATIVE * size + flushed,
+            "variance": np.abs(stored.m2 - computed.m2) > rounding + 10 * _RELATIVE * computed.m2,
+            "sum of norms": abs(stored.norm_sum - computed.norm_sum) > _RELATIVE * computed.norm_sum + flushed_norms,
+            "histogram of norms": flushed_norms < _RELATIVE * computed.norm_sum
+            and _is_shifted(stored.norm_histogram, computed.norm_histogram),
+        }
+    for what, is_wrong in wrong.items():
+        if np.any(is_wrong):
+            features = f" in {np.count_nonzero(is_wrong)} features" if np.ndim(is_wrong) else ""
+            yield f"the {what} of the stored statistics is not that of the values{features}"
+
+
+def _is_shifted(stored: Int64[np.ndarray, " bins"], computed: Int64[np.ndarray, " bins"]) -> bool:
+    """Whether norms lie further from where they were computed than in a neighbouring bin: all may lie at an edge."""
+    below, at_most = np.cumsum(stored), np.cumsum(computed)
+    return bool((below[1:] < at_most[:-1]).any() or (below[:-1] > at_most[1:]).any())
+
+
+def check_padding(values: np.ndarray, valid: Bool[np.ndarray, "R S"]) -> Iterator[str]:
+    """Activations [R, S, D] are zero where there is no token."""
+    padding = values[~valid]
+    if padding.dtype.itemsize == 2:
+        padding = np.bitwise_and(padding.view(np.uint16), _WITHOUT_SIGN)
+    if padding.any():
+        yield "is not zero where padded"
+
+
+def _ranges(filled: Bool[np.ndarray, " R"]) -> str:
+    rows = np.flatnonzero(filled)
+    return "none" if not rows.size else f"{rows.size} between {rows[0]} and {rows[-1]}"

@@ -1,0 +1,37 @@
+"""Verifies a store with a progress bar, and prints what is wrong."""
+
+import sys
+from collections.abc import Callable
+
+from tqdm import tqdm
+
+from pipeline.core.errors import EXIT_FAILED, EXIT_OK
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.format.problems import Problem
+
+
+def verify_and_print(path: str) -> int:
+    """Verifies a store with a progress bar, prints what is wrong, and returns the exit code. Raises StoreError."""
+    notes: list[str] = []
+    problems = verify_with_progress(path, notes.append)
+    for note in notes:
+        print(f"note: {note}")
+    if not problems:
+        print(f"{path}: sound")
+        return EXIT_OK
+    for problem in problems:
+        print(problem)
+    remedies = dict.fromkeys(problem.remedy for problem in problems)
+    print(f"{path}: {len(problems)} problems. {' '.join(remedies)}")
+    return EXIT_FAILED
+
+
+def verify_with_progress(path: str, note: Callable[[str], None]) -> list[Problem]:
+    """`verify_store` with a progress bar on stderr, in blocks."""
+    with tqdm(unit="block", desc="verify", file=sys.stderr) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        return verify_store(path, progress, note)

@@ -1,0 +1,500 @@
+"""Verifying a store: every record, every object, every checksum, and that everything is aligned."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import pyarrow as pa
+import tensorstore as ts
+
+from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.store.check.block_checks import (
+    check_chain,
+    check_finite,
+    check_padding,
+    check_selected,
+    check_selected_of_documents,
+    check_side_arrays,
+    check_statistics,
+    check_table,
+    check_tiling,
+)
+from pipeline.store.format.arrays import edited_arrays, open_existing, refused_arrays
+from pipeline.store.format.commits import (
+    COMMITS_PREFIX,
+    CONSOLIDATED_KEY,
+    CommitRecord,
+    consolidate,
+    consolidated_digest,
+    parse_commit_key,
+)
+from pipeline.store.format.int8 import scale_name
+from pipeline.store.format.layout import ITEM_BYTES, MAX_ROWS, POSITIONS, SIDE_ARRAYS, StoreLayout
+from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, stored_layout
+from pipeline.store.format.problems import Problem, Remedy
+from pipeline.store.format.statistics import (
+    MERGED_GROUP,
+    MERGED_GROUP_KEY,
+    STATISTICS_PREFIX,
+    Statistics,
+    decode_merged,
+    decode_statistics,
+    merge,
+    merged_digest,
+    merged_keys,
+    piece_statistics,
+    statistics_key,
+)
+from pipeline.store.format.tables import TABLES_PREFIX, decode_table, table_key
+from pipeline.store.generated.group_files import check_groups
+from pipeline.store.io.digests import ValuesDigest
+from pipeline.store.io.kvstore import is_remote, list_keys, not_a_file, open_kvstore, read_key, read_keys
+from pipeline.store.read.rows import READS_AHEAD, RowRead, beside_activations, start_read, wait_read
+
+# Of each, READS_AHEAD pieces are under way: enough to keep an object store busy, and both memory and threads few.
+BLOCKS_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class _Store:
+    """A store whose root and arrays are readable."""
+
+    path: str
+    kvstore: ts.KvStore
+    root: StoreRoot
+    layout: StoreLayout
+    arrays: Mapping[str, ts.TensorStore]
+    num_rows: int  # that every array has: an interruption leaves some trimmed, others not
+    objects: Mapping[str, frozenset[str]]  # of each array, its store shards
+    vocab_size: int | None
+
+
+@dataclass(frozen=True)
+class _CheckedBlock:
+    """What is wrong with a block, and what of it was readable."""
+
+    problems: list[Problem]
+    table: pa.Table | None
+    statistics: dict[str, Statistics] | None
+
+
+def verify_store(
+    path: str,
+    progress: Callable[[int, int], None] | None = None,
+    note: Callable[[str], None] | None = None,
+) -> list[Problem]:
+    """Everything that is wrong with the committed blocks of a store; an empty list when it is sound.
+
+    `progress` is called with the number of blocks that are checked and the number of all, `note` with a sentence on
+    what could not be checked, if there is something. What is damaged is a Problem. Raises StoreInvalid where there is
+    no store, and StoreError where it cannot be reached.
+    """
+    kvstore = open_kvstore(path)
+    if what := not_a_file(kvstore, ROOT_KEY):
+        return [Problem(ROOT_KEY, what, Remedy.restore)]
+    text = read_key(kvstore, ROOT_KEY)
+    if text is None:
+        raise StoreInvalid(f"there is no activation store at {path}: it has no {ROOT_KEY}.")
+    try:
+        root = StoreRoot.from_json(text, path)
+    except StoreError as error:
+        return [Problem(ROOT_KEY, str(error), Remedy.restore)]
+    problems: list[Problem] = []
+    records = _read_records(kvstore, problems)
+    problems += _check_records(root, records)
+    problems += _check_consolidated(kvstore, root, records)
+    store = _open(path, kvstore, root, problems)
+    if store is None:
+        return problems
+    wrong, readable = _check_arrays(store, records)
+    problems += wrong
+    if root.complete:
+        problems += _check_leftovers(store)
+    if not readable:
+        return problems
+    total, done = sum(map(len, records.values())), 0
+    every = [record for stream in sorted(records) for record in records[stream]]
+    merging = _Merging()
+    generates = root.metadata.data.get("source") == "generate"
+    tables: dict[int, pa.Table] = {}
+    with (
+        ThreadPoolExecutor(BLOCKS_AT_ONCE, thread_name_prefix="verify") as pool,
+        closing(pool.map(partial(_check_block, store), every)) as results,
+    ):
+        for stream in sorted(records):
+            of_stream: list[pa.Table] = []
+            for block in islice(results, len(records[stream])):
+                problems += block.problems
+                of_stream += [] if block.table is None else [block.table]
+                merging.add(block.statistics)
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+            if len(of_stream) == len(records[stream]):
+                tiling = check_tiling(of_stream, records[stream][-1], root.metadata.num_streams)
+                problems += (Problem(f"_documents/stream-{stream:05d}", what) for what in tiling)
+                if generates:
+                    tables[stream] = pa.concat_tables(of_stream).select(["document", "n_prompt", "n_completion"])
+    problems += _check_merged(store, merging)
+    if generates:
+        sizes = _kept_token_bytes(store)
+        for stream in range(root.metadata.num_streams):
+            problems += check_groups(kvstore, stream, tables.get(stream), sizes)
+    if note is not None:
+        _say_what_is_not_checked(root, every, note)
+    return problems
+
+
+def _say_what_is_not_checked(root: StoreRoot, records: Sequence[CommitRecord], note: Callable[[str], None]) -> None:
+    without = sum(record.digests is None for record in records)
+    if without:
+        note(
+            f"{without} of {len(records)} blocks were written by an earlier program and have no digests: an object "
+            "that was exchanged for another valid one is found only where it contradicts the statistics"
+        )
+    if root.array_digests is None:
+        note("the root was written by an earlier program, and has no digests: the next run adds them")
+
+
+def _read_records(kvstore: ts.KvStore, problems: list[Problem]) -> dict[int, list[CommitRecord]]:
+    """The records that can be read, by stream, in the order of their blocks."""
+    listed = [key for key in list_keys(kvstore, COMMITS_PREFIX) if key != CONSOLIDATED_KEY]
+    no_files = {key: what for key in listed if (what := not_a_file(kvstore, key))}
+    problems += (Problem(key, what) for key, what in no_files.items())
+    keys = [key for key in listed if key not in no_files]
+    records: dict[int, list[CommitRecord]] = {}
+    for key, text in zip(keys, read_keys(kvstore, keys), strict=True):
+        if text is None:  # withdrawn since it was listed: a worker is writing the block again
+            continue
+        if parse_commit_key(key) is None:
+            problems.append(Problem(key, "is not a commit record"))
+            continue
+        try:
+            record = CommitRecord.from_json(text, "it")
+        except StoreError as error:
+            problems.append(Problem(key, str(error)))
+            continue
+        if record.key == key:
+            records.setdefault(record.stream, []).append(record)
+        else:
+            problems.append(Problem(key, f"is the record of block {record.block} of stream {record.stream}"))
+    return {stream: sorted(found, key=lambda record: record.block) for stream, found in records.items()}
+
+
+def _check_records(root: StoreRoot, records: Mapping[int, Sequence[CommitRecord]]) -> Iterator[Problem]:
+    num_streams = root.metadata.num_streams
+    for stream, found in records.items():
+        if stream >= num_streams:
+            yield Problem(found[0].key, f"the store has streams 0..{num_streams - 1}")
+        yield from (Problem(record.key, what) for record, what in check_chain(found))
+    if root.complete != (root.blocks is not None):
+        what = f"complete is {root.complete}, but the number of blocks is {root.blocks}"
+        yield Problem(ROOT_KEY, what, Remedy.restore)
+    for stream, expected in enumerate(root.blocks or ()):
+        if (found := len(records.get(stream, ()))) != expected:
+            where = f"{COMMITS_PREFIX}stream-{stream:05d}"
+            yield Problem(
+                where, f"the store was completed with {expected} blocks of this stream, {found} have a record"
+            )
+
+
+def _check_consolidated(
+    kvstore: ts.KvStore, root: StoreRoot, records: Mapping[int, Sequence[CommitRecord]]
+) -> Iterator[Problem]:
+    """A store that is not complete, and one that was finished by an earlier program, has no consolidated records."""
+    if root.commits_sha256 is None:
+        return
+    if what := not_a_file(kvstore, CONSOLIDATED_KEY):
+        yield Problem(CONSOLIDATED_KEY, what, Remedy.consolidate)
+        return
+    text = read_key(kvstore, CONSOLIDATED_KEY)
+    if text is None:
+        yield Problem(CONSOLIDATED_KEY, "is missing, although the store is complete", Remedy.consolidate)
+    elif consolidated_digest(text) != root.commits_sha256:
+        yield Problem(CONSOLIDATED_KEY, f"has not the sha256 that {ROOT_KEY} names", Remedy.consolidate)
+    elif text != consolidate(records):
+        yield Problem(CONSOLIDATED_KEY, "does not agree with the commit records", Remedy.consolidate)
+
+
+def _open(path: str, kvstore: ts.KvStore, root: StoreRoot, problems: list[Problem]) -> _Store | None:
+    """The store, or None where its arrays or their layout cannot be read."""
+    arrays: dict[str, ts.TensorStore] = {}
+    for name in root.array_names:
+        try:
+            arrays |= open_existing(kvstore, [name])
+        except StoreError as error:
+            problems.append(Problem(f"{name}/zarr.json", str(error), Remedy.rerun))
+    if len(arrays) < len(root.array_names):
+        return None
+    try:
+        layout = stored_layout(root, arrays)
+    except StoreError as error:
+        problems.append(Problem("zarr.json", str(error), Remedy.rerun))
+        return None
+    num_rows = min(array.shape[0] for array in arrays.values())
+    objects = {name: frozenset(list_keys(kvstore, f"{name}/c/")) for name in arrays}
+    vocab_size = root.metadata.model.get("vocab_size", root.metadata.tokenizer.get("vocab_size"))
+    return _Store(path, kvstore, root, layout, arrays, num_rows, objects, vocab_size)
+
+
+def _check_arrays(store: _Store, records: Mapping[int, Sequence[CommitRecord]]) -> tuple[list[Problem], bool]:
+    """What is wrong with dtypes, shapes and chunks of the arrays, and whether their blocks can be read all the same."""
+    last = [found[-1] for found in records.values()]
+    rows = max((store.layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
+    problems, readable = [], True
+    edited = _edited(store)
+    for spec in store.layout.all_arrays:
+        array, shard_shape = store.arrays[spec.name], store.layout.shard_shape(spec)
+        where = f"{spec.name}/zarr.json"
+        found = (array.dtype.name, array.shape[1:], array.chunk_layout.write_chunk.shape)
+        expected = (spec.dtype, shard_shape[1:], shard_shape)
+        if found != expected:
+            what = f"has dtype, shape and store shards {found}, expected {expected}"
+            problems.append(Problem(where, what, Remedy.rerun))
+        elif spec.name in edited:
+            problems.append(Problem(where, edited[spec.name], Remedy.rerun))
+        if array.shape[0] != (rows if store.root.complete else MAX_ROWS):
+            what = f"has {array.shape[0]} rows; the last committed row is {rows - 1}"
+            problems.append(Problem(where, what, Remedy.rerun))
+        readable = readable and found == expected and array.shape[0] >= rows and spec.name not in edited
+    return problems, readable
+
+
+def _edited(store: _Store) -> dict[str, str]:
+    """By array, what is wrong with its metadata."""
+    if store.root.array_digests is not None:
+        if set(store.root.array_digests) != set(store.arrays):
+            return dict.fromkeys(store.arrays, "is not one of the arrays whose digests the root has")
+        digests = store.root.array_digests
+        return dict.fromkeys(edited_arrays(store.kvstore, digests), "does not have the digest that the root names")
+    return refused_arrays(store.kvstore, store.layout)
+
+
+def _check_leftovers(store: _Store) -> Iterator[Problem]:
+    """The objects of a complete store that belong to no block with a record, be it readable or not."""
+    blocks = set(filter(None, map(parse_commit_key, list_keys(store.kvstore, COMMITS_PREFIX))))
+    of_blocks = {table_key(*place) for place in blocks}
+    of_blocks |= {statistics_key(*place) for place in blocks}
+    of_blocks |= {store.layout.shard_key(spec, *place) for place in blocks for spec in store.layout.all_arrays}
+    beside = (list_keys(store.kvstore, prefix) for prefix in (TABLES_PREFIX, STATISTICS_PREFIX))
+    for keys in (*beside, *map(sorted, store.objects.values())):
+        for key in keys:
+            if key not in of_blocks:
+                yield Problem(key, "belongs to no committed block, although the store is complete", Remedy.discard)
+
+
+def _check_block(store: _Store, record: CommitRecord) -> _CheckedBlock:
+    """A block with a problem is looked at twice: a service may answer with half an object, or with none, and be right
+    the next time."""
+    first = _check_block_once(store, record)
+    return _check_block_once(store, record) if first.problems and is_remote(store.kvstore) else first
+
+
+def _check_block_once(store: _Store, record: CommitRecord) -> _CheckedBlock:
+    problems: list[Problem] = []
+    table, statistics = None, {}
+    try:
+        table = decode_table(read_key(store.kvstore, table_key(record.stream, record.block)), record)
+    except StoreError as error:
+        problems.append(Problem(table_key(record.stream, record.block), str(error)))
+    if record.statistics_sha256:
+        key = statistics_key(record.stream, record.block)
+        try:
+            statistics = decode_statistics(read_key(store.kvstore, key), record)
+        except StoreError as error:
+            problems.append(Problem(key, str(error)))
+            statistics = None
+    problems += _check_objects(store, record, table, statistics or {})
+    return _CheckedBlock(problems, table, statistics)
+
+
+def _check_objects(
+    store: _Store, record: CommitRecord, table: pa.Table | None, statistics: Mapping[str, Statistics]
+) -> Iterator[Problem]:
+    """What is wrong with a block's arrays."""
+    keys = {spec.name: store.layout.shard_key(spec, record.stream, record.block) for spec in store.layout.all_arrays}
+    # Zarr stores no object for a shard of zeros, which `positions` may be, and everything is in a block without rows.
+    sides_of_tokens = {spec.name for spec in SIDE_ARRAYS}
+    held = {name: record.tokens if name in sides_of_tokens else record.activations for name in keys}
+    missing = {name for name, key in keys.items() if key not in store.objects[name] and held[name]}
+    missing.discard(POSITIONS.name)
+    yield from (Problem(keys[name], "is missing, although the block is committed") for name in sorted(missing))
+
+    sides: dict[str, np.ndarray] = {}
+    for name in (spec.name for spec in store.layout.side_arrays if spec.name not in missing):
+        digest = _digest(store, name)
+        try:
+            sides[name] = np.concatenate(list(_read_block(store, name, record, digest)))
+        except StoreError as error:
+            yield Problem(keys[name], str(error))
+            continue
+        yield from (Problem(keys[name], what) for what in _compare_digest(record, name, digest))
+    if len(sides) < len(store.layout.side_arrays):
+        return  # what to compare the rest with is not known
+    first_row = store.layout.first_row(record.stream, record.block)
+    for what in check_side_arrays(sides, record, first_row, store.vocab_size):
+        yield Problem(record.key, what)
+    if table is not None:
+        for what in check_table(table, sides["documents"], record, store.layout.num_streams):
+            yield Problem(table_key(record.stream, record.block), what)
+    valid = sides["segments"] > 0
+    if store.layout.selected is not None:
+        wrong = [Problem(keys["selected"], what) for what in check_selected(sides["selected"], valid, record)]
+        yield from wrong
+        if table is not None and not wrong:
+            for what in check_selected_of_documents(table, beside_activations(sides)["documents"]):
+                yield Problem(table_key(record.stream, record.block), what)
+        valid = sides["selected"] >= 0
+    covered = {scale_name(name) for name in statistics}  # of their values, too, the statistics count those not finite
+    for name in (spec.name for spec in (*store.layout.arrays, *store.layout.scales) if spec.name not in missing):
+        may_be_not_finite = store.root.allows_not_finite or name in covered
+        yield from _check_activations(store, name, keys[name], record, valid, statistics.get(name), may_be_not_finite)
+
+
+def _check_activations(
+    store: _Store,
+    name: str,
+    key: str,
+    record: CommitRecord,
+    valid: np.ndarray,
+    statistics: Statistics | None,
+    may_be_not_finite: bool,
+) -> Iterator[Problem]:
+    """What is wrong with a block's activations, or their scales: of their values, the first bad piece."""
+    row, wrong, parts = 0, [], []
+    digest = _digest(store, name)
+    try:
+        scales = _scales(store, name, record) if statistics is not None else None
+        for values in _read_block(store, name, record, digest):
+            in_piece = valid[row : row + len(values)]
+            where = f"rows {row} to {row + len(values) - 1} of the block: "
+            if not wrong:
+                if statistics is None and not may_be_not_finite:
+                    wrong += [Problem(key, where + what, Remedy.other_dtype) for what in check_finite(values)]
+                wrong += [Problem(key, where + what) for what in check_padding(values, in_piece)]
+            if statistics is not None and in_piece.any():
+                of_piece = None if scales is None else scales[row : row + len(values)][in_piece]
+                parts.append(piece_statistics(values[in_piece], of_piece))
+            row += len(values)
+    except StoreError as error:
+        yield Problem(key, str(error))
+        return
+    yield from wrong
+    yield from (Problem(key, what) for what in _compare_digest(record, name, digest))
+    if statistics is not None and parts and not wrong:
+        # On the way to float16, `lax.reduce_precision` makes zeros of what is smaller; the cast that follows does not.
+        flushed = float(np.finfo(np.float16).smallest_normal) if store.arrays[name].dtype.name == "float16" else 0.0
+        yield from (Problem(key, what) for what in check_statistics(statistics, merge(parts), flushed))
+
+
+def _scales(store: _Store, name: str, record: CommitRecord) -> np.ndarray | None:
+    """A block's scales [R, S, groups], of an array of int8."""
+    if not store.layout.scales:
+        return None
+    return np.concatenate(list(_read_block(store, scale_name(name), record)))
+
+
+def _digest(store: _Store, name: str) -> ValuesDigest:
+    array = store.arrays[name]
+    return ValuesDigest(math.prod(array.chunk_layout.read_chunk.shape) * array.dtype.numpy_dtype.itemsize)
+
+
+def _compare_digest(record: CommitRecord, name: str, digest: ValuesDigest) -> Iterator[str]:
+    if record.digests is not None and record.digests.get(name) != digest.hexdigest():
+        yield (
+            f"the values have the digest {digest.hexdigest()}, the block's record says {record.digests.get(name)}: "
+            "they are not those that were written"
+        )
+
+
+class _Merging:
+    """The statistics of all blocks, merged as they are checked; None where those of one are missing."""
+
+    def __init__(self) -> None:
+        self.total: dict[str, Statistics] | None = {}
+        self._begun = False
+
+    def add(self, block: Mapping[str, Statistics] | None) -> None:
+        if not self._begun:
+            self.total, self._begun = block if block is None else dict(block), True
+        elif not self.total or not block or set(self.total) != set(block):
+            self.total = None if self.total is None or block is None else {}
+        else:
+            self.total = {name: merge([of_array, block[name]]) for name, of_array in self.total.items()}
+
+
+def _check_merged(store: _Store, merging: _Merging) -> Iterator[Problem]:
+    """`stats/` of a complete store is what its blocks' statistics give, and has the digests that the root names."""
+    if not store.root.complete or merging.total is None:
+        return
+    digests = store.root.statistics_digests
+    keys = [MERGED_GROUP_KEY, *(key for spec in store.layout.arrays for key in merged_keys(spec.name))]
+    wrong = [Problem(key, what, Remedy.merge_again) for key in keys if (what := not_a_file(store.kvstore, key))]
+    if wrong:
+        yield from wrong
+        return
+    objects = dict(zip(keys, read_keys(store.kvstore, keys), strict=True))
+    for name, expected in merging.total.items():
+        where = merged_keys(name)[0].removesuffix("zarr.json")
+        if merged_digest(objects, name) is None:
+            yield Problem(where, "is missing, although the store is complete", Remedy.merge_again)
+        elif digests is not None and digests.get(name) != merged_digest(objects, name):
+            yield Problem(where, "does not have the digest that the root names", Remedy.merge_again)
+        else:
+            try:
+                found = decode_merged(objects, name)
+            except StoreError as error:
+                yield Problem(where, str(error), Remedy.merge_again)
+                continue
+            for what in check_statistics(found, expected):
+                yield Problem(where, what, Remedy.merge_again)
+    if merging.total and objects[MERGED_GROUP_KEY] != MERGED_GROUP:
+        yield Problem(MERGED_GROUP_KEY, "is missing or was edited", Remedy.merge_again)
+
+
+def _kept_token_bytes(store: _Store) -> dict[str, int]:
+    """Of each captured array, the bytes of a token's activation as it is kept while the model writes."""
+    dtype = store.root.metadata.model.get("dtype")
+    if store.root.metadata.capture.get("when") != "decode" or dtype not in ITEM_BYTES:
+        return {}
+    return {spec.name: spec.width * ITEM_BYTES[dtype] for spec in store.layout.arrays}
+
+
+def _read_block(
+    store: _Store, name: str, record: CommitRecord, digest: ValuesDigest | None = None
+) -> Iterator[np.ndarray]:
+    """A block of an array, in pieces of whole rows; the rows that trimming cut off some array are left out.
+
+    All of it goes into the `digest`.
+    """
+    array = store.arrays[name]
+    first = store.layout.first_row(record.stream, record.block)
+    stop = min(first + store.layout.rows_per_block, store.num_rows)
+    yield np.empty((0, *array.shape[1:]), array.dtype.numpy_dtype)
+    reads: deque[tuple[np.ndarray, RowRead]] = deque()
+    step = store.layout.piece_rows([name])
+    for row in range(first, stop, step):
+        out = np.empty((min(step, stop - row), *array.shape[1:]), array.dtype.numpy_dtype)
+        reads.append((out, start_read(array, row, out)))
+        if len(reads) > READS_AHEAD:
+            yield _finished(array, *reads.popleft(), digest)
+    while reads:
+        yield _finished(array, *reads.popleft(), digest)
+    if digest is not None:  # trimmed rows are padding
+        num_trimmed = first + store.layout.rows_per_block - max(first, stop)
+        fill = np.asarray(array.fill_value, array.dtype.numpy_dtype)
+        for _ in range(num_trimmed):
+            digest.add_values(np.broadcast_to(fill, array.shape[1:]))
+
+
+def _finished(array: ts.TensorStore, values: np.ndarray, read: RowRead, digest: ValuesDigest | None) -> np.ndarray:
+    wait_read(array, read)
+    if digest is not None:
+        digest.add_values(values)
+    return values

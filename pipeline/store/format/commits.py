@@ -1,0 +1,231 @@
+"""Commit records: a block is in the store exactly when its record exists.
+
+A record is a small JSON object, written last, after all of the block's arrays and its document table are durable. It
+holds nothing that differs from run to run, so a block that is computed again leaves the same bytes.
+
+A complete store has them a second time in one object, the consolidated records, so that opening it does not take one
+request per block. The root names that object's sha256, and only while the store is complete.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import tensorstore as ts
+
+from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.store.io.digests import json_digest
+from pipeline.store.io.kvstore import list_keys, read_checked, read_key
+from pipeline.store.io.parsing import parse_json
+
+COMMITS_PREFIX = "_commits/"
+CONSOLIDATED_KEY = COMMITS_PREFIX + "consolidated.jsonl"
+_KEY = re.compile(r"_commits/stream-(\d{5,})/block-(\d{6,})\.json")
+_COUNTS = ("version", "stream", "block", "rows", "tokens", "documents", "tokens_cut")
+_CURSOR = {"shard", "document", "token", "ordinal"}
+
+
+@dataclass(frozen=True)
+class CommitRecord:
+    """What one block of one stream holds.
+
+    rows: rows with tokens, the block's first ones. tokens: valid (not padding) tokens. documents: rows of the block's
+    document table. tokens_cut: tokens that `batch.long_documents=cut` dropped from these documents. skipped: the
+    documents that `data.on_error=skip` left out, as {source, index, reason}. start, next: the cursors (as JSON) of this
+    block and of the stream's next one. exhausted: the stream has no document after this block. truncated:
+    `run.max_tokens` ended the block early; a longer run writes it again, with the same first rows. selected: tokens
+    whose activations are stored, None (and not in the JSON) where all are. table_sha256, statistics_sha256: of the
+    document table's file and of the statistics' (empty: there are none). digests: of each array's values in this block,
+    see digests.ValuesDigest; None (and not in the JSON) in records of earlier programs. The writer fills these in.
+    """
+
+    stream: int
+    block: int
+    rows: int
+    tokens: int
+    documents: int
+    tokens_cut: int
+    skipped: tuple[Mapping[str, Any], ...]
+    start: Mapping[str, int]
+    next: Mapping[str, int]
+    exhausted: bool
+    truncated: bool
+    selected: int | None = None
+    table_sha256: str = ""
+    statistics_sha256: str = ""
+    digests: Mapping[str, str] | None = None
+    version: int = 1
+
+    @property
+    def key(self) -> str:
+        return commit_key(self.stream, self.block)
+
+    @property
+    def activations(self) -> int:
+        """Tokens whose activations are stored."""
+        return self.tokens if self.selected is None else self.selected
+
+    def is_same_block(self, other: "CommitRecord") -> bool:
+        """Whether the two are of the same rows and values. Where both have digests, these tell: the bytes of parquet
+        files depend on pyarrow's version. A record of an earlier program has none."""
+        if None in (self.digests, other.digests):
+            return replace(self, digests=None) == replace(other, digests=None)
+        files = {"table_sha256": "", "statistics_sha256": ""}
+        return replace(self, **files) == replace(other, **files)
+
+    def names_same_files(self, other: "CommitRecord") -> bool:
+        """Whether the document table and the statistics of the two have the same bytes."""
+        files = (self.table_sha256, self.statistics_sha256)
+        return files == (other.table_sha256, other.statistics_sha256)
+
+    def to_json(self) -> bytes:
+        """UTF-8 JSON with a stable order of keys and a checksum of the rest, so that an edited record is noticed."""
+        content = self._content()
+        return (json.dumps(content | {"sha256": json_digest(content)}, indent=1, ensure_ascii=False) + "\n").encode()
+
+    def to_line(self) -> bytes:
+        """The same on one line, without the checksum: that of all lines together covers it."""
+        return (json.dumps(self._content(), separators=(",", ":"), ensure_ascii=False) + "\n").encode()
+
+    def _content(self) -> dict[str, Any]:
+        content = {"version": self.version, **{f.name: getattr(self, f.name) for f in fields(self)}}
+        content["skipped"] = [dict(entry) for entry in self.skipped]
+        content["start"], content["next"] = dict(self.start), dict(self.next)
+        for name in ("selected", "digests"):
+            if content[name] is None:
+                del content[name]
+        return content
+
+    def _has_right_types(self) -> bool:
+        counts = [getattr(self, name) for name in _COUNTS] + ([] if self.selected is None else [self.selected])
+        counts += [value for cursor in (self.start, self.next) for value in cursor.values()]
+        texts = [self.table_sha256, self.statistics_sha256, *(self.digests or {}).values()]
+        return (
+            all(type(count) is int and count >= 0 for count in counts)
+            and all(type(flag) is bool for flag in (self.exhausted, self.truncated))
+            and all(type(text) is str for text in texts)
+            and _CURSOR == set(self.start) == set(self.next)
+        )
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "CommitRecord":
+        return cls._from_content(json.loads(line))
+
+    @classmethod
+    def _from_content(cls, content: dict[str, Any]) -> "CommitRecord":
+        return cls(**{**content, "skipped": tuple(content["skipped"])})
+
+    @classmethod
+    def from_json(cls, text: bytes, subject: str) -> "CommitRecord":
+        """Raises StoreInvalid, naming `subject`, for a record that is damaged, edited, or of another version."""
+        content = parse_json(text, subject, _REMEDY)
+        try:
+            digest = content.pop("sha256")
+            record = cls._from_content(content)
+            sound = record._has_right_types()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise StoreInvalid(f"{subject} is not a commit record ({error}). {_REMEDY}") from error
+        if not sound or digest != json_digest(content):
+            raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged. {_REMEDY}")
+        if record.version != 1:
+            raise StoreInvalid(f"{subject} has version {record.version}; this program reads version 1.")
+        return record
+
+
+_REMEDY = "Delete the record: the block is then computed again."
+
+
+def commit_key(stream: int, block: int) -> str:
+    """The record's key, relative to the store."""
+    return f"{_stream_prefix(stream)}block-{block:06d}.json"
+
+
+def _stream_prefix(stream: int) -> str:
+    return f"{COMMITS_PREFIX}stream-{stream:05d}/"
+
+
+def parse_commit_key(key: str) -> tuple[int, int] | None:
+    """(stream, block) of a record's key; None for any other key."""
+    match = _KEY.fullmatch(key)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+Records = dict[int, list[CommitRecord]]  # by stream, in the order of their blocks
+
+
+def read_records(
+    path: str,
+    kvstore: ts.KvStore,
+    known: Mapping[int, Sequence[CommitRecord]] | None = None,
+    stream: int | None = None,
+) -> Records:
+    """The committed blocks, as the records' keys say; of those that are `known` the records are not read again. With
+    `stream`, of that stream only.
+
+    A truncated record is always read, since a longer run replaces it. Raises StoreInvalid for a damaged record, and
+    for a stream whose blocks are not 0, 1, 2, ...
+    """
+    prefix = COMMITS_PREFIX if stream is None else _stream_prefix(stream)
+    same = {(r.stream, r.block): r for known_stream in (known or {}).values() for r in known_stream if not r.truncated}
+    found = _read_all(path, kvstore, prefix, same)
+    if _seems_inconsistent(found):  # because another worker committed, or withdrew a truncated record, meanwhile?
+        found = _read_all(path, kvstore, prefix, same)
+    records: Records = {}
+    for (stream, block), record in found.items():
+        key = commit_key(stream, block)
+        if record is None:
+            raise StoreError(f"{path}/{key} disappeared while it was being read, twice. Run the same command again.")
+        before = records.setdefault(stream, [])
+        if block != len(before):
+            raise StoreInvalid(
+                f"stream {stream} of {path} has a record of block {block}, but none of block {len(before)}. "
+                f"Delete the stream's records from block {block} on: these blocks are then computed again."
+            )
+        before.append(record)
+    return records
+
+
+def _read_all(
+    path: str, kvstore: ts.KvStore, prefix: str, known: Mapping[tuple[int, int], CommitRecord]
+) -> dict[tuple[int, int], CommitRecord | None]:
+    """Every record by (stream, block), in order; None for one that was deleted after it was listed."""
+    places = sorted(filter(None, map(parse_commit_key, list_keys(kvstore, prefix))))
+    found: dict[tuple[int, int], CommitRecord | None] = {place: known.get(place) for place in places}
+    unknown = [place for place in places if place not in known]
+
+    def parse(key: str, text: bytes | None) -> CommitRecord | None:
+        record = None if text is None else CommitRecord.from_json(text, f"{path}/{key}")
+        if record is not None and record.key != key:
+            raise StoreInvalid(f"{path}/{key} is the record of block {record.block} of stream {record.stream}.")
+        return record
+
+    return found | dict(zip(unknown, read_checked(kvstore, [commit_key(*p) for p in unknown], parse), strict=True))
+
+
+def consolidate(records: Mapping[int, Sequence[CommitRecord]]) -> bytes:
+    """One line per record, by stream and block."""
+    return b"".join(record.to_line() for stream in sorted(records) for record in records[stream])
+
+
+def consolidated_digest(text: bytes) -> str:
+    """sha256, as hex, of the consolidated records: the root of a complete store names it."""
+    return hashlib.sha256(text).hexdigest()
+
+
+def read_consolidated(kvstore: ts.KvStore, sha256: str | None) -> Records | None:
+    """The consolidated records, or None where there are none with this sha256. Raises StoreError."""
+    text = None if sha256 is None else read_key(kvstore, CONSOLIDATED_KEY)
+    if text is None or consolidated_digest(text) != sha256:
+        return None
+    records: Records = {}
+    for record in map(CommitRecord.from_line, text.splitlines()):
+        records.setdefault(record.stream, []).append(record)
+    return records
+
+
+def _seems_inconsistent(found: Mapping[tuple[int, int], CommitRecord | None]) -> bool:
+    gap = any(block and (stream, block - 1) not in found for stream, block in found)
+    return gap or None in found.values()

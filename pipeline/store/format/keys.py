@@ -1,0 +1,79 @@
+"""Which keys a store's own objects have: nothing else at its place is ever deleted or taken for a store's."""
+
+import re
+from collections.abc import Collection
+
+from pipeline.core.sites import ActivationKey
+from pipeline.store.format.int8 import scale_name
+from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
+
+LOCK_SUFFIX = ".__lock"  # of the file that a local object is written to before it has its name; a kill leaves it
+
+_RUN = r"\d{8}T\d{6}Z-[^/]+-\d+"
+_OF_WORKERS = (
+    r"_claims/stream-\d{5,}\.json",
+    r"_claims_test/[^/]+-\d+-[0-9a-f]{8}",
+    rf"_metrics/{_RUN}(\.jsonl|-generate\.json)",
+)
+_FIXED = (
+    *_OF_WORKERS,
+    r"zarr\.json",
+    r"_commits/(stream-\d{5,}/block-\d{6,}\.json|consolidated\.jsonl)",
+    r"(_documents|_stats)/stream-\d{5,}/block-\d{6,}\.parquet",
+    r"_generated/stream-\d{5,}/group-\d{6,}\.parquet",
+    r"stats/zarr\.json",
+)
+
+
+def is_of_workers(key: str) -> bool:
+    """Whether a worker writes this beside a store's content, and may do so when the store is deleted already."""
+    return re.fullmatch("|".join(_OF_WORKERS), key, re.ASCII) is not None
+
+
+def is_activation_name(name: object) -> bool:
+    """Whether an array of activations may have this name."""
+    try:
+        return isinstance(name, str) and ActivationKey.parse(name).name == name
+    except ValueError:
+        return False
+
+
+def is_array_name(name: str) -> bool:
+    """Whether an array of some store may have this name."""
+    sides = {spec.name for spec in (*SIDE_ARRAYS, SELECTED)}
+    return name in sides or is_activation_name(name) or is_activation_name(name.removesuffix(scale_name("")))
+
+
+class StoreKeys:
+    """The keys of a store with these arrays of activations; a name that is none is a ValueError."""
+
+    def __init__(self, activations: Collection[str]) -> None:
+        wrong = [name for name in activations if not is_activation_name(name)]
+        if wrong:
+            raise ValueError(f"{wrong!r} are not names of activations")
+        sides = [spec.name for spec in (*SIDE_ARRAYS, SELECTED)]
+        arrays = "|".join(map(re.escape, [*sides, *activations, *map(scale_name, activations)]))
+        of_activations = "|".join(map(re.escape, activations)) or "(?!)"
+        patterns = (
+            *_FIXED,
+            rf"({arrays})/(zarr\.json|c/\d+/0(/0)?)",
+            rf"stats/({of_activations})/(zarr\.json|c/0/0)",
+            rf"_generated/stream-\d{{5,}}/group-\d{{6,}}\.({of_activations})\.activations",
+        )
+        self._own = re.compile(f"({'|'.join(patterns)})({re.escape(LOCK_SUFFIX)})?", re.ASCII)
+        self._folders = re.compile(
+            rf"(_commits|_documents|_stats|_generated)(/stream-\d{{5,}})?|_claims|_claims_test|_metrics"
+            rf"|({arrays})(/c(/\d+(/0)?)?)?|stats(/({of_activations})(/c(/0)?)?)?",
+            re.ASCII,
+        )
+        names = dict.fromkeys((*sides, *activations, *map(scale_name, activations)))
+        others = ("_documents/", "_stats/", "stats/", "_metrics/", "_claims/", "_claims_test/", "_generated/")
+        self.prefixes = ("_commits/", *(f"{name}/" for name in names), *others)
+        """Where they are: the commit records first."""
+
+    def is_own(self, key: str) -> bool:
+        return self._own.fullmatch(key) is not None
+
+    def is_own_folder(self, key: str) -> bool:
+        """Whether this is a local folder (without a slash at its end) that a store makes."""
+        return self._folders.fullmatch(key) is not None

@@ -1,0 +1,195 @@
+"""Where every row, shard and chunk of a store lies. Pure arithmetic on integers.
+
+Shapes: R rows of a block (`rows_per_block`), T positions of a row (`length`), K slots of a row for selected tokens
+(`selected`), D features of an activation (`width`).
+A block of one array is one store shard, that is, one object; the chunks inside it are the unit of reading.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pipeline.store.format.int8 import scale_name
+
+MIB = 1 << 20
+
+# The number of rows that an unfinished store's arrays claim to have. Completing the store trims them.
+MAX_ROWS = 1 << 31
+
+# Chunks are as near to this as the sizes allow: between 0.25 and 1 MiB, a compromise between the overhead of a read
+# request and what reading a few rows costs.
+CHUNK_BYTES = MIB // 2
+
+# A read of this size is large enough for an object store and small enough to come from, and go back to, malloc's heap:
+# larger blocks are mapped anew, page fault by page fault, which costs more than half of the throughput.
+PIECE_BYTES = 8 * MIB
+
+ITEM_BYTES = {
+    **{"int32": 4, "int64": 8, "float32": 4, "bfloat16": 2, "float16": 2},
+    **{"int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1},
+}
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array of a store: [row, position], or [row, position, feature] where `width` is given.
+
+    `slots` is the name of its second dimension: `selection` where it is not of all positions. `dtype` is a Zarr v3 data
+    type's name. `attributes` go into the array's zarr.json.
+    """
+
+    name: str
+    dtype: str
+    width: int | None = None
+    attributes: Mapping[str, str | int] = field(default_factory=dict)
+    fill: int = 0
+    slots: str = "position"
+    features: str = "feature"
+    chunked_as: "ArraySpec | None" = None
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of one token slot."""
+        return ITEM_BYTES[self.dtype] * (self.width or 1)
+
+    @property
+    def dimension_names(self) -> tuple[str, ...]:
+        return ("row", self.slots) if self.width is None else ("row", self.slots, self.features)
+
+
+TOKENS = ArraySpec("tokens", "int32", attributes={"description": "token ids; 0 where segments is 0"})
+SEGMENTS = ArraySpec("segments", "int32", attributes={"description": "0: padding; k: the row's k-th document window"})
+POSITIONS = ArraySpec("positions", "int32", attributes={"description": "position fed to the model, from 0 per window"})
+DOCUMENTS = ArraySpec("documents", "int64", attributes={"description": "document number, -1: padding"}, fill=-1)
+SIDE_ARRAYS = (TOKENS, SEGMENTS, POSITIONS, DOCUMENTS)
+SELECTED = ArraySpec(
+    "selected",
+    "int32",
+    attributes={"description": "row positions of the tokens whose activations are stored; -1: none"},
+    fill=-1,
+    slots="selection",
+)
+
+
+def scale_spec(activation: ArraySpec, groups: int) -> ArraySpec:
+    """The scales of an array of int8. Their chunks are of the same tokens, so that pieces of both are whole chunks."""
+    return ArraySpec(
+        name=scale_name(activation.name),
+        dtype="float32",
+        width=groups,
+        attributes={"description": f"of each group of features of {activation.name}: activation = integer * scale"},
+        slots=activation.slots,
+        features="group",
+        chunked_as=activation,
+    )
+
+
+class Place(NamedTuple):
+    """A row's place: the `r`-th row of block `block` of stream `stream`."""
+
+    stream: int
+    block: int
+    r: int
+
+
+@dataclass(frozen=True)
+class StoreLayout:
+    """The geometry of a store: row = (block * num_streams + stream) * rows_per_block + r.
+
+    `arrays` are the activation arrays; the four side arrays that align them with the text belong to every store.
+    `selected` is None where activations of all tokens are stored. `scales` are of arrays of int8.
+    """
+
+    num_streams: int
+    rows_per_block: int
+    length: int
+    arrays: tuple[ArraySpec, ...]
+    compression: str = "none"
+    selected: int | None = None
+    scales: tuple[ArraySpec, ...] = ()
+
+    @property
+    def side_arrays(self) -> tuple[ArraySpec, ...]:
+        return SIDE_ARRAYS if self.selected is None else (*SIDE_ARRAYS, SELECTED)
+
+    @property
+    def all_arrays(self) -> tuple[ArraySpec, ...]:
+        return (*self.side_arrays, *self.arrays, *self.scales)
+
+    @property
+    def slots(self) -> int:
+        """A row's slots for activations: T, or K."""
+        return self.length if self.selected is None else self.selected
+
+    def row_bytes(self, spec: ArraySpec) -> int:
+        return self._row_slots(spec) * spec.position_bytes
+
+    def _row_slots(self, spec: ArraySpec) -> int:
+        return self.length if spec.slots == "position" else self.selected
+
+    def shard_index(self, stream: int, block: int) -> int:
+        """The number of the store shard, along the rows, that holds a block."""
+        return block * self.num_streams + stream
+
+    def first_row(self, stream: int, block: int) -> int:
+        return self.shard_index(stream, block) * self.rows_per_block
+
+    def locate(self, row: int) -> Place:
+        """The inverse of `first_row(stream, block) + r`."""
+        shard, r = divmod(row, self.rows_per_block)
+        block, stream = divmod(shard, self.num_streams)
+        return Place(stream, block, r)
+
+    def shard_shape(self, spec: ArraySpec) -> tuple[int, ...]:
+        """[R, T] or [R, T, D], with K for T in arrays of selected tokens."""
+        return (self.rows_per_block, self._row_slots(spec)) + (() if spec.width is None else (spec.width,))
+
+    def chunk_shape(self, spec: ArraySpec) -> tuple[int, ...]:
+        """Whole rows, or a part of one row, with every feature; divides the shard."""
+        position_bytes = (spec.chunked_as or spec).position_bytes
+        rows, positions = _chunk_rows_positions(self.rows_per_block, self._row_slots(spec), position_bytes)
+        return (rows, positions) + (() if spec.width is None else (spec.width,))
+
+    def piece_rows(self, names: Collection[str]) -> int:
+        """How many rows of the named arrays to read at a time: about PIECE_BYTES, and whole chunks of each."""
+        specs = [spec for spec in self.all_arrays if spec.name in names]
+        row_bytes = max(self.row_bytes(spec) for spec in specs)
+        chunk_rows = math.lcm(*(self.chunk_shape(spec)[0] for spec in specs))
+        return min(max(1, PIECE_BYTES // (row_bytes * chunk_rows)) * chunk_rows, self.rows_per_block)
+
+    def shard_key(self, spec: ArraySpec, stream: int, block: int) -> str:
+        """The object, relative to the store, that holds a block of an array (Zarr v3's default chunk keys)."""
+        index = (self.shard_index(stream, block), *(0 for _ in spec.dimension_names[1:]))
+        return f"{spec.name}/c/" + "/".join(str(i) for i in index)
+
+
+def is_plain_files(path: str, compression: str) -> bool:
+    """Whether a store's shards are files whose chunks are numbers as they lie in memory: shard_files writes those."""
+    return "://" not in path and compression == "none"
+
+
+def rows_per_block_for(shard_mib: float, row_bytes: int, step_rows: int, max_steps: int) -> int:
+    """The rows of a block whose largest array has about `shard_mib` MiB.
+
+    `row_bytes` are the bytes of one row of the largest array. The result is `step_rows` (one process's rows per step)
+    times a power of two, so that half or twice as many processes can resume the store: at least one step, and at most
+    `max_steps` steps, which is how a small job avoids blocks that are mostly padding.
+    """
+    steps = max(1, min(int(shard_mib * MIB) // (row_bytes * step_rows), max_steps))
+    return step_rows * 2 ** (steps.bit_length() - 1)
+
+
+def _chunk_rows_positions(rows: int, length: int, position_bytes: int) -> tuple[int, int]:
+    """The divisors of (rows, length) whose product, in bytes, is nearest to CHUNK_BYTES on a logarithmic scale."""
+
+    def distance(candidate: tuple[int, int]) -> float:
+        return abs(math.log2(candidate[0] * candidate[1] * position_bytes / CHUNK_BYTES))
+
+    whole_rows = ((r, length) for r in _divisors(rows))
+    parts_of_a_row = ((1, t) for t in _divisors(length))
+    return min((*whole_rows, *parts_of_a_row), key=distance)
+
+
+def _divisors(n: int) -> Iterator[int]:
+    return (d for d in range(1, n + 1) if n % d == 0)

@@ -1,0 +1,321 @@
+"""A store's own description, its fingerprint, and how two of them differ.
+
+It stands in the root zarr.json, under attributes["activation_store"].
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import tensorstore as ts
+
+from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
+from pipeline.store.format.int8 import DTYPE as INT8
+from pipeline.store.format.int8 import scale_name
+from pipeline.store.format.layout import ITEM_BYTES, SELECTED, SIDE_ARRAYS, TOKENS, ArraySpec, StoreLayout, scale_spec
+from pipeline.store.format.root_types import require_root_types
+from pipeline.store.format.target import Target
+from pipeline.store.io.digests import json_digest
+from pipeline.store.io.kvstore import (
+    open_kvstore,
+    read_checked,
+    read_key,
+    read_with_generations,
+    repeated,
+    write_if_unchanged,
+)
+from pipeline.store.io.parsing import parse_json
+
+FORMAT_VERSION = 1
+ATTRIBUTE = "activation_store"
+ROOT_KEY = "zarr.json"
+
+_ATTEMPTS = 100  # at changing a root that others change, too
+
+Json = Mapping[str, Any]
+
+
+class _RootMissing(StoreInvalid):
+    """There is no root, but something else of a store."""
+
+
+class Difference(NamedTuple):
+    """A dotted key whose value in the store is not the one that was asked for. A missing key has the value None."""
+
+    key: str
+    stored: Any
+    asked: Any
+
+
+@dataclass(frozen=True)
+class StoreMetadata:
+    """What determines a store's content, and (in `config`, for information) the configuration that made it.
+
+    Every value is plain JSON. The fingerprint covers everything but `config`, and of `store` only the compression.
+    """
+
+    model: Json
+    tokenizer: Json
+    data: Json
+    batch: Json
+    capture: Json
+    store: Json
+    num_streams: int
+    rows_per_block: int
+    config: Json = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Through JSON and back, so that what was read from a store compares equal to what was written.
+        for f in fields(self):
+            object.__setattr__(self, f.name, json.loads(json.dumps(getattr(self, f.name))))
+
+    @property
+    def selects(self) -> bool:
+        """Whether only some tokens' activations are stored."""
+        return "positions" in self.capture
+
+    @property
+    def has_scales(self) -> bool:
+        return self.capture.get("dtype") == INT8
+
+    def content(self) -> dict[str, Any]:
+        """Everything that the fingerprint covers."""
+        content = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("config", "store")}
+        return content | {"store": {"compression": self.store.get("compression", "none")}}
+
+    def fingerprint(self) -> str:
+        """sha256, as hex, of the canonical JSON of `content()`."""
+        canonical = json.dumps(self.content(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def differences(self, asked: "StoreMetadata") -> list[Difference]:
+        """The keys at which this store is not what `asked` describes."""
+        stored, wanted = dict(_leaves(self.content())), dict(_leaves(asked.content()))
+        keys = [*stored, *(key for key in wanted if key not in stored)]
+        pairs = (Difference(key, stored.get(key), wanted.get(key)) for key in keys)
+        return [pair for pair in pairs if pair.stored != pair.asked]
+
+    def require_same(self, asked: "StoreMetadata", path: str) -> None:
+        """Raises StoreMismatch, naming every key that differs, unless `asked` has this store's fingerprint."""
+        different = self.differences(asked)
+        if different:
+            lines = "".join(
+                f"\n  {d.key}: the store has {d.stored!r}, this run asks for {d.asked!r}" for d in different
+            )
+            raise StoreMismatch(
+                f"the store {path} was made by another configuration:{lines}\n"
+                "Set these keys to the store's values to resume it, or choose another store.path."
+            )
+
+
+@dataclass(frozen=True)
+class StoreRoot:
+    """The content of the root zarr.json.
+
+    arrays: names of the activation arrays. complete: no block is missing. target: how many tokens the store is to hold;
+    it only grows. blocks, commits_sha256, statistics_digests: of a complete store, the number of blocks of each stream,
+    the sha256 of the consolidated records and by array the digest of the merged statistics. array_digests: of each
+    array's zarr.json. may_be_not_finite: a run was told to store activations that are not finite. weights_error: of a
+    model with int8 weights, the relative error that they cause by array name. created: UTC, ISO 8601; the only value
+    that differs between two runs of one configuration. Stores of earlier programs have neither target nor digests.
+    """
+
+    metadata: StoreMetadata
+    arrays: tuple[str, ...]
+    created: str
+    complete: bool = False
+    target: Target | None = None
+    blocks: tuple[int, ...] | None = None
+    commits_sha256: str | None = None
+    statistics_digests: Mapping[str, str] | None = None
+    array_digests: Mapping[str, str] | None = None
+    may_be_not_finite: bool = False
+    weights_error: Json | None = None
+
+    @property
+    def allows_not_finite(self) -> bool:
+        """Whether a run was told so: the one that created the store, as its configuration says, or a later one."""
+        capture = self.metadata.config.get("capture")
+        was_created_so = isinstance(capture, dict) and capture.get("on_not_finite") == "warn"
+        return self.may_be_not_finite or was_created_so
+
+    @property
+    def array_names(self) -> tuple[str, ...]:
+        """Of all arrays, those beside the activations first."""
+        sides = (*SIDE_ARRAYS, SELECTED) if self.metadata.selects else SIDE_ARRAYS
+        scales = map(scale_name, self.arrays) if self.metadata.has_scales else ()
+        return (*(spec.name for spec in sides), *self.arrays, *scales)
+
+    def to_json(self) -> bytes:
+        """With a checksum of the attributes, so that an edited root is noticed."""
+        optional = {
+            "target": self.target,
+            "blocks": None if self.blocks is None else list(self.blocks),
+            "commits_sha256": self.commits_sha256,
+            "statistics_digests": self.statistics_digests,
+            "array_digests": self.array_digests,
+            "may_be_not_finite": self.may_be_not_finite or None,
+            "weights_error": self.weights_error,
+        }
+        attributes = {
+            "version": FORMAT_VERSION,
+            "complete": self.complete,
+            "arrays": list(self.arrays),
+            **{name: value for name, value in optional.items() if value is not None},
+            **{f.name: getattr(self.metadata, f.name) for f in fields(self.metadata)},
+            "fingerprint": self.metadata.fingerprint(),
+            "created": self.created,
+            "software": _software(),
+        }
+        attributes["sha256"] = json_digest(attributes)
+        group = {"zarr_format": 3, "node_type": "group", "attributes": {ATTRIBUTE: attributes}}
+        return (json.dumps(group, indent=1, ensure_ascii=False) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, text: bytes, path: str) -> "StoreRoot":
+        """Raises StoreInvalid when the group at `path` is not an activation store of this version, or is damaged."""
+        subject = f"{path}/{ROOT_KEY}"
+        group = parse_json(text, subject)
+        if not isinstance(group, dict) or not isinstance(group.get("attributes", {}), dict):
+            raise StoreInvalid(f"{subject} is not the JSON of a Zarr group.")
+        attributes = group.get("attributes", {}).get(ATTRIBUTE)
+        if attributes is None:
+            raise StoreInvalid(f"{path} holds another Zarr hierarchy. Choose another store.path.")
+        if not isinstance(attributes, dict):
+            raise StoreInvalid(f"{subject} is damaged: {ATTRIBUTE} is {attributes!r:.80}, expected an object.")
+        if attributes.get("version") != FORMAT_VERSION:
+            found = attributes.get("version")
+            raise StoreInvalid(f"the store {path} has format version {found}; this program reads {FORMAT_VERSION}.")
+        digest = attributes.pop("sha256", None)  # stores of earlier programs have none
+        if digest is not None and digest != json_digest(attributes):
+            raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged.")
+        require_root_types(attributes, subject)
+        metadata = StoreMetadata(**{f.name: attributes[f.name] for f in fields(StoreMetadata)})
+        if attributes["fingerprint"] != metadata.fingerprint():
+            raise StoreInvalid(f"{subject} was edited: its fingerprint is not that of its content.")
+        arrays, blocks = tuple(attributes["arrays"]), attributes.get("blocks")
+        captured = metadata.capture.get("arrays")
+        if captured is not None and list(arrays) != captured:
+            raise StoreInvalid(f"{subject} was edited: arrays are {list(arrays)}, but capture.arrays {captured}.")
+        return cls(
+            metadata,
+            arrays,
+            created=attributes["created"],
+            complete=attributes["complete"],
+            target=attributes.get("target"),
+            blocks=None if blocks is None else tuple(blocks),
+            commits_sha256=attributes.get("commits_sha256"),
+            statistics_digests=attributes.get("statistics_digests"),
+            array_digests=attributes.get("array_digests"),
+            may_be_not_finite=attributes.get("may_be_not_finite", False),
+            weights_error=attributes.get("weights_error"),
+        )
+
+
+def read_metadata(path: str) -> StoreMetadata | None:
+    """The metadata of the store at `path`, or None where there is no store. Raises StoreError.
+
+    Where there is an array without a root, the root is read again, a few times: a service may answer once that it is
+    missing. A merge that was interrupted leaves arrays and no root.
+    """
+    kvstore = open_kvstore(path)
+
+    def read() -> StoreRoot | None:
+        root = read_root(path, kvstore)
+        if root is None and read_key(kvstore, f"{TOKENS.name}/zarr.json") is not None:
+            raise _RootMissing(f"{path} has arrays, but no {ROOT_KEY}.")
+        return root
+
+    try:
+        root = repeated(kvstore, read)
+    except _RootMissing:
+        return None
+    return None if root is None else root.metadata
+
+
+def read_root(path: str, kvstore: ts.KvStore) -> StoreRoot | None:
+    """The root of the store, or None where there is none. Raises StoreError."""
+    return read_root_generation(path, kvstore)[0]
+
+
+def read_root_generation(path: str, kvstore: ts.KvStore) -> tuple[StoreRoot | None, bytes]:
+    """The root of the store, or None where there is none, and the object's generation. Raises StoreError."""
+
+    def read() -> tuple[StoreRoot | None, bytes]:
+        [(text, generation)] = read_with_generations(kvstore, [ROOT_KEY])
+        return None if text is None else StoreRoot.from_json(text, path), generation
+
+    return repeated(kvstore, read)
+
+
+def change_root(path: str, kvstore: ts.KvStore, change: Callable[[StoreRoot], StoreRoot]) -> StoreRoot:
+    """Replaces the root by what `change` makes of it, whatever others do at the same time, and returns it.
+
+    Raises StoreError.
+    """
+    for _ in range(_ATTEMPTS):
+        root, generation = read_root_generation(path, kvstore)
+        if root is None:
+            raise StoreError(f"{path}/{ROOT_KEY} was deleted while the store was being written.")
+        changed = change(root)
+        if changed == root or write_if_unchanged(kvstore, ROOT_KEY, changed.to_json(), generation) is not None:
+            return changed
+    raise StoreError(f"{path}/{ROOT_KEY} could not be changed: other processes did so {_ATTEMPTS} times. Try again.")
+
+
+def require_root(path: str, kvstore: ts.KvStore) -> StoreRoot:
+    """The root of a store that is there. Raises StoreInvalid where it is not, or damaged, and StoreError."""
+
+    def check(_key: str, text: bytes | None) -> StoreRoot:
+        if text is None:
+            raise StoreInvalid(f"there is no activation store at {path}: it has no {ROOT_KEY}.")
+        return StoreRoot.from_json(text, path)
+
+    [root] = read_checked(kvstore, [ROOT_KEY], check)
+    return root
+
+
+def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> StoreLayout:
+    """The layout of a store, from its arrays as they are. Raises StoreInvalid for one that has not its dimensions."""
+    for name, array in arrays.items():
+        dimensions = 2 if name in (spec.name for spec in (*SIDE_ARRAYS, SELECTED)) else 3
+        if array.ndim != dimensions or array.dtype.name not in ITEM_BYTES:
+            raise StoreInvalid(
+                f"{name}/zarr.json has dtype {array.dtype.name}, {array.ndim} dimensions, expected {dimensions}. "
+                "Run pipeline.verify, which lists all damage and says how to repair it."
+            )
+    selected = arrays[SELECTED.name].shape[1] if root.metadata.selects else None
+    slots = "position" if selected is None else SELECTED.slots
+    specs = tuple(ArraySpec(name, arrays[name].dtype.name, arrays[name].shape[2], slots=slots) for name in root.arrays)
+    scales = (scale_spec(spec, arrays[scale_name(spec.name)].shape[2]) for spec in specs if root.metadata.has_scales)
+    return StoreLayout(
+        num_streams=root.metadata.num_streams,
+        rows_per_block=root.metadata.rows_per_block,
+        length=arrays["tokens"].shape[1],
+        arrays=specs,
+        compression=root.metadata.store.get("compression", "none"),
+        selected=selected,
+        scales=tuple(scales),
+    )
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested dicts, by dotted key. Lists are leaves."""
+    if isinstance(value, dict) and (value or not prefix):
+        for key, child in value.items():
+            yield from _leaves(child, f"{prefix}.{key}" if prefix else key)
+    else:
+        yield prefix, value
+
+
+def _software() -> dict[str, str]:
+    found = {}
+    for package in ("activation-pipeline", "tensorstore"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # run from a checkout that is not installed
+            found[package] = "unknown"
+    return found

@@ -1,0 +1,87 @@
+"""What the values of a store's root may be: one that was edited ends no reader with a traceback."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from pipeline.core.errors import StoreInvalid
+from pipeline.store.format.keys import is_activation_name
+from pipeline.store.format.layout import ITEM_BYTES, MAX_ROWS
+from pipeline.store.format.target import ALL
+
+MAX_STREAMS = 1 << 20  # what is done for each ends in time
+
+
+class _Rule(NamedTuple):
+    """`key` is dotted. Unless `required`, it may be absent, and unless `null` is false, null."""
+
+    key: str
+    holds: Callable[[Any], bool]
+    expected: str
+    required: bool = False
+    null: bool = True
+
+
+def _is_count(value: Any, least: int = 0, most: int = MAX_ROWS) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_activation_name, value)) and 0 < len(value) == len(set(value))
+
+
+_ABSENT = object()
+_OBJECTS = ("model", "tokenizer", "data", "batch", "capture", "store")
+_CONFIGS = ("run", "model", "data", "capture", "batch", "store")
+_RULES = (
+    *(_Rule(key, lambda v: isinstance(v, dict), "an object", required=True) for key in (*_OBJECTS, "config")),
+    *(
+        _Rule(key, lambda v: isinstance(v, dict), "an object", null=False)
+        for key in ("config", *(f"config.{k}" for k in _CONFIGS))
+    ),
+    _Rule("num_streams", lambda v: _is_count(v, 1, MAX_STREAMS), f"1 to {MAX_STREAMS}", required=True),
+    _Rule("rows_per_block", lambda v: _is_count(v, 1), f"1 to {MAX_ROWS}", required=True),
+    _Rule("arrays", _are_names, "a list of names of activations, each once", required=True),
+    _Rule("complete", lambda v: isinstance(v, bool), "true or false", required=True),
+    _Rule("created", lambda v: isinstance(v, str), "a time", required=True),
+    _Rule("fingerprint", lambda v: isinstance(v, str), "a sha256", required=True),
+    _Rule("blocks", lambda v: isinstance(v, list) and all(map(_is_count, v)), "a list of counts"),
+    _Rule("commits_sha256", lambda v: isinstance(v, str), "a sha256"),
+    _Rule("target", lambda v: v == ALL or _is_count(v, 0, 1 << 62), f"a number of tokens, or {ALL}", null=False),
+    *(
+        _Rule(key, lambda v: isinstance(v, dict) and all(isinstance(digest, str) for digest in v.values()), "digests")
+        for key in ("statistics_digests", "array_digests")
+    ),
+    _Rule("may_be_not_finite", lambda v: isinstance(v, bool), "true or false"),
+    _Rule("weights_error", lambda v: isinstance(v, dict) and all(map(_is_number, v.values())), "numbers by array"),
+    _Rule("batch.length", lambda v: _is_count(v, 1), f"1 to {MAX_ROWS}"),
+    _Rule("capture.dtype", lambda v: isinstance(v, str) and v in ITEM_BYTES, f"one of {', '.join(ITEM_BYTES)}"),
+    _Rule("store.compression", lambda v: v in ("none", "zstd"), "none or zstd"),
+    _Rule("config.run.max_tokens", lambda v: _is_count(v, 0, 1 << 62), "a count"),
+    *(
+        _Rule(f"config.{key}", lambda v: isinstance(v, str), "a text")
+        for key in ("model.path", "model.tokenizer", "data.path")
+    ),
+)
+
+
+def require_root_types(attributes: Any, subject: str) -> None:
+    """Raises StoreInvalid, naming `subject`, the key, its value and what was expected, for a wrong value."""
+    if not isinstance(attributes, dict):
+        raise StoreInvalid(f"{subject} is damaged: its activation_store is no object, but {attributes!r:.80}.")
+    for rule in _RULES:
+        value = _value(attributes, rule.key)
+        may_be = (value is _ABSENT and not rule.required) or (value is None and rule.null and not rule.required)
+        if not may_be and not rule.holds(value):
+            shown = "absent" if value is _ABSENT else f"{value!r:.80}"
+            raise StoreInvalid(f"{subject} is damaged: {rule.key!r} is {shown}, expected {rule.expected}.")
+
+
+def _value(attributes: Mapping[str, Any], dotted: str) -> Any:
+    value: Any = attributes
+    for part in dotted.split("."):
+        value = value.get(part, _ABSENT) if isinstance(value, dict) else _ABSENT
+    return value

@@ -1,0 +1,307 @@
+"""Statistics of the stored activations: of each row on the device, of each block in `_stats/`, of all in `stats/`.
+
+Merging is that of groups with known counts (Chan, Golub & LeVeque, 1979), in float64 and in the order of the blocks, so
+that it gives the same numbers however the blocks came about. Samples of a store are merged in the same way.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import tensorstore as ts
+from jaxtyping import Bool, Float, Float32, Float64, Int64
+
+from pipeline.core.errors import StoreInvalid
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.int8 import dequantised
+from pipeline.store.format.normalisation import Normalisation
+from pipeline.store.format.norms import norms_of
+from pipeline.store.format.tables import decode_parquet, encode_table
+from pipeline.store.io.digests import objects_digest
+from pipeline.store.io.kvstore import DAMAGE_REMEDY, read_checked, read_keys, repeated
+from pipeline.store.io.parsing import parse_json
+
+BINS_PER_OCTAVE = 32
+_MIN_EXPONENT, _MAX_EXPONENT = -14, 26  # norms beyond 2 to these powers fall into the first and the last bin
+NUM_BINS = (_MAX_EXPONENT - _MIN_EXPONENT) * BINS_PER_OCTAVE
+QUANTILES = (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)
+
+STATISTICS_PREFIX = "_stats/"  # of each block
+MERGED_PREFIX = "stats/"  # of all
+MERGED_GROUP_KEY = f"{MERGED_PREFIX}zarr.json"
+MERGED_GROUP = (json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}, indent=1) + "\n").encode()
+_SCHEMA = pa.schema(
+    [
+        ("array", pa.string()),
+        ("count", pa.int64()),
+        ("not_finite", pa.int64()),
+        ("mean", pa.list_(pa.float64())),
+        ("m2", pa.list_(pa.float64())),
+        ("norm_sum", pa.float64()),
+        ("norm_histogram", pa.list_(pa.int64())),
+    ]
+)
+_SQUARED_ERROR = pa.field("squared_error", pa.float64())  # only where it is measured
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of one activation array's valid tokens, as they are stored.
+
+    count: the tokens that are finite; not_finite: those that are not, and are left out of everything else. mean: of
+    each feature. m2: each feature's sum of squared deviations from its mean. norm_sum: of the tokens' L2 norms.
+    norm_histogram: how many norms lie in each of NUM_BINS bins, BINS_PER_OCTAVE to a factor of two. squared_error: the
+    sum of squared differences between what was computed and what is stored, where that is measured.
+    """
+
+    count: int
+    not_finite: int
+    mean: Float64[np.ndarray, " d"]
+    m2: Float64[np.ndarray, " d"]
+    norm_sum: float
+    norm_histogram: Int64[np.ndarray, " bins"]
+    squared_error: float | None = None
+
+    @property
+    def relative_error(self) -> float | None:
+        """||computed - stored|| / ||stored|| over all tokens; None where it is not measured, and of zeros."""
+        squares = float(self.m2.sum() + self.count * np.square(self.mean).sum())
+        return None if self.squared_error is None or not squares else math.sqrt(self.squared_error / squares)
+
+    @property
+    def variance(self) -> Float64[np.ndarray, " d"]:
+        """Of each feature, divided by the number of tokens."""
+        return self.m2 / max(self.count, 1)
+
+    @property
+    def mean_norm(self) -> float:
+        return self.norm_sum / max(self.count, 1)
+
+    def norm_quantile(self, q: float) -> float:
+        """The norm that a share `q` of the tokens does not exceed, to within a bin (2 %); 0 without tokens."""
+        if self.count == 0:
+            return 0.0
+        bin_of_quantile = int(np.searchsorted(np.cumsum(self.norm_histogram), q * self.count))
+        return float(2 ** (_MIN_EXPONENT + (min(bin_of_quantile, NUM_BINS - 1) + 0.5) / BINS_PER_OCTAVE))
+
+    def normalisation(self, per_feature: bool = False) -> Normalisation:
+        """To zero mean and unit variance: on average over the features, or each of them.
+
+        The former keeps directions; the mean squared norm becomes d. A feature that never varies keeps its scale.
+        """
+        variance = self.variance if per_feature else self.variance.mean()
+        scale = 1 / np.sqrt(np.where(variance > 0, variance, 1))
+        return Normalisation(self.mean.astype(np.float32), scale.astype(np.float32))
+
+
+def block_statistics(
+    valid: Bool[np.ndarray, "rows T"],
+    mean: Float32[np.ndarray, "rows d"],
+    m2: Float32[np.ndarray, "rows d"],
+    norms: Float32[np.ndarray, "rows T"],
+    squared_error: float | None = None,
+) -> Statistics:
+    """From what the device gives for each row; a norm is NaN where a value of the token is not finite."""
+    finite = valid & ~np.isnan(norms)
+    merged = _merge_groups(finite.sum(axis=1), mean.astype(np.float64), m2.astype(np.float64))
+    found = _with_norms(norms[finite], int((valid & ~finite).sum()), *merged)
+    return replace(found, squared_error=squared_error)
+
+
+def token_statistics(activations: np.ndarray) -> Statistics:
+    """Of some tokens' activations [n, d], in float64."""
+    finite = np.isfinite(activations).all(axis=1)
+    values = activations[finite].astype(np.float64)
+    mean = values.sum(axis=0) / max(len(values), 1)
+    m2 = np.square(values - mean).sum(axis=0)
+    return _with_norms(norms_of(activations[finite]), int((~finite).sum()), mean, m2)
+
+
+def piece_statistics(values: np.ndarray, scales: np.ndarray | None) -> Statistics:
+    """Of some tokens' stored values [n, d], in float32; of int8 with their scales [n, groups]."""
+    with np.errstate(over="ignore", invalid="ignore"):  # squares of finite values, and scales that are not
+        values = values.astype(np.float32) if scales is None else dequantised(values, scales)
+        norms = norms_of(values)
+        is_finite = np.isfinite(norms)
+        if not is_finite.all():
+            is_finite[~is_finite] = np.isfinite(values[~is_finite]).all(axis=1)
+        finite = values if is_finite.all() else values[is_finite]
+        mean = finite.mean(axis=0, dtype=np.float64) if len(finite) else np.zeros(values.shape[1])
+        deviations = finite - mean.astype(np.float32)
+        m2 = np.einsum("nd,nd->d", deviations, deviations).astype(np.float64)
+    return _with_norms(norms[is_finite], int((~is_finite).sum()), mean, m2)
+
+
+def _with_norms(
+    norms: Float32[np.ndarray, " n"], not_finite: int, mean: Float64[np.ndarray, " d"], m2: Float64[np.ndarray, " d"]
+) -> Statistics:
+    """Of n finite tokens, whose L2 norms are given."""
+    norms = norms.astype(np.float64)
+    with np.errstate(divide="ignore"):
+        octaves = np.log2(norms) - _MIN_EXPONENT
+    bins = np.clip(octaves * BINS_PER_OCTAVE, 0, NUM_BINS - 1).astype(np.int64)
+    histogram = np.bincount(bins, minlength=NUM_BINS)
+    return Statistics(len(norms), not_finite, mean, m2, float(norms.sum()), histogram)
+
+
+def merge(parts: Iterable[Statistics]) -> Statistics:
+    """Of all tokens of the parts, of which there is at least one; one after the other, so that few are in memory."""
+    parts = iter(parts)
+    total = next(parts)
+    for part in parts:
+        counts = np.array([total.count, part.count])
+        mean, m2 = _merge_groups(counts, np.stack([total.mean, part.mean]), np.stack([total.m2, part.m2]))
+        total = Statistics(
+            count=total.count + part.count,
+            not_finite=total.not_finite + part.not_finite,
+            mean=mean,
+            m2=m2,
+            norm_sum=total.norm_sum + part.norm_sum,
+            norm_histogram=total.norm_histogram + part.norm_histogram,
+            squared_error=None if None in (errors := (total.squared_error, part.squared_error)) else sum(errors),
+        )
+    return total
+
+
+def _merge_groups(
+    counts: Int64[np.ndarray, " groups"], means: Float[np.ndarray, "groups d"], m2s: Float[np.ndarray, "groups d"]
+) -> tuple[Float64[np.ndarray, " d"], Float64[np.ndarray, " d"]]:
+    weights = counts / max(1, counts.sum())
+    mean = weights @ means
+    return mean, m2s.sum(axis=0) + counts @ np.square(means - mean)
+
+
+def statistics_key(stream: int, block: int) -> str:
+    """The key, relative to the store, of a block's statistics."""
+    return f"{STATISTICS_PREFIX}stream-{stream:05d}/block-{block:06d}.parquet"
+
+
+def encode_statistics(statistics: Mapping[str, Statistics]) -> bytes:
+    """A block's statistics as parquet: one row for each array."""
+    rows = [{"array": name} | vars(of_array) for name, of_array in statistics.items()]
+    is_measured = any(of_array.squared_error is not None for of_array in statistics.values())
+    return encode_table(pa.Table.from_pylist(rows, schema=_SCHEMA.append(_SQUARED_ERROR) if is_measured else _SCHEMA))
+
+
+def decode_statistics(content: bytes | None, record: CommitRecord) -> dict[str, Statistics]:
+    """A block's statistics by array. Raises StoreInvalid when they are missing or damaged."""
+    subject = statistics_key(record.stream, record.block)
+    table = decode_parquet(content, subject, record.statistics_sha256)
+    columns = {
+        name: table[name].to_pylist()
+        if not pa.types.is_list(table[name].type)
+        else [v.values.to_numpy() for v in table[name]]
+        for name in table.column_names
+    }
+    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    return {row.pop("array"): Statistics(**row) for row in rows}
+
+
+def merge_blocks(kvstore: ts.KvStore, records: Sequence[CommitRecord]) -> dict[str, Statistics]:
+    """Of all tokens of some blocks, by array; {} where a block has none. Raises StoreError."""
+    records = sorted(records, key=lambda record: (record.stream, record.block))  # rounding depends on the order
+    if not records or not all(record.statistics_sha256 for record in records):
+        return {}
+    by_key = {statistics_key(record.stream, record.block): record for record in records}
+    blocks = read_checked(kvstore, list(by_key), lambda key, content: decode_statistics(content, by_key[key]))
+    total = next(blocks)
+    for block in blocks:
+        total = {name: merge([of_array, block[name]]) for name, of_array in total.items()}
+    return total
+
+
+def merged_keys(name: str) -> tuple[str, str]:
+    """The objects, relative to the store, that hold the merged statistics of an array."""
+    return f"{MERGED_PREFIX}{name}/zarr.json", f"{MERGED_PREFIX}{name}/c/0/0"
+
+
+def merged_digest(objects: Mapping[str, bytes | None], name: str) -> str | None:
+    """The digest of an array's merged statistics among some `objects`; None where one of them is missing."""
+    wanted = {key: objects.get(key) for key in merged_keys(name)}
+    return None if None in wanted.values() else objects_digest(wanted)
+
+
+def encode_merged(statistics: Mapping[str, Statistics]) -> dict[str, bytes]:
+    """`stats/` by key: for each array a float64 Zarr array [mean or variance, feature], the rest in its attributes."""
+    objects = {MERGED_GROUP_KEY: MERGED_GROUP} if statistics else {}
+    for name, found in statistics.items():
+        values = np.stack([found.mean, found.variance])
+        quantiles = {str(q): found.norm_quantile(q) for q in QUANTILES}
+        used = np.flatnonzero(found.norm_histogram)
+        first, last = (int(used[0]), int(used[-1])) if len(used) else (0, 0)
+        attributes = {
+            "count": found.count,
+            "not_finite": found.not_finite,
+            "norm_sum": found.norm_sum,
+            "mean_norm": found.mean_norm,
+            "norm_quantiles": quantiles,
+            "norm_histogram": {  # bin i begins at 2 ** (min_exponent + i / bins_per_octave)
+                "min_exponent": _MIN_EXPONENT,
+                "bins_per_octave": BINS_PER_OCTAVE,
+                "first_bin": first,
+                "counts": found.norm_histogram[first : last + 1].tolist(),
+            },
+        }
+        if found.squared_error is not None:
+            attributes |= {"squared_error": found.squared_error, "relative_error": found.relative_error}
+        metadata = {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(values.shape),
+            "data_type": "float64",
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(values.shape)}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": 0.0,
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+            "dimension_names": ["mean_variance", "feature"],
+            "attributes": attributes,
+        }
+        objects |= zip(merged_keys(name), (_json(metadata), values.astype("<f8").tobytes()), strict=True)
+    return objects
+
+
+def read_merged(kvstore: ts.KvStore, name: str, digest: str | None = None) -> Statistics | None:
+    """What `encode_merged` has made of an array's statistics; None where there is nothing.
+
+    Raises StoreInvalid for what is damaged, or has not the `digest` that the root names, and StoreError.
+    """
+    keys = merged_keys(name)
+
+    def read() -> Statistics | None:
+        objects = dict(zip(keys, read_keys(kvstore, list(keys)), strict=True))
+        if digest is not None and merged_digest(objects, name) != digest:
+            raise StoreInvalid(f"{keys[0]} and {keys[1]} do not have the digest that the root names. {DAMAGE_REMEDY}")
+        return None if None in objects.values() else decode_merged(objects, name)
+
+    return repeated(kvstore, read)
+
+
+def decode_merged(objects: Mapping[str, bytes], name: str) -> Statistics:
+    """The inverse of `encode_merged`. Raises StoreInvalid."""
+    zarr_json_key, values_key = merged_keys(name)
+    zarr_json = parse_json(objects[zarr_json_key], zarr_json_key)
+    try:
+        found = zarr_json["attributes"]
+        mean, variance = np.frombuffer(objects[values_key], "<f8").reshape(2, -1)
+        histogram = np.zeros(NUM_BINS, np.int64)
+        counts, first = found["norm_histogram"]["counts"], found["norm_histogram"]["first_bin"]
+        histogram[first : first + len(counts)] = counts
+        return Statistics(
+            found["count"],
+            found["not_finite"],
+            mean,
+            variance * found["count"],
+            found["norm_sum"],
+            histogram,
+            found.get("squared_error"),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise StoreInvalid(f"{zarr_json_key} does not hold merged statistics: {error!r}. {DAMAGE_REMEDY}") from error
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=1) + "\n").encode()

@@ -1,0 +1,77 @@
+"""The document tables: one parquet file per block, with the same bytes for the same documents."""
+
+import hashlib
+import io
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tensorstore as ts
+
+from pipeline.core.errors import StoreInvalid
+from pipeline.data.documents import DOCUMENT_SCHEMA
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.io.kvstore import DAMAGE_REMEDY, read_checked
+
+TABLES_PREFIX = "_documents/"
+
+
+def table_key(stream: int, block: int) -> str:
+    """The table's key, relative to the store."""
+    return f"{TABLES_PREFIX}stream-{stream:05d}/block-{block:06d}.parquet"
+
+
+def encode_table(table: pa.Table) -> bytes:
+    """The table as parquet. Deterministic: one row group, nothing of the time or machine."""
+    sink = io.BytesIO()
+    pq.write_table(table.combine_chunks(), sink, row_group_size=max(1, table.num_rows), compression="zstd")
+    return sink.getvalue()
+
+
+def table_digest(content: bytes) -> str:
+    """sha256, as hex, of a parquet file: the commit record holds it, since parquet has no checksum of the whole."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def decode_table(content: bytes | None, record: CommitRecord) -> pa.Table:
+    """A block's document table from its file's bytes. Raises StoreInvalid when it is missing or damaged."""
+    subject = table_key(record.stream, record.block)
+    table = decode_parquet(content, subject, record.table_sha256)
+    missing = [name for name in DOCUMENT_SCHEMA.names if name not in table.column_names]
+    if missing:
+        raise StoreInvalid(f"{subject} lacks the columns {missing}; it has {table.column_names}.")
+    return table
+
+
+def decode_parquet(content: bytes | None, subject: str, sha256: str) -> pa.Table:
+    """A parquet file that a commit record vouches for. Raises StoreInvalid when it is missing or damaged."""
+    if content is None:
+        raise StoreInvalid(f"{subject} is missing, although the block is committed. {DAMAGE_REMEDY}")
+    if table_digest(content) != sha256:
+        raise StoreInvalid(f"{subject} has not the sha256 that the commit record names. {DAMAGE_REMEDY}")
+    try:
+        return pq.read_table(pa.BufferReader(content))
+    except (pa.ArrowException, OSError) as error:
+        raise StoreInvalid(f"{subject} cannot be read: {error}. {DAMAGE_REMEDY}") from error
+
+
+def read_tables(kvstore: ts.KvStore, records: Sequence[CommitRecord]) -> Iterator[pa.Table]:
+    """The document tables of blocks, each with the block's stream and number as first columns.
+
+    Raises StoreInvalid for a table that is missing or damaged.
+    """
+    by_key = {table_key(record.stream, record.block): record for record in records}
+    tables = read_checked(kvstore, list(by_key), lambda key, content: decode_table(content, by_key[key]))
+    for record, table in zip(by_key.values(), tables, strict=True):
+        yield _with_place(table, record.stream, record.block)
+
+
+def empty_table() -> pa.Table:
+    """What `read_tables` gives for a store without documents."""
+    return _with_place(DOCUMENT_SCHEMA.empty_table(), 0, 0)
+
+
+def _with_place(table: pa.Table, stream: int, block: int) -> pa.Table:
+    for name, value in (("block", block), ("stream", stream)):
+        table = table.add_column(0, name, pa.array([value] * table.num_rows, pa.int64()))
+    return table

@@ -1,0 +1,111 @@
+"""Where the groups of generated documents lie, and their parquet files; `generated.py` says what is in them."""
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import tensorstore as ts
+
+from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.store.format.problems import Problem, Remedy
+from pipeline.store.generated.group_keys import group_key, stream_prefix
+from pipeline.store.generated.kept_activations import check_kept
+from pipeline.store.io.kvstore import list_keys, read_checked
+from pipeline.store.io.parsing import parse_json
+
+_METADATA = b"group"  # of the parquet schema: JSON with `next`, `exhausted` and `sha256`
+_REMEDY = "Delete this group and those after it: they are then written again."
+
+
+def stored_groups(kvstore: ts.KvStore, stream: int) -> list[str]:
+    """The keys of a stream's groups. Raises StoreInvalid unless they are 0, 1, 2, ..."""
+    keys = [key for key in list_keys(kvstore, stream_prefix(stream)) if re.fullmatch(r".*/group-\d{6,}\.parquet", key)]
+    keys.sort(key=lambda key: (len(key), key))
+    for index, key in enumerate(keys):
+        if key != group_key(stream, index):
+            raise StoreInvalid(f"there is {key}, but no {group_key(stream, index)}. {_REMEDY}")
+    return keys
+
+
+def read_group(kvstore: ts.KvStore, stream: int, index: int) -> pa.Table:
+    """The table of a group. Raises StoreInvalid when it is missing or damaged."""
+    [table] = read_checked(
+        kvstore, [group_key(stream, index)], lambda key, content: _decode(key, content, stream, index)
+    )
+    return table
+
+
+def _decode(key: str, content: bytes | None, stream: int, index: int) -> pa.Table:
+    if content is None:
+        raise StoreInvalid(f"{key} is missing, although its documents are asked for. Run the same command again.")
+    try:
+        table = pq.read_table(pa.BufferReader(content), page_checksum_verification=True)
+        state = group_state(table, key)
+    except (pa.ArrowException, OSError) as error:
+        raise StoreInvalid(f"{key} cannot be read: {error}. {_REMEDY}") from error
+    sha256 = state.pop("sha256", None)  # groups of earlier programs have none
+    if sha256 is not None and sha256 != _digest(table, state, stream, index):
+        raise StoreInvalid(f"{key} does not match its own checksum: it was edited, damaged or exchanged. {_REMEDY}")
+    return table
+
+
+def group_state(table: pa.Table, subject: str) -> dict[str, Any]:
+    """Beside the documents of a group: `next`, `exhausted`, `sha256`. Raises StoreInvalid."""
+    state = parse_json((table.schema.metadata or {}).get(_METADATA, b"null"), subject, _REMEDY)
+    if not isinstance(state, dict) or not {"next", "exhausted"} <= set(state):
+        raise StoreInvalid(f"{subject} is not a group of generated documents. {_REMEDY}")
+    return state
+
+
+def encode_group(table: pa.Table, state: Mapping[str, Any], stream: int, index: int) -> bytes:
+    """A group's parquet file. Its checksum is of the documents, the state and the group's place."""
+    state = {**state, "sha256": _digest(table, state, stream, index)}
+    sink = io.BytesIO()
+    table = table.replace_schema_metadata({_METADATA: json.dumps(state)})
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    return sink.getvalue()
+
+
+def _digest(table: pa.Table, state: Mapping[str, Any], stream: int, index: int) -> str:
+    content = [stream, index, state, table.column_names, table.to_pylist()]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def check_groups(
+    kvstore: ts.KvStore, stream: int, table: pa.Table | None, token_bytes: Mapping[str, int]
+) -> Iterator[Problem]:
+    """What is wrong with a stream's groups, as far as there are any: one is missing among them or cannot be read, or a
+    document has not the lengths that the stream's document table says. Likewise with the activations that are kept
+    beside a group; `token_bytes`: of each captured array, the size of a token's activation in these."""
+    columns = ("document", "n_prompt", "n_completion")
+    expected = {} if table is None else {row["document"]: row for row in table.select(columns).to_pylist()}
+    try:
+        keys = stored_groups(kvstore, stream)
+    except StoreError as error:
+        yield Problem(stream_prefix(stream), str(error), Remedy.regenerate)
+        return
+    for index, key in enumerate(keys):
+        try:
+            group = read_group(kvstore, stream, index)
+        except StoreError as error:
+            yield Problem(key, str(error), Remedy.regenerate)
+            continue
+        lengths = [len(row["prompt"]) + len(row["completion"]) for row in _documents(group)]
+        for kept, what in check_kept(kvstore, stream, index, sum(lengths), token_bytes):
+            yield Problem(kept, what, Remedy.regenerate_kept)
+        for row in _documents(group):
+            sizes = (row["document"], len(row["prompt"]), len(row["completion"]))
+            found = dict(zip(columns, sizes, strict=True))
+            if found != expected.get(row["document"], found):
+                yield Problem(key, f"has {found}, the document table {expected[row['document']]}", Remedy.regenerate)
+
+
+def _documents(group: pa.Table) -> list[dict[str, Any]]:
+    """The rows of documents that were not left out."""
+    return group.filter(pc.is_valid(group["document"])).to_pylist()

@@ -1,0 +1,85 @@
+"""Activations that were captured while the model wrote, kept beside its groups until they are in blocks.
+
+Of each group and array one object: the tokens of the group's documents, one document after the other, [n, D], little
+endian, without a header, and the sha256 of the object's key and of these values. Objects of earlier programs lack the
+sha256. They are written before the group itself, and deleted when the store is complete.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import tensorstore as ts
+
+from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.store.generated.group_keys import GENERATED_PREFIX, group_key, stream_prefix
+from pipeline.store.io.kvstore import list_keys, not_a_file, read_checked, read_key, write_key
+
+_SUFFIX = ".activations"
+
+
+def kept_key(stream: int, index: int, array: str) -> str:
+    """The object's key, relative to the store."""
+    return f"{group_key(stream, index).removesuffix('.parquet')}.{array}{_SUFFIX}"
+
+
+def first_without_kept(kvstore: ts.KvStore, stream: int, groups: range, arrays: Sequence[str]) -> int:
+    """The first of a stream's `groups` whose activations are not there, or where they stop."""
+    found = set(list_keys(kvstore, stream_prefix(stream)))
+    lacking = (index for index in groups if not {kept_key(stream, index, array) for array in arrays} <= found)
+    return next(lacking, groups.stop)
+
+
+def write_kept(kvstore: ts.KvStore, stream: int, index: int, arrays: Mapping[str, np.ndarray]) -> None:
+    for name, values in arrays.items():
+        key, content = kept_key(stream, index, name), np.ascontiguousarray(values).tobytes()
+        write_key(kvstore, key, content + _checksum(key, content))
+
+
+def read_kept(
+    kvstore: ts.KvStore, stream: int, index: int, array: str, dtype: np.dtype, shape: tuple[int, int]
+) -> np.ndarray:
+    """[n, D], as `shape` says. Raises StoreError where it is missing, and StoreInvalid where it is damaged."""
+    num_bytes = shape[0] * shape[1] * dtype.itemsize
+
+    def check(key: str, content: bytes | None) -> np.ndarray:
+        if content is None:  # perhaps since another run has just completed the store
+            raise StoreError(f"{key} is missing. Run the same command again: it is then written anew.")
+        for what in _damage(key, content, num_bytes):
+            raise StoreInvalid(f"{key} {what}. Delete it, and run the same command again.")
+        return np.frombuffer(content[:num_bytes], dtype).reshape(shape)
+
+    [values] = read_checked(kvstore, [kept_key(stream, index, array)], check)
+    return values
+
+
+def check_kept(
+    kvstore: ts.KvStore, stream: int, index: int, num_tokens: int, token_bytes: Mapping[str, int]
+) -> Iterator[tuple[str, str]]:
+    """Key and what is wrong of the objects of a group of `num_tokens`. One that is missing is no damage.
+
+    `token_bytes`: of each array, the size of a token's activation.
+    """
+    for array, size in token_bytes.items():
+        key = kept_key(stream, index, array)
+        if what := not_a_file(kvstore, key):
+            yield key, what
+        elif (content := read_key(kvstore, key)) is not None:
+            yield from ((key, what) for what in _damage(key, content, num_tokens * size))
+
+
+def _checksum(key: str, content: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + content).digest()
+
+
+def _damage(key: str, content: bytes, num_bytes: int) -> Iterator[str]:
+    values, checksum = content[:num_bytes], content[num_bytes:]
+    if len(values) < num_bytes or (checksum and len(checksum) != hashlib.sha256().digest_size):
+        yield f"has {len(content)} bytes, expected {num_bytes} and a checksum"
+    elif checksum and checksum != _checksum(key, values):
+        yield "does not match its own checksum"
+
+
+def kept_keys(kvstore: ts.KvStore) -> list[str]:
+    """The objects of all streams, relative to the store."""
+    return [key for key in list_keys(kvstore, GENERATED_PREFIX) if key.endswith(_SUFFIX)]

@@ -1,0 +1,27 @@
+"""JSON of a store, which anybody may have edited."""
+
+import json
+from typing import Any
+
+from pipeline.core.errors import StoreInvalid
+from pipeline.core.json_text import MAX_DEPTH, is_deep
+from pipeline.store.io.kvstore import DAMAGE_REMEDY
+
+
+def parse_json(text: bytes, subject: str, remedy: str = DAMAGE_REMEDY) -> Any:
+    """The value of a JSON text. Raises StoreInvalid, naming `subject`, where it is none, is nested deeper than
+    MAX_DEPTH, or has a string that UTF-8 cannot encode.
+    """
+    try:
+        value = json.loads(text)
+        if b"\\u" in text:  # half of a surrogate pair, which could be neither printed nor hashed
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise StoreInvalid(
+            f"{subject} is JSON nested too deep to be read, expected {MAX_DEPTH} levels. {remedy}"
+        ) from None
+    except ValueError as error:  # UnicodeDecodeError and UnicodeEncodeError are ValueErrors
+        raise StoreInvalid(f"{subject} is not JSON: {error}. {remedy}") from error
+    if is_deep(text, value):
+        raise StoreInvalid(f"{subject} is JSON nested deeper than the {MAX_DEPTH} levels that are read. {remedy}")
+    return value

@@ -1,0 +1,1 @@
+"""Reading a store: documents, rows, shuffled batches, and copies in other formats."""

@@ -1,0 +1,312 @@
+"""Batches of tokens for training: read, shuffled and gathered ahead of whoever trains.
+
+While one buffer is emptied the next is read. Batches are gathered by threads of their own, `AHEAD` of the one that was
+asked for. Shapes: n tokens of a batch, K keys, D features of an activation.
+"""
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import count
+from typing import Any, NoReturn, Self
+
+import numpy as np
+import tensorstore as ts
+from jaxtyping import Int32, Int64
+from numpy.typing import DTypeLike
+
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.int8 import dequantised, scale_name
+from pipeline.store.format.layout import MIB, SIDE_ARRAYS, StoreLayout
+from pipeline.store.format.normalisation import Normalisation
+from pipeline.store.read.buffers import STACKED, StoredBlocks, TokenMemory
+from pipeline.store.read.filters import TokenFilter
+from pipeline.store.read.frameworks import Framework, converter
+from pipeline.store.read.order import VERSION, Buffer, ReadingOrder
+
+AHEAD = 4  # batches
+GATHERING_THREADS = 2
+
+# Of the blocks that are mixed with each other, 20 bytes per token are held in memory.
+WINDOW_MIB = 64.0
+
+# Reading ahead needs no more, when nothing is shuffled.
+SEQUENTIAL_BUFFER_MIB = 64.0
+
+# How many blocks' side arrays to read at a time while tokens are counted.
+BLOCKS_COUNTED_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Batch:
+    """n tokens, none of them padding.
+
+    activations: [n, D] when one activation was asked for; when a list was, by array name, or [n, K, D] if stacked.
+    documents: the document's number; positions: from 0 in each document window; segments: the window's number in its
+    row. Arrays of numpy, JAX or torch; with JAX, documents stay numpy's (it has no int64 by default).
+    """
+
+    activations: Any
+    tokens: Int32[np.ndarray, " n"]
+    segments: Int32[np.ndarray, " n"]
+    positions: Int32[np.ndarray, " n"]
+    documents: Int64[np.ndarray, " n"]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a reader is: `batch` batches of epoch `epoch` were yielded, the next one begins with a buffer's token."""
+
+    epoch: int = 0
+    batch: int = 0
+    buffer: int = 0
+    token: int = 0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read, and how: see `ActivationStore.batches`."""
+
+    names: tuple[str, ...]
+    batch_size: int
+    single: bool = False
+    seed: int | None = None
+    epochs: int | None = 1
+    rank: int = 0
+    world: int = 1
+    token_filter: TokenFilter = field(default_factory=TokenFilter)
+    normalisation: Mapping[str, Normalisation] = field(default_factory=dict)
+    stack: bool = False
+    dtype: DTypeLike = None
+    framework: Framework = Framework.numpy
+    drop_last: bool = False
+    buffer_mib: float = 256.0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}, must be at least 1")
+        if self.epochs is not None and self.epochs < 1:
+            raise ValueError(f"epochs is {self.epochs}, must be at least 1, or None for no end")
+        if self.world > 1 and self.epochs is not None and self.token_filter.norms:
+            raise ValueError(
+                f"how many tokens of each of {self.world} readers pass a filter of norms is not known before they are "
+                "read, so their numbers of batches could differ. Use epochs=None, and stop after a number of steps."
+            )
+        for given, what in ((self.token_filter.norms, "norms"), (self.normalisation, "normalisation")):
+            unknown = sorted(set(given) - set(self.names))
+            if unknown:
+                raise ValueError(f"{what} names {unknown}, but what is read is {list(self.names)}")
+
+
+class BatchReader(Iterator[Batch]):
+    """Iterates over the batches of some blocks. One thread may use it at a time.
+
+    `state()` is a few numbers; a reader that is made with them goes on after the batch that was yielded last.
+    """
+
+    def __init__(
+        self,
+        kvstore: ts.KvStore,
+        layout: StoreLayout,
+        arrays: Mapping[str, ts.TensorStore],
+        records: Sequence[CommitRecord],
+        reading: Reading,
+        state: Mapping[str, int] | None = None,
+    ) -> None:
+        records = [record for record in records if record.rows]
+        self._reading = reading
+        self._blocks = StoredBlocks(kvstore, layout, arrays, records)
+        self._order = _reading_order(layout, records, reading)
+        self._position = Position() if state is None else self._restored(dict(state))
+        self._batches = self._read()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        batch, self._position = next(self._batches)
+        return batch
+
+    def state(self) -> dict[str, int]:
+        """Where the reader is, as JSON: epoch, batch, buffer, token, and a checksum of what the order depends on."""
+        return asdict(self._position) | {"order": self._checksum}
+
+    def close(self) -> None:
+        """Ends the reader's threads when they are done with what they are reading; dropping the reader does so too."""
+        self._batches.close()
+
+    @cached_property
+    def _checksum(self) -> int:
+        """Of everything that determines which token comes when."""
+        blocks = [(r.stream, r.block, r.rows, r.tokens) for r in self._blocks.records]
+        filtered = (self._reading.token_filter, self._reading.batch_size, self._reading.drop_last)
+        version = () if self._reading.seed is None else (VERSION,)  # of storage order there is one
+        return zlib.crc32(repr((self._order, blocks, filtered, *version)).encode())
+
+    def _restored(self, state: dict[str, int]) -> Position:
+        if state.pop("order") != self._checksum:
+            raise ValueError(
+                "the state is of another reading: the order of tokens depends on the store's blocks, keys, batch_size, "
+                "seed, rank, world, filter and buffer_mib. Use those of the reader that the state came from. A "
+                "shuffled reading of an earlier version of this program had another order: begin it anew."
+            )
+        return Position(**state)
+
+    def _read(self) -> Iterator[tuple[Batch, Position]]:
+        gatherers = ThreadPoolExecutor(GATHERING_THREADS, thread_name_prefix="gather")
+        filler = ThreadPoolExecutor(1, thread_name_prefix="fill")
+        ahead: deque[tuple[Future[Batch], Position]] = deque()
+        try:
+            for batch in self._submitted(gatherers, self._filled(filler)):
+                ahead.append(batch)
+                if len(ahead) > AHEAD:
+                    yield _done(ahead.popleft())
+            while ahead:
+                yield _done(ahead.popleft())
+        finally:  # without waiting: a reader that is dropped may be collected in one of these threads
+            filler.shutdown(wait=False, cancel_futures=True)
+            gatherers.shutdown(wait=False, cancel_futures=True)
+
+    def _submitted(
+        self, gatherers: ThreadPoolExecutor, filled: Iterator[tuple[Buffer, TokenMemory, bool]]
+    ) -> Iterator[tuple[Future[Batch], Position]]:
+        """Batches under way, each with the position after it."""
+        size, drop_last = self._reading.batch_size, self._reading.drop_last or self._reading.world > 1
+        finish = self._finisher()
+        batch, start = self._position.batch, self._position.token
+        limit = self._limit(self._position.epoch)
+        parts, have, out = [], 0, {}
+        for buffer, memory, is_last in filled:
+            stop = start
+            while stop < len(memory.order) and batch != limit:
+                start, stop = stop, min(stop + size - have, len(memory.order))
+                out = out or memory.like(size)
+                parts.append(gatherers.submit(memory.gather, start, stop, out, have))
+                memory.users.append(parts[-1])
+                have += stop - start
+                if have == size:
+                    batch += 1
+                    after = Position(buffer.epoch, batch, buffer.index, stop)
+                    yield gatherers.submit(finish, parts, out, have), after
+                    parts, have, out = [], 0, {}
+            start = 0
+            if is_last:
+                after = Position(buffer.epoch + 1)
+                if have and not drop_last:
+                    yield gatherers.submit(finish, parts, out, have), after
+                elif not batch and self._reading.epochs is None:
+                    self._refuse(have)
+                parts, have, out, batch = [], 0, {}, 0
+                limit = self._limit(buffer.epoch + 1)
+
+    def _filled(self, filler: ThreadPoolExecutor) -> Iterator[tuple[Buffer, TokenMemory, bool]]:
+        """Filled buffers, and whether each is the epoch's last. Each is filled anew after the next was asked for."""
+        reading, rows = self._reading, self._memory_rows()
+        free = [TokenMemory(self._blocks, reading.names, reading.stack, rows) for _ in range(2)]
+        filling: deque[tuple[Buffer, TokenMemory, Future[None]]] = deque()
+        for buffer in self._buffers():
+            memory = free.pop()
+            filling.append((buffer, memory, filler.submit(memory.fill, buffer, self._order, reading.token_filter)))
+            if len(filling) > 1:
+                before, memory, done = filling.popleft()
+                done.result()
+                yield before, memory, before.epoch != buffer.epoch
+                free.append(memory)
+        for buffer, memory, done in filling:
+            done.result()
+            yield buffer, memory, True
+
+    def _buffers(self) -> Iterator[Buffer]:
+        """The buffers that are left to read, epoch after epoch."""
+        start, epochs = self._position, self._reading.epochs
+        if next(self._order.pieces(start.epoch), None) is None:
+            if epochs is None:
+                self._refuse(0)
+            return
+        for epoch in count(start.epoch) if epochs is None else range(start.epoch, epochs):
+            yield from self._order.buffers(epoch, start.buffer if epoch == start.epoch else 0)
+
+    def _memory_rows(self) -> int:
+        pieces = -(-np.asarray(self._order.block_rows) // self._order.piece_rows)
+        return self._order.piece_rows * min(self._order.pieces_per_buffer, int(pieces.sum()))
+
+    def _limit(self, epoch: int) -> int | None:
+        """How many batches every rank has in an epoch; None where there is no need to agree on it."""
+        if self._reading.world == 1 or self._reading.epochs is None:
+            return None
+        tokens = min(self._order.tokens_of_ranks(epoch, self._piece_tokens))
+        if tokens < self._reading.batch_size:
+            self._refuse(tokens)
+        return tokens // self._reading.batch_size
+
+    def _refuse(self, tokens: int) -> NoReturn:
+        raise ValueError(
+            f"one of {self._reading.world} readers has {tokens} tokens in an epoch, less than one batch of "
+            f"{self._reading.batch_size}. Use fewer readers, or a smaller batch_size."
+        )
+
+    @cached_property
+    def _piece_tokens(self) -> list[list[int]]:
+        """How many tokens of each piece of each block pass the filter: reads the segments of the whole store."""
+        names = ("segments", *self._reading.token_filter.side_arrays)
+        found = []
+        for start in range(0, len(self._blocks.records), BLOCKS_COUNTED_AT_ONCE):
+            blocks = range(start, min(start + BLOCKS_COUNTED_AT_ONCE, len(self._blocks.records)))
+            for beside in self._blocks.read_beside(blocks, names):
+                per_row = self._reading.token_filter.keeps(beside).sum(axis=1)
+                found.append(np.add.reduceat(per_row, range(0, len(per_row), self._order.piece_rows)).tolist())
+        return found
+
+    def _finisher(self) -> Callable[[Sequence[Future[None]], dict[str, np.ndarray], int], Batch]:
+        """What makes a batch of gathered memory: dtype, normalisation, framework."""
+        reading = self._reading
+        convert = converter(reading.framework)
+
+        def normalised(name: str, values: np.ndarray) -> np.ndarray:
+            if name in reading.normalisation:
+                return reading.normalisation[name].apply(values, reading.dtype)
+            return values if reading.dtype is None else values.astype(reading.dtype, copy=False)
+
+        def finish(parts: Sequence[Future[None]], out: dict[str, np.ndarray], num_tokens: int) -> Batch:
+            for part in parts:
+                part.result()
+            out = {name: values[:num_tokens] for name, values in out.items()}
+            for name in [name for name in out if scale_name(name) in out]:
+                out[name] = dequantised(out[name], out.pop(scale_name(name)))
+            beside = {spec.name: convert(out.pop(spec.name)) for spec in SIDE_ARRAYS}
+            if not reading.stack:
+                found = {name: convert(normalised(name, values)) for name, values in out.items()}
+                return Batch(found[reading.names[0]] if reading.single else found, **beside)
+            stacked = out[STACKED]
+            if reading.normalisation:
+                keys = [normalised(name, stacked[:, k]) for k, name in enumerate(reading.names)]
+                stacked = np.stack(keys, axis=1)
+            elif reading.dtype is not None:
+                stacked = stacked.astype(reading.dtype, copy=False)
+            return Batch(convert(stacked), **beside)
+
+        return finish
+
+
+def _done(under_way: tuple[Future[Batch], Position]) -> tuple[Batch, Position]:
+    return under_way[0].result(), under_way[1]
+
+
+def _reading_order(layout: StoreLayout, records: Sequence[CommitRecord], reading: Reading) -> ReadingOrder:
+    piece_rows = layout.piece_rows(reading.names)
+    read = {*reading.names, *map(scale_name, reading.names)}
+    piece_mib = sum(layout.row_bytes(spec) for spec in layout.all_arrays if spec.name in read) * piece_rows / MIB
+    mib = reading.buffer_mib if reading.seed is not None else min(reading.buffer_mib, SEQUENTIAL_BUFFER_MIB)
+    beside_mib = sum(spec.position_bytes for spec in SIDE_ARRAYS) * layout.slots * layout.rows_per_block / MIB
+    return ReadingOrder(
+        block_rows=tuple(record.rows for record in records),
+        piece_rows=piece_rows,
+        pieces_per_buffer=max(1, int(mib / piece_mib)),
+        window_blocks=max(1, int(WINDOW_MIB / beside_mib)),
+        seed=reading.seed,
+        rank=reading.rank,
+        world=reading.world,
+    )

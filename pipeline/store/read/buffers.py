@@ -1,0 +1,206 @@
+"""Memory that pieces of blocks are read into, and out of which tokens are gathered.
+
+Shapes: S slots (row, slot of it) of a buffer, T positions of a row, K keys, D features.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import tensorstore as ts
+from jaxtyping import Int64
+
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.int8 import Dequantised, scale_name
+from pipeline.store.format.layout import DOCUMENTS, MIB, POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS, StoreLayout
+from pipeline.store.format.tables import read_tables
+from pipeline.store.generated.completions import completion_slots
+from pipeline.store.io.kvstore import repeated
+from pipeline.store.read.filters import COMPLETIONS, TokenFilter
+from pipeline.store.read.frameworks import aligned_empty
+from pipeline.store.read.order import Buffer, ReadingOrder
+from pipeline.store.read.rows import (
+    READS_AHEAD,
+    RowRead,
+    beside_activations,
+    counts_positions,
+    require_selected,
+    require_stored,
+    start_read,
+    wait_read,
+)
+
+# Of whole rows, before what stands beside selected tokens is taken out of them.
+WHOLE_MIB = 64.0
+
+STACKED = "stacked"  # the name of the memory [S, K, D] that several arrays of one width share
+
+
+class StoredBlocks:
+    """The committed blocks of a store, and what stands beside the activations of those that are being read."""
+
+    def __init__(
+        self,
+        kvstore: ts.KvStore,
+        layout: StoreLayout,
+        arrays: Mapping[str, ts.TensorStore],
+        records: Sequence[CommitRecord],
+    ) -> None:
+        self._kvstore = kvstore
+        self.layout = layout
+        self.arrays = arrays
+        self.records = records
+        # By block: its window, and [rows, slots] by name.
+        self._beside: dict[int, tuple[int, dict[str, np.ndarray]]] = {}
+
+    def repeated(self, read: Callable[[], None]) -> None:
+        """Calls `read`, and again while it finds something damaged or missing; see `kvstore.repeated`."""
+        repeated(self._kvstore, read)
+
+    def first_row(self, block: int) -> int:
+        record = self.records[block]
+        return self.layout.first_row(record.stream, record.block)
+
+    def beside(self, buffer: Buffer, more: Sequence[str] = ()) -> list[dict[str, np.ndarray]]:
+        """The side arrays of each of the buffer's pieces, and what `more` names. Those of earlier windows are
+        forgotten."""
+        oldest = min(piece.window for piece in buffer.pieces)
+        kept = {b: held for b, held in self._beside.items() if held[0] >= oldest}
+        missing = {piece.block: piece.window for piece in buffer.pieces if piece.block not in kept}
+        read = self.read_beside(list(missing), list(dict.fromkeys([*(spec.name for spec in SIDE_ARRAYS), *more])))
+        self._beside = kept | {b: (missing[b], values) for b, values in zip(missing, read, strict=True)}
+        return [
+            {name: side[p.first : p.first + p.num_rows] for name, side in self._beside[p.block][1].items()}
+            for p in buffer.pieces
+        ]
+
+    def read_beside(self, blocks: Sequence[int], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
+        """The named side arrays of some blocks, and `COMPLETIONS`, as they stand beside the slots for activations:
+        [rows, slots] each.
+
+        Raises StoreError for a damaged or missing one, and for completions where there are none.
+        """
+        at_once = len(blocks) or 1
+        if self.layout.selected is not None:
+            whole = sum(spec.position_bytes for spec in SIDE_ARRAYS) * self.layout.rows_per_block * self.layout.length
+            at_once = max(1, int(WHOLE_MIB * MIB / whole))
+        parts = (blocks[start : start + at_once] for start in range(0, len(blocks), at_once))
+        read = (repeated(self._kvstore, lambda part=part: self._read_beside(part, names)) for part in parts)
+        return [beside for part in read for beside in part]
+
+    def _read_beside(self, blocks: Sequence[int], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
+        arrays = [name for name in names if name != COMPLETIONS]
+        if COMPLETIONS in names and DOCUMENTS.name not in names:
+            arrays.append(DOCUMENTS.name)
+        if self.layout.selected is not None:
+            arrays.append(SELECTED.name)
+        reads = [(b, name, *self._start(b, name)) for b in blocks for name in arrays]
+        found: dict[int, dict[str, np.ndarray]] = {b: {} for b in blocks}
+        for block, name, values, read in reads:
+            wait_read(self.arrays[name], read)
+            first = self.first_row(block)
+            if name == SELECTED.name:
+                require_selected(self.arrays[name], self.records[block], values)
+            elif name != POSITIONS.name:  # where zeros are nothing unusual
+                require_stored(self.arrays[name], np.arange(first, first + len(values)), values)
+            found[block][name] = values
+        for block, sides in found.items():
+            if {POSITIONS.name, SEGMENTS.name} <= set(sides):
+                counting = counts_positions(sides[SEGMENTS.name])
+                rows = self.first_row(block) + np.flatnonzero(counting)
+                require_stored(self.arrays[POSITIONS.name], rows, sides[POSITIONS.name][counting])
+        if COMPLETIONS in names:
+            tables = read_tables(self._kvstore, [self.records[b] for b in blocks])
+            for sides, table in zip(found.values(), tables, strict=True):
+                sides[COMPLETIONS] = completion_slots(sides[DOCUMENTS.name], table)
+        return [beside_activations(sides) for sides in found.values()]
+
+    def _start(self, block: int, name: str) -> tuple[np.ndarray, RowRead]:
+        array = self.arrays[name]
+        values = np.empty((self.records[block].rows, array.shape[1]), array.dtype.numpy_dtype)
+        return values, start_read(array, self.first_row(block), values)
+
+
+class TokenMemory:
+    """Memory for whole pieces: [S, D] by array name, or [S, K, D] under `STACKED`, and [S] by side array.
+
+    Beside activations of int8 stand their scales, likewise, under `scale_name` of these names.
+    `order` are the slots in the order in which they are to be handed out. `users` are what still reads the memory.
+    """
+
+    def __init__(self, blocks: StoredBlocks, names: Sequence[str], stack: bool, rows: int) -> None:
+        self._blocks = blocks
+        slots = blocks.layout.slots
+        self._targets: dict[str, np.ndarray] = {}
+        self._slots: dict[str, np.ndarray] = {}
+        groups = {STACKED: list(names)}
+        if blocks.layout.scales:
+            groups[scale_name(STACKED)] = [scale_name(name) for name in names]
+        for stacked, group in groups.items():
+            arrays = {name: blocks.arrays[name] for name in group}
+            dtype = arrays[group[0]].dtype.numpy_dtype
+            if stack:
+                memory = np.empty((rows, slots, len(group), arrays[group[0]].shape[2]), dtype)
+                self._targets |= {name: memory[:, :, k] for k, name in enumerate(group)}
+                self._slots[stacked] = memory.reshape(-1, *memory.shape[2:])
+            else:
+                targets = {name: np.empty((rows, slots, array.shape[2]), dtype) for name, array in arrays.items()}
+                self._targets |= targets
+                self._slots |= {name: target.reshape(-1, target.shape[2]) for name, target in targets.items()}
+        self._beside = {spec.name: np.empty((rows, slots), spec.dtype) for spec in SIDE_ARRAYS}
+        self._slots |= {name: side.reshape(-1) for name, side in self._beside.items()}
+        self._completions = np.zeros((rows, slots), bool)
+        self.order: Int64[np.ndarray, " n"] = np.empty(0, np.int64)
+        self.users: list[Future[None]] = []
+
+    def fill(self, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter) -> None:
+        """Waits until nobody uses the memory, then reads the buffer's pieces into it. Raises StoreError."""
+        for user in self.users:
+            user.exception()  # waits; whoever takes its result meets the error
+        self.users = []
+        self._blocks.repeated(lambda: self._fill(buffer, order, token_filter))
+
+    def _fill(self, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter) -> None:
+        beside = self._blocks.beside(buffer, token_filter.side_arrays)
+        looked_at = self._beside | {COMPLETIONS: self._completions}
+        reads: deque[tuple[ts.TensorStore, RowRead]] = deque()
+        row_numbers: list[np.ndarray] = []
+        row = 0
+        for piece, sides in zip(buffer.pieces, beside, strict=True):
+            rows = slice(row, row + piece.num_rows)
+            first = self._blocks.first_row(piece.block) + piece.first
+            for name, target in self._targets.items():
+                array = self._blocks.arrays[name]
+                reads.append((array, start_read(array, first, target[rows])))
+            for name, values in sides.items():
+                looked_at[name][rows] = values
+            row_numbers.append(np.arange(first, first + piece.num_rows))
+            row = rows.stop
+            while len(reads) > READS_AHEAD:
+                wait_read(*reads.popleft())
+        slots = np.flatnonzero(token_filter.keeps({name: side[:row] for name, side in looked_at.items()}))
+        while reads:
+            wait_read(*reads.popleft())
+        has_any = self._beside["segments"][:row, 0] > 0
+        for name, target in self._targets.items():
+            stored_rows = np.concatenate(row_numbers)[has_any]
+            require_stored(self._blocks.arrays[name], stored_rows, target[:row, 0][has_any])
+        flat = {name: target.reshape(-1, target.shape[2]) for name, target in self._targets.items()}
+        for name in [name for name in flat if scale_name(name) in flat]:
+            flat[name] = Dequantised(flat[name], flat.pop(scale_name(name)))
+        self.order = order.shuffled(buffer, token_filter.within_norms(slots, flat))
+
+    def like(self, num_tokens: int) -> dict[str, np.ndarray]:
+        """Memory for a batch: what a slot holds, `num_tokens` times, by name."""
+        slots = self._slots.items()
+        return {name: aligned_empty((num_tokens, *values.shape[1:]), values.dtype) for name, values in slots}
+
+    def gather(self, start: int, stop: int, out: Mapping[str, np.ndarray], at: int) -> None:
+        """Copies the tokens `order[start:stop]` into `out`, from its token `at` on."""
+        slots = self.order[start:stop]
+        for name, values in self._slots.items():
+            # As plain integers, for which numpy lets other threads run; mode="raise" would copy twice.
+            integers = f"u{values.itemsize}"
+            target = out[name][at : at + len(slots)]
+            np.take(values.view(integers), slots, axis=0, out=target.view(integers), mode="clip")

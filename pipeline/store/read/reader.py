@@ -1,0 +1,456 @@
+"""Reading a store: rows, documents, and batches of tokens for training.
+
+    from pipeline.store import ActivationStore
+
+    store = ActivationStore.open("gs://bucket/store")
+    for batch in store.batches((5, "resid_post"), batch_size=4096, shuffle=True, seed=0):
+        train_step(batch.activations)  # [4096, d]
+
+Works on finished and on unfinished stores; of the latter it sees the blocks that were committed when it was opened.
+Shapes: T positions of a row, S slots of a row for activations (its positions, or fewer where only some tokens'
+activations are stored: `capture.positions`), D features of an activation.
+"""
+
+import operator
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import SupportsIndex
+
+import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import tensorstore as ts
+from jaxtyping import Bool, Int32, Int64
+from numpy.typing import DTypeLike
+
+from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.core.sites import ActivationKey, Site
+from pipeline.store.format.arrays import open_existing, require_arrays
+from pipeline.store.format.commits import CommitRecord, read_consolidated, read_records
+from pipeline.store.format.int8 import dequantised, scale_name
+from pipeline.store.format.layout import POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS
+from pipeline.store.format.metadata import StoreMetadata, StoreRoot, require_root, stored_layout
+from pipeline.store.format.normalisation import Normalisation
+from pipeline.store.format.statistics import Statistics, merge, merge_blocks, read_merged, token_statistics
+from pipeline.store.format.tables import empty_table, read_tables
+from pipeline.store.io.kvstore import DAMAGE_REMEDY, open_kvstore, repeated
+from pipeline.store.read.batches import BatchReader, Reading
+from pipeline.store.read.filters import TokenFilter
+from pipeline.store.read.frameworks import Framework
+from pipeline.store.read.rows import beside_activations, counts_positions, read_runs, require_stored
+from pipeline.store.read.selected import at_selected
+
+Key = ActivationKey | tuple[SupportsIndex | None, Site | str] | str
+Rows = SupportsIndex | slice | Sequence[SupportsIndex] | np.ndarray
+
+
+# A sample's tokens come from as many places as fit into this.
+SAMPLE_BUFFER_MIB = 64.0
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """What stands beside the activations, row by row: [n, S], or [S] for one row.
+
+    segments: 0 where there is no token, k in the row's k-th document window. positions: from 0 in each window.
+    documents: the document's number, -1 where there is no token.
+    """
+
+    tokens: Int32[np.ndarray, "*n S"]
+    segments: Int32[np.ndarray, "*n S"]
+    positions: Int32[np.ndarray, "*n S"]
+    documents: Int64[np.ndarray, "*n S"]
+
+
+@dataclass(frozen=True)
+class DocumentActivations:
+    """The n tokens of a document that have activations, in order, and these [n, D] by array name.
+
+    text: all m stored tokens of the document. places: where the n stand among them.
+    """
+
+    document: int
+    id: str
+    tokens: Int32[np.ndarray, " n"]
+    positions: Int32[np.ndarray, " n"]
+    rows: Int64[np.ndarray, " n"]
+    activations: Mapping[str, np.ndarray]
+    text: Int32[np.ndarray, " m"]
+    places: Int64[np.ndarray, " n"]
+
+
+class ActivationStore:
+    """A store, open for reading. Use `ActivationStore.open`.
+
+    `arrays` are the TensorStore arrays by name, as they are stored, for reading them in other ways.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        kvstore: ts.KvStore,
+        root: StoreRoot,
+        records: Mapping[int, Sequence[CommitRecord]],
+        arrays: Mapping[str, ts.TensorStore],
+    ) -> None:
+        self.path = path
+        self.metadata: StoreMetadata = root.metadata
+        self.complete: bool = root.complete
+        self.weights_error: Mapping[str, float | None] | None = root.weights_error  # of int8 weights, by array name
+        self.keys: tuple[ActivationKey, ...] = tuple(ActivationKey.parse(name) for name in root.arrays)
+        self.arrays = arrays
+        self._kvstore = kvstore
+        self._statistics_digests = root.statistics_digests
+        self._layout = stored_layout(root, arrays)
+        blocks = (record for stream in records.values() for record in stream)
+        self._blocks = sorted(blocks, key=lambda record: self._layout.shard_index(record.stream, record.block))
+        self._first_rows = np.array([self._layout.first_row(r.stream, r.block) for r in self._blocks], np.int64)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "ActivationStore":
+        """Opens the store at a local path, `gs://`, `s3://` or `memory://`.
+
+        Raises StoreInvalid where there is no store, or one that is damaged or of another version, and StoreError where
+        it cannot be reached.
+        """
+        path = os.fspath(path)
+        kvstore = open_kvstore(path)
+        return repeated(kvstore, lambda: cls._open(path, kvstore))
+
+    @classmethod
+    def _open(cls, path: str, kvstore: ts.KvStore) -> "ActivationStore":
+        root = require_root(path, kvstore)
+        arrays = open_existing(kvstore, root.array_names, root.array_digests or {})
+        require_arrays(root, arrays, path)
+        records = read_consolidated(kvstore, root.commits_sha256)
+        records = read_records(path, kvstore) if records is None else records
+        counts = tuple(len(records.get(stream, ())) for stream in range(root.metadata.num_streams))
+        if root.blocks is not None and counts != root.blocks:
+            raise StoreInvalid(
+                f"{path} was completed with {sum(root.blocks)} blocks, but {sum(counts)} have a commit record, or they "
+                "are of other streams. Run the job again, which computes what is missing, or pipeline.verify, which "
+                "names it."
+            )
+        return cls(path, kvstore, root, records, arrays)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(sorted({key.layer for key in self.keys if key.site.per_layer}))
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        return tuple(dict.fromkeys(key.site for key in self.keys))
+
+    @property
+    def length(self) -> int:
+        """Token slots of a row."""
+        return self._layout.length
+
+    @property
+    def slots(self) -> int:
+        """Slots of a row for activations: `length`, unless only some tokens' activations are stored."""
+        return self._layout.slots
+
+    @property
+    def blocks(self) -> tuple[CommitRecord, ...]:
+        """The records of the committed blocks, in the order of their rows."""
+        return tuple(self._blocks)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Stored tokens, without padding."""
+        return sum(record.tokens for record in self._blocks)
+
+    @cached_property
+    def num_activations(self) -> int:
+        """Stored tokens whose activations are stored: all of them, unless `capture.positions` selects some."""
+        return sum(record.activations for record in self._blocks)
+
+    @cached_property
+    def rows(self) -> Int64[np.ndarray, " n"]:
+        """The numbers of the rows that are in the store, ascending: an array's other rows are padding."""
+        ranges = [
+            np.arange(r.rows, dtype=np.int64) + first for r, first in zip(self._blocks, self._first_rows, strict=True)
+        ]
+        return np.concatenate([np.empty(0, np.int64), *ranges])
+
+    @cached_property
+    def documents(self) -> pa.Table:
+        """Every document of every block: one table row per document and block that it has tokens in.
+
+        The columns are those of `_documents` (document, id, source, index, n_tokens, n_cut, first_token, last_token and
+        the source's own) with the stream and block in front.
+        """
+        tables = list(read_tables(self._kvstore, self._blocks))
+        return pa.concat_tables(tables, promote_options="default") if tables else empty_table()
+
+    def statistics(self, layer: SupportsIndex | None, site: Site | str) -> Statistics:
+        """Mean and variance of each feature, and the norms, over every stored token of an array.
+
+        Raises StoreError for a store that was made with capture.statistics=false.
+        """
+        name = self._key((layer, site)).name
+        if self.complete:
+            found = read_merged(self._kvstore, name, (self._statistics_digests or {}).get(name))
+            if found is None and self._blocks and all(record.statistics_sha256 for record in self._blocks):
+                raise StoreInvalid(
+                    f"{self.path} is complete, but its statistics of {name} are missing. {DAMAGE_REMEDY}"
+                )
+        else:
+            found = merge_blocks(self._kvstore, self._blocks).get(name)
+        if found is None:
+            raise StoreError(f"{self.path} has no statistics of {name}: it was made with capture.statistics=false.")
+        return found
+
+    def normalisation(self, keys: Key | Sequence[Key], per_feature: bool = False) -> dict[str, Normalisation]:
+        """By array name, what brings activations to zero mean and unit variance, from the stored statistics.
+
+        See `Statistics.normalisation`. Raises StoreError for a store that was made with capture.statistics=false:
+        `sample` finds statistics there.
+        """
+        parsed = (self._key(key) for key in ([keys] if _is_key(keys) else keys))
+        return {key.name: self.statistics(key.layer, key.site).normalisation(per_feature) for key in parsed}
+
+    def read(self, layer: SupportsIndex | None, site: Site | str, rows: Rows, dtype: DTypeLike = None) -> np.ndarray:
+        """Activations [n, S, D] of some rows ([S, D] for one), zeros where there is no token.
+
+        `layer` is None for the sites that exist once. `rows` are row numbers, as in `store.rows`, or a mask of these; a
+        slice selects the stored ones of its range. `dtype` is the store's (of int8: float32, dequantised) unless given.
+        Raises StoreError for a row that is not stored, or damaged.
+        """
+        values = self._activations(self._key((layer, site)).name, self._row_numbers(rows))
+        values = values if dtype is None else values.astype(dtype, copy=False)
+        return values[0] if _is_one_row(rows) else values
+
+    def read_tokens(self, rows: Rows, whole: bool = False) -> TokenRows:
+        """Tokens, segments, positions and documents of some rows, chosen as in `read`, slot by slot as activations are.
+
+        `whole`: of all positions, S = T, also where only some tokens' activations are stored.
+        """
+        wanted = self._row_numbers(rows)
+        sides = {spec.name: self._read(spec.name, wanted) for spec in SIDE_ARRAYS}
+        if not whole and self._layout.selected is not None:
+            sides = beside_activations(sides | {SELECTED.name: self._read(SELECTED.name, wanted)})
+        return TokenRows(**{name: values[0] if _is_one_row(rows) else values for name, values in sides.items()})
+
+    def read_selected(self, rows: Rows) -> Int32[np.ndarray, "*n S"]:
+        """Where in their row the tokens stand whose activations `read` gives; -1 where there is none."""
+        wanted = self._row_numbers(rows)
+        if self._layout.selected is not None:
+            selected = self._read(SELECTED.name, wanted)
+        else:
+            segments = self._read(SEGMENTS.name, wanted)
+            selected = np.where(segments > 0, np.arange(self.length, dtype=np.int32), np.int32(-1))
+        return selected[0] if _is_one_row(rows) else selected
+
+    def document(self, id: str | SupportsIndex, keys: Sequence[Key] | None = None) -> DocumentActivations:
+        """One document, by its id (str) or number (int), with the activations of `keys` (default: all).
+
+        A document that is longer than a row has several windows, each computed by itself; they follow one another.
+        Raises StoreError for an id that no document has, or several have.
+        """
+        column, id = ("id", id) if isinstance(id, str) else ("document", operator.index(id))
+        found = self.documents.filter(pc.equal(self.documents[column], id))
+        numbers = pc.unique(found["document"]).to_pylist()
+        if len(numbers) != 1:
+            hint = f"documents {numbers} have it; ask for one by number" if numbers else "no document has it"
+            raise StoreError(f"{column} {id!r} in the store {self.path}: {hint}.")
+        records = {(record.stream, record.block): record for record in self._blocks}
+        places = sorted(set(zip(found["stream"].to_pylist(), found["block"].to_pylist(), strict=True)))
+        rows = np.concatenate([self._block_rows(records[place]) for place in places])
+        holds = (self._read("documents", rows) == numbers[0]).any(axis=1)
+        rows = rows[holds]
+        whole = self.read_tokens(rows, whole=True)
+        in_text = whole.documents == numbers[0]
+        expected = pc.sum(pc.subtract(found["last_token"], found["first_token"])).as_py()
+        if in_text.sum() != expected:
+            raise StoreError(f"{in_text.sum()} tokens of {column} {id!r} are in {self.path}, expected {expected}.")
+        beside = self.read_tokens(rows)
+        of_document = beside.documents == numbers[0]
+        places = np.cumsum(in_text).reshape(in_text.shape) - 1
+        names = [key.name for key in (self.keys if keys is None else map(self._key, keys))]
+        return DocumentActivations(
+            document=numbers[0],
+            id=found["id"][0].as_py(),
+            tokens=beside.tokens[of_document],
+            positions=beside.positions[of_document],
+            rows=np.repeat(rows, of_document.sum(axis=1)),
+            activations={name: self._activations(name, rows)[of_document] for name in names},
+            text=whole.tokens[in_text],
+            places=at_selected(places, self.read_selected(rows), -1)[of_document],
+        )
+
+    def batches(
+        self,
+        keys: Key | Sequence[Key],
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        epochs: int | None = 1,
+        rank: int = 0,
+        world: int = 1,
+        token_filter: TokenFilter = TokenFilter(),  # noqa: B008  frozen
+        normalisation: Mapping[str, Normalisation] | None = None,
+        stack: bool = False,
+        dtype: DTypeLike = None,
+        framework: Framework | str = Framework.numpy,
+        drop_last: bool = False,
+        buffer_mib: float = 256.0,
+        state: Mapping[str, int] | None = None,
+    ) -> BatchReader:
+        """Every stored activation exactly once per epoch, `batch_size` at a time, never padding.
+
+        keys: one activation, e.g. (5, "resid_post"), or a list of them, aligned: see `Batch`. stack: several of one
+        width as one array [n, K, D].
+
+        shuffle: blocks come in random order and their pieces fill a buffer of `buffer_mib` MiB of activations, which is
+        emptied in random order while another is filled; otherwise tokens come in the order of their rows. The order
+        depends on `seed`, the epoch and what else the arguments say, not on timing. epochs: None for no end.
+
+        rank, world: this reader's share of the store; shares do not overlap. Of several readers, each has the same
+        number of batches, all full. For that the segments of the whole store are read first (4 bytes per token); with
+        epochs=None nothing is, and nobody ends. Batches never mix epochs; `drop_last` drops an epoch's short one.
+
+        token_filter: what to leave out. normalisation: by array name; gives float32. dtype: the store's unless given.
+        framework: numpy, jax or torch arrays. state: `BatchReader.state()` of an equal reader, to go on from there.
+
+        Raises StoreError for a damaged block and when `keys` is empty, ValueError for arguments that contradict
+        each other or the state, and ImportError when the framework is not installed.
+        """
+        single = _is_key(keys)
+        names = [self._key(key).name for key in ([keys] if single else keys)]
+        if not names:
+            raise StoreError(f"no activations of the store {self.path} are asked for; it has {self._key_names()}.")
+        if stack and len({(self.arrays[name].shape[2], self.arrays[name].dtype) for name in names}) > 1:
+            sizes = {name: (self.arrays[name].shape[2], self.arrays[name].dtype.name) for name in names}
+            raise ValueError(f"stack=True needs one width and dtype, got {sizes}. Leave it out to get them by name.")
+        reading = Reading(
+            names=tuple(names),
+            batch_size=batch_size,
+            single=single,
+            seed=seed if shuffle else None,
+            epochs=epochs,
+            rank=rank,
+            world=world,
+            token_filter=token_filter,
+            normalisation=normalisation or {},
+            stack=stack,
+            dtype=dtype,
+            framework=Framework(framework),
+            drop_last=drop_last,
+            buffer_mib=buffer_mib,
+        )
+        return BatchReader(self._kvstore, self._layout, self.arrays, self._blocks, reading, state)
+
+    def sample(
+        self,
+        keys: Key | Sequence[Key],
+        num_tokens: int = 65536,
+        seed: int = 0,
+        token_filter: TokenFilter = TokenFilter(),  # noqa: B008  frozen
+    ) -> dict[str, Statistics]:
+        """Statistics of some activations, by array name, from the first `num_tokens` shuffled tokens.
+
+        The same arguments give the same sample. Raises ValueError where the filter leaves no token.
+        """
+        keys = [keys] if _is_key(keys) else keys
+        names = [self._key(key).name for key in keys]
+        batches = self.batches(
+            names, 4096, shuffle=True, seed=seed, token_filter=token_filter, buffer_mib=SAMPLE_BUFFER_MIB
+        )
+        parts: list[dict[str, Statistics]] = []
+        left = num_tokens
+        for batch in batches:
+            parts.append({name: token_statistics(batch.activations[name][:left]) for name in names})
+            left -= len(batch.tokens)
+            if left <= 0:
+                batches.close()
+        if not parts:
+            raise ValueError("a sample needs at least one token; the filter leaves none")
+        return {name: merge(part[name] for part in parts) for name in names}
+
+    def _key(self, key: Key) -> ActivationKey:
+        try:
+            parsed = _parse_key(key)
+        except (TypeError, ValueError) as error:
+            raise StoreError(f"{key!r} names no activation: {error}.") from error
+        if parsed not in self.keys:
+            raise StoreError(f"the store {self.path} has no {parsed.name}; it has {self._key_names()}.")
+        return parsed
+
+    def _key_names(self) -> str:
+        return ", ".join(key.name for key in self.keys)
+
+    def _row_numbers(self, rows: Rows) -> Int64[np.ndarray, " n"]:
+        if isinstance(rows, slice):
+            end = int(self.rows[-1]) + 1 if self.rows.size else 0
+            wanted = np.arange(*rows.indices(end), dtype=np.int64)
+            return wanted[np.isin(wanted, self.rows)]
+        chosen = np.asarray(rows)
+        if chosen.dtype == bool and chosen.shape == self.rows.shape:
+            return self.rows[chosen]
+        if chosen.ndim > 1 or (chosen.size and chosen.dtype.kind not in "iu"):
+            raise StoreError(
+                f"rows have the shape {list(chosen.shape)} and dtype {chosen.dtype}; expected a row number, a list of "
+                f"them, a slice, or a mask of the {len(self.rows)} rows of the store {self.path}."
+            )
+        wanted = np.atleast_1d(chosen).astype(np.int64)
+        absent = wanted[~np.isin(wanted, self.rows)][:8].tolist()
+        if absent:
+            raise StoreError(f"rows {absent} are not in the store {self.path}; `rows` lists those that are.")
+        return wanted
+
+    def _activations(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
+        values = self._read(name, rows)
+        return dequantised(values, self._read(scale_name(name), rows)) if self._layout.scales else values
+
+    def _read(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
+        return repeated(self._kvstore, lambda: self._read_once(name, rows))
+
+    def _read_once(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
+        values = read_runs(self.arrays[name], rows)
+        begin = values if values.ndim == 2 else values[:, 0]
+        is_empty = (begin == self.arrays[name].fill_value).all(axis=1)
+        if is_empty.any():
+            filled = self._filled(name, rows[is_empty])
+            require_stored(self.arrays[name], rows[is_empty][filled], begin[is_empty][filled])
+        return values
+
+    def _filled(self, name: str, rows: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+        """Which rows of an array begin with something: a token, a selected token, an activation."""
+        if name == POSITIONS.name:  # zeros are nothing unusual where every window of the row has one token
+            return counts_positions(self._read(SEGMENTS.name, rows))
+        if self._layout.selected is None or name in (spec.name for spec in SIDE_ARRAYS):
+            return np.ones(len(rows), bool)
+        if name == SELECTED.name:
+            block = np.searchsorted(self._first_rows, rows, side="right") - 1
+            return np.array([record.activations > 0 for record in self._blocks], bool)[block]
+        return self._read(SELECTED.name, rows)[:, 0] >= 0
+
+    def _block_rows(self, record: CommitRecord) -> np.ndarray:
+        return np.arange(record.rows, dtype=np.int64) + self._layout.first_row(record.stream, record.block)
+
+
+def _is_one_row(rows: Rows) -> bool:
+    return np.ndim(rows) == 0 and not isinstance(rows, slice)
+
+
+def _is_key(keys: Key | Sequence[Key]) -> bool:
+    """Whether this is one key, not several: a pair (layer, site) is a tuple too."""
+    if isinstance(keys, tuple) and keys:
+        return keys[0] is None or isinstance(keys[0], SupportsIndex)
+    return isinstance(keys, (ActivationKey, str))
+
+
+def _parse_key(key: Key) -> ActivationKey:
+    """Raises TypeError or ValueError for what names no activation."""
+    if isinstance(key, ActivationKey):
+        return key
+    if isinstance(key, str):
+        return ActivationKey.parse(key)
+    layer, site = key
+    return ActivationKey(-1 if layer is None else operator.index(layer), Site(site))

@@ -1,0 +1,126 @@
+"""Reading rows of an array into memory that is already there."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import tensorstore as ts
+from jaxtyping import Bool, Int32, Int64, Shaped
+
+from pipeline.core.errors import StoreInvalid
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
+from pipeline.store.io.kvstore import is_remote, list_keys, object_url, repeated, require_file, store_errors
+from pipeline.store.read.selected import at_selected
+
+# How many pieces to have under way. Enough to keep an object store busy; with more, TensorStore's own buffers no longer
+# come from what was freed just before (measured: 30 pieces take 20 to 40 times the page faults of 6).
+READS_AHEAD = 6
+
+# Of an object that is listed, but was read as if it were missing: a service that errs may do so twice in a row.
+_REREADS = 4
+
+
+def read_runs(array: ts.TensorStore, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
+    """The given rows, in the given order: [n, ...]. One read per run of consecutive rows, all under way at once.
+
+    Raises StoreError for a damaged or unreadable chunk.
+    """
+    out = np.empty((len(rows), *array.shape[1:]), array.dtype.numpy_dtype)
+    if not len(rows):
+        return out
+    starts = np.flatnonzero(np.diff(rows, prepend=np.iinfo(np.int64).min) != 1)
+    stops = np.append(starts[1:], len(rows))
+    runs = zip(starts.tolist(), stops.tolist(), strict=True)
+    for read in [start_read(array, int(rows[start]), out[start:stop]) for start, stop in runs]:
+        wait_read(array, read)
+    return out
+
+
+class RowRead:
+    """A read of consecutive rows of an array into `out`, which is under way."""
+
+    def __init__(self, array: ts.TensorStore, first_row: int, out: np.ndarray) -> None:
+        rows_per_shard = array.chunk_layout.write_chunk.shape[0]
+        for shard in range(first_row // rows_per_shard, -(-(first_row + len(out)) // rows_per_shard)):
+            require_file(array.kvstore, _shard_key(array, shard))
+        rows = array[first_row : first_row + len(out)]
+        self._rows = rows[ts.d[0].translate_to[0]]
+        self._out = out
+        self._under_way: ts.WriteFutures | None = self._start()
+
+    def _start(self) -> ts.WriteFutures:
+        return ts.array(self._out).write(self._rows)
+
+    def finish(self) -> None:
+        """Waits; when called again, reads again. Raises StoreError."""
+        reading, self._under_way = self._under_way or self._start(), None
+        with store_errors(object_url(self._rows.kvstore, "")):
+            reading.result()
+
+
+def start_read(array: ts.TensorStore, first_row: int, out: np.ndarray) -> RowRead:
+    """Starts reading `len(out)` consecutive rows into `out`, which is complete when the result is waited for.
+
+    Raises StoreInvalid where something else than a file is in the place of a store shard.
+    """
+    return RowRead(array, first_row, out)
+
+
+def wait_read(array: ts.TensorStore, read: RowRead) -> None:
+    """Waits for a read of `array`; what seems damaged is read again. Raises StoreError."""
+    repeated(array.kvstore, read.finish)
+
+
+def require_stored(
+    array: ts.TensorStore, rows: Int64[np.ndarray, " n"], values: Shaped[np.ndarray, "n values"]
+) -> None:
+    """Raises StoreInvalid when an object that holds some of `rows` is missing, or was not there when it was read.
+
+    Zarr reads a missing object as fill values. `values` are of each row its only or its first ones, which are hardly
+    ever all of them fill values, as those of a token; only where they are, the object is looked for, and read again.
+    """
+    suspicious = rows[(values == array.fill_value).all(axis=1)]
+    rows_per_shard = array.chunk_layout.write_chunk.shape[0]
+    for shard in np.unique(suspicious // rows_per_shard).tolist():
+        key = _shard_key(array, shard)
+        if key not in list_keys(array.kvstore, key):
+            raise StoreInvalid(
+                f"{object_url(array.kvstore, key)} is missing, although the block is committed. "
+                "Run pipeline.verify, which lists all damage and says how to repair it."
+            )
+        for _ in range(_REREADS if is_remote(array.kvstore) else 1):
+            again = read_runs(array, suspicious[suspicious // rows_per_shard == shard])
+            if not ((again if again.ndim == 2 else again[:, 0]) == array.fill_value).all():
+                raise StoreInvalid(
+                    f"{object_url(array.kvstore, key)} is there, but its storage answered that it is not. Try again."
+                )
+
+
+def _shard_key(array: ts.TensorStore, shard: int) -> str:
+    """The key of a store shard, relative to the array."""
+    return "/".join(["c", str(shard), *["0"] * (array.ndim - 1)])
+
+
+def counts_positions(segments: Int32[np.ndarray, "n T"]) -> Bool[np.ndarray, " n"]:
+    """Whether some position of a row is not 0: where a document window has two tokens."""
+    return ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)).any(axis=1)
+
+
+def require_selected(array: ts.TensorStore, record: CommitRecord, selected: Int32[np.ndarray, "rows K"]) -> None:
+    """Raises StoreInvalid unless `selected`, of a whole block, holds as many tokens as the block's record says."""
+    if (found := np.count_nonzero(selected >= 0)) != record.activations:
+        raise StoreInvalid(
+            f"{object_url(array.kvstore, '')} has {found} tokens of block {record.block} of stream {record.stream}, "
+            f"whose record says {record.activations}. "
+            "Run pipeline.verify, which lists all damage and says how to repair it."
+        )
+
+
+def beside_activations(sides: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Side arrays as they stand beside the slots for activations: themselves, [R, T], or at `selected`, [R, K]."""
+    sides = dict(sides)
+    selected = sides.pop(SELECTED.name, None)
+    if selected is None:
+        return sides
+    fills = {spec.name: spec.fill for spec in SIDE_ARRAYS}
+    return {name: at_selected(values, selected, fills.get(name, 0)) for name, values in sides.items()}

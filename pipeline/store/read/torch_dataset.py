@@ -1,0 +1,33 @@
+"""A store as a PyTorch data set. The only module that needs torch."""
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from pipeline.store.read.reader import ActivationStore, Key
+
+
+class ActivationDataset(IterableDataset):
+    """Whole batches of a store, as dicts of tensors: activations, tokens, segments, positions, documents.
+
+        DataLoader(ActivationDataset(path, (5, "resid_post"), 4096, shuffle=True, epochs=None), batch_size=None)
+
+    `options` are those of `ActivationStore.batches`. The reader has threads of its own, so `num_workers=0` is
+    the fastest; workers, which need `multiprocessing_context="spawn"`, divide this rank's share among themselves.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], keys: Key | Sequence[Key], batch_size: int, **options: Any):
+        self._path = path
+        self._keys = keys
+        self._batch_size = batch_size
+        self._options = options
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rank, world = self._options.get("rank", 0), self._options.get("world", 1)
+        if worker := get_worker_info():
+            rank, world = rank * worker.num_workers + worker.id, world * worker.num_workers
+        options = self._options | {"rank": rank, "world": world, "framework": "torch"}
+        batches = ActivationStore.open(self._path).batches(self._keys, self._batch_size, **options)
+        return (vars(batch) for batch in batches)

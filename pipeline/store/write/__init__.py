@@ -1,0 +1,1 @@
+"""Writing a store: blocks, claims, completing, merging and deleting."""

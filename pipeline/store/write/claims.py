@@ -1,0 +1,258 @@
+"""Claims: which process computes which stream, decided by conditional writes in the store.
+
+`_claims/stream-00003.json` names the stream's owner. The owner renews its claim: it writes it anew, on condition that
+it is as it wrote it last. Whoever sees a claim unchanged for the length of its lease may write itself in, on the same
+condition. Each measures with its own clock, and no two clocks are compared. An owner that could not renew its claim
+for half of the lease gives it up by itself, before anybody else may have it. A claim that is released says so; it is
+not deleted, since S3 cannot do that on a condition.
+"""
+
+import itertools
+import json
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import tensorstore as ts
+
+from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.store.io.kvstore import (
+    list_keys,
+    open_kvstore,
+    read_checked,
+    read_with_generations,
+    repeated,
+    write_if_absent,
+    write_if_unchanged,
+    write_key,
+)
+from pipeline.store.io.parsing import parse_json
+
+log = logging.getLogger("pipeline")
+
+CLAIMS_PREFIX = "_claims/"
+TEST_PREFIX = "_claims_test/"  # not among the claims, which another worker may be deleting
+_KEY = re.compile(r"_claims/stream-(\d{5,})\.json")
+_RENEWALS_PER_LEASE = 6  # two may fail before the owner gives up
+
+
+class _Claim(NamedTuple):
+    """What a claim's object holds. `number` counts its owner's writes, so that no two of them are equal."""
+
+    owner: str
+    held: bool
+    lease_s: float
+    number: int
+
+    def to_json(self) -> bytes:
+        return (json.dumps(self._asdict()) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, text: bytes, subject: str) -> "_Claim":
+        content = parse_json(text, subject, _CLAIM_REMEDY)
+        try:
+            claim = cls(**content)
+        except TypeError as error:
+            raise StoreInvalid(f"{subject} is not a claim ({error}). {_CLAIM_REMEDY}") from error
+        kinds = {"owner": str, "held": bool, "lease_s": (int, float), "number": int}
+        wrong = {
+            name: getattr(claim, name) for name, kind in kinds.items() if not isinstance(getattr(claim, name), kind)
+        }
+        if wrong or not 0 < claim.lease_s < float("inf"):
+            raise StoreInvalid(f"{subject} is not a claim ({wrong or claim.lease_s}). {_CLAIM_REMEDY}")
+        return claim
+
+
+_CLAIM_REMEDY = "Delete it."
+
+
+class Vacancy(NamedTuple):
+    """A stream that may be claimed while its claim has this generation. `expired`: its owner, if that has died."""
+
+    stream: int
+    generation: bytes
+    expired: str | None
+
+
+@dataclass
+class _Lease:
+    """A claim of this process. `renewed_at`: monotonic seconds before the write that renewed it last was sent."""
+
+    generation: bytes
+    renewed_at: float
+    is_lost: bool = False  # once and for all
+    lock: threading.Lock = field(default_factory=threading.Lock)  # while it is renewed or released
+
+
+class Claims:
+    """This process's claims on the streams of one store, renewed by a thread until they are released or lost.
+
+    `owner` names this process in them. `lease_s` is how long the others wait when it falls silent; theirs may differ.
+    """
+
+    def __init__(self, path: str, lease_s: float) -> None:
+        """Raises StoreInvalid for storage that ignores the conditions of a write, and StoreError."""
+        self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.lease_s = lease_s
+        self._path = path
+        self._kvstore = open_kvstore(path, own_requests=4)  # renewals do not wait behind the blocks
+        self._numbers = itertools.count()
+        self._seen: dict[int, tuple[bytes, float]] = {}  # of others' claims: the generation, and since when
+        self._leases: dict[int, _Lease] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        _require_conditional_writes(path, self._kvstore, self.owner)
+        self._thread = threading.Thread(target=self._renew, name="claims", daemon=True)
+        self._thread.start()
+
+    def vacancies(self, streams: Sequence[int]) -> list[Vacancy]:
+        """Those of the streams that nobody holds: not this process either. An owner that has died is noticed by calls
+        that are at least its lease apart.
+        """
+        streams = [stream for stream in streams if stream not in self._leases]
+        claims = repeated(self._kvstore, lambda: self._read(streams))
+        now = time.monotonic()
+        vacant = []
+        for stream, (claim, generation) in zip(streams, claims, strict=True):
+            if claim is None or not claim.held or claim.owner == self.owner:
+                vacant.append(Vacancy(stream, generation, expired=None))
+                continue
+            seen, since = self._seen.get(stream, (None, now))
+            if seen != generation:
+                self._seen[stream] = (generation, now)
+            elif now - since >= claim.lease_s:
+                vacant.append(Vacancy(stream, generation, expired=claim.owner))
+        return vacant
+
+    def _read(self, streams: Sequence[int]) -> list[tuple[_Claim | None, bytes]]:
+        """Each stream's claim, if it has one, and its generation. Raises StoreInvalid for what is no claim."""
+        keys = [claim_key(stream) for stream in streams]
+        return [
+            (None if text is None else _Claim.from_json(text, f"{self._path}/{key}"), generation)
+            for key, (text, generation) in zip(keys, read_with_generations(self._kvstore, keys), strict=True)
+        ]
+
+    def claim(self, vacancy: Vacancy) -> bool:
+        """Whether the stream is this process's now. Raises StoreError."""
+        began = time.monotonic()
+        generation = self._write(vacancy.stream, vacancy.generation)
+        if generation is None:
+            return False
+        if vacancy.expired:
+            log.warning("stream %d is taken over from %s, which has fallen silent", vacancy.stream, vacancy.expired)
+        with self._lock:
+            self._leases[vacancy.stream] = _Lease(generation, began)
+        if self._closed.is_set():
+            self.release(vacancy.stream)
+            return False
+        return True
+
+    def holds(self, stream: int) -> bool:
+        """Whether the stream is this process's still. What is not, never becomes so again before `release`."""
+        lease = self._leases.get(stream)
+        if lease is None:
+            return False
+        if not lease.is_lost and time.monotonic() - lease.renewed_at >= self.lease_s / 2:
+            self._lose(stream, lease, f"could not be renewed for {self.lease_s / 2:g} s")
+        return not lease.is_lost
+
+    def release(self, stream: int) -> None:
+        """Lets another process have the stream, at once if this one still had it."""
+        with self._lock:
+            lease = self._leases.pop(stream, None)
+        if lease is None:
+            return
+        try:
+            with lease.lock:
+                self._write(stream, lease.generation, held=False)
+        except StoreError as error:
+            log.warning("the claim on stream %d could not be released, and will expire: %s", stream, error)
+
+    def close(self) -> None:
+        """Releases everything."""
+        self._closed.set()
+        self._thread.join()
+        for stream in list(self._leases):
+            self.release(stream)
+
+    def _renew(self) -> None:
+        while not self._closed.wait(self.lease_s / _RENEWALS_PER_LEASE):
+            with self._lock:
+                leases = list(self._leases.items())
+            for stream, lease in leases:
+                with lease.lock:
+                    if self._leases.get(stream) is lease and self.holds(stream):
+                        self._renew_one(stream, lease)
+
+    def _renew_one(self, stream: int, lease: _Lease) -> None:
+        began = time.monotonic()
+        try:
+            generation = self._write(stream, lease.generation)
+        except StoreError as error:
+            log.warning("the claim on stream %d could not be renewed: %s", stream, error)
+            return
+        if generation is None:
+            self._lose(stream, lease, "was taken over by another worker")
+        else:
+            lease.generation, lease.renewed_at = generation, began
+
+    def _lose(self, stream: int, lease: _Lease, why: str) -> None:
+        lease.is_lost = True
+        log.warning("the claim on stream %d %s: its blocks that are not committed yet are dropped here", stream, why)
+
+    def _write(self, stream: int, generation: bytes, held: bool = True) -> bytes | None:
+        """Writes the claim if it has this generation still; returns the new one, or None."""
+        key, text = claim_key(stream), _Claim(self.owner, held, self.lease_s, next(self._numbers)).to_json()
+        written = write_if_unchanged(self._kvstore, key, text, generation)
+        if written is None:  # perhaps because the request was repeated, and met what it had written itself
+            [(found, there)] = read_with_generations(self._kvstore, [key])
+            written = there if found == text else None
+        return written
+
+
+def claim_key(stream: int) -> str:
+    return f"{CLAIMS_PREFIX}stream-{stream:05d}.json"
+
+
+def held_claims(path: str) -> dict[int, str]:
+    """The owners of claimed streams, be they alive or not. Raises StoreError."""
+    kvstore = open_kvstore(path)
+    keys = {key: int(match[1]) for key in list_keys(kvstore, CLAIMS_PREFIX) if (match := _KEY.fullmatch(key))}
+
+    def check(key: str, text: bytes | None) -> _Claim | None:
+        return None if text is None else _Claim.from_json(text, f"{path}/{key}")
+
+    claims = zip(keys.values(), read_checked(kvstore, list(keys), check), strict=True)
+    return {stream: claim.owner for stream, claim in claims if claim is not None and claim.held}
+
+
+def read_claims(kvstore: ts.KvStore) -> dict[str, bytes]:
+    """The generation of every claim, by key, for `delete_claims`. Raises StoreError."""
+    keys = list_keys(kvstore, CLAIMS_PREFIX)
+    found = zip(keys, read_with_generations(kvstore, keys), strict=True)
+    return {key: generation for key, (text, generation) in found if text is not None}
+
+
+def delete_claims(kvstore: ts.KvStore, claims: Mapping[str, bytes]) -> None:
+    """Deletes the claims that nobody has renewed since they were read. Raises StoreError."""
+    for key, generation in claims.items():
+        write_if_unchanged(kvstore, key, None, generation)
+
+
+def _require_conditional_writes(path: str, kvstore: ts.KvStore, owner: str) -> None:
+    key = f"{TEST_PREFIX}{owner}"
+    write_if_absent(kvstore, key, b"test")
+    ignored = write_if_absent(kvstore, key, b"test")
+    write_key(kvstore, key, None)
+    if ignored:
+        raise StoreInvalid(
+            f"the storage of {path} ignores the conditions of a write, so that streams cannot be claimed there. "
+            f"Use run.worker_index and run.worker_count, or another store.path."
+        )

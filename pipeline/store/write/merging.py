@@ -1,0 +1,172 @@
+"""Merging stores of one configuration: what each has of the streams is copied, object by object, into one store.
+
+A block has the same place in every store of a fingerprint, so objects keep their keys and are not decoded.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+
+import tensorstore as ts
+
+from pipeline.core.errors import StoreError, StoreMismatch
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.layout import MAX_ROWS
+from pipeline.store.format.statistics import statistics_key
+from pipeline.store.format.tables import table_key
+from pipeline.store.format.target import has_share, larger, stream_share
+from pipeline.store.generated.group_keys import GENERATED_PREFIX
+from pipeline.store.io.kvstore import (
+    list_keys,
+    open_kvstore,
+    read_key,
+    read_keys,
+    require_no_links,
+    write_if_absent,
+    write_key,
+)
+from pipeline.store.write.claims import held_claims
+from pipeline.store.write.store_writer import StoreWriter, create_root
+from pipeline.store.write.vacancy import require_vacant
+
+COPIES = 4  # objects under way at once: each is held in memory whole
+
+
+def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int], None] | None = None) -> StoreWriter:
+    """Copies the committed blocks of the `sources` that the store at `path` lacks into it; it is created where absent.
+
+    Blocks are copied in the order of their streams and committed one by one, so an interrupted merge goes on where it
+    was. The store is not finished. `progress` is called with the number of blocks that are copied and of all to copy.
+
+    Raises StoreMismatch when a store was made by another configuration, or two hold different versions of a block;
+    then nothing is copied. Raises StoreInvalid for a source that is none, or damaged, and StoreError, also where
+    workers hold streams of the store at `path`.
+    """
+    opened = [StoreWriter.open_existing(source) for source in sources]
+    for other in opened[1:]:
+        _require_fit(opened[0], other)
+    existing = [StoreWriter.open_existing(path)] if _exists(path) else []
+    for store in existing:
+        _require_fit(opened[0], store)
+    if holders := held_claims(path):
+        held = ", ".join(f"{stream} by {owner}" for stream, owner in holders.items())
+        raise StoreError(
+            f"{path} is not merged into: workers hold streams of it ({held}). Let them end first, or delete its "
+            "_claims/ if they are dead."
+        )
+    missing = _missing(existing, opened)
+    target = existing[0] if existing else _create(path, opened[0])
+    measured = [source.weights_error for source in opened if source.weights_error is not None]
+    if measured and target.weights_error is None:
+        target.record_weights_error(measured[0])
+    if any(source.may_be_not_finite for source in opened):
+        target.allow_not_finite()
+    if existing and not target.complete:
+        missing = [(source, record) for source, record in missing if not _is_cut_short(source, record, target)]
+    if missing:
+        target.reopen(reduce(larger, (source.target for source in opened)))
+    with ThreadPoolExecutor(COPIES, thread_name_prefix="copy") as pool:
+        for done, (source, record) in enumerate(missing, 1):
+            _copy_block(source, target, record, pool)
+            if progress is not None:
+                progress(done, len(missing))
+    for source in opened:
+        _copy_beside(source, target)
+    return target
+
+
+def _is_cut_short(source: StoreWriter, record: CommitRecord, target: StoreWriter) -> bool:
+    """Whether a truncated block is not the last one of its stream in a store that a longer run is extending: that run
+    computes the whole block, and may be writing it."""
+    share = stream_share(target.target, target.metadata.num_streams, record.stream)
+    return record.truncated and not has_share(source.records[record.stream][: record.block + 1], share)
+
+
+def _require_fit(first: StoreWriter, other: StoreWriter) -> None:
+    """Raises StoreMismatch unless the two have one configuration and objects of one format."""
+    different = [f"{d.key}: {d.stored!r} and {d.asked!r}" for d in first.metadata.differences(other.metadata)] or [
+        f"{name}/zarr.json: {left} and {right}"
+        for (name, left), right in zip(_formats(first).items(), _formats(other).values(), strict=True)
+        if left != right
+    ]
+    if different:
+        lines = "".join(f"\n  {line}" for line in different)
+        raise StoreMismatch(f"the stores {first.path} and {other.path} are of different configurations:{lines}")
+
+
+def _formats(store: StoreWriter) -> dict[str, dict]:
+    """The zarr.json of every array, but for the number of rows."""
+    names = [spec.name for spec in store.layout.all_arrays]
+    texts = read_keys(open_kvstore(store.path), [f"{name}/zarr.json" for name in names])
+    found = {name: json.loads(text) for name, text in zip(names, texts, strict=True)}
+    for zarr_json in found.values():
+        zarr_json["shape"][0] = MAX_ROWS
+    return found
+
+
+def _missing(existing: Sequence[StoreWriter], sources: Sequence[StoreWriter]) -> list[tuple[StoreWriter, CommitRecord]]:
+    """The blocks to copy, each with the first source that has it, by stream and block."""
+    found: dict[tuple[int, int], tuple[StoreWriter, CommitRecord]] = {}
+    for store in (*existing, *sources):
+        for record in (record for stream in store.records.values() for record in stream):
+            holder, there = found.setdefault((record.stream, record.block), (store, record))
+            if not there.is_same_block(record):
+                raise StoreMismatch(
+                    f"block {record.block} of stream {record.stream} is in {holder.path} and in {store.path}, and not "
+                    f"the same. Stores can be merged where each stream was computed in one of them. Leave one out."
+                )
+    return [found[place] for place in sorted(found) if found[place][0] not in existing]
+
+
+def _exists(path: str) -> bool:
+    return read_key(open_kvstore(path), "zarr.json") is not None
+
+
+def _create(path: str, like: StoreWriter) -> StoreWriter:
+    """An empty store of the same configuration. One whose creation was interrupted is completed."""
+    kvstore = open_kvstore(path)
+    require_vacant(path, kvstore)  # before anything is written
+    for name, zarr_json in _formats(like).items():
+        write_if_absent(kvstore, f"{name}/zarr.json", json.dumps(zarr_json).encode())
+    create_root(path, kvstore, like.metadata, like.layout)
+    return StoreWriter.open(path, like.metadata, like.layout)
+
+
+def _copy_block(source: StoreWriter, target: StoreWriter, record: CommitRecord, pool: ThreadPoolExecutor) -> None:
+    if read_key(open_kvstore(target.path), record.key) is not None:  # a job on the target was faster
+        target.commit_written(record, is_there=True)
+        return
+    stream, block = record.stream, record.block
+    keys = [target.layout.shard_key(spec, stream, block) for spec in target.layout.all_arrays]
+    keys.append(table_key(stream, block))
+    if record.statistics_sha256:
+        keys.append(statistics_key(stream, block))
+    _copy(open_kvstore(source.path), open_kvstore(target.path), keys, pool)
+    target.commit_written(record)
+
+
+def _copy(source: ts.KvStore, target: ts.KvStore, keys: Sequence[str], pool: ThreadPoolExecutor) -> None:
+    """An object that the source lacks (zeros, in an array) is deleted: an earlier job may have left another there.
+
+    Raises StoreInvalid for a symbolic link, whose target need not be the store's.
+    """
+    require_no_links(source, keys)
+
+    def copy(key: str) -> None:
+        content = read_key(source, key)
+        write_key(target, key, read_key(source, key) if content is None else content)  # a service may be wrong once
+
+    list(pool.map(copy, keys))
+
+
+def _copy_beside(source: StoreWriter, target: StoreWriter) -> None:
+    """What the runs measured, whose names are their own, and what the model wrote, which is the same in every store."""
+    kvstore, into = open_kvstore(source.path), open_kvstore(target.path)
+    for prefix in ("_metrics/", GENERATED_PREFIX):
+        there = set(list_keys(into, prefix))
+        keys = [key for key in list_keys(kvstore, prefix) if key not in there]
+        require_no_links(kvstore, keys)
+        for key, content in zip(keys, read_keys(kvstore, keys), strict=True):
+            if content is not None:  # else it was deleted since it was listed
+                write_if_absent(into, key, content)

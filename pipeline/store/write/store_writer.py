@@ -1,0 +1,361 @@
+"""Writing a store: blocks are written whole, then committed; a store is created, resumed, extended and finished.
+
+Several processes may hold a writer of one store at the same time, each for its own streams. `finish` and `reopen` may
+be called by any of them, or by several. Should two write the same block all the same, the first record stays.
+"""
+
+import concurrent.futures
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import tensorstore as ts
+
+from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.store.format.arrays import open_existing, open_or_create, read_array_digests, require_arrays, set_rows
+from pipeline.store.format.commits import (
+    CommitRecord,
+    Records,
+    commit_key,
+    read_consolidated,
+    read_records,
+)
+from pipeline.store.format.layout import MAX_ROWS, ArraySpec, StoreLayout, is_plain_files
+from pipeline.store.format.metadata import (
+    ROOT_KEY,
+    Json,
+    StoreMetadata,
+    StoreRoot,
+    change_root,
+    read_root,
+    require_root,
+    stored_layout,
+)
+from pipeline.store.format.statistics import Statistics, encode_statistics, statistics_key
+from pipeline.store.format.tables import encode_table, table_digest, table_key
+from pipeline.store.format.target import Target, larger, target_of
+from pipeline.store.io.digests import values_digest
+from pipeline.store.io.kvstore import (
+    file_threads,
+    local_directory,
+    object_url,
+    open_kvstore,
+    read_checked,
+    read_key,
+    read_with_generations,
+    repeated,
+    start_write,
+    store_errors,
+    write_if_absent,
+    write_if_unchanged,
+    write_key,
+)
+from pipeline.store.io.shard_files import ShardFiles
+from pipeline.store.write.finishing import finish_store
+from pipeline.store.write.vacancy import require_vacant
+
+Written = ts.Future | ts.WriteFutures | Future[str]
+
+
+@dataclass(frozen=True)
+class PendingBlock:
+    """A block whose objects are being written. `futures` are by object key."""
+
+    stream: int
+    block: int
+    futures: Mapping[str, Written]
+    digests: Mapping[str, Future[str]]  # by array; none where another run has committed the block already
+    table_sha256: str
+    statistics_sha256: str
+
+    @property
+    def done(self) -> bool:
+        """Whether every object is durable (or has failed): `commit` will not wait."""
+        return all(future.done() for future in (*self.futures.values(), *self.digests.values()))
+
+
+class StoreWriter:
+    """The writing side of one store. Not thread-safe: one thread per writer, but for `refresh_stream`.
+
+    `records` are the committed blocks by stream, in order: those that were there when the writer was opened and those
+    that it committed since.
+    """
+
+    def __init__(
+        self, path: str, kvstore: ts.KvStore, layout: StoreLayout, root: StoreRoot, arrays: dict[str, ts.TensorStore]
+    ) -> None:
+        self.path = path
+        self.layout = layout
+        consolidated = read_consolidated(kvstore, root.commits_sha256)
+        self.records: Records = read_records(path, kvstore, known=consolidated)
+        self._kvstore = kvstore
+        self._records_kvstore = open_kvstore(path, own_requests=1)  # a look at a record does not wait for the shards
+        self._files: ShardFiles | None = None
+        if is_plain_files(path, layout.compression):
+            self._files = ShardFiles(Path(local_directory(path)), file_threads())
+        # `memory://` would keep the arrays themselves, which the caller fills again, and free them under its own lock
+        # while it waits for the interpreter's: a deadlock.
+        self._may_reference = not path.startswith("memory://")
+        self._root = root
+        self._arrays = arrays
+
+    @classmethod
+    def open(cls, path: str, metadata: StoreMetadata, layout: StoreLayout) -> "StoreWriter":
+        """Opens the store at `path` (a local path, `gs://`, `s3://`, `memory://`), which is created where absent.
+
+        A store whose creation was interrupted is completed. Raises StoreMismatch when the store's fingerprint is not
+        `metadata`'s, StoreInvalid when it is damaged or its records have gaps, and StoreError when it cannot be read or
+        written.
+        """
+        if (metadata.num_streams, metadata.rows_per_block) != (layout.num_streams, layout.rows_per_block):
+            raise ValueError(f"metadata and layout disagree: {metadata} {layout}")
+        kvstore = open_kvstore(path)
+        root = create_root(path, kvstore, metadata, layout) or _read_root(path, kvstore)
+        root.metadata.require_same(metadata, path)
+        arrays = open_or_create(kvstore, layout)
+        digests = read_array_digests(kvstore, root.array_names)
+        root = change_root(path, kvstore, lambda root: replace(root, array_digests=digests))
+        return cls(path, kvstore, layout, root, arrays)
+
+    @classmethod
+    def open_existing(cls, path: str) -> "StoreWriter":
+        """Opens a store as it is, to finish it. Raises StoreInvalid where there is none, or it is damaged."""
+        kvstore = open_kvstore(path)
+        root = require_root(path, kvstore)
+        arrays = open_existing(kvstore, root.array_names)
+        require_arrays(root, arrays, path)
+        return cls(path, kvstore, stored_layout(root, arrays), root, arrays)
+
+    @property
+    def metadata(self) -> StoreMetadata:
+        return self._root.metadata
+
+    @property
+    def complete(self) -> bool:
+        return self._root.complete
+
+    @property
+    def target(self) -> Target | None:
+        """How many tokens the store is to hold, as of its root when that was read last; None where it does not say."""
+        return self._root.target
+
+    @property
+    def may_be_not_finite(self) -> bool:
+        return self._root.allows_not_finite
+
+    @property
+    def weights_error(self) -> Json | None:
+        """What `record_weights_error` has recorded, now or when the store was created."""
+        return self._root.weights_error
+
+    def record_weights_error(self, errors: Json) -> None:
+        """Writes the relative error of each array that int8 weights cause into the store's attributes."""
+        self._change_root(weights_error=errors)
+
+    def allow_not_finite(self) -> None:
+        """Writes into the store's attributes that its activations need not be finite."""
+        self._change_root(may_be_not_finite=True)
+
+    def begin_block(
+        self,
+        stream: int,
+        block: int,
+        arrays: Mapping[str, np.ndarray],
+        table: pa.Table,
+        statistics: Mapping[str, Statistics] | None = None,
+    ) -> PendingBlock:
+        """Starts writing a block's arrays, its document table and its statistics (if any), and does not wait.
+
+        `arrays` holds every array of the layout by name, each of its full shard shape, with zeros (documents, selected:
+        -1) where padded. The arrays are not copied: leave them untouched until `commit` returns.
+        A committed block that was truncated loses its record here, since its objects are about to be replaced. Nothing
+        is written of a block that another run has committed meanwhile.
+        """
+        if self.complete:
+            raise ValueError(f"the store {self.path} is complete: reopen() it first")
+        if self.layout.first_row(stream, block) + self.layout.rows_per_block > MAX_ROWS:
+            raise StoreInvalid(f"block {block} of stream {stream} is beyond row {MAX_ROWS}, the most a store can have.")
+        self._check_arrays(arrays)
+        self._withdraw(stream, block)
+        tables = {table_key(stream, block): encode_table(table)}
+        if statistics is not None:
+            tables[statistics_key(stream, block)] = encode_statistics(statistics)
+        table_sha256, statistics_sha256, *_ = (*map(table_digest, tables.values()), "")
+        if read_key(self._records_kvstore, commit_key(stream, block)) is not None:
+            return PendingBlock(stream, block, {}, {}, table_sha256, statistics_sha256)
+        # These first: should one fail at once, nothing reads the arrays.
+        futures: dict[str, Written] = {key: start_write(self._kvstore, key, parquet) for key, parquet in tables.items()}
+        digests: dict[str, Future[str]] = {}
+        for spec in self.layout.all_arrays:
+            key = self.layout.shard_key(spec, stream, block)
+            futures[key], digests[spec.name] = self._write_shard(spec, key, stream, block, arrays[spec.name])
+        return PendingBlock(stream, block, futures, digests, table_sha256, statistics_sha256)
+
+    def wait(self, pending: PendingBlock) -> None:
+        """Waits until every object of the block is durable, or has failed. Raises StoreError for the first that has,
+        naming it; nothing reads the block's arrays any more then."""
+        failed = None
+        for key, future in pending.futures.items():
+            try:
+                with store_errors(object_url(self._kvstore, key)):
+                    future.result()
+            except StoreError as error:
+                failed = failed or error
+        concurrent.futures.wait(pending.digests.values())
+        if failed is not None:
+            raise failed
+
+    def commit(self, pending: PendingBlock, record: CommitRecord) -> None:
+        """Waits until every object of the block is durable, then writes the record.
+
+        Raises StoreError, naming the object, when one could not be written; the block is then not in the store. A
+        record that is there already is left alone: that is fine if it is the same, and a StoreError if it is not.
+        """
+        if (record.stream, record.block) != (pending.stream, pending.block):
+            raise ValueError(f"record of {record.stream, record.block} for {pending.stream, pending.block}")
+        self.wait(pending)
+        record = replace(
+            record,
+            table_sha256=pending.table_sha256,
+            statistics_sha256=pending.statistics_sha256,
+            digests={name: digest.result() for name, digest in pending.digests.items()} or None,
+        )
+        self.commit_written(record, is_there=not pending.futures)
+
+    def commit_written(self, record: CommitRecord, is_there: bool = False) -> None:
+        """Commits a block whose objects are durable; `is_there`: it has a record. Raises as `commit` does."""
+        records = self.records.setdefault(record.stream, [])
+        if record.block != len(records):
+            raise ValueError(f"stream {record.stream} has {len(records)} blocks; {record.block} is not the next")
+        if is_there or not write_if_absent(self._kvstore, record.key, record.to_json()):
+            record = self._require_committed(record)
+        records.append(record)
+
+    def _require_committed(self, record: CommitRecord) -> CommitRecord:
+        """The record that is there, written by another run. Raises StoreError unless it says the same."""
+        [found] = read_checked(self._kvstore, [record.key], self._parse)
+        if found is None or not (found.is_same_block(record) and found.names_same_files(record)):
+            raise StoreError(
+                f"{self.path}/{record.key} was written meanwhile, with another content, by another run on this store. "
+                f"It stays. Run the same command again, with the same configuration as the other."
+            )
+        return found
+
+    def _parse(self, key: str, text: bytes | None) -> CommitRecord | None:
+        return None if text is None else CommitRecord.from_json(text, f"{self.path}/{key}")
+
+    def refresh(self) -> None:
+        """Reads the commit records that are new: other processes may have committed blocks of their streams."""
+        self.records = read_records(self.path, self._kvstore, known=self.records)
+
+    def refresh_stream(self, stream: int) -> list[CommitRecord]:
+        """Reads one stream's new records. Any thread may, while no block of the stream is under way here."""
+        known = {stream: self.records.get(stream, [])}
+        self.records[stream] = read_records(self.path, self._kvstore, known, stream).get(stream, [])
+        return self.records[stream]
+
+    def reopen(self, target: Target | None = None) -> None:
+        """Makes a store, complete or not, one that is to hold at least `target` tokens: nobody completes it before."""
+        # In this order, and when finishing in the other: a store that is not complete never lacks room for a block.
+        set_rows(self._kvstore, self._array_names(), MAX_ROWS)
+
+        def reopened(root: StoreRoot) -> StoreRoot:
+            before = root.target
+            if before is None and not root.complete:  # of an earlier program
+                before = target_of(root.metadata.config)
+            wanted = root.target if target is None else larger(before, target)
+            return replace(
+                root, complete=False, target=wanted, blocks=None, commits_sha256=None, statistics_digests=None
+            )
+
+        self._root = change_root(self.path, self._kvstore, reopened)
+        while any(array.shape[0] != MAX_ROWS for array in self._arrays.values()):
+            set_rows(self._kvstore, self._array_names(), MAX_ROWS)  # another process was late to trim them
+            self._arrays = open_or_create(self._kvstore, self.layout)
+
+    def finish(self, force: bool = False) -> bool:
+        """Marks the store complete, unless it holds less than its target; says whether it is. See `finish_store`.
+
+        Call it only once no process has a block to commit. The records are read again, since others wrote some.
+        """
+        root = finish_store(self.path, self._kvstore, self.layout, self._refreshed, force)
+        self._root = self._root if root is None else root
+        return root is not None
+
+    def _refreshed(self) -> Records:
+        self.refresh()
+        return self.records
+
+    def write_metrics(self, name: str, text: bytes) -> None:
+        """Writes (or replaces) `_metrics/<name>`. Raises StoreError, and nothing else; the store is then as before."""
+        write_key(self._kvstore, f"_metrics/{name}", text)
+
+    def _change_root(self, **changes: object) -> None:
+        self._root = change_root(self.path, self._kvstore, lambda root: replace(root, **changes))
+
+    def _array_names(self) -> list[str]:
+        return [spec.name for spec in self.layout.all_arrays]
+
+    def _withdraw(self, stream: int, block: int) -> None:
+        records = self.records.get(stream, [])
+        if block >= len(records):
+            return
+        record = records[block]
+        if not record.truncated:
+            raise ValueError(f"block {block} of stream {stream} is committed, and was not truncated")
+
+        def read() -> tuple[CommitRecord | None, bytes]:
+            [(text, generation)] = read_with_generations(self._kvstore, [record.key])
+            return self._parse(record.key, text), generation
+
+        found, generation = repeated(self._kvstore, read)
+        is_same = found is None or found == record
+        if is_same and found is not None and not write_if_unchanged(self._kvstore, record.key, None, generation):
+            is_same = read_key(self._kvstore, record.key) is None  # by this request, whose answer was lost
+        if not is_same:
+            raise StoreError(
+                f"{self.path}/{record.key} was replaced by another run on this store. Run the same command again."
+            )
+        records.pop()
+
+    def _write_shard(
+        self, spec: ArraySpec, key: str, stream: int, block: int, values: np.ndarray
+    ) -> tuple[Written, Future[str]]:
+        """Starts writing a block of one array. The second future gives the digest of its values."""
+        chunk_shape = self.layout.chunk_shape(spec)
+        if self._files is not None:
+            written = self._files.write(key, values, chunk_shape, spec.fill)
+            return written, written
+        digest = file_threads().submit(values_digest, values, chunk_shape)
+        first = self.layout.first_row(stream, block)
+        shard = self._arrays[spec.name][first : first + self.layout.rows_per_block]
+        return shard.write(values, can_reference_source_data_indefinitely=self._may_reference), digest
+
+    def _check_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        found = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
+        expected = {s.name: (s.dtype, self.layout.shard_shape(s)) for s in self.layout.all_arrays}
+        if found != expected:
+            raise ValueError(f"a block needs the arrays {expected}, got {found}")
+
+
+def _read_root(path: str, kvstore: ts.KvStore) -> StoreRoot:
+    root = read_root(path, kvstore)
+    if root is None:
+        raise StoreError(f"{path}/{ROOT_KEY} was deleted while the store was being created.")
+    return root
+
+
+def create_root(path: str, kvstore: ts.KvStore, metadata: StoreMetadata, layout: StoreLayout) -> StoreRoot | None:
+    """Creates the root where there is none; None where there is one, or another process was faster.
+
+    The root is written first, so that whatever else is missing can be told from it.
+    """
+    if read_key(kvstore, ROOT_KEY) is not None or not require_vacant(path, kvstore):
+        return None
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    root = StoreRoot(metadata, tuple(spec.name for spec in layout.arrays), created, target=target_of(metadata.config))
+    return root if write_if_absent(kvstore, ROOT_KEY, root.to_json()) else None

@@ -1,0 +1,93 @@
+"""Whether a store may be made at a place: nobody else's objects are mixed with a store's, or replaced by them."""
+
+import os
+from collections.abc import Iterator
+from itertools import islice
+
+import tensorstore as ts
+
+from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.store.format.commits import COMMITS_PREFIX
+from pipeline.store.format.keys import LOCK_SUFFIX, is_array_name, is_of_workers
+from pipeline.store.format.metadata import ROOT_KEY
+from pipeline.store.io.kvstore import directory_of, object_url, read_checked, store_errors
+
+_NAMED = 3  # of what is in the way, in the message
+
+
+def require_vacant(path: str, kvstore: ts.KvStore) -> bool:
+    """Whether a store can be created at a place whose root was not found: False where there is a root after all, which
+    another process may have written meanwhile.
+
+    What an interrupted creation leaves is not in the way, nor what a worker wrote when the store was deleted already,
+    empty folders, and what tools and file systems put everywhere: names that begin with a dot, and lost+found. Raises
+    StoreInvalid for anything else, and StoreError.
+    """
+    foreign = list(islice((key for key in _keys(kvstore) if not _may_stay(key)), _NAMED + 1))
+    if not foreign:
+        return True
+
+    def require_root(_key: str, content: bytes | None) -> bool:
+        if content is not None:
+            return False
+        if any(key.startswith(COMMITS_PREFIX) for key in foreign):
+            raise StoreInvalid(
+                f"{path} has commit records, but its {ROOT_KEY} is missing. Restore it, or choose another store.path."
+            )
+        named = ", ".join(foreign[:_NAMED]) + (", ..." if len(foreign) > _NAMED else "")
+        raise StoreInvalid(
+            f"{path} is not empty, and what is there is no store: {named}. A new store needs an empty or a new place: "
+            f"choose another store.path."
+        )
+
+    return next(read_checked(kvstore, [ROOT_KEY], require_root))
+
+
+def _may_stay(key: str) -> bool:
+    """Of a key at a place without a root."""
+    if not key or key.endswith("/"):  # a console's or a mounted bucket's sign for an empty folder
+        return True
+    first, *rest = key.split("/")
+    if is_of_workers(key) or first.startswith(".") or first == "lost+found":
+        return True
+    if not rest:
+        return key in (ROOT_KEY, ROOT_KEY + LOCK_SUFFIX)
+    return is_array_name(first) and "/".join(rest) in ("zarr.json", f"zarr.json{LOCK_SUFFIX}")  # merging begins so
+
+
+def _keys(kvstore: ts.KvStore) -> Iterator[str]:
+    """All keys, commit records first. Of local files as they come, so that a large folder is not read to its end."""
+    folder = directory_of(kvstore)
+    if folder is not None:
+        yield from _files(folder)
+        return
+    with store_errors(object_url(kvstore, "")):
+        found = kvstore.list().result()
+    keys = [key.decode(errors="replace") for key in found]
+    yield from sorted(keys, key=lambda key: (not key.startswith(COMMITS_PREFIX), key))
+
+
+def _files(folder: str) -> Iterator[str]:
+    """The files and links in a folder and those in it: what is looked at last are the deepest."""
+    try:
+        for at, folders, files in os.walk(folder, onerror=_raise_unless_absent):
+            inner = os.path.relpath(at, folder)
+            if inner == ".":
+                folders[:] = sorted(
+                    (f for f in folders if _may_have_foreign(f)), key=lambda f: f + "/" != COMMITS_PREFIX
+                )
+            links = [name for name in folders if os.path.islink(os.path.join(at, name))]
+            yield from (os.path.normpath(os.path.join(inner, name)) for name in (*links, *files))
+    except OSError as error:
+        raise StoreError(
+            f"{folder} cannot be listed: {error}. Check access to it, or choose another store.path."
+        ) from error
+
+
+def _may_have_foreign(top_folder: str) -> bool:
+    return not _may_stay(f"{top_folder}/x")
+
+
+def _raise_unless_absent(error: OSError) -> None:
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise error

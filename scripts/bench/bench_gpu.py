@@ -1,0 +1,206 @@
+"""The job on one GPU, its bare forward pass, and torch with SDPA: `make bench-gpu` writes build/bench-gpu.json.
+
+    python scripts/bench/bench_gpu.py [--models GPT-2,Qwen2.5-0.5B,Llama-3-8B] [--tokens 400000] [--repetitions 3]
+    python scripts/bench/bench_gpu.py --smoke     # tiny shapes, to see on a CPU that it works; the figures mean nothing
+
+Random weights of published shapes in bfloat16, 16 rows of 1024, `resid_post` at two thirds of the depth. "forward" is
+the compiled step alone, without statistics; "job" is from text to a durable store. torch runs transformers' model, with
+a hook that stops it after the layer, on full rows, and copies the layer to pinned memory; it stores nothing. JAX and
+torch have a process each (JAX does not reserve the GPU's memory), and the three alternate. MFU is by the operations of
+the layers that run. "device idle" is of steps in the middle of one more job, by scripts/bench/device_idle.py.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from published_shapes import SHAPES
+
+BUILD = Path("build/bench-gpu")
+ROWS, LENGTH = 16, 1024
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
+MODELS = {"GPT-2": GPT2} | {name: SHAPES[name] for name in ("Qwen2.5-0.5B", "Llama-3-8B")}
+TINY = {"n_embd": 64, "n_head": 4, "n_layer": 3, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048}
+PEAK_FLOPS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "4090": 165e12,
+}  # dense bf16
+
+
+def captured_layer(shape: dict) -> int:
+    """The last of the first two thirds."""
+    return shape.get("num_hidden_layers", shape.get("n_layer")) * 2 // 3 - 1
+
+
+class Worker:
+    """A process that answers each line with the result of one measurement."""
+
+    def __init__(self, command: list[str]) -> None:
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": "."}
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.device: str = self._answer()
+
+    def measure(self, what: str) -> float | dict:
+        self._process.stdin.write(f"{what}\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> float | dict | str:
+        while line := self._process.stdout.readline():
+            if line.startswith("answer "):
+                return json.loads(line.removeprefix("answer "))
+        sys.exit("a worker has failed; its messages are above")
+
+
+def answer(value: float | dict | str) -> None:
+    print(f"answer {json.dumps(value)}", flush=True)
+
+
+def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
+    """The JAX side: forward, job and trace, for each line of the standard input."""
+    from dataclasses import replace
+
+    import jax
+    from device_idle import device_idle
+
+    from pipeline.cluster import preemption, sharding
+    from pipeline.config import composing
+    from pipeline.extraction.job_run import compile_job, fill
+    from pipeline.extraction.loop import step_rows
+    from pipeline.job.opening import open_job
+    from pipeline.step.compiled_step import compile_plan, planned_partition
+    from pipeline.store.write.store_writer import StoreWriter
+
+    def open_with(*overrides: str):
+        layer = captured_layer(json.loads((model / "config.json").read_text()))
+        settings = [f"capture.layers=[{layer}]", f"batch.rows={rows}", f"batch.length={LENGTH}", "run.progress=false"]
+        settings += [f"data.path={BUILD / 'text'}", f"model.path={model}", "model.init=random", "model.dtype=bfloat16"]
+        settings += [f"model.tokenizer={composing.PACKAGE / 'assets/tiny-qwen2'}", f"run.max_tokens={num_tokens}"]
+        return open_job(composing.compose(["data=fineweb", *settings, f"store.path={BUILD / 'store'}", *overrides]))
+
+    job = open_with()
+    step, params = compile_job(job)
+    bare = compile_plan(replace(job.plan, statistics=False), job.model, params, planned_partition(job.plan))
+    sharding = sharding.row_sharding(step.mesh)
+    blocks = [block for item in job.work({}) for block in item.blocks(lambda: False)]
+    firsts = [(block, row) for block in blocks for row in range(0, block.num_rows, rows)]
+    batches = [sharding.put_rows(sharding, step_rows(block, slice(row, row + rows), rows)) for block, row in firsts]
+    tokens = sum(block.num_tokens for block in blocks)
+
+    def forward() -> float:
+        began = time.perf_counter()
+        for batch in batches:
+            outputs = bare(params, batch["tokens"], batch["segments"], batch["positions"])
+        jax.block_until_ready(outputs)
+        return tokens / (time.perf_counter() - began)
+
+    def whole_job(of=job) -> float:
+        shutil.rmtree(BUILD / "store", ignore_errors=True)
+        store = StoreWriter.open(of.config.store.path, of.metadata, of.layout)
+        with preemption.stop_on_signals() as stop:
+            metrics = fill(of, store, of.work({}), stop, step, params)
+        return metrics.tokens / metrics.elapsed_s
+
+    def facts() -> dict:
+        shutil.rmtree(BUILD / "trace", ignore_errors=True)
+        after = min(5, len(batches) // 3)
+        whole_job(open_with(f"run.profile={BUILD / 'trace'}", f"run.profile_after={after}"))
+        return {
+            "flops_per_token": step.flops * len(batches) / tokens,
+            "attention": step.attention.describe(),
+            "device_idle": device_idle(BUILD / "trace"),
+        }
+
+    measurements = {"forward": forward, "job": whole_job, "facts": facts}
+    forward()
+    whole_job()
+    answer(jax.devices()[0].device_kind)
+    for line in sys.stdin:
+        answer(measurements[line.strip()]())
+
+
+def measure(name: str, shape: dict, options: argparse.Namespace) -> dict:
+    """Of one model."""
+    model = BUILD / name
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(shape))
+    arguments = [str(model), str(options.tokens), str(options.rows)]
+    jax_side = Worker([sys.executable, __file__, "--serve-jax", *arguments])
+    torch_side = Worker([options.torch_python, str(Path(__file__).with_name("gpu_torch.py")), *arguments])
+    rates: dict[str, list[float]] = {"forward": [], "job": [], "torch": []}
+    try:
+        for _ in range(options.repetitions):
+            for what, found in rates.items():
+                found.append((torch_side if what == "torch" else jax_side).measure(what))
+            print(name, {what: round(found[-1]) for what, found in rates.items()}, flush=True)
+        facts = jax_side.measure("facts")
+    finally:
+        jax_side.close()
+        torch_side.close()
+    medians = {what: statistics.median(found) for what, found in rates.items()}
+    peak = next((peak for gpu, peak in PEAK_FLOPS.items() if gpu in jax_side.device), None)
+    return facts | {
+        "device": jax_side.device,
+        "tokens_per_s": medians,
+        "all": rates,
+        "job_by_forward": statistics.median(a / b for a, b in zip(rates["job"], rates["forward"], strict=True)),
+        "job_by_torch": statistics.median(a / b for a, b in zip(rates["job"], rates["torch"], strict=True)),
+        "mfu": peak and medians["job"] * facts["flops_per_token"] / peak,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--tokens", type=int, default=400_000)
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument(
+        "--torch-python", default=".venv-peers/bin/python", help="with torch for this GPU, transformers"
+    )
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--serve-jax", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve_jax:
+        model, num_tokens, rows = options.serve_jax
+        return serve_jax(Path(model), int(num_tokens), int(rows))
+    if options.smoke:
+        options.tokens, options.rows, options.repetitions = 8_000, 2, 1
+    shutil.rmtree(BUILD, ignore_errors=True)
+    subprocess.run([sys.executable, "scripts/demo/make_demo_text.py", "--out", str(BUILD / "text")], check=True)
+    result = {}
+    for name in options.models.split(","):
+        shape = MODELS[name]
+        if options.smoke:
+            shape = shape | {key: value for key, value in TINY.items() if key in shape}
+        result[name] = measure(name, shape, options)
+    print("| model | device | forward | job | torch | job / forward | job / torch | MFU | device idle |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, found in result.items():
+        rates = " | ".join(f"{found['tokens_per_s'][what]:,.0f}" for what in ("forward", "job", "torch"))
+        mfu = "" if found["mfu"] is None else f"{found['mfu']:.0%}"
+        idle = ", ".join(f"{idle:.1%}" for idle in found["device_idle"].values())
+        ratios = f"{found['job_by_forward']:.2f} | {found['job_by_torch']:.2f}"
+        print(f"| {name} | {found['device']} | {rates} | {ratios} | {mfu} | {idle} |")
+    Path("build/bench-gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Everything but the model, on this machine: `make bench-host` writes build/bench-host.json.
+
+    python scripts/bench/bench_host.py [--tokens 300000] [--repetitions 3]
+
+The job of Qwen2.5-0.5B's shape, three layers in bfloat16, rows of 1024, with a step that only broadcasts its tokens.
+Each stage runs by itself, then all together as in `pipeline.run`. Rates are per core: tokens, or bytes, by CPU seconds
+of all threads, which other users of the machine change little. A floor is the same work by the library alone, measured
+in the same run: `tokenizers` for the feed, a copy in memory for the copies, TensorStore for the writes.
+"""
+
+from pipeline.extraction.allocator import keep_freed_memory
+
+keep_freed_memory()  # as the command does, before the other imports
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import tensorstore as ts
+from jaxtyping import Array
+from published_shapes import write_shapes
+from tokenizers import Tokenizer
+
+from pipeline.cluster import preemption, sharding
+from pipeline.config import composing
+from pipeline.data.documents import Document, TokenBlock
+from pipeline.extraction.block_writer import commit_record
+from pipeline.extraction.job_run import fill
+from pipeline.extraction.loop import step_rows
+from pipeline.extraction.transfer import start_copies
+from pipeline.job.opening import Job, open_job
+from pipeline.models.attention.choosing import XLA
+from pipeline.step.compiled_step import CompiledStep, RowStatistics, StepOutputs
+from pipeline.store.format.arrays import zarr_metadata
+from pipeline.store.format.layout import SIDE_ARRAYS
+from pipeline.store.write.store_writer import StoreWriter
+
+BUILD = Path("build/bench-host")
+TOKENIZER = composing.PACKAGE / "assets/tiny-qwen2"
+ROWS, LENGTH, LAYERS = 8, 1024, (5, 11, 17)
+# A v5e host has 112 virtual cores and 4 chips, which compute so many tokens of this job per second at best.
+HOST_CORES, NEEDED_TOKENS_PER_S, NEEDED_BYTES_PER_S = 112, 415_000, 2.2e9
+
+
+@dataclass
+class Stage:
+    """A stage of the job, or a floor. `num_tokens` and `num_bytes` are of one run."""
+
+    name: str
+    run: Callable[[], None]
+    num_tokens: int
+    num_bytes: int = 0
+    floor: str | None = None
+    cpu_s: list[float] = field(default_factory=list)
+
+    def measure(self) -> None:
+        began = time.process_time()
+        self.run()
+        self.cpu_s.append(time.process_time() - began)
+
+    def result(self, floors: dict[str, "Stage"]) -> dict[str, object]:
+        seconds = statistics.median(self.cpu_s)
+        of_floor = None
+        if self.floor:
+            pairs = zip(floors[self.floor].cpu_s, self.cpu_s, strict=True)
+            scale = self.num_tokens / floors[self.floor].num_tokens
+            of_floor = round(statistics.median(theirs / ours for theirs, ours in pairs) * scale, 3)
+        return {
+            "tokens_per_core_s": round(self.num_tokens / seconds),
+            "gb_per_core_s": round(self.num_bytes / seconds / 1e9, 3) or None,
+            "floor": self.floor,
+            "of_floor": of_floor,
+        }
+
+
+def open_broadcast_job(max_tokens: int | None, *overrides: str) -> Job:
+    """The job, whose model has no weights here: only its shape is used."""
+    return open_job(
+        composing.compose(
+            [
+                "data=fineweb",
+                f"data.path={BUILD / 'text'}",
+                f"model.path={BUILD / 'shapes/Qwen2.5-0.5B'}",
+                "model.init=random",
+                f"model.tokenizer={TOKENIZER}",
+                f"capture.layers={list(LAYERS)}",
+                f"batch.rows={ROWS}",
+                f"batch.length={LENGTH}",
+                "store.shard_mib=32",
+                f"store.path={BUILD / 'store'}",
+                f"run.max_tokens={'null' if max_tokens is None else max_tokens}",
+                "run.progress=false",
+                *overrides,
+            ]
+        )
+    )
+
+
+def broadcast_step(job: Job) -> CompiledStep:
+    """A step of the job's shapes that puts each token's id into all of its activations."""
+    plan = job.plan
+    mesh = sharding.make_mesh()
+    by_rows = sharding.row_sharding(mesh)
+
+    def step(_params: None, tokens: Array, segments: Array, _positions: Array) -> StepOutputs:
+        def filled(*shape: int) -> Array:
+            return jnp.broadcast_to(tokens[:, :1, None].astype(jnp.float32), shape)
+
+        activations = tuple(
+            jnp.broadcast_to(tokens[:, :, None], (*tokens.shape, width)).astype(plan.dtype) for width in plan.widths
+        )
+        of_rows = RowStatistics(
+            moments=filled(len(tokens), 2, sum(plan.widths)),
+            norms=filled(len(tokens), len(plan.keys), plan.length),
+            squared_errors=None,
+        )
+        counts = jnp.zeros(1 + len(plan.keys), jnp.int32).at[0].set((segments != 0).sum())
+        return StepOutputs(activations, (), of_rows if plan.statistics else None, counts)
+
+    batch = jax.ShapeDtypeStruct((plan.step_rows, plan.length), jnp.int32, sharding=by_rows)
+    return CompiledStep(mesh, plan.keys, XLA, 0, jax.jit(step).lower(None, batch, batch, batch).compile())
+
+
+def run_job(job: Job, step: CompiledStep) -> None:
+    """The job with all its threads, into a new store."""
+    store = new_store(job)
+    with preemption.stop_on_signals() as stop:
+        fill(job, store, job.work(store.records), stop, step, None)
+
+
+def new_store(job: Job) -> StoreWriter:
+    shutil.rmtree(BUILD / "store", ignore_errors=True)
+    return StoreWriter.open(job.config.store.path, job.metadata, job.layout)
+
+
+def write_blocks(job: Job, blocks: Sequence[TokenBlock], buffers: Sequence[np.ndarray]) -> None:
+    """Writes and commits blocks, whose activations are all `buffers`."""
+    store = new_store(job)
+    for block in blocks:
+        arrays = {spec.name: getattr(block, spec.name) for spec in SIDE_ARRAYS}
+        arrays |= {spec.name: values for spec, values in zip(job.layout.arrays, buffers, strict=True)}
+        store.commit(store.begin_block(block.stream, block.index, arrays, block.table), commit_record(block))
+
+
+def write_arrays(job: Job, num_blocks: int, buffers: Sequence[np.ndarray]) -> None:
+    """The same activations through TensorStore alone, with the same chunks and checksums."""
+    directory = BUILD / "floor"
+    shutil.rmtree(directory, ignore_errors=True)
+    for spec, values in zip(job.layout.arrays, buffers, strict=True):
+        metadata = zarr_metadata(job.layout, spec) | {"shape": [num_blocks * len(values), *values.shape[1:]]}
+        place = f"file://{directory.resolve()}/{spec.name}/"
+        array = ts.open({"driver": "zarr3", "kvstore": place, "metadata": metadata}, create=True).result()
+        for block in range(num_blocks):
+            rows = slice(block * len(values), (block + 1) * len(values))
+            array[rows].write(values, can_reference_source_data_indefinitely=True).result()
+
+
+def stages(job: Job) -> list[Stage]:
+    """Every stage and floor, ready to be measured."""
+    plan, whole_text = job.plan, open_broadcast_job(None)
+    shards = range(len(job.source.shards))
+    texts = [item.text for shard in shards for item in job.source.read(shard, 0) if isinstance(item, Document)]
+    num_tokens = sum(len(tokens) for tokens in job.tokenizer.encode(texts))
+    library = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
+    blocks = [block for block in job.work({})[0].blocks(lambda: False) if block.num_rows == plan.rows_per_block]
+    stored_tokens = sum(block.num_tokens for block in blocks)
+    num_steps = len(blocks) * plan.rows_per_block // ROWS
+
+    step = broadcast_step(job)
+    batch = sharding.put_rows(sharding.row_sharding(step.mesh), step_rows(blocks[0], slice(0, ROWS), ROWS))
+    activations = step(None, batch["tokens"], batch["segments"], batch["positions"]).activations
+    source = [np.array(values) for values in activations]
+    buffers = [np.zeros(job.layout.shard_shape(spec), ml_dtypes.bfloat16) for spec in job.layout.arrays]
+    num_bytes = len(blocks) * plan.block_bytes
+
+    def copy_steps() -> None:
+        for _ in range(num_steps):
+            for part in start_copies(activations, plan.first_row):
+                np.copyto(buffers[part.output][part.rows, *part.rest], part.wait())
+
+    def copy_memory() -> None:
+        for _ in range(num_steps):
+            for target, values in zip(buffers, source, strict=True):
+                np.copyto(target[:ROWS].view(np.uint8), values.view(np.uint8))
+
+    def compute() -> None:
+        for _ in range(num_steps):
+            jax.block_until_ready(step(None, batch["tokens"], batch["segments"], batch["positions"]))
+
+    return [
+        Stage("tokenizers alone", lambda: library.encode_batch_fast(texts), num_tokens),
+        Stage("memcpy", copy_memory, stored_tokens, num_bytes),
+        Stage("TensorStore alone", lambda: write_arrays(job, len(blocks), buffers), stored_tokens, num_bytes),
+        Stage("read documents", lambda: [list(job.source.read(shard, 0)) for shard in shards], num_tokens),
+        Stage("tokenise", lambda: job.tokenizer.encode(texts), num_tokens, 0, "tokenizers alone"),
+        Stage("feed", lambda: list(whole_text.work({})[0].blocks(lambda: False)), num_tokens, 0, "tokenizers alone"),
+        Stage("device to buffers", copy_steps, stored_tokens, num_bytes, "memcpy"),
+        Stage(
+            "write and commit",
+            lambda: write_blocks(job, blocks, buffers),
+            stored_tokens,
+            num_bytes,
+            "TensorStore alone",
+        ),
+        Stage("broadcast step", compute, stored_tokens, num_bytes),
+        Stage("whole job", lambda: run_job(job, step), stored_tokens, num_bytes),
+    ]
+
+
+def cores_needed(results: dict[str, dict]) -> dict[str, float]:
+    """Cores of a v5e host that each stage takes at the rate that its four chips could compute at best."""
+    of_bytes = ("device to buffers", "write and commit")
+    needed = {"feed": NEEDED_TOKENS_PER_S / results["feed"]["tokens_per_core_s"]}
+    needed |= {name: NEEDED_BYTES_PER_S / 1e9 / results[name]["gb_per_core_s"] for name in of_bytes}
+    return {name: round(cores, 2) for name, cores in needed.items()} | {"of": HOST_CORES}
+
+
+def prepare() -> None:
+    shutil.rmtree(BUILD, ignore_errors=True)
+    write_shapes(BUILD / "shapes")
+    subprocess.run([sys.executable, "scripts/demo/make_demo_text.py", "--out", str(BUILD / "text")], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=300_000, help="to copy and store; the feed reads the whole text")
+    parser.add_argument("--repetitions", type=int, default=3)
+    options = parser.parse_args()
+    prepare()
+    measured = stages(open_broadcast_job(options.tokens))
+    for stage in measured:
+        stage.run()  # warms up: memory, threads, the page cache
+    for _ in range(options.repetitions):
+        for stage in measured:
+            stage.measure()
+    by_name = {stage.name: stage for stage in measured}
+    results = {stage.name: stage.result(by_name) for stage in measured}
+    print("| stage | tokens per core and s | GB per core and s | of its floor |\n|---|---|---|---|")
+    for name, found in results.items():
+        of_floor = f"{found['of_floor']:.2f} of {found['floor']}" if found["floor"] else ""
+        print(f"| {name} | {found['tokens_per_core_s']:,} | {found['gb_per_core_s'] or ''} | {of_floor} |")
+    needed = cores_needed(results)
+    print(f"cores of a v5e host for {NEEDED_TOKENS_PER_S:,} tokens/s, {NEEDED_BYTES_PER_S / 1e9} GB/s: {needed}")
+    result = {"stages": results, "cores_needed": needed, "cores": os.cpu_count(), "jax": jax.__version__}
+    Path("build/bench-host.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

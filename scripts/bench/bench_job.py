@@ -1,0 +1,204 @@
+"""The job against its own bare forward pass, on this machine: writes build/bench.json.
+
+A 12-layer, d=768, float32, Qwen2-shaped model with random weights, 8 rows of 256 tokens, on the demo's text. Bare
+forward, without statistics, and whole job (text to durable store, start-up excluded) alternate in one process over the
+same tokens, and the ratios are medians over pairs of neighbours, because a shared machine drifts. Memory is measured in
+processes of their own.
+"""
+
+from pipeline.extraction.allocator import keep_freed_memory
+
+keep_freed_memory()  # as the command does, before the other imports
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+
+from pipeline.cluster import preemption, sharding
+from pipeline.config import composing
+from pipeline.config.schema import RunConfig
+from pipeline.extraction.job_run import compile_job, fill
+from pipeline.extraction.loop import step_rows
+from pipeline.job.metrics import peak_rss_mib
+from pipeline.job.opening import Job, open_job
+from pipeline.step.compiled_step import CompiledStep, compile_plan, planned_partition
+from pipeline.store import ActivationStore
+from pipeline.store.write.store_writer import StoreWriter
+
+BUILD = Path("build/bench")
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "vocab_size": 50304,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+ROWS, LENGTH, EARLY_LAYER, LAST_LAYER = 8, 256, 5, 11
+
+
+@dataclass
+class Case:
+    """One set of captured layers: a compiled step, and the tokens/s of its bare forward and of its job, in pairs."""
+
+    name: str
+    layers: str
+    job: Job
+    step: CompiledStep
+    bare_step: CompiledStep  # without statistics
+    params: object
+    forward: list[float]
+    whole: list[float]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(whole / bare for whole, bare in zip(self.whole, self.forward, strict=True))
+
+
+def config_for(layers: str, max_tokens: int, store: Path) -> RunConfig:
+    return composing.compose(
+        [
+            "data=fineweb",
+            f"data.path={BUILD / 'text'}",
+            f"model.path={BUILD / 'model'}",
+            "model.init=random",
+            "model.dtype=float32",
+            f"model.tokenizer={composing.PACKAGE / 'assets/tiny-qwen2'}",
+            f"capture.layers={layers}",
+            "capture.dtype=float32",
+            f"batch.rows={ROWS}",
+            f"batch.length={LENGTH}",
+            f"run.max_tokens={max_tokens}",
+            "run.progress=false",
+            f"store.path={store}",
+        ]
+    )
+
+
+def open_case(name: str, layers: str, max_tokens: int) -> Case:
+    config = config_for(layers, max_tokens, BUILD / "stores" / name)
+    job = open_job(config)
+    step, params = compile_job(job)
+    bare = compile_plan(replace(job.plan, statistics=False), job.model, params, planned_partition(job.plan))
+    return Case(name, layers, job, step, bare, params, [], [])
+
+
+def bare_forward(case: Case) -> float:
+    """Valid tokens per second of the forward pass alone, over the job's own batches, results left on the device."""
+    by_rows = sharding.row_sharding(case.step.mesh)
+    blocks = [block for item in case.job.work({}) for block in item.blocks(lambda: False)]
+    batches = [
+        sharding.put_rows(by_rows, step_rows(block, slice(row, row + ROWS), ROWS))
+        for block in blocks
+        for row in range(0, block.num_rows, ROWS)
+    ]
+    began = time.perf_counter()
+    for batch in batches:
+        outputs = case.bare_step(case.params, batch["tokens"], batch["segments"], batch["positions"])
+    jax.block_until_ready(outputs)
+    return sum(block.num_tokens for block in blocks) / (time.perf_counter() - began)
+
+
+def whole_job(case: Case) -> float:
+    """Valid tokens per second from text to a durable store, from the first document read to the last commit."""
+    path = case.job.config.store.path
+    shutil.rmtree(path, ignore_errors=True)
+    store = StoreWriter.open(path, case.job.metadata, case.job.layout)
+    with preemption.stop_on_signals() as stop:
+        metrics = fill(case.job, store, case.job.work(store.records), stop, case.step, case.params)
+    store.finish()
+    return metrics.tokens / metrics.elapsed_s
+
+
+def reader_gib_per_s(path: Path) -> float:
+    """GiB/s of shuffled batches of 4096 tokens of one layer, from the page cache, after one warm-up pass."""
+    store = ActivationStore.open(str(path))
+    for _ in range(2):
+        began, num_bytes = time.perf_counter(), 0
+        for batch in store.batches((EARLY_LAYER, "resid_post"), batch_size=4096, shuffle=True, seed=0):
+            num_bytes += batch.activations.nbytes
+        seconds = time.perf_counter() - began
+    return num_bytes / seconds / (1 << 30)
+
+
+def peak_memory_mib(max_tokens: int) -> int:
+    """Peak resident memory of a process of its own that captures layer 0 of so many tokens."""
+    command = [sys.executable, __file__, "--memory-of", str(max_tokens)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def print_peak_memory(max_tokens: int) -> None:
+    case = open_case(f"memory-{max_tokens}", "[0]", max_tokens)
+    whole_job(case)
+    print(peak_rss_mib())
+
+
+def prepare() -> None:
+    shutil.rmtree(BUILD, ignore_errors=True)
+    (BUILD / "model").mkdir(parents=True)
+    (BUILD / "model" / "config.json").write_text(json.dumps(MODEL, indent=1))
+    subprocess.run([sys.executable, "scripts/demo/make_demo_text.py", "--out", str(BUILD / "text")], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=40_000, help="valid tokens of one run")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.memory_of:
+        return print_peak_memory(options.memory_of)
+
+    prepare()
+    cases = {
+        "one": open_case("one", f"[{EARLY_LAYER}]", options.tokens),
+        "last": open_case("last", f"[{LAST_LAYER}]", options.tokens // 2),
+        "all": open_case("all", "all", options.tokens),
+    }
+    for case in cases.values():
+        bare_forward(case)  # warms the allocator
+        for _ in range(options.repeats):
+            case.forward.append(bare_forward(case))
+            case.whole.append(whole_job(case))
+            print(
+                f"{case.name:5} layers {case.layers:5} "
+                f"forward {case.forward[-1]:7.1f} tokens/s, job {case.whole[-1]:7.1f} tokens/s",
+                flush=True,
+            )
+    early = statistics.median(cases["one"].whole) / statistics.median(cases["last"].whole)
+    short, long = peak_memory_mib(options.tokens), peak_memory_mib(4 * options.tokens)
+    result = {
+        "forward_tokens_per_s": round(statistics.median(cases["all"].forward), 1),
+        "job_tokens_per_s": round(statistics.median(cases["all"].whole), 1),
+        "ratio_one_layer": round(cases["one"].ratio, 4),
+        "ratio_all_layers": round(cases["all"].ratio, 4),
+        "early_exit_speedup": round(early, 3),
+        "peak_rss_mib": long,
+        "peak_rss_mib_quarter_run": short,
+        "reader_gib_per_s": round(reader_gib_per_s(BUILD / "stores" / "all"), 3),
+        "runs": {case.name: {"forward": case.forward, "job": case.whole} for case in cases.values()},
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}",
+    }
+    Path("build/bench.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in result.items() if key != "runs"}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""This project and other ways to get the same activations, on the same checkpoint, text, rows and layers.
+
+    make bench-peers                     # everything: about 35 minutes on two free cores
+    python scripts/bench/bench_peers.py --workloads W1 --peers ours,hf_hook --repetitions 3
+    python scripts/bench/bench_peers.py --docs # also writes the table and the plot into docs/
+
+W1: GPT-2's shape, long documents, rows of 256, block 5. W2: the same, all 12 blocks. W3: documents of 20 to 250 tokens,
+block 5. W4: Qwen2.5-0.5B's shape, rows of 1024, layer 15 of 24. All float32. Each tool has a process of its own, which
+loads and compiles, runs once unmeasured, and then runs in turn with the others, from the text to files, with the same
+allocator settings. A run from which the hypervisor took more than 2 % of the cores is repeated, at most twice; the
+least disturbed counts. Peak memory is of the process, over all its runs. Writes build/bench-peers.json.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+from peers_report import write_docs, write_table
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "peers"))
+from workload import BUILD, WORKLOADS, Workload
+
+PEERS_PYTHON = Path(".venv-peers/bin/python")
+REFERENCE = "hf_hook"
+PEERS = (
+    "ours",
+    REFERENCE,
+    "hf_hook_sorted",
+    "hf_hidden_states",
+    "transformer_lens_cache",
+    "saelens_cache",
+    "nnsight_trace",
+)
+RESULT = Path("build/bench-peers.json")
+ATTEMPTS = 3
+MOST_STOLEN = 0.02  # of the cores' time, by other guests of the same host; a run that loses more is repeated
+
+
+def takes_part(peer: str, workload: Workload) -> bool:
+    """Sorting changes nothing for rows of one length, and SAELens captures one layer per run."""
+    if peer == "hf_hook_sorted":
+        return workload.short_documents
+    return peer != "saelens_cache" or len(workload.layers) == 1
+
+
+@dataclass
+class Worker:
+    """A process of peers/worker.py, ready for measured runs."""
+
+    peer: str
+    workload: Workload
+    facts: dict = field(init=False)
+    runs: list[dict] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        python = sys.executable if self.peer == "ours" else str(PEERS_PYTHON)
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "."}
+        self._log = BUILD / f"{self.workload.name}-{self.peer}.log"
+        command = [python, str(HERE / "peers" / "worker.py"), self.peer, self.workload.name]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        self.facts = self._answer()
+
+    def run(self) -> None:
+        """One measured run: the least disturbed of up to `ATTEMPTS`."""
+        attempts: list[dict] = []
+        while len(attempts) < ATTEMPTS and (not attempts or attempts[-1]["stolen"] > MOST_STOLEN):
+            os.sync()  # or who syncs its files would wait for those that others left to the kernel
+            time.sleep(1)  # OpenMP's threads spin for a while after a run, which may have been another's
+            began, before = time.monotonic(), stolen_core_s()
+            self._process.stdin.write(f"{BUILD / 'out'}\n")
+            self._process.stdin.flush()
+            answer = self._answer()
+            share = (stolen_core_s() - before) / (time.monotonic() - began) / os.cpu_count()
+            attempts.append(answer | {"stolen": share})
+        self.runs.append(min(attempts, key=lambda attempt: attempt["stolen"]))
+
+    def close(self) -> None:
+        """Waits for what it writes to be compared."""
+        self._process.stdin.close()
+        if self._process.wait():
+            self._fail()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _answer(self) -> dict:
+        line = self._process.stdout.readline()
+        if not line:
+            self._fail()
+        return json.loads(line)
+
+    def _fail(self) -> NoReturn:
+        sys.exit(f"{self.peer} on {self.workload.name} has failed; see {self._log}")
+
+    def summary(self) -> dict:
+        rates = [run["tokens"] / run["seconds"] for run in self.runs]
+        return {
+            "tokens_per_s": statistics.median(rates),
+            "tokens_per_s_all": rates,
+            "stolen": [run["stolen"] for run in self.runs],
+            "cpu_s_per_1000_tokens": statistics.median(run["cpu_s"] / run["tokens"] * 1000 for run in self.runs),
+            "tokens": self.runs[-1]["tokens"],
+            "peak_mib": self.runs[-1]["peak_mib"],
+            "bytes_per_token": self.runs[-1]["bytes"] / self.runs[-1]["tokens"],
+            "alignment": self.facts["alignment"],
+            "isolates": self.facts["isolates"],
+            "difference": difference(self.workload, self.peer),
+        }
+
+
+def stolen_core_s() -> float:
+    """Core seconds that the hypervisor gave to others while this system had work; 0 on real hardware."""
+    stolen = Path("/proc/stat").read_text().split(maxsplit=9)[8]
+    return int(stolen) / os.sysconf("SC_CLK_TCK")
+
+
+def difference(workload: Workload, peer: str) -> float | None:
+    """The largest of |stored - stored by the HF hook|; None where other rows were stored, or there is no reference."""
+    largest = 0.0
+    for layer in workload.layers:
+        files = [Path(f"{workload.directory}-{name}") / f"compare-{layer}.npy" for name in (peer, REFERENCE)]
+        if peer == "hf_hook_sorted" or not all(file.exists() for file in files):
+            return None
+        ours, theirs = (np.load(file, mmap_mode="r") for file in files)
+        if ours.shape != theirs.shape:
+            return None
+        largest = max(largest, float(np.abs(ours - theirs).max()))
+    return largest
+
+
+def measure(workload: Workload, peers: Sequence[str], repetitions: int) -> dict[str, dict]:
+    """Results by peer. The order of the runs is reversed in every second repetition."""
+    workers = [Worker(peer, workload) for peer in peers if takes_part(peer, workload)]
+    try:
+        for repetition in range(repetitions):
+            for worker in workers if repetition % 2 == 0 else reversed(workers):
+                worker.run()
+                rate = worker.runs[-1]["tokens"] / worker.runs[-1]["seconds"]
+                stolen = worker.runs[-1]["stolen"]
+                print(f"{workload.name} {worker.peer:22} {rate:8.1f} tokens/s, {stolen:.1%} stolen", flush=True)
+        for worker in workers:
+            worker.close()
+    finally:
+        for worker in workers:
+            worker.kill()
+    return {worker.peer: worker.summary() for worker in workers}
+
+
+def prepare(workloads: Sequence[str]) -> None:
+    """Checkpoints and texts."""
+    shutil.rmtree(BUILD / "text", ignore_errors=True)
+    text = BUILD / "demo-text"
+    subprocess.run([sys.executable, "scripts/demo/make_demo_text.py", "--out", str(text)], check=True)
+    command = [str(PEERS_PYTHON), str(HERE / "peers" / "prepare.py"), str(text), "pipeline/assets/tiny-qwen2"]
+    subprocess.run([*command, *workloads], check=True)
+
+
+def machine() -> dict[str, object]:
+    """Where and with what this was measured."""
+    command = [str(PEERS_PYTHON), "-m", "pip", "list", "--format=json", "--disable-pip-version-check"]
+    theirs = {item["name"].lower(): item["version"] for item in json.loads(subprocess.check_output(command))}
+    names = ("torch", "transformers", "transformer-lens", "sae-lens", "nnsight")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpus = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "processor": cpus[0] if cpus else platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {"jax": metadata.version("jax")} | {name: theirs[name] for name in names},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--docs", action="store_true", help="write the table and the plot into docs/")
+    options = parser.parse_args()
+    workloads, peers = options.workloads.split(","), options.peers.split(",")
+    if unknown := (set(workloads) - set(WORKLOADS)) | (set(peers) - set(PEERS)):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}. There are {', '.join((*WORKLOADS, *PEERS))}.")
+    if not PEERS_PYTHON.exists():
+        parser.error("there is no .venv-peers; `make bench-peers` makes it")
+    prepare(workloads)
+    found = {name: measure(WORKLOADS[name], peers, options.repetitions) for name in workloads}
+    result = {"machine": machine(), "repetitions": options.repetitions, "workloads": found}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(write_table(result))
+    if options.docs:
+        write_docs(result)
+
+
+if __name__ == "__main__":
+    main()

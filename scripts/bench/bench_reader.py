@@ -1,0 +1,119 @@
+"""The reader against numpy, on this machine: shuffled batches of 4096 tokens from a store in the page cache.
+
+    python scripts/bench/bench_reader.py [--tokens 300000] [--repeats 5] [--epochs 12]
+
+A store of three layers, d=768, bfloat16, rows of 256 tokens, written first. numpy reads the store shards as files,
+whole and unchecked (`np.fromfile`); the reader reads, checks crc32c, shuffles and gathers. They alternate in one
+process, because a shared machine drifts; the ratio is the median over neighbours. On a machine that others load, the
+CPU seconds tell more than the speed. Writes build/bench-reader.json.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from pipeline.data.documents import DOCUMENT_SCHEMA
+from pipeline.store import ActivationStore
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.layout import ArraySpec, StoreLayout
+from pipeline.store.format.metadata import StoreMetadata
+from pipeline.store.write.store_writer import StoreWriter
+
+PATH = Path("build/bench-reader/store")
+LAYERS, WIDTH, LENGTH, ROWS = (2, 6, 10), 768, 256, 40
+BATCH_SIZE = 4096
+GIB = 1 << 30
+
+
+def write_store(num_tokens: int) -> None:
+    """A store of random activations. A block of a layer has 15 MiB, 3 % of its slots are padding."""
+    shutil.rmtree(PATH, ignore_errors=True)
+    hooks = {f"blocks.{layer}.resid_post": f"blocks.{layer}.hook_resid_post" for layer in LAYERS}
+    arrays = tuple(ArraySpec(name, "bfloat16", WIDTH, {"hook_name": hook, "d": WIDTH}) for name, hook in hooks.items())
+    layout = StoreLayout(1, ROWS, LENGTH, arrays)
+    metadata = StoreMetadata({}, {}, {}, {}, {}, {}, num_streams=1, rows_per_block=ROWS)
+    writer = StoreWriter.open(str(PATH), metadata, layout)
+    rng = np.random.default_rng(0)
+    valid = np.arange(LENGTH) < LENGTH * 97 // 100
+    activations = rng.standard_normal((ROWS, LENGTH, WIDTH), np.float32).astype(ml_dtypes.bfloat16)
+    activations[:, ~valid] = 0
+    start = {"shard": 0, "document": 0, "token": 0, "ordinal": 0}
+    for block in range(max(1, num_tokens // (ROWS * valid.sum()))):
+        row = np.arange(ROWS)[:, None] + layout.first_row(0, block)
+        content = {
+            "tokens": np.where(valid, rng.integers(1, 50000, (ROWS, LENGTH)), 0).astype(np.int32),
+            "segments": np.broadcast_to(valid, (ROWS, LENGTH)).astype(np.int32),
+            "positions": np.where(valid, np.arange(LENGTH), np.zeros_like(row)).astype(np.int32),
+            "documents": np.where(valid, row, -1).astype(np.int64),
+            **{spec.name: activations for spec in arrays},
+        }
+        record = CommitRecord(0, block, ROWS, int(ROWS * valid.sum()), 0, 0, (), start, start, False, False)
+        writer.commit(writer.begin_block(0, block, content, DOCUMENT_SCHEMA.empty_table()), record)
+    writer.finish()
+
+
+def numpy_bytes(layers: tuple[int, ...], epochs: int) -> int:
+    files = [file for layer in layers for file in (PATH / f"blocks.{layer}.resid_post" / "c").rglob("*")]
+    files = [file for file in files if file.is_file()]
+    return sum(np.fromfile(file, np.uint8).nbytes for _ in range(epochs) for file in files)
+
+
+def reader_bytes(store: ActivationStore, layers: tuple[int, ...], epochs: int, stack: bool) -> int:
+    """From the call of `batches` to the last batch, threads and memory included."""
+    num_bytes = 0
+    keys = [(layer, "resid_post") for layer in layers]
+    for batch in store.batches(keys, BATCH_SIZE, shuffle=True, seed=0, epochs=epochs, stack=stack):
+        arrays = [batch.activations] if stack else batch.activations.values()
+        num_bytes += sum(array.nbytes for array in arrays)
+    return num_bytes
+
+
+def timed(read: Callable[[], int]) -> tuple[float, float]:
+    """GiB/s, and the CPU seconds of all threads per GiB."""
+    began, cpu = time.perf_counter(), time.process_time()
+    gib = read() / GIB
+    return gib / (time.perf_counter() - began), (time.process_time() - cpu) / gib
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=300_000)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=12, help="of one layer; a third of it of three")
+    options = parser.parse_args()
+    write_store(options.tokens)
+
+    store = ActivationStore.open(PATH)
+    few = max(1, options.epochs // 3)
+    cases: dict[str, Callable[[], int]] = {
+        "numpy, one layer": lambda: numpy_bytes(LAYERS[:1], options.epochs),
+        "reader, one layer": lambda: reader_bytes(store, LAYERS[:1], options.epochs, stack=False),
+        "numpy, three layers": lambda: numpy_bytes(LAYERS, few),
+        "reader, three layers": lambda: reader_bytes(store, LAYERS, few, stack=False),
+        "reader, three layers stacked": lambda: reader_bytes(store, LAYERS, few, stack=True),
+    }
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+    for _ in range(options.repeats):
+        for name, read in cases.items():
+            runs[name].append(timed(read))
+    speeds = {name: [speed for speed, _ in found] for name, found in runs.items()}
+    for name, found in speeds.items():
+        cpu = statistics.median(seconds for _, seconds in runs[name])
+        against = speeds["numpy, one layer" if "one" in name else "numpy, three layers"]
+        ratio = statistics.median(ours / raw for ours, raw in zip(found, against, strict=True))
+        print(
+            f"{name:30} {statistics.median(found):5.2f} GiB/s ({min(found):.2f} to {max(found):.2f}), "
+            f"{cpu:.2f} CPU seconds per GiB, {ratio:.2f} of numpy's speed"
+        )
+    Path("build/bench-reader.json").write_text(json.dumps(runs, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Prints docs/performance.md's table of predictions: what bounds published models on TPU slices. Arithmetic alone.
+
+python scripts/bench/predict_tpu.py
+"""
+
+import tempfile
+from pathlib import Path
+
+from published_shapes import SHAPES, write_shapes
+
+from pipeline.core.sites import Site, activation_keys
+from pipeline.models.registry import open_model
+from pipeline.planning.slice.chips import parse_slice
+from pipeline.planning.slice.roofline import BUCKET_WRITES_PER_S, Cost, limits
+
+LENGTH, MFU, FILL, SHARD_BYTES = 2048, 0.4, 0.95, 128 << 20
+
+
+def rows() -> list[str]:
+    """One line per model, choice of layers and slice."""
+    lines = []
+    with tempfile.TemporaryDirectory() as directory:
+        write_shapes(Path(directory))
+        for name in SHAPES:
+            model = open_model(f"{directory}/{name}", init="random")
+            depth = model.num_layers
+            for label, layers in {"3": (depth // 4, depth // 2, 3 * depth // 4), "all": tuple(range(depth))}.items():
+                keys = activation_keys(layers, (Site.resid_post,))
+                cost = Cost(model.flops_per_token(keys, LENGTH), 2 * len(keys) * model.width(Site.resid_post), FILL)
+                for topology in ("v5e-64", "v6e-64"):
+                    reach = limits(cost, parse_slice(topology), MFU, BUCKET_WRITES_PER_S * SHARD_BYTES)
+                    rates = " | ".join(f"{rate / 1e3:,.0f}" for rate in vars(reach).values())
+                    lines.append(
+                        f"| {name} | {label} | {topology} | {cost.flops / 1e9:.2f} | {cost.stored_bytes / 1e3:.1f} | "
+                        f"{rates} | {reach.binding.replace('_', ' ')} | {reach.tokens_per_s / 1e3:,.0f} |"
+                    )
+    return lines
+
+
+if __name__ == "__main__":
+    header = (
+        *("model", "layers", "slice", "GFLOP/slot", "TB per 10^9 tokens"),
+        *("compute", "to host", "network", "store", "bound by", "at the limit"),
+    )
+    print("\n".join([f"| {' | '.join(header)} |", "|---" * len(header) + "|", *rows()]))

@@ -1,0 +1,45 @@
+"""Writes a config.json for each of some published models, for planning without their checkpoints (model.init=random).
+
+python scripts/bench/published_shapes.py build/shapes
+python -m pipeline.plan topology=v5e-64 model.path=build/shapes/Qwen2.5-7B model.init=random ...
+"""
+
+import json
+import sys
+from pathlib import Path
+
+_QWEN2 = {"model_type": "qwen2", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+_LLAMA3 = {
+    **{"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5},
+    **{"rope_theta": 5e5, "head_dim": 128, "num_key_value_heads": 8},
+}
+_GEMMA2 = {
+    **{"model_type": "gemma2", "vocab_size": 256000, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6},
+    **{"rope_theta": 1e4, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+    **{"hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+}
+_ORDER = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+SHAPES = {
+    "Qwen2.5-0.5B": _QWEN2
+    | {"vocab_size": 151936, "num_key_value_heads": 2}
+    | dict(zip(_ORDER, (896, 4864, 14, 24), strict=True)),
+    "Qwen2.5-7B": _QWEN2
+    | {"vocab_size": 152064, "num_key_value_heads": 4}
+    | dict(zip(_ORDER, (3584, 18944, 28, 28), strict=True)),
+    "Llama-3-8B": _LLAMA3 | dict(zip(_ORDER, (4096, 14336, 32, 32), strict=True)),
+    "Llama-3-70B": _LLAMA3 | dict(zip(_ORDER, (8192, 28672, 64, 80), strict=True)),
+    "Gemma-2-2B": _GEMMA2 | {"num_key_value_heads": 4} | dict(zip(_ORDER, (2304, 9216, 8, 26), strict=True)),
+    "Gemma-2-9B": _GEMMA2 | {"num_key_value_heads": 8} | dict(zip(_ORDER, (3584, 14336, 16, 42), strict=True)),
+}
+
+
+def write_shapes(directory: Path) -> None:
+    """One directory with a config.json per model."""
+    for name, shape in SHAPES.items():
+        path = directory / name
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(shape, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    write_shapes(Path(sys.argv[1]))

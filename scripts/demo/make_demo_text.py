@@ -1,0 +1,152 @@
+"""Writes the English prose that every CPython carries as parquet shards in FineWeb's schema.
+
+    python scripts/demo/make_demo_text.py --out DIR [--shards 6]
+
+Three to four megabytes without a download: the language reference's help topics, the docstrings and block comments of
+the standard library (read with `ast`; nothing is imported or run), and the text files beside it. The same Python
+version gives the same documents with the same ids. `token_count` is the number of words between white space.
+"""
+
+import argparse
+import ast
+import platform
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+SCHEMA = pa.schema(
+    {
+        "text": pa.string(),
+        "id": pa.string(),
+        "dump": pa.string(),
+        "url": pa.string(),
+        "date": pa.string(),
+        "file_path": pa.string(),
+        "language": pa.string(),
+        "language_score": pa.float64(),
+        "token_count": pa.int64(),
+    }
+)
+MIN_CHARACTERS = 120  # a heading with one line below it is not worth a document
+ROWS_PER_GROUP = 100
+# Tests, generated tables, and what a distribution or the user has put beside the standard library.
+SKIPPED_FOLDERS = {"dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, order=True)
+class Text:
+    """One document. `name` is a dotted path (of a class or module) or a topic, `file` relative to the library."""
+
+    name: str
+    file: str
+    text: str
+
+    def row(self) -> dict[str, str | int | float]:
+        """The document as a row of `SCHEMA`."""
+        return {
+            "text": self.text,
+            "id": f"<python:{self.name}>",
+            "dump": f"CPython-{platform.python_version()}",
+            "url": f"python://stdlib/{self.file}#{self.name}",
+            "date": "",
+            "file_path": self.file,
+            "language": "en",
+            "language_score": 1.0,
+            "token_count": len(self.text.split()),
+        }
+
+
+def documents() -> list[Text]:
+    """Every document of this Python, sorted by name. Names are unique."""
+    library = Path(sysconfig.get_path("stdlib"))
+    found = [Text(f"topics.{name}", "pydoc_data/topics.py", text.strip()) for name, text in topics.items()]
+    for path in sorted(library.rglob("*")):
+        file = path.relative_to(library)
+        if SKIPPED_FOLDERS & set(file.parts) or file.parts[0].startswith("config-") or not path.is_file():
+            continue
+        if path.suffix == ".py":
+            found += module_texts(path.read_bytes(), file)
+        elif path.suffix in (".txt", ".rst"):
+            found.append(Text(file.as_posix(), file.as_posix(), path.read_text("utf-8", errors="replace").strip()))
+    return sorted(text for text in found if len(text.text) >= MIN_CHARACTERS)
+
+
+def module_texts(source: bytes, file: Path) -> Iterator[Text]:
+    """One document per top-level class, and one for the rest of the module."""
+    module = ".".join(part for part in file.with_suffix("").parts if part != "__init__")
+    tree = ast.parse(source)
+    comments = block_comments(source, tree)
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}  # the last of two wins
+    for node in classes.values():
+        inside = {line: text for line, text in comments.items() if node.lineno <= line <= node.end_lineno}
+        yield Text(f"{module}.{node.name}", file.as_posix(), render(list(definitions(node, "")), inside))
+        comments = {line: text for line, text in comments.items() if line not in inside}
+    rest = [entry for node in tree.body if not isinstance(node, ast.ClassDef) for entry in definitions(node, "")]
+    head = [(0, ast.get_docstring(tree) or "")]
+    yield Text(module, file.as_posix(), render(head + rest, comments))
+
+
+def definitions(node: ast.AST, prefix: str) -> Iterator[tuple[int, str]]:
+    """(line, heading and docstring) of each documented class and function in `node`, itself included."""
+    if isinstance(node, Definition):
+        name = prefix + node.name
+        if docstring := ast.get_docstring(node):
+            bases = node.bases if isinstance(node, ast.ClassDef) else [node.args]
+            yield node.lineno, f"{name}({', '.join(map(ast.unparse, bases))})\n\n{docstring}"
+        prefix = name + "."
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.ExceptHandler):
+            yield from definitions(child, prefix)
+
+
+def block_comments(source: bytes, tree: ast.Module) -> dict[int, str]:
+    """First line -> text of each run of two or more comment lines: prose more often than not."""
+    strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant | ast.JoinedStr))
+    inside = {line for node in strings for line in range(node.lineno + 1, node.end_lineno + 1)}
+    blocks: dict[int, list[str]] = {}
+    first, last_indent = 0, None
+    for number, line in enumerate(source.decode("utf-8", errors="replace").split("\n"), start=1):
+        comment = line.lstrip()
+        indent = len(line) - len(comment)
+        if not comment.startswith("#") or number in inside:
+            last_indent = None
+            continue
+        if indent != last_indent:
+            first, last_indent = number, indent
+        blocks.setdefault(first, []).append(comment.lstrip("#").removeprefix(" ").rstrip())
+    return {line: "\n".join(text).strip() for line, text in blocks.items() if len(text) > 1}
+
+
+def render(headed: list[tuple[int, str]], comments: dict[int, str]) -> str:
+    """Docstrings and comments in source order, as paragraphs."""
+    return "\n\n".join(text for _, text in sorted(headed + list(comments.items())) if text)
+
+
+def write_shards(texts: list[Text], out: Path, num_shards: int) -> None:
+    """Writes text i to shard i mod `num_shards`, so that all shards are of one size and kind."""
+    out.mkdir(parents=True, exist_ok=True)
+    for shard in range(num_shards):
+        table = pa.Table.from_pylist([text.row() for text in texts[shard::num_shards]], schema=SCHEMA)
+        pq.write_table(table, out / f"{shard:03}_00000.parquet", compression="zstd", row_group_size=ROWS_PER_GROUP)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the parquet files")
+    parser.add_argument("--shards", type=int, default=6, help="number of parquet files")
+    args = parser.parse_args()
+    texts = documents()
+    write_shards(texts, args.out, args.shards)
+    num_bytes = sum(len(text.text.encode()) for text in texts)
+    print(f"{len(texts)} documents, {num_bytes / 1e6:.1f} MB of text, {args.shards} files in {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""A top-k sparse autoencoder on a store's activations, in PyTorch: an example of reading, not a trainer.
+
+python scripts/examples/train_sae_torch.py build/demo/stores/text blocks.2.resid_post [--steps 200]
+"""
+
+import argparse
+
+import torch
+from torch import nn
+
+from pipeline.store import ActivationStore
+
+EXPANSION, K = 4, 16
+
+
+class SparseAutoencoder(nn.Module):
+    """x -> decoder(top-k of relu(encoder(x))): Gao et al. 2024."""
+
+    def __init__(self, width: int, num_latents: int) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(width, num_latents)
+        self.decoder = nn.Linear(num_latents, width)
+        self.decoder.weight.data = self.encoder.weight.data.T.clone()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, latents = self.encoder(x).relu().topk(K, dim=-1)
+        sparse = torch.zeros(*x.shape[:-1], self.encoder.out_features).scatter(-1, latents, values)
+        return self.decoder(sparse)
+
+
+def train(path: str, key: str, steps: int, batch_size: int = 1024) -> list[float]:
+    """The mean squared error of each step; activations are normalised, so that predicting nothing gives 1."""
+    torch.manual_seed(0)
+    store = ActivationStore.open(path)
+    batches = store.batches(
+        key,
+        batch_size,
+        shuffle=True,
+        seed=0,
+        epochs=None,
+        normalisation=store.normalisation(key),
+        framework="torch",
+    )
+    width = store.arrays[key].shape[2]
+    autoencoder = SparseAutoencoder(width, EXPANSION * width)
+    optimiser = torch.optim.Adam(autoencoder.parameters(), lr=1e-3)
+    losses = []
+    for _, batch in zip(range(steps), batches, strict=False):
+        loss = (autoencoder(batch.activations) - batch.activations).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    batches.close()
+    return losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store")
+    parser.add_argument("key", help="an array, e.g. blocks.2.resid_post")
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args()
+    losses = train(options.store, options.key, options.steps)
+    for step in [*range(0, options.steps, max(1, options.steps // 10)), options.steps - 1]:
+        print(f"step {step:5} loss {losses[step]:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Addresses that users type: nonsense is refused by every command, and credentials are never shown."""
+
+import os
+
+import pytest
+
+from pipeline import delete, export, finalize, inspect, merge, verify
+from pipeline.config.composing import compose
+from pipeline.core.addresses import has_credentials, unusable_store_path, without_credentials
+from pipeline.core.errors import ConfigError, PipelineError, StoreInvalid
+from pipeline.store import ActivationStore
+from pipeline.store.io.kvstore import open_kvstore
+from tests.store.example_store import write_store
+
+SECRET = "hunter2"
+WITH_CREDENTIALS = (
+    f"https://user:a@{SECRET}@host/store",
+    f"https://host/store?pwd=a'{SECRET}",
+    f"gs://user:{SECRET}@bucket/store",
+    f"https://user:{SECRET}@host/store",
+    f"https://user:{SECRET}/x@host/store",
+    f"s3://{SECRET}@bucket/store",
+    *(
+        f"https://host/store?a=1&{name}={SECRET}"
+        for name in ("auth", "pwd", "token", "sig", "X-Amz-Signature", "passwd")
+    ),
+    *(f"gs://bucket/store?{name}={SECRET}" for name in ("auth", "pass", "api_key", "Secret", "AWSAccessKeyId", "sas")),
+    f"s3://bucket/store;token={SECRET}",
+    f"gs://bucket/store#access_token={SECRET}",
+)
+NONSENSE = (
+    ("", "Give a folder"),
+    ("   ", "Give a folder"),
+    (" store", "blank"),
+    ("store\n", "blank"),
+    ("a\0b", "NUL"),
+    ("\udcff", "UTF-8"),
+    ("~nosuchuser/x", "no such user"),
+    ("http://localhost:1/store", "unsupported URL scheme"),
+    ("https://localhost:1/store", "unsupported URL scheme"),
+    ("ftp://localhost:1/store", "unsupported URL scheme"),
+    ("gcs://bucket/store", "unsupported URL scheme"),
+    ("S3://bucket/store", "unsupported URL scheme"),
+    ("gs:/bucket/store", "unsupported URL scheme"),
+    ("http:/host/store", "unsupported URL scheme"),
+    ("gs://", "no address of a store"),
+    ("s3:///store", "no address of a store"),
+    ("gs://bucket|zip:", "not inside of another file"),
+    ("gs://bucket/store?x=1", "no address of a store"),
+    ("file://host/store", "no address of a store"),
+)
+COMMANDS = {
+    "verify": lambda path: verify.main([f"store.path={path}"]),
+    "finalize": lambda path: finalize.main([f"store.path={path}"]),
+    "delete": lambda path: delete.main([f"store.path={path}", "confirm=true"]),
+    "inspect": lambda path: inspect.main([f"store.path={path}"]),
+    "merge": lambda path: merge.main([f"from={path}", "store.path=target"]),
+    "merge into": lambda path: merge.main(["from=sound", f"store.path={path}"]),
+    "export": lambda path: export.main([f"store.path={path}", "export.path=exported"]),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    write_store(str(tmp_path / "sound"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_nonsense_and_makes_nothing(folder, command, capsys):
+    for path, message in (*NONSENSE, ("x" * 300, ""), ("x/" * 3000, "")):
+        assert COMMANDS[command](path) == 2, path
+        printed = capsys.readouterr()
+        assert message in printed.err or "sage: " in printed.err, (path, printed.err)
+        assert "Traceback" not in printed.err
+        assert os.listdir(folder) == ["sound"], path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_shows_credentials(folder, command, capsys):
+    for path in WITH_CREDENTIALS:
+        assert COMMANDS[command](path) == 2, path
+        printed = capsys.readouterr()
+        assert SECRET not in printed.out + printed.err, path
+        assert "redentials" in printed.err or "scheme" in printed.err
+    assert os.listdir(folder) == ["sound"]
+
+
+@pytest.mark.parametrize("main", [inspect.main, export.main])
+def test_a_setting_that_is_none_is_shown_without_them(main, capsys):
+    assert main(["store.path=a", f"tokenizer=https://user:{SECRET}@host/x?auth={SECRET}"]) == 2
+    printed = capsys.readouterr().err
+    assert "is no setting" in printed
+    assert SECRET not in printed
+
+
+@pytest.mark.parametrize(
+    "path", ["", "~nosuchuser/x", "http://localhost:1/x", f"gs://b/x?auth={SECRET}", f"s3://{SECRET}@b"]
+)
+def test_the_configuration_refuses_it_before_anything_is_opened(path):
+    with pytest.raises(ConfigError, match=r"store\.path|the store's path") as caught:
+        compose(["data.path=texts", f"store.path='{path}'"])
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(("path", "message"), NONSENSE)
+def test_the_reader_refuses_it_too(path, message):
+    with pytest.raises(StoreInvalid, match=message):
+        ActivationStore.open(path)
+
+
+@pytest.mark.parametrize("path", ["store", "./~nosuchuser", "a/../b", ".", "a b/c", "run@3", "C:/x", "a|b", "2024:1/x"])
+def test_ordinary_paths_are_usable(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert unusable_store_path(path) is None
+    write_store(path)
+    assert ActivationStore.open(path).complete
+
+
+def test_the_home_directory_and_urls(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_store("~/store")
+    assert ActivationStore.open(f"file://{tmp_path}/store").complete
+    for path in ("gs://bucket/store", "s3://bucket/runs@2024/store", "memory://x"):
+        assert open_kvstore(path)
+
+
+def test_errors_are_shown_without_credentials():
+    for url in WITH_CREDENTIALS:
+        assert has_credentials(url)
+        error = PipelineError(f"{url} cannot be read: 'GET {url}' failed ({url}). Try again.")
+        assert SECRET not in str(error), url
+        assert str(error).endswith("Try again.")
+    assert (
+        without_credentials("see 'https://h/x?a=1', gs://u:p@b/c#d; x") == "see 'https://h/x?***', gs://***@b/c?***; x"
+    )
+    plain = "gs://bucket/a@b is missing; http://localhost:9000/x@y is not. What? See https://host/#a"
+    assert without_credentials(plain) == plain.replace("#a", "?***")
+    assert not any(
+        map(has_credentials, ("gs://bucket/a@b", "http://localhost:9000/x@y", "a?b=c", "https://h/x?download=1"))
+    )

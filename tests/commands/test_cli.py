@@ -1,0 +1,202 @@
+"""Exit codes and messages of the command line, in processes of their own."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import hydra
+import jax
+import pytest
+
+from pipeline.cli import main
+from pipeline.config import composing
+from tests.jobs import ROOT, assert_same_store, committed, objects, run, start, write_text
+
+TINY = composing.PACKAGE / "assets" / "tiny-qwen2"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"), files=2, documents=30)
+
+
+def base(text, store) -> list[str]:
+    return [f"data.path={text}", f"store.path={store}", "batch.rows=4", "batch.length=128", "store.shard_mib=0.25"]
+
+
+def test_two_workers_fill_one_store_without_talking_to_each_other(text, tmp_path):
+    overrides = [*base(text, tmp_path / "store"), "data.num_streams=2", "run.max_tokens=4000"]
+    workers = [start(*overrides, "run.worker_count=2", f"run.worker_index={index}") for index in range(2)]
+    for worker in workers:
+        output, _ = worker.communicate(timeout=120)
+        assert worker.returncode == 0, output
+    root = json.loads((tmp_path / "store" / "zarr.json").read_text())
+    assert root["attributes"]["activation_store"]["complete"]
+    assert run(f"store.path={tmp_path / 'store'}", module="pipeline.verify").returncode == 0
+
+    assert run(*overrides, f"store.path={tmp_path / 'one'}").returncode == 0
+    together, alone = objects(tmp_path / "store"), objects(tmp_path / "one")
+    for stores in (together, alone):
+        stores.pop("zarr.json")  # names the worker that created the store
+    assert together == alone
+
+
+def damaged_model(tmp_path: Path, name: str) -> Path:
+    """A copy of the bundled checkpoint with one thing wrong."""
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    weights = model / "model.safetensors"
+    match name:
+        case "missing weights":
+            weights.unlink()
+        case "missing config":
+            (model / "config.json").unlink()
+        case "truncated weights":
+            weights.write_bytes(weights.read_bytes()[:-1000])
+        case "garbled header":
+            weights.write_bytes(b"\x10\0\0\0\0\0\0\0" + b"not json at all!" + weights.read_bytes())
+        case "missing tokenizer":
+            (model / "tokenizer.json").unlink()
+        case "smaller vocabulary than the tokenizer's":
+            config = json.loads((model / "config.json").read_text())
+            (model / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("missing weights", "safetensors"),
+        ("missing config", "config.json"),
+        ("truncated weights", "model.safetensors"),
+        ("garbled header", "model.safetensors"),
+        ("missing tokenizer", "tokenizer.json"),
+    ],
+)
+def test_a_damaged_model_ends_with_code_2_and_its_file_named(text, tmp_path, damage, message):
+    result = run(*base(text, tmp_path / "store"), f"model.path={damaged_model(tmp_path, damage)}")
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_token_beyond_the_vocabulary_names_its_document(text, tmp_path):
+    model = damaged_model(tmp_path, "smaller vocabulary than the tokenizer's")
+    result = run(*base(text, tmp_path / "store"), f"model.path={model}", "model.init=random")
+    assert result.returncode == 2, result.stderr
+    assert "000.parquet" in result.stderr
+    assert "100" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("capture.layers=[99]", "layers 0..5"),
+        ("capture.sites=[resid_past]", "resid_post"),
+        ("capture.dtype=float99", "float99"),
+        ("model.path=no/such/model", "no/such/model"),
+        ("nonsense=1", "nonsense"),
+        ("batch.rows=three", "Set batch.rows to a whole number of at least 1"),
+        ("data=3", "data=3 names no choice"),
+        ("+run.foo=1", "run.foo is no key of the configuration"),
+        ("data.path=/no/such/place", "/no/such/place"),
+    ],
+)
+def test_a_wrong_value_ends_with_code_2_and_is_named(text, tmp_path, override, message):
+    result = run(*base(text, tmp_path / "store"), override)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_bad_document_ends_the_run_after_what_came_before_it(text, tmp_path):
+    """A truncated file is named with code 2; the blocks before it stay, and a run that skips goes on from them."""
+    broken = tmp_path / "text"
+    shutil.copytree(text, broken)
+    whole = (broken / "001.parquet").read_bytes()
+    (broken / "001.parquet").write_bytes(whole[: len(whole) // 2])
+    store = tmp_path / "store"
+    result = run(*base(broken, store))
+    assert result.returncode == 2, result.stderr
+    assert "001.parquet" in result.stderr
+    assert "data.on_error=skip" in result.stderr
+    blocks = committed(store)
+    assert run(*base(broken, store), "data.on_error=skip").returncode == 0
+    assert committed(store) >= blocks
+    assert run(f"store.path={store}", module="pipeline.verify").returncode == 0
+    records = [json.loads(file.read_text()) for file in store.glob("_commits/*/*.json")]
+    assert [skip["source"] for record in records for skip in record["skipped"]] == ["001.parquet"]
+
+
+def test_a_store_path_that_cannot_be_written_is_named(text, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    result = run(*base(text, tmp_path / "file" / "store"))
+    assert result.returncode == 2, result.stderr
+    assert str(tmp_path / "file") in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 6 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = (
+        os.geteuid() == 0
+        and not subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], capture_output=True
+        ).returncode
+    )
+    if not mounted:
+        pytest.skip("mounting a tmpfs needs root")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_harms_nothing_and_the_run_resumes(text, tmp_path, small_disk):
+    overrides = base(text, small_disk / "store")
+    result = run(*overrides, "capture.layers=all", "capture.sites=[resid_post,attn_out]")
+    assert result.returncode == 1, result.stderr
+    assert "No space left" in result.stderr
+    assert "resume" in result.stderr
+    committed = {key: value for key, value in objects(small_disk / "store").items() if key.startswith("_commits")}
+    assert committed, "some blocks were stored before the disk was full"
+
+    subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
+    assert run(*overrides, "capture.layers=all", "capture.sites=[resid_post,attn_out]").returncode == 0
+    reference = [*base(text, tmp_path / "reference"), "capture.layers=all", "capture.sites=[resid_post,attn_out]"]
+    assert run(*reference).returncode == 0
+    assert_same_store(small_disk / "store", tmp_path / "reference")
+
+
+def test_the_help_lists_every_group():
+    result = run("--cfg", "job")
+    assert result.returncode == 0
+    for group in ("model:", "data:", "batch:", "capture:", "store:", "mesh:", "run:"):
+        assert group in result.stdout
+    assert ROOT.joinpath("configs").is_dir()
+
+
+def test_what_does_not_fit_into_a_device_is_a_message(caplog):
+    def task(_config) -> None:
+        jax.numpy.zeros(1 << 48).block_until_ready()  # 1 PiB
+
+    composing.prepare()
+    with hydra.initialize_config_dir(str(composing.config_dir()), version_base="1.3"):
+        composed = hydra.compose("config", [])
+    assert main.run_task(task, composed) == 1
+    [message] = caplog.messages
+    assert "does not fit into the memory of a device" in message
+    assert "batch.rows" in message
+
+
+def test_an_installed_wheel_takes_its_own_configuration(tmp_path, monkeypatch):
+    """And no folder of that name that another package has left beside this one. A checkout has its own there."""
+    assert composing.config_dir() == ROOT / "configs"
+    for folder in ("configs", "pipeline/configs"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setattr(composing, "PACKAGE", tmp_path / "pipeline")
+    assert composing.config_dir() == tmp_path / "pipeline" / "configs"

@@ -1,0 +1,217 @@
+"""The command line of `python -m pipeline.delete`."""
+
+import itertools
+import json
+import os
+import shutil
+
+import pytest
+
+from pipeline.delete import main
+from pipeline.store.io.kvstore import open_kvstore, write_key
+from pipeline.store.write.claims import Claims
+from tests.store.emulators import new_bucket
+from tests.store.example_store import write_store
+
+
+@pytest.mark.parametrize("finish", [True, False])
+def test_nothing_is_left_of_a_local_store(tmp_path, finish, capsys):
+    path = tmp_path / "store"
+    write_store(str(path), finish=finish)
+    assert main([f"store.path={path}"]) == 2
+    assert "confirm=true deletes it" in capsys.readouterr().err
+    before = sorted(path.rglob("*"))
+    assert before
+    assert main([f"store.path={path}", "confirm=true"]) == 0
+    assert not path.exists()
+    assert main([f"store.path={path}", "confirm=true"]) == 2
+    assert "there is no activation store" in capsys.readouterr().err
+
+
+def test_what_lies_beside_a_store_stays(tmp_path, capsys):
+    outer, inner, note = tmp_path, tmp_path / "inner", tmp_path / "note.txt"
+    write_store(str(outer))
+    write_store(str(inner))
+    note.write_text("mine")
+    expected = sorted([note, inner, *inner.rglob("*")])
+    (outer / "stats").mkdir()
+    (outer / "stats" / "mine.csv").write_text("mine")
+    expected = sorted([*expected, outer / "stats", outer / "stats" / "mine.csv"])
+    assert main([f"store.path={outer}", "confirm=true"]) == 0
+    assert sorted(outer.rglob("*")) == expected
+    capsys.readouterr()
+
+
+def test_a_remote_store(gcs, capsys):
+    path = f"{new_bucket('gs', gcs.backend)}/store"
+    write_store(path)
+    assert main([f"store.path={path}", "confirm=true"]) == 0
+    assert open_kvstore(path).list().result() == []
+    capsys.readouterr()
+
+
+def test_on_s3_nothing_else_of_the_bucket_is_deleted(s3, capsys):
+    """The emulator of GCS does not list by prefix."""
+    bucket = new_bucket("s3", s3.backend)
+    write_store(f"{bucket}/store")
+    mine = ["store/tokens.txt", "store/tokens/mine", "store/_commits/notes.json", "store2/zarr.json"]
+    for key in mine:
+        write_key(open_kvstore(bucket), key, b"mine")
+    assert main([f"store.path={bucket}/store", "confirm=true"]) == 0
+    assert sorted(map(bytes.decode, open_kvstore(bucket).list().result())) == sorted(mine)
+    assert "but for what is not the store's: " in capsys.readouterr().out
+
+
+FOREIGN = (
+    "documents/thesis.txt",
+    "tokens/mine.npy",
+    "tokens/c/0/1",
+    "tokens/c/x/0",
+    "tokens/c/0/0.bak",
+    "embed.scale.old/zarr.json",
+    "_commits/notes.json",
+    "_commits/stream-00000/block-1.json",
+    "_commits/stream-00000/block-000000.json.orig",
+    "_documents/stream-00000/mine.parquet",
+    "_stats/mine.csv",
+    "_metrics/mine.jsonl",
+    "_claims/mine.json",
+    "_generated/stream-00000/group-000000.tokens.activations",
+    "stats/embed/mine",
+    "stats/zarr.json.old",
+    ".hidden",
+    "a\nb",
+)
+
+
+def test_only_objects_with_the_exact_names_of_a_store_are_deleted(tmp_path, capsys):
+    path = tmp_path / "store"
+    write_store(str(path))
+    own = ["_metrics/20261122T150044Z-a-host-28071.jsonl", "_metrics/20261122T150044Z-h-1-generate.json"]
+    own += ["_generated/stream-00001/group-000003.embed.activations", "_generated/stream-00001/group-000003.parquet"]
+    own += ["_claims/stream-123456.json", "_claims_test/a-host-12-0123abcd", "zarr.json.__lock", "tokens/c/7/0.__lock"]
+    for key in (*FOREIGN, *own):
+        (path / key).parent.mkdir(parents=True, exist_ok=True)
+        (path / key).write_text("mine")
+    assert main([f"store.path={path}", "confirm=true", "force=true"]) == 0
+    left = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+    assert left == sorted(FOREIGN)
+    assert all((path / key).read_text() == "mine" for key in FOREIGN)
+    assert "but for what is not the store's" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "linked",
+    ["_commits", "tokens", "tokens/c", "embed/zarr.json", "tokens/c/0/0", "_documents", "_documents/stream-00000"],
+)
+def test_links_are_neither_followed_nor_removed(tmp_path, capsys, linked):
+    path, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    write_store(str(path))
+    (path / linked).rename(elsewhere)
+    (path / linked).symlink_to(elsewhere)
+    before = {file: file.read_bytes() for file in (elsewhere, *elsewhere.rglob("*")) if file.is_file()}
+    assert before
+    assert main([f"store.path={path}", "confirm=true"]) == 0
+    assert {file: file.read_bytes() for file in (elsewhere, *elsewhere.rglob("*")) if file.is_file()} == before
+    assert [str(file.relative_to(path)) for file in path.rglob("*") if file.is_symlink()] == [linked]
+    assert f"but for what is not the store's: {linked}" in capsys.readouterr().out
+    assert not (path / "zarr.json").exists()
+
+
+def test_a_root_that_is_a_link_is_refused(tmp_path, capsys):
+    path = tmp_path / "store"
+    write_store(str(path))
+    (path / "zarr.json").rename(tmp_path / "root")
+    (path / "zarr.json").symlink_to(tmp_path / "root")
+    before = sorted(tmp_path.rglob("*"))
+    assert main([f"store.path={path}", "confirm=true"]) == 2
+    assert "symbolic link" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_store_behind_a_link_is_deleted_and_the_link_stays(tmp_path, capsys):
+    write_store(str(tmp_path / "store"))
+    (tmp_path / "link").symlink_to("store")
+    assert main([f"store.path={tmp_path / 'link'}", "confirm=true"]) == 0
+    assert list((tmp_path / "link").iterdir()) == []
+    assert (tmp_path / "link").is_symlink()
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x", "/etc", "", ".", "..", "_commits", "_commits/..", "tokens", "a/b", "blocks.01.resid_post", "stats", 5],
+)
+def test_crafted_names_of_arrays_are_refused_before_anything_is_deleted(tmp_path, capsys, name):
+    path = tmp_path / "store"
+    write_store(str(path))
+    root = json.loads((path / "zarr.json").read_text())
+    root["attributes"]["activation_store"]["arrays"].append(name)
+    (path / "zarr.json").write_text(json.dumps(root))
+    (tmp_path / "x" / "c").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    assert main([f"store.path={path}", "confirm=true"]) == 2
+    assert "zarr.json" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_deletion_that_was_killed_anywhere_can_be_repeated(tmp_path, monkeypatch, capsys):
+    """Killed before the n-th file or folder is removed, for every n."""
+
+    class Killed(BaseException):
+        pass
+
+    left = -1
+
+    def counted(remove):
+        def instead(*arguments, **options):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Killed
+            return remove(*arguments, **options)
+
+        return instead
+
+    monkeypatch.setattr("os.unlink", counted(os.unlink))
+    monkeypatch.setattr("os.rmdir", counted(os.rmdir))
+    path = tmp_path / "store"
+    write_store(str(path))
+    shutil.copytree(path, tmp_path / "copy")
+    for kill in itertools.count(1):
+        left = kill
+        try:
+            main([f"store.path={path}", "confirm=true"])
+        except Killed:
+            left = -1
+            if (path / "zarr.json").exists():
+                assert main([f"store.path={path}", "confirm=true"]) == 0
+                assert not path.exists()
+            else:
+                assert not path.exists() or not any(path.iterdir())
+            shutil.copytree(tmp_path / "copy", path, dirs_exist_ok=True)
+        else:
+            break
+    assert kill > 80
+    capsys.readouterr()
+
+
+def test_a_store_that_a_worker_holds_stays(tmp_path, capsys):
+    path = str(tmp_path / "store")
+    write_store(path, finish=False)
+    before = sorted(tmp_path.rglob("*"))
+    claims = Claims(path, lease_s=60)
+    [vacancy, *_] = claims.vacancies([1])
+    assert claims.claim(vacancy)
+    assert main([f"store.path={path}", "confirm=true"]) == 1
+    assert f"workers hold streams (1 by {claims.owner})" in capsys.readouterr().err
+    assert set(before) <= set(tmp_path.rglob("*"))
+    assert main([f"store.path={path}", "confirm=true", "force=true"]) == 0  # as if the worker were dead
+    assert not (tmp_path / "store").exists()
+    claims.close()
+
+
+@pytest.mark.parametrize("arguments", [[], ["store.path="], ["store.path=a", "confirm=yes"], ["store.path=a", "x=1"]])
+def test_usage(arguments, capsys):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith("usage: python -m pipeline.delete store.path=...")

@@ -1,0 +1,154 @@
+"""`python -m pipeline.export`: the data set holds what the store does. test_sae_libraries.py trains on one."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import load_from_disk
+
+from pipeline.export import main
+from pipeline.inspect import main as inspect
+from pipeline.store import ActivationStore
+from pipeline.store.read.saelens_export import FILE, UNFINISHED
+from pipeline.store.write.store_writer import StoreWriter
+from tests.store.example_store import NUM_STREAMS, WIDTHS, layout, metadata, stored_tokens, write_blocks
+from tests.store.test_shard_files import largest_file
+
+HOOKS = {"blocks.1.resid_post": "blocks.1.hook_resid_post", "blocks.3.resid_post": "blocks.3.hook_resid_post"}
+HOOKS |= {"embed": "hook_embed"}
+
+
+@pytest.fixture
+def store(tmp_path) -> Path:
+    specs = tuple(replace(spec, attributes={"hook_name": HOOKS[spec.name]}) for spec in layout().arrays)
+    writer = StoreWriter.open(str(tmp_path / "store"), metadata(), replace(layout(), arrays=specs))
+    for stream in range(NUM_STREAMS):
+        write_blocks(writer, stream)
+    writer.finish()
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize("context", [None, 5])
+def test_contexts_hold_the_stored_tokens_in_their_order(store, tmp_path, context, capsys):
+    given = [] if context is None else [f"export.context={context}"]
+    assert main([f"store.path={store}", f"export.path={tmp_path / 'cache'}", *given]) == 0
+    opened = ActivationStore.open(store)
+    context = context or opened.length
+    contexts = stored_tokens() // context
+    assert f"{contexts} contexts of {context} tokens; {stored_tokens() - contexts * context} tokens are left out" in (
+        capsys.readouterr().out
+    )
+    found = load_from_disk(tmp_path / "cache").with_format("numpy")
+    assert sorted(found.column_names) == sorted([*HOOKS.values(), "token_ids"])
+    valid = opened.read_tokens(opened.rows).segments > 0
+    tokens = opened.read_tokens(opened.rows).tokens[valid][: contexts * context]
+    np.testing.assert_array_equal(found["token_ids"][:].reshape(-1), tokens)
+    for name, hook in HOOKS.items():
+        assert found.features[hook].shape == (context, WIDTHS[name])
+        values = opened.arrays[name][...].read().result()[opened.rows][valid][: contexts * context]
+        np.testing.assert_array_equal(found[hook][:].reshape(len(values), -1), values.astype(np.float32))
+
+
+def test_some_arrays_in_half_precision(store, tmp_path, capsys):
+    arguments = [f"store.path={store}", f"export.path={tmp_path / 'cache'}", "export.arrays=embed"]
+    assert main([*arguments, "export.dtype=float16"]) == 0
+    found = load_from_disk(tmp_path / "cache")
+    assert found.column_names == ["hook_embed", "token_ids"]
+    assert found.features["hook_embed"].dtype == "float16"
+    assert main([*arguments, "export.dtype=float16"]) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_what_a_killed_export_left_is_replaced(store, tmp_path, capsys):
+    arguments = [f"store.path={store}", f"export.path={tmp_path / 'cache'}", "export.arrays=embed"]
+    assert main(arguments) == 0
+    expected = {file.name: file.read_bytes() for file in (tmp_path / "cache").iterdir()}
+    for names in ([], [UNFINISHED], [UNFINISHED, "dataset_info.json"], [UNFINISHED, "dataset_info.json", "state.json"]):
+        shutil.rmtree(tmp_path / "cache")
+        (tmp_path / "cache").mkdir()
+        for name in names:
+            (tmp_path / "cache" / name).write_bytes(b"half" * 10_000)
+        assert main(arguments) == 0
+        assert {file.name: file.read_bytes() for file in (tmp_path / "cache").iterdir()} == expected
+    for names in (["notes"], [UNFINISHED, "notes"], [FILE], ["state.json"], ["dataset_info.json"]):
+        shutil.rmtree(tmp_path / "cache")
+        (tmp_path / "cache").mkdir()
+        for name in names:
+            (tmp_path / "cache" / name).write_bytes(b"mine")
+        assert main(arguments) == 2
+        assert "is not empty" in capsys.readouterr().err
+        assert {file.name: file.read_bytes() for file in (tmp_path / "cache").iterdir()} == dict.fromkeys(
+            names, b"mine"
+        )
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_in_the_way(store, tmp_path, capsys):
+    arguments = [f"store.path={store}", f"export.path={tmp_path / 'cache'}"]
+    with largest_file(2000):
+        assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert f"export.path={tmp_path / 'cache'} cannot be written: " in error
+    assert "File too large" in error
+    assert "Traceback" not in error
+    assert main(arguments) == 0
+
+
+def test_places_that_cannot_be_written(store, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    for path in ("file", "file/x", "x" * 300, "x/" * 3000, "~nosuchuser/x", "a\0b", " ", "gs://bucket/x", "\udcff"):
+        assert main([f"store.path={store}", f"export.path={path}"]) == 2, path
+        assert "export.path=" in capsys.readouterr().err.replace(" is ", "=")
+        if path not in ("gs://bucket/x", "x/" * 3000):
+            assert inspect([f"store.path={store}", f"inspect.html={path}"]) == (2 if path != "file" else 0), path
+            capsys.readouterr()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("hook", [None, 5, "", "token_ids", "hook_embed", {"deep": [[]]}, ...])
+def test_edited_names_of_hooks_are_named(store, tmp_path, hook, capsys):
+    zarr_json = store / "blocks.3.resid_post" / "zarr.json"
+    metadata = json.loads(zarr_json.read_text())
+    metadata["attributes"] = {} if hook is ... else {"hook_name": hook}
+    zarr_json.write_text(json.dumps(metadata))
+    names = "export.arrays=embed,blocks.3.resid_post"
+    assert main([f"store.path={store}", f"export.path={tmp_path / 'cache'}", names]) == 2
+    assert "blocks.3.resid_post/zarr.json does not have the digest that the root names" in capsys.readouterr().err
+    root = json.loads((store / "zarr.json").read_text())
+    for name in ("array_digests", "sha256"):  # as in a store of an earlier program
+        del root["attributes"]["activation_store"][name]
+    (store / "zarr.json").write_text(json.dumps(root))
+    assert main([f"store.path={store}", f"export.path={tmp_path / 'cache'}", names]) == 2
+    assert "blocks.3.resid_post/zarr.json has the hook_name" in capsys.readouterr().err
+
+
+def test_values_that_do_not_fit_are_refused(store, tmp_path, capsys):
+    array = ActivationStore.open(store).arrays["embed"]
+    values = array[0].read().result()
+    values[0, 0] = 1e5
+    array[0].write(values).result()
+    assert main([f"store.path={store}", f"export.path={tmp_path / 'cache'}", "export.dtype=float16"]) == 2
+    assert "export.dtype=float16: embed has values beyond it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "usage"),
+        (["export.path=gs://b"], "is written to local files"),
+        (["export.path=b", "export.context=0"], "export.context=0"),
+        (["export.path=b", "export.context=100000"], "less than one context of 100000"),
+        (["export.path=b", "export.dtype=int8"], "export.dtype=int8"),
+        (["export.path=b", "export.array=x"], "'export.array=x' is no setting"),
+        (["export.path=b", "export.arrays=embed,blocks.9.v"], "the store has no ['blocks.9.v'], but"),
+    ],
+)
+def test_settings_that_are_wrong(store, arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([f"store.path={store}", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()

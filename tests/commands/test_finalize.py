@@ -1,0 +1,132 @@
+"""The command line of `python -m pipeline.finalize`."""
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.finalize import main
+from pipeline.store import ActivationStore
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.format.layout import MAX_ROWS
+from pipeline.store.generated.group_keys import GENERATED_PREFIX
+from pipeline.store.generated.kept_activations import write_kept
+from pipeline.store.io.kvstore import list_keys, open_kvstore
+from pipeline.store.write.claims import Claims
+from pipeline.store.write.store_writer import StoreWriter
+from tests.store.example_store import LENGTH, NUM_STREAMS, ROWS, blocks, layout, metadata, write_blocks, write_store
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def is_complete(path: Path) -> bool:
+    return ActivationStore.open(path).complete
+
+
+def files(path: Path) -> dict[str, bytes]:
+    found = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    root = json.loads(found["zarr.json"])
+    del root["attributes"]["activation_store"]["created"]
+    del root["attributes"]["activation_store"]["sha256"]
+    return found | {"zarr.json": json.dumps(root).encode()}
+
+
+def test_what_workers_left_is_completed_as_a_run_would_have(tmp_path):
+    write_store(str(tmp_path / "run"))
+    write_store(str(tmp_path / "left"), finish=False)
+    command = [sys.executable, "-m", "pipeline.finalize", f"store.path={tmp_path / 'left'}"]
+    outputs = []
+    for _ in range(2):
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        assert files(tmp_path / "left") == files(tmp_path / "run")
+        outputs.append(result.stdout)
+    assert outputs[0] == outputs[1]
+    tokens = sum(block.record.tokens for block in blocks(1))
+    assert f"stream 1: {len(list(blocks(1)))} blocks, {tokens} tokens, the end of its data\n" in outputs[0]
+    assert outputs[0].endswith(f"{tmp_path / 'left'}: complete\n")
+
+
+def test_what_was_kept_while_decoding_is_deleted(tmp_path):
+    kvstore = open_kvstore(tmp_path)
+    capture = metadata().capture | {"when": "decode"}
+    writer = StoreWriter.open(str(tmp_path), metadata(capture=capture), layout())
+    for stream in range(NUM_STREAMS):
+        write_blocks(writer, stream)
+    write_kept(kvstore, 0, 0, {"embed": np.zeros((2, 4))})
+    assert list_keys(kvstore, GENERATED_PREFIX)
+    assert main([f"store.path={tmp_path}"]) == 0
+    assert list_keys(kvstore, GENERATED_PREFIX) == []
+
+
+def test_several_at_once(tmp_path):
+    write_store(str(tmp_path), finish=False)
+    with ThreadPoolExecutor() as pool:
+        codes = list(pool.map(main, [[f"store.path={tmp_path}"]] * 4))
+    assert codes == [0] * 4
+    assert is_complete(tmp_path)
+    assert verify_store(str(tmp_path)) == []
+
+
+def test_a_stream_that_has_not_ended_is_named_unless_forced(tmp_path, capsys):
+    writer = StoreWriter.open(str(tmp_path), metadata(), layout())
+    write_blocks(writer, 0)
+    first = next(blocks(1))
+    writer.commit(writer.begin_block(1, 0, first.arrays, first.table), first.record)
+    assert main([f"store.path={tmp_path}"]) == 1
+    printed = capsys.readouterr()
+    assert f"stream 1: 1 blocks, {first.record.tokens} tokens, NOT AT ITS END" in printed.out
+    assert "streams 1 have not ended" in printed.err
+    assert not is_complete(tmp_path)
+    assert ActivationStore.open(tmp_path).arrays["tokens"].shape[0] == MAX_ROWS
+    assert main([f"store.path={tmp_path}", "force=true"]) == 0
+    assert is_complete(tmp_path)
+    assert verify_store(str(tmp_path)) == []
+
+
+def test_a_truncated_block_ends_its_stream(tmp_path, capsys):
+    write_store(str(tmp_path), finish=False, max_rows=ROWS + 1)
+    assert main([f"store.path={tmp_path}"]) == 0
+    assert "the end of its share of run.max_tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("missing", "code"), [(0, 0), (-LENGTH + 1, 0), (-LENGTH, 0), (1, 1)])
+def test_a_share_of_max_tokens_that_ends_with_a_block_ends_its_stream(tmp_path, missing, code):
+    """`missing` tokens to the share of stream 0."""
+    stored = next(blocks(0)).record.tokens
+    config = {"run": {"max_tokens": 2 * (stored + missing)}}
+    writer = StoreWriter.open(str(tmp_path), metadata(config=config), layout())
+    write_blocks(writer, 0, max_rows=ROWS)
+    write_blocks(writer, 1)
+    assert writer.records[0][-1].tokens == stored
+    assert not writer.records[0][-1].truncated
+    assert main([f"store.path={tmp_path}"]) == code
+
+
+def test_no_store(tmp_path, capsys):
+    assert main([f"store.path={tmp_path}/nothing"]) == 2
+    assert "there is no activation store" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["store.path="], ["store.path=/a", "force=yes"], ["store.path=/a", "x=1"]])
+def test_usage(arguments, capsys):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith("usage: python -m pipeline.finalize store.path=...")
+
+
+def test_a_store_that_a_worker_still_holds_is_left_to_it(tmp_path, capsys):
+    path = str(tmp_path / "store")
+    write_store(path, finish=False)
+    claims = Claims(path, lease_s=60)
+    [vacancy, *_] = claims.vacancies([1])
+    assert claims.claim(vacancy)
+    assert main([f"store.path={path}"]) == 1
+    assert f"workers hold streams (1 by {claims.owner})" in capsys.readouterr().err
+    assert not is_complete(tmp_path / "store")
+    claims.close()
+    assert main([f"store.path={path}"]) == 0
+    assert is_complete(tmp_path / "store")

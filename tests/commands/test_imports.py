@@ -1,0 +1,32 @@
+"""What a run imports: only what it uses, and quickly. (pandas, where it is installed, is imported by pyarrow.)"""
+
+import subprocess
+import sys
+
+from tests.jobs import ROOT, write_text
+
+HEAVY = ("torch", "transformers", "datasets", "gcsfs", "flax", "scipy", "aiohttp", "jax.experimental.pallas")
+SHOW = f"import sys; print([name for name in {HEAVY} if name in sys.modules])"
+
+
+def python(program: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+
+
+def test_a_run_on_local_files_imports_nothing_heavy_that_it_does_not_use(tmp_path):
+    overrides = [f"data.path={write_text(tmp_path / 'text', files=1, documents=5)}", f"store.path={tmp_path / 'store'}"]
+    program = f"""
+from pipeline.config import composing
+from pipeline.extraction.job_run import run
+run(composing.compose({[*overrides, "data=fineweb", "run.progress=false"]}))
+{SHOW}"""
+    assert python(program).split("\n")[-2] == "[]"
+    assert (tmp_path / "store" / "zarr.json").exists()
+
+
+def test_importing_the_entry_point_is_quick():
+    """In CPU time, the best of three: others may use the machine."""
+    program = "import time, pipeline.run; print(time.process_time())"
+    assert min(float(python(program)) for _ in range(3)) < 2

@@ -1,0 +1,201 @@
+"""`python -m pipeline.inspect`: what it says is what is in the store."""
+
+import re
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from pipeline.core.errors import ConfigError
+from pipeline.inspect import main, parse
+from pipeline.inspection.report import Settings
+from pipeline.inspection.sample import take_sample
+from pipeline.inspection.summary import summarise
+from pipeline.store import ActivationStore
+from pipeline.store.io.kvstore import open_kvstore, write_key
+from tests.jobs import run
+from tests.store.emulators import new_bucket
+from tests.store.example_store import DOCUMENT_LENGTHS, ROWS, WIDTHS, stored_tokens, write_store
+
+
+class Page(HTMLParser):
+    """Collects text and tags, and fails on what is not closed."""
+
+    VOID = ("meta", "br", "rect", "line", "polyline", "polygon", "circle")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag not in self.VOID or (tag == "rect" and "/" not in self.get_starttag_text()[-2:]):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_summary_counts_what_is_stored(tmp_path, capsys):
+    write_store(str(tmp_path))
+    assert main([f"store.path={tmp_path}"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{stored_tokens():,} in " in printed
+    assert "complete" in printed
+    for name, width in WIDTHS.items():
+        assert re.search(rf"{re.escape(name)} +bfloat16 +{width} ", printed)
+    summary = summarise(ActivationStore.open(tmp_path))
+    slots = sum(record.rows for record in summary.blocks) * 8
+    assert summary.padding == pytest.approx(1 - stored_tokens() / slots)
+    assert set(summary.document_tokens.tolist()) == {n for lengths in DOCUMENT_LENGTHS for n in lengths}
+
+
+def test_the_sample_is_numpys(tmp_path):
+    write_store(str(tmp_path))
+    store = ActivationStore.open(tmp_path)
+    sample = take_sample(store, 10**6, seed=0)
+    np.testing.assert_array_equal(sample.rows, store.rows)
+    valid = sample.beside.segments > 0
+    for view in sample.views:
+        values = store.arrays[view.name][...].read().result()[store.rows][valid].astype(np.float64)
+        np.testing.assert_allclose(view.norms[valid], np.linalg.norm(values, axis=1), rtol=1e-6)
+        assert np.isnan(view.norms[~valid]).all()
+        shares = np.sort(np.linalg.eigvalsh(np.cov(values.T)))[::-1]
+        np.testing.assert_allclose(view.spectrum, shares / shares.sum(), atol=1e-9)
+    again, other = take_sample(store, 8 * 5, seed=1), take_sample(store, 8 * 5, seed=2)
+    assert len(again.rows) == 5
+    assert again.rows.tolist() == take_sample(store, 8 * 5, seed=1).rows.tolist() != other.rows.tolist()
+
+
+def test_few_selected_tokens_do_not_make_a_sample_of_all_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.inspection.sample.MAX_TEXT_SLOTS", 3 * 8)
+    write_store(str(tmp_path))
+    assert len(take_sample(ActivationStore.open(tmp_path), 10**6, seed=0).rows) == 3
+
+
+def test_the_page_is_whole_and_loads_nothing(real_store, tmp_path, capsys):
+    file = tmp_path / "page.html"
+    assert main([f"store.path={real_store}", f"inspect.html={file}", "inspect.tokens=4096"]) == 0
+    text = file.read_text()
+    page = Page(text)
+    assert page.tags.count("svg") >= 8
+    assert not re.search(r"https?://|src=|@import|url\(", text)
+    assert "blocks.4.resid_post" in page.text
+    assert "Seconds of the writer thread" in page.text
+    assert len(re.findall("[a-z]{4,}", page.text)) > 200  # decoded words, not ids
+    capsys.readouterr()
+
+
+def test_the_charts_as_a_png(real_store, tmp_path, capsys):
+    pixels = pytest.importorskip("matplotlib.image")
+    file = tmp_path / "charts.png"
+    assert main([f"store.path={real_store}", f"inspect.png={file}", "inspect.tokens=4096"]) == 0
+    assert f"{file}: " in capsys.readouterr().out
+    height, width, _ = pixels.imread(file).shape
+    assert height > 900
+    assert width > 1200
+    assert main([f"store.path={real_store}", f"inspect.png={tmp_path}/no/such/folder.png"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_extra_is_named(real_store, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
+    monkeypatch.delitem(sys.modules, "pipeline.inspection.png", raising=False)
+    assert main([f"store.path={real_store}", f"inspect.png={tmp_path / 'charts.png'}"]) == 2
+    assert "pip install 'activation-pipeline[png]'" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_was_asked_for_must_be_there(real_store, tmp_path, capsys):
+    assert main([f"store.path={real_store}", f"inspect.html={tmp_path / 'p'}", f"inspect.tokenizer={tmp_path}"]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
+
+
+def test_a_store_of_another_tokenizer_is_shown_as_ids(tmp_path, capsys):
+    write_store(str(tmp_path / "store"))
+    file = tmp_path / "page.html"
+    assert main([f"store.path={tmp_path / 'store'}", f"inspect.html={file}"]) == 0
+    sample = take_sample(ActivationStore.open(tmp_path / "store"), 10**6, 0)
+    assert f">{sample.beside.tokens[0, 0]} </span>" in file.read_text()
+    Page(file.read_text())
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("max_rows", [0, ROWS])
+def test_unfinished_and_empty_stores(tmp_path, capsys, max_rows):
+    write_store(str(tmp_path / "store"), finish=False, max_rows=max_rows)
+    file = tmp_path / "page.html"
+    assert main([f"store.path={tmp_path / 'store'}", f"inspect.html={file}"]) == 0
+    assert "unfinished" in capsys.readouterr().out
+    Page(file.read_text())
+
+
+def test_values_that_are_not_finite_are_counted(tmp_path):
+    write_store(str(tmp_path))
+    store = ActivationStore.open(tmp_path)
+    values = store.arrays["embed"][0].read().result()
+    values[0, 1] = np.inf
+    values[1, 0] = np.nan
+    store.arrays["embed"][0].write(values).result()
+    view = take_sample(store, 10**6, 0).views[-1]
+    assert view.name == "embed"
+    assert view.non_finite == 2
+    assert np.isfinite(view.spectrum).all()
+    assert np.isfinite(view.valid_norms).all()
+
+
+def test_a_damaged_log_is_named(tmp_path, capsys):
+    write_store(str(tmp_path))
+    write_key(open_kvstore(str(tmp_path)), "_metrics/run.jsonl", b'{"tokens": 1')
+    assert main([f"store.path={tmp_path}"]) == 2
+    assert "_metrics/run.jsonl" in capsys.readouterr().err
+
+
+def test_no_store(tmp_path, capsys):
+    assert main([f"store.path={tmp_path}"]) == 2
+    assert "there is no activation store" in capsys.readouterr().err
+
+
+def test_the_command_line(real_store):
+    done = run(f"store.path={real_store}", "inspect.tokens=512", module="pipeline.inspect")
+    assert done.returncode == 0, done.stderr
+    assert "blocks.2.resid_post" in done.stdout
+
+
+def test_settings():
+    given = ["store.path='/a b'", "inspect.html=p", "inspect.tokens=5", "inspect.seed=0", "inspect.tokenizer=t"]
+    assert parse(given) == Settings("/a b", "p", None, 5, 0, "t")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "usage"),
+        (["store.path="], "no setting"),
+        (["store.path=a", "inspect.htm=b"], "'inspect.htm=b' is no setting"),
+        (["store.path=a", "inspect.tokens=0"], "inspect.tokens=0"),
+        (["store.path=a", "inspect.seed=-1"], "inspect.seed=-1"),
+        (["store.path=a", "inspect.tokens=1e3"], "inspect.tokens=1e3"),
+    ],
+)
+def test_settings_that_are_wrong(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(arguments)
+
+
+def test_a_remote_store(gcs, tmp_path, capsys):
+    path = f"{new_bucket('gs', gcs.backend)}/store"
+    write_store(path)
+    assert main([f"store.path={path}", f"inspect.html={tmp_path / 'page.html'}"]) == 0
+    assert f"{stored_tokens():,} in " in capsys.readouterr().out
+    Page((tmp_path / "page.html").read_text())

@@ -1,0 +1,183 @@
+"""Stores that were filled apart become the store that one run would have made."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.composing import compose
+from pipeline.core.errors import StoreInvalid
+from pipeline.extraction.job_run import run
+from pipeline.merge import main
+from pipeline.store import ActivationStore
+from pipeline.store.write.merging import merge_stores
+from pipeline.store.write.store_writer import StoreWriter
+from tests.jobs import ROOT, assert_same_store, write_text
+from tests.store.emulators import new_bucket
+from tests.store.example_store import ROWS, blocks, layout, metadata, stored_tokens, write_blocks, write_store
+
+
+def write_streams(path: Path | str, streams: Sequence[int], **changes) -> StoreWriter:
+    writer = StoreWriter.open(str(path), metadata(store={"compression": "none"}, **changes), layout())
+    for stream in streams:
+        write_blocks(writer, stream)
+    return writer
+
+
+@pytest.fixture
+def halves(tmp_path) -> list[str]:
+    """A store of each of the two streams, as arguments."""
+    for stream in range(2):
+        write_streams(tmp_path / str(stream), [stream])
+    return [f"from={tmp_path / str(stream)}" for stream in range(2)]
+
+
+@pytest.fixture
+def whole(tmp_path) -> Path:
+    write_store(str(tmp_path / "whole"))
+    return tmp_path / "whole"
+
+
+def test_two_workers_jobs_become_that_of_one_with_the_same_statistics(tmp_path, capsys):
+    text = write_text(tmp_path / "text", files=2, documents=25)
+    job = [f"data.path={text}", "data.num_streams=2", "batch.rows=4", "batch.length=128", "capture.layers=[1]"]
+    job += ["store.shard_mib=0.25", "run.progress=false", "capture.dtype=int8", "capture.positions=last"]
+    run(compose([*job, f"store.path={tmp_path / 'one'}"]))
+    for worker in range(2):
+        share = [f"run.worker_index={worker}", "run.worker_count=2", f"store.path={tmp_path / str(worker)}"]
+        run(compose([*job, *share]))
+        assert not ActivationStore.open(tmp_path / str(worker)).complete
+    command = ["from=" + str(tmp_path / "0"), "from=" + str(tmp_path / "1"), f"store.path={tmp_path / 'merged'}"]
+    result = subprocess.run(
+        [sys.executable, "-m", "pipeline.merge", *command], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith(f"merged: sound\n{tmp_path / 'merged'}: complete\n")
+    assert_same_store(tmp_path / "merged", tmp_path / "one")
+    assert len(list((tmp_path / "merged" / "_metrics").iterdir())) == 2
+    capsys.readouterr()
+
+
+def test_an_interrupted_merge_goes_on_and_may_be_repeated(tmp_path, halves, whole, capsys):
+    copied = []
+
+    def interrupt(done: int, total: int) -> None:
+        copied.append(total)
+        if done == 2:
+            raise KeyboardInterrupt
+
+    merged = tmp_path / "merged"
+    with pytest.raises(KeyboardInterrupt):
+        merge_stores([half.removeprefix("from=") for half in halves], str(merged), interrupt)
+    assert main([*halves, f"store.path={merged}"]) == 0
+    assert_same_store(merged, whole)
+    merge_stores([half.removeprefix("from=") for half in halves], str(merged), lambda done, total: copied.append(total))
+    assert copied == [len(list(blocks(0))) + len(list(blocks(1)))] * 2
+    assert main([*halves, f"store.path={merged}"]) == 0
+    assert_same_store(merged, whole)
+    capsys.readouterr()
+
+
+def test_one_store_after_the_other_into_the_first(tmp_path, halves, whole, capsys):
+    target = f"store.path={tmp_path / '0'}"
+    assert main([halves[0], target]) == 0
+    assert "not completed: streams 1 have not ended" in capsys.readouterr().out
+    assert main([halves[1], target]) == 0
+    assert_same_store(tmp_path / "0", whole)
+
+
+def test_a_complete_store_takes_up_more_blocks(tmp_path, whole, capsys):
+    write_store(str(tmp_path / "part"), max_rows=ROWS)
+    assert main([f"from={whole}", f"store.path={tmp_path / 'part'}"]) == 0
+    assert_same_store(tmp_path / "part", whole)
+    capsys.readouterr()
+
+
+def test_objects_that_a_killed_job_left_are_replaced_or_deleted(tmp_path, halves, whole, capsys):
+    target = write_streams(tmp_path / "merged", [])
+    keys = [target.layout.shard_key(spec, 0, 0) for spec in target.layout.all_arrays]
+    for key in keys:
+        (tmp_path / "merged" / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "merged" / key).write_bytes(b"left")
+    assert main([*halves, f"store.path={tmp_path / 'merged'}"]) == 0
+    assert_same_store(tmp_path / "merged", whole)
+    capsys.readouterr()
+
+
+def test_to_and_from_object_storage(tmp_path, halves, whole, gcs, capsys):
+    remote = f"{new_bucket('gs', gcs.backend)}/store"
+    assert main([*halves, f"store.path={remote}"]) == 0
+    assert main([f"from={remote}", f"store.path={tmp_path / 'back'}"]) == 0
+    assert_same_store(tmp_path / "back", whole)
+    assert ActivationStore.open(remote).num_tokens == stored_tokens()
+    capsys.readouterr()
+
+
+def other_configuration(path: Path) -> str:
+    write_streams(path, [1], tokenizer={"sha256": "other"})
+    return "tokenizer.sha256: 'abc' and 'other'"
+
+
+def other_block(path: Path) -> str:
+    write_store(str(path), finish=False, max_rows=ROWS + 1)
+    return "block 1 of stream 0 is in .*/0 and in .*/other, and not the same"
+
+
+def other_chunks(path: Path) -> str:
+    write_streams(path, [])
+    file = path / "embed" / "zarr.json"
+    content = json.loads(file.read_text())
+    content["codecs"][0]["configuration"]["chunk_shape"][0] //= 2
+    file.write_text(json.dumps(content))
+    return "embed/zarr.json: .* and "
+
+
+def no_store(path: Path) -> str:
+    return "there is no activation store at .*/other"
+
+
+@pytest.mark.parametrize("make_other", [other_configuration, other_block, other_chunks, no_store])
+@pytest.mark.parametrize("as_target", [False, True])
+def test_what_does_not_fit_is_refused_before_anything_is_copied(tmp_path, halves, make_other, as_target):
+    message = make_other(tmp_path / "other")
+    if as_target and make_other is no_store:
+        return
+    arguments = [halves[0].removeprefix("from="), *([] if as_target else [str(tmp_path / "other")])]
+    target = tmp_path / ("other" if as_target else "merged")
+    before = sorted(target.rglob("*"))
+    with pytest.raises(Exception, match=message.replace("in .*/0 and in .*/other", "in .* and in .*")) as caught:
+        merge_stores(arguments, str(target))
+    assert caught.value.exit_code == 2
+    assert sorted(target.rglob("*")) == before
+
+
+def test_a_store_without_its_root_is_left_as_it_is(tmp_path, halves, whole):
+    (whole / "zarr.json").unlink()
+    before = {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()}
+    with pytest.raises(StoreInvalid, match=r"zarr\.json is missing"):
+        merge_stores([half.removeprefix("from=") for half in halves], str(whole))
+    assert {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()} == before
+
+
+def test_the_error_of_int8_weights_is_that_of_the_source_that_has_it(tmp_path, halves):
+    sources = [half.removeprefix("from=") for half in halves]
+    StoreWriter.open_existing(sources[1]).record_weights_error({"embed": 0.01})
+    write_streams(tmp_path / "merged", [])  # as an interrupted merge leaves it
+    assert merge_stores(sources, str(tmp_path / "merged")).weights_error == {"embed": 0.01}
+
+
+def test_damage_is_found(tmp_path, halves, capsys):
+    (tmp_path / "1" / "embed" / "c" / "1" / "0" / "0").unlink()
+    assert main([*halves, f"store.path={tmp_path / 'merged'}"]) == 1
+    assert "embed/c/1/0/0: is missing, although the block is committed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["from=/a"], ["store.path=/a"], ["from=", "store.path=/a"], ["from=/a", "x=1"]]
+)
+def test_usage(arguments, capsys):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith("usage: python -m pipeline.merge from=...")

@@ -1,0 +1,191 @@
+"""Signals before a job's own handlers, and standard streams that are closed: in processes of their own."""
+
+import json
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.cluster import processes
+from pipeline.config.schema import DistributedConfig
+from pipeline.core.errors import PipelineError
+from tests.jobs import ROOT, command, committed, free_port, run, write_text
+
+COMMANDS = ["run", "plan", "verify", "finalize", "merge", "inspect", "export", "delete"]
+# The process sends itself a signal when it is about to import anything but this package and the standard library.
+SIGNAL_AT_FIRST_IMPORT = """
+import os, runpy, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in {*sys.stdlib_module_names, "pipeline"}:
+            os.kill(os.getpid(), int(sys.argv[2]))
+
+sys.meta_path.insert(0, Finder())
+runpy.run_module(sys.argv[1], run_name="__main__")
+"""
+# Commands one after the other, each with standard streams of its own, as Python makes them.
+COMMANDS_WITHOUT_STREAMS = """
+import json, os, runpy, sys
+from pathlib import Path
+
+def without_reader():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return open(writer, "w", buffering=1)
+
+codes = {}
+commands = json.loads(Path(sys.argv[1]).read_text())
+for name, arguments in commands:
+    for streams, stream in (("closed", lambda: None), ("without readers", without_reader)):
+        sys.argv = ["", *(argument.replace("STREAMS", streams) for argument in arguments)]
+        sys.stdout, sys.stderr, code = stream(), stream(), 0
+        try:
+            runpy.run_module(f"pipeline.{name}", run_name="__main__")
+        except BaseException as error:
+            code = error.code if isinstance(error, SystemExit) else repr(error)
+        codes[f"{name}, {streams}"] = code
+sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+print(json.dumps(codes))
+"""
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> list[str]:
+    text = write_text(tmp_path_factory.mktemp("text"), files=1, documents=20)
+    return [f"data.path={text}", "batch.rows=4", "batch.length=64", "capture.layers=[1]", "run.max_tokens=1000"]
+
+
+def signalled(number: signal.Signals, when: Callable[[int], bool], *arguments: str) -> subprocess.CompletedProcess:
+    """The job, sent a signal when `when` holds for its process id."""
+    process = subprocess.Popen(
+        command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    while process.poll() is None and not when(process.pid):
+        time.sleep(0.002)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def assert_interrupted(result: subprocess.CompletedProcess, number: signal.Signals) -> None:
+    assert result.returncode == 42, result.stdout
+    assert f"stopped by {number.name}" in result.stdout
+    assert "Run the same command again" in result.stdout
+    assert "Traceback" not in result.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("library", ["numpy", "jaxlib", "tensorstore"])
+def test_a_signal_during_imports_is_an_interruption(overrides, tmp_path, number, library):
+    def is_imported(pid: int) -> bool:
+        return f"/{library}/" in Path(f"/proc/{pid}/maps").read_text()
+
+    store = tmp_path / "store"
+    assert_interrupted(signalled(number, is_imported, *overrides, f"store.path={store}"), number)
+    assert not store.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_heeds_signals_before_it_imports_anything_else(name, number):
+    arguments = ["-c", SIGNAL_AT_FIRST_IMPORT, f"pipeline.{name}", str(int(number))]
+    result = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert_interrupted(result, number)
+
+
+def test_every_command_outlives_its_standard_streams(overrides, tmp_path):
+    """In one process, since each command's imports take seconds."""
+    store, copy = f"store.path={tmp_path}/store", f"store.path={tmp_path}/STREAMS"
+    arguments = {
+        "run": [*overrides, store],
+        "plan": [*overrides, store],
+        "verify": [store],
+        "finalize": [store],
+        "merge": [f"from={tmp_path}/store", copy],
+        "inspect": [store, f"inspect.html={tmp_path}/STREAMS.html"],
+        "export": [store, f"export.path={tmp_path}/STREAMS.arrow"],
+        "delete": [copy, "confirm=true"],
+    }
+    (tmp_path / "commands.json").write_text(json.dumps([(name, arguments[name]) for name in COMMANDS]))
+    program = [sys.executable, "-c", COMMANDS_WITHOUT_STREAMS, str(tmp_path / "commands.json")]
+    result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    codes = json.loads(result.stdout)
+    assert len(codes) == 2 * len(COMMANDS)
+    assert {name: code for name, code in codes.items() if code != 0} == {}
+    left = {file.name for file in tmp_path.iterdir()}
+    assert left >= {"store", "closed.html", "closed.arrow", "without readers.html", "without readers.arrow"}
+    assert not left & {"closed", "without readers"}
+
+
+def test_a_signal_is_heeded_while_the_other_processes_are_waited_for(overrides, tmp_path):
+    """JAX waits outside Python, for as long as distributed.join_timeout_s."""
+    port = free_port()
+
+    def listens(_pid: int) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("localhost", port)) == 0
+
+    place = [f"distributed.coordinator=localhost:{port}", "distributed.num_processes=2", "distributed.process_id=0"]
+    result = signalled(signal.SIGTERM, listens, *overrides, *place, f"store.path={tmp_path / 'store'}")
+    assert_interrupted(result, signal.SIGTERM)
+
+
+def test_processes_that_do_not_come_together_are_a_message(overrides, tmp_path):
+    """JAX would abort the process with a stack trace of C++."""
+    place = [f"distributed.coordinator=localhost:{free_port()}", "distributed.num_processes=2"]
+    place += ["distributed.process_id=1", "distributed.join_timeout_s=1"]
+    result = run(*overrides, *place, f"store.path={tmp_path / 'store'}", timeout_s=60)
+    assert result.returncode == 1, result.stderr
+    assert "2 processes did not come together within 1 s" in result.stderr
+    assert "Check that all were started and reach localhost:" in result.stderr
+
+
+def test_a_coordinators_port_that_is_taken_is_a_message():
+    """JAX would end with a segmentation fault."""
+    with socket.create_server(("localhost", 0)) as server:
+        options = DistributedConfig(f"localhost:{server.getsockname()[1]}", num_processes=1, process_id=0)
+        with pytest.raises(PipelineError, match="cannot be used on this machine: Address already in use. End what"):
+            processes.initialise(options)
+
+
+@pytest.mark.slow
+def test_a_signal_at_any_moment_of_the_start_is_an_interruption(overrides, tmp_path):
+    """Forty moments, from the first lines of the program to the first steps: where a single one is missed, whoever
+    starts the job again takes an interruption for a failure."""
+    rng = random.Random(0)
+    text = write_text(tmp_path / "text", files=4, documents=400)
+    for k in range(40):
+        number = rng.choice([signal.SIGTERM, signal.SIGINT])
+        moment = time.monotonic() + rng.uniform(0.1, 5)
+        place = [f"store.path={tmp_path / str(k)}", f"data.path={text}", "run.max_tokens=null"]
+        result = signalled(number, lambda _pid, moment=moment: time.monotonic() > moment, *overrides, *place)
+        assert_interrupted(result, number)
+
+
+SLOW = [pytest.param(redirection, marks=pytest.mark.slow) for redirection in ("2>&-", "2>/dev/full")]
+
+
+@pytest.mark.parametrize("redirection", ["<&- >&- 2>&-", *SLOW])
+def test_a_job_outlives_its_standard_streams(overrides, tmp_path, redirection):
+    shell = f"{shlex.join(command(*overrides, f'store.path={tmp_path}/store'))} {redirection}"
+    assert subprocess.run(["sh", "-c", shell], cwd=ROOT, timeout=60).returncode == 0
+    assert committed(tmp_path / "store") > 0
+
+
+def test_a_job_outlives_the_reader_of_its_messages(overrides, tmp_path):
+    job = command(*overrides, f"store.path={tmp_path / 'store'}")
+    process = subprocess.Popen(job, cwd=ROOT, stderr=subprocess.PIPE)
+    process.stderr.close()
+    assert process.wait(timeout=60) == 0
+    assert committed(tmp_path / "store") > 0

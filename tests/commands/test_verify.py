@@ -1,0 +1,62 @@
+"""The command line of `python -m pipeline.verify`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.store.write.store_writer import StoreWriter
+from pipeline.verify import main
+from tests.store.example_store import blocks, layout, metadata, write_store
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_sound_store(tmp_path):
+    write_store(str(tmp_path))
+    command = [sys.executable, "-m", "pipeline.verify", f"store.path={tmp_path}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{tmp_path}: sound\n"
+    assert "block" in result.stderr
+
+
+def test_a_damaged_store(tmp_path, capsys):
+    write_store(str(tmp_path))
+    (tmp_path / "embed" / "c" / "0" / "0" / "0").unlink()
+    (tmp_path / "_commits" / "stream-00001" / "block-000001.json").write_text("{}")
+    assert main([f"store.path={tmp_path}"]) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert "embed/c/0/0/0: is missing, although the block is committed" in printed
+    assert any(line.startswith("_commits/stream-00001/block-000001.json: ") for line in printed)
+    assert f"{tmp_path}: {len(printed) - 1} problems. To repair the store, delete the commit records" in printed[-1]
+
+
+def test_what_to_do_depends_on_what_is_wrong(tmp_path, capsys):
+    writer = StoreWriter.open(str(tmp_path), metadata(), layout())
+    block = next(blocks(0))
+    block.arrays["embed"][0, 0, 0] = np.inf
+    writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
+    assert main([f"store.path={tmp_path}"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "Choose capture.dtype=bfloat16 or capture.dtype=float32, and a new store.path." in last
+    assert "commit records" not in last
+
+
+def test_a_damaged_root(tmp_path, capsys):
+    (tmp_path / "zarr.json").write_text("{")
+    assert main([f"store.path={tmp_path}"]) == 1
+    assert "zarr.json" in capsys.readouterr().out
+
+
+def test_no_store(tmp_path, capsys):
+    assert main([f"store.path={tmp_path}/nothing"]) == 2
+    assert "there is no activation store" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["store.path="], ["path=/x"], ["store.path=/a", "store.path=/b"], ["-h"]])
+def test_usage(arguments, capsys):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == "usage: python -m pipeline.verify store.path=...\n"

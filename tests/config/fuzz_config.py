@@ -1,0 +1,236 @@
+"""Nonsense for every key of the configuration's schema, as it would be typed. What comes of it is a plan or an error.
+
+    HF_HUB_OFFLINE=1 python -m tests.config.fuzz_config --cases 1000 --seed 0
+
+A case is one to three overrides of a small real job, planned as `python -m pipeline.plan` does, and some are run, too.
+An error is one raised on purpose, with a message that is no book, and with exit code 2, or 1 where the value names
+something remote. The keys are read from the schema, so a new one is covered by itself.
+
+A case that computes for more than 10 s (CPU time of the process) is a problem. One that has not ended after 60 s by the
+clock ends the program, with a traceback of every thread. The process's peak memory may be 2 GiB.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import json
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+from pipeline.cli import main as command_line
+from pipeline.config import composing
+from pipeline.config.limits import shortened
+from pipeline.config.schema import ArcData, GenerateData, HfData, ParquetData, RunConfig
+from pipeline.core.errors import EXIT_INVALID, PipelineError
+from pipeline.extraction.job_run import run
+from pipeline.job.metrics import peak_rss_mib
+from pipeline.job.opening import open_job
+from pipeline.models.registry import open_model
+from pipeline.planning.slice.chips import parse_slice
+from pipeline.planning.slice.slice_plan import _job_plan
+from pipeline.step.compilation_cache import use_compilation_cache
+from pipeline.store.io.kvstore import configure_storage
+from tests.jobs import write_text
+
+HANG_S = 10  # of computing; of waiting, several times as long, since others may use the machine
+MOST_MIB = 2048
+GROUPS = {"fineweb": ParquetData, "arc": ArcData, "hf": HfData, "generate": GenerateData}
+
+NUMBERS = [
+    *("-1", "0", "1", "2", "3", "7", "64", "1000", "0.5", "-0.0", "1e-320", "1e20", "-1e308", "nan", "inf", "-inf"),
+    *("2147483648", "9223372036854775807", "9223372036854775808", "9" * 40, "9" * 5000, "0x10", "1_0", "٣"),
+]
+TEXTS = [
+    *("''", "' '", "'\n'", "a", "é", "'日本'", "'\U0001f600'", '"it\'s"', "'%s %d {}'", "'{{ x }}'", "'{% for %}'"),
+    *("'('", "'[a-'", "'(?P<a>)(?P<a>)'", "'a:b'", "':1'", "'a:0'", "'-'", "'\\\\'", "a" * 300, "x" * 20_000),
+]
+PLACES = [
+    *(".", "..", "/", "/dev/null", "/dev/null/x", "/proc/self/mem", "'~'", "'~nosuchuser/x'", "'a/'", "'*'", "'[ab]*'"),
+    *("no/such", "owner/name", "a/" * 3000, "file:///no/such", "'://'", "'x://y'", "memory://x", "FILE", "FILE/x"),
+]
+SHAPES = [
+    *("null", "true", "false", "maybe", "", "[]", "[null]", "[1]", "[a,b]", "[[1],[2]]", "[" * 60 + "]" * 60, "{}"),
+    *("{a: 1}", "{_target_: os.getcwd}", "???", "1,2", "range(3)", "choice(1,2)", "[0,0]", "[-1]", "[1e9]", "all"),
+]
+REFERENCES = [
+    *("${run.max_tokens}", "${store.path}", "${nope}", "${oc.env:NOPE}", "${oc.env:LANG,x}", "${assets:x}", "${run}"),
+    *("${assets:[1]}", "${data}", "${", "$", "${oc.decode:nan}", "'${capture.layers}'", "${hydra:job.name}"),
+]
+VALUES = [NUMBERS, TEXTS, PLACES, SHAPES, REFERENCES]
+
+
+@dataclass(frozen=True)
+class Key:
+    name: str
+    group: str  # the choice of data that has it
+    kind: Any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    overrides: tuple[str, ...]
+    result: str  # plan, run, exit 1, exit 2
+    seconds: float
+    problem: str = ""
+
+
+def schema_keys() -> list[Key]:
+    """Every key, also those that hold others, of every choice of data."""
+    found = {key.name: key for group, cls in GROUPS.items() for key in _keys(RunConfig, "", group, cls)}
+    return list(found.values())
+
+
+def _keys(cls: type, prefix: str, group: str, data: type) -> Iterator[Key]:
+    for field in fields(cls):
+        name, kind = prefix + field.name, data if prefix + field.name == "data" else field.type
+        yield Key(name, group, kind)
+        if is_dataclass(kind):
+            yield from _keys(kind, f"{name}.", group, data)
+        elif name == "data.prompts":
+            yield from _keys(ArcData, f"{name}.", group, data)
+
+
+def make_cases(rng: random.Random, number: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The choice of data and the overrides of each case; every key comes first once with each sort of value."""
+    keys = schema_keys()
+    rng.shuffle(keys)
+    for case in range(number):
+        key = keys[case % len(keys)]
+        overrides = [_override(rng, key, VALUES[(case // len(keys)) % len(VALUES)])]
+        for _ in range(rng.choice([0, 0, 0, 1, 2])):
+            other = rng.choice([other for other in keys if other.group == key.group])
+            overrides.append(_override(rng, other, rng.choice(VALUES)))
+        yield key.group, tuple(overrides)
+
+
+def _override(rng: random.Random, key: Key, values: list[str]) -> str:
+    value = rng.choice(values)
+    if rng.random() < 0.15:
+        value = rng.choice(_fitting(key.kind))
+    form = rng.random()
+    if form < 0.80:
+        return f"{key.name}={value}"
+    if form < 0.86:
+        return f"++{key.name}={value}"
+    if form < 0.90:
+        return f"+{key.name}={value}"
+    if form < 0.93:
+        return rng.choice([f"~{key.name}", f"~{key.name}={value}"])
+    return rng.choice(
+        [f"+{key.name}x={value}", f"{key.name}x={value}", f"++{key.name}.x={value}", f"{key.name}", f"={value}"]
+    )
+
+
+def _fitting(kind: Any) -> list[str]:
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    members = [str(member) for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum) for member in kind]
+    return members or (["2", "8", "16"] if int in kinds else ["0.25", "3"] if float in kinds else ["text", "true"])
+
+
+class Fuzzer:
+    """Plans cases below a folder that has data of every sort."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        text = write_text(folder / "text", files=2, documents=6, max_characters=600)
+        tasks = folder / "tasks"
+        tasks.mkdir()
+        pair = {"input": [[1, 2], [3, 4]], "output": [[4]]}
+        (tasks / "a.json").write_text(json.dumps({"train": [pair, pair], "test": [pair]}))
+        lines = folder / "lines.jsonl"
+        lines.write_text("".join(json.dumps({"text": f"line {k}", "n": k}) + "\n" for k in range(20)))
+        (folder / "file").touch()
+        self._base = {
+            "fineweb": ["data=fineweb", f"data.path={text}"],
+            "arc": ["data=arc", f"data.path={tasks}"],
+            "hf": ["data=hf", "data.path=json", f"data.data_files={lines}"],
+            "generate": ["data=generate", f"data.path={tasks}", "data.rows=2", "data.max_new_tokens=4"],
+        }
+
+    def outcome(self, group: str, given: tuple[str, ...], may_run: bool = False) -> Outcome:
+        """What comes of one case; a `problem` is what must not."""
+        overrides = [override.replace("FILE", str(self._folder / "file")) for override in given]
+        base = [*self._base[group], f"store.path={self._folder / 'store'}", "batch.rows=2", "batch.length=64"]
+        began, computed = time.monotonic(), time.process_time()
+        problem = ""
+        try:
+            result = _plan([*base, "run.progress=false", "run.max_tokens=200", *overrides], may_run)
+        except PipelineError as error:
+            result = f"exit {error.exit_code}"
+            problem = _problem_of(error, overrides)
+        except Exception as error:
+            result, problem = "traceback", f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - began
+        if time.process_time() - computed > HANG_S or seconds > 6 * HANG_S:
+            problem = f"{problem} took {seconds:.0f} s"
+        if peak_rss_mib() > MOST_MIB:
+            problem = f"{problem} peak of {peak_rss_mib()} MiB"
+        return Outcome(given, result, seconds, problem)
+
+
+def _plan(overrides: list[str], may_run: bool) -> str:
+    config = composing.compose(overrides)
+    if config.topology is not None:
+        model = config.model
+        opened = open_model(model.path, revision=model.revision, init=str(model.init), seed=model.seed)
+        _job_plan(config, opened, parse_slice(config.topology))
+        return "plan"
+    storage = config.store
+    configure_storage(storage.retries, storage.retry_delay_s, storage.concurrency, storage.copy_threads)
+    use_compilation_cache(config.run.compilation_cache)
+    open_job(config)
+    if not may_run or "://" in config.store.path:
+        return "plan"
+    with tempfile.TemporaryDirectory() as store:
+        run(replace(config, store=replace(storage, path=store)))
+    return "run"
+
+
+def _problem_of(error: PipelineError, overrides: list[str]) -> str:
+    message = command_line.described(error)
+    is_remote = "Hub" in message or any("://" in override for override in overrides)
+    if error.exit_code != EXIT_INVALID and not is_remote:
+        return f"exit code {error.exit_code} for what no retry heals: {message}"
+    if len(message) > 4200 or len(message.splitlines()) > 5:
+        return f"a message of {len(message)} characters: {message[:200]}"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--run-every", type=int, default=25, help="of the cases that have a plan, one in so many is run"
+    )
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    outcomes = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # where relative places are made
+        fuzzer = Fuzzer(Path(folder))
+        for group, overrides in make_cases(rng, args.cases):
+            faulthandler.dump_traceback_later(6 * HANG_S, exit=True)  # what hangs outside Python
+            outcome = fuzzer.outcome(group, overrides, may_run=rng.random() < 1 / args.run_every)
+            faulthandler.cancel_dump_traceback_later()
+            outcomes.append(outcome)
+            if outcome.problem:
+                given = [shortened(override, 100) for override in overrides]
+                print(f"PROBLEM {group} {given}: {outcome.problem}", flush=True)
+    results = Counter(outcome.result for outcome in outcomes)
+    problems = sum(bool(outcome.problem) for outcome in outcomes)
+    slowest = max(outcomes, key=lambda outcome: outcome.seconds)
+    print(f"{len(outcomes)} cases, {len(schema_keys())} keys: {dict(results)}; {problems} problems")
+    print(f"slowest {slowest.seconds:.1f} s ({shortened(str(slowest.overrides), 100)}), peak {peak_rss_mib()} MiB")
+    return problems > 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

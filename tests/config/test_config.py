@@ -1,0 +1,166 @@
+import re
+import string
+from dataclasses import fields
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from pipeline.config import limits
+from pipeline.config import schema as config
+from pipeline.config.composing import compose
+from pipeline.core.errors import ConfigError
+from tests.jobs import ROOT
+
+SECRET = "hunter2"
+
+
+@pytest.mark.parametrize(
+    ("key", "url"),
+    [
+        ("data.path", f"https://somebody:{SECRET}@example.org/texts"),
+        ("data.path", f"https://example.org/a.parquet?X-Amz-Date=1&X-Amz-Signature={SECRET}"),
+        ("model.path", f"https://example.org/model?sv=1&sig={SECRET}"),
+        ("data.path", f"https://example.org/a.parquet?v=1&pwd={SECRET}"),
+        ("store.path", f"gs://bucket/store?auth={SECRET}"),
+        ("store.path", f"s3://somebody:{SECRET}@bucket/store"),
+    ],
+)
+def test_credentials_in_a_url_are_refused_and_not_repeated(key, url):
+    with pytest.raises(ConfigError, match=f"{key} has a URL with credentials") as caught:
+        compose(["data=fineweb", f'{key}="{url}"'])
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "path", ["hf://datasets/owner/name@refs%2Fpr%2F1/data", "gs://bucket/a b", "/home/me@work/key=3/a.parquet"]
+)
+def test_other_paths_are_taken_as_they_are(path):
+    assert compose(["data=fineweb", f'data.path="{path}"']).data.path == path
+
+
+def test_the_readme_names_every_character_that_needs_quotes():
+    parser = OverridesParser.create()
+
+    def survives(path: str, quote: str = "") -> bool:
+        try:
+            return parser.parse_override(f"data.path={quote}{path}{quote}").value() == path
+        except HydraException:
+            return False
+
+    [listed] = re.findall(r"any of ``(.*?)``", (ROOT / "README.md").read_text())
+    needs_quotes = {character for character in string.punctuation if not survives(f"/a{character}b")}
+    assert needs_quotes == set(listed.split())
+    assert all(survives(f"/a{character}b", "'" if character == '"' else '"') for character in needs_quotes)
+
+
+NUMBERS = (int, float, int | None, float | None)
+
+
+def test_every_number_and_every_limit_belong_to_each_other():
+    """A new number without limits would reach what uses it as it is typed: negative, huge, NaN."""
+    classes = {name: getattr(config, name) for name in limits.LIMITS}
+    for name, cls in classes.items():
+        types = {field.name: field.type for field in fields(cls)}
+        assert limits.LIMITS[name].keys() <= types.keys()
+        assert {key for key, kind in types.items() if kind in NUMBERS} <= limits.LIMITS[name].keys()
+        for key, limit in limits.LIMITS[name].items():
+            assert isinstance(limit, limits.Between) == (types[key] in NUMBERS), (name, key)
+    schema = [cls for cls in vars(config).values() if isinstance(cls, type) and hasattr(cls, "__dataclass_fields__")]
+    assert {cls.__name__ for cls in schema} == limits.LIMITS.keys()
+
+
+REFUSED = {
+    "run.max_tokens=0": "run.max_tokens is 0. Set it to a whole number of at least 1 and at most 1,000,.*or to null",
+    "run.max_tokens=99999999999999999999": "run.max_tokens is 99999999999999999999. Set it to",
+    "run.stall_timeout_s=0": "run.stall_timeout_s is 0.0. Set it to a number of at least 1",
+    "run.stall_timeout_s=-1": "run.stall_timeout_s is -1.0",
+    "run.stall_timeout_s=nan": "run.stall_timeout_s is nan",
+    "run.stall_timeout_s=inf": "run.stall_timeout_s is inf",
+    "run.metrics_interval_s=-1": "run.metrics_interval_s is -1.0. Set it to a number of at least 0",
+    "run.metrics_interval_s=nan": "run.metrics_interval_s is nan",
+    "run.lease_s=0": "run.lease_s is 0.0",
+    "run.max_inflight_mib=inf": "run.max_inflight_mib is inf",
+    "run.profile_after=-1": "run.profile_after is -1",
+    "run.profile_steps=0": "run.profile_steps is 0",
+    "run.profile=gs://bucket/trace": "run.profile is 'gs://bucket/trace'. Set it to a local folder",
+    "run.compilation_cache=FILE": "run.compilation_cache is '.*'. Set it to a folder that is there or can be made",
+    "run.compilation_cache=FILE/below": "run.compilation_cache",
+    "run.profile=FILE": "run.profile is",
+    "store.path=FILE/below": "store.path is",
+    "store.path=''": "store.path is ''. Set it to a folder",
+    "store.path=' '": "store.path is ' '",
+    "store.path='~nosuchuser/x'": "store.path is '~nosuchuser/x'.*home directory",
+    "store.path=LONG": r"store.path is 'a{79}... \(302 characters\). Set it to",
+    "data.path=LONG": "data.path is 'aaa",
+    "store.path=DEEP": "store.path is 'a/a/",
+    "model.path=''": "model.path is ''",
+    "store.shard_mib=0": "store.shard_mib is 0.0. Set it to a number of more than 0",
+    "store.shard_mib=nan": "store.shard_mib is nan",
+    "store.retry_delay_s=1e20": r"store.retry_delay_s is 1e\+20",
+    "store.retries=-1": "store.retries is -1",
+    "store.concurrency=0": "store.concurrency is 0",
+    "store.copy_threads=1000000000": "store.copy_threads is 1000000000. Set it to .* at most 10,000, or to null",
+    "capture.rate=0": "capture.rate is 0.0. Set it to a number of more than 0 and less than 1",
+    "capture.seed=-1": "capture.seed is -1",
+    "distributed.coordinator=nowhere": "distributed.coordinator is 'nowhere'. Set it to host:port",
+    "distributed.coordinator='host:99999'": "distributed.coordinator is 'host:99999'",
+    "distributed.coordinator='a b:1'": "distributed.coordinator is 'a b:1'",
+    "distributed.coordinator='http://host:1'": "distributed.coordinator is 'http://host:1'",
+    "distributed.num_processes=0": "distributed.num_processes is 0",
+    "distributed.process_id=-1": "distributed.process_id is -1",
+    "distributed.heartbeat_timeout_s=99999999999": "distributed.heartbeat_timeout_s is 99999999999",
+    "plan.mfu=nan": "plan.mfu is nan. Set it to a number of more than 0 and at most 1",
+    "plan.usd_per_tb_month=-1": "plan.usd_per_tb_month is -1.0",
+    "batch.rows=0": "batch.rows is 0",
+    "mesh.tensor=0": "mesh.tensor is 0",
+    "topology=''": "topology is ''. Set it to a text that is not empty, or to null",
+    "+run.foo=1": "run.foo is no key of the configuration",
+    "++run.max_token=1": "run.max_token is no key of the configuration. Did you mean run.max_tokens",
+    "+foo={a: 1}": "foo is no key of the configuration",
+    "data=hf data.path=json data.data_files=true": "data.data_files is True. Set it to a text that is not empty, or a",
+    "data=hf data.path=x data.info_columns=${batch.rows}": "data.info_columns is 8. Set it to a list of texts",
+    "data=hf data.path=x data.text=${data.info_columns}": "data.text",
+    "capture=${batch.rows}": "capture is 8. Set it to keys of its own",
+    "data=[1]": r"data=\[1\] names no choice",
+    "++capture.sites.x=1": "capture.sites",
+    "data=3": "data=3 names no choice.*e.g. data=fineweb",
+    "data=nothing": "Could not find 'data/nothing' Available options.*fineweb_edu",
+    "data.prompts=3": "data.prompts is no key of the configuration. Another choice of data has it",
+    "capture.layers={a: 1}": "capture.layers",
+    "run=3": "run=3.*Set run to keys of its own",
+    "~run.claim": "~run.claim.*does not support deletion",
+    "run.max_tokens=1e20": "'1e.20' of type 'float'.*Set run.max_tokens to a whole number of at least 1",
+    "capture.dtype=float99": "Set capture.dtype to one of float32, bfloat16",
+    "run.max_tokens=${nothing.here}": "run.max_tokens has no value: Interpolation key 'nothing.here' not found",
+    "run.lease_s=${run.lease_s}": "run.lease_s has no value: Recursive interpolation",
+}
+
+
+@pytest.mark.parametrize(("override", "message"), REFUSED.items(), ids=REFUSED)
+def test_a_value_beyond_its_limits_is_refused_with_what_is_allowed(tmp_path, override, message):
+    file = tmp_path / "file"
+    file.touch()
+    for name, value in {"FILE": file, "LONG": "a" * 300, "DEEP": "a/" * 2000}.items():
+        override = override.replace(name, str(value))
+    with pytest.raises(ConfigError, match=message):
+        compose(override.split(" ") if override.startswith("data=hf") else [override])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("run.max_tokens=1", "run.metrics_interval_s=0", "store.retries=0", "store.retry_delay_s=0", "run.claim=1"),
+        *("distributed.coordinator='[::1]:1234'", "distributed.coordinator=host-1.example.org:8476", "model.seed=-5"),
+        *("store.path=gs://bucket/store", "run.compilation_cache=gs://bucket/cache", "plan.mfu=1", "data.path=a/*.x"),
+    ],
+)
+def test_what_is_at_the_edge_of_its_limits_is_taken(override):
+    compose([override])
+
+
+@pytest.mark.parametrize("value", ["2", "-1", "2.5", "maybe", "nan", "inf"])
+def test_a_bool_is_true_or_false(value):
+    """OmegaConf takes every number but 0 for true."""
+    with pytest.raises(ConfigError, match="run.claim to true or false"):
+        compose([f"run.claim={value}"])

@@ -1,0 +1,52 @@
+"""configs/model and configs/experiment: each composes as the command line composes it, and a sweep runs."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import main
+from pipeline.config import composing
+from pipeline.config.schema import RunConfig
+from pipeline.store.read.reader import ActivationStore
+from tests.jobs import run, write_text
+
+VALUES = {  # of keys that have no default
+    "qwen_arc": ["data.path=/tasks", "store.path=/stores/a"],
+    "qwen_fineweb_edu": ["store.path=/stores/a"],
+}
+SWEEPS = {"sweep_sites": 9, "sweep_models": 4, "sweep_datasets": 3, "gemma_scope": 2}
+
+
+def names(group: str) -> list[str]:
+    return sorted(path.stem for path in (composing.config_dir() / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("model", names("model"))
+def test_every_model_composes(model: str) -> None:
+    assert composing.compose([f"model={model}"]).model.path
+
+
+@pytest.mark.parametrize("experiment", names("experiment"))
+def test_every_experiment_composes_into_jobs_with_stores_of_their_own(experiment: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STORES", "gs://bucket/stores")
+    monkeypatch.setattr(sys, "argv", ["run", f"+experiment={experiment}", *VALUES.get(experiment, ())])
+    jobs: list[RunConfig] = []
+    main.main(jobs.append)
+    assert len(jobs) == SWEEPS.get(experiment, 1)
+    assert len({job.store.path for job in jobs}) == len(jobs)
+
+
+def test_a_sweep_fills_a_store_for_each_layer_and_site(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("STORES", str(tmp_path / "stores"))
+    done = run(
+        *("+experiment=sweep_sites", "model=tiny", f"data.path={write_text(tmp_path, files=1, documents=20)}"),
+        *("capture.layers=[1],[3]", "capture.sites=[mlp_out]", f"hydra.sweep.dir={tmp_path / 'multirun'}"),
+        *("batch.rows=4", "batch.length=128", "run.max_tokens=500"),
+    )
+    assert done.returncode == 0, done.stdout
+    for layer in (1, 3):
+        store = ActivationStore.open(tmp_path / f"stores/gpt2/blocks.{layer}.mlp_out")
+        assert (store.layers, store.sites) == ((layer,), ("mlp_out",))
+        assert store.num_tokens >= 500

@@ -1,0 +1,185 @@
+"""Jobs that work on one store at the same time, step by step: whoever is to go on next is decided at random.
+
+Each job is a thread, and only one of them runs at a time. A job gives way before each of its requests to storage (see
+`POINTS`), so that the others can come between reading and writing, as other processes would.
+"""
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from functools import cache
+from types import FrameType
+
+import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
+import numpy as np
+
+from pipeline.config import composing
+from pipeline.config.schema import RunConfig
+from pipeline.data.documents import TokenBlock
+from pipeline.extraction.block_writer import commit_record
+from pipeline.job.opening import Job, open_job
+from pipeline.store.format.statistics import token_statistics
+from pipeline.store.io import kvstore
+from pipeline.store.write.claims import Claims
+from pipeline.store.write.finalizing import finalize
+from pipeline.store.write.merging import merge_stores
+from pipeline.store.write.store_writer import PendingBlock, StoreWriter
+
+# Where a job gives way: before each request that reads, lists, writes or deletes, and before a block is begun.
+POINTS = frozenset(
+    function.__code__
+    for function in (
+        kvstore.read_keys,
+        kvstore.read_with_generations,
+        kvstore.list_keys,
+        kvstore.write_key,
+        kvstore.write_if_unchanged,
+        StoreWriter.begin_block,
+    )
+)
+_WAIT_S = 60.0
+
+
+class Scheduler:
+    """Runs jobs by turns. `errors`: what those that failed have raised, by name."""
+
+    def __init__(self, rng: random.Random, jobs: Mapping[str, Callable[[], None]]) -> None:
+        self._rng = rng
+        self._turn = threading.Semaphore(0)
+        self._turns = {name: threading.Semaphore(0) for name in jobs}
+        self._running = dict(jobs)
+        self._is_over = False
+        self.errors: dict[str, BaseException] = {}
+
+    def run(self) -> Iterator[str]:
+        """Yields whose turn has ended, after each; nothing else runs then. Jobs are ended with the iterator."""
+        threads = {name: threading.Thread(target=self._run, args=(name,), daemon=True) for name in self._running}
+        for thread in threads.values():
+            thread.start()
+        try:
+            yield from self._take_turns()
+        finally:
+            self._is_over = True
+            for name, thread in threads.items():
+                self._turns[name].release()
+                thread.join()
+
+    def _take_turns(self) -> Iterator[str]:
+        current, left = "", 0
+        while self._running:
+            if current not in self._running or not left:
+                # Long turns and short ones: a job may be overtaken by another as a whole, or at a single request.
+                current, left = self._rng.choice(sorted(self._running)), self._rng.choice((1, 1, 2, 5, 20, 60))
+            left -= 1
+            self._turns[current].release()
+            if not self._turn.acquire(timeout=_WAIT_S):
+                raise TimeoutError(f"{current} neither ends nor makes a request")
+            if not left or current not in self._running:
+                yield current
+
+    def _run(self, name: str) -> None:
+        def give_way(frame: FrameType, event: str, _argument: object) -> None:
+            if event == "call" and frame.f_code in POINTS and not self._is_over:
+                self._turn.release()
+                self._turns[name].acquire()
+                if self._is_over:
+                    raise _Over
+
+        self._turns[name].acquire()
+        try:
+            if not self._is_over:
+                sys.setprofile(give_way)
+                self._running[name]()
+        except BaseException as error:  # whatever it is, the test is to see it
+            self.errors[name] = error
+        finally:
+            sys.setprofile(None)
+            del self._running[name]
+            self._turn.release()
+
+
+class _Over(BaseException):
+    """The test has ended before the job."""
+
+
+def run_job(path: str, *overrides: str) -> None:
+    """What `pipeline.run` does with the store at `path`, but for the model: activations follow from the tokens."""
+    config = _compose(overrides)
+    job = open_job(replace(config, store=replace(config.store, path=path)))
+    store = open_store(job)
+    if not job.is_done(store.records):
+        store.reopen(job.plan.target)
+    if job.work(store.records, store.target):
+        if job.config.run.claim:
+            _fill_claimed(job, store)
+        else:
+            _fill(job, store)
+    store.refresh()
+    if job.is_done(store.records):
+        store.finish()
+
+
+def open_store(job: Job) -> StoreWriter:
+    return StoreWriter.open(job.config.store.path, job.metadata, job.layout)
+
+
+def finalize_store(path: str, is_forced: bool = False) -> str | None:
+    """What `pipeline.finalize` does."""
+    return finalize(StoreWriter.open_existing(path), is_forced)
+
+
+def merge_into(path: str, *sources: str) -> str | None:
+    """What `pipeline.merge` does."""
+    return finalize(merge_stores(sources, path))
+
+
+@cache
+def _compose(overrides: tuple[str, ...]) -> RunConfig:
+    return composing.compose(list(overrides))
+
+
+def _fill(job: Job, store: StoreWriter) -> None:
+    """Each stream in turn, a block under way while the one before it is committed."""
+    for work in job.work(store.records, store.target):
+        before: tuple[PendingBlock, TokenBlock] | None = None
+        for block in work.blocks(lambda: False):
+            begun = _begin(job, store, block), block
+            if before:
+                store.commit(before[0], commit_record(before[1]))
+            before = begun
+        if before:
+            store.commit(before[0], commit_record(before[1]))
+
+
+def _fill_claimed(job: Job, store: StoreWriter) -> None:
+    left = list(range(job.plan.num_streams))
+    with closing(Claims(store.path, lease_s=600)) as claims:
+        while left:
+            for vacancy in claims.vacancies(left):
+                stream = vacancy.stream
+                work = job.stream_work(stream, store.refresh_stream(stream), store.target)
+                if work is None:
+                    left.remove(stream)
+                elif claims.claim(vacancy):
+                    for block in work.blocks(lambda stream=stream: not claims.holds(stream)):
+                        pending = _begin(job, store, block)
+                        store.wait(pending)
+                        if claims.holds(stream):
+                            store.commit(pending, commit_record(block))
+                    claims.release(stream)
+
+
+def _begin(job: Job, store: StoreWriter, block: TokenBlock) -> PendingBlock:
+    missing = ((0, job.plan.rows_per_block - block.num_rows), (0, 0))
+    arrays = {name: np.pad(getattr(block, name), missing) for name in ("tokens", "segments", "positions")}
+    arrays["documents"] = np.pad(block.documents, missing, constant_values=-1)
+    valid = arrays["segments"] > 0
+    for spec in job.layout.arrays:
+        features = np.arange(spec.width, dtype=np.int32)
+        values = (arrays["tokens"][..., None] * 31 + arrays["positions"][..., None] * 7 + features) % 251
+        arrays[spec.name] = np.where(valid[..., None], values, 0).astype(spec.dtype)
+    statistics = {spec.name: token_statistics(arrays[spec.name][valid]) for spec in job.layout.arrays}
+    return store.begin_block(block.stream, block.index, arrays, block.table, statistics)

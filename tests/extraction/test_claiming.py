@@ -1,0 +1,176 @@
+"""Workers that claim streams, join late, die and fall asleep: the store ends as that of one undisturbed worker."""
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from pipeline.store.write.claims import Claims
+from tests.jobs import assert_same_store, committed, free_port, local_processes, run, start, wait_for_blocks, write_text
+
+LEASE_S = 3
+MIN_BLOCKS = 80
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> list[str]:
+    text = write_text(tmp_path_factory.mktemp("text"), files=6, documents=60)
+    return [
+        f"data.path={text}",
+        "batch.rows=4",
+        "batch.length=128",
+        "capture.layers=[1,3]",
+        "capture.sites=[resid_post,attn_out]",
+        "store.shard_mib=0.25",
+        "run.metrics_interval_s=0.2",
+        "run.progress=false",
+        "run.claim=true",
+        f"run.lease_s={LEASE_S}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(overrides, tmp_path_factory) -> Path:
+    """The store of one worker that nothing disturbed: it claims one stream after the other."""
+    path = tmp_path_factory.mktemp("reference") / "store"
+    result = run(*overrides, f"store.path={path}")
+    assert result.returncode == 0, result.stderr
+    assert committed(path) >= MIN_BLOCKS
+    assert len(list(path.glob("_commits/stream-*"))) == 6
+    assert not list(path.glob("_claims/*"))
+    assert run(f"store.path={path}", module="pipeline.verify").returncode == 0
+    return path
+
+
+@contextmanager
+def workers(count: int, *overrides: str) -> Iterator[list[subprocess.Popen]]:
+    started = [start(*overrides) for _ in range(count)]
+    try:
+        yield started
+    finally:
+        for worker in started:
+            worker.kill()
+            worker.wait()
+
+
+def owners(store: Path) -> set[int]:
+    """The process ids of those who hold a stream."""
+    claims = [json.loads(file.read_text()) for file in store.glob("_claims/stream-*.json")]
+    return {int(claim["owner"].split("-")[-2]) for claim in claims if claim["held"]}
+
+
+def wait_for_owners(store: Path, count: int, *launched: subprocess.Popen) -> set[int]:
+    while len(found := owners(store)) < count:
+        assert all(process.poll() is None for process in launched)
+        time.sleep(0.02)
+    return found
+
+
+def hold_all_streams(store: Path) -> Claims:
+    """Until it is closed, the workers wait."""
+    holder = Claims(str(store), lease_s=60)
+    for vacancy in holder.vacancies(range(6)):
+        assert holder.claim(vacancy)
+    return holder
+
+
+def wait_until_compiling(worker: subprocess.Popen) -> None:
+    assert any("attention " in line for line in worker.stdout)
+
+
+def finish(worker: subprocess.Popen) -> str:
+    output, _ = worker.communicate(timeout=120)
+    assert worker.returncode == 0, output
+    return output
+
+
+def test_four_workers_two_killed_one_joining_late(overrides, reference, tmp_path):
+    store = tmp_path / "store"
+    overrides = [*overrides, f"store.path={store}"]
+    with workers(4, *overrides) as started:
+        victims = list(wait_for_owners(store, 2, *started))[:2]
+        wait_for_blocks(started[0], store, committed(store) + 3)
+        for worker in started:
+            if worker.pid in victims:
+                worker.kill()
+        records = {file: file.stat() for file in store.glob("_commits/*/*.json")}  # not one under way
+        assert 0 < len(records) < committed(reference)
+        with workers(1, *overrides) as late:
+            survivors = [worker for worker in started if worker.pid not in victims]
+            outputs = [finish(worker) for worker in (*survivors, *late)]
+    assert len(outputs) == 3
+    assert sum(output.count("is taken over from") for output in outputs) >= 1
+    for file, before in records.items():
+        assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns), "written again"
+    assert_same_store(store, reference)
+
+
+def test_a_worker_that_slept_while_its_stream_was_taken_over_drops_what_it_had(overrides, reference, tmp_path):
+    store = tmp_path / "store"
+    overrides = [*overrides, f"store.path={store}"]
+    with workers(1, *overrides) as [sleeper]:
+        wait_for_owners(store, 1, sleeper)
+        wait_for_blocks(sleeper, store, 3)
+        sleeper.send_signal(signal.SIGSTOP)
+        with workers(1, *overrides) as [other]:
+            while owners(store) & {sleeper.pid}:
+                assert other.poll() is None
+                time.sleep(0.02)
+            sleeper.send_signal(signal.SIGCONT)
+            assert "its blocks that are not committed yet are dropped here" in finish(sleeper)
+            finish(other)
+    assert_same_store(store, reference)
+
+
+def test_sigterm_releases_the_claims_at_once(overrides, reference, tmp_path):
+    store = tmp_path / "store"
+    with workers(1, *overrides, f"store.path={store}", "run.lease_s=600") as [worker]:
+        wait_for_owners(store, 1, worker)
+        wait_for_blocks(worker, store, 3)
+        worker.send_signal(signal.SIGTERM)
+        output, _ = worker.communicate(timeout=60)
+        assert worker.returncode == 42, output
+    assert not owners(store)
+    assert 3 <= committed(store) < committed(reference)
+    with workers(1, *overrides, f"store.path={store}", "run.lease_s=600") as [worker]:
+        finish(worker)
+    assert_same_store(store, reference)
+
+
+def test_a_worker_of_two_processes_beside_one_of_one(overrides, reference, tmp_path):
+    """Each process claims for itself; one that has no stream keeps the other company."""
+    store = tmp_path / "store"
+    overrides = [*overrides, f"store.path={store}"]
+    with local_processes(2, 1, *overrides) as pair, workers(1, *overrides) as [single]:
+        with closing(hold_all_streams(store)):
+            wait_until_compiling(pair)
+            wait_until_compiling(single)
+        assert len(wait_for_owners(store, 3, pair, single)) == 3
+        finish(single)
+        finish(pair)
+    assert_same_store(store, reference)
+
+
+def test_a_worker_that_has_joined_alone_stops_while_it_waits_for_a_stream(overrides, tmp_path):
+    """As on a single TPU host: JAX's handler would keep SIGTERM to itself until the next step, which never comes."""
+    store = tmp_path / "store"
+    holder = hold_all_streams(store)
+    alone = [
+        f"distributed.coordinator=localhost:{free_port()}",
+        "distributed.num_processes=1",
+        "distributed.process_id=0",
+    ]
+    with workers(1, *overrides, f"store.path={store}", *alone) as [worker]:
+        wait_until_compiling(worker)
+        time.sleep(3)
+        assert worker.poll() is None
+        worker.send_signal(signal.SIGTERM)
+        output, _ = worker.communicate(timeout=20)
+    holder.close()
+    assert worker.returncode == 42, output
+    assert committed(store) == 0

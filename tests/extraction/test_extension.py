@@ -1,0 +1,338 @@
+"""A store that is being extended, while an older command, `finalize`, `merge` and readers come between: it ends as if
+nothing had, and is never complete while it is half done."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pytest
+
+from pipeline.config import composing
+from pipeline.core.errors import PipelineError
+from pipeline.extraction.job_run import run
+from pipeline.store import ActivationStore
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.io.kvstore import list_keys, open_kvstore, read_key
+from tests.extraction.extension_steps import Scheduler, finalize_store, merge_into, run_job
+from tests.jobs import write_text
+from tests.store.damage_stores import Image, in_memory, make_specimen, read_image
+
+OLD, MIDDLE = "run.max_tokens=300", "run.max_tokens=500"
+HALF = ("run.worker_count=2", "run.worker_index=0")
+EXTENSIONS = {
+    "one worker": [()],
+    "two workers": [("run.worker_count=2", f"run.worker_index={index}") for index in range(2)],
+    "two that claim": [("run.claim=true",), ("run.claim=true",)],
+    "one that claims": [("run.claim=true",)],
+}
+TARGETS = ("run.max_tokens=700", "run.max_tokens=null")  # more tokens, and all of them
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory) -> tuple[str, ...]:
+    text = write_text(tmp_path_factory.mktemp("text"), files=2, documents=7, max_characters=600)
+    settings = ("data.num_streams=2", "batch.rows=2", "batch.length=32", "capture.layers=[1]", "store.shard_mib=0.035")
+    return (f"data.path={text}", *settings, "run.progress=false")
+
+
+@pytest.fixture(scope="module")
+def old(command) -> Image:
+    """The finished store that is to be extended."""
+    with in_memory({}) as path:
+        run_job(path, *command, OLD)
+        assert ActivationStore.open(path).complete
+        return read_image(path)
+
+
+@pytest.fixture(scope="module")
+def middle(command, old) -> Image:
+    """The same, extended a little."""
+    with in_memory(old) as path:
+        run_job(path, *command, MIDDLE)
+        return read_image(path)
+
+
+@pytest.fixture(scope="module")
+def old_begun(command) -> Image:
+    """What the first of two workers leaves of the store that is to be extended: half done itself."""
+    with in_memory({}) as path:
+        run_job(path, *command, OLD, *HALF)
+        return read_image(path)
+
+
+@pytest.fixture(scope="module")
+def half_done(command, old) -> Mapping[str, Image]:
+    """By target, what the first of two workers leaves of an extension."""
+    found = {}
+    for target in TARGETS:
+        with in_memory(old) as path:
+            run_job(path, *command, target, *HALF)
+            assert not ActivationStore.open(path).complete
+            found[target] = read_image(path)
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(command, old) -> Mapping[str, Image]:
+    """By target, the store of an extension that nothing disturbs."""
+    found = {}
+    for target in TARGETS:
+        with in_memory(old) as path:
+            run_job(path, *command, target)
+            assert verify_store(path) == []
+            found[target] = read_image(path)
+    return found
+
+
+def comparable(image: Image) -> dict[str, object]:
+    """The objects of a store, but for what differs from run to run."""
+    root = json.loads(image["zarr.json"])
+    attributes = root["attributes"]["activation_store"]
+    for key in ("created", "config", "sha256"):  # the place is in the configuration; both are in the root's checksum
+        attributes.pop(key, None)
+    return {key: content for key, content in image.items() if not key.startswith("_metrics/")} | {"zarr.json": root}
+
+
+def assert_undisturbed(image: Image, expected: Image) -> None:
+    left, right = comparable(image), comparable(expected)
+    assert sorted(left) == sorted(right)
+    assert [key for key in left if left[key] != right[key]] == []
+
+
+def is_complete(path: str) -> bool:
+    return ActivationStore.open(path).complete
+
+
+DISTURB: dict[str, Callable[..., object]] = {
+    "older command": lambda path, command, old: run_job(path, *command, OLD),
+    "older command that claims": lambda path, command, old: run_job(path, *command, OLD, "run.claim=true"),
+    "middle command that claims": lambda path, command, old: run_job(path, *command, MIDDLE, "run.claim=true"),
+    "finalize": lambda path, command, old: finalize_store(path),
+    "forced finalize": lambda path, command, old: finalize_store(path, is_forced=True),
+    "merge": lambda path, command, old: merge_into(path, old),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["older command", "older command that claims", "finalize", "merge"])
+def test_a_half_done_extension_is_not_completed(command, old, half_done, undisturbed, name, target):
+    with in_memory(half_done[target]) as path, in_memory(old) as old_path:
+        try:
+            DISTURB[name](path, command, old_path)
+        except PipelineError:
+            assert name == "merge"  # a block that was truncated is another one meanwhile
+        assert not is_complete(path)
+        run_job(path, *command, target)
+        assert_undisturbed(read_image(path), undisturbed[target])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_half_done_extension_that_is_completed_by_force_can_go_on(command, old, half_done, undisturbed, target):
+    with in_memory(half_done[target]) as path:
+        assert finalize_store(path, is_forced=True) is None
+        assert is_complete(path)
+        assert verify_store(path) == []
+        run_job(path, *command, target)
+        assert_undisturbed(read_image(path), undisturbed[target])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_half_done_extension_that_is_merged_into_a_new_store_is_not_complete(command, half_done, undisturbed, target):
+    with in_memory(half_done[target]) as source, in_memory({}) as path:
+        assert merge_into(path, source) is not None
+        assert not is_complete(path)
+        run_job(path, *command, target)
+        assert_undisturbed(read_image(path), undisturbed[target])
+
+
+@pytest.mark.parametrize("name", DISTURB)
+def test_an_extended_store_stays_as_it_is(command, old, undisturbed, name):
+    """Also where a truncated block is meanwhile another one, which `merge` refuses."""
+    for target in TARGETS:
+        with in_memory(undisturbed[target]) as path, in_memory(old) as old_path:
+            try:
+                DISTURB[name](path, command, old_path)
+            except PipelineError:
+                assert name == "merge"
+            assert_undisturbed(read_image(path), undisturbed[target])
+
+
+def test_a_smaller_target_does_not_shrink_a_larger_one(command, undisturbed):
+    """700 after all: the store holds all and stays complete."""
+    with in_memory(undisturbed["run.max_tokens=null"]) as path:
+        run_job(path, *command, "run.max_tokens=700")
+        assert_undisturbed(read_image(path), undisturbed["run.max_tokens=null"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["older command", "finalize", "merge"])
+def test_a_half_done_extension_of_decoding_is_not_completed(tmp_path, name):
+    """By real jobs: nor is what was kept while the model wrote deleted, which the blocks that are left are made of."""
+    path, other, old = (tmp_path / name for name in ("store", "undisturbed", "old"))
+    specimen = make_specimen("decode", tmp_path, is_resumable=False)
+    command = specimen.command
+    for store in (path, other):
+        run(composing.compose([*command, f"store.path={store}", "run.max_tokens=200"]))
+    shutil.copytree(path, old)
+    run(composing.compose([*command, f"store.path={other}"]))
+    run(composing.compose([*command, f"store.path={path}", *HALF]))
+    kept = {file: file.read_bytes() for file in path.glob("_generated/*/*.activations")}
+    assert kept
+    if name == "older command":
+        run(composing.compose([*command, f"store.path={path}", "run.max_tokens=200"]))
+    else:
+        assert (finalize_store(str(path)) if name == "finalize" else merge_into(str(path), str(old))) is not None
+    assert not is_complete(str(path))
+    assert {file: file.read_bytes() for file in path.glob("_generated/*/*.activations")} == kept
+    run(composing.compose([*command, f"store.path={path}"]))
+    assert_undisturbed(read_image(str(path)), read_image(str(other)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One interleaving. `start`: of `Stores`, what the store is at first."""
+
+    seed: int
+    target: str
+    workers: str
+    start: str
+    disturbances: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.seed} {self.start} to {self.target}, {self.workers}: {', '.join(self.disturbances)}"
+
+
+@dataclass(frozen=True)
+class Stores:
+    """What a store is before, between and after, by name; `extended` and `half_done` by target."""
+
+    old: Image
+    old_begun: Image
+    middle: Image
+    half_done: Mapping[str, Image]
+    extended: Mapping[str, Image]
+
+    def start(self, case: Case) -> Image:
+        return {"old": self.old, "old begun": self.old_begun, "half done": self.half_done[case.target]}[case.start]
+
+
+@pytest.fixture(scope="module")
+def stores(old, old_begun, middle, half_done, undisturbed) -> Stores:
+    return Stores(old, old_begun, middle, half_done, undisturbed)
+
+
+class Readers:
+    """Readers that are opened at any time, and read then or later."""
+
+    def __init__(self, path: str, complete: Sequence[Image], final: Image) -> None:
+        """`complete`: the stores that may be complete, the last of which is `final`."""
+        self._path = path
+        self._records = [{key: image[key] for key in image if _is_record(key)} for image in complete]
+        with in_memory(final) as final_path:
+            store = ActivationStore.open(final_path)
+            self._rows, self._whole = store.rows, _values(store, store.rows)
+        self._open: list[ActivationStore] = []
+        self.num_right = self.num_failed = 0
+
+    def look(self, rng: random.Random, may_be_forced: bool) -> None:
+        """A new reader finds a store that is complete only if it may be; one of all reads."""
+        try:
+            store = ActivationStore.open(self._path)
+        except PipelineError:
+            self.num_failed += 1
+            return
+        if store.complete and not may_be_forced:
+            kvstore = open_kvstore(self._path)
+            records = {key: read_key(kvstore, key) for key in list_keys(kvstore, "_commits/") if _is_record(key)}
+            assert records in self._records, "the store is complete while it is half done"
+        self._open = [*self._open, store][-4:]
+        self._read(rng.choice(self._open))
+
+    def _read(self, store: ActivationStore) -> None:
+        try:
+            found = _values(store, store.rows)
+        except PipelineError:
+            self.num_failed += 1
+            return
+        at = np.searchsorted(self._rows, store.rows)
+        assert np.array_equal(self._rows[at], store.rows)
+        # A truncated block is written again: its last row may have more tokens than when the reader was opened.
+        is_whole = ~np.isin(store.rows, [_last_row(store, record) for record in store.blocks if record.truncated])
+        for values, expected in zip(found, self._whole, strict=True):
+            assert np.array_equal(values[is_whole], expected[at][is_whole])
+        self.num_right += 1
+
+
+def _last_row(store: ActivationStore, record: CommitRecord) -> int:
+    rows_per_block, num_streams = store.metadata.rows_per_block, store.metadata.num_streams
+    return (record.block * num_streams + record.stream) * rows_per_block + record.rows - 1
+
+
+def _values(store: ActivationStore, rows: np.ndarray) -> list[np.ndarray]:
+    tokens = store.read_tokens(rows)
+    return [tokens.tokens, tokens.segments, tokens.documents, store.read(1, "resid_post", rows)]
+
+
+def _is_record(key: str) -> bool:
+    return key.startswith("_commits/stream-")
+
+
+def interleave(case: Case, command: Sequence[str], stores: Stores) -> Readers:
+    """Extends a store while it is disturbed; asserts that it is never complete too early and ends as it should."""
+    rng, final = random.Random(case.seed), stores.extended[case.target]
+    with in_memory(stores.start(case)) as path, in_memory(stores.old) as old_path:
+        readers = Readers(path, (stores.old, stores.middle, final), final)
+        may_be_forced = "forced finalize" in case.disturbances
+        jobs = {
+            f"extension {k}": partial(run_job, path, *command, case.target, *settings)
+            for k, settings in enumerate(EXTENSIONS[case.workers])
+        }
+        disturbing = {name: partial(DISTURB[name], path, command, old_path) for name in case.disturbances}
+        scheduler = Scheduler(rng, jobs | disturbing)
+        with closing(scheduler.run()) as turns:
+            for _ in turns:
+                if rng.random() < 0.2:
+                    readers.look(rng, may_be_forced)
+        for name, error in scheduler.errors.items():
+            assert isinstance(error, PipelineError), f"{name}: {error!r}"
+            assert error.exit_code == 1 or name == "merge", f"{name}: {error!r}"
+        if not jobs.keys().isdisjoint(scheduler.errors):  # exit code 1: whoever started it does so again
+            run_job(path, *command, case.target)
+        readers.look(rng, may_be_forced=False)
+        assert verify_store(path) == []
+        assert_undisturbed(read_image(path), final)
+    return readers
+
+
+def cases(seeds: range) -> Iterator[Case]:
+    """Who works on the same streams claims them."""
+    for seed in seeds:
+        rng = random.Random(f"case {seed}")
+        workers = rng.choice(list(EXTENSIONS))
+        start, names = rng.choice(("old", "old", "half done")), [*DISTURB]
+        if "claim" in workers:
+            start = rng.choice((start, "old begun"))
+        else:
+            names.remove("middle command that claims")
+        if start == "old begun":
+            names.remove("older command")
+        yield Case(seed, rng.choice(TARGETS), workers, start, tuple(rng.sample(names, rng.choice((1, 1, 2, 3)))))
+
+
+@pytest.mark.parametrize("case", list(cases(range(10))), ids=str)
+def test_an_extension_that_is_disturbed_ends_as_if_it_were_not(command, stores, case):
+    interleave(case, command, stores)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(100, 400, 50))
+def test_three_hundred_interleavings(command, stores, first):
+    """Also of those that other seeds seldom meet: one finisher between the two writes of another."""
+    readers = [interleave(case, command, stores) for case in cases(range(first, first + 50))]
+    assert sum(reader.num_right for reader in readers) > 100

@@ -1,0 +1,67 @@
+"""Guards against regressions of speed that a busy machine keeps: counts, not seconds."""
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pipeline.cluster import preemption
+from pipeline.config import composing
+from pipeline.extraction.job_run import compile_job, fill
+from pipeline.job.opening import open_job
+from pipeline.store.write.store_writer import StoreWriter
+from tests.jobs import write_text
+
+
+@contextmanager
+def python_calls() -> Iterator[Counter[str]]:
+    """How many Python functions each thread calls, by the thread's name."""
+    calls: Counter[str] = Counter()
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        calls[threading.current_thread().name] += event == "call"
+
+    threading.setprofile(count)
+    sys.setprofile(count)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def test_the_host_does_little_per_step(tmp_path):
+    """Neither the loop nor the writer does anything per token, row or feature in Python."""
+    text = write_text(tmp_path / "text", files=1, documents=60)
+    found = {}
+    for tokens in (8_000, 24_000):
+        overrides = ["batch.rows=8", "batch.length=256", "capture.layers=all", "run.progress=false"]
+        store = tmp_path / str(tokens)
+        job = open_job(
+            composing.compose([f"data.path={text}", f"store.path={store}", f"run.max_tokens={tokens}", *overrides])
+        )
+        step, params = compile_job(job)
+        writer = StoreWriter.open(str(store), job.metadata, job.layout)
+        with preemption.stop_on_signals() as stop, python_calls() as calls:
+            metrics = fill(job, writer, job.work({}), stop, step, params)
+        found[metrics.steps] = calls
+    few, many = sorted(found)
+    per_step = {name: (found[many][name] - found[few][name]) / (many - few) for name in ("MainThread", "writer")}
+    assert per_step["MainThread"] < 1200  # measured: 600; a step has 2048 tokens
+    assert per_step["writer"] < 1200
+
+
+def test_capturing_more_layers_needs_no_more_temporary_memory(tmp_path):
+    """Activations are outputs of the step, written once, and no copy of the weights or of each other.
+
+    Compared with three, since layers that no scan computes share the mask of their attention in memory.
+    """
+    text = write_text(tmp_path / "text", files=1, documents=5)
+    temporaries = {}
+    for layers in ("[3,4,5]", "all"):
+        overrides = ["batch.rows=4", "batch.length=128", f"capture.layers={layers}", f"store.path={tmp_path / 'store'}"]
+        job = open_job(composing.compose([f"data.path={text}", *overrides]))
+        memory = compile_job(job)[0].executable.memory_analysis()
+        temporaries[layers] = memory.temp_size_in_bytes
+    assert temporaries["all"] <= temporaries["[3,4,5]"]

@@ -1,0 +1,246 @@
+"""`capture.positions`: what is stored of selected tokens is what a store of all tokens has of them."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zarr
+
+from pipeline.config import composing
+from pipeline.core.errors import StoreInvalid
+from pipeline.data.text.tokenizer import load_tokenizer
+from pipeline.extraction.job_run import run as run_here
+from pipeline.inspect import main as inspect
+from pipeline.store import ActivationStore, TokenFilter
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.format.metadata import read_root
+from pipeline.store.io.kvstore import open_kvstore
+from pipeline.store.read.buffers import StoredBlocks
+from pipeline.store.read.reader import DocumentActivations
+from pipeline.store.write.deleting import delete_store
+from tests.jobs import assert_same_store, committed, run, run_and_signal, run_processes, write_text
+
+KEYS = [(1, "resid_post"), (3, "attn_out")]
+
+TOKENIZER = load_tokenizer(str(composing.PACKAGE / "assets" / "tiny-qwen2"))
+PERIOD = TOKENIZER.token_id("", ".")
+
+SELECTIONS = {
+    "every": ["capture.positions=every", "capture.every=8"],
+    "sample": ["capture.positions=sample", "capture.rate=0.1", "capture.seed=5"],
+    # With as many slots as tokens, rows are packed as those of all tokens are, and so are their activations' bits.
+    "last": ["capture.positions=last", "capture.per_row=2"],
+    "token": ["capture.positions=token", "capture.token=.", "capture.per_row=128"],
+    "regex": ["capture.positions=regex", 'capture.regex="^ ?[A-Z]"'],
+}
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> list[str]:
+    text = write_text(tmp_path_factory.mktemp("text"), files=3, documents=12)
+    return [
+        f"data.path={text}",
+        "data.num_streams=2",
+        "batch.rows=4",
+        "batch.length=128",
+        "capture.layers=[1,3]",
+        "capture.sites=[resid_post,attn_out]",
+        "capture.dtype=float32",
+        "model.dtype=float32",
+        "store.shard_mib=1000",  # blocks, and so rows, are the same whatever is selected
+        "run.progress=false",
+    ]
+
+
+@pytest.fixture(scope="module")
+def of_all(overrides, tmp_path_factory) -> ActivationStore:
+    return made(tmp_path_factory.mktemp("all"), overrides)
+
+
+@pytest.fixture(scope="module")
+def documents(of_all) -> dict[int, DocumentActivations]:
+    return {number: of_all.document(number) for number in of_all.documents["document"].unique().to_pylist()}
+
+
+def made(path: Path, overrides: list[str], *more: str) -> ActivationStore:
+    run_here(composing.compose([*overrides, *more, f"store.path={path / 'store'}"]))
+    return ActivationStore.open(path / "store")
+
+
+def wanted(name: str, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The places of a document's selected tokens."""
+    texts = [TOKENIZER.decode([t]) for t in tokens.tolist()]
+    return {
+        "every": np.flatnonzero(positions % 8 == 7),
+        "last": np.array([len(tokens) - 1]),
+        "token": np.flatnonzero(tokens == PERIOD),
+        "regex": np.array([k for k, text in enumerate(texts) if re.search("^ ?[A-Z]", text)], np.int64),
+    }[name]
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_stored_activations_are_those_of_the_selected_tokens(overrides, of_all, documents, tmp_path, name):
+    store = made(tmp_path, overrides, *SELECTIONS[name])
+    assert verify_store(store.path) == []
+    table = store.documents.to_pandas().groupby("document")[["n_selected", "n_unselected"]].sum()
+    total = 0
+    for number, whole in documents.items():
+        some = store.document(number)
+        np.testing.assert_array_equal(some.text, whole.tokens)
+        np.testing.assert_array_equal(some.tokens, whole.tokens[some.places])
+        np.testing.assert_array_equal(some.positions, whole.positions[some.places])
+        assert table.loc[number, "n_selected"] == len(some.places)
+        if name != "sample":
+            expected = wanted(name, whole.tokens, whole.positions)
+            assert table.loc[number, "n_unselected"] == len(expected) - len(some.places)
+            if not table.loc[number, "n_unselected"]:
+                np.testing.assert_array_equal(some.places, expected)
+        for array in whole.activations:
+            stored, computed = some.activations[array], whole.activations[array][some.places]
+            if name in ("every", "sample", "token"):
+                np.testing.assert_array_equal(stored, computed)
+            else:  # packed otherwise: sums over a row's tokens may be rounded otherwise
+                np.testing.assert_allclose(stored, computed, atol=1e-5, rtol=1e-4)
+        total += len(some.places)
+    assert store.num_activations == total > 20
+    assert store.num_tokens == of_all.num_tokens
+    if name == "sample":
+        assert abs(total - 0.1 * of_all.num_tokens) < 5 * np.sqrt(0.1 * of_all.num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("documents", "more", "warns"),
+    [
+        (600, ["capture.positions=last", "capture.per_row=1"], True),
+        (600, ["capture.positions=last", "capture.per_row=3"], False),
+        (600, ["capture.positions=last", "capture.per_row=1", "batch.packing=pad"], False),
+        (1, ["capture.positions=token", "capture.token=?", "capture.per_row=1", "batch.rows=1"], False),
+    ],
+)
+def test_rows_that_the_slots_leave_empty_are_warned_of_once(tmp_path, caplog, documents, more, warns):
+    text = tmp_path / "text"
+    text.mkdir()
+    table = pa.table({"text": ["A short one."] * documents, "id": [str(n) for n in range(documents)]})
+    pq.write_table(table, text / "0.parquet")
+    overrides = [f"data.path={text}", "batch.rows=4", "batch.length=16", "capture.layers=[1]", "run.progress=false"]
+    store = made(tmp_path, [*overrides, "store.shard_mib=0.0625"], *more)
+    assert (len(store.blocks) > 1) == (documents > 1)
+    assert store.num_tokens > 0
+    assert sum("slots for selected ones are taken" in message for message in caplog.messages) == warns
+
+
+@pytest.fixture(scope="module")
+def every(overrides, tmp_path_factory) -> ActivationStore:
+    return made(tmp_path_factory.mktemp("every"), overrides, *SELECTIONS["every"])
+
+
+def test_rows_batches_filters_and_statistics_are_aligned(every, of_all):
+    beside, values = every.read_tokens(every.rows), every.read(*KEYS[0], every.rows)
+    valid = beside.segments > 0
+    assert values.shape[:2] == valid.shape == (len(every.rows), every.slots) == (len(every.rows), 16)
+    assert (values[~valid] == 0).all()
+    assert (beside.documents[~valid] == -1).all()
+    known = of_all.read_tokens(of_all.rows)
+    found = of_all.read(*KEYS[0], of_all.rows)
+    in_place = {}
+    for row, slot in np.argwhere(known.segments > 0).tolist():
+        token = (known.documents[row, slot], known.positions[row, slot], known.tokens[row, slot])
+        in_place.setdefault(tuple(map(int, token)), []).append(found[row, slot])
+
+    def check(documents, positions, tokens, activations):
+        for *token, activation in zip(documents, positions, tokens, activations, strict=True):
+            assert any((activation == other).all() for other in in_place[tuple(map(int, token))])
+
+    check(beside.documents[valid], beside.positions[valid], beside.tokens[valid], values[valid])
+    batches = list(every.batches(KEYS[0], 100, shuffle=True, seed=1, token_filter=TokenFilter(skip_first=8)))
+    assert sum(len(batch.tokens) for batch in batches) == (beside.positions[valid] >= 8).sum()
+    for batch in batches:
+        check(batch.documents, batch.positions, batch.tokens, batch.activations)
+    halves = [list(every.batches(KEYS, 64, rank=rank, world=2)) for rank in range(2)]
+    assert len(halves[0]) == len(halves[1]) > 0
+    statistics = every.statistics(*KEYS[0])
+    assert statistics.count == valid.sum() == every.num_activations
+    np.testing.assert_allclose(statistics.mean, values[valid].mean(axis=0, dtype=np.float64), atol=1e-5)
+
+
+def test_whole_rows_are_read_a_few_blocks_at_a_time(every, monkeypatch):
+    def batches():
+        return [batch.positions.tolist() for batch in every.batches(KEYS[0], 100, shuffle=True, seed=1)]
+
+    expected, num_blocks, read = batches(), [], StoredBlocks._read_beside
+    assert len(every.blocks) > 1
+
+    def counting(self, blocks, names):
+        num_blocks.append(len(blocks))
+        return read(self, blocks, names)
+
+    monkeypatch.setattr(StoredBlocks, "_read_beside", counting)
+    monkeypatch.setattr("pipeline.store.read.buffers.WHOLE_MIB", 0)
+    assert batches() == expected
+    assert num_blocks == [1] * len(every.blocks)
+
+
+def test_zarr_reads_what_is_selected(every):
+    group = zarr.open_group(every.path)
+    row = int(every.rows[0])
+    selected, tokens = group["selected"][row], group["tokens"][row]
+    assert group["blocks.1.resid_post"].metadata.dimension_names == ("row", "selection", "feature")
+    np.testing.assert_array_equal(tokens[selected[selected >= 0]], every.read_tokens(row).tokens[selected >= 0])
+
+
+def test_inspect_shows_the_text_whole(every, tmp_path, capsys):
+    assert inspect([f"store.path={every.path}", f"inspect.html={tmp_path / 'page.html'}"]) == 0
+    assert f"of {every.num_activations:,} selected tokens" in capsys.readouterr().out
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("norm ") > 30
+    assert len(re.findall(r'<span title="token \d+, position \d+">', page)) > 200
+
+
+def test_a_selection_that_finds_nothing_is_stored_and_sound(overrides, tmp_path):
+    nothing = ["capture.positions=token", 'capture.token="<|endoftext|>"', "run.max_tokens=4000"]
+    store = made(tmp_path, overrides, *nothing)
+    assert store.num_activations == 0 < store.num_tokens
+    assert verify_store(store.path) == []
+    assert not store.read(*KEYS[0], store.rows).any()
+    assert list(store.batches(KEYS[0], 10)) == []
+
+
+def test_what_is_lost_or_left_out_is_said(overrides, tmp_path, caplog):
+    store = made(tmp_path, overrides, "capture.positions=token", "capture.token=.", "capture.per_row=1")
+    assert "activations of" in caplog.text
+    assert "more than capture.per_row=1" in caplog.text
+    row = store.arrays["selected"][int(store.rows[0])]
+    before = row.read().result()
+    row.write(np.full_like(before, 10**6)).result()
+    assert any("name no token of their row" in problem.what for problem in verify_store(store.path))
+    row.write(before).result()
+    os.remove(Path(store.path) / "selected/c/0/0")
+    assert any(problem.where == "selected/c/0/0" for problem in verify_store(store.path))
+    with pytest.raises(StoreInvalid, match="selected"):
+        ActivationStore.open(store.path).read_tokens(store.rows)
+    with pytest.raises(StoreInvalid, match="selected"):
+        list(ActivationStore.open(store.path).batches(KEYS[0], 10))
+    delete_store(store.path, read_root(store.path, open_kvstore(store.path)))
+    assert not Path(store.path).exists()
+
+
+def test_another_selection_is_another_store(overrides, every):
+    result = run(*overrides, "capture.positions=every", "capture.every=4", f"store.path={every.path}")
+    assert result.returncode == 2
+    assert "capture.every: the store has 8, this run asks for 4" in result.stderr
+
+
+def test_two_processes_killed_and_resumed_make_the_same_store(overrides, tmp_path):
+    more = ["capture.positions=last", "capture.per_row=4", "store.shard_mib=0.01"]
+    reference = made(tmp_path / "reference", overrides, *more)
+    path = tmp_path / "store"
+    run_and_signal(signal.SIGKILL, path, 2, *overrides, *more)
+    assert 2 <= committed(path) < committed(Path(reference.path))
+    result = run_processes(2, 1, *overrides, *more, f"store.path={path}")
+    assert result.returncode == 0, result.stdout
+    assert_same_store(path, Path(reference.path))

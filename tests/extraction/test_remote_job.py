@@ -1,0 +1,140 @@
+"""The main job with model, text and store on object storage: killed, and resumed through faults."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.io.kvstore import open_kvstore, read_key, write_key
+from tests.conftest import SECRET
+from tests.jobs import ROOT, children, local_processes, objects, run, run_processes, start, write_text
+from tests.store.emulators import new_bucket
+from tests.store.fault_proxy import FaultProxy
+
+MODEL = ROOT / "pipeline" / "assets" / "tiny-qwen2"
+OVERRIDES = (
+    "data.num_streams=2",
+    "batch.rows=4",
+    "batch.length=128",
+    "capture.layers=[1,3]",
+    "store.shard_mib=0.25",
+    "store.retry_delay_s=0.05",
+    "run.metrics_interval_s=0.5",
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"), files=2, documents=20)
+
+
+@pytest.fixture(scope="module")
+def reference(text, tmp_path_factory) -> dict[str, bytes]:
+    """The store that the same job makes on a local disk."""
+    store = tmp_path_factory.mktemp("reference") / "store"
+    result = run(*OVERRIDES, f"data.path={text}", f"store.path={store}")
+    assert result.returncode == 0, result.stderr
+    return without_paths(objects(store))
+
+
+def without_paths(found: dict[str, bytes]) -> dict[str, bytes]:
+    root = json.loads(found["zarr.json"])
+    for key in ("config", "created", "sha256"):
+        root["attributes"]["activation_store"].pop(key, None)
+    return found | {"zarr.json": json.dumps(root).encode()}
+
+
+def remote_objects(path: str) -> dict[str, bytes]:
+    kvstore = open_kvstore(path)
+    return {key.decode(): read_key(kvstore, key.decode()) for key in kvstore.list().result()}
+
+
+def upload(folder: Path, bucket: str) -> str:
+    for file in sorted(folder.iterdir()):
+        write_key(open_kvstore(bucket), f"{folder.name}/{file.name}", file.read_bytes())
+    return f"{bucket}/{folder.name}"
+
+
+def wait_for_commits(blocks: int, proxy: FaultProxy, process: subprocess.Popen) -> None:
+    def committed() -> int:
+        return sum("_commits/stream" in key and method in ("POST", "PUT") for method, key in list(proxy.requests))
+
+    while committed() < blocks and process.poll() is None:
+        time.sleep(0.01)
+
+
+def kill_after(blocks: int, proxy: FaultProxy, *overrides: str) -> None:
+    process = start(*overrides)
+    wait_for_commits(blocks, proxy, process)
+    process.kill()
+    output, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, output
+    assert SECRET not in output
+
+
+def kill_one_of_two_after(blocks: int, proxy: FaultProxy, *overrides: str) -> None:
+    with local_processes(2, 1, *overrides) as launcher:
+        wait_for_commits(blocks, proxy, launcher)
+        children(launcher)[1].kill()
+        output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1, output
+    assert "[1] ended with SIGKILL" in output
+    assert SECRET not in output
+
+
+def inputs(scheme: str, proxy: FaultProxy, text: Path) -> list[str]:
+    """Model and text on the same service, but for S3: reading from there needs s3fs, which is no dependency."""
+    if scheme == "s3":
+        return [f"data.path={text}"]
+    places = {"model.path": MODEL, "data.path": text}
+    return [f"{key}={upload(folder, new_bucket(scheme, proxy.backend))}" for key, folder in places.items()]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "killed", "resumed"),
+    [
+        ("gs", kill_after, 2),
+        pytest.param("gs", kill_one_of_two_after, 2, marks=pytest.mark.slow),
+        pytest.param("gs", kill_one_of_two_after, 1, marks=pytest.mark.slow),
+        pytest.param("s3", kill_after, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_and_resumed_through_faults_it_is_the_local_store(scheme, killed, resumed, text, reference, request):
+    """`resumed`: the number of processes that resume it; one process made the local store."""
+    proxy = request.getfixturevalue("gcs" if scheme == "gs" else "s3")
+    path = f"{new_bucket(scheme, proxy.backend)}/store"
+    job = (*OVERRIDES, *inputs(scheme, proxy, text), f"store.path={path}")
+    proxy.reset()
+    killed(3, proxy, *job)
+    proxy.reset(rate=0.05)
+    result = run(*job) if resumed == 1 else run_processes(resumed, 1, *job)
+    output = result.stdout + (result.stderr or "")
+    assert result.returncode == 0, output
+    assert proxy.faults
+    proxy.reset()
+    found = remote_objects(path)
+    expected = {key: value for key, value in found.items() if not key.startswith("_metrics/")}
+    assert without_paths(expected) == reference
+    assert not [key for key, value in found.items() if SECRET.encode() in value]
+    assert SECRET not in output
+    assert verify_store(path) == []
+
+
+@pytest.mark.slow
+def test_what_cannot_be_healed_ends_the_run_and_the_next_one_goes_on(text, reference, gcs):
+    path = f"{new_bucket('gs', gcs.backend)}/store"
+    job = (*OVERRIDES, f"data.path={text}", f"store.path={path}", "store.retries=1")
+    kill_after(2, gcs, *job)
+    gcs.reset(rate=0.7)
+    result = run(*job)
+    assert result.returncode == 1, result.stderr
+    assert f"StoreError: {path}/" in result.stderr
+    assert "run the same command again" in result.stderr
+    gcs.reset()
+    assert run(*job).returncode == 0
+    found = {key: value for key, value in remote_objects(path).items() if not key.startswith("_metrics/")}
+    assert without_paths(found) == reference

@@ -1,0 +1,192 @@
+"""The main job in this process: what it compiles, what it moves, what it stores."""
+
+import shutil
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from pipeline.cluster import devices, preemption
+from pipeline.config import composing
+from pipeline.core.errors import NotFiniteError, StoreError
+from pipeline.core.sites import ActivationKey, Site
+from pipeline.extraction.job_run import compile_job, fill, open_store, run
+from pipeline.job.opening import open_job, print_plan
+from pipeline.planning.plan import MAX_STEPS_IN_FLIGHT
+from pipeline.store import ActivationStore
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.write.store_writer import StoreWriter
+from scripts.bench.device_idle import device_idle, idle_fraction
+from tests.jobs import assert_same_store, committed, objects, write_text
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"), files=2, documents=40)
+
+
+def job_config(text, store, *overrides):
+    base = [f"data.path={text}", f"store.path={store}", "batch.rows=4", "batch.length=128", "run.progress=false"]
+    return composing.compose([*base, "store.shard_mib=0.25", *overrides])
+
+
+@pytest.fixture
+def compilations():
+    """Counts what XLA compiles."""
+    events = []
+
+    def listen(event, duration, **_):
+        if event == COMPILE_EVENT:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_the_loop_compiles_nothing_and_moves_nothing_by_accident(text, tmp_path, compilations):
+    config = job_config(text, tmp_path / "store")
+    job = open_job(config)
+    step, params = compile_job(job)
+    assert compilations, "the listener must see the step's compilation"
+    compilations.clear()
+    store = StoreWriter.open(config.store.path, job.metadata, job.layout)
+    with preemption.stop_on_signals() as stop, jax.transfer_guard_host_to_device("disallow"):
+        metrics = fill(job, store, job.work(store.records), stop, step, params)
+    assert not compilations
+    assert metrics.steps > 10
+
+
+@pytest.mark.parametrize(
+    ("is_planned_before", "exit_code", "message"),
+    [(True, 1, "was not there when this job was planned"), (False, 2, "capture.dtype: the store has")],
+)
+def test_a_store_that_came_after_the_plan_may_fit_the_next_plan(text, tmp_path, is_planned_before, exit_code, message):
+    configs = [job_config(text, tmp_path / "store", f"capture.dtype={dtype}") for dtype in ("bfloat16", "float32")]
+    planned = open_job(configs[0]) if is_planned_before else None
+    other = open_job(configs[1])
+    StoreWriter.open(other.config.store.path, other.metadata, other.layout)
+    with pytest.raises(StoreError, match=message) as caught:
+        open_store(planned or open_job(configs[0]))
+    assert caught.value.exit_code == exit_code
+
+
+@pytest.mark.parametrize("packing", ["pack", "pad"])
+def test_max_tokens_is_met_within_one_row_per_stream(text, tmp_path, packing):
+    run(job_config(text, tmp_path / "store", "run.max_tokens=3001", "data.num_streams=2", f"batch.packing={packing}"))
+    store = ActivationStore.open(str(tmp_path / "store"))
+    assert store.complete
+    assert 3001 <= store.num_tokens < 3001 + 2 * 128
+
+
+def test_the_same_rows_whatever_is_captured(text, tmp_path):
+    """Early exit: a layer's activations do not depend on which others are asked for."""
+    run(job_config(text, tmp_path / "a", "capture.layers=[2]", "run.max_tokens=2000", "capture.dtype=float32"))
+    run(job_config(text, tmp_path / "b", "capture.layers=all", "run.max_tokens=2000", "capture.dtype=float32"))
+    a, b = (ActivationStore.open(str(tmp_path / name)) for name in "ab")
+    rows = a.rows
+    left, right = (store.read(layer=2, site="resid_post", rows=rows) for store in (a, b))
+    assert np.abs(left).max() > 0.1
+    np.testing.assert_allclose(left, right, atol=1e-5, rtol=1e-5)
+
+
+def test_the_same_store_however_many_steps_are_in_flight(text, tmp_path, monkeypatch):
+    stores = []
+    for cores in (1, 1000):
+        monkeypatch.setattr(devices, "num_cores", lambda cores=cores: cores)
+        config = job_config(text, tmp_path / str(cores), "run.max_tokens=6000")
+        stores.append((tmp_path / str(cores), open_job(config).plan.inflight_steps))
+        run(config)
+    (one, of_one), (many, of_many) = stores
+    assert (of_one, of_many) == (1, MAX_STEPS_IN_FLIGHT)
+    assert committed(one) > 2
+    assert_same_store(many, one)
+
+
+def test_stages_account_for_the_time_of_the_loop(text, tmp_path):
+    config = job_config(text, tmp_path / "store", "capture.layers=all")
+    job = open_job(config)
+    step, params = compile_job(job)
+    store = StoreWriter.open(config.store.path, job.metadata, job.layout)
+    with preemption.stop_on_signals() as stop:
+        metrics = fill(job, store, job.work(store.records), stop, step, params)
+    for thread in ("loop", "writer"):
+        assert sum(metrics.seconds[thread].values()) == pytest.approx(metrics.elapsed_s, rel=0.05)
+    assert 0 < sum(metrics.seconds["feed"].values()) < 1.05 * metrics.elapsed_s
+    assert f"The run was bound by {metrics.binding_stage()[0]}" in metrics.summary()
+
+
+def test_a_profile_tells_how_long_the_device_was_idle(text, tmp_path):
+    run(job_config(text, tmp_path / "store", f"run.profile={tmp_path / 'trace'}", "run.profile_after=3"))
+    (idle,) = device_idle(tmp_path / "trace").values()
+    assert 0 <= idle < 1
+    assert list(tmp_path.rglob("perfetto_trace.json.gz"))
+
+
+def test_idle_is_what_no_interval_covers():
+    assert idle_fraction([(0, 4), (1, 3), (3, 5), (9, 10)]) == pytest.approx(0.4)
+
+
+def test_a_stream_without_documents_is_done_and_stays_done(tmp_path):
+    """Its block has no rows, only a record, so that the store completes and a second run finds nothing to do."""
+    text = write_text(tmp_path / "text", files=1, documents=20)
+    pq.write_table(pa.table({"text": pa.array([], pa.string()), "id": pa.array([], pa.string())}), text / "001.parquet")
+    config = job_config(text, tmp_path / "store", "data.num_streams=2")
+    run(config)
+    store = ActivationStore.open(str(tmp_path / "store"))
+    assert store.complete
+    assert set(store.documents["stream"].to_pylist()) == {0}
+    assert verify_store(config.store.path) == []
+    before = objects(tmp_path / "store")
+    run(config)
+    assert objects(tmp_path / "store") == before
+
+
+def test_activations_that_overflow_the_stored_dtype_end_the_run_and_are_not_stored(text, tmp_path):
+    """The bundled model with its embedding a million times too large: fine as bfloat16, infinite as float16."""
+    model = tmp_path / "model"
+    shutil.copytree(composing.PACKAGE / "assets" / "tiny-qwen2", model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = (tensors["model.embed_tokens.weight"].astype(np.float32) * 1e6).astype(
+        tensors["model.embed_tokens.weight"].dtype
+    )
+    save_file(tensors, model / "model.safetensors")
+    overrides = [f"model.path={model}", "capture.sites=[resid_post]", "run.max_tokens=2000"]
+    with pytest.raises(NotFiniteError, match=r"blocks\.2\.resid_post.*capture\.dtype=bfloat16"):
+        run(job_config(text, tmp_path / "a", *overrides, "capture.dtype=float16"))
+    assert ActivationStore.open(str(tmp_path / "a")).num_tokens == 0
+    run(job_config(text, tmp_path / "b", *overrides, "capture.dtype=bfloat16"))
+    assert ActivationStore.open(str(tmp_path / "b")).num_tokens >= 2000
+    run(job_config(text, tmp_path / "c", *overrides, "capture.dtype=float16", "capture.on_not_finite=warn"))
+    store = ActivationStore.open(str(tmp_path / "c"))
+    statistics = store.statistics(2, "resid_post")
+    assert statistics.count + statistics.not_finite == store.num_tokens
+    assert statistics.not_finite > 0
+    assert np.isfinite(statistics.mean).all()
+    assert verify_store(str(tmp_path / "c")) == []
+
+
+@pytest.mark.parametrize(
+    "experiment", sorted(file.stem for file in (composing.config_dir() / "experiment").glob("*.yaml"))
+)
+def test_every_experiment_composes(experiment):
+    config = composing.compose([f"+experiment={experiment}", "data.path=/somewhere", "store.path=/elsewhere"])
+    assert config.capture.layers
+    assert config.store.path == "/elsewhere"
+
+
+def test_the_plan_tells_what_a_model_has_and_costs(text, tmp_path, capsys):
+    print_plan(job_config(text, tmp_path / "store", "capture.layers=[2]"))
+    printed = capsys.readouterr().out
+    model = open_job(job_config(text, tmp_path / "store")).model
+    keys = (ActivationKey(2, Site.resid_post),)
+    assert f"qwen2, {model.num_layers} layers; the capture needs {model.num_params(keys):,} parameters" in printed
+    assert "embed 128, resid_pre 128, q 128, k 64, v 64, attn_z 128," in printed
+    assert f"{model.flops_per_token(keys, 128):,} FLOPs per token" in printed
+    assert "blocks.2.resid_post: 256 bytes per token as bfloat16" in printed
+    assert not (tmp_path / "store").exists()

@@ -1,0 +1,121 @@
+"""What the writer thread commits when a write fails: real writes, held by a lock and made to fail by a directory."""
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from pipeline.config import composing
+from pipeline.config.schema import RunConfig
+from pipeline.core.errors import StoreError
+from pipeline.extraction.block_writer import BlockWriter, Step
+from pipeline.extraction.job_run import run
+from pipeline.job.metrics import Metrics
+from pipeline.job.opening import open_job
+from pipeline.store.io.shard_files import _lock
+from pipeline.store.write.store_writer import StoreWriter
+from tests.jobs import assert_same_store, write_text
+
+ARRAY = "blocks.2.resid_post"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"), files=2, documents=60)
+
+
+def job_config(text: Path, store: Path, streams: int) -> RunConfig:
+    sizes = ["batch.rows=4", "batch.length=128", "store.shard_mib=0.25", "run.progress=false"]
+    return composing.compose([f"data.path={text}", f"store.path={store}", f"data.num_streams={streams}", *sizes])
+
+
+@contextmanager
+def failing_write(config: RunConfig, block: tuple[int, int], until: tuple[int, int] | None = None) -> Iterator[Event]:
+    """While entered, an array of this block (stream, number) cannot be written, which shows only once the array of
+    another is, or the event is set. The store is created before."""
+    job = open_job(config)
+    StoreWriter.open(config.store.path, job.metadata, job.layout)
+    [spec] = [spec for spec in job.layout.arrays if spec.name == ARRAY]
+    shard, awaited = (Path(config.store.path) / job.layout.shard_key(spec, *place) for place in (block, until or block))
+    shard.mkdir(parents=True)  # no file can be renamed to a directory
+    is_locked, ended = Event(), Event()
+
+    def hold_lock() -> None:
+        with shard.with_name(f"{shard.name}.__lock").open("ab") as file:
+            _lock(file)
+            is_locked.set()
+            while not (until and awaited.exists()) and not ended.is_set():
+                time.sleep(0.005)
+
+    thread = threading.Thread(target=hold_lock)
+    thread.start()
+    is_locked.wait()
+    try:
+        yield ended
+    finally:
+        ended.set()
+        thread.join()
+        shutil.rmtree(shard)
+
+
+def committed_blocks(store: Path) -> list[tuple[int, int]]:
+    """Stream and number of each block that has a record."""
+    found = store.glob("_commits/*/*.json")
+    return sorted((int(file.parent.name.split("-")[-1]), int(file.stem.split("-")[-1])) for file in found)
+
+
+@pytest.mark.parametrize(
+    ("streams", "failing", "awaited", "committed"),
+    [
+        (2, (0, 0), (1, 0), [(1, 0)]),  # another stream's block, whose write was under way
+        (1, (0, 0), (0, 1), []),  # nothing behind a failed block of the same stream
+    ],
+)
+def test_a_failed_write_takes_no_other_streams_block_with_it(text, tmp_path, streams, failing, awaited, committed):
+    config = job_config(text, tmp_path / "store", streams)
+    with failing_write(config, failing, awaited), pytest.raises(StoreError, match=f"{ARRAY}/c"):
+        run(config)
+    assert committed_blocks(tmp_path / "store") == committed
+
+
+@pytest.mark.parametrize(
+    ("failing", "committed"),
+    [
+        ((0, 0), [(1, 0), (1, 1), (1, 2)]),
+        ((1, 0), [(0, 0), (0, 1)]),
+        ((0, 1), [(0, 0), (1, 0), (1, 1), (1, 2)]),
+    ],
+)
+def test_what_was_submitted_whole_before_a_write_failed_is_committed(text, tmp_path, failing, committed):
+    """Also the blocks that wait for their buffers until the one that fails has given its back."""
+    config = job_config(text, tmp_path / "store", 2)
+    config = replace(config, capture=replace(config.capture, statistics=False))
+    with failing_write(config, failing) as may_fail:
+        job = open_job(config)
+        blocks = [job.stream(stream).blocks() for stream in range(2)]
+        store = StoreWriter.open(config.store.path, job.metadata, job.layout)
+        with closing(Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=3600)) as metrics:
+            writer = BlockWriter(store, job.plan, metrics)
+            for stream in (0, 1, 0, 1, 1):  # there are buffers for two
+                block = next(blocks[stream])
+                writer.submit(Step(block, 0, block.num_rows, copies=[], counts=None))
+            may_fail.set()
+            with pytest.raises(StoreError, match=f"{ARRAY}/c"):
+                writer.close()
+    assert committed_blocks(tmp_path / "store") == committed
+
+
+def test_after_a_failed_write_the_job_ends_in_the_same_store(text, tmp_path):
+    config = job_config(text, tmp_path / "store", 2)
+    with failing_write(config, (0, 1), (1, 1)), pytest.raises(StoreError):
+        run(config)
+    assert committed_blocks(tmp_path / "store") == [(0, 0), (1, 0), (1, 1)]
+    run(config)
+    run(job_config(text, tmp_path / "reference", 2))
+    assert_same_store(tmp_path / "store", tmp_path / "reference")

@@ -1,0 +1,267 @@
+"""Jobs whose documents the model writes itself: however they are interrupted and divided, the store is the same, and it
+says of each document what is prompt and what is completion."""
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.config import composing
+from pipeline.core.errors import CheckpointError, ConfigError, InputError
+from pipeline.data.text.tokenizer import load_tokenizer
+from pipeline.extraction.job_run import run as run_here
+from pipeline.store import ActivationStore, TokenFilter
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.format.metadata import read_root
+from pipeline.store.io.kvstore import open_kvstore
+from pipeline.store.write.deleting import delete_store
+from pipeline.store.write.merging import merge_stores
+from tests.jobs import assert_same_store, children, committed, local_processes, run, start, write_text
+
+ASSETS = composing.PACKAGE / "assets" / "tiny-qwen2"
+
+
+def generate(*overrides: str) -> None:
+    run_here(composing.compose([*overrides, "run.progress=false"]))
+
+
+def num_groups(store: Path) -> int:
+    return len(list(store.glob("_generated/*/*.parquet")))
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> list[str]:
+    text = write_text(tmp_path_factory.mktemp("text"), files=4, documents=30, max_characters=300)
+    return [
+        *("data=generate", "data@data.prompts=fineweb", f"data.path={text}", "data.num_streams=3"),
+        *("data.rows=8", "data.group=4", "data.prompt_length=160", "data.on_error=skip", "data.max_new_tokens=24"),
+        *("data.temperature=1", "data.seed=3", "data.end_tokens=[.]"),
+        *("batch.rows=4", "batch.length=96", "capture.layers=[1,3]", "store.shard_mib=0.1", "run.progress=false"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(overrides, tmp_path_factory) -> Path:
+    """The store of a job that nothing disturbed."""
+    path = tmp_path_factory.mktemp("reference") / "store"
+    generate(*overrides, f"store.path={path}")
+    return path
+
+
+def test_documents_are_prompts_and_completions(reference):
+    assert verify_store(str(reference)) == []
+    store = ActivationStore.open(reference)
+    rows = store.documents.group_by(["document", "n_tokens", "n_prompt", "n_completion", "finish_reason"])
+    rows = rows.aggregate([]).to_pylist()
+    assert len(rows) == sum(record.next["ordinal"] for record in store.blocks if record.exhausted) > 100
+    assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+    for row in rows:
+        assert row["n_tokens"] == row["n_prompt"] + row["n_completion"]
+        assert row["n_completion"] == 24 or row["finish_reason"] == "stop"
+    reasons = {skip["reason"] for record in store.blocks for skip in record.skipped}
+    assert {reason.partition(" has ")[0] for reason in reasons} == {"the prompt"}
+    (measured,) = (json.loads(file.read_text()) for file in reference.glob("_metrics/*-generate.json"))
+    assert measured["prompts"] == len(rows)
+    assert measured["tokens"] == sum(row["n_completion"] for row in rows)
+    assert 0 < measured["padding"] < 1
+
+
+def test_the_reader_selects_prompts_or_completions(reference):
+    store = ActivationStore.open(reference)
+    rows = {row["document"]: row for row in store.documents.to_pylist()}
+    whole = {number: store.document(number).tokens for number in rows}
+    for part in ("prompt", "completion"):
+        found: dict[int, list[int]] = {number: [] for number in rows}
+        for batch in store.batches((1, "resid_post"), 64, token_filter=TokenFilter(part=part)):
+            for number, token in zip(batch.documents.tolist(), batch.tokens.tolist(), strict=True):
+                found[number].append(token)
+        for number, row in rows.items():
+            expected = whole[number][: row["n_prompt"]] if part == "prompt" else whole[number][row["n_prompt"] :]
+            assert found[number] == expected.tolist()
+
+
+def test_merging_and_deleting_take_along_what_the_model_wrote(reference, tmp_path):
+    merge_stores([str(reference)], str(tmp_path / "merged")).finish()
+    assert_same_store(tmp_path / "merged", reference)
+    root = read_root("it", open_kvstore(tmp_path / "merged"))
+    delete_store(str(tmp_path / "merged"), root)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_job_that_is_killed_and_stopped_while_it_generates_ends_in_the_same_store(overrides, reference, tmp_path):
+    """One process is killed, then one of two is stopped, then one ends it, with other rows: all is as if never."""
+    store = tmp_path / "store"
+    process = start(*overrides, f"store.path={store}")
+    wait(process, lambda: num_groups(store) >= 3)
+    process.kill()
+    process.communicate()
+    assert 3 <= num_groups(store) < num_groups(reference) - 10
+    before = num_groups(store)
+    with local_processes(2, 1, *overrides, f"store.path={store}") as launcher:
+        wait(launcher, lambda: num_groups(store) >= before + 2)
+        children(launcher)[1].send_signal(signal.SIGTERM)
+        output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 42, output
+    assert output.count("Interrupted: stopped by SIGTERM while generating") == 2
+    assert before + 2 <= num_groups(store) < num_groups(reference)
+    generate(*overrides, f"store.path={store}", "data.rows=5")
+    assert_same_store(store, reference)
+
+
+def wait(process, is_over) -> None:
+    while not is_over() and process.poll() is None:
+        time.sleep(0.002)
+
+
+def test_a_budget_is_met_and_can_be_raised(overrides, reference, tmp_path):
+    store = tmp_path / "store"
+    generate(*overrides, f"store.path={store}", "run.max_tokens=1500")
+    opened = ActivationStore.open(store)
+    assert opened.complete
+    assert 1500 <= opened.num_tokens < 1500 + 3 * 96
+    assert num_groups(store) < num_groups(reference) - 10
+    generate(*overrides, f"store.path={store}")
+    assert_same_store(store, reference)
+
+
+def test_activations_that_were_kept_while_decoding_are_those_of_the_documents(overrides, tmp_path):
+    """Prompts and completions of two windows, packed; a killed run goes on with what was kept."""
+    float32 = [*overrides, "capture.dtype=float32", "data.group=8"]
+    generate(*float32, f"store.path={tmp_path / 'document'}")
+    kept = tmp_path / "kept"
+    process = start(*float32, "capture.when=decode", f"store.path={kept}")
+    wait(process, lambda: committed(kept) >= 3)
+    process.kill()
+    process.communicate()
+    assert list(kept.glob("_generated/*/*.activations"))
+    generate(*float32, "capture.when=decode", f"store.path={kept}")
+    assert not list(kept.glob("_generated/*/*.activations"))
+    assert verify_store(str(kept)) == []
+    expected, found = ActivationStore.open(tmp_path / "document"), ActivationStore.open(kept)
+    np.testing.assert_array_equal(found.read_tokens(found.rows).tokens, expected.read_tokens(expected.rows).tokens)
+    windows = expected.read_tokens(expected.rows).documents
+    first = (expected.documents.group_by("document").aggregate([("n_tokens", "max")])).to_pylist()
+    whole = [row["document"] for row in first if row["n_tokens_max"] <= 96]  # a later window does not see the first
+    assert len(whole) > 10
+    slots = np.isin(windows, whole)
+    for layer in (1, 3):
+        left, right = (each.read(layer, "resid_post", each.rows)[slots] for each in (found, expected))
+        np.testing.assert_allclose(left, right, atol=1e-4, rtol=1e-4)
+        assert found.statistics(layer, "resid_post").count == found.num_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_five_kills_at_random_moments_leave_the_same_store(overrides, reference, tmp_path, processes):
+    rng, store = random.Random(processes), tmp_path / "store"
+    for _ in range(5):
+        progress, wanted = num_groups(store) + committed(store), rng.randrange(1, 10)
+        with local_processes(processes, 1, *overrides, f"store.path={store}") as launcher:
+            wait(launcher, lambda aim=progress + wanted: num_groups(store) + committed(store) >= aim)
+            assert launcher.poll() is None
+            for child in children(launcher):
+                child.kill()
+            launcher.communicate()
+    result = run(*overrides, f"store.path={store}")
+    assert result.returncode == 0, result.stderr
+    assert_same_store(store, reference)
+
+
+ARC = {"train": [{"input": [[1, 1]], "output": [[2, 2]]}] * 3, "test": [{"input": [[1, 1]], "output": [[2, 2]]}]}
+
+
+def arc_overrides(path: Path, store: Path) -> list[str]:
+    settings = ["capture.layers=[4]", "batch.length=256", "data.prompt_length=160", "data.max_new_tokens=48"]
+    return ["data=generate", f"data.path={path}", f"store.path={store}", *settings]
+
+
+def test_arc_answers_are_graded(tmp_path):
+    """The bundled model repeats what it has seen three times; of one of the tasks the solution is not known."""
+    unsolved = ARC | {"test": [{"input": [[1, 1]]}]}
+    for name, task in {"a": ARC, "b": unsolved}.items():
+        (tmp_path / "tasks").mkdir(exist_ok=True)
+        (tmp_path / "tasks" / f"{name}.json").write_text(json.dumps(task))
+    generate(*arc_overrides(tmp_path / "tasks", tmp_path / "store"))
+    store = ActivationStore.open(tmp_path / "store")
+    rows = {row["task"]: row for row in store.documents.to_pylist()}
+    assert rows["a"]["predicted_grid"] == rows["b"]["predicted_grid"]
+    assert rows["a"]["predicted_grid"] is not None
+    assert rows["a"]["correct"] == (rows["a"]["predicted_grid"] == "22")
+    assert rows["b"]["correct"] is None
+
+
+def test_real_arc_tasks(shared, tmp_path):
+    """Tasks of every length: prompts are cut to what the model can take, and each has an answer that is graded."""
+    (tmp_path / "tasks").mkdir()
+    for file in sorted((shared / "data" / "arc_agi" / "training").glob("*.json"))[:12]:
+        (tmp_path / "tasks" / file.name).symlink_to(file)
+    generate(*arc_overrides(tmp_path / "tasks", tmp_path / "store"), "data.long_prompts=cut", "data.rows=4")
+    assert verify_store(str(tmp_path / "store")) == []
+    rows = ActivationStore.open(tmp_path / "store").documents.to_pylist()
+    assert len({row["task"] for row in rows}) == 12
+    assert all(isinstance(row["correct"], bool) for row in rows)
+    assert any(row["n_prompt_cut"] for row in rows)
+    assert all(row["n_prompt"] == 160 for row in rows if row["n_prompt_cut"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.rows=0", "data.rows is 0. Set it to a whole number of at least 1"),
+        ("data.group=0", "data.group is 0. Set it to a whole number of at least 1"),
+        ("data.prompt_length=1000", "data.prompt_length.* = 1000 \\+ 48 is more than the model's 1024 positions"),
+        ("data.temperature=-1", "temperature is -1"),
+        ("data.end_tokens=[two words]", "data.end_tokens='two words' is . tokens"),
+        ("data.suffix=a", "data.suffix is 'a', but completions follow the prompts"),
+        ("data.prompts.on_error=skip", "data.prompts.on_error is skip, and data.on_error is fail"),
+        ("data.prompts.include_solution=true", "the prompt would answer itself"),
+        ("run.claim=true", "run.claim is true, but data=generate"),
+    ],
+)
+def test_settings_that_cannot_work(tmp_path, override, message):
+    (tmp_path / "a.json").write_text(json.dumps(ARC))
+    with pytest.raises(ConfigError, match=message):
+        generate(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), override)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_prompt_that_is_too_long_is_named(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(ARC))
+    with pytest.raises(InputError, match="tasks-000000 row 0 .id a#0.: the prompt has .*, more than data"):
+        generate(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), "data.prompt_length=9")
+
+
+@pytest.mark.parametrize("column", ["prompt", "skipped", "finish_reason"])
+def test_columns_that_the_store_has_itself(tmp_path, column):
+    (tmp_path / "rows.json").write_text(json.dumps({"text": "a", column: "b"}))
+    source = ["data@data.prompts=hf", "data.path=json", f"data.prompts.data_files={tmp_path / 'rows.json'}"]
+    with pytest.raises(ConfigError, match=f"the prompts have a column {column}, which data=generate has itself"):
+        generate(*arc_overrides("json", tmp_path / "store"), *source, f"data.prompts.info_columns=[{column}]")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_checkpoint_without_its_head(tmp_path):
+    """It is noticed before there is a store."""
+    (tmp_path / "a.json").write_text(json.dumps(ARC))
+    (tmp_path / "model").mkdir()
+    for file in ASSETS.iterdir():
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    config = json.loads((ASSETS / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="lm_head.weight is missing"):
+        generate(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), f"model.path={tmp_path / 'model'}")
+    assert not (tmp_path / "store").exists()
+
+
+def test_prompts_in_the_chat_template(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(ARC))
+    generate(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), "data.template=chat")
+    store = ActivationStore.open(tmp_path / "store")
+    (row,) = store.documents.to_pylist()
+    text = load_tokenizer(str(ASSETS)).decode(store.document(0).tokens[: row["n_prompt"]])
+    assert text.startswith("<|im_start|>user\ninput:\n11\n")
+    assert text.endswith("output:\n<|im_end|>\n<|im_start|>assistant\n")

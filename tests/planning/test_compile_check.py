@@ -1,0 +1,214 @@
+"""Compiled for TPU slices, where libtpu is installed (the extra `tpu`); no TPU is needed."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pipeline.core.errors import EXIT_INVALID, ConfigError
+from pipeline.planning.slice.chips import CHIPS, parse_slice
+from pipeline.planning.slice.compile_check import Program, largest_power, slice_devices
+from scripts.bench.published_shapes import write_shapes
+from tests.conftest import MEASURED
+from tests.jobs import ROOT, write_text
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the extra `tpu`)")
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("shapes")
+    write_shapes(path)
+    return path
+
+
+def plan(shapes: Path, name: str, *overrides: str) -> subprocess.CompletedProcess:
+    """In a process of its own, which must not have started another backend."""
+    command = [sys.executable, "-m", "pipeline.plan", f"model.path={shapes / name}", "model.init=random"]
+    common = ["model.dtype=bfloat16", "store.path=gs://bucket/store"]
+    return subprocess.run(
+        [*command, *common, *overrides],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+COMPILED = {  # three captured layers, splash attention
+    "Qwen2.5-0.5B on v5e-64": ("Qwen2.5-0.5B", "v5e-64", "[6,12,18]", 512, 2048, "replicated"),
+    "Qwen2.5-7B on v5e-64": ("Qwen2.5-7B", "v5e-64", "[7,14,21]", 256, 2048, "fsdp"),
+    "Llama-3-8B on v5e-64": ("Llama-3-8B", "v5e-64", "[8,16,24]", 256, 2048, "fsdp"),
+    "Llama-3-70B on v5e-256": ("Llama-3-70B", "v5e-256", "[20,40,60]", 512, 2048, "fsdp"),
+}
+COMPILED_SLOWLY = {
+    "Qwen2.5-0.5B on v5e-64, 1024 positions": ("Qwen2.5-0.5B", "v5e-64", "[6,12,18]", 1024, 1024, "replicated"),
+    "Gemma-2-9B on v6e-64": ("Gemma-2-9B", "v6e-64", "[10,20,30]", 64, 8192, "replicated"),  # longer than its windows
+    "Llama-3-70B on v5p-128": ("Llama-3-70B", "v5p-128", "[20,40,60]", 128, 2048, "fsdp"),
+}
+CASES = COMPILED | COMPILED_SLOWLY
+
+
+@pytest.fixture(scope="module")
+def plans(shapes: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[subprocess.CompletedProcess]]]:
+    """Of the selected cases. Two are compiled at a time: each takes a core for half a minute, and 1 GB."""
+
+    def start(name: str, topology: str, layers: str, rows: int, length: int) -> subprocess.CompletedProcess:
+        sizes = (f"capture.layers={layers}", f"batch.rows={rows}", f"batch.length={length}")
+        return plan(shapes, name, f"topology={topology}", *sizes, "run.max_inflight_mib=40000", "plan.json=true")
+
+    selected = {item.callspec.params["case"] for item in request.session.items if "plans" in item.fixturenames}
+    with ThreadPoolExecutor(2) as pool:
+        yield {case: pool.submit(start, *CASES[case][:-1]) for case in CASES if case in selected}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("case", [*COMPILED, *(pytest.param(case, marks=pytest.mark.slow) for case in COMPILED_SLOWLY)])
+def test_published_models_fit_slices(plans, case: str, record_property) -> None:
+    """The plan's arithmetic against the compiler's figures, which are of padded layouts."""
+    done = plans[case].result()
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    program, gib = report["program"], 1 << 30
+    rows_bytes = 3 * 4 * report["rows_per_chip"] * report["length"]
+    assert program["argument_bytes"] == pytest.approx(report["weight_bytes"] + rows_bytes, rel=0.05)
+    assert program["output_bytes"] == pytest.approx(report["output_bytes"], rel=0.05)
+    assert program["attention"] == "splash"
+    assert report["weights"] == CASES[case][-1]
+    if report["weights"] == "replicated":
+        assert program["collectives"] == {"all-reduce": 1}  # of the counts
+    else:
+        assert program["collectives"]["all-gather"] > 0
+    if "0.5B" in case:
+        assert program["temporary_bytes"] <= 200e6
+    assert program["peak_bytes"] < report["hbm_bytes_needed"] < report["hbm_bytes"]
+    record_property(
+        MEASURED,
+        f"{case}: peak {program['peak_bytes'] / gib:.2f} GiB, with all steps in flight "
+        f"{report['hbm_bytes_needed'] / gib:.2f} of {report['hbm_bytes'] / gib:.2f}: "
+        f"{1 - report['hbm_bytes_needed'] / report['hbm_bytes']:.0%} are free",
+    )
+
+
+LONG_ROWS = ("topology=v5e-4", "capture.layers=[0]", "batch.length=8192")
+TOO_MUCH = {
+    "by the compiler": (512, 40_000, "ran out of memory"),
+    "by the activations of the steps in flight": (256, 1_000_000, "with the activations of 4 steps in flight"),
+}
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("rows", "inflight_mib", "message"), TOO_MUCH.values(), ids=TOO_MUCH.keys())
+def test_what_does_not_fit_is_refused_with_what_would(shapes, rows: int, inflight_mib: int, message: str) -> None:
+    done = plan(shapes, "Llama-3-8B", *LONG_ROWS, f"batch.rows={rows}", f"run.max_inflight_mib={inflight_mib}")
+    assert done.returncode == EXIT_INVALID
+    assert message in done.stderr
+    assert "Lower batch.rows (plan.search=true finds the most that fit)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@needs_libtpu
+@pytest.mark.slow  # compiles three times
+def test_search_finds_the_largest_batch(shapes: Path) -> None:
+    """What the refusals above advise."""
+    job = (*LONG_ROWS, "run.max_inflight_mib=1000000")
+    done = plan(shapes, "Llama-3-8B", *job, "plan.search=true", "plan.json=true")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["hbm_bytes_needed"] < found["hbm_bytes"]
+    assert plan(shapes, "Llama-3-8B", *job, f"batch.rows={2 * found['rows']}").returncode == EXIT_INVALID
+
+
+KERNELS = """
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from pipeline.planning.slice.compile_check import slice_devices
+from pipeline.cluster.sharding import make_mesh
+from pipeline.models.attention.splash import attend_splash
+from pipeline.planning.slice.chips import parse_slice
+for name in ("v4-8", "v5e-4", "v5p-8", "v6e-4"):
+    mesh = make_mesh(2, slice_devices(parse_slice(name)))
+    for num_heads, num_kv_heads, head_dim, length, dtype, rule in (
+        (14, 2, 64, 1024, "bfloat16", {"causal": True}),
+        (12, 12, 64, 512, "float32", {"causal": False}),
+        (8, 4, 256, 1152, "bfloat16", {"causal": True, "softcap": 50.0, "window": 300}),
+        (8, 2, 80, 640, "bfloat16", {"causal": True}),
+    ):
+        def shape(*sizes, dtype=dtype, spec=PartitionSpec("data")):
+            return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+        heads = PartitionSpec("data", None, "tensor")
+        qkv = [shape(2, length, number, head_dim, spec=heads) for number in (num_heads, num_kv_heads, num_kv_heads)]
+        with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+            attend = jax.jit(lambda *x: attend_splash(*x, scale=0.1, mesh=mesh, **rule))
+            text = attend.lower(*qkv, shape(2, length, dtype="int32")).compile().as_text()
+        assert "tpu_custom_call" in text
+        assert "all-" not in text
+"""
+
+
+@needs_libtpu
+def test_splash_compiles_for_every_kind_of_chip() -> None:
+    done = subprocess.run([sys.executable, "-c", KERNELS], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+SLICES = """
+import jax
+from pipeline.planning.slice.compile_check import slice_devices
+from pipeline.cluster.sharding import make_mesh
+from pipeline.planning.slice.chips import parse_slice
+for name in ("v4-16", "v5e-64", "v5p-32", "v6e-32"):
+    where = parse_slice(name)
+    for tensor in (1, 2, 4):
+        processes = [device.process_index for device in make_mesh(tensor, slice_devices(where)).devices.flat]
+        assert len(processes) == where.num_chips, name
+        assert processes == sorted(processes) and processes[-1] == where.num_hosts - 1, (name, processes)
+"""
+
+
+@needs_libtpu
+def test_a_process_has_neighbouring_devices_of_every_slice() -> None:
+    """Plan gives each process consecutive rows: its devices must be the ones that hold them."""
+    done = subprocess.run([sys.executable, "-c", SLICES], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_libtpu
+def test_libtpu_is_silent_where_there_is_no_tpu(tmp_path: Path) -> None:
+    """Without JAX_PLATFORMS, JAX would ask it for devices, and it would complain of variables that are not set."""
+    command = [sys.executable, "-m", "pipeline.plan", f"data.path={write_text(tmp_path, files=1, documents=1)}"]
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_libtpu_the_way_to_get_it_is_said(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[tpu\]'"):
+        slice_devices(parse_slice("v5e-4"))
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 7, 8, 100, 64 * 64])
+def test_largest_power(most: int) -> None:
+    tried = []
+
+    def fits(number: int) -> bool:
+        tried.append(number)
+        return number <= most
+
+    assert largest_power(fits, limit=64) == min(64, 1 << most.bit_length() >> 1)
+    assert len(tried) == len(set(tried)) <= 3
+
+
+def test_activations_of_steps_in_flight_stay_on_the_chip() -> None:
+    program = Program("xla", None, 100, 10, 50, 155, {}, 1.0)
+    assert program.resident_bytes(1) == 160
+    assert program.resident_bytes(4) == 190
+    assert CHIPS["v5e"].hbm_bytes > 190

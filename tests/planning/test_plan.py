@@ -1,0 +1,276 @@
+"""Plan is arithmetic: these tests need no device, no model and no file."""
+
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import pytest
+
+from pipeline.config.choices import Compression, Positions, StorageDtype, Weights
+from pipeline.config.schema import (
+    BatchConfig,
+    CaptureConfig,
+    MeshConfig,
+    ModelConfig,
+    ParquetData,
+    RunConfig,
+    RunOptions,
+    StoreConfig,
+)
+from pipeline.core.errors import ConfigError
+from pipeline.core.sites import ActivationKey, Site
+from pipeline.extraction.block_writer import _new_buffers
+from pipeline.planning.plan import (
+    MAX_AUTO_STREAMS,
+    MAX_STEPS_IN_FLIGHT,
+    MAX_STEPS_PER_BLOCK,
+    MIB,
+    StoredGeometry,
+    Topology,
+    make_plan,
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    num_layers: int = 24
+    vocab_size: int = 151_936
+    max_positions: int = 32_768
+    sites: tuple[Site, ...] = tuple(Site)
+    tensor_dims = MappingProxyType({"attention heads": 14, "key-value heads": 2, "MLP neurons": 4864})
+
+    def weight_bytes(self, keys, dtype, with_int8) -> tuple[int, int]:
+        return (1000 if with_int8 else 4000) * MIB, 200 * MIB
+
+    def hook_name(self, key: ActivationKey) -> str:
+        return key.hook_name()
+
+    def width(self, site: Site) -> int:
+        return 896
+
+
+BASE = RunConfig(
+    data=ParquetData(source="parquet"),
+    batch=BatchConfig(rows=8, length=256),
+    capture=CaptureConfig(layers=[12], sites=["resid_post"]),
+    store=StoreConfig(path="/nowhere"),
+)
+ONE_DEVICE = Topology(devices=1)
+
+
+def planned(config=BASE, shards=8, topology=ONE_DEVICE, stored=None):
+    return make_plan(config, Facts(), shards, topology, stored)
+
+
+def test_bytes_of_a_step_and_of_a_block():
+    plan = planned()
+    row_bytes = 256 * 896 * 2
+    assert plan.step_bytes == 8 * row_bytes
+    assert plan.rows_per_block % 8 == 0
+    assert plan.block_bytes == plan.rows_per_block * row_bytes <= 16 * MIB
+    of_rows = (2 * 896 + 256) * 4  # mean and squared deviations of each feature, norms of the tokens
+    statistics_bytes = (4 * 8 + 2 * plan.rows_per_block) * of_rows
+    assert plan.host_bytes == 4 * plan.step_bytes + 2 * plan.block_bytes + statistics_bytes
+    for store in (StoreConfig(path="gs://nowhere/store"), StoreConfig(path="/nowhere", compression=Compression.zstd)):
+        encoding = planned(replace(BASE, store=store))  # TensorStore has encoded copies
+        assert encoding.host_bytes == 4 * plan.step_bytes + 4 * plan.block_bytes + statistics_bytes
+    assert [key.name for key in plan.keys] == ["blocks.12.resid_post"]
+
+
+@pytest.mark.parametrize("dtype", [StorageDtype.bfloat16, StorageDtype.int8])
+@pytest.mark.parametrize("statistics", [True, False])
+def test_host_bytes_have_the_buffers_of_statistics(dtype, statistics):
+    """Of few selected tokens they are larger than the activations."""
+    capture = CaptureConfig(layers=[1, 2], positions=Positions.last, per_row=1, dtype=dtype, statistics=statistics)
+    plan = planned(replace(BASE, capture=capture))
+    assert plan.process_rows == 8
+    buffers = sum(buffer.nbytes for buffer in _new_buffers(plan))
+    assert buffers == plan.block_bytes + plan.rows_per_block * plan.row_statistics_bytes
+    assert (buffers > 4 * plan.block_bytes) == statistics
+    assert plan.host_bytes > 2 * buffers
+
+
+@pytest.mark.parametrize(
+    ("shard_mib", "rows_per_block"),
+    [(0.001, 8), (1000.0, 8 * MAX_STEPS_PER_BLOCK), (4.0, 8)],
+)
+def test_rows_per_block_is_whole_steps_within_bounds(shard_mib, rows_per_block):
+    assert (
+        planned(replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=shard_mib))).rows_per_block == rows_per_block
+    )
+
+
+def test_a_pod_has_no_larger_store_shards_than_one_process():
+    """A block is of one process: 1024 rows of 448 KiB per step are 64 for each of 16."""
+    config = replace(BASE, batch=BatchConfig(rows=1024, length=256), run=RunOptions(max_inflight_mib=1e6))
+    assert planned(config).rows_per_block == 1024
+    assert planned(config, 64, Topology(devices=64, processes=16)).rows_per_block == 64
+
+
+def test_a_store_keeps_its_rows_per_block():
+    config = replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=1000.0))
+    assert planned(config, stored=StoredGeometry(1, 24)).rows_per_block == 24
+    with pytest.raises(
+        ConfigError, match="batch.rows = 8 is 8 per process, which does not divide the 20 rows.*divisor of 20"
+    ):
+        planned(config, stored=StoredGeometry(1, 20))
+
+
+def test_layers_all_and_inner_sites():
+    plan = planned(replace(BASE, capture=CaptureConfig(layers="all", sites=["resid_pre", "embed"])))
+    assert len(plan.keys) == 25
+    assert plan.keys[0].name == "embed"
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "streams", "budgets"),
+    [(10, 3, [4, 3, 3]), (9, 3, [3, 3, 3]), (1, 2, [1, 0]), (None, 2, [None, None])],
+)
+def test_max_tokens_is_divided_evenly(max_tokens, streams, budgets):
+    data = replace(BASE.data, num_streams=streams)
+    plan = planned(replace(BASE, data=data, run=RunOptions(max_tokens=max_tokens)))
+    assert [plan.stream_budget(stream) for stream in range(streams)] == budgets
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "shards", "topology", "stored", "streams"),
+    [
+        (None, 8, ONE_DEVICE, None, 1),  # a small or unknown job: no stream's last step is wasted
+        (10_000, 8, ONE_DEVICE, None, 1),
+        (10**9, 8, ONE_DEVICE, None, 8),  # a large one: every source shard its own
+        (10**9, 1000, ONE_DEVICE, None, 64),
+        (None, 8, Topology(devices=4, processes=4), None, 4),
+        (None, 100, Topology(devices=8, processes=4, workers=3), None, 12),
+        (10**9, 8, ONE_DEVICE, StoredGeometry(3, 8), 3),  # a store keeps the number that it has
+    ],
+)
+def test_number_of_streams(max_tokens, shards, topology, stored, streams):
+    config = replace(BASE, run=RunOptions(max_tokens=max_tokens, worker_count=topology.workers))
+    assert planned(config, shards, topology, stored).num_streams == streams
+
+
+def test_streams_are_divided_among_all_processes_of_all_workers():
+    data = replace(BASE.data, num_streams=11)
+    seen = []
+    for worker in range(2):
+        for process in range(2):
+            config = replace(BASE, data=data, run=RunOptions(worker_index=worker, worker_count=2))
+            topology = Topology(devices=4, processes=2, process=process, workers=2, worker=worker)
+            plan = planned(config, 11, topology)
+            assert plan.process_rows == 4
+            seen += plan.streams
+    assert sorted(seen) == list(range(11))
+
+
+@pytest.mark.parametrize("topology", [ONE_DEVICE, Topology(devices=8, processes=8, process=3)])
+def test_with_claims_every_process_may_have_every_stream_and_there_are_many(topology):
+    """Their number does not depend on which worker creates the store."""
+    plan = planned(replace(BASE, run=RunOptions(claim=True, max_tokens=10_000)), 1000, topology)
+    assert plan.num_streams == MAX_AUTO_STREAMS
+    assert plan.streams == tuple(range(MAX_AUTO_STREAMS))
+    assert any("64 can work at once" in note for note in plan.notes)
+
+
+def test_steps_in_flight_are_limited_by_bytes_and_in_number():
+    step_mib = 8 * 256 * 896 * 2 / MIB
+    for mib, steps in [(10_000, MAX_STEPS_IN_FLIGHT), (2.5 * step_mib, 2), (1.5 * step_mib, 1)]:
+        plan = planned(replace(BASE, run=RunOptions(max_inflight_mib=mib)))
+        assert plan.inflight_steps == steps
+        assert any("nothing overlaps" in note for note in plan.notes) == (steps == 1)
+
+
+def test_few_cores_have_one_step_in_flight_and_are_told_the_least_for_it():
+    few = Topology(devices=1, few_cores=True)
+    plan = planned(topology=few)
+    many = planned(topology=replace(few, few_cores=False))
+    assert (plan.inflight_steps, plan.notes) == (1, many.notes)  # which has no other remark on it
+    assert many.inflight_steps > 1
+    with pytest.raises(ConfigError, match=r"Set it to at least 4, or"):  # a step has 3.5 MiB
+        planned(replace(BASE, run=RunOptions(max_inflight_mib=3)), topology=few)
+    with pytest.raises(ConfigError, match=r"Set it to at least 7, or"):
+        planned(replace(BASE, run=RunOptions(max_inflight_mib=3)))
+
+
+def test_what_does_not_fit_into_the_host_is_refused_by_arithmetic():
+    config = replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=1e6), run=RunOptions(max_inflight_mib=1e6))
+    needed = planned(config).host_bytes
+    assert planned(config, topology=Topology(devices=1, host_memory=needed)).host_bytes == needed
+    with pytest.raises(ConfigError, match=r"on this host, which has .* MiB: 4 steps of .* Lower store.shard_mib"):
+        planned(config, topology=Topology(devices=1, host_memory=needed - 1))
+
+
+REFUSED = {
+    "layer out of range": (dict(capture=CaptureConfig(layers=[24])), "capture.layers contains 24.*layers 0..23"),
+    "negative layer": (dict(capture=CaptureConfig(layers=[-1])), "capture.layers contains -1"),
+    "layer that is no number": (dict(capture=CaptureConfig(layers=["x"])), "capture.layers contains 'x'"),
+    "layer twice": (dict(capture=CaptureConfig(layers=[1, 1])), "twice"),
+    "no layers": (dict(capture=CaptureConfig(layers=[])), r"capture.layers is \[\]"),
+    "a word for layers": (dict(capture=CaptureConfig(layers="most")), "capture.layers is 'most'"),
+    "unknown site": (dict(capture=CaptureConfig(layers=[1], sites=["resid_past"])), "resid_past.*resid_post"),
+    "site twice": (
+        dict(capture=CaptureConfig(layers=[1], sites=["embed", "embed"])),
+        "capture.sites names embed twice. Name each",
+    ),
+    "no sites": (dict(capture=CaptureConfig(layers=[1], sites=[])), "capture.sites contains nothing"),
+    "row longer than the model's positions": (dict(batch=BatchConfig(length=40_000)), "batch.length is 40000"),
+    "no rows": (dict(batch=BatchConfig(rows=0)), "batch.rows = 0"),
+    "no place for a step": (dict(run=RunOptions(max_inflight_mib=0.5)), "run.max_inflight_mib"),
+    "worker beyond the count": (dict(run=RunOptions(worker_index=2, worker_count=2)), "run.worker_index is 2"),
+    "claims and a fixed share": (dict(run=RunOptions(claim=True, worker_count=2)), "run.worker_count is 2: either"),
+    "more streams than source shards": (dict(data=ParquetData(num_streams=9)), "data.num_streams is 9.*8 source"),
+    "a tensor axis": (dict(mesh=MeshConfig(tensor=2)), r"mesh.data \* mesh.tensor = 1 \* 2 .* devices, 1\."),
+    "a tensor axis of nothing": (dict(mesh=MeshConfig(tensor=0)), "mesh.tensor is 0"),
+    "weights along no tensor axis": (
+        dict(model=ModelConfig(weights=Weights.tensor)),
+        "model.weights=tensor with mesh.tensor=1",
+    ),
+    "a data axis of other length": (dict(mesh=MeshConfig(data=3)), "mesh.data"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_work_is_refused_with_a_remedy(changes, message):
+    with pytest.raises(ConfigError, match=message) as refused:
+        planned(replace(BASE, **changes))
+    assert any(word in str(refused.value) for word in ("Set ", "Name each"))
+
+
+MESHES = {
+    "heads": (4, 8, r"does not divide the model's 14 attention heads: 14 = 3 \* 4 \+ 2"),
+    "across processes": (2, 1, r"mesh.tensor=2 does not divide the 1 devices of a process \(8 devices / 8 processes\)"),
+    "not a divisor": (3, 8, r"mesh.data \* mesh.tensor = 2 \* 3 is not the number of devices, 8"),
+}
+
+
+@pytest.mark.parametrize(("tensor", "of_process", "message"), MESHES.values(), ids=MESHES.keys())
+def test_an_illegal_mesh_is_refused_with_the_whole_equation(tensor, of_process, message):
+    with pytest.raises(ConfigError, match=message):
+        planned(replace(BASE, mesh=MeshConfig(tensor=tensor)), topology=Topology(devices=8, processes=8 // of_process))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tensor", "device_mib", "weights", "weights_mib", "noted"),
+    [
+        ("auto", 1, None, "replicated", 4200, False),
+        ("auto", 1, 8000, "replicated", 4200, False),
+        ("auto", 1, 6000, "fsdp", 1200, True),
+        ("fsdp", 1, None, "fsdp", 1200, False),
+        ("auto", 2, 6000, "tensor", 2200, False),
+        ("auto", 2, 3000, "fsdp", 1200, True),
+    ],
+)
+def test_weights_are_divided_when_they_would_not_fit(wanted, tensor, device_mib, weights, weights_mib, noted):
+    """4000 MiB of matrices and 200 MiB of embeddings and norms, on 4 devices."""
+    config = replace(BASE, model=ModelConfig(weights=Weights(wanted)), mesh=MeshConfig(tensor=tensor))
+    plan = planned(config, topology=Topology(devices=4, device_bytes=device_mib and device_mib * MIB))
+    assert (plan.weights, plan.weights_bytes) == (weights, weights_mib * MIB)
+    assert any("weights are divided" in note for note in plan.notes) == noted
+
+
+def test_weights_that_fit_nowhere_are_refused():
+    with pytest.raises(ConfigError, match=r"fsdp, take 1200 MiB on each device, which has 1000 MiB\. Use more devices"):
+        planned(topology=Topology(devices=4, device_bytes=1000 * MIB))
+
+
+def test_rows_must_divide_among_the_devices():
+    with pytest.raises(ConfigError, match="batch.rows = 8 is not a multiple of the 3 devices"):
+        planned(topology=Topology(devices=3))

@@ -1,0 +1,104 @@
+"""Limits and costs, against figures worked out by hand."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from pipeline.config import composing
+from pipeline.config.choices import Packing
+from pipeline.config.schema import BatchConfig, ParquetData, RunConfig, StoreConfig
+from pipeline.core.sites import Site
+from pipeline.models.architecture import Architecture
+from pipeline.models.registry import open_model
+from pipeline.planning.slice import slice_plan
+from pipeline.planning.slice.advice import advise
+from pipeline.planning.slice.chips import CHIPS, GIB, parse_slice
+from pipeline.planning.slice.compile_check import Program
+from pipeline.planning.slice.roofline import Cost, Limits, bill, limits, traffic
+
+V5E_64 = parse_slice("v5e-64")
+COST = Cost(flops=1_000_000_000, activation_bytes=5380, fill=0.5)  # with the side arrays 5400 bytes a slot
+
+
+def test_each_limit() -> None:
+    reach = limits(COST, V5E_64, mfu=0.4, store_bytes_per_s=21.6e9)
+    assert reach.compute == pytest.approx(64 * 197e12 * 0.4 / 2e9)  # a valid token costs two slots
+    assert reach.device_to_host == pytest.approx(64 * 16e9 / (2 * 5380))
+    assert reach.network == pytest.approx(64 * 3.125e9 / (2 * 5400))
+    assert reach.store == pytest.approx(21.6e9 / 10800)
+    assert (reach.binding, reach.tokens_per_s) == ("store", pytest.approx(2e6))
+
+
+@pytest.mark.parametrize("name", ["compute", "device_to_host", "network", "store"])
+def test_the_lowest_binds(name: str) -> None:
+    reach = Limits(**{"compute": 2.0, "device_to_host": 3.0, "network": 4.0, "store": 5.0} | {name: 1.0})
+    assert (reach.binding, reach.tokens_per_s) == (name, 1.0)
+
+
+def test_traffic_and_bill() -> None:
+    flow = traffic(COST, V5E_64, tokens_per_s=1e6)
+    assert flow.device_to_host == pytest.approx(10.76e9)
+    assert flow.host_memory == pytest.approx(6 * 10.76e9 / 16)
+    assert flow.network == pytest.approx(10.8e9 / 16)
+    job = bill(COST, V5E_64, num_tokens=3_600_000_000, tokens_per_s=1e6, usd_per_chip_hour=1.2, usd_per_tb_month=20)
+    assert (job.hours, job.terabytes) == (pytest.approx(1.0), pytest.approx(38.88))
+    assert (job.chips_usd, job.store_usd_per_month) == (pytest.approx(76.8), pytest.approx(777.6))
+
+
+ARCH = Architecture(
+    num_layers=2,
+    vocab_size=100,
+    max_positions=4096,
+    d_model=512,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    d_mlp=1024,
+    norm_eps=1e-6,
+    rope=None,
+)
+CONFIG = RunConfig(data=ParquetData(source="parquet"), store=StoreConfig(path="gs://bucket/store"))
+COMPUTE_BOUND = Limits(compute=1.0, device_to_host=2.0, network=2.0, store=2.0)
+MIB = 1 << 20
+
+
+def advice(
+    config=CONFIG, arch=ARCH, reach=COMPUTE_BOUND, shard_bytes=128 * MIB, host_bytes=GIB, tokens_per_chip=4096
+) -> str:
+    return "\n".join(advise(config, arch, CHIPS["v5e"], reach, shard_bytes, host_bytes, tokens_per_chip))
+
+
+POOR = {
+    "padding": (dict(config=replace(CONFIG, batch=BatchConfig(packing=Packing.pad))), "batch.packing=pack"),
+    "small shards": (dict(shard_bytes=16 * MIB), "16 MiB.*raise store.shard_mib to 64-512"),
+    "large shards": (dict(shard_bytes=1792 * MIB), "1792 MiB.*lower batch.rows"),
+    "full hosts": (dict(host_bytes=150 * GIB), "150 GiB of a host's 179; lower batch.rows"),
+    "few tokens": (dict(tokens_per_chip=128), "128 tokens per chip.* 241 .*raise batch.rows"),
+    "odd widths": (dict(arch=replace(ARCH, d_mlp=1000)), "MLP width 1000: no multiple of 128"),
+    "bound by the network": (dict(reach=replace(COMPUTE_BOUND, network=0.25)), "network limits.*25%.*fewer layers"),
+}
+
+
+@pytest.mark.parametrize(("choice", "message"), POOR.values(), ids=POOR.keys())
+def test_advice_is_given_for_poor_choices_alone(choice: dict, message: str) -> None:
+    assert advice() == ""
+    assert re.search(message, advice(**choice))
+
+
+def test_small_shards_are_right_for_local_disks() -> None:
+    local = replace(CONFIG, store=StoreConfig(path="/data/store"))
+    assert advice(config=local, shard_bytes=16 * MIB) == ""
+
+
+def test_few_selected_tokens_cost_less_than_a_byte_a_slot(monkeypatch) -> None:
+    """256 bytes for each row of 512 tokens."""
+    program = Program("xla", None, 0, 0, 0, 0, {}, 0.0)
+    monkeypatch.setattr(slice_plan, "slice_devices", lambda where: [])
+    monkeypatch.setattr(slice_plan, "compile_program", lambda *args: program)
+    last = ["capture.positions=last", "capture.per_row=1", "capture.layers=[1]", "batch.length=512"]
+    config = composing.compose(["topology=v5e-4", "data.path=/nowhere", "store.path=/nowhere", *last])
+    model = open_model(config.model.path, revision=None, init="random", seed=0)
+    plan = slice_plan.plan_slice(config, model, parse_slice(config.topology))
+    assert plan.activation_bytes_per_slot == 2 * model.width(Site.resid_post) / 512
+    assert "bytes a slot" in plan.describe()

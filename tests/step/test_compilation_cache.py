@@ -1,0 +1,92 @@
+"""Compiled programs that one process leaves to the next."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT, run, run_processes, write_text
+from tests.store.emulators import gcs_emulator, new_bucket
+
+# A run in a process of its own, which then prints what JAX asked of the cache, and found.
+REPORTING_RUN = """
+import collections, sys
+import jax
+from pipeline.extraction import job_run
+from pipeline.config import composing
+
+seen = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: seen.update([event.rsplit("/", 1)[-1]]))
+job_run.run(composing.compose(sys.argv[1:]))
+print("programs:", seen["compile_requests_use_cache"], seen["cache_hits"])
+"""
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> list[str]:
+    text = write_text(tmp_path_factory.mktemp("text"), files=2, documents=10)
+    return [f"data.path={text}", "batch.rows=4", "batch.length=64", "capture.layers=[1]", "run.progress=false"]
+
+
+def programs(*overrides: str, **environment: str) -> str:
+    """How many programs a run asked for and how many of them it found."""
+    result = subprocess.run(
+        [sys.executable, "-c", REPORTING_RUN, *overrides],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split("programs: ")[1].strip()
+
+
+def test_a_run_compiles_its_step_and_nothing_else_and_a_second_start_finds_it(overrides, tmp_path):
+    cached = [*overrides, f"run.compilation_cache={tmp_path / 'cache'}"]
+    assert programs(*cached, f"store.path={tmp_path / 'first'}") == "1 0"
+    assert programs(*cached, f"store.path={tmp_path / 'second'}") == "1 1"
+    assert programs(*cached, f"store.path={tmp_path / 'other'}", "capture.layers=[2]") == "1 0"
+
+
+def test_a_cache_in_a_bucket(overrides, tmp_path):
+    pytest.importorskip("etils.epath")
+    with gcs_emulator() as address:
+        cached = [*overrides, f"run.compilation_cache={new_bucket('gs', address)}/cache"]
+        emulated = {"STORAGE_EMULATOR_HOST": f"http://{address}", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
+        assert programs(*cached, f"store.path={tmp_path / 'first'}", **emulated) == "1 0"
+        assert programs(*cached, f"store.path={tmp_path / 'second'}", **emulated) == "1 1"
+
+
+def test_processes_share_what_the_first_of_them_wrote(overrides, tmp_path):
+    cache = tmp_path / "cache"
+    cached = [*overrides, f"run.compilation_cache={cache}"]
+    assert run_processes(2, 1, *cached, f"store.path={tmp_path / 'first'}").returncode == 0
+    written = entries(cache)
+    assert any(name.startswith("jit_step-") for name in written)
+    assert run_processes(2, 1, *cached, f"store.path={tmp_path / 'second'}").returncode == 0
+    assert entries(cache) == written
+
+
+def test_a_step_with_onednns_products_is_not_kept_and_nobody_is_warned(overrides, tmp_path):
+    large = [*overrides, "batch.rows=8", "batch.length=64", f"run.compilation_cache={tmp_path / 'cache'}"]
+    result = run(*large, f"store.path={tmp_path / 'store'}")
+    assert result.returncode == 0, result.stderr
+    assert not any(name.startswith("jit_step-") for name in entries(tmp_path / "cache"))
+    assert "compilation cache" not in result.stderr
+
+
+def entries(cache: Path) -> set[str]:
+    return {file.name for file in cache.glob("*-cache")}
+
+
+def test_a_url_without_what_reads_it_is_refused(overrides, tmp_path, monkeypatch):
+    """Another `etils` before the real one on the path is the same as none: it has no `epath`."""
+    (tmp_path / "etils").mkdir()
+    (tmp_path / "etils/__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    result = run(*overrides, f"store.path={tmp_path / 'store'}", "run.compilation_cache=gs://bucket/cache")
+    assert result.returncode == 2
+    assert "etils[epath]" in result.stderr

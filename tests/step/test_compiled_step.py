@@ -1,0 +1,160 @@
+import json
+import platform
+import re
+import time
+from pathlib import Path
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pipeline.cluster.sharding import make_mesh, replicated, row_sharding
+from pipeline.core.sites import Site, activation_keys
+from pipeline.models.partition import Partition
+from pipeline.models.registry import Model, open_model
+from pipeline.step.compiled_step import CompiledStep, compile_step
+
+ROWS, LENGTH, NUM_LAYERS = 4, 24, 3
+KEYS = activation_keys(tuple(range(NUM_LAYERS)), tuple(Site))
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Model:
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return open_model(str(path), init="random")
+
+
+def batch() -> dict[str, np.ndarray]:
+    """Two packed documents and padding in each row, and a row of padding alone."""
+    tokens = np.random.default_rng(0).integers(0, 101, (ROWS, LENGTH), dtype=np.int32)
+    segments = np.repeat(np.array([[1] * 9 + [2] * 12 + [0] * 3], np.int32), ROWS, axis=0)
+    segments[3] = 0
+    positions = np.repeat(np.array([[*range(9), *range(12), 0, 0, 0]], np.int32), ROWS, axis=0)
+    return {"tokens": tokens, "segments": segments, "positions": positions}
+
+
+def compiled(model: Model, dtype: str, keys=KEYS) -> tuple[CompiledStep, object]:
+    mesh = make_mesh()
+    params = model.load(keys, "float32", replicated(mesh))
+    return compile_step(
+        model, params, Partition(mesh), rows=ROWS, length=LENGTH, keys=keys, dtype=dtype, attention="auto"
+    ), params
+
+
+def on_devices(step: CompiledStep, inputs: dict[str, np.ndarray]) -> tuple[jax.Array, ...]:
+    return tuple(jax.device_put(array, row_sharding(step.mesh)) for array in inputs.values())
+
+
+def test_dispatch_takes_less_than_a_millisecond_for_24_captured_layers(tmp_path: Path) -> None:
+    """The host's part of a step. The quickest of many calls counts: the machine may be doing something else."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 24}))
+    keys = activation_keys(tuple(range(24)), (Site.resid_post,))
+    step, params = compiled(open_model(str(tmp_path), init="random"), "bfloat16", keys)
+    inputs = on_devices(step, batch())
+    seconds = []
+    for _ in range(50):
+        began = time.perf_counter()
+        outputs = step(params, *inputs)
+        seconds.append(time.perf_counter() - began)
+        jax.block_until_ready(outputs)
+    assert min(seconds) < 1e-3
+
+
+def program(path: Path, num_layers: int, num_captured: int) -> tuple[int, int]:
+    """How many instructions and loops the compiled step has, with the captured layers evenly spread."""
+    (path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": num_layers}))
+    layers = tuple(round(num_layers * (number + 1) / num_captured) - 1 for number in range(num_captured))
+    model, mesh, keys = open_model(str(path), init="random"), make_mesh(), activation_keys(layers, (Site.resid_post,))
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=replicated(mesh)), model.leaves(keys)
+    )
+    step = compile_step(
+        model, params, Partition(mesh), rows=ROWS, length=LENGTH, keys=keys, dtype="bfloat16", attention="xla"
+    )
+    text = step.executable.as_text()
+    return len(re.findall(r"^\s+(?:ROOT )?%\S+ = ", text, re.MULTILINE)), len(re.findall(r" while\(", text))
+
+
+def test_the_program_grows_with_the_captured_layers_not_with_depth(tmp_path: Path) -> None:
+    one, three, six = (program(tmp_path, 24, num_captured) for num_captured in (1, 3, 6))
+    assert [loops for _, loops in (one, three, six)] == [1, 3, 6]
+    assert six[0] - three[0] == pytest.approx(1.5 * (three[0] - one[0]), rel=0.05)
+    assert program(tmp_path, 80, 3) == three
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_outputs(model: Model, dtype: str) -> None:
+    step, params = compiled(model, dtype)
+    inputs = batch()
+    activations, scales, _, counts = step(params, *on_devices(step, inputs))
+    assert scales == ()
+    assert counts.dtype == np.int32
+    assert np.asarray(counts).tolist() == [np.count_nonzero(inputs["segments"])] + [0] * len(KEYS)
+    assert int(counts[0]) == 63
+    expected = jax.jit(model.apply, static_argnames="keys")(params, *inputs.values(), keys=KEYS)
+    valid = inputs["segments"] != 0
+    for key, got in zip(KEYS, activations, strict=True):
+        assert (got.shape, got.dtype) == ((ROWS, LENGTH, model.width(key.site)), np.dtype(dtype)), key.name
+        assert got.sharding == row_sharding(step.mesh)
+        values = np.asarray(got, np.float32)
+        assert not values[~valid].any(), key.name
+        np.testing.assert_allclose(
+            values[valid], np.asarray(expected[key].astype(dtype), np.float32)[valid], rtol=2**-7, atol=1e-6
+        )
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="jaxlib has oneDNN on x86 only")
+def test_large_steps_use_onednn_and_store_the_same(model: Model) -> None:
+    """128 times the rows, so that the matrices are large enough, against the small step of the same rows."""
+    small, params = compiled(model, "float32")
+    inputs = {name: np.tile(array, (128, 1)) for name, array in batch().items()}
+    large = compile_step(
+        model,
+        params,
+        Partition(small.mesh),
+        rows=128 * ROWS,
+        length=LENGTH,
+        keys=KEYS,
+        dtype="float32",
+        attention="auto",
+    )
+    assert "onednn_fusion" in large.executable.as_text()
+    assert "onednn_fusion" not in small.executable.as_text()
+    expected = small(params, *on_devices(small, batch())).activations
+    for key, got, want in zip(KEYS, large(params, *on_devices(large, inputs)).activations, expected, strict=True):
+        np.testing.assert_allclose(got, np.tile(want, (128, 1, 1)), rtol=1e-5, atol=1e-6, err_msg=key.name)
+
+
+def test_compiled_exactly_once(model: Model) -> None:
+    compilations = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_args, **_kwargs: compilations.append(name) if name.endswith("backend_compile_duration") else None
+    )
+    mesh = make_mesh()
+    params = model.load(KEYS[-1:], "float32", replicated(mesh))
+    compilations.clear()
+    step = compile_step(
+        model, params, Partition(mesh), rows=ROWS, length=LENGTH, keys=KEYS[-1:], dtype="bfloat16", attention="auto"
+    )
+    for _ in range(3):
+        jax.block_until_ready(step(params, *on_devices(step, batch())))
+    assert len(compilations) == 1
+
+
+def test_another_shape_is_an_error(model: Model) -> None:
+    step, params = compiled(model, "float32", KEYS[:1])
+    shorter = {name: array[:, :-1] for name, array in batch().items()}
+    with pytest.raises(TypeError, match=r"compiled with int32\[4,24\] and called with int32\[4,23\]"):
+        step(params, *on_devices(step, shorter))

@@ -1,0 +1,148 @@
+"""The step on eight devices, divided in every way that there is. In a process of its own, which has that many."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from itertools import product
+
+import numpy as np
+import pytest
+
+from pipeline.store.read.reader import ActivationStore
+from tests.jobs import ROOT, assert_same_store, run, run_processes, write_text
+
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+}
+
+PROGRAM = """
+import json, sys
+import jax, numpy as np
+from pipeline.cluster.sharding import make_mesh, put_rows, row_sharding
+from pipeline.step.compiled_step import compile_step
+from pipeline.models.partition import Partition
+from pipeline.models.registry import open_model
+from pipeline.core.sites import Site, activation_keys
+from pipeline.extraction.transfer import start_copies
+
+model = open_model(sys.argv[1], init="random")
+INNER = Site.q, Site.attn_z, Site.attn_out, Site.mlp_post
+KEYS = (*activation_keys((1,), INNER), *activation_keys((5,), (Site.resid_post,)))
+rng = np.random.default_rng(0)
+batch = {
+    "tokens": rng.integers(0, 101, (8, 24), dtype=np.int32),
+    "segments": np.repeat(np.array([[1] * 9 + [2] * 12 + [0] * 3], np.int32), 8, axis=0),
+    "positions": np.repeat(np.array([[*range(9), *range(12), 0, 0, 0]], np.int32), 8, axis=0),
+}
+
+def outputs(tensor, fsdp, devices=None, with_int8=False):
+    partition = Partition(make_mesh(tensor, devices), fsdp)
+    params = model.load(KEYS, "float32", partition.of_leaf, with_int8=with_int8)
+    step = compile_step(
+        model, params, partition, rows=8, length=24, keys=KEYS, dtype="float32", attention="auto",
+        statistics=tensor == 1,  # their sums along a tensor axis would be fused with those of the layers
+    )
+    activations, _, _, counts = step(params, **put_rows(row_sharding(partition.mesh), batch))
+    assert int(counts[0]) == 8 * 21
+    whole = [np.full(array.shape, np.nan, np.float32) for array in activations]
+    for copy in start_copies(activations, first_row=0):  # as the writer gathers them
+        place = whole[copy.output][copy.rows, *copy.rest]
+        assert np.isnan(place).all()  # each element once
+        place[...] = copy.wait()
+    on_first = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params["runs"]))
+    return whole, step.executable.as_text(), on_first
+
+report = {}
+for with_int8 in (False, True):
+    expected, _, all_bytes = outputs(1, False, jax.devices()[:1], with_int8)
+    for tensor, fsdp in ((1, False), (1, True), (2, False), (2, True)):
+        got, text, first_bytes = outputs(tensor, fsdp, with_int8=with_int8)
+        errors = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(got, expected)]
+        report[f"{tensor} {fsdp} {with_int8}"] = {
+            "error": max(errors), "share": first_bytes / all_bytes, "hlo": text if not with_int8 else ""
+        }
+json.dump(report, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> dict[str, dict]:
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(path)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("with_int8", [False, True])
+@pytest.mark.parametrize(
+    ("tensor", "fsdp", "share"), [(1, False, 1), (1, True, 1 / 8), (2, False, 1 / 2), (2, True, 1 / 8)]
+)
+def test_every_division_computes_the_same_and_holds_its_share_of_the_weights(report, tensor, fsdp, share, with_int8):
+    found = report[f"{tensor} {fsdp} {with_int8}"]
+    assert found["error"] < 1e-5
+    assert share <= found["share"] < share + 0.2  # norms, biases and int8's scales are whole
+
+
+def collectives(hlo: str) -> list[str]:
+    """The kinds and shapes of the collective operations in a compiled program."""
+    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    found = (re.search(rf" = (.*?) ({kinds})(-start)?\(", line) for line in hlo.splitlines())
+    return [f"{match[2]} {match[1]}" for match in found if match]
+
+
+def test_the_replicated_step_has_no_collective_but_the_sum_of_the_counts(report):
+    (only,) = collectives(report["1 False False"]["hlo"])
+    assert only.startswith("all-reduce (s32[], s32[]")
+
+
+def test_the_fsdp_step_gathers_weights_and_nothing_else(report):
+    found = collectives(report["1 True False"]["hlo"])
+    gathers = [each for each in found if each.startswith("all-gather f32[")]
+    assert len(found) == len(gathers) + 1, found
+    sizes = {32 * 32, 2 * 8 * 32, 48 * 32}  # q and o; k and v; gate, up and down
+    for gather in gathers:
+        shape = [int(size) for size in re.search(r"\[([\d,]+)\]", gather)[1].split(",")]
+        assert math.prod(shape) in sizes, gather
+
+
+def test_a_job_with_divided_weights_makes_the_same_store(tmp_path):
+    """fsdp over two processes gathers the same numbers; along tensor, sums have another order."""
+    job = [
+        "data.num_streams=2",
+        f"data.path={write_text(tmp_path / 'text', files=2, documents=30)}",
+        *("batch.rows=4", "batch.length=128", "capture.layers=[1,3]", "capture.sites=[resid_post,attn_z]"),
+        *("run.progress=false", "store.shard_mib=0.25"),
+    ]
+    assert run(*job, f"store.path={tmp_path / 'one'}").returncode == 0
+    result = run_processes(2, 2, *job, "model.weights=fsdp", f"store.path={tmp_path / 'fsdp'}")
+    assert result.returncode == 0, result.stdout
+    assert_same_store(tmp_path / "fsdp", tmp_path / "one")
+    result = run_processes(2, 2, *job, "mesh.tensor=2", f"store.path={tmp_path / 'tensor'}")
+    assert result.returncode == 0, result.stdout
+    one, divided = ActivationStore.open(tmp_path / "one"), ActivationStore.open(tmp_path / "tensor")
+    assert np.array_equal(one.rows, divided.rows)
+    for layer, site in product((1, 3), ("resid_post", "attn_z")):
+        a, b = (store.read(layer, site, one.rows, np.float32) for store in (one, divided))
+        assert np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(a)
+
+
+def test_the_tensor_step_sums_twice_a_layer_and_gathers_no_activations(report):
+    """Once after attention, once after the MLP (Shoeybi et al., arXiv 1909.08053)."""
+    found = collectives(report["2 False False"]["hlo"])
+    sums = [each for each in found if each.startswith("all-reduce f32[2,24,32]")]
+    of_counts = [each for each in found if each.startswith("all-reduce") and "f32[" not in each]
+    assert len(sums) == 2 * 3  # layer 0, layer 1, and the body of the scan over layers 2 to 5
+    assert len(found) == len(sums) + len(of_counts), found

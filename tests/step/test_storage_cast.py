@@ -1,0 +1,86 @@
+"""What the devices make of an activation for the store: against numpy and ml_dtypes."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  numpy then knows "float8_e4m3fn"
+import numpy as np
+import pytest
+
+from pipeline.step.storage_dtypes import as_stored, is_finite, numbers
+from pipeline.store.format.int8 import dequantised
+
+B, S, D = 2, 5, 24
+
+
+def stored(x, dtype, group=None):
+    """As the compiled step does it, in numpy: values, scales, error, finite, numbers."""
+
+    @jax.jit
+    def step(x):
+        found = as_stored(x, dtype, group, with_error=True)
+        return (*found, is_finite(found), numbers(found))
+
+    return [None if each is None else np.asarray(each) for each in step(jnp.asarray(x))]
+
+
+def activations(dtype="float32") -> np.ndarray:
+    """Of very different sizes, with a token of zeros."""
+    x = np.random.default_rng(0).normal(size=(B, S, D)) * np.logspace(-6, 2, S)[:, None]
+    x[1, 2] = 0
+    return x.astype(dtype)
+
+
+@pytest.mark.parametrize("group", [None, 8, 1])
+@pytest.mark.parametrize("computed", ["float32", "bfloat16"])
+def test_int8_is_within_half_a_step(group, computed):
+    x = activations(computed)
+    values, scales, error, finite, held = stored(x, "int8", group)
+    assert (values.dtype, scales.dtype) == (np.int8, np.float32)
+    assert scales.shape == (B, S, D // (group or D))
+    grouped = x.astype(np.float32).reshape(B, S, -1, group or D)
+    np.testing.assert_allclose(scales, np.abs(grouped).max(axis=-1) / 127, rtol=1e-6)
+    back = dequantised(values, scales)
+    np.testing.assert_array_equal(back, held)
+    steps = np.repeat(scales, group or D, axis=-1)
+    difference = np.abs(back - x.astype(np.float32))
+    assert (difference <= steps * 0.5001).all()
+    assert values.min() >= -127
+    assert finite.all()
+    np.testing.assert_allclose(error, np.square(difference, dtype=np.float64).sum(axis=(1, 2)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("computed", ["float32", "bfloat16"])
+def test_float8_is_that_of_ml_dtypes(dtype, computed):
+    x = activations(computed)
+    values, scales, error, finite, held = stored(x, dtype)
+    expected = x.astype(np.float32).astype(dtype)
+    np.testing.assert_array_equal(values.view(np.uint8), expected.view(np.uint8))
+    np.testing.assert_array_equal(held, expected.astype(np.float32))
+    assert scales is None
+    assert finite.all()
+    difference = (expected.astype(np.float64) - x.astype(np.float64)) ** 2
+    np.testing.assert_allclose(error, difference.sum(axis=(1, 2)), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "is_held"),
+    [
+        ("int8", 1e30, True),
+        ("int8", np.inf, False),
+        ("int8", np.nan, False),
+        ("float8_e4m3fn", 448, True),
+        ("float8_e4m3fn", 480, False),
+        ("float8_e5m2", 57344, True),
+        ("float8_e5m2", 65536, False),
+    ],
+)
+def test_a_token_beyond_the_range_is_not_finite_and_in_no_error(dtype, value, is_held):
+    x = np.ones((1, 2, D), np.float32)
+    x[0, 1, 3] = value
+    _, _, error, finite, held = stored(x, dtype)
+    assert finite.tolist() == [[True, is_held]]
+    assert np.isfinite(held[0, 1]).all() == is_held
+    if not is_held:
+        assert error < 1e-9
+        np.testing.assert_array_equal(held[0, 0], np.ones(D))

@@ -1,0 +1,96 @@
+"""The error that int8 weights cause, as a store tells it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pipeline.config import composing
+from pipeline.core.errors import StoreMismatch
+from pipeline.core.sites import ActivationKey
+from pipeline.extraction import weights_error
+from pipeline.extraction.job_run import run
+from pipeline.extraction.weights_error import int8_errors
+from pipeline.inspection.summary import summarise
+from pipeline.job.opening import open_job
+from pipeline.store import ActivationStore
+from tests.jobs import assert_same_store, write_text
+
+DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+SITES = "capture.sites=[embed,resid_pre,q,attn_z,attn_out,mlp_post,resid_post]"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"), files=2, documents=40)
+
+
+def job_config(text, store, *overrides):
+    base = [f"data.path={text}", f"store.path={store}", "batch.rows=4", "batch.length=128", "run.progress=false"]
+    return composing.compose(
+        [*base, "store.shard_mib=0.25", "run.max_tokens=3000", "model.weights_dtype=int8", *overrides]
+    )
+
+
+def direct_errors(job, rows, dtype: str) -> dict[ActivationKey, float]:
+    """Two whole models, two forward passes."""
+    keys, (tokens, segments, positions) = job.plan.keys, rows.values()
+    captured = []
+    for with_int8 in (False, True):
+        params = job.model.load(keys, dtype, DEVICE, with_int8=with_int8)
+        captured.append(
+            jax.jit(job.model.apply, static_argnames="keys")(params, tokens, segments, positions, keys=keys)
+        )
+    errors = {}
+    for key in keys:
+        exact, got = (np.asarray(each[key].astype(jnp.float32))[segments != 0] for each in captured)
+        errors[key] = float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
+    return errors
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 0.01), ("bfloat16", 0.1)])
+@pytest.mark.parametrize("layers", ["[3]", "all"])
+def test_figures_are_those_of_a_direct_computation(layers: str, dtype: str, tolerance: float, text, tmp_path) -> None:
+    """In bfloat16 the two programs round at different places, which is noise of its own."""
+    job = open_job(job_config(text, tmp_path / "store", f"capture.layers={layers}", f"model.dtype={dtype}", SITES))
+    rows = job.first_rows(1024)
+    assert {values.shape for values in rows.values()} == {(4, 128)}  # the first block
+    got = int8_errors(job.model, job.plan.keys, rows, dtype)
+    expected = direct_errors(job, rows, dtype)
+    assert list(got) == list(job.plan.keys)
+    assert got[ActivationKey.parse("embed")] == expected[ActivationKey.parse("embed")] == 0
+    assert 0.001 < got[ActivationKey.parse("blocks.3.resid_post")] < 0.1
+    assert got == pytest.approx(expected, rel=tolerance)
+
+
+def test_a_store_tells_the_error_and_remembers_the_dtype(text, tmp_path) -> None:
+    options = ("capture.layers=[2]", "capture.sites=[resid_post,final_norm]")
+    config = job_config(text, tmp_path / "whole", *options)
+    run(config)
+    store = ActivationStore.open(tmp_path / "whole")
+    job = open_job(config)
+    exact = direct_errors(job, job.first_rows(1024), "float32")
+    assert store.weights_error == pytest.approx({key.name: error for key, error in exact.items()}, rel=0.01)
+    assert list(store.weights_error) == ["blocks.2.resid_post", "final_norm"]
+    assert any(str(store.weights_error["final_norm"]) in line for line in summarise(store).lines())
+
+    with pytest.raises(StoreMismatch, match=r"model\.weights_dtype: the store has 'int8', this run asks for None"):
+        run(job_config(text, tmp_path / "whole", *options, "model.weights_dtype=same"))
+
+
+def test_the_error_is_measured_once(text, tmp_path, monkeypatch) -> None:
+    measured = []
+    monkeypatch.setattr(
+        weights_error, "measure", lambda job, real=weights_error.measure: measured.append(0) or real(job)
+    )
+    for name, max_tokens in (("a", 1000), ("a", 2000), ("b", 2000)):
+        run(job_config(text, tmp_path / name, "capture.layers=[0]", f"run.max_tokens={max_tokens}"))
+    assert len(measured) == 2
+    assert_same_store(tmp_path / "a", tmp_path / "b")
+
+
+def test_float_weights_have_no_error(text, tmp_path) -> None:
+    run(job_config(text, tmp_path, "capture.layers=[0]", "run.max_tokens=1000", "model.weights_dtype=same"))
+    store = ActivationStore.open(tmp_path)
+    assert store.weights_error is None
+    assert "weights_dtype" not in store.metadata.model
