@@ -171,14 +171,13 @@ class BlockWriter:
 
     def _check_finite(self, step: Step, not_finite: list[int]) -> None:
         """The counts are over all processes, so all of them end, each with this message."""
-        found = [f"{key.name} ({n} tokens)" for key, n in zip(self._plan.keys, not_finite, strict=True) if n]
+        found = [f"{key.name} ({n} tokens)" for key, n in zip(self._plan.step.keys, not_finite, strict=True) if n]
         if found:
             blocks = [f"block {step.block.index} of stream {step.block.stream}"] if step.block else []
+            dtype = self._plan.step.dtype
             if self._plan.processes > 1:
                 blocks.append("another process's block")
-            what = (
-                f"{' or '.join(blocks)} has activations that are not finite as {self._plan.dtype}: {', '.join(found)}."
-            )
+            what = f"{' or '.join(blocks)} has activations that are not finite as {dtype}: {', '.join(found)}."
             if self._plan.fail_on_not_finite:
                 raise NotFiniteError(
                     f"{what} It is not stored. Start a new store with capture.dtype=bfloat16 or float32; if that does "
@@ -198,8 +197,8 @@ class BlockWriter:
             arrays = _side_arrays(block, self._plan.rows_per_block)
             self._warn_of_unselected(block)
             self._warn_of_empty_rows(block)
-            names = [key.name for key in self._plan.keys]
-            names += [scale_name(name) for name in names if self._plan.scale_counts]
+            names = [key.name for key in self._plan.step.keys]
+            names += [scale_name(name) for name in names if self._plan.step.scale_counts]
             of_rows = buffers[len(names) :]
             arrays |= dict(zip(names, buffers, strict=False))
         with self._metrics.stage("writer", "statistics"):
@@ -218,7 +217,7 @@ class BlockWriter:
         """The block's, by array; `of_rows` are the buffers of forward.RowStatistics."""
         moments, norms, *errors = (part[: block.num_rows] for part in of_rows)
         found, first = {}, 0
-        for number, (key, width) in enumerate(zip(self._plan.keys, self._plan.widths, strict=True)):
+        for number, (key, width) in enumerate(zip(self._plan.step.keys, self._plan.step.widths, strict=True)):
             mean, m2 = moments[:, 0, first : first + width], moments[:, 1, first : first + width]
             squared_error = float(errors[0][:, number].sum(dtype=np.float64)) if errors else None
             found[key.name] = block_statistics(block.stored, mean, m2, norms[:, number], squared_error)
@@ -231,7 +230,7 @@ class BlockWriter:
             log.warning(
                 "block %d of stream %d: the activations of %d selected tokens are left out, of windows of documents "
                 "with more than capture.per_row=%d; n_unselected says of which documents",
-                *(block.index, block.stream, left_out, self._plan.selected),
+                *(block.index, block.stream, left_out, self._plan.step.selected),
             )
 
     def _warn_of_empty_rows(self, block: TokenBlock) -> None:
@@ -240,15 +239,15 @@ class BlockWriter:
         plan = self._plan
         if not plan.packs_by_slots or self._warned_of_empty_rows or block.num_rows < plan.process_rows:
             return
-        filled = block.num_tokens / (block.num_rows * plan.length)
-        slots_filled = np.count_nonzero(block.stored) / (block.num_rows * plan.selected)
+        filled = block.num_tokens / (block.num_rows * plan.step.length)
+        slots_filled = np.count_nonzero(block.stored) / (block.num_rows * plan.step.selected)
         if filled < 0.5 < slots_filled:
             self._warned_of_empty_rows = True
             log.warning(
                 "block %d of stream %d: only %.0f %% of its rows' positions have tokens, since %.0f %% of the "
                 "capture.per_row=%d slots for selected ones are taken. In a new store, a larger capture.per_row fills "
                 "more of them",
-                *(block.index, block.stream, 100 * filled, 100 * slots_filled, plan.selected),
+                *(block.index, block.stream, 100 * filled, 100 * slots_filled, plan.step.selected),
             )
 
     def _commit_durable(self) -> None:
@@ -316,12 +315,12 @@ def commit_record(block: TokenBlock) -> CommitRecord:
 def _new_buffers(plan: Plan) -> list[np.ndarray]:
     """What a block's steps put out: a store shard for each captured key, their scales and forward.RowStatistics, if
     there are any. The memory is touched only when it is filled."""
-    rows, slots = plan.rows_per_block, plan.slots
-    shapes = [(rows, slots, groups) for groups in plan.scale_counts]
-    if plan.statistics:
-        shapes += [(rows, 2, sum(plan.widths)), (rows, len(plan.keys), slots)]
-        shapes += [(rows, len(plan.keys))] if plan.measures_error else []
-    activations = [np.empty((rows, slots, width), plan.dtype) for width in plan.widths]
+    rows, slots = plan.rows_per_block, plan.step.slots
+    shapes = [(rows, slots, groups) for groups in plan.step.scale_counts]
+    if plan.step.statistics:
+        shapes += [(rows, 2, sum(plan.step.widths)), (rows, len(plan.step.keys), slots)]
+        shapes += [(rows, len(plan.step.keys))] if plan.step.measures_error else []
+    activations = [np.empty((rows, slots, width), plan.step.dtype) for width in plan.step.widths]
     return activations + [np.empty(shape, np.float32) for shape in shapes]
 
 

@@ -21,7 +21,7 @@ from pipeline.job.metrics import Metrics
 from pipeline.job.opening import Job, open_job
 from pipeline.job.watchdog import Watchdog
 from pipeline.step.compilation_cache import use_compilation_cache
-from pipeline.step.compiled_step import CompiledStep, compile_plan, compile_storing, planned_partition
+from pipeline.step.compiled_step import CompiledStep, compile_step, compile_storing, make_partition
 from pipeline.store.io.kvstore import configure_storage
 from pipeline.store.write.claims import Claims
 from pipeline.store.write.store_writer import StoreWriter
@@ -102,17 +102,17 @@ def open_store(job: Job) -> StoreWriter:
 def compile_job(job: Job) -> tuple[CompiledStep, object]:
     """Loads the weights that the captured sites need onto the devices, and compiles the step, once."""
     config, plan = job.config, job.plan
-    partition = planned_partition(plan)
+    partition = make_partition(plan.tensor, plan.weights)
     if plan.keeps:
-        return compile_storing(plan, job.model, partition.mesh, str(config.model.dtype)), KeptRows(job, partition.mesh)
+        return compile_storing(plan.step, partition.mesh, str(config.model.dtype)), KeptRows(job, partition.mesh)
     params = job.model.load(
-        plan.keys,
+        plan.step.keys,
         dtype=str(config.model.dtype),
         sharding=partition.of_leaf,
         progress=config.run.progress and processes.is_first(),
         with_int8=config.model.weights_dtype is WeightsDtype.int8,
     )
-    return compile_plan(plan, job.model, params, partition), params
+    return compile_step(job.model, plan.step, params, partition), params
 
 
 def fill(

@@ -44,9 +44,9 @@ def extract(
     are committed, and whatever failed in the feed or the writer.
     """
     sharding = row_sharding(step.mesh)
-    no_rows = {name: np.zeros((plan.process_rows, plan.length), np.int32) for name in _INPUTS}
-    if plan.selected is not None:
-        no_rows["selected"] = np.full((plan.process_rows, plan.selected), -1, np.int32)
+    no_rows = {name: np.zeros((plan.process_rows, plan.step.length), np.int32) for name in _INPUTS}
+    if plan.step.selected is not None:
+        no_rows["selected"] = np.full((plan.process_rows, plan.step.selected), -1, np.int32)
 
     def dispatch(block: TokenBlock | None, first_row: int) -> Step:
         if profile:

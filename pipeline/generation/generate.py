@@ -72,7 +72,7 @@ def _compile(job: Job) -> Generator:
     options = config.data
     partition = Partition(sharding.make_mesh(plan.tensor), fsdp=generation.weights is Weights.fsdp)
     params = job.model.load_leaves(
-        job.model.generation_leaves(plan.keys if plan.keeps else ()),
+        job.model.generation_leaves(plan.step.keys if plan.keeps else ()),
         str(config.model.dtype),
         partition.of_leaf,
         config.run.progress and processes.is_first(),
@@ -87,9 +87,9 @@ def _compile(job: Job) -> Generator:
         max_new_tokens=generation.max_new_tokens,
         end_tokens=end_tokens(job.model, job.tokenizer, options.end_tokens),
         sampling=sampling(options),
-        keys=plan.keys if plan.keeps else (),
+        keys=plan.step.keys if plan.keeps else (),
         dtype=str(config.model.dtype),
-        attention=plan.attention,
+        attention=plan.step.attention,
     )
 
 
@@ -106,7 +106,7 @@ def _open_stream(job: Job, stream: int, records: Mapping[int, Sequence[CommitRec
         start,
         number=lambda cursor: _number(cursor, stream, job.plan.num_streams),
         describe=_describer(job),
-        kept=job.plan.keys if job.plan.keeps else (),
+        kept=job.plan.step.keys if job.plan.keeps else (),
     )
 
 

@@ -43,8 +43,8 @@ class KeptRows:
         if block is not None and block is not self._block:
             self._block, self._values = block, self._read(block)
         local = {}
-        for key, width in zip(plan.keys, plan.widths, strict=True):
-            local[key] = np.zeros((plan.process_rows, plan.length, width), str(self.job.config.model.dtype))
+        for key, width in zip(plan.step.keys, plan.step.widths, strict=True):
+            local[key] = np.zeros((plan.process_rows, plan.step.length, width), str(self.job.config.model.dtype))
             if block is not None:
                 values = self._values[key][rows]
                 local[key][: len(values)] = values
@@ -57,7 +57,9 @@ class KeptRows:
         wanted = {(block.stream, int(index)) for index in np.unique(ordinals // size)}
         self._groups = {place: self._groups.get(place) or self._load(*place) for place in sorted(wanted)}
         dtype, shape = str(self.job.config.model.dtype), block.documents.shape
-        values = {key: np.zeros((*shape, width), dtype) for key, width in zip(plan.keys, plan.widths, strict=True)}
+        values = {
+            key: np.zeros((*shape, width), dtype) for key, width in zip(plan.step.keys, plan.step.widths, strict=True)
+        }
         for (_, index), group in self._groups.items():
             here = np.flatnonzero(ordinals // size == index)
             first = np.array([group.first[ordinal] for ordinal in ordinals[here].tolist()], np.int64)
@@ -73,6 +75,6 @@ class KeptRows:
         kvstore = open_kvstore(self.job.config.store.path)
         arrays = {
             key: read_kept(kvstore, stream, index, key.name, dtype, (ends[-1], width))
-            for key, width in zip(plan.keys, plan.widths, strict=True)
+            for key, width in zip(plan.step.keys, plan.step.widths, strict=True)
         }
         return _KeptGroup(first, arrays)

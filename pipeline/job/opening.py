@@ -60,15 +60,15 @@ class Job:
             tokenizer=self.tokenizer.identity(),
             data=self.data_identity,
             batch={
-                "length": plan.length,
+                "length": plan.step.length,
                 "packing": str(config.batch.packing),
                 "long_documents": str(config.batch.long_documents),
             },
-            capture={"arrays": [key.name for key in plan.keys], "dtype": plan.dtype}
-            | ({} if plan.int8_group is None else {"int8_group": plan.int8_group})
-            | ({} if plan.statistics else {"statistics": False})
+            capture={"arrays": [key.name for key in plan.step.keys], "dtype": plan.step.dtype}
+            | ({} if plan.step.int8_group is None else {"int8_group": plan.step.int8_group})
+            | ({} if plan.step.statistics else {"statistics": False})
             | ({"when": "decode"} if plan.keeps else {})
-            | selection_identity(config.capture, plan.length),
+            | selection_identity(config.capture, plan.step.length),
             store={"compression": str(config.store.compression)},
             num_streams=plan.num_streams,
             rows_per_block=plan.rows_per_block,
@@ -118,7 +118,7 @@ class Job:
         for stream in wanted:
             block = next(self.stream(stream).blocks())
             if block.num_rows:
-                part = np.s_[: max(1, num_tokens // self.plan.length), :num_tokens]
+                part = np.s_[: max(1, num_tokens // self.plan.step.length), :num_tokens]
                 return {name: getattr(block, name)[part] for name in ("tokens", "segments", "positions")}
         return None
 
@@ -205,7 +205,7 @@ def open_job(config: RunConfig) -> Job:
         if taken := sorted({*source.info_schema.names} & RESERVED_COLUMNS):
             raise ConfigError(f"the prompts have a column {taken[0]}, which data=generate has itself. Leave it out.")
     data_identity = _data_identity(config.data, source, model, tokenizer)
-    selection = open_selection(config.capture, plan.length, tokenizer)
+    selection = open_selection(config.capture, plan.step.length, tokenizer)
     layout = store_layout(plan, str(config.store.compression))
     return Job(config, model, source, tokenizer, selection, plan, data_identity, layout, stored)
 
@@ -287,8 +287,8 @@ def print_plan(config: RunConfig) -> None:
     """What a run would do, on the devices at hand: nothing is read but headers, and nothing is written."""
     job = open_job(config)
     sites = ", ".join(f"{site} {job.model.width(site)}" for site in job.model.sites)
-    num_params = job.model.num_params(job.plan.keys)
-    flops = job.model.flops_per_token(job.plan.keys, job.plan.length)
+    num_params = job.model.num_params(job.plan.step.keys)
+    flops = job.model.flops_per_token(job.plan.step.keys, job.plan.step.length)
     print(f"model     {job.model.family}, {job.model.num_layers} layers; the capture needs {num_params:,} parameters")
     print(f"sites     {sites}")
     print(f"compute   {flops:,} FLOPs per token")
@@ -301,14 +301,14 @@ def store_layout(plan: Plan, compression: str) -> StoreLayout:
     activations = tuple(
         ArraySpec(
             name=key.name,
-            dtype=plan.dtype,
+            dtype=plan.step.dtype,
             width=width,
             attributes={"layer": key.layer, "site": str(key.site), "hook_name": hook_name, "d": width},
-            slots=TOKENS.slots if plan.selected is None else SELECTED.slots,
+            slots=TOKENS.slots if plan.step.selected is None else SELECTED.slots,
         )
-        for key, width, hook_name in zip(plan.keys, plan.widths, plan.hook_names, strict=True)
+        for key, width, hook_name in zip(plan.step.keys, plan.step.widths, plan.hook_names, strict=True)
     )
-    scales = tuple(map(scale_spec, activations, plan.scale_counts)) if plan.scale_counts else ()
+    scales = tuple(map(scale_spec, activations, plan.step.scale_counts)) if plan.step.scale_counts else ()
     return StoreLayout(
-        plan.num_streams, plan.rows_per_block, plan.length, activations, compression, plan.selected, scales
+        plan.num_streams, plan.rows_per_block, plan.step.length, activations, compression, plan.step.selected, scales
     )

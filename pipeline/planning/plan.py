@@ -18,6 +18,7 @@ from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.data.selection import slots_per_row
 from pipeline.planning.generation_plan import GenerationPlan, GeneratorFacts, plan_generation
 from pipeline.planning.mesh import divide_weights, mesh_shape
+from pipeline.step.spec import StepSpec
 from pipeline.store.format.layout import ITEM_BYTES, MIB, is_plain_files, rows_per_block_for
 from pipeline.store.format.target import ALL, Target, stream_share
 
@@ -57,25 +58,17 @@ class StoredGeometry(NamedTuple):
 class Plan:
     """Everything a run derives from its configuration. Bytes are of one process."""
 
-    keys: tuple[ActivationKey, ...]
-    widths: tuple[int, ...]  # D of each key
+    step: StepSpec
     hook_names: tuple[str, ...]  # TransformerLens' names of the keys
-    dtype: str  # of the stored activations
-    int8_group: int | None  # of int8: features that share a scale; None: all of a token's
-    statistics: bool  # whether the step computes them too
     fail_on_not_finite: bool
-    length: int  # T
-    selected: int | None  # K, a row's slots for selected tokens; None: activations of all tokens are stored
     warn_of_unselected: bool  # whether a token without a slot is worth a warning
     packs_by_slots: bool  # whether a row may be full of selected tokens before it is full of tokens
-    step_rows: int  # B, rows per step over all processes of the worker
     process_rows: int  # rows per step of one process
     first_row: int  # of this process's rows among the step's
     processes: int  # of this worker, which step together
     tensor: int  # devices along the mesh's tensor axis
     weights: Weights  # replicated, tensor or fsdp
     weights_bytes: int  # on each device
-    attention: str  # as asked for: auto is decided where the devices are known
     rows_per_block: int
     num_streams: int
     streams: tuple[int, ...]  # of this process
@@ -103,61 +96,33 @@ class Plan:
         return stream_share(self.target, self.num_streams, stream)
 
     @property
-    def slots(self) -> int:
-        """A row's slots for activations: T, or K."""
-        return self.length if self.selected is None else self.selected
-
-    @property
-    def row_bytes(self) -> int:
-        """Of a row's activations."""
-        return self.step_bytes // self.process_rows
-
-    @property
-    def scale_counts(self) -> tuple[int, ...]:
-        """G of each key: the scales of a token, of int8; else ()."""
-        return _scale_counts(self.widths, self.dtype, self.int8_group)
-
-    @property
-    def measures_error(self) -> bool:
-        """Whether the statistics have what storing changes: of dtypes of one byte."""
-        return self.statistics and ITEM_BYTES[self.dtype] == 1
-
-    @property
     def host_bytes(self) -> int:
         """The most that activations and their rows' statistics have allocated in the host's memory: in flight, in
         buffers, and encoded for the store. The holes between what is allocated come on top: see HeapTrimmer.
 
         All buffers can be under way to the store at once, when it is the slowest.
         """
-        buffers = self.host_buffers * (self.block_bytes + self.rows_per_block * self.row_statistics_bytes)
+        buffers = self.host_buffers * (self.block_bytes + self.rows_per_block * self.step.row_statistics_bytes)
         return self.inflight_steps * self.step_host_bytes + buffers + self.encoded_blocks * self.block_bytes
 
     @property
     def step_host_bytes(self) -> int:
         """Of a step's activations and their rows' statistics, in the host's memory."""
-        return self.step_bytes + self.process_rows * self.row_statistics_bytes
-
-    @property
-    def row_statistics_bytes(self) -> int:
-        """Of what the step computes of a row's activations: forward.RowStatistics."""
-        if not self.statistics:
-            return 0
-        numbers = 2 * sum(self.widths) + len(self.keys) * (self.slots + self.measures_error)
-        return numbers * ITEM_BYTES["float32"]
+        return self.step_bytes + self.process_rows * self.step.row_statistics_bytes
 
     def describe(self) -> str:
         """The plan in a few lines, for people."""
-        names = [key.name for key in self.keys]
+        names = [key.name for key in self.step.keys]
         shown = ", ".join(names if len(names) <= 6 else [*names[:3], f"... {len(names) - 4} more ...", names[-1]])
-        per_token = self.row_bytes // self.slots
-        selected = "" if self.selected is None else f", of up to {self.selected} selected tokens of each row"
+        per_token = self.step.row_bytes // self.step.slots
+        selected = "" if self.step.selected is None else f", of up to {self.step.selected} selected tokens of each row"
         wanted = "all tokens of the data" if self.max_tokens is None else f"{self.max_tokens:,} tokens"
         lines = [
-            f"capture   {shown}: {per_token:,} bytes per token as {self.dtype}{selected}",
-            f"step      {self.step_rows} rows of {self.length} tokens, {self.step_bytes / MIB:.1f} MiB to the host, "
-            f"{self.inflight_steps} in flight",
+            f"capture   {shown}: {per_token:,} bytes per token as {self.step.dtype}{selected}",
+            f"step      {self.step.rows} rows of {self.step.length} tokens, {self.step_bytes / MIB:.1f} MiB "
+            f"to the host, {self.inflight_steps} in flight",
             f"block     {self.rows_per_block} rows, {self.block_bytes / MIB:.1f} MiB in "
-            f"{len(self.keys) + len(self.scale_counts)} store shards",
+            f"{len(self.step.keys) + len(self.step.scale_counts)} store shards",
             f"streams   {self.num_streams}, {len(self.streams)} of them here; {wanted}",
             f"memory    up to {self.host_bytes / MIB:.0f} MiB of activations on the host",
             f"weights   {self.weights}: {self.weights_bytes / MIB:.0f} MiB on each device",
@@ -178,58 +143,38 @@ def make_plan(
 
     Raises ConfigError for whatever cannot work.
     """
-    keys = captured_keys(config.capture, model)
-    batch = config.batch
-    if not 1 <= batch.length <= model.max_positions:
-        raise ConfigError(
-            f"batch.length is {batch.length}, but the model has {model.max_positions} positions. "
-            f"Set batch.length to 1..{model.max_positions}."
-        )
+    step = plan_step(config, model)
     data, tensor = mesh_shape(config.mesh, topology, model.tensor_dims)
     process_rows = _process_rows(config, topology, data)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
-    model_bytes = model.weight_bytes(keys, str(config.model.dtype), with_int8)
+    model_bytes = model.weight_bytes(step.keys, str(config.model.dtype), with_int8)
     weights, weights_bytes, note = divide_weights(config.model.weights, *model_bytes, data, tensor, topology)
-    itemsize = ITEM_BYTES[config.capture.dtype]
-    widths = tuple(model.width(key.site) for key in keys)
-    generation = plan_generation(config, model, sum(widths), data, tensor, topology)
-    selected = slots_per_row(config.capture, batch.length)
-    slots = batch.length if selected is None else selected
+    generation = plan_generation(config, model, sum(step.widths), data, tensor, topology)
     by_slots = config.capture.positions in (Positions.last, Positions.token, Positions.regex)
-    group = _int8_group(config.capture, keys, widths)
-    scale_counts = _scale_counts(widths, config.capture.dtype, group)
-    row_bytes = slots * (sum(widths) * itemsize + sum(scale_counts) * ITEM_BYTES["float32"])
-    step_bytes = process_rows * row_bytes
-    rows_per_block = _rows_per_block(config, process_rows, slots * max(widths) * itemsize, stored)
+    step_bytes = process_rows * step.row_bytes
+    array_row_bytes = step.slots * max(step.widths) * ITEM_BYTES[step.dtype]
+    rows_per_block = _rows_per_block(config, process_rows, array_row_bytes, stored)
     num_streams = _num_streams(config, num_source_shards, topology, stored)
     inflight_steps = _inflight_steps(config.run.max_inflight_mib, step_bytes, topology)
     plan = Plan(
-        keys=keys,
-        widths=widths,
-        hook_names=tuple(model.hook_name(key) for key in keys),
-        dtype=str(config.capture.dtype),
-        int8_group=group,
-        statistics=config.capture.statistics,
+        step=step,
+        hook_names=tuple(model.hook_name(key) for key in step.keys),
         fail_on_not_finite=config.capture.on_not_finite is OnNotFinite.fail,
-        length=batch.length,
-        selected=selected,
         warn_of_unselected=by_slots,
-        packs_by_slots=by_slots and batch.packing is Packing.pack,
-        step_rows=batch.rows,
+        packs_by_slots=by_slots and config.batch.packing is Packing.pack,
         process_rows=process_rows,
         first_row=topology.process * process_rows,
         processes=topology.processes,
         tensor=tensor,
         weights=weights,
         weights_bytes=weights_bytes,
-        attention=str(config.model.attention),
         rows_per_block=rows_per_block,
         num_streams=num_streams,
         streams=_streams(config.run, num_streams, topology),
         max_tokens=config.run.max_tokens,
         inflight_steps=inflight_steps,
         step_bytes=step_bytes,
-        block_bytes=rows_per_block * row_bytes,
+        block_bytes=rows_per_block * step.row_bytes,
         host_buffers=_HOST_BUFFERS,
         encoded_blocks=0 if is_plain_files(config.store.path, config.store.compression) else _HOST_BUFFERS,
         generation=generation,
@@ -249,6 +194,29 @@ def make_plan(
     return plan
 
 
+def plan_step(config: RunConfig, model: ModelFacts) -> StepSpec:
+    """What the step of a run computes. Raises ConfigError for what the model does not have."""
+    capture, batch = config.capture, config.batch
+    keys = captured_keys(capture, model)
+    if not 1 <= batch.length <= model.max_positions:
+        raise ConfigError(
+            f"batch.length is {batch.length}, but the model has {model.max_positions} positions. "
+            f"Set batch.length to 1..{model.max_positions}."
+        )
+    widths = tuple(model.width(key.site) for key in keys)
+    return StepSpec(
+        keys=keys,
+        widths=widths,
+        rows=batch.rows,
+        length=batch.length,
+        dtype=str(capture.dtype),
+        attention=str(config.model.attention),
+        statistics=capture.statistics,
+        selected=slots_per_row(capture, batch.length),
+        int8_group=_int8_group(capture, keys, widths),
+    )
+
+
 def _int8_group(capture: CaptureConfig, keys: Sequence[ActivationKey], widths: Sequence[int]) -> int | None:
     group = capture.int8_group
     if group is None:
@@ -265,10 +233,6 @@ def _int8_group(capture: CaptureConfig, keys: Sequence[ActivationKey], widths: S
             f"{', '.join(map(str, sorted(set(widths))))}, e.g. {math.gcd(*widths, 64)}, or to null."
         )
     return group
-
-
-def _scale_counts(widths: Sequence[int], dtype: str, group: int | None) -> tuple[int, ...]:
-    return tuple(width // (group or width) for width in widths) if dtype == StorageDtype.int8 else ()
 
 
 def captured_keys(capture: CaptureConfig, model: ModelFacts) -> tuple[ActivationKey, ...]:

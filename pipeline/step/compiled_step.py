@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,8 @@ from pipeline.models.attention.choosing import Attention, choose_attention
 from pipeline.models.decoder import Params
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
-from pipeline.planning.plan import Plan
+from pipeline.step.spec import StepSpec
 from pipeline.step.storage_dtypes import Stored, as_stored, is_finite, numbers
-from pipeline.store.format.int8 import DTYPE as INT8
-from pipeline.store.format.layout import ITEM_BYTES
 
 log = logging.getLogger("pipeline")
 
@@ -75,7 +73,7 @@ class CompiledStep:
     ) -> StepOutputs:
         """Dispatches one step. Inputs are divided by rows along the mesh's `data` axis, and so is what comes out, but
         for the counts, which every device has. Activations may be divided along `tensor` too: `activation_sharding`.
-        `selected`, of a step that was compiled with `num_selected`, are row positions, or -1."""
+        `selected`, of a step whose specification has `selected`, are row positions, or -1."""
         return self.executable(params, tokens, segments, positions, *selected)
 
     @property
@@ -86,104 +84,44 @@ class CompiledStep:
         return 0 if memory is None else len(devices) * memory.temp_size_in_bytes
 
 
-def planned_partition(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Partition:
-    """The plan's mesh and division of the weights, over all devices or over those that are given."""
-    return Partition(make_mesh(plan.tensor, devices), fsdp=plan.weights is Weights.fsdp)
+def make_partition(tensor: int, weights: Weights, devices: Sequence[jax.Device] | None = None) -> Partition:
+    """The mesh, `tensor` devices along its tensor axis, and the division of the weights over it. Over all devices, or
+    over those that are given."""
+    return Partition(make_mesh(tensor, devices), fsdp=weights is Weights.fsdp)
 
 
-def compile_plan(plan: Plan, model: Model, params: Params, partition: Partition) -> CompiledStep:
-    """The step of a run of this plan."""
-    return compile_step(model, params, partition, attention=plan.attention, **_what_is_stored(plan))
+def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partition) -> CompiledStep:
+    """Lowers and compiles the forward pass of a step.
 
-
-def _what_is_stored(plan: Plan) -> dict[str, Any]:
-    """Of a plan, what `compile_step` and `_compile` take by name."""
-    return {
-        "rows": plan.step_rows,
-        "length": plan.length,
-        "keys": plan.keys,
-        "dtype": plan.dtype,
-        "statistics": plan.statistics,
-        "num_selected": plan.selected,
-        "int8_group": plan.int8_group,
-    }
-
-
-def compile_step(
-    model: Model,
-    params: Params,
-    partition: Partition,
-    *,
-    rows: int,
-    length: int,
-    keys: Sequence[ActivationKey],
-    dtype: str,
-    attention: str,
-    statistics: bool = True,
-    num_selected: int | None = None,
-    int8_group: int | None = None,
-) -> CompiledStep:
-    """Lowers and compiles the step for `rows` (global) rows of `length` tokens; activations come out as `dtype`.
-
-    With `num_selected` (K) they are those of the selected tokens of each row, which the step takes as a further input.
-    `int8_group`: features that share a scale of int8; None for all of a token's.
     `params` may be shapes with shardings (`Model.abstract_params`), on devices that are only described.
     """
-    keys = tuple(keys)
-    chosen = choose_attention(attention, model.arch, partition.mesh, length, params["embed"].dtype.name)
+    chosen = choose_attention(spec.attention, model.arch, partition.mesh, spec.length, params["embed"].dtype.name)
     log.info("%s", chosen.describe())
 
     def capture(params: Params, tokens: Array, segments: Array, positions: Array, finish: Finish) -> Captured:
-        return model.apply(params, tokens, segments, positions, keys, chosen.attend, partition, finish)
+        return model.apply(params, tokens, segments, positions, spec.keys, chosen.attend, partition, finish)
 
     with jax.default_matmul_precision(matmul_precision(params["embed"].dtype)):
-        executable = _compile(
-            capture,
-            params,
-            partition.mesh,
-            model,
-            rows=rows,
-            length=length,
-            keys=keys,
-            dtype=dtype,
-            statistics=statistics,
-            num_selected=num_selected,
-            int8_group=int8_group,
-        )
-    return CompiledStep(partition.mesh, keys, chosen, model.flops_per_token(keys, length) * rows * length, executable)
+        executable = _compile(capture, params, spec, partition.mesh)
+    flops = model.flops_per_token(spec.keys, spec.length) * spec.rows * spec.length
+    return CompiledStep(partition.mesh, spec.keys, chosen, flops, executable)
 
 
-def compile_storing(plan: Plan, model: Model, mesh: Mesh, dtype: str) -> CompiledStep:
-    """The step of a run whose activations, [B, T, D] as `dtype`, were captured before: it takes them, by key, in place
-    of the parameters, and does what is left."""
-    shapes = {
-        key: jax.ShapeDtypeStruct((plan.step_rows, plan.length, width), dtype, sharding=row_sharding(mesh))
-        for key, width in zip(plan.keys, plan.widths, strict=True)
+def compile_storing(spec: StepSpec, mesh: Mesh, dtype: str) -> CompiledStep:
+    """The step of a run whose activations, [B, T, D] as `dtype`, were captured before. It takes them, by key, in place
+    of the parameters, and converts them and computes their statistics."""
+    captured = {
+        key: jax.ShapeDtypeStruct((spec.rows, spec.length, width), dtype, sharding=row_sharding(mesh))
+        for key, width in zip(spec.keys, spec.widths, strict=True)
     }
 
     def capture(captured: Captured, tokens: Array, segments: Array, positions: Array, finish: Finish) -> Captured:
         return {key: finish(activation) for key, activation in captured.items()}
 
-    executable = _compile(capture, shapes, mesh, model, **_what_is_stored(plan))
-    return CompiledStep(mesh, plan.keys, None, 0, executable)
+    return CompiledStep(mesh, spec.keys, None, 0, _compile(capture, captured, spec, mesh))
 
 
-def _compile(
-    capture: Callable[..., Captured],
-    params: PyTree,
-    mesh: Mesh,
-    model: Model,
-    *,
-    rows: int,
-    length: int,
-    keys: Sequence[ActivationKey],
-    dtype: str,
-    statistics: bool,
-    num_selected: int | None,
-    int8_group: int | None,
-) -> jax.stages.Compiled:
-    with_error = statistics and ITEM_BYTES[dtype] == 1
-
+def _compile(capture: Callable[..., Captured], params: PyTree, spec: StepSpec, mesh: Mesh) -> jax.stages.Compiled:
     def step(params: Params, tokens: Array, segments: Array, positions: Array, *selected: Array) -> StepOutputs:
         valid = segments != 0
         stored = selected[0] >= 0 if selected else valid
@@ -193,25 +131,34 @@ def _compile(
             """As it is stored. Counted below, or a TPU would keep it in another layout until the step's end."""
             for places in selected:
                 activation = jnp.take_along_axis(activation, jnp.maximum(places, 0)[:, :, None], axis=1)
-            return as_stored(jnp.where(stored[:, :, None], activation, 0), dtype, int8_group, with_error)
+            masked = jnp.where(stored[:, :, None], activation, 0)
+            return as_stored(masked, spec.dtype, spec.int8_group, spec.measures_error)
 
         captured = capture(params, tokens, segments, positions, finish)
-        finished = [captured[key] for key in keys]
+        finished = [captured[key] for key in spec.keys]
         finite = [is_finite(each) for each in finished]
         counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in (valid, *(~each for each in finite))])
         with jax.named_scope("statistics"):
-            of_rows = _row_statistics(finished, stored, finite) if statistics else None
+            row_statistics = _row_statistics(finished, stored, finite) if spec.statistics else None
         scales = tuple(each.scales for each in finished if each.scales is not None)
-        return StepOutputs(tuple(each.values for each in finished), scales, of_rows, counts)
+        return StepOutputs(tuple(each.values for each in finished), scales, row_statistics, counts)
 
+    jitted = jax.jit(step, out_shardings=_output_shardings(spec, mesh))
+    return jitted.lower(params, *_inputs(spec, mesh)).compile(compiler_options(mesh, spec.rows * spec.length))
+
+
+def _inputs(spec: StepSpec, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
+    """Tokens, segments, positions [B, T], and where the step selects tokens their positions [B, K]."""
+    widths = [spec.length] * 3 + ([] if spec.selected is None else [spec.selected])
+    return [jax.ShapeDtypeStruct((spec.rows, width), jnp.int32, sharding=row_sharding(mesh)) for width in widths]
+
+
+def _output_shardings(spec: StepSpec, mesh: Mesh) -> StepOutputs:
     by_rows = row_sharding(mesh)
-    widths = [length] * 3 + ([] if num_selected is None else [num_selected])  # of tokens, segments, positions, selected
-    inputs = [jax.ShapeDtypeStruct((rows, width), jnp.int32, sharding=by_rows) for width in widths]
-    of_activations = tuple(activation_sharding(mesh, model.width(key.site)) for key in keys)
-    of_scales = (by_rows,) * (len(keys) if dtype == INT8 else 0)
-    of_statistics = RowStatistics(by_rows, by_rows, by_rows if with_error else None) if statistics else None
-    jitted = jax.jit(step, out_shardings=StepOutputs(of_activations, of_scales, of_statistics, replicated(mesh)))
-    return jitted.lower(params, *inputs).compile(compiler_options(mesh, rows * length))
+    activations = tuple(activation_sharding(mesh, width) for width in spec.widths)
+    scales = (by_rows,) * len(spec.scale_counts)
+    statistics = RowStatistics(by_rows, by_rows, by_rows if spec.measures_error else None) if spec.statistics else None
+    return StepOutputs(activations, scales, statistics, replicated(mesh))
 
 
 def _row_statistics(

@@ -85,7 +85,7 @@ def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
     from pipeline.extraction.job_run import compile_job, fill
     from pipeline.extraction.loop import step_rows
     from pipeline.job.opening import open_job
-    from pipeline.step.compiled_step import compile_plan, planned_partition
+    from pipeline.step.compiled_step import compile_step, make_partition
     from pipeline.store.write.store_writer import StoreWriter
 
     def open_with(*overrides: str):
@@ -97,7 +97,9 @@ def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
 
     job = open_with()
     step, params = compile_job(job)
-    bare = compile_plan(replace(job.plan, statistics=False), job.model, params, planned_partition(job.plan))
+    bare = compile_step(
+        job.model, replace(job.plan.step, statistics=False), params, make_partition(job.plan.tensor, job.plan.weights)
+    )
     sharding = sharding.row_sharding(step.mesh)
     blocks = [block for item in job.work({}) for block in item.blocks(lambda: False)]
     firsts = [(block, row) for block in blocks for row in range(0, block.num_rows, rows)]

@@ -119,18 +119,19 @@ def broadcast_step(job: Job) -> CompiledStep:
             return jnp.broadcast_to(tokens[:, :1, None].astype(jnp.float32), shape)
 
         activations = tuple(
-            jnp.broadcast_to(tokens[:, :, None], (*tokens.shape, width)).astype(plan.dtype) for width in plan.widths
+            jnp.broadcast_to(tokens[:, :, None], (*tokens.shape, width)).astype(plan.step.dtype)
+            for width in plan.step.widths
         )
         of_rows = RowStatistics(
-            moments=filled(len(tokens), 2, sum(plan.widths)),
-            norms=filled(len(tokens), len(plan.keys), plan.length),
+            moments=filled(len(tokens), 2, sum(plan.step.widths)),
+            norms=filled(len(tokens), len(plan.step.keys), plan.step.length),
             squared_errors=None,
         )
-        counts = jnp.zeros(1 + len(plan.keys), jnp.int32).at[0].set((segments != 0).sum())
-        return StepOutputs(activations, (), of_rows if plan.statistics else None, counts)
+        counts = jnp.zeros(1 + len(plan.step.keys), jnp.int32).at[0].set((segments != 0).sum())
+        return StepOutputs(activations, (), of_rows if plan.step.statistics else None, counts)
 
-    batch = jax.ShapeDtypeStruct((plan.step_rows, plan.length), jnp.int32, sharding=by_rows)
-    return CompiledStep(mesh, plan.keys, XLA, 0, jax.jit(step).lower(None, batch, batch, batch).compile())
+    batch = jax.ShapeDtypeStruct((plan.step.rows, plan.step.length), jnp.int32, sharding=by_rows)
+    return CompiledStep(mesh, plan.step.keys, XLA, 0, jax.jit(step).lower(None, batch, batch, batch).compile())
 
 
 def run_job(job: Job, step: CompiledStep) -> None:

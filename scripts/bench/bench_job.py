@@ -31,7 +31,7 @@ from pipeline.extraction.job_run import compile_job, fill
 from pipeline.extraction.loop import step_rows
 from pipeline.job.metrics import peak_rss_mib
 from pipeline.job.opening import Job, open_job
-from pipeline.step.compiled_step import CompiledStep, compile_plan, planned_partition
+from pipeline.step.compiled_step import CompiledStep, compile_step, make_partition
 from pipeline.store import ActivationStore
 from pipeline.store.write.store_writer import StoreWriter
 
@@ -96,7 +96,9 @@ def open_case(name: str, layers: str, max_tokens: int) -> Case:
     config = config_for(layers, max_tokens, BUILD / "stores" / name)
     job = open_job(config)
     step, params = compile_job(job)
-    bare = compile_plan(replace(job.plan, statistics=False), job.model, params, planned_partition(job.plan))
+    bare = compile_step(
+        job.model, replace(job.plan.step, statistics=False), params, make_partition(job.plan.tensor, job.plan.weights)
+    )
     return Case(name, layers, job, step, bare, params, [], [])
 
 

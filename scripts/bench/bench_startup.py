@@ -37,7 +37,7 @@ def mark(function, before=False):
     return marked
 
 job_run.open_job = mark(job_run.open_job)
-job_run.compile_plan = mark(job_run.compile_plan, before=True)
+job_run.compile_step = mark(job_run.compile_step, before=True)
 StoreWriter.commit = mark(StoreWriter.commit)
 job_run.run(composing.compose(sys.argv[2:]))
 print(json.dumps([b - a for a, b in zip(marks[:5], marks[1:6])]))

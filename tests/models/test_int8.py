@@ -18,6 +18,7 @@ from pipeline.models.int8_weights import Int8Weight, quantise
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
 from pipeline.step.compiled_step import compile_step
+from tests.specs import step_spec
 
 DEVICE = SingleDeviceSharding(jax.devices()[0])
 FAMILIES = ("bert", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "qwen2", "qwen3")
@@ -160,5 +161,5 @@ def test_weights_are_int8_until_their_product(tmp_path) -> None:
     keys = (ActivationKey(31, Site.resid_post),)
     for dtype in ("float32", "bfloat16"):
         params = model.load(keys, dtype, partition.of_leaf, with_int8=True)
-        step = compile_step(model, params, partition, rows=8, length=16, keys=keys, dtype=dtype, attention="auto")
+        step = compile_step(model, step_spec(model, keys, rows=8, length=16, dtype=dtype), params, partition)
         assert step.executable.memory_analysis().temp_size_in_bytes < num_bytes(params["runs"]) / 4

@@ -73,7 +73,7 @@ def test_bytes_of_a_step_and_of_a_block():
     for store in (StoreConfig(path="gs://nowhere/store"), StoreConfig(path="/nowhere", compression=Compression.zstd)):
         encoding = planned(replace(BASE, store=store))  # TensorStore has encoded copies
         assert encoding.host_bytes == 4 * plan.step_bytes + 4 * plan.block_bytes + statistics_bytes
-    assert [key.name for key in plan.keys] == ["blocks.12.resid_post"]
+    assert [key.name for key in plan.step.keys] == ["blocks.12.resid_post"]
 
 
 @pytest.mark.parametrize("dtype", [StorageDtype.bfloat16, StorageDtype.int8])
@@ -84,7 +84,7 @@ def test_host_bytes_have_the_buffers_of_statistics(dtype, statistics):
     plan = planned(replace(BASE, capture=capture))
     assert plan.process_rows == 8
     buffers = sum(buffer.nbytes for buffer in _new_buffers(plan))
-    assert buffers == plan.block_bytes + plan.rows_per_block * plan.row_statistics_bytes
+    assert buffers == plan.block_bytes + plan.rows_per_block * plan.step.row_statistics_bytes
     assert (buffers > 4 * plan.block_bytes) == statistics
     assert plan.host_bytes > 2 * buffers
 
@@ -117,8 +117,8 @@ def test_a_store_keeps_its_rows_per_block():
 
 def test_layers_all_and_inner_sites():
     plan = planned(replace(BASE, capture=CaptureConfig(layers="all", sites=["resid_pre", "embed"])))
-    assert len(plan.keys) == 25
-    assert plan.keys[0].name == "embed"
+    assert len(plan.step.keys) == 25
+    assert plan.step.keys[0].name == "embed"
 
 
 @pytest.mark.parametrize(

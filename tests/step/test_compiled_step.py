@@ -15,6 +15,7 @@ from pipeline.core.sites import Site, activation_keys
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
 from pipeline.step.compiled_step import CompiledStep, compile_step
+from tests.specs import step_spec
 
 ROWS, LENGTH, NUM_LAYERS = 4, 24, 3
 KEYS = activation_keys(tuple(range(NUM_LAYERS)), tuple(Site))
@@ -48,9 +49,8 @@ def batch() -> dict[str, np.ndarray]:
 def compiled(model: Model, dtype: str, keys=KEYS) -> tuple[CompiledStep, object]:
     mesh = make_mesh()
     params = model.load(keys, "float32", replicated(mesh))
-    return compile_step(
-        model, params, Partition(mesh), rows=ROWS, length=LENGTH, keys=keys, dtype=dtype, attention="auto"
-    ), params
+    spec = step_spec(model, keys, rows=ROWS, length=LENGTH, dtype=dtype)
+    return compile_step(model, spec, params, Partition(mesh)), params
 
 
 def on_devices(step: CompiledStep, inputs: dict[str, np.ndarray]) -> tuple[jax.Array, ...]:
@@ -80,9 +80,8 @@ def program(path: Path, num_layers: int, num_captured: int) -> tuple[int, int]:
     params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=replicated(mesh)), model.leaves(keys)
     )
-    step = compile_step(
-        model, params, Partition(mesh), rows=ROWS, length=LENGTH, keys=keys, dtype="bfloat16", attention="xla"
-    )
+    spec = step_spec(model, keys, rows=ROWS, length=LENGTH, dtype="bfloat16", attention="xla")
+    step = compile_step(model, spec, params, Partition(mesh))
     text = step.executable.as_text()
     return len(re.findall(r"^\s+(?:ROOT )?%\S+ = ", text, re.MULTILINE)), len(re.findall(r" while\(", text))
 
@@ -120,16 +119,8 @@ def test_large_steps_use_onednn_and_store_the_same(model: Model) -> None:
     """128 times the rows, so that the matrices are large enough, against the small step of the same rows."""
     small, params = compiled(model, "float32")
     inputs = {name: np.tile(array, (128, 1)) for name, array in batch().items()}
-    large = compile_step(
-        model,
-        params,
-        Partition(small.mesh),
-        rows=128 * ROWS,
-        length=LENGTH,
-        keys=KEYS,
-        dtype="float32",
-        attention="auto",
-    )
+    spec = step_spec(model, KEYS, rows=128 * ROWS, length=LENGTH, dtype="float32")
+    large = compile_step(model, spec, params, Partition(small.mesh))
     assert "onednn_fusion" in large.executable.as_text()
     assert "onednn_fusion" not in small.executable.as_text()
     expected = small(params, *on_devices(small, batch())).activations
@@ -145,9 +136,8 @@ def test_compiled_exactly_once(model: Model) -> None:
     mesh = make_mesh()
     params = model.load(KEYS[-1:], "float32", replicated(mesh))
     compilations.clear()
-    step = compile_step(
-        model, params, Partition(mesh), rows=ROWS, length=LENGTH, keys=KEYS[-1:], dtype="bfloat16", attention="auto"
-    )
+    spec = step_spec(model, KEYS[-1:], rows=ROWS, length=LENGTH, dtype="bfloat16")
+    step = compile_step(model, spec, params, Partition(mesh))
     for _ in range(3):
         jax.block_until_ready(step(params, *on_devices(step, batch())))
     assert len(compilations) == 1

@@ -29,6 +29,7 @@ import json, sys
 import jax, numpy as np
 from pipeline.cluster.sharding import make_mesh, put_rows, row_sharding
 from pipeline.step.compiled_step import compile_step
+from tests.specs import step_spec
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
 from pipeline.core.sites import Site, activation_keys
@@ -47,10 +48,9 @@ batch = {
 def outputs(tensor, fsdp, devices=None, with_int8=False):
     partition = Partition(make_mesh(tensor, devices), fsdp)
     params = model.load(KEYS, "float32", partition.of_leaf, with_int8=with_int8)
-    step = compile_step(
-        model, params, partition, rows=8, length=24, keys=KEYS, dtype="float32", attention="auto",
-        statistics=tensor == 1,  # their sums along a tensor axis would be fused with those of the layers
-    )
+    # without statistics where their sums along a tensor axis would be fused with those of the layers
+    spec = step_spec(model, KEYS, rows=8, length=24, dtype="float32", statistics=tensor == 1)
+    step = compile_step(model, spec, params, partition)
     activations, _, _, counts = step(params, **put_rows(row_sharding(partition.mesh), batch))
     assert int(counts[0]) == 8 * 21
     whole = [np.full(array.shape, np.nan, np.float32) for array in activations]

@@ -105,7 +105,7 @@ def test_int8_takes_half_the_bytes_of_bfloat16(job):
 
 def test_bytes_of_a_plan():
     def row_bytes(**capture) -> int:
-        return planned(replace(BASE, capture=CaptureConfig(layers=[12], **capture))).row_bytes
+        return planned(replace(BASE, capture=CaptureConfig(layers=[12], **capture))).step.row_bytes
 
     assert row_bytes(dtype=StorageDtype.int8) == 256 * (896 + 4)
     assert row_bytes(dtype=StorageDtype.int8, int8_group=64) == 256 * (896 + 4 * 14)

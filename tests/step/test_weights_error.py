@@ -34,7 +34,7 @@ def job_config(text, store, *overrides):
 
 def direct_errors(job, rows, dtype: str) -> dict[ActivationKey, float]:
     """Two whole models, two forward passes."""
-    keys, (tokens, segments, positions) = job.plan.keys, rows.values()
+    keys, (tokens, segments, positions) = job.plan.step.keys, rows.values()
     captured = []
     for with_int8 in (False, True):
         params = job.model.load(keys, dtype, DEVICE, with_int8=with_int8)
@@ -55,9 +55,9 @@ def test_figures_are_those_of_a_direct_computation(layers: str, dtype: str, tole
     job = open_job(job_config(text, tmp_path / "store", f"capture.layers={layers}", f"model.dtype={dtype}", SITES))
     rows = job.first_rows(1024)
     assert {values.shape for values in rows.values()} == {(4, 128)}  # the first block
-    got = int8_errors(job.model, job.plan.keys, rows, dtype)
+    got = int8_errors(job.model, job.plan.step.keys, rows, dtype)
     expected = direct_errors(job, rows, dtype)
-    assert list(got) == list(job.plan.keys)
+    assert list(got) == list(job.plan.step.keys)
     assert got[ActivationKey.parse("embed")] == expected[ActivationKey.parse("embed")] == 0
     assert 0.001 < got[ActivationKey.parse("blocks.3.resid_post")] < 0.1
     assert got == pytest.approx(expected, rel=tolerance)

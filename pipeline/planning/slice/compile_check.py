@@ -21,7 +21,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.models.registry import Model
 from pipeline.planning.plan import Plan
 from pipeline.planning.slice.chips import GIB, Slice
-from pipeline.step.compiled_step import compile_plan, planned_partition
+from pipeline.step.compiled_step import compile_step, make_partition
 
 _COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast)(?:-start)?\("
@@ -85,18 +85,18 @@ def slice_devices(where: Slice) -> Sequence[jax.Device]:
 
 def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequence[jax.Device]) -> Program:
     """Compiles the step that a run of this plan would compile. Raises DoesNotFit."""
-    partition = planned_partition(plan, devices)
+    partition = make_partition(plan.tensor, plan.weights, devices)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
-    params = model.abstract_params(plan.keys, str(config.model.dtype), partition.of_leaf, with_int8)
+    params = model.abstract_params(plan.step.keys, str(config.model.dtype), partition.of_leaf, with_int8)
     began = time.perf_counter()
     try:
-        step = compile_plan(plan, model, params, partition)
+        step = compile_step(model, plan.step, params, partition)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
         reason = str(error).splitlines()[0].partition("Ran out of memory")[2]
         raise DoesNotFit(
-            f"the step of {plan.step_rows} rows of {plan.length} tokens does not fit: ran out of memory{reason} "
+            f"the step of {plan.step.rows} rows of {plan.step.length} tokens does not fit: ran out of memory{reason} "
             f"{_REMEDY}"
         ) from error
     memory = step.executable.memory_analysis()

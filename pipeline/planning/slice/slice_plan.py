@@ -152,19 +152,19 @@ def _compiled(config: RunConfig, model: Model, where: Slice, job: Plan) -> Slice
     program = compile_program(model, job, config, slice_devices(where))
     require_room(program.resident_bytes(1), program.resident_bytes(job.inflight_steps), job, where)
     options = config.plan
-    slot_bytes = job.row_bytes / job.length
-    cost = Cost(model.flops_per_token(job.keys, job.length), slot_bytes, options.fill)
-    slots_per_block = job.rows_per_block * job.length
-    objects_per_block = len(job.keys) + len(job.scale_counts) + len(SIDE_ARRAYS) + _RECORDS_PER_BLOCK
-    objects_per_block += (job.selected is not None) + job.statistics
+    slot_bytes = job.step.row_bytes / job.step.length
+    cost = Cost(model.flops_per_token(job.step.keys, job.step.length), slot_bytes, options.fill)
+    slots_per_block = job.rows_per_block * job.step.length
+    objects_per_block = len(job.step.keys) + len(job.step.scale_counts) + len(SIDE_ARRAYS) + _RECORDS_PER_BLOCK
+    objects_per_block += (job.step.selected is not None) + job.step.statistics
     store_bytes_per_s = (options.store_gb_per_s or 0) * 1e9
     if not store_bytes_per_s:
         store_bytes_per_s = BUCKET_WRITES_PER_S * slots_per_block * (slot_bytes + SIDE_BYTES) / objects_per_block
     reach = limits(cost, where, options.mfu, store_bytes_per_s)
     price = where.chip.usd_per_hour if options.usd_per_chip_hour is None else options.usd_per_chip_hour
     along_data = where.num_chips // job.tensor
-    rows_per_chip = job.step_rows // along_data
-    shard_bytes = job.rows_per_block * job.slots * max(job.widths) * ITEM_BYTES[job.dtype]
+    rows_per_chip = job.step.rows // along_data
+    shard_bytes = job.rows_per_block * job.step.slots * max(job.step.widths) * ITEM_BYTES[job.step.dtype]
     notes = job.notes
     if job.generation:
         notes += (job.generation.describe(), "what generating takes in time and money is not in these figures")
@@ -173,15 +173,15 @@ def _compiled(config: RunConfig, model: Model, where: Slice, job: Plan) -> Slice
     return SlicePlan(
         family=model.family,
         num_layers=model.num_layers,
-        num_params=model.num_params(job.keys),
+        num_params=model.num_params(job.step.keys),
         topology=where.name,
         num_chips=where.num_chips,
         num_hosts=where.num_hosts,
         mesh={"data": along_data, "tensor": job.tensor},
         weights=str(job.weights),
-        rows=job.step_rows,
+        rows=job.step.rows,
         rows_per_chip=rows_per_chip,
-        length=job.length,
+        length=job.step.length,
         steps_in_flight=job.inflight_steps,
         weight_bytes=job.weights_bytes,
         output_bytes=_output_bytes(job, where),
@@ -205,7 +205,7 @@ def _compiled(config: RunConfig, model: Model, where: Slice, job: Plan) -> Slice
         else bill(cost, where, job.max_tokens, reach.tokens_per_s, price, options.usd_per_tb_month),
         notes=notes,
         advice=tuple(
-            advise(config, model.arch, where.chip, reach, shard_bytes, job.host_bytes, rows_per_chip * job.length)
+            advise(config, model.arch, where.chip, reach, shard_bytes, job.host_bytes, rows_per_chip * job.step.length)
         ),
     )
 

@@ -1,0 +1,55 @@
+"""What a compiled step computes and what it leaves for the store, in plain numbers."""
+
+from dataclasses import dataclass
+
+from pipeline.core.sites import ActivationKey
+from pipeline.store.format.layout import ITEM_BYTES
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """The shape of a step and of its outputs, over all devices. A plan makes it, `compile_step` takes it.
+
+    Letters: B rows, T positions, K slots for selected tokens, D width of a key, G scales of a token.
+    """
+
+    keys: tuple[ActivationKey, ...]  # the captured activations
+    widths: tuple[int, ...]  # D of each key
+    rows: int  # B
+    length: int  # T
+    dtype: str  # of the stored activations
+    attention: str = "auto"  # the implementation that is asked for; auto is decided where the devices are known
+    statistics: bool = True  # whether the step computes them too
+    selected: int | None = None  # K of a row; None: the activations of all tokens are stored
+    int8_group: int | None = None  # of int8: features that share a scale; None: all of a token's
+
+    @property
+    def slots(self) -> int:
+        """A row's slots for activations: T, or K."""
+        return self.length if self.selected is None else self.selected
+
+    @property
+    def scale_counts(self) -> tuple[int, ...]:
+        """G of each key for int8; else ()."""
+        if self.dtype != "int8":
+            return ()
+        return tuple(width // (self.int8_group or width) for width in self.widths)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row's activations, with their scales."""
+        item_bytes = sum(self.widths) * ITEM_BYTES[self.dtype] + sum(self.scale_counts) * ITEM_BYTES["float32"]
+        return self.slots * item_bytes
+
+    @property
+    def measures_error(self) -> bool:
+        """Whether the statistics include the error of storing: for dtypes of one byte."""
+        return self.statistics and ITEM_BYTES[self.dtype] == 1
+
+    @property
+    def row_statistics_bytes(self) -> int:
+        """Of what the step computes of a row's activations: `RowStatistics`."""
+        if not self.statistics:
+            return 0
+        numbers = 2 * sum(self.widths) + len(self.keys) * (self.slots + self.measures_error)
+        return numbers * ITEM_BYTES["float32"]
