@@ -4,11 +4,9 @@ Exit codes: 0 finished; 42 interrupted, run again to resume; 2 the configuration
 """
 
 from pipeline.cluster.startup import prepare_process
-from pipeline.extraction.allocator import keep_freed_memory
 
 if __name__ == "__main__":
     prepare_process()
-    keep_freed_memory()  # before the other imports start threads
 
 from pipeline.cli.main import main
 from pipeline.extraction.job_run import join_and_run

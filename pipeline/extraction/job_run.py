@@ -10,7 +10,6 @@ from pipeline.config.schema import RunConfig
 from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
 from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.extraction import weights_error
-from pipeline.extraction.allocator import HeapTrimmer
 from pipeline.extraction.block_writer import BlockWriter
 from pipeline.extraction.claiming import ClaimedStreams
 from pipeline.extraction.loop import extract
@@ -128,8 +127,6 @@ def fill(
     With `run.claim` those of the streams that this process can claim, until no process has any left.
     """
     plan, run_options = job.plan, job.config.run
-    temporary = step.host_temp_bytes
-    heap = HeapTrimmer(plan.host_bytes + plan.inflight_steps * temporary, plan.step_host_bytes + temporary)
     metrics = Metrics(
         total_tokens=plan.max_tokens,
         stored_tokens=sum(record.tokens for records in store.records.values() for record in records),
@@ -147,6 +144,6 @@ def fill(
         stack.enter_context(Watchdog(metrics, run_options.stall_timeout_s))
         profile = stack.enter_context(closing(ProfileWindow(run_options))) if run_options.profile else None
         params_of = params if isinstance(params, KeptRows) else lambda _block, _rows: params
-        extract(plan, step, params_of, feed, writer, heap, metrics, stop, profile)
+        extract(plan, step, params_of, feed, writer, metrics, stop, profile)
     log.info("%s", metrics.summary())
     return metrics

@@ -11,7 +11,6 @@ from pipeline.cluster.sharding import put_rows, row_sharding
 from pipeline.core.errors import Interrupted
 from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import Feed
-from pipeline.extraction.allocator import HeapTrimmer
 from pipeline.extraction.block_writer import BlockWriter, Step
 from pipeline.extraction.profiling import ProfileWindow
 from pipeline.extraction.transfer import start_copies
@@ -28,7 +27,6 @@ def extract(
     params_of: Callable[[TokenBlock | None, slice], object],
     feed: Feed,
     writer: BlockWriter,
-    heap: HeapTrimmer,
     metrics: Metrics,
     stop: StopRequest,
     profile: ProfileWindow | None = None,
@@ -55,7 +53,6 @@ def extract(
         with metrics.stage("loop", "budget"):
             writer.acquire()
         with metrics.stage("loop", "dispatch"):
-            heap.before_step()
             rows = slice(first_row, first_row + plan.process_rows)
             batch = put_rows(sharding, step_rows(block, rows, plan.process_rows) if block else no_rows)
             outputs = step(params_of(block, rows), *batch.values())

@@ -98,7 +98,8 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """The most that activations and their rows' statistics have allocated in the host's memory: in flight, in
-        buffers, and encoded for the store. The holes between what is allocated come on top: see HeapTrimmer.
+        buffers, and encoded for the store. What the C library's allocator
+        keeps besides comes on top.
 
         All buffers can be under way to the store at once, when it is the slowest.
         """

@@ -76,13 +76,6 @@ class CompiledStep:
         `selected`, of a step whose specification has `selected`, are row positions, or -1."""
         return self.executable(params, tokens, segments, positions, *selected)
 
-    @property
-    def host_temp_bytes(self) -> int:
-        """The temporary memory that each call takes of the host's, on CPUs. Elsewhere it is the devices': 0."""
-        devices = self.mesh.local_devices
-        memory = self.executable.memory_analysis() if devices[0].platform == "cpu" else None
-        return 0 if memory is None else len(devices) * memory.temp_size_in_bytes
-
 
 def make_partition(tensor: int, weights: Weights, devices: Sequence[jax.Device] | None = None) -> Partition:
     """The mesh, `tensor` devices along its tensor axis, and the division of the weights over it. Over all devices, or

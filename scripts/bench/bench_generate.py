@@ -4,11 +4,6 @@ A GPT-2-small-shaped model with random weights in float32, 8 prompts, greedy, no
 build/bench-generate.json. transformers and torch come with the test environment (`make setup-test`).
 """
 
-from pipeline.core.cores import num_cores
-from pipeline.extraction.allocator import keep_freed_memory
-
-keep_freed_memory()  # as the command does, before the other imports
-
 import argparse
 import json
 import statistics
@@ -21,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipeline.cluster.sharding import make_mesh
+from pipeline.core.cores import num_cores
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.generation.cache import CachedLayer
 from pipeline.generation.decode import FINAL

@@ -8,10 +8,6 @@ of all threads, which other users of the machine change little. A floor is the s
 in the same run: `tokenizers` for the feed, a copy in memory for the copies, TensorStore for the writes.
 """
 
-from pipeline.extraction.allocator import keep_freed_memory
-
-keep_freed_memory()  # as the command does, before the other imports
-
 import argparse
 import json
 import os

@@ -6,10 +6,6 @@ same tokens, and the ratios are medians over pairs of neighbours, because a shar
 processes of their own.
 """
 
-from pipeline.extraction.allocator import keep_freed_memory
-
-keep_freed_memory()  # as the command does, before the other imports
-
 import argparse
 import json
 import os
@@ -175,7 +171,7 @@ def main() -> None:
         "all": open_case("all", "all", options.tokens),
     }
     for case in cases.values():
-        bare_forward(case)  # warms the allocator
+        bare_forward(case)  # the first one is slower
         for _ in range(options.repeats):
             case.forward.append(bare_forward(case))
             case.whole.append(whole_job(case))

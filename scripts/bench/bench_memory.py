@@ -5,10 +5,6 @@ at a time. Each in a process of its own, the second run of the process: "measure
 less what was resident before. The plan does not count the step's own memory, or what the text takes.
 """
 
-from pipeline.extraction.allocator import give_back_free_memory, keep_freed_memory
-
-keep_freed_memory()  # as the command does, before the other imports
-
 import argparse
 import json
 import shutil
@@ -41,7 +37,6 @@ def measure(overrides: list[str]) -> tuple[int, int]:
     run_job(warm, broadcast_step(warm))  # libraries and the tokenizer are loaded then
     job = open_broadcast_job(TOKENS, *overrides)
     step = broadcast_step(job)
-    give_back_free_memory()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
     run_job(job, step)

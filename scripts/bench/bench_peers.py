@@ -6,9 +6,9 @@
 
 W1: GPT-2's shape, long documents, rows of 256, block 5. W2: the same, all 12 blocks. W3: documents of 20 to 250 tokens,
 block 5. W4: Qwen2.5-0.5B's shape, rows of 1024, layer 15 of 24. All float32. Each tool has a process of its own, which
-loads and compiles, runs once unmeasured, and then runs in turn with the others, from the text to files, with the same
-allocator settings. A run from which the hypervisor took more than 2 % of the cores is repeated, at most twice; the
-least disturbed counts. Peak memory is of the process, over all its runs. Writes build/bench-peers.json.
+loads and compiles, runs once unmeasured, and then runs in turn with the others, from the text to files. A run from
+which the hypervisor took more than 2 % of the cores is repeated, at most twice; the least disturbed counts. Peak memory
+is of the process, over all its runs. Writes build/bench-peers.json.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from peers_report import write_docs, write_table
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "peers"))
-from workload import BUILD, WORKLOADS, Workload
+from workload import BUILD, WORKLOADS, Workload  # noqa: E402
 
 PEERS_PYTHON = Path(".venv-peers/bin/python")
 REFERENCE = "hf_hook"

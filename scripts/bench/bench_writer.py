@@ -9,10 +9,6 @@ and rename in as many threads as there are cores. All three end when everything 
 in one process, because a shared machine drifts; the ratios are medians over neighbours.
 """
 
-from pipeline.extraction.allocator import keep_freed_memory
-
-keep_freed_memory()  # as the command does, before the other imports
-
 import argparse
 import json
 import os

@@ -5,10 +5,6 @@ one measured run, answered by a line of JSON; the first line of output is the an
 it writes what the first run stored to files that can be compared.
 """
 
-from pipeline.extraction.allocator import keep_freed_memory
-
-keep_freed_memory()  # as this project's command does; the other tools have the same from it
-
 import importlib
 import json
 import os
