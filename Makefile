@@ -47,9 +47,11 @@ test: setup-test  ## the test suite, in two processes: many tests wait for jobs 
 test-slow: setup-test  ## the long soaks: 20 kills of a 30-block run, ...
 	$(BIN)/python -m pytest -m slow
 
-lint: setup-test  ## ruff: style and formatting
+lint: setup-test  ## style, formatting, who imports whom, and the sizes of things
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python scripts/lint/check_shape.py
 
 bench: setup  ## the job against its own bare forward pass; writes build/bench.json
 	$(BIN)/python scripts/bench/bench_job.py
