@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import StreamWork
-from pipeline.job.metrics import Metrics
+from pipeline.job.metrics import Metrics, Stage
 from pipeline.job.opening import Job
 from pipeline.store.write.claims import Claims
 from pipeline.store.write.store_writer import StoreWriter
@@ -87,7 +87,7 @@ class ClaimedStreams:
     def _wait(self, is_over: Callable[[], bool]) -> None:
         """Until it is worth looking for a stream again: for a moment, or until one is released here."""
         deadline = time.monotonic() + self._claims.lease_s / _POLLS_PER_LEASE
-        with self._metrics.stage("feed", "claim"), self._changed:
+        with self._metrics.stage(Stage.FEED_CLAIM), self._changed:
             while time.monotonic() < deadline and not is_over():
                 self._changed.wait(_STOP_POLL_S)
                 if self._job.plan.processes == 1:  # several go on stepping, and their watchdogs watch the steps

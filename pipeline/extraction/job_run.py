@@ -12,7 +12,8 @@ from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.extraction import weights_error
 from pipeline.extraction.block_writer import BlockWriter
 from pipeline.extraction.claiming import ClaimedStreams
-from pipeline.extraction.loop import extract
+from pipeline.extraction.loaded_step import LoadedStep, ModelWeights
+from pipeline.extraction.loop import ExtractionLoop
 from pipeline.extraction.profiling import ProfileWindow
 from pipeline.generation.generate import generate
 from pipeline.generation.kept_rows import KeptRows
@@ -20,7 +21,7 @@ from pipeline.job.metrics import Metrics
 from pipeline.job.opening import Job, open_job
 from pipeline.job.watchdog import Watchdog
 from pipeline.step.compilation_cache import use_compilation_cache
-from pipeline.step.compiled_step import CompiledStep, compile_step, compile_storing, make_partition
+from pipeline.step.compiled_step import compile_step, compile_storing, make_partition
 from pipeline.store.io.kvstore import configure_storage
 from pipeline.store.write.claims import Claims
 from pipeline.store.write.store_writer import StoreWriter
@@ -48,62 +49,63 @@ def run(config: RunConfig) -> None:
         stop.check()
         processes.require_same_config(config, str(job.plan.weights), str(job.plan.generation))
         store = open_store(job)
-        if not job.is_done(store.records):
-            store.reopen(job.plan.target)
-            if not job.plan.fail_on_not_finite:
-                store.allow_not_finite()
         if job.plan.generation:
             generate(job, store, stop)
         work = job.work(store.records, store.target)
         if processes.any_process(bool(work)):
-            is_measured = config.model.weights_dtype is not WeightsDtype.int8 or store.weights_error is not None
-            if not is_measured and processes.is_first():
-                store.record_weights_error(weights_error.measure(job))
-            processes.wait_for_all()  # with no watchdog yet: measuring may take longer than a step
-            compiled = compile_job(job)
-            stop.check()
-            try:
-                fill(job, store, work, stop, *compiled)
-            except Interrupted:
-                processes.wait_for_all()  # some have blocks to write still, and JAX would not wait for them
-                raise
+            extract(job, store, work, stop)
         else:
             log.info("%s has all that was asked of this worker: nothing to do", config.store.path)
         processes.wait_for_all()  # so that all processes end with 0, or none does
         if processes.is_first():
-            store.refresh()  # the others have committed the rest
-            is_done = job.is_done(store.records)
-            if is_done and (missing := job.shortfall(store.records)):
-                log.warning("%s: %s", config.store.path, missing)
-            if is_done and not store.finish():
-                log.info(
-                    "%s is not completed: it holds less than another run has asked for. Run that command again, or "
-                    "pipeline.finalize with force=true to complete the store with what it holds",
-                    config.store.path,
-                )
+            complete(job, store)
         processes.wait_for_all()
 
 
 def open_store(job: Job) -> StoreWriter:
-    """The job's store, which is created where absent. Raises StoreMismatch for one of another configuration, and
-    StoreError where the job was planned without it: it may fit once it is planned with the store's geometry."""
+    """The job's store, created or resumed; one that holds less than is asked for is opened for more.
+
+    Raises StoreMismatch for one of another configuration, and StoreError where the job was planned without it: it may
+    fit once it is planned with the store's geometry.
+    """
     path = job.config.store.path
     try:
-        return StoreWriter.open(path, job.metadata, job.layout)
+        store = StoreWriter.open(path, job.metadata, job.layout)
     except StoreMismatch as error:
-        if job.stored is None:
-            raise StoreError(
-                f"the store {path} was not there when this job was planned, and is now. Run the same command again."
-            ) from error
+        if job.stored is not None:
+            raise
+        raise StoreError(
+            f"the store {path} was not there when this job was planned, and is now. Run the same command again."
+        ) from error
+    if not job.is_done(store.records):
+        store.reopen(job.plan.target)
+        if not job.plan.fail_on_not_finite:
+            store.allow_not_finite()
+    return store
+
+
+def extract(job: Job, store: StoreWriter, work: Sequence[StreamWork], stop: preemption.StopRequest) -> None:
+    """Loads and compiles the step, and fills the store with the blocks of `work`. Raises Interrupted after a signal."""
+    is_measured = job.config.model.weights_dtype is not WeightsDtype.int8 or store.weights_error is not None
+    if not is_measured and processes.is_first():
+        store.record_weights_error(weights_error.measure(job))
+    processes.wait_for_all()  # with no watchdog yet: measuring may take longer than a step
+    step = load_step(job)
+    stop.check()
+    try:
+        fill(job, store, work, stop, step)
+    except Interrupted:
+        processes.wait_for_all()  # some have blocks to write still, and JAX would not wait for them
         raise
 
 
-def compile_job(job: Job) -> tuple[CompiledStep, object]:
+def load_step(job: Job) -> LoadedStep:
     """Loads the weights that the captured sites need onto the devices, and compiles the step, once."""
     config, plan = job.config, job.plan
     partition = make_partition(plan.tensor, plan.weights)
     if plan.keeps:
-        return compile_storing(plan.step, partition.mesh, str(config.model.dtype)), KeptRows(job, partition.mesh)
+        compiled = compile_storing(plan.step, partition.mesh, str(config.model.dtype))
+        return LoadedStep(compiled, KeptRows(job, partition.mesh), plan.process_rows)
     params = job.model.load(
         plan.step.keys,
         dtype=str(config.model.dtype),
@@ -111,39 +113,49 @@ def compile_job(job: Job) -> tuple[CompiledStep, object]:
         progress=config.run.progress and processes.is_first(),
         with_int8=config.model.weights_dtype is WeightsDtype.int8,
     )
-    return compile_step(job.model, plan.step, params, partition), params
+    compiled = compile_step(job.model, plan.step, params, partition)
+    return LoadedStep(compiled, ModelWeights(params), plan.process_rows)
 
 
 def fill(
-    job: Job,
-    store: StoreWriter,
-    work: Sequence[StreamWork],
-    stop: preemption.StopRequest,
-    step: CompiledStep,
-    params: object,
+    job: Job, store: StoreWriter, work: Sequence[StreamWork], stop: preemption.StopRequest, step: LoadedStep
 ) -> Metrics:
     """Extracts the blocks of `work` into the store, which is not complete.
 
     With `run.claim` those of the streams that this process can claim, until no process has any left.
     """
-    plan, run_options = job.plan, job.config.run
+    options = job.config.run
     metrics = Metrics(
-        total_tokens=plan.max_tokens,
+        total_tokens=job.plan.max_tokens,
         stored_tokens=sum(record.tokens for records in store.records.values() for record in records),
-        progress=run_options.progress and processes.is_first(),
-        interval_s=run_options.metrics_interval_s,
+        progress=options.progress and processes.is_first(),
+        interval_s=options.metrics_interval_s,
     )
     with ExitStack() as stack:
         stack.enter_context(closing(metrics))
         claimed = None
-        if run_options.claim:
-            claims = stack.enter_context(closing(Claims(store.path, run_options.lease_s)))
+        if options.claim:
+            claims = stack.enter_context(closing(Claims(store.path, options.lease_s)))
             claimed = ClaimedStreams(job, store, claims, metrics)
-        writer = BlockWriter(store, plan, metrics, claimed)
+        writer = BlockWriter(store, job.plan, metrics, claimed)
         feed = stack.enter_context(closing(Feed(claimed or InTurn(work))))
-        stack.enter_context(Watchdog(metrics, run_options.stall_timeout_s))
-        profile = stack.enter_context(closing(ProfileWindow(run_options))) if run_options.profile else None
-        params_of = params if isinstance(params, KeptRows) else lambda _block, _rows: params
-        extract(plan, step, params_of, feed, writer, metrics, stop, profile)
+        stack.enter_context(Watchdog(metrics, options.stall_timeout_s))
+        profile = stack.enter_context(closing(ProfileWindow(options))) if options.profile else None
+        ExtractionLoop(job.plan, step, feed, writer, metrics, stop, profile).run()
     log.info("%s", metrics.summary())
     return metrics
+
+
+def complete(job: Job, store: StoreWriter) -> None:
+    """Marks the store complete if it holds what was asked for. On one process, once the others have committed."""
+    store.refresh()
+    if not job.is_done(store.records):
+        return
+    if missing := job.shortfall(store.records):
+        log.warning("%s: %s", store.path, missing)
+    if not store.finish():
+        log.info(
+            "%s is not completed: it holds less than another run has asked for. Run that command again, or "
+            "pipeline.finalize with force=true to complete the store with what it holds",
+            store.path,
+        )

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from pipeline.data.documents import TokenBlock
+from pipeline.planning.plan import Plan
+from pipeline.step.compiled_step import StepOutputs
+
 
 @dataclass(frozen=True)
 class HostBlock:
@@ -18,7 +22,7 @@ class HostBlock:
     `rows` are those of the process's part of the output that it belongs to, `rest` its place along the other axes.
     """
 
-    output: int
+    output: int  # its place among the leaves of (activations, scales, statistics), as in BlockBuffers
     rows: slice
     rest: tuple[slice, ...]
     data: jax.Array
@@ -26,6 +30,43 @@ class HostBlock:
     def wait(self) -> np.ndarray:
         """The values. Waits without holding the GIL; on CPU it is a view, not a copy."""
         return np.asarray(self.data)
+
+
+@dataclass(frozen=True)
+class StepInFlight:
+    """One dispatched step: rows `first_row` .. of `block`, and the copies of its outputs.
+
+    Without a block it is padding, computed because other processes have rows.
+    """
+
+    block: TokenBlock | None
+    first_row: int
+    num_rows: int
+    copies: list[HostBlock]  # emptied by the writer: an array's host copy lives as long as the array
+    counts: jax.Array | None  # StepOutputs.counts; None for a step without rows
+
+    @property
+    def is_last(self) -> bool:
+        return self.block is not None and self.first_row + self.num_rows >= self.block.num_rows
+
+    @property
+    def num_tokens(self) -> int:
+        if self.block is None:
+            return 0
+        return int(np.count_nonzero(self.block.segments[self.first_row : self.first_row + self.num_rows]))
+
+
+def start_transfer(outputs: StepOutputs, block: TokenBlock | None, first_row: int, plan: Plan) -> StepInFlight:
+    """Starts the copies of a step's outputs to the host; of padding, only of its counts."""
+    outputs.counts.copy_to_host_async()
+    stored = (outputs.activations, outputs.scales, outputs.statistics)
+    copies = start_copies(jax.tree.leaves(stored), plan.first_row) if block else []
+    return StepInFlight(block, first_row, plan.process_rows, copies, outputs.counts)
+
+
+def empty_step(block: TokenBlock) -> StepInFlight:
+    """The only step of a block without rows: nothing is computed."""
+    return StepInFlight(block, first_row=0, num_rows=0, copies=[], counts=None)
 
 
 def start_copies(outputs: Sequence[jax.Array], first_row: int) -> list[HostBlock]:

@@ -38,7 +38,7 @@ class KeptRows:
     _groups: dict[tuple[int, int], _KeptGroup] = field(default_factory=dict)  # of the latest block, by stream and index
     _values: dict[ActivationKey, Float[np.ndarray, "R T D"]] = field(default_factory=dict)
 
-    def __call__(self, block: TokenBlock | None, rows: slice) -> dict[ActivationKey, jax.Array]:
+    def for_rows(self, block: TokenBlock | None, rows: slice) -> dict[ActivationKey, jax.Array]:
         plan = self.job.plan
         if block is not None and block is not self._block:
             self._block, self._values = block, self._read(block)

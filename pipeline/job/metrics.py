@@ -1,16 +1,7 @@
 """What a run measures: tokens, bytes, and the seconds that each thread spent on or waiting for each stage.
 
 Three threads work at once, and the stages of each add up to its life time; the feed's ends when it has made its last
-block, the other two's with the run:
-
-    feed    work (reads, tokenises, packs) | full (waits for the loop to take a block)
-            claim (waits for a stream that no other worker holds)
-    loop    data (waits for the feed)       | budget (waits for a place in flight) | dispatch | finish
-            others (has no rows left, and waits for the processes that do) | profile (starts and ends a trace)
-    writer  idle (waits for a step)         | results (waits for compute and device-to-host) | copy |
-            statistics | store | metrics
-
-The binding stage is the one that the others wait for.
+block, the other two's with the run. The binding stage is the one that the others wait for.
 """
 
 import json
@@ -20,20 +11,50 @@ import secrets
 import socket
 import sys
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 
 from tqdm import tqdm
 
+
+class Stage(Enum):
+    """What a thread does, or waits for: the thread's name, and the stage's."""
+
+    FEED_WORK = "feed", "work"  # reads, tokenises, packs
+    FEED_FULL = "feed", "full"  # waits for the loop to take a block
+    FEED_CLAIM = "feed", "claim"  # waits for a stream that no other worker holds
+    LOOP_DATA = "loop", "data"  # waits for the feed
+    LOOP_BUDGET = "loop", "budget"  # waits until another step may be in flight
+    LOOP_DISPATCH = "loop", "dispatch"
+    LOOP_OTHERS = "loop", "others"  # has no rows left, and waits for the processes that do
+    LOOP_PROFILE = "loop", "profile"  # starts or ends a trace
+    LOOP_FINISH = "loop", "finish"  # waits for the writer at the end
+    WRITER_IDLE = "writer", "idle"  # waits for a step
+    WRITER_RESULTS = "writer", "results"  # waits for compute and device-to-host copies
+    WRITER_COPY = "writer", "copy"
+    WRITER_STATISTICS = "writer", "statistics"
+    WRITER_STORE = "writer", "store"
+    WRITER_METRICS = "writer", "metrics"
+
+    @property
+    def thread(self) -> str:
+        return self.value[0]
+
+    @property
+    def label(self) -> str:
+        return self.value[1]
+
+
 BINDING = {
-    ("loop", "data"): "reading and tokenising",
-    ("feed", "claim"): "other workers, who hold the streams that are left",
-    ("writer", "results"): "compute and device-to-host copies",
-    ("writer", "copy"): "copying into host buffers",
-    ("writer", "statistics"): "merging rows' statistics",
-    ("writer", "store"): "the store",
+    Stage.LOOP_DATA: "reading and tokenising",
+    Stage.FEED_CLAIM: "other workers, who hold the streams that are left",
+    Stage.WRITER_RESULTS: "compute and device-to-host copies",
+    Stage.WRITER_COPY: "copying into host buffers",
+    Stage.WRITER_STATISTICS: "merging rows' statistics",
+    Stage.WRITER_STORE: "the store",
 }
 
 
@@ -45,7 +66,7 @@ class Metrics:
         self.steps = 0
         self.blocks = 0
         self.stored_bytes = 0
-        self.seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self.seconds: Counter[Stage] = Counter()
         self.stages: dict[str, str] = {}  # what each thread is doing now
         self.last_step = time.monotonic()
         self._lines: list[str] = []
@@ -65,15 +86,24 @@ class Metrics:
         )
 
     @contextmanager
-    def stage(self, thread: str, name: str) -> Iterator[None]:
-        """Adds the seconds spent inside to a stage of a thread."""
+    def stage(self, stage: Stage) -> Iterator[None]:
+        """Adds the seconds spent inside to a stage."""
         began = time.monotonic()
-        self.stages[thread] = name
+        self.stages[stage.thread] = stage.label
         try:
             yield
         finally:
-            self.stages[thread] = "between stages"
-            self.seconds[thread][name] += time.monotonic() - began
+            self.stages[stage.thread] = "between stages"
+            self.seconds[stage] += time.monotonic() - began
+
+    def record_feed(self, work_s: float, wait_s: float) -> None:
+        """Sets the seconds that the feed has worked and waited so far; waiting for a claim is not work."""
+        self.seconds[Stage.FEED_WORK] = work_s - self.seconds[Stage.FEED_CLAIM]
+        self.seconds[Stage.FEED_FULL] = wait_s
+
+    def thread_seconds(self, thread: str) -> dict[str, float]:
+        """The seconds of a thread's stages, by label."""
+        return {stage.label: self.seconds[stage] for stage in Stage if stage.thread == thread and stage in self.seconds}
 
     @property
     def elapsed_s(self) -> float:
@@ -108,8 +138,8 @@ class Metrics:
             "stored_bytes": self.stored_bytes,
             "peak_rss_mib": peak_rss_mib(),
             "seconds": {
-                thread: {name: round(value, 3) for name, value in list(stages.items())}
-                for thread, stages in list(self.seconds.items())
+                thread: {label: round(seconds, 3) for label, seconds in self.thread_seconds(thread).items()}
+                for thread in dict.fromkeys(stage.thread for stage in Stage)
             },
         }
 
@@ -130,8 +160,8 @@ class Metrics:
 
     def binding_stage(self) -> tuple[str, float]:
         """The stage that the run waited for most, and its share of the elapsed time."""
-        waits = {label: self.seconds[thread][name] for (thread, name), label in BINDING.items()}
-        waits[BINDING["loop", "data"]] -= self.seconds["feed"]["claim"]  # the loop waits for the feed meanwhile
+        waits = {label: self.seconds[stage] for stage, label in BINDING.items()}
+        waits[BINDING[Stage.LOOP_DATA]] -= self.seconds[Stage.FEED_CLAIM]  # the loop waits for the feed meanwhile
         label = max(waits, key=waits.__getitem__)
         return label, waits[label] / max(self.elapsed_s, 1e-9)
 
@@ -144,7 +174,7 @@ class Metrics:
             f"The run was bound by {label}, which the others waited for {share:.0%} of the time.",
         ]
         for thread in ("feed", "loop", "writer"):
-            stages = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds[thread].items())
+            stages = ", ".join(f"{name} {value:.2f}" for name, value in self.thread_seconds(thread).items())
             lines.append(f"seconds of the {thread} thread: {stages}")
         return "\n".join(lines)
 

@@ -1,5 +1,6 @@
 """Reports a run that makes no progress, and ends one that will not make any."""
 
+import faulthandler
 import logging
 import os
 import threading
@@ -21,7 +22,7 @@ class Watched(Protocol):
 
 
 class Watchdog:
-    """While entered: says what each thread does when no step has finished for `timeout_s`.
+    """While entered: says what each thread does, and where, when no step has finished for `timeout_s`.
 
     After twice as long the process ends with exit code 1: what waits there waits in a collective, or for a server that
     neither answers nor fails, and cannot be interrupted. What is committed stays valid, and the next start resumes.
@@ -49,11 +50,13 @@ class Watchdog:
             stalled_s = time.monotonic() - self._metrics.last_step
             if stalled_s >= 2 * self._timeout_s:
                 log.error("%s Giving up; run the same command again to resume.", self._report(stalled_s))
+                faulthandler.dump_traceback()
                 logging.shutdown()
                 os._exit(EXIT_FAILED)
             if stalled_s >= self._timeout_s and reported != self._metrics.last_step:
                 reported = self._metrics.last_step
                 log.warning("%s", self._report(stalled_s))
+                faulthandler.dump_traceback()
 
     def _report(self, stalled_s: float) -> str:
         stages = ", ".join(f"{thread}: {stage}" for thread, stage in list(self._metrics.stages.items()))

@@ -58,7 +58,7 @@ class CompiledStep:
     """The forward pass, compiled once for one shape. Another shape or sharding is an error, never a recompilation."""
 
     mesh: Mesh
-    keys: tuple[ActivationKey, ...]
+    spec: StepSpec
     attention: Attention | None  # None: there is no forward pass
     flops: int  # of one step, over all devices; analytic
     executable: jax.stages.Compiled
@@ -97,7 +97,7 @@ def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partit
     with jax.default_matmul_precision(matmul_precision(params["embed"].dtype)):
         executable = _compile(capture, params, spec, partition.mesh)
     flops = model.flops_per_token(spec.keys, spec.length) * spec.rows * spec.length
-    return CompiledStep(partition.mesh, spec.keys, chosen, flops, executable)
+    return CompiledStep(partition.mesh, spec, chosen, flops, executable)
 
 
 def compile_storing(spec: StepSpec, mesh: Mesh, dtype: str) -> CompiledStep:
@@ -111,7 +111,7 @@ def compile_storing(spec: StepSpec, mesh: Mesh, dtype: str) -> CompiledStep:
     def capture(captured: Captured, tokens: Array, segments: Array, positions: Array, finish: Finish) -> Captured:
         return {key: finish(activation) for key, activation in captured.items()}
 
-    return CompiledStep(mesh, spec.keys, None, 0, _compile(capture, captured, spec, mesh))
+    return CompiledStep(mesh, spec, None, 0, _compile(capture, captured, spec, mesh))
 
 
 def _compile(capture: Callable[..., Captured], params: PyTree, spec: StepSpec, mesh: Mesh) -> jax.stages.Compiled:

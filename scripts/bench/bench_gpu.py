@@ -82,8 +82,8 @@ def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
 
     from pipeline.cluster import preemption, sharding
     from pipeline.config import composing
-    from pipeline.extraction.job_run import compile_job, fill
-    from pipeline.extraction.loop import step_rows
+    from pipeline.extraction.job_run import fill, load_step
+    from pipeline.extraction.loaded_step import step_inputs
     from pipeline.job.opening import open_job
     from pipeline.step.compiled_step import compile_step, make_partition
     from pipeline.store.write.store_writer import StoreWriter
@@ -96,14 +96,17 @@ def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
         return open_job(composing.compose(["data=fineweb", *settings, f"store.path={BUILD / 'store'}", *overrides]))
 
     job = open_with()
-    step, params = compile_job(job)
+    step = load_step(job)
+    params, compiled = step.operands.params, step.compiled
     bare = compile_step(
         job.model, replace(job.plan.step, statistics=False), params, make_partition(job.plan.tensor, job.plan.weights)
     )
-    sharding = sharding.row_sharding(step.mesh)
+    by_rows = sharding.row_sharding(compiled.mesh)
     blocks = [block for item in job.work({}) for block in item.blocks(lambda: False)]
     firsts = [(block, row) for block in blocks for row in range(0, block.num_rows, rows)]
-    batches = [sharding.put_rows(sharding, step_rows(block, slice(row, row + rows), rows)) for block, row in firsts]
+    batches = [
+        sharding.put_rows(by_rows, step_inputs(block, slice(row, row + rows), job.plan.step)) for block, row in firsts
+    ]
     tokens = sum(block.num_tokens for block in blocks)
 
     def forward() -> float:
@@ -117,7 +120,7 @@ def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
         shutil.rmtree(BUILD / "store", ignore_errors=True)
         store = StoreWriter.open(of.config.store.path, of.metadata, of.layout)
         with preemption.stop_on_signals() as stop:
-            metrics = fill(of, store, of.work({}), stop, step, params)
+            metrics = fill(of, store, of.work({}), stop, step)
         return metrics.tokens / metrics.elapsed_s
 
     def facts() -> dict:
@@ -125,8 +128,8 @@ def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
         after = min(5, len(batches) // 3)
         whole_job(open_with(f"run.profile={BUILD / 'trace'}", f"run.profile_after={after}"))
         return {
-            "flops_per_token": step.flops * len(batches) / tokens,
-            "attention": step.attention.describe(),
+            "flops_per_token": compiled.flops * len(batches) / tokens,
+            "attention": compiled.attention.describe(),
             "device_idle": device_idle(BUILD / "trace"),
         }
 

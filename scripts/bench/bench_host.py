@@ -32,9 +32,9 @@ from tokenizers import Tokenizer
 from pipeline.cluster import preemption, sharding
 from pipeline.config import composing
 from pipeline.data.documents import Document, TokenBlock
-from pipeline.extraction.block_writer import commit_record
+from pipeline.extraction.block_contents import commit_record
 from pipeline.extraction.job_run import fill
-from pipeline.extraction.loop import step_rows
+from pipeline.extraction.loaded_step import LoadedStep, ModelWeights, step_inputs
 from pipeline.extraction.transfer import start_copies
 from pipeline.job.opening import Job, open_job
 from pipeline.models.attention.choosing import XLA
@@ -127,14 +127,14 @@ def broadcast_step(job: Job) -> CompiledStep:
         return StepOutputs(activations, (), of_rows if plan.step.statistics else None, counts)
 
     batch = jax.ShapeDtypeStruct((plan.step.rows, plan.step.length), jnp.int32, sharding=by_rows)
-    return CompiledStep(mesh, plan.step.keys, XLA, 0, jax.jit(step).lower(None, batch, batch, batch).compile())
+    return CompiledStep(mesh, plan.step, XLA, 0, jax.jit(step).lower(None, batch, batch, batch).compile())
 
 
 def run_job(job: Job, step: CompiledStep) -> None:
     """The job with all its threads, into a new store."""
     store = new_store(job)
     with preemption.stop_on_signals() as stop:
-        fill(job, store, job.work(store.records), stop, step, None)
+        fill(job, store, job.work(store.records), stop, LoadedStep(step, ModelWeights(None), job.plan.process_rows))
 
 
 def new_store(job: Job) -> StoreWriter:
@@ -176,7 +176,7 @@ def stages(job: Job) -> list[Stage]:
     num_steps = len(blocks) * plan.rows_per_block // ROWS
 
     step = broadcast_step(job)
-    batch = sharding.put_rows(sharding.row_sharding(step.mesh), step_rows(blocks[0], slice(0, ROWS), ROWS))
+    batch = sharding.put_rows(sharding.row_sharding(step.mesh), step_inputs(blocks[0], slice(0, ROWS), plan.step))
     activations = step(None, batch["tokens"], batch["segments"], batch["positions"]).activations
     source = [np.array(values) for values in activations]
     buffers = [np.zeros(job.layout.shard_shape(spec), ml_dtypes.bfloat16) for spec in job.layout.arrays]

@@ -23,8 +23,8 @@ import jax
 from pipeline.cluster import preemption, sharding
 from pipeline.config import composing
 from pipeline.config.schema import RunConfig
-from pipeline.extraction.job_run import compile_job, fill
-from pipeline.extraction.loop import step_rows
+from pipeline.extraction.job_run import fill, load_step
+from pipeline.extraction.loaded_step import step_inputs
 from pipeline.job.metrics import peak_rss_mib
 from pipeline.job.opening import Job, open_job
 from pipeline.step.compiled_step import CompiledStep, compile_step, make_partition
@@ -57,9 +57,8 @@ class Case:
     name: str
     layers: str
     job: Job
-    step: CompiledStep
+    step: LoadedStep
     bare_step: CompiledStep  # without statistics
-    params: object
     forward: list[float]
     whole: list[float]
 
@@ -91,25 +90,28 @@ def config_for(layers: str, max_tokens: int, store: Path) -> RunConfig:
 def open_case(name: str, layers: str, max_tokens: int) -> Case:
     config = config_for(layers, max_tokens, BUILD / "stores" / name)
     job = open_job(config)
-    step, params = compile_job(job)
+    step = load_step(job)
     bare = compile_step(
-        job.model, replace(job.plan.step, statistics=False), params, make_partition(job.plan.tensor, job.plan.weights)
+        job.model,
+        replace(job.plan.step, statistics=False),
+        step.operands.params,
+        make_partition(job.plan.tensor, job.plan.weights),
     )
-    return Case(name, layers, job, step, bare, params, [], [])
+    return Case(name, layers, job, step, bare, [], [])
 
 
 def bare_forward(case: Case) -> float:
     """Valid tokens per second of the forward pass alone, over the job's own batches, results left on the device."""
-    by_rows = sharding.row_sharding(case.step.mesh)
+    by_rows = sharding.row_sharding(case.step.compiled.mesh)
     blocks = [block for item in case.job.work({}) for block in item.blocks(lambda: False)]
     batches = [
-        sharding.put_rows(by_rows, step_rows(block, slice(row, row + ROWS), ROWS))
+        sharding.put_rows(by_rows, step_inputs(block, slice(row, row + ROWS), case.job.plan.step))
         for block in blocks
         for row in range(0, block.num_rows, ROWS)
     ]
     began = time.perf_counter()
     for batch in batches:
-        outputs = case.bare_step(case.params, batch["tokens"], batch["segments"], batch["positions"])
+        outputs = case.bare_step(case.step.operands.params, batch["tokens"], batch["segments"], batch["positions"])
     jax.block_until_ready(outputs)
     return sum(block.num_tokens for block in blocks) / (time.perf_counter() - began)
 
@@ -120,7 +122,7 @@ def whole_job(case: Case) -> float:
     shutil.rmtree(path, ignore_errors=True)
     store = StoreWriter.open(path, case.job.metadata, case.job.layout)
     with preemption.stop_on_signals() as stop:
-        metrics = fill(case.job, store, case.job.work(store.records), stop, case.step, case.params)
+        metrics = fill(case.job, store, case.job.work(store.records), stop, case.step)
     store.finish()
     return metrics.tokens / metrics.elapsed_s
 

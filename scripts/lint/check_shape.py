@@ -18,7 +18,6 @@ MAX_PARAMETERS = 8  # of a function, without self
 EXCEPTIONS: Mapping[str, str] = {
     name: "not divided yet"
     for name in (
-        "pipeline.extraction.loop:extract",
         "pipeline.generation.decode:compile_programs",
         "pipeline.generation.generator:compile_generator",
         "pipeline.models.attention.splash:attend_splash",

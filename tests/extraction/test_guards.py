@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from pipeline.cluster import preemption
 from pipeline.config import composing
-from pipeline.extraction.job_run import compile_job, fill
+from pipeline.extraction.job_run import fill, load_step
 from pipeline.job.opening import open_job
 from pipeline.store.write.store_writer import StoreWriter
 from tests.jobs import write_text
@@ -41,10 +41,10 @@ def test_the_host_does_little_per_step(tmp_path):
         job = open_job(
             composing.compose([f"data.path={text}", f"store.path={store}", f"run.max_tokens={tokens}", *overrides])
         )
-        step, params = compile_job(job)
+        step = load_step(job)
         writer = StoreWriter.open(str(store), job.metadata, job.layout)
         with preemption.stop_on_signals() as stop, python_calls() as calls:
-            metrics = fill(job, writer, job.work({}), stop, step, params)
+            metrics = fill(job, writer, job.work({}), stop, step)
         found[metrics.steps] = calls
     few, many = sorted(found)
     per_step = {name: (found[many][name] - found[few][name]) / (many - few) for name in ("MainThread", "writer")}
@@ -62,6 +62,6 @@ def test_capturing_more_layers_needs_no_more_temporary_memory(tmp_path):
     for layers in ("[3,4,5]", "all"):
         overrides = ["batch.rows=4", "batch.length=128", f"capture.layers={layers}", f"store.path={tmp_path / 'store'}"]
         job = open_job(composing.compose([f"data.path={text}", *overrides]))
-        memory = compile_job(job)[0].executable.memory_analysis()
+        memory = load_step(job).compiled.executable.memory_analysis()
         temporaries[layers] = memory.temp_size_in_bytes
     assert temporaries["all"] <= temporaries["[3,4,5]"]

@@ -13,7 +13,7 @@ from pipeline.cluster import devices, preemption
 from pipeline.config import composing
 from pipeline.core.errors import NotFiniteError, StoreError
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.extraction.job_run import compile_job, fill, open_store, run
+from pipeline.extraction.job_run import fill, load_step, open_store, run
 from pipeline.job.opening import open_job, print_plan
 from pipeline.planning.plan import MAX_STEPS_IN_FLIGHT
 from pipeline.store import ActivationStore
@@ -52,12 +52,12 @@ def compilations():
 def test_the_loop_compiles_nothing_and_moves_nothing_by_accident(text, tmp_path, compilations):
     config = job_config(text, tmp_path / "store")
     job = open_job(config)
-    step, params = compile_job(job)
+    step = load_step(job)
     assert compilations, "the listener must see the step's compilation"
     compilations.clear()
     store = StoreWriter.open(config.store.path, job.metadata, job.layout)
     with preemption.stop_on_signals() as stop, jax.transfer_guard_host_to_device("disallow"):
-        metrics = fill(job, store, job.work(store.records), stop, step, params)
+        metrics = fill(job, store, job.work(store.records), stop, step)
     assert not compilations
     assert metrics.steps > 10
 
@@ -111,13 +111,13 @@ def test_the_same_store_however_many_steps_are_in_flight(text, tmp_path, monkeyp
 def test_stages_account_for_the_time_of_the_loop(text, tmp_path):
     config = job_config(text, tmp_path / "store", "capture.layers=all")
     job = open_job(config)
-    step, params = compile_job(job)
+    step = load_step(job)
     store = StoreWriter.open(config.store.path, job.metadata, job.layout)
     with preemption.stop_on_signals() as stop:
-        metrics = fill(job, store, job.work(store.records), stop, step, params)
+        metrics = fill(job, store, job.work(store.records), stop, step)
     for thread in ("loop", "writer"):
-        assert sum(metrics.seconds[thread].values()) == pytest.approx(metrics.elapsed_s, rel=0.05)
-    assert 0 < sum(metrics.seconds["feed"].values()) < 1.05 * metrics.elapsed_s
+        assert sum(metrics.thread_seconds(thread).values()) == pytest.approx(metrics.elapsed_s, rel=0.05)
+    assert 0 < sum(metrics.thread_seconds("feed").values()) < 1.05 * metrics.elapsed_s
     assert f"The run was bound by {metrics.binding_stage()[0]}" in metrics.summary()
 
 

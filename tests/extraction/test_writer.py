@@ -14,8 +14,9 @@ import pytest
 from pipeline.config import composing
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import StoreError
-from pipeline.extraction.block_writer import BlockWriter, Step
+from pipeline.extraction.block_writer import BlockWriter
 from pipeline.extraction.job_run import run
+from pipeline.extraction.transfer import StepInFlight
 from pipeline.job.metrics import Metrics
 from pipeline.job.opening import open_job
 from pipeline.store.io.shard_files import _lock
@@ -104,7 +105,7 @@ def test_what_was_submitted_whole_before_a_write_failed_is_committed(text, tmp_p
             writer = BlockWriter(store, job.plan, metrics)
             for stream in (0, 1, 0, 1, 1):  # there are buffers for two
                 block = next(blocks[stream])
-                writer.submit(Step(block, 0, block.num_rows, copies=[], counts=None))
+                writer.submit(StepInFlight(block, 0, block.num_rows, copies=[], counts=None))
             may_fail.set()
             with pytest.raises(StoreError, match=f"{ARRAY}/c"):
                 writer.close()

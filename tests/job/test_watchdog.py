@@ -3,7 +3,7 @@
 import threading
 import time
 
-from pipeline.job.metrics import Metrics
+from pipeline.job.metrics import Metrics, Stage
 from pipeline.job.watchdog import Watchdog
 
 
@@ -12,10 +12,10 @@ def test_a_report_is_made_while_threads_enter_stages():
     watchdog, done = Watchdog(metrics, 600), threading.Event()
 
     def enter() -> None:
-        number = 0
+        number, stages = 0, list(Stage)
         while not done.is_set():
             metrics.stages = {} if number % 1000 == 0 else metrics.stages
-            with metrics.stage(f"thread {number}", "work"):
+            with metrics.stage(stages[number % len(stages)]):
                 number += 1
 
     threads = [threading.Thread(target=enter) for _ in range(2)]

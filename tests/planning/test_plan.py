@@ -18,7 +18,7 @@ from pipeline.config.schema import (
 )
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.extraction.block_writer import _new_buffers
+from pipeline.extraction.buffers import BlockBuffers
 from pipeline.planning.plan import (
     MAX_AUTO_STREAMS,
     MAX_STEPS_IN_FLIGHT,
@@ -83,7 +83,7 @@ def test_host_bytes_have_the_buffers_of_statistics(dtype, statistics):
     capture = CaptureConfig(layers=[1, 2], positions=Positions.last, per_row=1, dtype=dtype, statistics=statistics)
     plan = planned(replace(BASE, capture=capture))
     assert plan.process_rows == 8
-    buffers = sum(buffer.nbytes for buffer in _new_buffers(plan))
+    buffers = sum(buffer.nbytes for buffer in BlockBuffers.allocate(plan).leaves())
     assert buffers == plan.block_bytes + plan.rows_per_block * plan.step.row_statistics_bytes
     assert (buffers > 4 * plan.block_bytes) == statistics
     assert plan.host_bytes > 2 * buffers

@@ -9,7 +9,7 @@ from workload import Workload
 
 from pipeline.cluster import devices, preemption
 from pipeline.config import composing
-from pipeline.extraction.job_run import compile_job, fill
+from pipeline.extraction.job_run import fill, load_step
 from pipeline.job.opening import open_job
 from pipeline.store import ActivationStore
 from pipeline.store.write.store_writer import StoreWriter
@@ -38,13 +38,13 @@ class Extractor:
                 ]
             )
         )
-        self._compiled = compile_job(self._job)
+        self._step = load_step(self._job)
 
     def run(self, out: Path) -> int:
         shutil.rmtree(out)
         store = StoreWriter.open(str(out), self._job.metadata, self._job.layout)
         with preemption.stop_on_signals() as stop:
-            metrics = fill(self._job, store, self._job.work(store.records), stop, *self._compiled)
+            metrics = fill(self._job, store, self._job.work(store.records), stop, self._step)
         store.finish()
         return metrics.tokens
 

@@ -1,0 +1,67 @@
+"""What a user is told about the blocks of a run: values that are not finite, and slots that are short or wasted."""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.core.errors import NotFiniteError
+from pipeline.data.documents import TokenBlock
+from pipeline.planning.plan import Plan
+
+log = logging.getLogger("pipeline")
+
+
+def check_finite(plan: Plan, block: TokenBlock | None, counts: Sequence[int]) -> None:
+    """`counts`: of each key, the tokens of a step with a value that is not finite, over all processes.
+
+    Raises NotFiniteError, on each process, or warns, as capture.on_not_finite says.
+    """
+    arrays = [f"{key.name} ({count} tokens)" for key, count in zip(plan.step.keys, counts, strict=True) if count]
+    if not arrays:
+        return
+    blocks = [f"block {block.index} of stream {block.stream}"] if block else []
+    if plan.processes > 1:
+        blocks.append("another process's block")
+    what = f"{' or '.join(blocks)} has activations that are not finite as {plan.step.dtype}: {', '.join(arrays)}."
+    if plan.fail_on_not_finite:
+        raise NotFiniteError(
+            f"{what} It is not stored. Start a new store with capture.dtype=bfloat16 or float32; if that does not "
+            f"help, with model.dtype=float32."
+        )
+    log.warning("%s They are stored as they are, and left out of the statistics.", what)
+
+
+class SlotChecks:
+    """Warnings about capture.per_row: too few slots for the selected tokens of a row, or for most of its positions."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._has_warned_of_empty_rows = False
+
+    def check(self, block: TokenBlock) -> None:
+        """Warns of each block that leaves selected tokens out, and once a run of rows that are mostly empty."""
+        if self._plan.warn_of_unselected and (left_out := sum(block.table["n_unselected"].to_pylist())):
+            log.warning(
+                "block %d of stream %d: the activations of %d selected tokens are left out, of windows of documents "
+                "with more than capture.per_row=%d; n_unselected says of which documents",
+                *(block.index, block.stream, left_out, self._plan.step.selected),
+            )
+        if self._plan.packs_by_slots and not self._has_warned_of_empty_rows:
+            self._check_empty_rows(block)
+
+    def _check_empty_rows(self, block: TokenBlock) -> None:
+        """Of a block of whole steps: most slots for selected tokens taken, and less than half of the positions."""
+        plan, spec = self._plan, self._plan.step
+        if block.num_rows < plan.process_rows:
+            return
+        filled = block.num_tokens / (block.num_rows * spec.length)
+        slots_filled = np.count_nonzero(block.stored) / (block.num_rows * spec.selected)
+        if filled < 0.5 < slots_filled:
+            self._has_warned_of_empty_rows = True
+            log.warning(
+                "block %d of stream %d: only %.0f %% of its rows' positions have tokens, since %.0f %% of the "
+                "capture.per_row=%d slots for selected ones are taken. In a new store, a larger capture.per_row fills "
+                "more of them",
+                *(block.index, block.stream, 100 * filled, 100 * slots_filled, spec.selected),
+            )

@@ -1,0 +1,54 @@
+"""What is stored with a block's activations: its tokens, its statistics, its commit record."""
+
+from dataclasses import asdict
+
+import numpy as np
+from jaxtyping import Int32
+
+from pipeline.data.documents import TokenBlock
+from pipeline.step.compiled_step import RowStatistics
+from pipeline.step.spec import StepSpec
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.statistics import Statistics, block_statistics
+
+
+def side_arrays(block: TokenBlock, rows_per_block: int) -> dict[str, Int32[np.ndarray, "R _"]]:
+    """Tokens, segments, positions, documents and selected positions, padded to a full store shard."""
+    missing = ((0, rows_per_block - block.num_rows), (0, 0))
+    arrays = {name: np.pad(getattr(block, name), missing) for name in ("tokens", "segments", "positions")}
+    arrays["documents"] = np.pad(block.documents, missing, constant_values=-1)
+    if block.selected is not None:
+        arrays["selected"] = np.pad(block.selected, missing, constant_values=-1)
+    return arrays
+
+
+def merge_rows(spec: StepSpec, block: TokenBlock, rows: RowStatistics) -> dict[str, Statistics]:
+    """A block's statistics, by array name, from those of its rows."""
+    moments, norms = rows.moments[: block.num_rows], rows.norms[: block.num_rows]
+    statistics, first = {}, 0
+    for number, (key, width) in enumerate(zip(spec.keys, spec.widths, strict=True)):
+        mean, m2 = moments[:, 0, first : first + width], moments[:, 1, first : first + width]
+        squared_error = None
+        if rows.squared_errors is not None:
+            squared_error = float(rows.squared_errors[: block.num_rows, number].sum(dtype=np.float64))
+        statistics[key.name] = block_statistics(block.stored, mean, m2, norms[:, number], squared_error)
+        first += width
+    return statistics
+
+
+def commit_record(block: TokenBlock) -> CommitRecord:
+    """The record that says that a block is in the store."""
+    return CommitRecord(
+        stream=block.stream,
+        block=block.index,
+        rows=block.num_rows,
+        tokens=block.num_tokens,
+        documents=block.table.num_rows,
+        tokens_cut=sum(block.table["n_cut"].to_pylist()),
+        skipped=tuple(asdict(skip) for skip in block.skipped),
+        start=block.start.to_json(),
+        next=block.next.to_json(),
+        exhausted=block.exhausted,
+        truncated=block.truncated,
+        selected=None if block.selected is None else int(np.count_nonzero(block.stored)),
+    )

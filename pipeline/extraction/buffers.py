@@ -1,0 +1,51 @@
+"""The host memory of one block: what its steps put out, gathered in the shapes of store shards."""
+
+from typing import NamedTuple
+
+import jax
+import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
+import numpy as np
+from jaxtyping import Float32, Shaped
+
+from pipeline.planning.plan import Plan
+from pipeline.step.compiled_step import RowStatistics
+from pipeline.store.format.int8 import scale_name
+
+
+class BlockBuffers(NamedTuple):
+    """Arrays of R rows: a block's. The fields, and so the leaves, are those of StepOutputs without its counts."""
+
+    activations: tuple[Shaped[np.ndarray, "R S D"], ...]  # in the order of the plan's keys
+    scales: tuple[Float32[np.ndarray, "R S G"], ...]  # of int8; else none
+    statistics: RowStatistics | None
+
+    @classmethod
+    def allocate(cls, plan: Plan) -> "BlockBuffers":
+        """Without values. The memory is touched only when it is filled."""
+        spec, rows = plan.step, plan.rows_per_block
+        activations = tuple(np.empty((rows, spec.slots, width), spec.dtype) for width in spec.widths)
+        scales = tuple(np.empty((rows, spec.slots, count), np.float32) for count in spec.scale_counts)
+        if not spec.statistics:
+            return cls(activations, scales, None)
+        keys = len(spec.keys)
+        statistics = RowStatistics(
+            moments=np.empty((rows, 2, sum(spec.widths)), np.float32),
+            norms=np.empty((rows, keys, spec.slots), np.float32),
+            squared_errors=np.empty((rows, keys), np.float32) if spec.measures_error else None,
+        )
+        return cls(activations, scales, statistics)
+
+    def leaves(self) -> list[np.ndarray]:
+        """In the order of `HostBlock.output`."""
+        return jax.tree.leaves(tuple(self))
+
+    def pad(self, num_rows: int) -> None:
+        """Sets the rows that the block does not have to 0."""
+        for buffer in self.leaves():
+            buffer[num_rows:] = 0
+
+    def arrays(self, plan: Plan) -> dict[str, np.ndarray]:
+        """The store's arrays of activations and scales, by name."""
+        names = [key.name for key in plan.step.keys]
+        scales = zip(map(scale_name, names), self.scales, strict=False)  # none but for int8
+        return dict(zip(names, self.activations, strict=True)) | dict(scales)
