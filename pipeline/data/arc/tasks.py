@@ -36,13 +36,14 @@ def parse_task(name: str, place: str, value: Any, solutions: Any = None) -> Task
     A pair is `{"input": grid, "output": grid}` or `[input, output]`. Of `examples` the last pair is the test.
     `solutions` is the list of the test outputs when they stand elsewhere. `place` is named in messages.
 
-    Raises InputError for what is not such a task: a missing key, a grid that is empty, ragged or has other values than
-    the colours 0 to 9.
+    Raises InputError for what is not such a task: a missing key, a name that is not UTF-8, a grid that is empty,
+    ragged or has other values than the colours 0 to 9.
     """
     try:
         return _task(name, value, solutions)
     except ValueError as error:
-        raise InputError(f"{place}, task {name}: {error}. Repair the task or set data.on_error=skip.") from error
+        shown = name.encode(errors="backslashreplace").decode()
+        raise InputError(f"{place}, task {shown}: {error}. Repair the task or set data.on_error=skip.") from error
 
 
 def parse_grid(value: Any, what: str) -> Grid:
@@ -59,6 +60,8 @@ def parse_grid(value: Any, what: str) -> Grid:
 
 
 def _task(name: str, value: Any, solutions: Any) -> Task:
+    if any(0xD800 <= ord(character) < 0xE000 for character in name):
+        raise ValueError("its name has a lone surrogate, so is not UTF-8")
     if not isinstance(value, Mapping):
         raise ValueError(f"the task is {_brief(value)}, expected an object")
     if value.get("examples") is not None:

@@ -165,6 +165,14 @@ def test_a_bad_task_is_named_or_skipped(folder, content, reason):
     assert [item.id for item in resumed] == ["b#0", "b#1", "b#0@1", "b#1@1"]
 
 
+def test_a_name_that_is_not_utf8_is_named_or_skipped(tmp_path):
+    path = write(tmp_path / "x_challenges.json", {"a": ONE, "\ud800": ONE})
+    with pytest.raises(InputError, match=r"task \\ud800: its name has a lone surrogate"):
+        documents(source(path, augmentations=2))
+    ends = documents(source(path, augmentations=2, on_error=OnError.skip))
+    assert [isinstance(item, SkippedDocument) for item in ends] == [False, False, True]
+
+
 @pytest.mark.parametrize("on_error", OnError)
 @pytest.mark.parametrize(
     ("name", "content", "settings", "message"),
