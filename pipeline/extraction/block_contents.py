@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from pipeline.data.documents import TokenBlock
-from pipeline.step.compiled_step import RowStatistics
+from pipeline.step.row_statistics import RowStatistics
 from pipeline.step.spec import StepSpec
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.statistics import Statistics, block_statistics

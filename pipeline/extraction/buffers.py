@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float32, Shaped
 
 from pipeline.planning.plan import Plan
-from pipeline.step.compiled_step import RowStatistics
+from pipeline.step.row_statistics import RowStatistics
 from pipeline.store.format.int8 import scale_name
 
 

@@ -27,7 +27,7 @@ from pipeline.models.decoder import Params
 from pipeline.models.head import logits
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
-from pipeline.step.compiled_step import compiler_options, matmul_precision
+from pipeline.step.compiler import compiler_options, matmul_precision
 
 FINAL = ActivationKey(-1, Site.final_norm)
 

@@ -6,13 +6,12 @@ Letters: B rows, T positions, D width of the site, S slots of a row for activati
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float32, Int32, PyTree, Shaped
+from jaxtyping import Array, Float32, Int32, PyTree, Shaped
 
 from pipeline.cluster.sharding import activation_sharding, make_mesh, replicated, row_sharding
 from pipeline.config.choices import Weights
@@ -21,27 +20,15 @@ from pipeline.models.attention.choosing import Attention, choose_attention
 from pipeline.models.decoder import Params
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
+from pipeline.step.compiler import compiler_options, matmul_precision
+from pipeline.step.row_statistics import RowStatistics, row_statistics
 from pipeline.step.spec import StepSpec
-from pipeline.step.storage_dtypes import Stored, as_stored, is_finite, numbers
+from pipeline.step.storage_dtypes import Stored, as_stored, is_finite
 
 log = logging.getLogger("pipeline")
 
 Captured = dict[ActivationKey, Array]
 Finish = Callable[[Array], Stored]
-CompilerOptions = dict[str, bool | str]
-
-_ONEDNN_TOKENS = 512  # of a step, from which on its products are faster
-
-
-class RowStatistics(NamedTuple):
-    """Of each row's valid, finite tokens: the part of the statistics that the devices compute.
-
-    The keys' features lie one after the other in W. In one array each, since every output costs the host time.
-    """
-
-    moments: Float32[Array, "B 2 W"]  # of each feature the mean, and the sum of squared deviations from it
-    norms: Float32[Array, "B keys S"]  # of each token; 0 where there is none, NaN where a value is not finite
-    squared_errors: Float32[Array, "B keys"] | None  # of dtypes of one byte: what storing changes
 
 
 class StepOutputs(NamedTuple):
@@ -132,9 +119,9 @@ def _compile(capture: Callable[..., Captured], params: PyTree, spec: StepSpec, m
         finite = [is_finite(each) for each in finished]
         counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in (valid, *(~each for each in finite))])
         with jax.named_scope("statistics"):
-            row_statistics = _row_statistics(finished, stored, finite) if spec.statistics else None
+            statistics = row_statistics(finished, stored, finite) if spec.statistics else None
         scales = tuple(each.scales for each in finished if each.scales is not None)
-        return StepOutputs(tuple(each.values for each in finished), scales, row_statistics, counts)
+        return StepOutputs(tuple(each.values for each in finished), scales, statistics, counts)
 
     jitted = jax.jit(step, out_shardings=_output_shardings(spec, mesh))
     return jitted.lower(params, *_inputs(spec, mesh)).compile(compiler_options(mesh, spec.rows * spec.length))
@@ -152,50 +139,3 @@ def _output_shardings(spec: StepSpec, mesh: Mesh) -> StepOutputs:
     scales = (by_rows,) * len(spec.scale_counts)
     statistics = RowStatistics(by_rows, by_rows, by_rows if spec.measures_error else None) if spec.statistics else None
     return StepOutputs(activations, scales, statistics, replicated(mesh))
-
-
-def _row_statistics(
-    finished: Sequence[Stored], stored: Bool[Array, "B S"], finite: Sequence[Bool[Array, "B S"]]
-) -> RowStatistics:
-    moments, norms = [], []
-    for each, of_tokens in zip(finished, finite, strict=True):
-        used = (stored & of_tokens)[:, :, None]
-        x = jnp.where(used, numbers(each), 0)
-        mean = jnp.sum(x, axis=1) / jnp.maximum(jnp.sum(used, axis=1), 1)
-        m2 = jnp.sum(jnp.where(used, jnp.square(x - mean[:, None]), 0), axis=1)
-        moments.append(jnp.stack([mean, m2], axis=1))
-        norms.append(jnp.where(of_tokens, jnp.linalg.norm(x, axis=-1), jnp.nan))
-    errors = [each.squared_error for each in finished if each.squared_error is not None]
-    squared_errors = jnp.stack(errors, axis=1) if errors else None
-    return RowStatistics(jnp.concatenate(moments, axis=-1), jnp.stack(norms, axis=1), squared_errors)
-
-
-def matmul_precision(dtype: jnp.dtype | str) -> str:
-    """What the user calls float32 is float32, also where the hardware would rather multiply in less."""
-    return "highest" if dtype == jnp.float32 else "default"
-
-
-def compiler_options(mesh: Mesh, tokens: int) -> CompilerOptions:
-    """What a program that computes so many tokens (global) at once is compiled with: on CPUs oneDNN's matrix products.
-
-    Of large matrices they are 1.05 to 1.2 times as fast as XLA's choice, YNNPACK, of small ones half as fast or less
-    (docs/performance.md). The choice depends on the configuration alone: a row has the same bits whatever the number
-    of devices that share the step.
-    """
-    is_large = mesh.devices.flat[0].platform == "cpu" and tokens >= _ONEDNN_TOKENS
-    return _onednn_options() if is_large else {}
-
-
-@cache
-def _onednn_options() -> CompilerOptions:
-    """Empty where this jaxlib does not know them. One that is built without oneDNN ignores them."""
-    options: CompilerOptions = {
-        "xla_cpu_use_onednn": True,
-        "xla_cpu_experimental_onednn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
-    }
-    try:
-        jax.jit(lambda: 0).lower().compile(options)
-    except jax.errors.JaxRuntimeError as error:
-        log.info("matrix products without oneDNN: %s", error)
-        return {}
-    return options

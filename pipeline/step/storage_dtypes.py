@@ -26,8 +26,8 @@ def as_stored(x: Float[Array, "B S D"], dtype: str, group: int | None, with_erro
     stored = Stored(*_int8(x, group or x.shape[-1]), None) if dtype == INT8 else Stored(x.astype(dtype), None, None)
     if not with_error:
         return stored
-    of_tokens = jnp.sum(jnp.square(numbers(stored) - x.astype(jnp.float32)), axis=-1)
-    return stored._replace(squared_error=jnp.sum(jnp.where(is_finite(stored), of_tokens, 0), axis=-1))
+    token_errors = jnp.sum(jnp.square(numbers(stored) - x.astype(jnp.float32)), axis=-1)
+    return stored._replace(squared_error=jnp.sum(jnp.where(is_finite(stored), token_errors, 0), axis=-1))
 
 
 def _int8(x: Float[Array, "B S D"], group: int) -> tuple[Int8[Array, "B S D"], Float32[Array, "B S G"]]:

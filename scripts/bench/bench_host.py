@@ -38,7 +38,8 @@ from pipeline.extraction.loaded_step import LoadedStep, ModelWeights, step_input
 from pipeline.extraction.transfer import start_copies
 from pipeline.job.opening import Job, open_job
 from pipeline.models.attention.choosing import XLA
-from pipeline.step.compiled_step import CompiledStep, RowStatistics, StepOutputs
+from pipeline.step.compiled_step import CompiledStep, StepOutputs
+from pipeline.step.row_statistics import RowStatistics
 from pipeline.store.format.arrays import zarr_metadata
 from pipeline.store.format.layout import SIDE_ARRAYS
 from pipeline.store.write.store_writer import StoreWriter

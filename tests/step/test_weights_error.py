@@ -10,9 +10,9 @@ from pipeline.core.errors import StoreMismatch
 from pipeline.core.sites import ActivationKey
 from pipeline.extraction import weights_error
 from pipeline.extraction.job_run import run
-from pipeline.extraction.weights_error import int8_errors
 from pipeline.inspection.summary import summarise
 from pipeline.job.opening import open_job
+from pipeline.step.weights_error import int8_errors
 from pipeline.store import ActivationStore
 from tests.jobs import assert_same_store, write_text
 

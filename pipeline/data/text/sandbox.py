@@ -3,12 +3,11 @@
 What is random or depends on the machine, the day or the version of Python is absent: `random`, `lipsum`, `pprint`, the
 text of functions and generators (memory addresses), sets (ordered by a random hash), methods such as `date.now`.
 
-Work is counted in units: a character that an operation reads or writes is one, an operation is `_OPERATION`. Growth is
+Work is counted in units: a character that an operation reads or writes is one, an operation is `OPERATION`. Growth is
 counted before it happens, so that `'x' * 10**10` raises `Unbounded` without taking memory.
 """
 
 import datetime
-import decimal
 import functools
 import json
 import re
@@ -25,16 +24,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
-_OPERATION = 16  # units
-_BASE = 1 << 23  # units that every rendering may take: half a million operations, or 8 million characters
+from pipeline.data.text.sandbox_costs import (
+    BASE,
+    FILTER_GROWTH,
+    OPERATION,
+    PRINTF,
+    Unbounded,
+    bounded_range,
+    method_growth,
+    weight,
+)
+
 _PER_CHARACTER = 64  # units more for each character of the input
 _MAX_SOURCE = 1 << 18  # characters of a template; the longest published chat templates have some ten thousand
 _MAX_BITS = 4096  # of an integer
 _MAX_DEPTH = 50  # of macros that call macros; Python's own limit depends on who calls
-
-# Types whose text is the same in every process.
-_PLAIN = (str, bytes, int, float, type(None), list, tuple, dict, range, decimal.Decimal)
-_PLAIN += (datetime.date, datetime.time, datetime.timedelta, jinja2.Undefined)
 
 _OWN_TYPES = (Namespace, LoopContext, Macro, BlockReference, Cycler, Joiner, jinja2.runtime.TemplateReference)
 
@@ -78,10 +82,6 @@ _REFUSED_STATEMENTS = {
 }
 
 
-class Unbounded(jinja2.TemplateError):
-    """A template takes more work than its input justifies."""
-
-
 class _Meter(threading.local):
     """The units that are left to the rendering under way in this thread."""
 
@@ -116,7 +116,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._prints_null = prints_null
         self._num_nodes = 0
         del self.globals["lipsum"]
-        self.globals["range"] = _bounded_range
+        self.globals["range"] = bounded_range
         self.globals |= functions or {}
         library = self.filters | {"tojson": self._tojson}
         self.filters = {name: self._metered(name, library[name]) for name in _TEXT_FILTERS | _OTHER_FILTERS}
@@ -147,8 +147,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def render_bounded(self, template: jinja2.Template, values: Mapping[str, Any]) -> str:
         """Raises what the template's operations raise: jinja2.TemplateError, and Python's for wrong values."""
-        self._meter.left = _BASE
-        self._meter.left = _BASE + _PER_CHARACTER * sum(_weight(value) for value in values.values())
+        self._meter.left = BASE
+        self._meter.left = BASE + _PER_CHARACTER * sum(weight(value) for value in values.values())
         return template.render(values)
 
     # What jinja2 calls while it renders.
@@ -164,7 +164,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(counted())
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        self._spend(_OPERATION)
+        self._spend(OPERATION)
         if isinstance(left, str) and operator == "%":
             return self._printf(left, right)
         for number in (left, right):
@@ -187,16 +187,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         self, function = __self, __obj
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-        self._spend(_OPERATION + self._measured(args) + self._measured(kwargs))
+        self._spend(OPERATION + self._measured(args) + self._measured(kwargs))
         if isinstance(function, Macro | LoopContext | BlockReference):
-            self._spend(_OPERATION * self._num_nodes)
+            self._spend(OPERATION * self._num_nodes)
             return self._nested(lambda: super(Sandbox, self).call(__context, function, *args, **kwargs))
         if isinstance(owner, str | bytes | list | tuple):
             self._spend(len(owner))
         if isinstance(owner, str):
             if name == "join" and args:
                 args = (list(args[0]), *args[1:])
-            self._spend(_method_growth(name, owner, args, kwargs))
+            self._spend(method_growth(name, owner, args, kwargs))
         result = super().call(__context, function, *args, **kwargs)
         if not isinstance(owner, dict | list | tuple):
             self._spend(self._measured(result))
@@ -236,21 +236,21 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _measured(self, value: Any, *, printed: bool = False) -> int:
         """The units of a value, at most one more than are left."""
-        return _weight(value, self._meter.left, printed=printed)
+        return weight(value, self._meter.left, printed=printed)
 
     def _each(self, items: Iterable[Any], num_nodes: int) -> Iterator[Any]:
         """The items of a loop whose body has so many nodes."""
         for item in items:
-            self._spend(_OPERATION + 4 * num_nodes)
+            self._spend(OPERATION + 4 * num_nodes)
             yield item
 
     def _weighed(self, value: Any) -> Any:
-        self._spend(_OPERATION + self._measured(value))
+        self._spend(OPERATION + self._measured(value))
         return value
 
     def _joined(self, values: tuple[Any, ...]) -> str:
         """The operator `~`."""
-        self._spend(_OPERATION + self._measured(values, printed=True))
+        self._spend(OPERATION + self._measured(values, printed=True))
         return "".join(map(str, values))
 
     def _metered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,8 +263,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             passed, values = args[:first], args[first:]
             if name == "join" and values and not isinstance(values[0], jinja2.Undefined):
                 values = (list(values[0]), *values[1:])
-            self._spend(_OPERATION + self._measured((values, kwargs), printed=printed))
-            if growth := _FILTER_GROWTH.get(name):
+            self._spend(OPERATION + self._measured((values, kwargs), printed=printed))
+            if growth := FILTER_GROWTH.get(name):
                 self._spend(max(0, growth(*values, **kwargs)))
             if name == "format":
                 return self._printf(str(values[0]), kwargs or values[1:])
@@ -278,7 +278,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return metered
 
     def _printf(self, text: str, values: Any) -> str:
-        widths = [number for pair in _PRINTF.findall(text) for number in pair if number]
+        widths = [number for pair in PRINTF.findall(text) for number in pair if number]
         if "*" in widths:
             raise jinja2.TemplateError(f"the width * of {text[:40]!r} is not supported")
         self._spend(len(text) + sum(map(int, widths)))
@@ -355,7 +355,7 @@ class _BoundedFormatter(SandboxedFormatter):
     """`str.format`, whose fields are counted."""
 
     def convert_field(self, value: Any, conversion: str | None) -> Any:
-        self._env._spend(_OPERATION + self._env._measured(value, printed=True))
+        self._env._spend(OPERATION + self._env._measured(value, printed=True))
         return super().convert_field(value, conversion)
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -407,90 +407,9 @@ def _printed(context: jinja2.runtime.Context, value: Any) -> Any:
     sandbox = context.environment
     if value is None and not sandbox._prints_null:
         raise jinja2.TemplateError("a value of the template is null")
-    sandbox._spend(_OPERATION + sandbox._measured(value, printed=True))
+    sandbox._spend(OPERATION + sandbox._measured(value, printed=True))
     return value
 
-
-def _weight(value: Any, most: int | None = None, *, printed: bool = False) -> int:
-    """The units of a value, its characters and elements, counted up to `most`.
-
-    Raises jinja2.TemplateError for a `printed` value whose text differs from process to process.
-    """
-    total, rest = 0, [value]
-    while rest and (most is None or total <= most):
-        item = rest.pop()
-        total += _OPERATION
-        if isinstance(item, str | bytes):
-            total += len(item)
-        elif isinstance(item, dict):
-            rest.extend(item.keys())
-            rest.extend(item.values())
-        elif isinstance(item, list | tuple):
-            rest.extend(item)
-        elif isinstance(item, int):
-            total += item.bit_length() // 8
-        elif printed and not isinstance(item, _PLAIN):
-            raise jinja2.TemplateError(
-                f"a {type(item).__name__} has no fixed text. Print its values, e.g. call the method or add | list"
-            )
-    return total
-
-
-def _bounded_range(*args: int) -> range:
-    numbers = range(*args)
-    if abs((numbers.stop - numbers.start) // numbers.step) > _BASE // _OPERATION:
-        raise Unbounded(f"{numbers} is too long")
-    return numbers
-
-
-def _method_growth(name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """The characters by which a method of `str` may exceed its text and arguments."""
-    if not args and not kwargs:
-        return 0
-    match name:
-        case "center" | "ljust" | "rjust" | "zfill":
-            return max(0, args[0])
-        case "expandtabs":
-            return text.count("\t") * max(0, *args, *kwargs.values())
-        case "replace":
-            return text.count(args[0]) * len(args[1]) if len(args) > 1 else 0
-        case "join":
-            return len(text) * len(args[0])
-    return 0
-
-
-_PRINTF = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\*|\d+)?(?:\.(\*|\d+))?")
-
-
-def _indent_growth(text: Any, width: int | str = 4, *_: Any, **__: Any) -> int:
-    return (1 + len(str(text).splitlines())) * (len(width) if isinstance(width, str) else width)
-
-
-def _replace_growth(text: Any, old: Any, new: Any, *_: Any, **__: Any) -> int:
-    return str(text).count(str(old)) * len(str(new))
-
-
-def _join_growth(values: Any, d: Any = "", *_: Any, **__: Any) -> int:
-    return 0 if isinstance(values, jinja2.Undefined) else len(values) * len(str(d))
-
-
-def _round_growth(_value: Any, precision: int = 0, *_: Any, **__: Any) -> int:
-    return abs(precision) ** 2  # 10 ** precision
-
-
-_FILTER_GROWTH: dict[str, Callable[..., int]] = {
-    "batch": lambda values, linecount, *_, **__: linecount,
-    "center": lambda text, width=80: width,
-    "indent": _indent_growth,
-    "join": _join_growth,
-    "replace": _replace_growth,
-    "round": _round_growth,
-    "slice": lambda values, slices, *_, **__: slices,
-    "sum": lambda values, attribute=None, start=0: _BASE if isinstance(start, list | tuple) else 0,
-    "wordwrap": lambda text, width=79, break_long_words=True, wrapstring=None, *_, **__: (
-        len(str(text)) * len(wrapstring or "")
-    ),
-}
 
 _REASONS = {
     "random": ": a document would differ from run to run",

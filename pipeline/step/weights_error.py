@@ -1,0 +1,68 @@
+"""How far int8 weights take activations from those of the weights as they are."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array, Bool, Float, Int32
+
+from pipeline.core.sites import ActivationKey, Site
+from pipeline.models.attention.xla import attend_xla
+from pipeline.models.decoder import LayerWeights, embed, layer_sites, rope_tables
+from pipeline.models.layers import norm
+from pipeline.models.registry import Model
+from pipeline.models.runs import layer_runs, residual_index
+from pipeline.step.compiler import matmul_precision
+
+
+def int8_errors(
+    model: Model,
+    keys: Sequence[ActivationKey],
+    rows: Mapping[str, Int32[np.ndarray, "B T"]],
+    dtype: str,
+) -> dict[ActivationKey, float]:
+    """The relative error of each key; `rows` are tokens, segments and positions, and `dtype` is of computing."""
+    device = SingleDeviceSharding(jax.local_devices()[0])
+    last = max((run.stop for run in layer_runs(keys, model.num_layers)), default=0)
+    single = (*keys, *(ActivationKey(layer, Site.resid_pre) for layer in range(last)))  # every layer is a run
+    leaves = model.leaves(single)
+    run_leaves = leaves.pop("runs")
+    tokens, segments, positions = (jnp.asarray(rows[name]) for name in ("tokens", "segments", "positions"))
+
+    @partial(jax.jit, static_argnames="is_local")
+    def layer(x: Array, weights: LayerWeights, is_local: bool) -> tuple[Array, dict[Site, Array]]:
+        ropes = rope_tables(model.arch, positions)
+        return layer_sites(model.arch, x, weights, ropes, segments, is_local, attend_xla)
+
+    with jax.default_matmul_precision(matmul_precision(dtype)):
+        params = model.load_leaves(leaves, dtype, device)
+        x = x_int8 = embed(model.arch, params, tokens, positions)
+        residuals, inner = [0.0], {}
+        for run, leaves_of_run in zip(layer_runs(single, model.num_layers), run_leaves, strict=True):
+            is_local = model.arch.is_local(run.first)
+            x, sites = layer(x, model.load_leaves(leaves_of_run, dtype, device), is_local)
+            x_int8, sites_int8 = layer(
+                x_int8, model.load_leaves(leaves_of_run, dtype, device, with_int8=True), is_local
+            )
+            residuals.append(float(_relative_error(x_int8, x, segments != 0)))
+            for site in sites:
+                error = _relative_error(sites_int8[site], sites[site], segments != 0)
+                inner[ActivationKey(run.first, site)] = float(error)
+        if "final_norm" in params:
+            normed = (norm(stream, params, "final_norm", model.arch) for stream in (x_int8, x))
+            inner[ActivationKey(-1, Site.final_norm)] = float(_relative_error(*normed, segments != 0))
+    return {key: inner[key] if key in inner else residuals[residual_index(key, model.num_layers)] for key in keys}
+
+
+@jax.jit
+def _relative_error(
+    got: Float[Array, "B T *D"], expected: Float[Array, "B T *D"], valid: Bool[Array, "B T"]
+) -> Float[Array, ""]:
+    got, expected = (
+        jnp.where(valid[:, :, None], values.reshape(*valid.shape, -1).astype(jnp.float32), 0)
+        for values in (got, expected)
+    )
+    return jnp.linalg.norm((got - expected).ravel()) / jnp.linalg.norm(expected.ravel())
