@@ -189,7 +189,7 @@ def open_repository(
     """
     with _named_errors(repo, revision, key, invalid):
         try:
-            found = _download(repo, file, revision)
+            downloaded = _download(repo, file, revision)
         except EntryNotFoundError as error:
             if isinstance(error.__cause__, OfflineModeIsEnabled):
                 raise PipelineError(
@@ -203,9 +203,9 @@ def open_repository(
             cached = huggingface_hub.try_to_load_from_cache(repo, file, revision=revision)
             if not isinstance(cached, str):
                 raise
-            found = Path(cached)
-            log.warning("%s Using commit %s of %s from the Hub's cache.", error, found.parent.name, repo)
-    return Repository(repo, found.parent.name, key, invalid)  # the cache keeps files under snapshots/<commit>/
+            downloaded = Path(cached)
+            log.warning("%s Using commit %s of %s from the Hub's cache.", error, downloaded.parent.name, repo)
+    return Repository(repo, downloaded.parent.name, key, invalid)  # the cache keeps files under snapshots/<commit>/
 
 
 def _download(repo: str, name: str, revision: str | None) -> Path:

@@ -84,10 +84,10 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
         repeat_requests()
     with input_errors(path):
         filesystem, root = fsspec.core.url_to_fs(os.path.expanduser(path))
-        found, base, named = _listing(filesystem, root, suffix)
+        listed, base, named = _listing(filesystem, root, suffix)
         files = [
             InputFile(filesystem, file, file[len(base) :].lstrip("/"), info["size"])
-            for file, info in found.items()
+            for file, info in listed.items()
             if not _is_directory(filesystem, file, info)
         ]
         if not files:  # fsspec takes a place that it cannot reach for an empty one, except in `ls`
@@ -150,8 +150,8 @@ def _listing(filesystem: AbstractFileSystem, root: str, suffix: str) -> tuple[di
         fixed = root[: min(root.index(character) for character in "*?[" if character in root)]
         return filesystem.glob(root, detail=True), fixed.rpartition("/")[0], False
     if filesystem.isdir(root):
-        found = filesystem.find(root, detail=True)
-        return {name: info for name, info in found.items() if name.endswith(suffix)}, root.rstrip("/"), False
+        listed = filesystem.find(root, detail=True)
+        return {name: info for name, info in listed.items() if name.endswith(suffix)}, root.rstrip("/"), False
     if filesystem.exists(root):
         return {root: filesystem.info(root)}, root.rpartition("/")[0], True
     return {}, root, True

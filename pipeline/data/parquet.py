@@ -186,8 +186,8 @@ def _shards(files: Sequence[InputFile], config: ParquetData) -> list[_Shard]:
     if config.row_groups_per_shard is None:
         return [_Shard(file) for file in files]
     with ThreadPoolExecutor(16) as pool:
-        of_files = pool.map(lambda file: _shards_of(file, config.row_groups_per_shard, config.on_error), files)
-        return [shard for shards in of_files for shard in shards]
+        file_shards = pool.map(lambda file: _shards_of(file, config.row_groups_per_shard, config.on_error), files)
+        return [shard for shards in file_shards for shard in shards]
 
 
 def _shards_of(file: InputFile, row_groups_per_shard: int, on_error: OnError) -> list[_Shard]:

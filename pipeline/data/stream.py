@@ -205,8 +205,8 @@ class TokenStream:
             return pad(sizes, self._num_rows)
         if self._selection is None:
             return pack(sizes, self._num_rows, self._length)
-        of_pieces, of_row = costs(self._selection, sizes, [piece.chosen for piece in pieces], self._length)
-        return pack(sizes, self._num_rows, self._length, of_pieces, of_row)
+        piece_costs, row_budget = costs(self._selection, sizes, [piece.chosen for piece in pieces], self._length)
+        return pack(sizes, self._num_rows, self._length, piece_costs, row_budget)
 
     def _select(
         self, placement: Placement, pieces: Sequence[_Piece]

@@ -26,7 +26,7 @@ def measure(job: Job) -> dict[str, float | None]:
     if rows is None:
         return {}
     options = job.config.model
-    found = int8_errors(job.model, job.plan.step.keys, rows, str(options.dtype))
-    errors = {key.name: float(f"{e:.{_DIGITS}g}") if math.isfinite(e) else None for key, e in found.items()}
+    errors_by_key = int8_errors(job.model, job.plan.step.keys, rows, str(options.dtype))
+    errors = {key.name: float(f"{e:.{_DIGITS}g}") if math.isfinite(e) else None for key, e in errors_by_key.items()}
     log.info("int8 weights, relative error: %s", ", ".join(f"{name} {error}" for name, error in errors.items()))
     return errors

@@ -140,7 +140,7 @@ def main() -> None:
     results: dict[str, dict[str, float]] = {}
     for num_new in options.new_tokens:
         total, length = ROWS * num_new, PROMPT + num_new
-        of_length = {
+        rates = {
             "uncached, compiled": ROWS / seconds(uncached_step(model, params, length), 1),
             "cached, eager": ROWS / seconds(eager_step(model, params, length), options.repeats),
             "cached, compiled": total
@@ -149,9 +149,9 @@ def main() -> None:
             / seconds(cached_compiled(generator(model, params, partition, num_new, CAPTURED)), options.repeats),
         }
         if not options.without_hf:
-            of_length["transformers' generate"] = total / seconds(hf_generate(num_new), options.repeats)
-        results[f"{num_new} new tokens"] = of_length
-        for name, rate in of_length.items():
+            rates["transformers' generate"] = total / seconds(hf_generate(num_new), options.repeats)
+        results[f"{num_new} new tokens"] = rates
+        for name, rate in rates.items():
             print(f"{num_new:5d} new tokens  {name:45s} {rate:9.1f} tokens/s  {1e3 * ROWS / rate:8.1f} ms per step")
     options.out.write_text(json.dumps({"rows": ROWS, "prompt": PROMPT, "tokens_per_s": results}, indent=1))
 

@@ -152,14 +152,14 @@ def measure(name: str, shape: dict, options: argparse.Namespace) -> dict:
     rates: dict[str, list[float]] = {"forward": [], "job": [], "torch": []}
     try:
         for _ in range(options.repetitions):
-            for what, found in rates.items():
-                found.append((torch_side if what == "torch" else jax_side).measure(what))
-            print(name, {what: round(found[-1]) for what, found in rates.items()}, flush=True)
+            for what, measured in rates.items():
+                measured.append((torch_side if what == "torch" else jax_side).measure(what))
+            print(name, {what: round(measured[-1]) for what, measured in rates.items()}, flush=True)
         facts = jax_side.measure("facts")
     finally:
         jax_side.close()
         torch_side.close()
-    medians = {what: statistics.median(found) for what, found in rates.items()}
+    medians = {what: statistics.median(measured) for what, measured in rates.items()}
     peak = next((peak for gpu, peak in PEAK_FLOPS.items() if gpu in jax_side.device), None)
     return facts | {
         "device": jax_side.device,
@@ -198,12 +198,12 @@ def main() -> None:
         result[name] = measure(name, shape, options)
     print("| model | device | forward | job | torch | job / forward | job / torch | MFU | device idle |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for name, found in result.items():
-        rates = " | ".join(f"{found['tokens_per_s'][what]:,.0f}" for what in ("forward", "job", "torch"))
-        mfu = "" if found["mfu"] is None else f"{found['mfu']:.0%}"
-        idle = ", ".join(f"{idle:.1%}" for idle in found["device_idle"].values())
-        ratios = f"{found['job_by_forward']:.2f} | {found['job_by_torch']:.2f}"
-        print(f"| {name} | {found['device']} | {rates} | {ratios} | {mfu} | {idle} |")
+    for name, measured in result.items():
+        rates = " | ".join(f"{measured['tokens_per_s'][what]:,.0f}" for what in ("forward", "job", "torch"))
+        mfu = "" if measured["mfu"] is None else f"{measured['mfu']:.0%}"
+        idle = ", ".join(f"{idle:.1%}" for idle in measured["device_idle"].values())
+        ratios = f"{measured['job_by_forward']:.2f} | {measured['job_by_torch']:.2f}"
+        print(f"| {name} | {measured['device']} | {rates} | {ratios} | {mfu} | {idle} |")
     Path("build/bench-gpu.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -69,16 +69,16 @@ class Stage:
 
     def result(self, floors: dict[str, "Stage"]) -> dict[str, object]:
         seconds = statistics.median(self.cpu_s)
-        of_floor = None
+        share_of_floor = None
         if self.floor:
             pairs = zip(floors[self.floor].cpu_s, self.cpu_s, strict=True)
             scale = self.num_tokens / floors[self.floor].num_tokens
-            of_floor = round(statistics.median(theirs / ours for theirs, ours in pairs) * scale, 3)
+            share_of_floor = round(statistics.median(theirs / ours for theirs, ours in pairs) * scale, 3)
         return {
             "tokens_per_core_s": round(self.num_tokens / seconds),
             "gb_per_core_s": round(self.num_bytes / seconds / 1e9, 3) or None,
             "floor": self.floor,
-            "of_floor": of_floor,
+            "share_of_floor": share_of_floor,
         }
 
 
@@ -119,13 +119,13 @@ def broadcast_step(job: Job) -> CompiledStep:
             jnp.broadcast_to(tokens[:, :, None], (*tokens.shape, width)).astype(plan.step.dtype)
             for width in plan.step.widths
         )
-        of_rows = RowStatistics(
+        row_statistics = RowStatistics(
             moments=filled(len(tokens), 2, sum(plan.step.widths)),
             norms=filled(len(tokens), len(plan.step.keys), plan.step.length),
             squared_errors=None,
         )
         counts = jnp.zeros(1 + len(plan.step.keys), jnp.int32).at[0].set((segments != 0).sum())
-        return StepOutputs(activations, (), of_rows if plan.step.statistics else None, counts)
+        return StepOutputs(activations, (), row_statistics if plan.step.statistics else None, counts)
 
     batch = jax.ShapeDtypeStruct((plan.step.rows, plan.step.length), jnp.int32, sharding=by_rows)
     return CompiledStep(mesh, plan.step, XLA, 0, jax.jit(step).lower(None, batch, batch, batch).compile())
@@ -219,9 +219,9 @@ def stages(job: Job) -> list[Stage]:
 
 def cores_needed(results: dict[str, dict]) -> dict[str, float]:
     """Cores of a v5e host that each stage takes at the rate that its four chips could compute at best."""
-    of_bytes = ("device to buffers", "write and commit")
+    stages_in_bytes = ("device to buffers", "write and commit")
     needed = {"feed": NEEDED_TOKENS_PER_S / results["feed"]["tokens_per_core_s"]}
-    needed |= {name: NEEDED_BYTES_PER_S / 1e9 / results[name]["gb_per_core_s"] for name in of_bytes}
+    needed |= {name: NEEDED_BYTES_PER_S / 1e9 / results[name]["gb_per_core_s"] for name in stages_in_bytes}
     return {name: round(cores, 2) for name, cores in needed.items()} | {"of": HOST_CORES}
 
 
@@ -246,9 +246,9 @@ def main() -> None:
     by_name = {stage.name: stage for stage in measured}
     results = {stage.name: stage.result(by_name) for stage in measured}
     print("| stage | tokens per core and s | GB per core and s | of its floor |\n|---|---|---|---|")
-    for name, found in results.items():
-        of_floor = f"{found['of_floor']:.2f} of {found['floor']}" if found["floor"] else ""
-        print(f"| {name} | {found['tokens_per_core_s']:,} | {found['gb_per_core_s'] or ''} | {of_floor} |")
+    for name, measured in results.items():
+        share_of_floor = f"{measured['share_of_floor']:.2f} of {measured['floor']}" if measured["floor"] else ""
+        print(f"| {name} | {measured['tokens_per_core_s']:,} | {measured['gb_per_core_s'] or ''} | {share_of_floor} |")
     needed = cores_needed(results)
     print(f"cores of a v5e host for {NEEDED_TOKENS_PER_S:,} tokens/s, {NEEDED_BYTES_PER_S / 1e9} GB/s: {needed}")
     result = {"stages": results, "cores_needed": needed, "cores": os.cpu_count(), "jax": jax.__version__}

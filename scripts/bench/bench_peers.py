@@ -200,8 +200,8 @@ def main() -> None:
     if not PEERS_PYTHON.exists():
         parser.error("there is no .venv-peers; `make bench-peers` makes it")
     prepare(workloads)
-    found = {name: measure(WORKLOADS[name], peers, options.repetitions) for name in workloads}
-    result = {"machine": machine(), "repetitions": options.repetitions, "workloads": found}
+    measured = {name: measure(WORKLOADS[name], peers, options.repetitions) for name in workloads}
+    result = {"machine": machine(), "repetitions": options.repetitions, "workloads": measured}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print(write_table(result))
     if options.docs:

@@ -103,13 +103,13 @@ def main() -> None:
     for _ in range(options.repeats):
         for name, read in cases.items():
             runs[name].append(timed(read))
-    speeds = {name: [speed for speed, _ in found] for name, found in runs.items()}
-    for name, found in speeds.items():
+    speeds = {name: [speed for speed, _ in measured] for name, measured in runs.items()}
+    for name, measured in speeds.items():
         cpu = statistics.median(seconds for _, seconds in runs[name])
         against = speeds["numpy, one layer" if "one" in name else "numpy, three layers"]
-        ratio = statistics.median(ours / raw for ours, raw in zip(found, against, strict=True))
+        ratio = statistics.median(ours / raw for ours, raw in zip(measured, against, strict=True))
         print(
-            f"{name:30} {statistics.median(found):5.2f} GiB/s ({min(found):.2f} to {max(found):.2f}), "
+            f"{name:30} {statistics.median(measured):5.2f} GiB/s ({min(measured):.2f} to {max(measured):.2f}), "
             f"{cpu:.2f} CPU seconds per GiB, {ratio:.2f} of numpy's speed"
         )
     Path("build/bench-reader.json").write_text(json.dumps(runs, indent=1) + "\n")

@@ -60,18 +60,18 @@ def main() -> None:
     shutil.rmtree(BUILD, ignore_errors=True)
     subprocess.run([sys.executable, "scripts/demo/make_demo_text.py", "--out", str(BUILD / "text")], check=True)
     overrides = [f"data.path={BUILD / 'text'}", "run.max_tokens=20000", *options.overrides]
-    found: dict[str, list[list[float]]] = {"no cache": [], "empty cache": [], "filled cache": []}
+    measured: dict[str, list[list[float]]] = {"no cache": [], "empty cache": [], "filled cache": []}
     for _ in range(options.repetitions):
         cache = BUILD / "cache"
         shutil.rmtree(cache, ignore_errors=True)
-        found["no cache"].append(parts_of_a_run(overrides))
+        measured["no cache"].append(parts_of_a_run(overrides))
         for name in ("empty cache", "filled cache"):
-            found[name].append(parts_of_a_run([*overrides, f"run.compilation_cache={cache}"]))
-    medians = {name: [statistics.median(part) for part in zip(*runs, strict=True)] for name, runs in found.items()}
+            measured[name].append(parts_of_a_run([*overrides, f"run.compilation_cache={cache}"]))
+    medians = {name: [statistics.median(part) for part in zip(*runs, strict=True)] for name, runs in measured.items()}
     print(f"| seconds | {' | '.join(PARTS)} | all |\n|---|{'---|' * (len(PARTS) + 1)}")
     for name, parts in medians.items():
         print(f"| {name} | {' | '.join(f'{part:.2f}' for part in parts)} | {sum(parts):.2f} |")
-    Path("build/bench-startup.json").write_text(json.dumps({"parts": PARTS, "runs": found}, indent=1) + "\n")
+    Path("build/bench-startup.json").write_text(json.dumps({"parts": PARTS, "runs": measured}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -123,12 +123,12 @@ def main() -> None:
         for name, write in cases.items():
             runs[name].append(timed(write, options.blocks, gib))
     shutil.rmtree(BUILD)
-    speeds = {name: [speed for speed, _ in found] for name, found in runs.items()}
-    for name, found in speeds.items():
+    speeds = {name: [speed for speed, _ in measured] for name, measured in runs.items()}
+    for name, measured in speeds.items():
         cpu = statistics.median(seconds for _, seconds in runs[name])
-        ratio = statistics.median(ours / raw for ours, raw in zip(speeds["store"], found, strict=True))
+        ratio = statistics.median(ours / raw for ours, raw in zip(speeds["store"], measured, strict=True))
         print(
-            f"{name:12} {statistics.median(found):5.2f} GiB/s ({min(found):.2f} to {max(found):.2f}), "
+            f"{name:12} {statistics.median(measured):5.2f} GiB/s ({min(measured):.2f} to {max(measured):.2f}), "
             f"{cpu:.2f} CPU seconds per GiB; the store has {ratio:.2f} of its speed"
         )
     Path("build/bench-writer.json").write_text(json.dumps(runs, indent=1) + "\n")

@@ -27,7 +27,7 @@ def idle_fraction(intervals: Iterable[tuple[float, float]]) -> float:
 
 def device_idle(directory: Path) -> dict[str, float]:
     """The idle fraction of each device of every process whose trace lies below `directory`, by name."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    by_plane: dict[str, list[tuple[float, float]]] = {}
     for file in sorted(directory.rglob("*.xplane.pb")):
         for plane in ProfileData.from_file(str(file)).planes:
             for line in plane.lines:
@@ -38,8 +38,8 @@ def device_idle(directory: Path) -> dict[str, float]:
                     events = [e for e in line.events if e.name.startswith(_HOST_EVENT)] if is_backend else ()
                 intervals = [(event.start_ns, event.start_ns + event.duration_ns) for event in events]
                 if intervals:
-                    found.setdefault(f"{file.relative_to(directory).parts[0]} {plane.name}", []).extend(intervals)
-    return {name: idle_fraction(intervals) for name, intervals in found.items()}
+                    by_plane.setdefault(f"{file.relative_to(directory).parts[0]} {plane.name}", []).extend(intervals)
+    return {name: idle_fraction(intervals) for name, intervals in by_plane.items()}
 
 
 if __name__ == "__main__":

@@ -29,14 +29,15 @@ def write_table(result: dict) -> str:
     ]
     for name, peers in result["workloads"].items():
         ours = peers.get("ours")
-        for peer, found in peers.items():
-            runs = ", ".join(f"{rate:.0f}" for rate in sorted(found["tokens_per_s_all"]))
-            ratio = f"{_ratio(ours, found):.2f}" if ours and peer != "ours" else ""
-            difference = "other rows" if found["difference"] is None else f"{found['difference']:.1e}"
+        for peer, measured in peers.items():
+            runs = ", ".join(f"{rate:.0f}" for rate in sorted(measured["tokens_per_s_all"]))
+            ratio = f"{_ratio(ours, measured):.2f}" if ours and peer != "ours" else ""
+            difference = "other rows" if measured["difference"] is None else f"{measured['difference']:.1e}"
             lines.append(
-                f"| {name} | {NAMES[peer]} | {found['tokens_per_s']:.0f} | {runs} | {ratio} "
-                f"| {found['cpu_s_per_1000_tokens']:.2f} | {found['peak_mib']} "
-                f"| {found['bytes_per_token']:.0f} | {found['alignment']} | {'yes' if found['isolates'] else 'no'} "
+                f"| {name} | {NAMES[peer]} | {measured['tokens_per_s']:.0f} | {runs} | {ratio} "
+                f"| {measured['cpu_s_per_1000_tokens']:.2f} | {measured['peak_mib']} "
+                f"| {measured['bytes_per_token']:.0f} | {measured['alignment']} | "
+                f"{'yes' if measured['isolates'] else 'no'} "
                 f"| {difference} |"
             )
     return "\n".join(lines)
@@ -53,22 +54,22 @@ def plot(result: dict) -> str:
     """Bars of the medians, a tick for each run; every workload has its own scale."""
     parts, y = [], 10
     for name, peers in result["workloads"].items():
-        most = max(max(found["tokens_per_s_all"]) for found in peers.values())
+        most = max(max(measured["tokens_per_s_all"]) for measured in peers.values())
         scale = (WIDTH - LEFT - 70) / most
         y += GAP
         parts.append(f'<text x="8" y="{y}" font-weight="bold">{name}, useful tokens/s</text>')
-        for peer, found in peers.items():
+        for peer, measured in peers.items():
             y += BAR + 5
-            end = LEFT + found["tokens_per_s"] * scale
+            end = LEFT + measured["tokens_per_s"] * scale
             fill = "#2f6db3" if peer == "ours" else "#9aa5b1"
             parts.append(f'<text x="{LEFT - 8}" y="{y}" text-anchor="end">{escape(NAMES[peer])}</text>')
             parts.append(f'<rect x="{LEFT}" y="{y - 12}" width="{end - LEFT:.1f}" height="{BAR}" fill="{fill}"/>')
-            for rate in found["tokens_per_s_all"]:
+            for rate in measured["tokens_per_s_all"]:
                 x = LEFT + rate * scale
                 parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 13}" y2="{y + 5}" stroke="#222"/>')
-            furthest = LEFT + max(found["tokens_per_s_all"]) * scale
-            shared = "" if found["isolates"] else " (documents mixed)"
-            parts.append(f'<text x="{furthest + 6:.1f}" y="{y}">{found["tokens_per_s"]:.0f}{shared}</text>')
+            furthest = LEFT + max(measured["tokens_per_s_all"]) * scale
+            shared = "" if measured["isolates"] else " (documents mixed)"
+            parts.append(f'<text x="{furthest + 6:.1f}" y="{y}">{measured["tokens_per_s"]:.0f}{shared}</text>')
     style = 'font-family="sans-serif" font-size="12" fill="#222"'
     size = f'viewBox="0 0 {WIDTH} {y + 20}" width="{WIDTH}" height="{y + 20}"'
     background = '<rect width="100%" height="100%" fill="#fff" stroke="none"/>'

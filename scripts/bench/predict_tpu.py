@@ -28,11 +28,11 @@ def rows() -> list[str]:
                 keys = activation_keys(layers, (Site.resid_post,))
                 cost = Cost(model.flops_per_token(keys, LENGTH), 2 * len(keys) * model.width(Site.resid_post), FILL)
                 for topology in ("v5e-64", "v6e-64"):
-                    reach = limits(cost, parse_slice(topology), MFU, BUCKET_WRITES_PER_S * SHARD_BYTES)
-                    rates = " | ".join(f"{rate / 1e3:,.0f}" for rate in vars(reach).values())
+                    limit = limits(cost, parse_slice(topology), MFU, BUCKET_WRITES_PER_S * SHARD_BYTES)
+                    rates = " | ".join(f"{rate / 1e3:,.0f}" for rate in vars(limit).values())
                     lines.append(
                         f"| {name} | {label} | {topology} | {cost.flops / 1e9:.2f} | {cost.stored_bytes / 1e3:.1f} | "
-                        f"{rates} | {reach.binding.replace('_', ' ')} | {reach.tokens_per_s / 1e3:,.0f} |"
+                        f"{rates} | {limit.binding.replace('_', ' ')} | {limit.tokens_per_s / 1e3:,.0f} |"
                     )
     return lines
 

@@ -66,16 +66,16 @@ class Text:
 def documents() -> list[Text]:
     """Every document of this Python, sorted by name. Names are unique."""
     library = Path(sysconfig.get_path("stdlib"))
-    found = [Text(f"topics.{name}", "pydoc_data/topics.py", text.strip()) for name, text in topics.items()]
+    texts = [Text(f"topics.{name}", "pydoc_data/topics.py", text.strip()) for name, text in topics.items()]
     for path in sorted(library.rglob("*")):
         file = path.relative_to(library)
         if SKIPPED_FOLDERS & set(file.parts) or file.parts[0].startswith("config-") or not path.is_file():
             continue
         if path.suffix == ".py":
-            found += module_texts(path.read_bytes(), file)
+            texts += module_texts(path.read_bytes(), file)
         elif path.suffix in (".txt", ".rst"):
-            found.append(Text(file.as_posix(), file.as_posix(), path.read_text("utf-8", errors="replace").strip()))
-    return sorted(text for text in found if len(text.text) >= MIN_CHARACTERS)
+            texts.append(Text(file.as_posix(), file.as_posix(), path.read_text("utf-8", errors="replace").strip()))
+    return sorted(text for text in texts if len(text.text) >= MIN_CHARACTERS)
 
 
 def module_texts(source: bytes, file: Path) -> Iterator[Text]:

@@ -71,5 +71,5 @@ def _places(text: str, end: int) -> Iterator[int]:
     begin = end - _SEARCHED
     window = text[begin - 2 : end + 2]
     for pattern in _PLACES:
-        found = [match.start() + begin - 2 for match in pattern.finditer(window)]
-        yield from (place for place in found[: -_TRIED - 1 : -1] if begin <= place <= end)
+        places = [match.start() + begin - 2 for match in pattern.finditer(window)]
+        yield from (place for place in places[: -_TRIED - 1 : -1] if begin <= place <= end)
