@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := scripts/constraints.txt
 
-.PHONY: help setup setup-test demo test test-slow lint train-demo-model clean \
+.PHONY: help setup setup-test demo test test-slow lint docs train-demo-model clean \
 	bench bench-reader bench-writer bench-host bench-startup bench-gpu bench-peers
 
 help:  ## list the targets
@@ -34,6 +34,10 @@ $(VENV)-peers/.setup: scripts/bench/peers/requirements.txt
 	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
+$(VENV)/.setup-docs: $(VENV)/.setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[docs]'
+	@touch $@
+
 $(VENV)/.setup-train: $(VENV)/.setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[train]'
 	@touch $@
@@ -52,6 +56,13 @@ lint: setup-test  ## style, formatting, who imports whom, and the sizes of thing
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/lint/check_shape.py
+
+# What others import, and no more; an import that fails, or a warning of pdoc's, fails the target.
+DOCUMENTED := pipeline '!pipeline\..*' pipeline.store '!pipeline\.store\..*' pipeline.core.errors pipeline.core.sites
+
+docs: $(VENV)/.setup-docs  ## the API reference, from docstrings: build/docs/index.html
+	rm -rf build/docs
+	$(BIN)/python -W error::UserWarning -m pdoc --no-show-source -o build/docs $(DOCUMENTED)
 
 bench: setup  ## the job against its own bare forward pass; writes build/bench.json
 	$(BIN)/python scripts/bench/bench_job.py

@@ -1,0 +1,22 @@
+"""Runs a language model over text and stores its hidden activations, token by token, in a Zarr store.
+
+The commands are modules of this package: `python -m pipeline.<command>`, with Hydra overrides or `key=value` arguments.
+
+| command | what it does |
+|---|---|
+| `run` | fills a store: reads documents, runs the model, writes and commits blocks; the same command resumes |
+| `plan` | prints shapes, bytes and memory of a run, or compiles its step for a TPU slice; computes nothing |
+| `verify` | checks every committed block of a store |
+| `inspect` | prints what a store holds; writes an HTML page and charts |
+| `finalize` | marks a store complete that several workers have filled |
+| `merge` | copies the blocks of several stores of one configuration into one |
+| `export` | copies a store into the cached activations of SAELens |
+| `delete` | deletes the objects of a store, and nothing else |
+
+They end with exit code 0 (done), 42 (interrupted: run again to resume), 2 (the configuration, input or store is wrong)
+or 1 (anything else: run again).
+
+The library reads stores: `pipeline.store`. It imports neither JAX nor Hydra. Its errors are those of
+`pipeline.core.errors`; the names of activations are explained in `pipeline.core.sites`. All other packages serve the
+commands, and their functions may change from version to version; `docs/architecture.md` describes them.
+"""

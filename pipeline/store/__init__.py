@@ -1,4 +1,21 @@
-"""The store: writing, reading and checking activations on disk. Imports neither JAX nor Hydra."""
+"""Reads activations from a store, local or at `gs://` or `s3://`. Imports neither JAX, torch nor Hydra.
+
+    from pipeline.store import ActivationStore, TokenFilter
+
+    store = ActivationStore.open("gs://bucket/store")
+    store.read(layer=2, site="resid_post", rows=0)                  # [positions, d_model]
+    store.document("some-id").activations["blocks.2.resid_post"]    # one document, in order
+    for batch in store.batches((2, "resid_post"), batch_size=4096, shuffle=True, seed=0):
+        batch.activations                                           # [4096, d_model], valid tokens only
+
+`ActivationStore` opens a store, finished or not, and reads rows, documents, document tables and statistics.
+`ActivationStore.batches` returns a `BatchReader`, which yields a `Batch` at a time: shuffled, resumable, divided among
+readers, filtered (`TokenFilter`) and normalised (`Normalisation`), as numpy, JAX or torch arrays.
+`pipeline.store.read.torch_dataset.ActivationDataset` is the same for torch's `DataLoader`.
+
+Errors are `pipeline.core.errors.StoreError` (the store cannot be read now) and its subclass `StoreInvalid` (it is
+damaged, or no store). `docs/reading.md` has examples, `docs/store-format.md` the format.
+"""
 
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics
