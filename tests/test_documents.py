@@ -1,0 +1,73 @@
+"""The documents: links lead somewhere, paths that they name exist, messages that they explain are the program's."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+MESSAGES = ROOT / "docs" / "troubleshooting.md"
+# In a document, a path of the repository begins with one of these.
+FOLDERS = ("pipeline", "tests", "scripts", "launch", "configs", "docs")
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub makes of a document's headings."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files_and_headings(document):
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = document.parent / path if path else document
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_paths_that_are_named_exist(document):
+    named = re.findall(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./-]*\w/?)", document.read_text())
+    to_copy = {str(file.relative_to(ROOT).with_suffix("")) for file in (ROOT / "launch").glob("*.example")}
+    assert [path for path in named if not (ROOT / path).exists() and path not in to_copy] == []
+
+
+def test_messages_that_are_explained_are_those_of_the_program():
+    texts = program_texts()
+    quoted = list(explained_messages())
+    assert len(quoted) >= 25
+    assert [message for message in quoted if not any(is_in(message, text) for text in texts)] == []
+
+
+def explained_messages() -> Iterator[str]:
+    """The first cells of the tables under "By message"."""
+    section = MESSAGES.read_text().split("\n## By message\n")[1].split("\n## ")[0]
+    yield from re.findall(r"^\| `([^`]+)` \|", section, flags=re.MULTILINE)
+
+
+def is_in(message: str, text: str) -> bool:
+    """Whether a text, in which NUL stands for a value, has the message, in which `...` does."""
+    return re.search(".*".join(map(re.escape, message.split("..."))), text, flags=re.DOTALL) is not None
+
+
+@cache
+def program_texts() -> list[str]:
+    """Every string of the package, without its values."""
+    found = []
+    for file in (ROOT / "pipeline").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                found.append("".join(p.value if isinstance(p, ast.Constant) else "\0" for p in node.values))
+    return found
