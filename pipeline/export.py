@@ -1,17 +1,13 @@
 """Copies a store into SAELens' cached activations: `python -m pipeline.export store.path=... export.path=...`.
 
-That is the Arrow data set that its CacheActivationsRunner writes, and that its training runners read with
-`use_cached_activations`: a row per context, with a column [context, d] named after each TransformerLens hook and one of
-token ids. A training loop of one's own needs no copy: see docs/reading.md.
+The copy is the Arrow data set that SAELens' CacheActivationsRunner writes and that its training runners read with
+`use_cached_activations`: a row per context, with a column [context, d] for each TransformerLens hook and a column of
+token ids. Your own training loop needs no copy: see docs/reading.md.
 
-Contexts are cut from the stored tokens in their order, without padding, so every position is a token; a context need
-not begin with a document. The tokens that remain at the end, fewer than a context, are left out.
+Contexts are cut from the stored tokens in order, without padding: every position is a token, and a context may begin in
+the middle of a document. The last tokens, fewer than a context, are left out.
 
-    export.arrays    comma-separated names (all)
-    export.context   tokens of a context (the store's row length)
-    export.dtype     float32, or float16; Arrow has no bfloat16 (float32: nothing is lost)
-
-Exit codes: 0 done; 1 the store cannot be reached, or damaged; 2 there is no store, or a setting is wrong; 42
+Exit codes: 0 done; 1 the store cannot be reached or is damaged; 2 there is no store, or a setting is wrong; 42
 interrupted.
 """
 
@@ -21,65 +17,46 @@ if __name__ == "__main__":
     prepare_process()
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.core.addresses import unusable_path
-from pipeline.core.errors import EXIT_OK, ConfigError, PipelineError
+from pipeline.cli.settings import local_path, names, one_of, setting, store_path, whole_number
+from pipeline.cli.store_command import run_command
+from pipeline.core.errors import EXIT_OK
 from pipeline.store import ActivationStore
 from pipeline.store.read.saelens_export import write_cached_activations
-
-USAGE = "python -m pipeline.export store.path=... export.path=... [export.arrays=...] [export.context=...]"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The command line."""
+    store: str = store_path()
+    path: str = setting("export.path", "a new local folder for the data set", local_path)
+    arrays: tuple[str, ...] = setting(
+        "export.arrays", "names, separated by commas; if not given, all", names, default=()
+    )
+    context: int | None = setting(
+        "export.context", "tokens of a context; if not given, the store's row length", whole_number(1), default=None
+    )
+    dtype: str = setting(
+        "export.dtype",
+        "float32 (exact) or float16; Arrow has no bfloat16",
+        one_of("float32", "float16"),
+        default="float32",
+    )
 
-    store: str
-    path: str
-    arrays: tuple[str, ...] = ()
-    context: int | None = None
-    dtype: str = "float32"
 
-
-def main(arguments: list[str]) -> int:
-    """Exports the store that `arguments` name and returns the exit code."""
-    try:
-        settings = parse(arguments)
-        store = ActivationStore.open(settings.store)
-        names = settings.arrays or tuple(key.name for key in store.keys)
-        context, path = settings.context or store.length, Path(settings.path).expanduser()
-        contexts, left = write_cached_activations(store, path, names, context, settings.dtype)
-    except PipelineError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+def export(settings: Settings) -> int:
+    """Writes the data set. Returns the exit code."""
+    store = ActivationStore.open(settings.store)
+    arrays = settings.arrays or tuple(key.name for key in store.keys)
+    context, path = settings.context or store.length, Path(settings.path).expanduser()
+    contexts, left = write_cached_activations(store, path, arrays, context, settings.dtype)
     print(f"{settings.path}: {contexts:,} contexts of {context} tokens; {left} tokens are left out")
     return EXIT_OK
 
 
-def parse(arguments: list[str]) -> Settings:
-    """Raises ConfigError."""
-    keys = {"store.path": "store"} | {f"export.{f.name}": f.name for f in fields(Settings) if f.name != "store"}
-    given: dict[str, str] = {}
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key not in keys or not value:
-            raise ConfigError(f"{argument!r} is no setting. Usage: {USAGE}")
-        given[keys[key]] = value.strip("'\"")
-    if not {"store", "path"} <= set(given):
-        raise ConfigError(f"usage: {USAGE}")
-    if reason := unusable_path(given["path"], "export.path"):
-        raise ConfigError(reason)
-    if "://" in given["path"]:
-        raise ConfigError(f"export.path={given['path']}: the data set is written to local files. Give a folder.")
-    context, dtype = given.get("context", ""), given.get("dtype", Settings.dtype)
-    if context and (not context.isdecimal() or int(context) < 1):
-        raise ConfigError(f"export.context={context}: expected a whole number, at least 1.")
-    if dtype not in ("float32", "float16"):
-        raise ConfigError(f"export.dtype={dtype}: expected float32 or float16.")
-    arrays = tuple(filter(None, given.get("arrays", "").split(",")))
-    return Settings(given["store"], given["path"], arrays, int(context) if context else None, dtype)
+def main(arguments: list[str]) -> int:
+    return run_command("export", __doc__, Settings, export, arguments)
 
 
 if __name__ == "__main__":

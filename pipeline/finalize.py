@@ -1,11 +1,10 @@
-"""Marks a store complete: `python -m pipeline.finalize store.path=...`, once all of its workers are done.
+"""Marks a store complete: `python -m pipeline.finalize store.path=...`, once all of its workers have ended.
 
-A run does this by itself when it finds every stream at its end; workers that do not know of each other may each have
-ended before the others. May be repeated, also at the same time. `force=true` completes a store whose streams have not
-ended or are claimed, with what it holds.
+A run marks its store by itself when every stream is at its end. Workers that fill one store may each end before the
+others do; then nobody has marked it. The command may be repeated, and may run several times at once.
 
-Exit codes: 0 complete; 1 a stream has not ended or is claimed, and is named, or the store cannot be reached; 2 there is
-no store, or it is damaged; 42 interrupted.
+Exit codes: 0 complete; 1 a stream has not ended or a worker has claimed it (the message names the stream), or the store
+cannot be reached; 2 there is no store, or it is damaged; 42 interrupted.
 """
 
 from pipeline.cluster.startup import prepare_process
@@ -14,36 +13,32 @@ if __name__ == "__main__":
     prepare_process()
 
 import sys
+from dataclasses import dataclass
 
-from pipeline.core.errors import EXIT_FAILED, EXIT_OK, ConfigError, StoreError
+from pipeline.cli.settings import flag, setting, store_path
+from pipeline.cli.store_command import run_command
+from pipeline.core.errors import EXIT_OK, StoreError
 from pipeline.store.write.finalizing import finalize
 from pipeline.store.write.store_writer import StoreWriter
 
-_USAGE = "usage: python -m pipeline.finalize store.path=... [force=true]"
+
+@dataclass(frozen=True)
+class Settings:
+    path: str = store_path()
+    force: bool = setting("force", "complete it although streams have not ended or are claimed", flag, default=False)
 
 
-def main(arguments: list[str]) -> int:
-    """Finalizes the store that `arguments` name, prints what each stream holds, and returns the exit code."""
-    try:
-        path, is_forced = parse(arguments)
-        obstacle = finalize(StoreWriter.open_existing(path), is_forced)
-    except (ConfigError, StoreError) as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+def finalize_store(settings: Settings) -> int:
+    """Prints what each stream holds. Returns the exit code; raises StoreError if the store stays unfinished."""
+    obstacle = finalize(StoreWriter.open_existing(settings.path), settings.force)
     if obstacle is not None:
-        print(f"{path} is not completed: {obstacle}", file=sys.stderr)
-        return EXIT_FAILED
-    print(f"{path}: complete")
+        raise StoreError(f"{settings.path} is not completed: {obstacle}")
+    print(f"{settings.path}: complete")
     return EXIT_OK
 
 
-def parse(arguments: list[str]) -> tuple[str, bool]:
-    """The values of `store.path` and `force`. Raises ConfigError."""
-    values = dict(argument.partition("=")[::2] for argument in arguments)
-    path, force = values.pop("store.path", ""), values.pop("force", "false")
-    if not path or values or force not in ("true", "false"):
-        raise ConfigError(_USAGE)
-    return path.strip("'\""), force == "true"
+def main(arguments: list[str]) -> int:
+    return run_command("finalize", __doc__, Settings, finalize_store, arguments)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""What a run would do: `python -m pipeline.plan <overrides>`, with the overrides of `python -m pipeline.run`.
+"""Prints what a run would do: `python -m pipeline.plan [overrides]` takes the overrides of `python -m pipeline.run`.
 
-Nothing is read but headers, and nothing is written. `topology=v5e-64` plans for a TPU slice that is not there: the step
-is compiled for it, with its memory, limits, time and cost.
+Reads only headers and writes nothing. `topology=v5e-64` plans for a TPU slice without having one: the step is compiled
+for the slice, and its memory, limits, time and cost are printed.
 
-Exit codes: 0 planned; 1 what is asked for cannot be reached; 2 the configuration or the input is wrong; 42 interrupted.
+Exit codes: 0 planned; 1 the model, the data or the store cannot be reached; 2 the configuration or the input is wrong;
+42 interrupted.
 """
 
 from pipeline.cluster.startup import prepare_process
@@ -18,7 +19,7 @@ from pipeline.planning.slice.slice_plan import print_slice_plan
 
 
 def plan(config: RunConfig) -> None:
-    """Prints the plan for the slice that `topology` names, or for the devices at hand."""
+    """Prints the plan for the slice that `topology` names, or for this machine's devices."""
     if config.topology:
         print_slice_plan(config)
     else:
@@ -26,4 +27,4 @@ def plan(config: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    main(plan)
+    main(plan, __doc__)

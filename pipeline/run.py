@@ -1,4 +1,4 @@
-"""The entry point: `python -m pipeline.run [overrides]` composes the configuration, plans, and extracts.
+"""Extracts activations: `python -m pipeline.run [overrides]` composes the configuration, plans the job, and runs it.
 
 Exit codes: 0 finished; 42 interrupted, run again to resume; 2 the configuration or the input is wrong; 1 anything else.
 """
@@ -12,4 +12,4 @@ from pipeline.cli.main import main
 from pipeline.extraction.job_run import join_and_run
 
 if __name__ == "__main__":
-    main(join_and_run)
+    main(join_and_run, __doc__)

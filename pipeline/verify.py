@@ -1,7 +1,7 @@
-"""Is a store sound? `python -m pipeline.verify store.path=...` reads and checks every committed block.
+"""Checks a store: `python -m pipeline.verify store.path=...` reads every committed block.
 
-Exit codes: 0 sound; 1 something is wrong, and listed, or the store cannot be reached; 2 there is no store; 42
-interrupted.
+Exit codes: 0 the store is sound; 1 problems were found, which are listed, or the store cannot be reached; 2 there is no
+store; 42 interrupted.
 """
 
 from pipeline.cluster.startup import prepare_process
@@ -10,26 +10,25 @@ if __name__ == "__main__":
     prepare_process()
 
 import sys
+from dataclasses import dataclass
 
-from pipeline.core.errors import ConfigError, StoreError
+from pipeline.cli.settings import store_path
+from pipeline.cli.store_command import run_command
 from pipeline.store.check.reporting import verify_and_print
 
 
+@dataclass(frozen=True)
+class Settings:
+    path: str = store_path()
+
+
+def verify(settings: Settings) -> int:
+    """Prints the store's problems. Returns the exit code."""
+    return verify_and_print(settings.path)
+
+
 def main(arguments: list[str]) -> int:
-    """Verifies the store that `arguments` name, prints what is wrong, and returns the exit code."""
-    try:
-        return verify_and_print(store_path(arguments))
-    except (ConfigError, StoreError) as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-
-
-def store_path(arguments: list[str]) -> str:
-    """The value of `store.path=...`, the only argument. Raises ConfigError."""
-    key, _, path = arguments[0].partition("=") if len(arguments) == 1 else ("", "", "")
-    if key != "store.path" or not path:
-        raise ConfigError("usage: python -m pipeline.verify store.path=...")
-    return path.strip("'\"")
+    return run_command("verify", __doc__, Settings, verify, arguments)
 
 
 if __name__ == "__main__":

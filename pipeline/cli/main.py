@@ -1,5 +1,6 @@
-"""The command line that the entry points share: compose with Hydra, run, turn errors into exit codes."""
+"""What the commands that take a whole configuration share: compose it with Hydra, run, turn errors into exit codes."""
 
+import inspect
 import logging
 import os
 import sys
@@ -23,14 +24,19 @@ _MOST_CHARACTERS = 4000  # of a message
 _FULL_ERRORS = "HYDRA_FULL_ERROR"  # of the environment
 
 
-def main(task: Callable[[RunConfig], None]) -> None:
-    """Composes the command line's configuration, calls `task` with it, and exits with the right code."""
+def main(task: Callable[[RunConfig], None], doc: str) -> None:
+    """Composes the command line's configuration, calls `task` with it, and exits with the right code.
+
+    `--help` prints `doc`, the command's docstring, before what Hydra says about the configuration.
+    """
     prepare_process()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("pipeline").setLevel(logging.INFO)
     logging.getLogger().setLevel(logging.WARNING)
     devices.skip_absent_tpu()
     prepare()
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(f"{inspect.cleandoc(doc)}\n", flush=True)
     composed_once = False
     shows_tracebacks = os.environ.get(_FULL_ERRORS) == "1"
     os.environ[_FULL_ERRORS] = "1"  # Hydra then raises what it would print otherwise, some of it with a traceback

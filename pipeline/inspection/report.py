@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.core.addresses import without_credentials
@@ -17,31 +16,23 @@ from pipeline.inspection.summary import Summary, summarise
 from pipeline.store import ActivationStore
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The command line."""
-
-    path: str
-    html: str | None = None
-    png: str | None = None
-    tokens: int = 16384
-    seed: int = 0
-    tokenizer: str | None = None
-
-
-def inspect(settings: Settings) -> None:
-    store = ActivationStore.open(settings.path)
+def inspect(
+    store_path: str, html: str | None, png: str | None, num_tokens: int, seed: int, tokenizer: str | None
+) -> None:
+    """Prints a store's summary and the norms of a sample of `num_tokens` token slots. Writes the page to `html` and the
+    charts to `png`, where given. `tokenizer`: see `find_tokenizer`. Raises StoreError, ConfigError."""
+    store = ActivationStore.open(store_path)
     summary = summarise(store)
-    sample = take_sample(store, settings.tokens, settings.seed) if summary.blocks else None
+    sample = take_sample(store, num_tokens, seed) if summary.blocks else None
     print("\n".join(summary.lines()))
     if sample is not None:
         print("\n".join(_columns([STATISTICS, *map(statistics, sample.views)])))
-    if settings.html is not None:
-        page = render(summary, sample, find_tokenizer(summary, settings.tokenizer))
-        with _written("html", settings.html) as path:
+    if html is not None:
+        page = render(summary, sample, find_tokenizer(summary, tokenizer))
+        with _written("html", html) as path:
             path.write_text(page, encoding="utf-8")
-    if settings.png is not None:
-        with _written("png", settings.png) as path:
+    if png is not None:
+        with _written("png", png) as path:
             _write_png(path, summary, sample)
 
 

@@ -211,7 +211,12 @@ def test_a_store_that_a_worker_holds_stays(tmp_path, capsys):
     claims.close()
 
 
-@pytest.mark.parametrize("arguments", [[], ["store.path="], ["store.path=a", "confirm=yes"], ["store.path=a", "x=1"]])
+@pytest.mark.parametrize("arguments", [[], ["store.path="], ["store.path=a", "x=1"]])
 def test_usage(arguments, capsys):
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("usage: python -m pipeline.delete store.path=...")
+
+
+def test_a_setting_is_true_or_false(capsys):
+    assert main(["store.path=a", "confirm=yes"]) == 2
+    assert capsys.readouterr().err == "confirm=yes: expected true or false.\n"

@@ -139,7 +139,7 @@ def test_values_that_do_not_fit_are_refused(store, tmp_path, capsys):
     ("arguments", "message"),
     [
         ([], "usage"),
-        (["export.path=gs://b"], "is written to local files"),
+        (["export.path=gs://b"], "this command writes local files"),
         (["export.path=b", "export.context=0"], "export.context=0"),
         (["export.path=b", "export.context=100000"], "less than one context of 100000"),
         (["export.path=b", "export.dtype=int8"], "export.dtype=int8"),

@@ -112,10 +112,15 @@ def test_no_store(tmp_path, capsys):
     assert "there is no activation store" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["store.path="], ["store.path=/a", "force=yes"], ["store.path=/a", "x=1"]])
+@pytest.mark.parametrize("arguments", [[], ["store.path="], ["store.path=/a", "x=1"]])
 def test_usage(arguments, capsys):
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("usage: python -m pipeline.finalize store.path=...")
+
+
+def test_a_setting_is_true_or_false(capsys):
+    assert main(["store.path=/a", "force=yes"]) == 2
+    assert capsys.readouterr().err == "force=yes: expected true or false.\n"
 
 
 def test_a_store_that_a_worker_still_holds_is_left_to_it(tmp_path, capsys):

@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from pipeline.cli.settings import parse
 from pipeline.core.errors import ConfigError
-from pipeline.inspect import main, parse
-from pipeline.inspection.report import Settings
+from pipeline.inspect import Settings, main
 from pipeline.inspection.sample import take_sample
 from pipeline.inspection.summary import summarise
 from pipeline.store import ActivationStore
@@ -174,14 +174,14 @@ def test_the_command_line(real_store):
 
 def test_settings():
     given = ["store.path='/a b'", "inspect.html=p", "inspect.tokens=5", "inspect.seed=0", "inspect.tokenizer=t"]
-    assert parse(given) == Settings("/a b", "p", None, 5, 0, "t")
+    assert parse(Settings, given) == Settings("/a b", "p", None, 5, 0, "t")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "usage"),
-        (["store.path="], "no setting"),
+        ([], "store.path is missing"),
+        (["store.path="], "store.path has no value"),
         (["store.path=a", "inspect.htm=b"], "'inspect.htm=b' is no setting"),
         (["store.path=a", "inspect.tokens=0"], "inspect.tokens=0"),
         (["store.path=a", "inspect.seed=-1"], "inspect.seed=-1"),
@@ -190,7 +190,7 @@ def test_settings():
 )
 def test_settings_that_are_wrong(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        parse(arguments)
+        parse(Settings, arguments)
 
 
 def test_a_remote_store(gcs, tmp_path, capsys):

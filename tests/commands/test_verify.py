@@ -56,7 +56,16 @@ def test_no_store(tmp_path, capsys):
     assert "there is no activation store" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["store.path="], ["path=/x"], ["store.path=/a", "store.path=/b"], ["-h"]])
-def test_usage(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "store.path is missing."),
+        (["store.path="], "store.path has no value. Type it as store.path=..."),
+        (["path=/x"], "'path=/x' is no setting of this command."),
+        (["store.path=/a", "store.path=/b"], "store.path is given 2 times, expected once."),
+        (["-v"], "'-v' is no setting of this command."),
+    ],
+)
+def test_usage(arguments, problem, capsys):
     assert main(arguments) == 2
-    assert capsys.readouterr().err == "usage: python -m pipeline.verify store.path=...\n"
+    assert capsys.readouterr().err == f"usage: python -m pipeline.verify store.path=...\n{problem}\n"

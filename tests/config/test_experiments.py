@@ -33,7 +33,7 @@ def test_every_experiment_composes_into_jobs_with_stores_of_their_own(experiment
     monkeypatch.setenv("STORES", "gs://bucket/stores")
     monkeypatch.setattr(sys, "argv", ["run", f"+experiment={experiment}", *VALUES.get(experiment, ())])
     jobs: list[RunConfig] = []
-    main.main(jobs.append)
+    main.main(jobs.append, "")
     assert len(jobs) == SWEEPS.get(experiment, 1)
     assert len({job.store.path for job in jobs}) == len(jobs)
 

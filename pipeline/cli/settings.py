@@ -1,0 +1,138 @@
+"""Settings of a command, typed as `key=value`: the fields of a frozen dataclass, each made by `setting`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, TypeVar
+
+from pipeline.config.limits import shortened
+from pipeline.core.addresses import unusable_path
+from pipeline.core.errors import ConfigError
+
+S = TypeVar("S")
+_METADATA = "setting"
+_MOST_DIGITS = 4000  # Python's int refuses texts of more than 4300
+
+
+class UsageError(ConfigError):
+    """Settings that the command does not have, are missing, or are given twice."""
+
+
+def text(value: str, _key: str) -> str:
+    return value
+
+
+def flag(value: str, key: str) -> bool:
+    if value not in ("true", "false"):
+        raise ConfigError(f"{key}={value}: expected true or false.")
+    return value == "true"
+
+
+def names(value: str, _key: str) -> tuple[str, ...]:
+    """Names with commas between them."""
+    return tuple(filter(None, value.split(",")))
+
+
+def one_of(*choices: str) -> Callable[[str, str], str]:
+    def parse(value: str, key: str) -> str:
+        if value not in choices:
+            raise ConfigError(f"{key}={value}: expected {' or '.join(choices)}.")
+        return value
+
+    return parse
+
+
+def whole_number(least: int) -> Callable[[str, str], int]:
+    def parse(value: str, key: str) -> int:
+        if not value.isdecimal() or len(value) > _MOST_DIGITS or int(value) < least:
+            raise ConfigError(f"{key}={shortened(value, 80)}: expected a whole number, at least {least}.")
+        return int(value)
+
+    return parse
+
+
+def local_path(value: str, key: str) -> str:
+    """A path to write to; `~` in it is not expanded yet."""
+    if reason := unusable_path(value, key):
+        raise ConfigError(reason)
+    if "://" in value:
+        raise ConfigError(f"{key}={value}: expected a local path, because this command writes local files.")
+    return value
+
+
+@dataclass(frozen=True)
+class _Setting:
+    key: str
+    doc: str
+    parse: Callable[[str, str], Any]
+    is_repeated: bool
+
+
+def setting(
+    key: str,
+    doc: str,
+    parse: Callable[[str, str], Any] = text,
+    *,
+    default: Any = MISSING,
+    is_repeated: bool = False,
+) -> Any:
+    """A field of a command's settings, typed as `key=...`; required if it has no default.
+
+    `parse(value, key)` makes the field's value, and raises ConfigError. A repeated setting is a tuple of all values.
+    """
+    return field(default=default, metadata={_METADATA: _Setting(key, doc, parse, is_repeated)})
+
+
+def store_path() -> Any:
+    """The field for the store that a command works on."""
+    return setting("store.path", "the store: a local path, gs://bucket/folder or s3://bucket/folder")
+
+
+def parse(settings: type[S], arguments: Sequence[str]) -> S:
+    """The settings that `arguments` give, with quotes around values removed. Raises UsageError, and ConfigError
+    for a value that is not allowed."""
+    keys = {f.metadata[_METADATA].key for f in fields(settings)}
+    given: dict[str, list[str]] = {}
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key not in keys:
+            raise UsageError(f"{argument!r} is no setting of this command.")
+        if not value:
+            raise UsageError(f"{key} has no value. Type it as {key}=...")
+        given.setdefault(key, []).append(value.strip("'\""))
+    values = {}
+    for f in fields(settings):
+        declared: _Setting = f.metadata[_METADATA]
+        parsed = [declared.parse(value, declared.key) for value in given.get(declared.key, ())]
+        if not parsed and f.default is MISSING:
+            raise UsageError(f"{declared.key} is missing.")
+        if len(parsed) > 1 and not declared.is_repeated:
+            raise UsageError(f"{declared.key} is given {len(parsed)} times, expected once.")
+        if parsed:
+            values[f.name] = tuple(parsed) if declared.is_repeated else parsed[0]
+    return settings(**values)
+
+
+def usage(command: str, settings: type) -> str:
+    """One line with every setting, those with a default in brackets."""
+    return " ".join([f"usage: python -m pipeline.{command}", *(_typed(f) for f in fields(settings))])
+
+
+def settings_help(settings: type) -> str:
+    """A line for each setting: its key, what it means, and its default."""
+    rows = [(f.metadata[_METADATA], f.default) for f in fields(settings)]
+    width = max(len(declared.key) for declared, _ in rows)
+    return "\n".join(f"  {declared.key:{width}}  {declared.doc}{_default(default)}" for declared, default in rows)
+
+
+def _typed(f: Any) -> str:
+    declared: _Setting = f.metadata[_METADATA]
+    if f.default is MISSING:
+        return f"{declared.key}=..." + (f" [{declared.key}=...]" if declared.is_repeated else "")
+    example = "..." if f.default in (None, ()) else "true" if f.default is False else f.default
+    return f"[{declared.key}={example}]"
+
+
+def _default(default: Any) -> str:
+    if default in (MISSING, None, ()):
+        return ""
+    return f" (default: {str(default).lower() if isinstance(default, bool) else default})"
