@@ -21,10 +21,10 @@ def check_finite(plan: Plan, block: TokenBlock | None, counts: Sequence[int]) ->
     if not arrays:
         return
     blocks = [f"block {block.index} of stream {block.stream}"] if block else []
-    if plan.processes > 1:
+    if plan.mesh.processes > 1:
         blocks.append("another process's block")
     what = f"{' or '.join(blocks)} has activations that are not finite as {plan.step.dtype}: {', '.join(arrays)}."
-    if plan.fail_on_not_finite:
+    if plan.checks.fail_on_not_finite:
         raise NotFiniteError(
             f"{what} It is not stored. Start a new store with capture.dtype=bfloat16 or float32; if that does not "
             f"help, with model.dtype=float32."
@@ -41,19 +41,19 @@ class SlotChecks:
 
     def check(self, block: TokenBlock) -> None:
         """Warns of each block that leaves selected tokens out, and once a run of rows that are mostly empty."""
-        if self._plan.warn_of_unselected and (left_out := sum(block.table["n_unselected"].to_pylist())):
+        if self._plan.checks.warn_of_unselected and (left_out := sum(block.table["n_unselected"].to_pylist())):
             log.warning(
                 "block %d of stream %d: the activations of %d selected tokens are left out, of windows of documents "
                 "with more than capture.per_row=%d; n_unselected says of which documents",
                 *(block.index, block.stream, left_out, self._plan.step.selected),
             )
-        if self._plan.packs_by_slots and not self._has_warned_of_empty_rows:
+        if self._plan.checks.warn_of_empty_rows and not self._has_warned_of_empty_rows:
             self._check_empty_rows(block)
 
     def _check_empty_rows(self, block: TokenBlock) -> None:
         """Of a block of whole steps: most slots for selected tokens taken, and less than half of the positions."""
         plan, spec = self._plan, self._plan.step
-        if block.num_rows < plan.process_rows:
+        if block.num_rows < plan.mesh.process_rows:
             return
         filled = block.num_tokens / (block.num_rows * spec.length)
         slots_filled = np.count_nonzero(block.stored) / (block.num_rows * spec.selected)

@@ -1,8 +1,8 @@
 """The writer thread: drains steps into host buffers, a full block into the store, and commits blocks in order.
 
 A block's activations are gathered in one preallocated buffer per array, the exact shape of a store shard, so that each
-store shard is written once and whole, encoded from there. There are `plan.host_buffers` such sets: while one is filled
-the other is written. A device array is dropped as soon as its values are in the buffer.
+store shard is written once and whole, encoded from there. There are `plan.memory.host_buffers` such sets: while one is
+filled the other is written. A device array is dropped as soon as its values are in the buffer.
 """
 
 import logging
@@ -48,14 +48,14 @@ class BlockWriter:
 
     def __init__(self, store: StoreWriter, plan: Plan, metrics: Metrics, claimed: ClaimedStreams | None = None) -> None:
         """With `claimed`, blocks of streams that this process no longer holds are dropped."""
-        self.in_flight = InFlight(plan.inflight_steps)
+        self.in_flight = InFlight(plan.memory.inflight_steps)
         self._store = store
         self._claimed = claimed
         self._plan = plan
         self._metrics = metrics
         self._checks = SlotChecks(plan)
         self._queue: queue.Queue[StepInFlight | None] = queue.Queue()  # as many steps as are in flight
-        self._free = [BlockBuffers.allocate(plan) for _ in range(plan.host_buffers)]
+        self._free = [BlockBuffers.allocate(plan) for _ in range(plan.memory.host_buffers)]
         self._filled: BlockBuffers | None = None  # of the block that is being drained
         self._pending: deque[_Pending] = deque()
         self._failed_streams: set[int] = set()  # of which a block could not be stored, and so none after it is
@@ -198,7 +198,7 @@ class BlockWriter:
                 self._store.wait(writes)
                 if self._may_commit(record.stream):
                     self._store.commit(writes, record)
-                    self._metrics.committed(self._plan.block_bytes * record.rows // self._plan.rows_per_block)
+                    self._metrics.committed(self._plan.memory.block_bytes * record.rows // self._plan.rows_per_block)
         except BaseException as error:
             self._failed_streams.add(record.stream)
             if not isinstance(error, StoreError):

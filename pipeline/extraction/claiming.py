@@ -30,8 +30,8 @@ class ClaimedStreams:
         self._store = store
         self._claims = claims
         self._metrics = metrics
-        first = random.Random(claims.owner).randrange(job.plan.num_streams)  # so that workers do not all try the same
-        self._left = [*range(first, job.plan.num_streams), *range(first)]
+        first = random.Random(claims.owner).randrange(job.plan.streams.count)  # so that workers do not all try the same
+        self._left = [*range(first, job.plan.streams.count), *range(first)]
         self._reading: int | None = None
         self._under_way: Counter[int] = Counter()
         self._changed = threading.Condition()
@@ -90,5 +90,5 @@ class ClaimedStreams:
         with self._metrics.stage(Stage.FEED_CLAIM), self._changed:
             while time.monotonic() < deadline and not is_over():
                 self._changed.wait(_STOP_POLL_S)
-                if self._job.plan.processes == 1:  # several go on stepping, and their watchdogs watch the steps
+                if self._job.plan.mesh.processes == 1:  # several go on stepping, and their watchdogs watch the steps
                     self._metrics.last_step = time.monotonic()

@@ -47,7 +47,7 @@ def run(config: RunConfig) -> None:
         job = open_job(config)
         log.info("%s", job.plan.describe())
         stop.check()
-        processes.require_same_config(config, str(job.plan.weights), str(job.plan.generation))
+        processes.require_same_config(config, str(job.plan.weights.sharding), str(job.plan.generation))
         store = open_store(job)
         if job.plan.generation:
             generate(job, store, stop)
@@ -78,8 +78,8 @@ def open_store(job: Job) -> StoreWriter:
             f"the store {path} was not there when this job was planned, and is now. Run the same command again."
         ) from error
     if not job.is_done(store.records):
-        store.reopen(job.plan.target)
-        if not job.plan.fail_on_not_finite:
+        store.reopen(job.plan.streams.target)
+        if not job.plan.checks.fail_on_not_finite:
             store.allow_not_finite()
     return store
 
@@ -102,10 +102,10 @@ def extract(job: Job, store: StoreWriter, work: Sequence[StreamWork], stop: pree
 def load_step(job: Job) -> LoadedStep:
     """Loads the weights that the captured sites need onto the devices, and compiles the step, once."""
     config, plan = job.config, job.plan
-    partition = make_partition(plan.tensor, plan.weights)
-    if plan.keeps:
+    partition = make_partition(plan.mesh.tensor, plan.weights.sharding)
+    if plan.keeps_activations:
         compiled = compile_storing(plan.step, partition.mesh, str(config.model.dtype))
-        return LoadedStep(compiled, KeptRows(job, partition.mesh), plan.process_rows)
+        return LoadedStep(compiled, KeptRows(job, partition.mesh), plan.mesh.process_rows)
     params = job.model.load(
         plan.step.keys,
         dtype=str(config.model.dtype),
@@ -114,7 +114,7 @@ def load_step(job: Job) -> LoadedStep:
         with_int8=config.model.weights_dtype is WeightsDtype.int8,
     )
     compiled = compile_step(job.model, plan.step, params, partition)
-    return LoadedStep(compiled, ModelWeights(params), plan.process_rows)
+    return LoadedStep(compiled, ModelWeights(params), plan.mesh.process_rows)
 
 
 def fill(
@@ -126,7 +126,7 @@ def fill(
     """
     options = job.config.run
     metrics = Metrics(
-        total_tokens=job.plan.max_tokens,
+        total_tokens=job.plan.streams.max_tokens,
         stored_tokens=sum(record.tokens for records in store.records.values() for record in records),
         progress=options.progress and processes.is_first(),
         interval_s=options.metrics_interval_s,

@@ -53,7 +53,7 @@ class ExtractionLoop:
                 if block is not None:
                     self._extract(block)
                     timeout_s = POLL_S
-                elif self.plan.processes > 1:
+                elif self.plan.mesh.processes > 1:
                     others_have_rows = self._pad()
                     if not others_have_rows and not self.stop.noticed and not any_process(not has_ended):
                         break
@@ -84,7 +84,7 @@ class ExtractionLoop:
         if block.num_rows == 0:  # a stream without documents: its commit record says so
             self.writer.acquire()
             self.writer.submit(empty_step(block))
-        for first_row in range(0, block.num_rows, self.plan.process_rows):
+        for first_row in range(0, block.num_rows, self.plan.mesh.process_rows):
             if self.stop.before_step():
                 break
             self._dispatch(block, first_row)

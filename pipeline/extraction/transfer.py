@@ -60,8 +60,8 @@ def start_transfer(outputs: StepOutputs, block: TokenBlock | None, first_row: in
     """Starts the copies of a step's outputs to the host; of padding, only of its counts."""
     outputs.counts.copy_to_host_async()
     stored = (outputs.activations, outputs.scales, outputs.statistics)
-    copies = start_copies(jax.tree.leaves(stored), plan.first_row) if block else []
-    return StepInFlight(block, first_row, plan.process_rows, copies, outputs.counts)
+    copies = start_copies(jax.tree.leaves(stored), plan.mesh.first_row) if block else []
+    return StepInFlight(block, first_row, plan.mesh.process_rows, copies, outputs.counts)
 
 
 def empty_step(block: TokenBlock) -> StepInFlight:

@@ -31,7 +31,9 @@ def generate(job: Job, store: StoreWriter, stop: preemption.StopRequest) -> None
 
     Raises Interrupted after a stop request: the groups that are complete are stored.
     """
-    streams = [found for stream in job.plan.streams if (found := _open_stream(job, stream, store.records)) is not None]
+    streams = [
+        found for stream in job.plan.streams.local if (found := _open_stream(job, stream, store.records)) is not None
+    ]
     if processes.any_process(any(not stream.is_done for stream in streams)):
         generator = _compile(job)
         stop.check()
@@ -61,7 +63,7 @@ def _run(
     with closing(progress), Watchdog(progress, options.stall_timeout_s):
         for completion in generator.run(_in_turn(streams.values()), before_segment):
             progress.completed(completion)
-            streams[_stream_of(completion.number, job.plan.num_streams)].complete(completion)
+            streams[_stream_of(completion.number, job.plan.streams.count)].complete(completion)
     log.info("%s", progress.summary())
     store.write_metrics(progress.name, progress.to_json())
 
@@ -70,9 +72,9 @@ def _compile(job: Job) -> Generator:
     """Loads all layers and the head onto the devices, and compiles prefill and decoding."""
     config, plan, generation = job.config, job.plan, job.plan.generation
     options = config.data
-    partition = Partition(sharding.make_mesh(plan.tensor), fsdp=generation.weights is Weights.fsdp)
+    partition = Partition(sharding.make_mesh(plan.mesh.tensor), fsdp=generation.weights.sharding is Weights.fsdp)
     params = job.model.load_leaves(
-        job.model.generation_leaves(plan.step.keys if plan.keeps else ()),
+        job.model.generation_leaves(plan.step.keys if plan.keeps_activations else ()),
         str(config.model.dtype),
         partition.of_leaf,
         config.run.progress and processes.is_first(),
@@ -87,7 +89,7 @@ def _compile(job: Job) -> Generator:
         max_new_tokens=generation.max_new_tokens,
         end_tokens=end_tokens(job.model, job.tokenizer, options.end_tokens),
         sampling=sampling(options),
-        keys=plan.step.keys if plan.keeps else (),
+        keys=plan.step.keys if plan.keeps_activations else (),
         dtype=str(config.model.dtype),
         attention=plan.step.attention,
     )
@@ -95,7 +97,7 @@ def _compile(job: Job) -> Generator:
 
 def _open_stream(job: Job, stream: int, records: Mapping[int, Sequence[CommitRecord]]) -> StreamGroups | None:
     """What a stream lacks; None where its blocks are committed."""
-    left = work_left(records.get(stream, ()), job.plan.stream_budget(stream))
+    left = work_left(records.get(stream, ()), job.plan.streams.budget(stream))
     if left is None:
         return None
     start, _, budget = left
@@ -104,9 +106,9 @@ def _open_stream(job: Job, stream: int, records: Mapping[int, Sequence[CommitRec
         job.texts(stream),
         job.stream(stream).demand(start, budget),
         start,
-        number=lambda cursor: _number(cursor, stream, job.plan.num_streams),
+        number=lambda cursor: _number(cursor, stream, job.plan.streams.count),
         describe=_describer(job),
-        kept=job.plan.step.keys if job.plan.keeps else (),
+        kept=job.plan.step.keys if job.plan.keeps_activations else (),
     )
 
 

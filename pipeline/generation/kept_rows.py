@@ -44,7 +44,7 @@ class KeptRows:
             self._block, self._values = block, self._read(block)
         local = {}
         for key, width in zip(plan.step.keys, plan.step.widths, strict=True):
-            local[key] = np.zeros((plan.process_rows, plan.step.length, width), str(self.job.config.model.dtype))
+            local[key] = np.zeros((plan.mesh.process_rows, plan.step.length, width), str(self.job.config.model.dtype))
             if block is not None:
                 values = self._values[key][rows]
                 local[key][: len(values)] = values
@@ -53,7 +53,7 @@ class KeptRows:
     def _read(self, block: TokenBlock) -> dict[ActivationKey, Float[np.ndarray, "R T D"]]:
         plan, size = self.job.plan, self.job.config.data.group
         slots, place, tokens = document_tokens(block.documents, block.table)
-        ordinals = ((block.table["document"].to_numpy() - block.stream) // plan.num_streams)[place]
+        ordinals = ((block.table["document"].to_numpy() - block.stream) // plan.streams.count)[place]
         wanted = {(block.stream, int(index)) for index in np.unique(ordinals // size)}
         self._groups = {place: self._groups.get(place) or self._load(*place) for place in sorted(wanted)}
         dtype, shape = str(self.job.config.model.dtype), block.documents.shape

@@ -67,17 +67,17 @@ class Job:
             capture={"arrays": [key.name for key in plan.step.keys], "dtype": plan.step.dtype}
             | ({} if plan.step.int8_group is None else {"int8_group": plan.step.int8_group})
             | ({} if plan.step.statistics else {"statistics": False})
-            | ({"when": "decode"} if plan.keeps else {})
+            | ({"when": "decode"} if plan.keeps_activations else {})
             | selection_identity(config.capture, plan.step.length),
             store={"compression": str(config.store.compression)},
-            num_streams=plan.num_streams,
+            num_streams=plan.streams.count,
             rows_per_block=plan.rows_per_block,
             config=_config_for_information(config, self.model),
         )
 
     def work(self, records: Mapping[int, Sequence[CommitRecord]], target: Target | None = None) -> list[StreamWork]:
         """What is left of this process's streams, given the blocks that the store has. Empty: nothing to do."""
-        work = (self.stream_work(stream, records.get(stream, ()), target) for stream in self.plan.streams)
+        work = (self.stream_work(stream, records.get(stream, ()), target) for stream in self.plan.streams.local)
         return [item for item in work if item is not None]
 
     def stream_work(
@@ -88,11 +88,11 @@ class Job:
         `target` is the store's. Where another run has raised it beyond what this one wants, this run cuts no block: it
         ends with the block that reaches what it wants, which is then the same as the other run's.
         """
-        left = work_left(records, self.plan.stream_budget(stream))
+        left = work_left(records, self.plan.streams.budget(stream))
         if left is None:
             return None
         cursor, index, wanted = left
-        share = stream_share(larger(target, self.plan.target), self.plan.num_streams, stream)
+        share = stream_share(larger(target, self.plan.streams.target), self.plan.streams.count, stream)
         budget = None if share is None else share - sum(record.tokens for record in records[:index])
         return StreamWork(self.stream(stream), cursor, index, budget, wanted)
 
@@ -100,21 +100,22 @@ class Job:
         """Whether every stream, of whatever process, holds what is asked for."""
         plan = self.plan
         return all(
-            work_left(records.get(stream, ()), plan.stream_budget(stream)) is None for stream in range(plan.num_streams)
+            work_left(records.get(stream, ()), plan.streams.budget(stream)) is None
+            for stream in range(plan.streams.count)
         )
 
     def shortfall(self, records: Mapping[int, Sequence[CommitRecord]]) -> str | None:
         """By how much the streams of a store that is done fall short of `run.max_tokens`, since their data ended."""
-        if self.plan.max_tokens is None:
+        if self.plan.streams.max_tokens is None:
             return None
-        streams = range(self.plan.num_streams)
+        streams = range(self.plan.streams.count)
         stored = [sum(record.tokens for record in records.get(stream, ())) for stream in streams]
-        return shortfall(stored, [self.plan.stream_budget(stream) for stream in streams])
+        return shortfall(stored, [self.plan.streams.budget(stream) for stream in streams])
 
     def first_rows(self, num_tokens: int) -> dict[str, Int32[np.ndarray, "B T"]] | None:
         """Tokens, segments and positions of the first rows of the first stream that has any: as many rows as have
         `num_tokens` slots, or the beginning of one; None where there are no documents at all."""
-        wanted = (stream for stream in range(self.plan.num_streams) if self.plan.stream_budget(stream) != 0)
+        wanted = (stream for stream in range(self.plan.streams.count) if self.plan.streams.budget(stream) != 0)
         for stream in wanted:
             block = next(self.stream(stream).blocks())
             if block.num_rows:
@@ -128,7 +129,7 @@ class Job:
         return TokenisedDocuments(
             self.source,
             self.tokenizer,
-            range(stream, len(self.source.shards), self.plan.num_streams),
+            range(stream, len(self.source.shards), self.plan.streams.count),
             on_error=data.on_error,
             vocab_size=self.model.vocab_size,
             **({"max_prompt": data.prompt_length, "long_prompts": data.long_prompts} if self.plan.generation else {}),
@@ -142,7 +143,7 @@ class Job:
         return GeneratedGroups(
             open_kvstore(self.config.store.path),
             stream=stream,
-            num_streams=self.plan.num_streams,
+            num_streams=self.plan.streams.count,
             size=self.config.data.group,
             info_schema=pa.unify_schemas(parts),
         )
@@ -156,7 +157,7 @@ class Job:
         return TokenStream(
             documents,
             stream=stream,
-            num_streams=self.plan.num_streams,
+            num_streams=self.plan.streams.count,
             rows_per_block=self.plan.rows_per_block,
             length=batch.length,
             packing=batch.packing,
@@ -206,7 +207,7 @@ def open_job(config: RunConfig) -> Job:
             raise ConfigError(f"the prompts have a column {taken[0]}, which data=generate has itself. Leave it out.")
     data_identity = _data_identity(config.data, source, model, tokenizer)
     selection = open_selection(config.capture, plan.step.length, tokenizer)
-    layout = store_layout(plan, str(config.store.compression))
+    layout = store_layout(plan, model, str(config.store.compression))
     return Job(config, model, source, tokenizer, selection, plan, data_identity, layout, stored)
 
 
@@ -296,19 +297,19 @@ def print_plan(config: RunConfig) -> None:
     print(job.plan.describe())
 
 
-def store_layout(plan: Plan, compression: str) -> StoreLayout:
-    """The store's arrays: one per captured key, and those beside them."""
+def store_layout(plan: Plan, model: Model, compression: str) -> StoreLayout:
+    """The arrays of the store: one per captured key, and its scales if it has any."""
     activations = tuple(
         ArraySpec(
             name=key.name,
             dtype=plan.step.dtype,
             width=width,
-            attributes={"layer": key.layer, "site": str(key.site), "hook_name": hook_name, "d": width},
+            attributes={"layer": key.layer, "site": str(key.site), "hook_name": model.hook_name(key), "d": width},
             slots=TOKENS.slots if plan.step.selected is None else SELECTED.slots,
         )
-        for key, width, hook_name in zip(plan.step.keys, plan.step.widths, plan.hook_names, strict=True)
+        for key, width in zip(plan.step.keys, plan.step.widths, strict=True)
     )
     scales = tuple(map(scale_spec, activations, plan.step.scale_counts)) if plan.step.scale_counts else ()
     return StoreLayout(
-        plan.num_streams, plan.rows_per_block, plan.step.length, activations, compression, plan.step.selected, scales
+        plan.streams.count, plan.rows_per_block, plan.step.length, activations, compression, plan.step.selected, scales
     )

@@ -1,76 +1,70 @@
-"""What generation adds to a plan: rows, room, and the memory that it takes on each device. Pure arithmetic on ints."""
+"""What generation adds to a plan: rows, lengths, and the memory that it takes on each device."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from pipeline.cluster.topology import Topology
-from pipeline.config.choices import Weights, WeightsDtype, When
+from pipeline.config.choices import WeightsDtype, When
 from pipeline.config.schema import GenerateData, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.models.architecture import Architecture
-from pipeline.planning.mesh import divide_weights
+from pipeline.planning.model_facts import ModelFacts
+from pipeline.planning.weights import WeightsPlan, plan_weights
 from pipeline.store.format.layout import ITEM_BYTES, MIB
-
-
-class GeneratorFacts(Protocol):
-    """What is to be known of a model that generates; `pipeline.models.Model` is one."""
-
-    arch: Architecture
-    max_positions: int
-
-    def generation_weight_bytes(self, dtype: str, with_int8: bool) -> tuple[int, int]:
-        """Of the layers' matrices, and of all other weights; raises ConfigError for an encoder."""
 
 
 @dataclass(frozen=True)
 class GenerationPlan:
     """Bytes are of each device."""
 
-    rows: int  # documents that are written at once, over all processes of the worker
+    rows: int  # documents that are generated at once, over all processes of the worker
     prompt_length: int
     max_new_tokens: int
-    weights: Weights
-    weights_bytes: int  # of all layers and the head
+    weights: WeightsPlan  # of all layers and the head
     cache_bytes: int  # keys and values of all rows
     logits_bytes: int  # of one step
     kept_bytes: int | None  # with capture.when=decode: activations of all rows
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # those of `weights` included
 
     def describe(self) -> str:
         """One line, for people."""
         return (
             f"generate  {self.rows} rows of {self.prompt_length} + {self.max_new_tokens} tokens; on each device "
-            f"{self.weights_bytes / MIB:.0f} MiB of weights ({self.weights}), {self.cache_bytes / MIB:.1f} MiB of keys "
-            f"and values, {self.logits_bytes / MIB:.1f} MiB of logits"
+            f"{self.weights.device_bytes / MIB:.0f} MiB of weights ({self.weights.sharding}), "
+            f"{self.cache_bytes / MIB:.1f} MiB of keys and values, {self.logits_bytes / MIB:.1f} MiB of logits"
             + ("" if self.kept_bytes is None else f", {self.kept_bytes / MIB:.1f} MiB of activations")
         )
 
 
 def plan_generation(
-    config: RunConfig, model: GeneratorFacts, width: int, data: int, tensor: int, topology: Topology
+    config: RunConfig, model: ModelFacts, width: int, data: int, tensor: int, topology: Topology
 ) -> GenerationPlan | None:
-    """The plan of `data=generate`, None for other data. `width`: features that are captured of a token. `data`,
-    `tensor`: the mesh. Raises ConfigError."""
-    options, keeps = config.data, config.capture.when is When.decode
+    """The plan of `data=generate`; None for other data.
+
+    `width` is the number of features captured per token; `data` and `tensor` are the axes of the mesh. Raises
+    ConfigError for a configuration that cannot work, or that does not fit into a device.
+    """
+    options, keeps_activations = config.data, config.capture.when is When.decode
     if not isinstance(options, GenerateData):
-        if keeps:
+        if keeps_activations:
             raise ConfigError("capture.when is decode, which is for data=generate. Set it to document.")
         return None
-    _check(config, model, data)
+    _require_valid(config, model, data)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
-    of_model = model.generation_weight_bytes(str(config.model.dtype), with_int8)
-    weights, weights_bytes, notes = divide_weights(config.model.weights, *of_model, data, tensor, topology)
+    model_bytes = model.generation_weight_bytes(str(config.model.dtype), with_int8)
+    weights = plan_weights(config.model.weights, *model_bytes, data, tensor, topology.device_bytes)
     length = options.prompt_length + options.max_new_tokens
     itemsize = ITEM_BYTES[config.model.dtype]
     cache = cache_bytes(model.arch, options.rows, length, itemsize) // (data * tensor)
-    kept = options.rows * length * width * itemsize // data if keeps else None
+    kept = options.rows * length * width * itemsize // data if keeps_activations else None
     logits = logits_bytes(model.arch, options.rows // data)
-    beside = logits + (kept or 0)
-    if topology.device_bytes is not None and weights_bytes + cache + beside > topology.device_bytes:
+    others = logits + (kept or 0)
+    if topology.device_bytes is not None and weights.device_bytes + cache + others > topology.device_bytes:
         raise ConfigError(
-            f"to generate, weights, keys and values, and logits take {weights_bytes / MIB:.0f} + {cache / MIB:.0f} + "
-            f"{beside / MIB:.0f} MiB on each device, which has {topology.device_bytes / MIB:.0f} MiB. Lower data.rows."
+            f"to generate, weights, keys and values, and logits take {weights.device_bytes / MIB:.0f} + "
+            f"{cache / MIB:.0f} + {others / MIB:.0f} MiB on each device, which has {topology.device_bytes / MIB:.0f} "
+            f"MiB. Lower data.rows."
         )
+    notes = weights.notes
     if config.batch.length < length:
         notes += (
             f"prompt and completion take up to {length} tokens: those longer than batch.length={config.batch.length} "
@@ -81,7 +75,6 @@ def plan_generation(
         prompt_length=options.prompt_length,
         max_new_tokens=options.max_new_tokens,
         weights=weights,
-        weights_bytes=weights_bytes,
         cache_bytes=cache,
         logits_bytes=logits,
         kept_bytes=kept,
@@ -90,16 +83,16 @@ def plan_generation(
 
 
 def cache_bytes(arch: Architecture, rows: int, length: int, itemsize: int) -> int:
-    """What the keys and values of all layers take, over all devices, for rows of `length` tokens."""
+    """Bytes of the keys and values of all layers, over all devices, for rows of `length` tokens."""
     return 2 * arch.num_layers * rows * arch.num_kv_heads * length * arch.head_dim * itemsize
 
 
 def logits_bytes(arch: Architecture, rows: int) -> int:
-    """What one step's logits take, in float32; sampling holds a few times as much."""
+    """Bytes of one step's logits in float32; sampling takes a few times as much."""
     return rows * arch.vocab_size * 4
 
 
-def _check(config: RunConfig, model: GeneratorFacts, data: int) -> None:
+def _require_valid(config: RunConfig, model: ModelFacts, data: int) -> None:
     options = config.data
     for name in ("prompt_length", "max_new_tokens", "group"):
         if getattr(options, name) < 1:

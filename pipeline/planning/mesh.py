@@ -1,18 +1,41 @@
-"""Which mesh the devices of a run form, and how the weights are divided over it. Pure arithmetic on ints."""
+"""The mesh that the devices form, and the rows of a step that each process computes."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from pipeline.cluster.topology import Topology
-from pipeline.config.choices import Weights
 from pipeline.config.schema import MeshConfig
 from pipeline.core.errors import ConfigError
-from pipeline.store.format.layout import MIB
 
-MAX_WEIGHTS_SHARE = 0.6  # of a device's memory, before they are divided: the rest is for activations
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """The mesh of one worker, and one process's share of a step."""
+
+    data: int  # devices along the axis that divides rows
+    tensor: int  # devices along the axis that divides heads and neurons
+    processes: int  # which step together
+    process_rows: int  # rows per step of one process
+    first_row: int  # of this process's rows, among the step's
+
+
+def plan_mesh(options: MeshConfig, rows: int, topology: Topology, tensor_dims: Mapping[str, int]) -> MeshPlan:
+    """Divides `rows` per step among the processes. Raises ConfigError if mesh, devices, model and rows do not match."""
+    data, tensor = mesh_shape(options, topology, tensor_dims)
+    if rows < 1 or rows % data:
+        raise ConfigError(
+            f"batch.rows = {rows} is not a multiple of the {data} devices that share the rows. "
+            f"Set batch.rows to a multiple of {data}."
+        )
+    process_rows = rows // topology.processes
+    return MeshPlan(data, tensor, topology.processes, process_rows, topology.process * process_rows)
 
 
 def mesh_shape(options: MeshConfig, topology: Topology, tensor_dims: Mapping[str, int]) -> tuple[int, int]:
-    """Devices along `data` and along `tensor`, which divides the model's `tensor_dims`. Raises ConfigError."""
+    """Devices along `data` and along `tensor`, which must divide each of the model's `tensor_dims`.
+
+    Raises ConfigError.
+    """
     tensor = options.tensor
     if tensor < 1:
         raise ConfigError(f"mesh.tensor is {tensor}. Set it to at least 1.")
@@ -22,12 +45,12 @@ def mesh_shape(options: MeshConfig, topology: Topology, tensor_dims: Mapping[str
             f"mesh.data * mesh.tensor = {data} * {tensor} is not the number of devices, {topology.devices}. "
             f"Set mesh.data=null and mesh.tensor to a divisor of {topology.devices}."
         )
-    of_process = topology.devices // topology.processes
-    if of_process % tensor:
+    process_devices = topology.devices // topology.processes
+    if process_devices % tensor:
         raise ConfigError(
-            f"mesh.tensor={tensor} does not divide the {of_process} devices of a process "
+            f"mesh.tensor={tensor} does not divide the {process_devices} devices of a process "
             f"({topology.devices} devices / {topology.processes} processes): rows must stay within their process. "
-            f"Set mesh.tensor to a divisor of {of_process}."
+            f"Set mesh.tensor to a divisor of {process_devices}."
         )
     for name, size in tensor_dims.items():
         if size % tensor:
@@ -37,40 +60,3 @@ def mesh_shape(options: MeshConfig, topology: Topology, tensor_dims: Mapping[str
                 f"{', '.join(f'{size} {name}' for name, size in tensor_dims.items())}."
             )
     return data, tensor
-
-
-def divide_weights(
-    wanted: Weights, matrices: int, others: int, data: int, tensor: int, topology: Topology
-) -> tuple[Weights, int, tuple[str, ...]]:
-    """How the weights are divided, the bytes on each device, and why, where that was not asked for.
-
-    `matrices` and `others` are the bytes of the layers' matrices and of all other weights. Raises ConfigError for what
-    contradicts the mesh, and for what does not fit.
-    """
-    sizes = {
-        Weights.replicated: matrices + others,
-        Weights.tensor: matrices // tensor + others,
-        Weights.fsdp: matrices // (tensor * data) + others,
-    }
-    if (wanted is Weights.tensor and tensor == 1) or (wanted is Weights.replicated and tensor > 1):
-        raise ConfigError(
-            f"model.weights={wanted} with mesh.tensor={tensor}: expected tensor with more than 1, replicated with 1. "
-            f"Set model.weights=auto."
-        )
-    whole = Weights.tensor if tensor > 1 else Weights.replicated
-    note: tuple[str, ...] = ()
-    if wanted is Weights.auto:
-        wanted = whole
-        if topology.device_bytes is not None and sizes[whole] > MAX_WEIGHTS_SHARE * topology.device_bytes and data > 1:
-            wanted = Weights.fsdp
-            note = (
-                f"weights are divided over the {data} devices along data: {sizes[whole] / MIB:.0f} MiB {whole} would "
-                f"be more than {MAX_WEIGHTS_SHARE:.0%} of a device's {topology.device_bytes / MIB:.0f} MiB",
-            )
-    if topology.device_bytes is not None and sizes[wanted] > topology.device_bytes:
-        raise ConfigError(
-            f"the weights, {wanted}, take {sizes[wanted] / MIB:.0f} MiB on each device, which has "
-            f"{topology.device_bytes / MIB:.0f} MiB. Use more devices with model.weights=fsdp, a larger mesh.tensor, "
-            f"or model.weights_dtype=int8."
-        )
-    return wanted, sizes[wanted], note

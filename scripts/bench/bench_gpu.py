@@ -99,7 +99,10 @@ def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
     step = load_step(job)
     params, compiled = step.operands.params, step.compiled
     bare = compile_step(
-        job.model, replace(job.plan.step, statistics=False), params, make_partition(job.plan.tensor, job.plan.weights)
+        job.model,
+        replace(job.plan.step, statistics=False),
+        params,
+        make_partition(job.plan.mesh.tensor, job.plan.weights.sharding),
     )
     by_rows = sharding.row_sharding(compiled.mesh)
     blocks = [block for item in job.work({}) for block in item.blocks(lambda: False)]

@@ -135,7 +135,9 @@ def run_job(job: Job, step: CompiledStep) -> None:
     """The job with all its threads, into a new store."""
     store = new_store(job)
     with preemption.stop_on_signals() as stop:
-        fill(job, store, job.work(store.records), stop, LoadedStep(step, ModelWeights(None), job.plan.process_rows))
+        fill(
+            job, store, job.work(store.records), stop, LoadedStep(step, ModelWeights(None), job.plan.mesh.process_rows)
+        )
 
 
 def new_store(job: Job) -> StoreWriter:
@@ -181,11 +183,11 @@ def stages(job: Job) -> list[Stage]:
     activations = step(None, batch["tokens"], batch["segments"], batch["positions"]).activations
     source = [np.array(values) for values in activations]
     buffers = [np.zeros(job.layout.shard_shape(spec), ml_dtypes.bfloat16) for spec in job.layout.arrays]
-    num_bytes = len(blocks) * plan.block_bytes
+    num_bytes = len(blocks) * plan.memory.block_bytes
 
     def copy_steps() -> None:
         for _ in range(num_steps):
-            for part in start_copies(activations, plan.first_row):
+            for part in start_copies(activations, plan.mesh.first_row):
                 np.copyto(buffers[part.output][part.rows, *part.rest], part.wait())
 
     def copy_memory() -> None:

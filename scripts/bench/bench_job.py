@@ -95,7 +95,7 @@ def open_case(name: str, layers: str, max_tokens: int) -> Case:
         job.model,
         replace(job.plan.step, statistics=False),
         step.operands.params,
-        make_partition(job.plan.tensor, job.plan.weights),
+        make_partition(job.plan.mesh.tensor, job.plan.weights.sharding),
     )
     return Case(name, layers, job, step, bare, [], [])
 

@@ -40,7 +40,7 @@ def measure(overrides: list[str]) -> tuple[int, int]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
     run_job(job, step)
-    return job.plan.host_bytes, resident("VmHWM") - before
+    return job.plan.memory.host_bytes, resident("VmHWM") - before
 
 
 def resident(what: str) -> int:

@@ -111,7 +111,7 @@ def run_job(path: str, *overrides: str) -> None:
     job = open_job(replace(config, store=replace(config.store, path=path)))
     store = open_store(job)
     if not job.is_done(store.records):
-        store.reopen(job.plan.target)
+        store.reopen(job.plan.streams.target)
     if job.work(store.records, store.target):
         if job.config.run.claim:
             _fill_claimed(job, store)
@@ -155,7 +155,7 @@ def _fill(job: Job, store: StoreWriter) -> None:
 
 
 def _fill_claimed(job: Job, store: StoreWriter) -> None:
-    left = list(range(job.plan.num_streams))
+    left = list(range(job.plan.streams.count))
     with closing(Claims(store.path, lease_s=600)) as claims:
         while left:
             for vacancy in claims.vacancies(left):

@@ -15,7 +15,7 @@ from pipeline.core.errors import NotFiniteError, StoreError
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.extraction.job_run import fill, load_step, open_store, run
 from pipeline.job.opening import open_job, print_plan
-from pipeline.planning.plan import MAX_STEPS_IN_FLIGHT
+from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.write.store_writer import StoreWriter
@@ -100,7 +100,7 @@ def test_the_same_store_however_many_steps_are_in_flight(text, tmp_path, monkeyp
     for cores in (1, 1000):
         monkeypatch.setattr(devices, "num_cores", lambda cores=cores: cores)
         config = job_config(text, tmp_path / str(cores), "run.max_tokens=6000")
-        stores.append((tmp_path / str(cores), open_job(config).plan.inflight_steps))
+        stores.append((tmp_path / str(cores), open_job(config).plan.memory.inflight_steps))
         run(config)
     (one, of_one), (many, of_many) = stores
     assert (of_one, of_many) == (1, MAX_STEPS_IN_FLIGHT)

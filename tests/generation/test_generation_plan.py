@@ -33,10 +33,10 @@ def test_memory_of_each_device():
     layers, kv_heads, head_dim, vocabulary = 6, 2, 32, 2048
     assert plan.cache_bytes == 2 * layers * kv_heads * head_dim * 2 * 16 * 128 // 8
     assert plan.logits_bytes == 4 * vocabulary * 16 // 4
-    assert plan.weights is Weights.tensor
+    assert plan.weights.sharding is Weights.tensor
     assert plan.notes == ()
     whole = plan_generation(CONFIG, MODEL, width=0, data=1, tensor=1, topology=Topology(devices=1))
-    assert whole.weights_bytes == sum(MODEL.generation_weight_bytes("bfloat16"))
+    assert whole.weights.device_bytes == sum(MODEL.generation_weight_bytes("bfloat16"))
     assert whole.cache_bytes == 8 * plan.cache_bytes
     assert f"{whole.cache_bytes / 2**20:.1f} MiB of keys and values" in whole.describe()
 

@@ -14,7 +14,7 @@ from pipeline.config.schema import CaptureConfig
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.registry import open_model
-from pipeline.planning.plan import captured_keys
+from pipeline.planning.capture import captured_keys
 
 ALTERNATING = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 LAST = ActivationKey(3, Site.resid_post)

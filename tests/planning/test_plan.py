@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 import pytest
 
+from pipeline.cluster.topology import Topology
 from pipeline.config.choices import Compression, Positions, StorageDtype, Weights
 from pipeline.config.schema import (
     BatchConfig,
@@ -19,15 +20,10 @@ from pipeline.config.schema import (
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.extraction.buffers import BlockBuffers
-from pipeline.planning.plan import (
-    MAX_AUTO_STREAMS,
-    MAX_STEPS_IN_FLIGHT,
-    MAX_STEPS_PER_BLOCK,
-    MIB,
-    StoredGeometry,
-    Topology,
-    make_plan,
-)
+from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK
+from pipeline.planning.plan import StoredGeometry, make_plan
+from pipeline.planning.streams import MAX_AUTO_STREAMS
+from pipeline.store.format.layout import MIB
 
 
 @dataclass(frozen=True)
@@ -64,15 +60,15 @@ def planned(config=BASE, shards=8, topology=ONE_DEVICE, stored=None):
 def test_bytes_of_a_step_and_of_a_block():
     plan = planned()
     row_bytes = 256 * 896 * 2
-    assert plan.step_bytes == 8 * row_bytes
+    assert plan.memory.step_bytes == 8 * row_bytes
     assert plan.rows_per_block % 8 == 0
-    assert plan.block_bytes == plan.rows_per_block * row_bytes <= 16 * MIB
+    assert plan.memory.block_bytes == plan.rows_per_block * row_bytes <= 16 * MIB
     of_rows = (2 * 896 + 256) * 4  # mean and squared deviations of each feature, norms of the tokens
     statistics_bytes = (4 * 8 + 2 * plan.rows_per_block) * of_rows
-    assert plan.host_bytes == 4 * plan.step_bytes + 2 * plan.block_bytes + statistics_bytes
+    assert plan.memory.host_bytes == 4 * plan.memory.step_bytes + 2 * plan.memory.block_bytes + statistics_bytes
     for store in (StoreConfig(path="gs://nowhere/store"), StoreConfig(path="/nowhere", compression=Compression.zstd)):
         encoding = planned(replace(BASE, store=store))  # TensorStore has encoded copies
-        assert encoding.host_bytes == 4 * plan.step_bytes + 4 * plan.block_bytes + statistics_bytes
+        assert encoding.memory.host_bytes == 4 * plan.memory.step_bytes + 4 * plan.memory.block_bytes + statistics_bytes
     assert [key.name for key in plan.step.keys] == ["blocks.12.resid_post"]
 
 
@@ -82,11 +78,11 @@ def test_host_bytes_have_the_buffers_of_statistics(dtype, statistics):
     """Of few selected tokens they are larger than the activations."""
     capture = CaptureConfig(layers=[1, 2], positions=Positions.last, per_row=1, dtype=dtype, statistics=statistics)
     plan = planned(replace(BASE, capture=capture))
-    assert plan.process_rows == 8
+    assert plan.mesh.process_rows == 8
     buffers = sum(buffer.nbytes for buffer in BlockBuffers.allocate(plan).leaves())
-    assert buffers == plan.block_bytes + plan.rows_per_block * plan.step.row_statistics_bytes
-    assert (buffers > 4 * plan.block_bytes) == statistics
-    assert plan.host_bytes > 2 * buffers
+    assert buffers == plan.memory.block_bytes + plan.rows_per_block * plan.step.row_statistics_bytes
+    assert (buffers > 4 * plan.memory.block_bytes) == statistics
+    assert plan.memory.host_bytes > 2 * buffers
 
 
 @pytest.mark.parametrize(
@@ -128,7 +124,7 @@ def test_layers_all_and_inner_sites():
 def test_max_tokens_is_divided_evenly(max_tokens, streams, budgets):
     data = replace(BASE.data, num_streams=streams)
     plan = planned(replace(BASE, data=data, run=RunOptions(max_tokens=max_tokens)))
-    assert [plan.stream_budget(stream) for stream in range(streams)] == budgets
+    assert [plan.streams.budget(stream) for stream in range(streams)] == budgets
 
 
 @pytest.mark.parametrize(
@@ -145,7 +141,7 @@ def test_max_tokens_is_divided_evenly(max_tokens, streams, budgets):
 )
 def test_number_of_streams(max_tokens, shards, topology, stored, streams):
     config = replace(BASE, run=RunOptions(max_tokens=max_tokens, worker_count=topology.workers))
-    assert planned(config, shards, topology, stored).num_streams == streams
+    assert planned(config, shards, topology, stored).streams.count == streams
 
 
 def test_streams_are_divided_among_all_processes_of_all_workers():
@@ -156,8 +152,8 @@ def test_streams_are_divided_among_all_processes_of_all_workers():
             config = replace(BASE, data=data, run=RunOptions(worker_index=worker, worker_count=2))
             topology = Topology(devices=4, processes=2, process=process, workers=2, worker=worker)
             plan = planned(config, 11, topology)
-            assert plan.process_rows == 4
-            seen += plan.streams
+            assert plan.mesh.process_rows == 4
+            seen += plan.streams.local
     assert sorted(seen) == list(range(11))
 
 
@@ -165,8 +161,8 @@ def test_streams_are_divided_among_all_processes_of_all_workers():
 def test_with_claims_every_process_may_have_every_stream_and_there_are_many(topology):
     """Their number does not depend on which worker creates the store."""
     plan = planned(replace(BASE, run=RunOptions(claim=True, max_tokens=10_000)), 1000, topology)
-    assert plan.num_streams == MAX_AUTO_STREAMS
-    assert plan.streams == tuple(range(MAX_AUTO_STREAMS))
+    assert plan.streams.count == MAX_AUTO_STREAMS
+    assert plan.streams.local == tuple(range(MAX_AUTO_STREAMS))
     assert any("64 can work at once" in note for note in plan.notes)
 
 
@@ -174,7 +170,7 @@ def test_steps_in_flight_are_limited_by_bytes_and_in_number():
     step_mib = 8 * 256 * 896 * 2 / MIB
     for mib, steps in [(10_000, MAX_STEPS_IN_FLIGHT), (2.5 * step_mib, 2), (1.5 * step_mib, 1)]:
         plan = planned(replace(BASE, run=RunOptions(max_inflight_mib=mib)))
-        assert plan.inflight_steps == steps
+        assert plan.memory.inflight_steps == steps
         assert any("nothing overlaps" in note for note in plan.notes) == (steps == 1)
 
 
@@ -182,8 +178,8 @@ def test_few_cores_have_one_step_in_flight_and_are_told_the_least_for_it():
     few = Topology(devices=1, few_cores=True)
     plan = planned(topology=few)
     many = planned(topology=replace(few, few_cores=False))
-    assert (plan.inflight_steps, plan.notes) == (1, many.notes)  # which has no other remark on it
-    assert many.inflight_steps > 1
+    assert (plan.memory.inflight_steps, plan.notes) == (1, many.notes)  # which has no other remark on it
+    assert many.memory.inflight_steps > 1
     with pytest.raises(ConfigError, match=r"Set it to at least 4, or"):  # a step has 3.5 MiB
         planned(replace(BASE, run=RunOptions(max_inflight_mib=3)), topology=few)
     with pytest.raises(ConfigError, match=r"Set it to at least 7, or"):
@@ -192,8 +188,8 @@ def test_few_cores_have_one_step_in_flight_and_are_told_the_least_for_it():
 
 def test_what_does_not_fit_into_the_host_is_refused_by_arithmetic():
     config = replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=1e6), run=RunOptions(max_inflight_mib=1e6))
-    needed = planned(config).host_bytes
-    assert planned(config, topology=Topology(devices=1, host_memory=needed)).host_bytes == needed
+    needed = planned(config).memory.host_bytes
+    assert planned(config, topology=Topology(devices=1, host_memory=needed)).memory.host_bytes == needed
     with pytest.raises(ConfigError, match=r"on this host, which has .* MiB: 4 steps of .* Lower store.shard_mib"):
         planned(config, topology=Topology(devices=1, host_memory=needed - 1))
 
@@ -262,7 +258,7 @@ def test_weights_are_divided_when_they_would_not_fit(wanted, tensor, device_mib,
     """4000 MiB of matrices and 200 MiB of embeddings and norms, on 4 devices."""
     config = replace(BASE, model=ModelConfig(weights=Weights(wanted)), mesh=MeshConfig(tensor=tensor))
     plan = planned(config, topology=Topology(devices=4, device_bytes=device_mib and device_mib * MIB))
-    assert (plan.weights, plan.weights_bytes) == (weights, weights_mib * MIB)
+    assert (plan.weights.sharding, plan.weights.device_bytes) == (weights, weights_mib * MIB)
     assert any("weights are divided" in note for note in plan.notes) == noted
 
 

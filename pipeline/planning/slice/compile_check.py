@@ -85,7 +85,7 @@ def slice_devices(where: Slice) -> Sequence[jax.Device]:
 
 def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequence[jax.Device]) -> Program:
     """Compiles the step that a run of this plan would compile. Raises DoesNotFit."""
-    partition = make_partition(plan.tensor, plan.weights, devices)
+    partition = make_partition(plan.mesh.tensor, plan.weights.sharding, devices)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
     params = model.abstract_params(plan.step.keys, str(config.model.dtype), partition.of_leaf, with_int8)
     began = time.perf_counter()
@@ -124,7 +124,7 @@ def require_room(step_bytes: int, all_bytes: int, plan: Plan, where: Slice) -> N
     if all_bytes > available:
         raise DoesNotFit(
             f"a step takes {step_bytes / GIB:.2f} GiB of a chip, and {all_bytes / GIB:.2f} with the activations of "
-            f"{plan.inflight_steps} steps in flight; {where.chip.name} has {available / GIB:.2f}. {_REMEDY}"
+            f"{plan.memory.inflight_steps} steps in flight; {where.chip.name} has {available / GIB:.2f}. {_REMEDY}"
         )
 
 

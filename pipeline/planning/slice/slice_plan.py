@@ -7,10 +7,11 @@ import json
 import logging
 from dataclasses import asdict, dataclass, replace
 
+from pipeline.cluster.topology import Topology
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.models.registry import Model, open_model
-from pipeline.planning.plan import Plan, Topology, make_plan
+from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.slice.advice import advise
 from pipeline.planning.slice.chips import GIB, Slice, parse_slice
 from pipeline.planning.slice.compile_check import Program, compile_program, largest_power, require_room, slice_devices
@@ -131,7 +132,7 @@ def search(config: RunConfig, model: Model, where: Slice) -> SlicePlan:
         tried = replace(config, batch=replace(config.batch, rows=per_chip * along_data))
         try:
             job = _job_plan(tried, model, where)
-            if job.inflight_steps == 1 and per_chip > 1:
+            if job.memory.inflight_steps == 1 and per_chip > 1:
                 log.info("%d rows per chip: two steps exceed run.max_inflight_mib", per_chip)
                 return False
             plan = plans[per_chip] = _compiled(tried, model, where, job)
@@ -148,9 +149,11 @@ def search(config: RunConfig, model: Model, where: Slice) -> SlicePlan:
 
 def _compiled(config: RunConfig, model: Model, where: Slice, job: Plan) -> SlicePlan:
     outputs = _output_bytes(job, where)  # what these take is known without a compiler
-    require_room(job.weights_bytes + outputs, job.weights_bytes + job.inflight_steps * outputs, job, where)
+    require_room(
+        job.weights.device_bytes + outputs, job.weights.device_bytes + job.memory.inflight_steps * outputs, job, where
+    )
     program = compile_program(model, job, config, slice_devices(where))
-    require_room(program.resident_bytes(1), program.resident_bytes(job.inflight_steps), job, where)
+    require_room(program.resident_bytes(1), program.resident_bytes(job.memory.inflight_steps), job, where)
     options = config.plan
     slot_bytes = job.step.row_bytes / job.step.length
     cost = Cost(model.flops_per_token(job.step.keys, job.step.length), slot_bytes, options.fill)
@@ -162,7 +165,7 @@ def _compiled(config: RunConfig, model: Model, where: Slice, job: Plan) -> Slice
         store_bytes_per_s = BUCKET_WRITES_PER_S * slots_per_block * (slot_bytes + SIDE_BYTES) / objects_per_block
     reach = limits(cost, where, options.mfu, store_bytes_per_s)
     price = where.chip.usd_per_hour if options.usd_per_chip_hour is None else options.usd_per_chip_hour
-    along_data = where.num_chips // job.tensor
+    along_data = where.num_chips // job.mesh.tensor
     rows_per_chip = job.step.rows // along_data
     shard_bytes = job.rows_per_block * job.step.slots * max(job.step.widths) * ITEM_BYTES[job.step.dtype]
     notes = job.notes
@@ -177,17 +180,17 @@ def _compiled(config: RunConfig, model: Model, where: Slice, job: Plan) -> Slice
         topology=where.name,
         num_chips=where.num_chips,
         num_hosts=where.num_hosts,
-        mesh={"data": along_data, "tensor": job.tensor},
-        weights=str(job.weights),
+        mesh={"data": along_data, "tensor": job.mesh.tensor},
+        weights=str(job.weights.sharding),
         rows=job.step.rows,
         rows_per_chip=rows_per_chip,
         length=job.step.length,
-        steps_in_flight=job.inflight_steps,
-        weight_bytes=job.weights_bytes,
+        steps_in_flight=job.memory.inflight_steps,
+        weight_bytes=job.weights.device_bytes,
         output_bytes=_output_bytes(job, where),
         program=program,
         hbm_bytes=where.chip.hbm_bytes,
-        hbm_bytes_needed=program.resident_bytes(job.inflight_steps),
+        hbm_bytes_needed=program.resident_bytes(job.memory.inflight_steps),
         flops_per_slot=cost.flops,
         activation_bytes_per_slot=cost.activation_bytes,
         stored_bytes_per_token=cost.stored_bytes,
@@ -195,24 +198,32 @@ def _compiled(config: RunConfig, model: Model, where: Slice, job: Plan) -> Slice
         binding=reach.binding,
         tokens_per_s=reach.tokens_per_s,
         traffic=traffic(cost, where, reach.tokens_per_s),
-        host_bytes=job.host_bytes,
+        host_bytes=job.memory.host_bytes,
         shard_bytes=shard_bytes,
         objects_per_block=objects_per_block,
         slots_per_block=slots_per_block,
-        num_tokens=job.max_tokens,
+        num_tokens=job.streams.max_tokens,
         bill=None
-        if job.max_tokens is None
-        else bill(cost, where, job.max_tokens, reach.tokens_per_s, price, options.usd_per_tb_month),
+        if job.streams.max_tokens is None
+        else bill(cost, where, job.streams.max_tokens, reach.tokens_per_s, price, options.usd_per_tb_month),
         notes=notes,
         advice=tuple(
-            advise(config, model.arch, where.chip, reach, shard_bytes, job.host_bytes, rows_per_chip * job.step.length)
+            advise(
+                config,
+                model.arch,
+                where.chip,
+                reach,
+                shard_bytes,
+                job.memory.host_bytes,
+                rows_per_chip * job.step.length,
+            )
         ),
     )
 
 
 def _output_bytes(job: Plan, where: Slice) -> int:
     """Activations of one step that a chip holds."""
-    return job.step_bytes * job.processes // where.num_chips
+    return job.memory.step_bytes * job.mesh.processes // where.num_chips
 
 
 def _job_plan(config: RunConfig, model: Model, where: Slice) -> Plan:

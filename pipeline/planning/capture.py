@@ -1,0 +1,117 @@
+"""What is captured: the activations, the specification of the step that computes them, and the checks of its output."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.config.choices import OnNotFinite, Packing, Positions, StorageDtype
+from pipeline.config.limits import shown
+from pipeline.config.schema import CaptureConfig, RunConfig
+from pipeline.core.errors import ConfigError
+from pipeline.core.sites import ActivationKey, Site, activation_keys
+from pipeline.data.selection import slots_per_row
+from pipeline.planning.model_facts import ModelFacts
+from pipeline.step.spec import StepSpec
+
+_POSITIONS_WITH_SLOTS = (Positions.last, Positions.token, Positions.regex)  # how many a row has is not known in advance
+
+
+@dataclass(frozen=True)
+class CheckPlan:
+    """What a run checks in its blocks."""
+
+    fail_on_not_finite: bool  # otherwise it warns
+    warn_of_unselected: bool  # of selected tokens for which a row has no slot
+    warn_of_empty_rows: bool  # of rows whose slots are full before their positions are
+
+
+def plan_checks(config: RunConfig) -> CheckPlan:
+    """What `capture` and `batch` ask to check."""
+    has_slots = config.capture.positions in _POSITIONS_WITH_SLOTS
+    return CheckPlan(
+        fail_on_not_finite=config.capture.on_not_finite is OnNotFinite.fail,
+        warn_of_unselected=has_slots,
+        warn_of_empty_rows=has_slots and config.batch.packing is Packing.pack,
+    )
+
+
+def plan_step(config: RunConfig, model: ModelFacts) -> StepSpec:
+    """The specification of a run's step. Raises ConfigError for a site, layer or length that the model lacks."""
+    capture, batch = config.capture, config.batch
+    keys = captured_keys(capture, model)
+    if not 1 <= batch.length <= model.max_positions:
+        raise ConfigError(
+            f"batch.length is {batch.length}, but the model has {model.max_positions} positions. "
+            f"Set batch.length to 1..{model.max_positions}."
+        )
+    widths = tuple(model.width(key.site) for key in keys)
+    return StepSpec(
+        keys=keys,
+        widths=widths,
+        rows=batch.rows,
+        length=batch.length,
+        dtype=str(capture.dtype),
+        attention=str(config.model.attention),
+        statistics=capture.statistics,
+        selected=slots_per_row(capture, batch.length),
+        int8_group=_int8_group(capture, keys, widths),
+    )
+
+
+def captured_keys(capture: CaptureConfig, model: ModelFacts) -> tuple[ActivationKey, ...]:
+    """The activations that `capture` names. Raises ConfigError for a layer or site that the model does not have."""
+    names = [str(site) for site in model.sites]
+    unknown = [site for site in capture.sites if site not in names]
+    if unknown or not capture.sites:
+        raise ConfigError(
+            f"capture.sites contains {shown(unknown) if unknown else 'nothing'}, but the model has {', '.join(names)}. "
+            f"Set capture.sites to a subset, e.g. [resid_post]."
+        )
+    if repeated := _first_repeated(capture.sites):
+        raise ConfigError(f"capture.sites names {repeated} twice. Name each site once.")
+    return activation_keys(
+        captured_layers(capture.layers, model.num_layers), tuple(Site(site) for site in capture.sites)
+    )
+
+
+def captured_layers(layers: object, num_layers: int) -> tuple[int, ...]:
+    """`capture.layers` as sorted layer numbers. Raises ConfigError unless it is "all" or a list of layers."""
+    have = f"the model has layers 0..{num_layers - 1}"
+    if layers == "all":
+        return tuple(range(num_layers))
+    if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
+        raise ConfigError(
+            f"capture.layers is {shown(layers)}; {have}. Set it to a list such as [0,{num_layers - 1}], or to all."
+        )
+    for layer in layers:
+        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < num_layers:
+            raise ConfigError(f"capture.layers contains {shown(layer)}, but {have}. Set capture.layers to a subset.")
+    if repeated := _first_repeated(layers):
+        raise ConfigError(f"capture.layers names layer {repeated} twice. Name each layer once.")
+    return tuple(sorted(layers))
+
+
+def _first_repeated(values: Sequence[object]) -> str:
+    """The first value that also stands earlier in `values`; "" if all differ."""
+    return next((str(value) for place, value in enumerate(values) if value in values[:place]), "")
+
+
+def _int8_group(capture: CaptureConfig, keys: Sequence[ActivationKey], widths: Sequence[int]) -> int | None:
+    """`capture.int8_group`. Raises ConfigError unless it divides all widths and the dtype is int8."""
+    group = capture.int8_group
+    if group is None:
+        return None
+    if capture.dtype is not StorageDtype.int8:
+        raise ConfigError(
+            f"capture.int8_group is {group} with capture.dtype={capture.dtype}: only int8 has scales. "
+            f"Set capture.int8_group=null, or capture.dtype=int8."
+        )
+    undivided = [
+        f"{width} of {key.name}" for key, width in zip(keys, widths, strict=True) if group < 1 or width % group
+    ]
+    if undivided:
+        raise ConfigError(
+            f"capture.int8_group is {group}, which does not divide the width {undivided[0]}. Set it to a common "
+            f"divisor of {', '.join(map(str, sorted(set(widths))))}, e.g. {math.gcd(*widths, 64)}, or to null."
+        )
+    return group

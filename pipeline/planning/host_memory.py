@@ -1,0 +1,95 @@
+"""What a process holds in its host's memory: steps in flight, and blocks on their way to the store."""
+
+import math
+from dataclasses import dataclass
+
+from pipeline.cluster.topology import Topology
+from pipeline.config.schema import RunConfig, StoreConfig
+from pipeline.core.errors import ConfigError
+from pipeline.step.spec import StepSpec
+from pipeline.store.format.layout import ITEM_BYTES, MIB, is_plain_files, rows_per_block_for
+
+MAX_STEPS_IN_FLIGHT = 4  # one computing, one copying to the host, one being drained, one in reserve
+MAX_STEPS_PER_BLOCK = 64  # bounds what a kill loses, and how many rows are packed before the devices need them
+_HOST_BUFFERS = 2  # one is filled while the other is written
+
+
+@dataclass(frozen=True)
+class HostMemoryPlan:
+    """Bytes of one process."""
+
+    step_bytes: int  # activations of one step
+    step_statistics_bytes: int  # row statistics of one step
+    inflight_steps: int
+    block_bytes: int  # activations of one block
+    block_statistics_bytes: int  # row statistics of one block
+    host_buffers: int  # each holds one block
+    encoded_blocks: int  # copies that TensorStore encodes and writes; 0 if files are written from the buffers
+    notes: tuple[str, ...] = ()
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that activations and row statistics take: in flight, in buffers, and encoded for the store.
+
+        All buffers may be waiting for the store. What the C library's allocator keeps is not included.
+        """
+        steps = self.inflight_steps * (self.step_bytes + self.step_statistics_bytes)
+        buffers = self.host_buffers * (self.block_bytes + self.block_statistics_bytes)
+        return steps + buffers + self.encoded_blocks * self.block_bytes
+
+
+def plan_host_memory(
+    config: RunConfig, step: StepSpec, process_rows: int, rows_per_block: int, topology: Topology
+) -> HostMemoryPlan:
+    """Raises ConfigError if a step exceeds run.max_inflight_mib, or all steps and blocks exceed the host's memory."""
+    step_bytes = process_rows * step.row_bytes
+    inflight_steps = _inflight_steps(config.run.max_inflight_mib, step_bytes, topology)
+    plan = HostMemoryPlan(
+        step_bytes=step_bytes,
+        step_statistics_bytes=process_rows * step.row_statistics_bytes,
+        inflight_steps=inflight_steps,
+        block_bytes=rows_per_block * step.row_bytes,
+        block_statistics_bytes=rows_per_block * step.row_statistics_bytes,
+        host_buffers=_HOST_BUFFERS,
+        encoded_blocks=0 if is_plain_files(config.store.path, config.store.compression) else _HOST_BUFFERS,
+        notes=("one step in flight: nothing overlaps; raise run.max_inflight_mib",)
+        if inflight_steps == 1 and not topology.few_cores
+        else (),
+    )
+    if topology.host_memory is not None and plan.host_bytes > topology.host_memory:
+        raise ConfigError(
+            f"activations would take {plan.host_bytes / MIB:.0f} MiB on this host, which has "
+            f"{topology.host_memory / MIB:.0f} MiB: {inflight_steps} steps of "
+            f"{(step_bytes + plan.step_statistics_bytes) / MIB:.0f} MiB, and blocks of {plan.block_bytes / MIB:.0f} "
+            f"MiB. Lower store.shard_mib, batch.rows or run.max_inflight_mib."
+        )
+    return plan
+
+
+def plan_rows_per_block(store: StoreConfig, step: StepSpec, process_rows: int, stored: int | None) -> int:
+    """Whole steps of a process, of about store.shard_mib in each array; an existing store keeps its `stored` number.
+
+    Raises ConfigError if a process's rows per step do not divide that number.
+    """
+    if stored is None:
+        row_bytes = step.slots * max(step.widths) * ITEM_BYTES[step.dtype]
+        return rows_per_block_for(store.shard_mib, row_bytes, process_rows, MAX_STEPS_PER_BLOCK)
+    if stored % process_rows:
+        raise ConfigError(
+            f"batch.rows = {step.rows} is {process_rows} per process, which does not divide the "
+            f"{stored} rows per block that the store was made with. Set batch.rows so that each process "
+            f"has a divisor of {stored}, or choose another store.path."
+        )
+    return stored
+
+
+def _inflight_steps(max_inflight_mib: float, step_bytes: int, topology: Topology) -> int:
+    """As many as `max_inflight_mib` allows. With few cores one, since they compute or copy, and not both at once."""
+    most = 1 if topology.few_cores else MAX_STEPS_IN_FLIGHT
+    steps = min(most, int(max_inflight_mib * MIB) // step_bytes)
+    if steps < 1:
+        raise ConfigError(
+            f"run.max_inflight_mib is {max_inflight_mib:g}, but a step's activations take {step_bytes / MIB:.1f} MiB. "
+            f"Set it to at least {math.ceil(min(most, 2) * step_bytes / MIB)}, or lower batch.rows."
+        )
+    return steps

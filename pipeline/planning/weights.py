@@ -1,0 +1,54 @@
+"""How the weights are divided among the devices."""
+
+from dataclasses import dataclass
+
+from pipeline.config.choices import Weights
+from pipeline.core.errors import ConfigError
+from pipeline.store.format.layout import MIB
+
+MAX_WEIGHTS_SHARE = 0.6  # of a device's memory before model.weights=auto chooses fsdp: activations need the rest
+
+
+@dataclass(frozen=True)
+class WeightsPlan:
+    """How the weights that a program needs are divided, and what they take."""
+
+    sharding: Weights  # replicated, tensor or fsdp
+    device_bytes: int  # on each device
+    notes: tuple[str, ...] = ()  # why model.weights=auto chose fsdp
+
+
+def plan_weights(
+    wanted: Weights, matrices: int, others: int, data: int, tensor: int, device_memory: int | None
+) -> WeightsPlan:
+    """Divides the weights over a mesh of `data` * `tensor` devices.
+
+    `matrices` and `others` are the bytes of the layers' matrices and of all other weights. `device_memory` is in bytes;
+    None if it is not known. Raises ConfigError if `wanted` contradicts the mesh, or the weights do not fit.
+    """
+    sizes = {
+        Weights.replicated: matrices + others,
+        Weights.tensor: matrices // tensor + others,
+        Weights.fsdp: matrices // (tensor * data) + others,
+    }
+    if (wanted is Weights.tensor and tensor == 1) or (wanted is Weights.replicated and tensor > 1):
+        raise ConfigError(
+            f"model.weights={wanted} with mesh.tensor={tensor}: expected tensor with more than 1, replicated with 1. "
+            f"Set model.weights=auto."
+        )
+    sharding, notes = wanted, ()
+    if wanted is Weights.auto:
+        sharding = default = Weights.tensor if tensor > 1 else Weights.replicated
+        if device_memory is not None and sizes[default] > MAX_WEIGHTS_SHARE * device_memory and data > 1:
+            sharding = Weights.fsdp
+            notes = (
+                f"weights are divided over the {data} devices along data: {sizes[default] / MIB:.0f} MiB {default} "
+                f"would be more than {MAX_WEIGHTS_SHARE:.0%} of a device's {device_memory / MIB:.0f} MiB",
+            )
+    if device_memory is not None and sizes[sharding] > device_memory:
+        raise ConfigError(
+            f"the weights, {sharding}, take {sizes[sharding] / MIB:.0f} MiB on each device, which has "
+            f"{device_memory / MIB:.0f} MiB. Use more devices with model.weights=fsdp, a larger mesh.tensor, "
+            f"or model.weights_dtype=int8."
+        )
+    return WeightsPlan(sharding, sizes[sharding], notes)
