@@ -1,1 +1,1 @@
-"""What every room uses: errors and exit codes, addresses, the Hub, the names of activations. Imports no other room."""
+"""What every package uses: errors and exit codes, addresses, the Hub, names of activations. Imports no other package."""
