@@ -1,1 +1,1 @@
-"""What every package uses: errors and exit codes, addresses, the Hub, names of activations. Imports no other package."""
+"""What every package uses: errors and exit codes, addresses, the Hub, names of activations. Imports no other."""

@@ -1,2 +1,2 @@
-"""From documents to token blocks: sources, streams, packing, selection. Imports `core` and `config`; neither JAX nor
-Hydra."""
+"""From documents to blocks of token rows: sources, tokenizers, streams, packing, selection. Imports `core` and
+`config`, and neither JAX nor Hydra."""

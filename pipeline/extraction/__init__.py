@@ -1,2 +1,1 @@
-"""Filling a store: the loop, copies to the host, the writer thread, claimed streams. The topmost room; only commands
-import it."""
+"""Fills a store: the loop, copies to the host, the writer thread, claimed streams. Only commands import it."""

@@ -1,1 +1,2 @@
-"""The model writes documents: decoding, sampling, and groups of completions in the store. Imports `job` and below."""
+"""`data=generate`: the model continues prompts; decoding, sampling, and groups of completions in the store. Imports
+`job` and below."""

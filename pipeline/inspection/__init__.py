@@ -1,1 +1,1 @@
-"""What is in a store, as text, charts and a page. Imports `store` and `data`."""
+"""What a store contains, as text, charts and a page. Imports `store` and `data`."""

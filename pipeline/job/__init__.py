@@ -1,2 +1,2 @@
-"""A job that is about to run: what it opens, what identifies it, and how its progress is watched. Imports `planning`
-and everything below."""
+"""A job that is ready to run: what it opens, what identifies it, its metrics and watchdog. Imports `planning` and
+below."""

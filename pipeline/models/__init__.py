@@ -1,1 +1,1 @@
-"""The models: their parts, what is loaded for a capture, and how it is divided over devices. Imports `core` alone."""
+"""The models: forward pass, families, checkpoints, and how weights are sharded. Imports `core` only."""

@@ -1,2 +1,1 @@
-"""What a run will do, worked out in plain numbers before anything is opened. Imports `step`'s specification and what
-is below it."""
+"""The plan of a run: every shape, count and byte, worked out before anything is opened. Imports `step` and below."""

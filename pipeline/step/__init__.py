@@ -1,2 +1,2 @@
-"""The compiled step: from token rows to activations as they are stored, with their statistics. Imports `cluster`,
+"""The compiled step: token rows in, activations in their stored dtype and their statistics out. Imports `cluster`,
 `models` and the store's format."""

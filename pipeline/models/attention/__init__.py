@@ -1,1 +1,1 @@
-"""The implementations of attention, and which of them a step uses."""
+"""The implementations of attention, and the choice between them."""

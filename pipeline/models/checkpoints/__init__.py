@@ -1,1 +1,1 @@
-"""Checkpoints in the safetensors format: their files, headers, and reading their tensors onto devices."""
+"""Checkpoints in the safetensors format: files, headers, and reading tensors onto devices."""

@@ -1,1 +1,1 @@
-"""One module per family: from its config.json to an architecture and its tensors' names."""
+"""One module per family: from its config.json to an architecture and the names of its tensors."""

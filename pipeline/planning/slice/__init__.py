@@ -1,1 +1,1 @@
-"""Planning for a TPU slice that is not there: the step is compiled for it, its limits and costs are worked out."""
+"""Plans for a TPU slice, without one: compiles the step for it, and works out limits, time and cost."""

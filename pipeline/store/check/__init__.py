@@ -1,1 +1,1 @@
-"""Whether a store is sound."""
+"""Verifies a store."""

@@ -1,1 +1,1 @@
-"""What a store consists of: layout, metadata, commit records, tables, statistics. Reads and writes them one by one."""
+"""The parts of a store: layout, metadata, commit records, tables, statistics; reads and writes each of them."""

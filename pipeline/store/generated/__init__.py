@@ -1,1 +1,1 @@
-"""The groups of generated documents that a store keeps until they are in its blocks."""
+"""The groups of generated documents in a store, and what was captured while decoding."""

@@ -1,1 +1,1 @@
-"""Objects of a store, local or remote: reading, writing, listing, digests."""
+"""The objects of a store, local or remote: reading, writing, listing, digests."""

@@ -1,1 +1,1 @@
-"""Reading a store: documents, rows, shuffled batches, and copies in other formats."""
+"""Reads a store: rows, documents, shuffled batches, and copies in other formats."""

@@ -1,1 +1,1 @@
-"""Writing a store: blocks, claims, completing, merging and deleting."""
+"""Writes a store: blocks, claims, completing, merging and deleting."""
