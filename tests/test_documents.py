@@ -42,6 +42,16 @@ def test_paths_that_are_named_exist(document):
     assert [path for path in named if not (ROOT / path).exists() and path not in to_copy] == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_modules_and_targets_that_are_named_exist(document):
+    text = document.read_text()
+    modules = {name.replace(".", "/") for name in re.findall(r"\bpipeline(?:\.[a-z_]+\b(?!\())+", text)}
+    missing = [name for name in modules if not ((ROOT / name).is_dir() or (ROOT / f"{name}.py").exists())]
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    missing += set(re.findall(r"(?:`|^    )make ([a-z-]*[a-z])\b", text, flags=re.MULTILINE)) - targets
+    assert missing == []
+
+
 def test_messages_that_are_explained_are_those_of_the_program():
     texts = program_texts()
     quoted = list(explained_messages())
