@@ -1,1 +1,1 @@
-"""The processes and devices of a run: joining, agreement, preemption, and the mesh. Imports `core` and `config`."""
+"""The processes and devices of a run: startup, joining, agreement, preemption, mesh. Imports `core` and `config`."""

@@ -1,2 +1,2 @@
-"""A job that is ready to run: what it opens, what identifies it, its metrics and watchdog. Imports `planning` and
-below."""
+"""A job: what it opens, what identifies it, and how its progress is measured and watched. Imports `planning` and
+everything below."""

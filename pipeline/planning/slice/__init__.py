@@ -1,1 +1,1 @@
-"""Plans for a TPU slice, without one: compiles the step for it, and works out limits, time and cost."""
+"""Planning for a TPU slice without having one: compiles the step for it, and estimates limits, time and cost."""
