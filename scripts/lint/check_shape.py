@@ -23,7 +23,6 @@ EXCEPTIONS: Mapping[str, str] = {
         "pipeline.models.attention.splash:attend_splash",
         "pipeline.models.decoder:forward",
         "pipeline.models.registry:Model",
-        "pipeline.planning.slice.slice_plan:_compiled",
         "pipeline.store.check.verifying:verify_store",
         "pipeline.store.read.reader:ActivationStore",
         "pipeline.store.read.reader:batches",

@@ -20,8 +20,8 @@ SLICES = {
 
 @pytest.mark.parametrize(("name", "expected"), SLICES.items())
 def test_names(name: str, expected: tuple[str, int, int]) -> None:
-    where = parse_slice(name)
-    assert (where.name, where.num_chips, where.num_hosts) == expected
+    tpu_slice = parse_slice(name)
+    assert (tpu_slice.name, tpu_slice.num_chips, tpu_slice.num_hosts) == expected
 
 
 REFUSED = {

@@ -165,11 +165,11 @@ from pipeline.planning.slice.compile_check import slice_devices
 from pipeline.cluster.sharding import make_mesh
 from pipeline.planning.slice.chips import parse_slice
 for name in ("v4-16", "v5e-64", "v5p-32", "v6e-32"):
-    where = parse_slice(name)
+    tpu_slice = parse_slice(name)
     for tensor in (1, 2, 4):
-        processes = [device.process_index for device in make_mesh(tensor, slice_devices(where)).devices.flat]
-        assert len(processes) == where.num_chips, name
-        assert processes == sorted(processes) and processes[-1] == where.num_hosts - 1, (name, processes)
+        processes = [device.process_index for device in make_mesh(tensor, slice_devices(tpu_slice)).devices.flat]
+        assert len(processes) == tpu_slice.num_chips, name
+        assert processes == sorted(processes) and processes[-1] == tpu_slice.num_hosts - 1, (name, processes)
 """
 
 

@@ -11,29 +11,29 @@ from pipeline.config.schema import BatchConfig, ParquetData, RunConfig, StoreCon
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Architecture
 from pipeline.models.registry import open_model
-from pipeline.planning.slice import slice_plan
 from pipeline.planning.slice.advice import advise
 from pipeline.planning.slice.chips import CHIPS, GIB, parse_slice
 from pipeline.planning.slice.compile_check import Program
-from pipeline.planning.slice.roofline import Cost, Limits, bill, limits, traffic
+from pipeline.planning.slice.roofline import Cost, Limits, bill, throughput_limits, traffic
+from pipeline.planning.slice.slice_plan import make_slice_plan, plan_job
 
 V5E_64 = parse_slice("v5e-64")
 COST = Cost(flops=1_000_000_000, activation_bytes=5380, fill=0.5)  # with the side arrays 5400 bytes a slot
 
 
 def test_each_limit() -> None:
-    reach = limits(COST, V5E_64, mfu=0.4, store_bytes_per_s=21.6e9)
-    assert reach.compute == pytest.approx(64 * 197e12 * 0.4 / 2e9)  # a valid token costs two slots
-    assert reach.device_to_host == pytest.approx(64 * 16e9 / (2 * 5380))
-    assert reach.network == pytest.approx(64 * 3.125e9 / (2 * 5400))
-    assert reach.store == pytest.approx(21.6e9 / 10800)
-    assert (reach.binding, reach.tokens_per_s) == ("store", pytest.approx(2e6))
+    limits = throughput_limits(COST, V5E_64, mfu=0.4, store_bytes_per_s=21.6e9)
+    assert limits.compute == pytest.approx(64 * 197e12 * 0.4 / 2e9)  # a valid token costs two slots
+    assert limits.device_to_host == pytest.approx(64 * 16e9 / (2 * 5380))
+    assert limits.network == pytest.approx(64 * 3.125e9 / (2 * 5400))
+    assert limits.store == pytest.approx(21.6e9 / 10800)
+    assert (limits.binding, limits.tokens_per_s) == ("store", pytest.approx(2e6))
 
 
 @pytest.mark.parametrize("name", ["compute", "device_to_host", "network", "store"])
 def test_the_lowest_binds(name: str) -> None:
-    reach = Limits(**{"compute": 2.0, "device_to_host": 3.0, "network": 4.0, "store": 5.0} | {name: 1.0})
-    assert (reach.binding, reach.tokens_per_s) == (name, 1.0)
+    limits = Limits(**{"compute": 2.0, "device_to_host": 3.0, "network": 4.0, "store": 5.0} | {name: 1.0})
+    assert (limits.binding, limits.tokens_per_s) == (name, 1.0)
 
 
 def test_traffic_and_bill() -> None:
@@ -64,9 +64,9 @@ MIB = 1 << 20
 
 
 def advice(
-    config=CONFIG, arch=ARCH, reach=COMPUTE_BOUND, shard_bytes=128 * MIB, host_bytes=GIB, tokens_per_chip=4096
+    config=CONFIG, arch=ARCH, limits=COMPUTE_BOUND, shard_bytes=128 * MIB, host_bytes=GIB, tokens_per_chip=4096
 ) -> str:
-    return "\n".join(advise(config, arch, CHIPS["v5e"], reach, shard_bytes, host_bytes, tokens_per_chip))
+    return "\n".join(advise(config, arch, CHIPS["v5e"], limits, shard_bytes, host_bytes, tokens_per_chip))
 
 
 POOR = {
@@ -75,8 +75,8 @@ POOR = {
     "large shards": (dict(shard_bytes=1792 * MIB), "1792 MiB.*lower batch.rows"),
     "full hosts": (dict(host_bytes=150 * GIB), "150 GiB of a host's 179; lower batch.rows"),
     "few tokens": (dict(tokens_per_chip=128), "128 tokens per chip.* 241 .*raise batch.rows"),
-    "odd widths": (dict(arch=replace(ARCH, d_mlp=1000)), "MLP width 1000: no multiple of 128"),
-    "bound by the network": (dict(reach=replace(COMPUTE_BOUND, network=0.25)), "network limits.*25%.*fewer layers"),
+    "odd widths": (dict(arch=replace(ARCH, d_mlp=1000)), "MLP width 1000: not a multiple of 128"),
+    "bound by the network": (dict(limits=replace(COMPUTE_BOUND, network=0.25)), "network limits.*25%.*fewer layers"),
 }
 
 
@@ -91,14 +91,13 @@ def test_small_shards_are_right_for_local_disks() -> None:
     assert advice(config=local, shard_bytes=16 * MIB) == ""
 
 
-def test_few_selected_tokens_cost_less_than_a_byte_a_slot(monkeypatch) -> None:
+def test_few_selected_tokens_cost_less_than_a_byte_a_slot() -> None:
     """256 bytes for each row of 512 tokens."""
     program = Program("xla", None, 0, 0, 0, 0, {}, 0.0)
-    monkeypatch.setattr(slice_plan, "slice_devices", lambda where: [])
-    monkeypatch.setattr(slice_plan, "compile_program", lambda *args: program)
     last = ["capture.positions=last", "capture.per_row=1", "capture.layers=[1]", "batch.length=512"]
     config = composing.compose(["topology=v5e-4", "data.path=/nowhere", "store.path=/nowhere", *last])
     model = open_model(config.model.path, revision=None, init="random", seed=0)
-    plan = slice_plan.plan_slice(config, model, parse_slice(config.topology))
+    tpu_slice = parse_slice(config.topology)
+    plan = make_slice_plan(config, model, tpu_slice, plan_job(config, model, tpu_slice), program)
     assert plan.activation_bytes_per_slot == 2 * model.width(Site.resid_post) / 512
     assert "bytes a slot" in plan.describe()

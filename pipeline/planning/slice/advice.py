@@ -1,4 +1,4 @@
-"""What would make a job on a TPU slice faster or cheaper. Pure arithmetic."""
+"""Advice on settings that make a job on a TPU slice slow or expensive."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from pipeline.planning.slice.chips import GIB, Chip
 from pipeline.planning.slice.roofline import Limits
 from pipeline.store.format.layout import ITEM_BYTES, MIB
 
-_LANES = 128  # a TPU's matrices are laid out and multiplied in tiles of so many columns
+_LANES = 128  # columns of a tile, in which TPUs store and multiply matrices
 _MIN_REMOTE_SHARD = 64 * MIB
 _MAX_SHARD = 1024 * MIB
 
@@ -18,12 +18,16 @@ def advise(
     config: RunConfig,
     arch: Architecture,
     chip: Chip,
-    reach: Limits,
+    limits: Limits,
     shard_bytes: int,
     host_bytes: int,
     tokens_per_chip: int,
 ) -> Iterator[str]:
-    """One sentence for each choice that is poor."""
+    """One sentence for each poor setting.
+
+    `shard_bytes` is the size of the largest store shard, `host_bytes` the activations in one host's memory,
+    `tokens_per_chip` the tokens of a step on one chip.
+    """
     if config.batch.packing is Packing.pad:
         yield "batch.packing=pad computes and stores every row's padding; batch.packing=pack fills 95 % of the slots"
     if "://" in config.store.path and shard_bytes < _MIN_REMOTE_SHARD:
@@ -33,8 +37,8 @@ def advise(
         )
     if shard_bytes > _MAX_SHARD:
         yield (
-            f"store shards of {shard_bytes / MIB:.0f} MiB are more than readers like: a block holds whole steps of a "
-            f"process; lower batch.rows"
+            f"store shards of {shard_bytes / MIB:.0f} MiB are too large to read in parts: a block holds at least one "
+            f"step of a process; lower batch.rows"
         )
     if host_bytes > chip.host_memory_bytes / 2:
         yield (
@@ -43,10 +47,10 @@ def advise(
         )
     if tokens_per_chip < chip.critical_tokens:
         yield (
-            f"{tokens_per_chip} tokens per chip and step take less time to compute than the weights to read, "
-            f"which {chip.critical_tokens:.0f} would; raise batch.rows"
+            f"with {tokens_per_chip} tokens per chip and step, reading the weights takes longer than computing; from "
+            f"about {chip.critical_tokens:.0f} on it does not; raise batch.rows"
         )
-    odd = [
+    unaligned = [
         f"{name} {size}"
         for name, size in (
             ("model width", arch.d_model),
@@ -55,11 +59,11 @@ def advise(
         )
         if size % _LANES
     ]
-    if odd:
-        yield f"{', '.join(odd)}: no multiple of {_LANES}, so the products are padded and mfu will be lower"
-    if reach.binding != "compute":
+    if unaligned:
+        yield f"{', '.join(unaligned)}: not a multiple of {_LANES}, so matrices are padded and mfu will be lower"
+    if limits.binding != "compute":
         yield (
-            f"{reach.binding.replace('_', ' ')} limits this job to {reach.tokens_per_s / reach.compute:.0%} of what "
+            f"{limits.binding.replace('_', ' ')} limits this job to {limits.tokens_per_s / limits.compute:.0%} of what "
             f"the chips could compute: capture fewer layers or sites, fewer tokens (capture.positions), or take fewer "
             f"chips"
         )

@@ -1,4 +1,4 @@
-"""TPU chips and slices of them: what is published about each kind, and what a slice's name means. Pure arithmetic."""
+"""TPU chips: their published properties, and the slices that names such as v5e-64 stand for."""
 
 import math
 import re
@@ -7,32 +7,32 @@ from dataclasses import dataclass
 from pipeline.core.errors import ConfigError
 
 GIB = 1 << 30
-CHIPS_PER_HOST = 4  # of slices of several hosts
+CHIPS_PER_HOST = 4  # in slices of several hosts
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One kind of TPU. Rates are per chip; a chip's part of its host's network, where hosts have one for all."""
+    """One kind of TPU. Rates are per chip: of its host's network, the chip's share."""
 
     name: str
     flops_per_s: float  # peak in bfloat16
-    hbm_bytes: int  # what the compiler lets a program use; a little less than is published
+    hbm_bytes: int  # that the compiler lets a program use; a little less than published
     hbm_bytes_per_s: float
     host_bytes_per_s: float  # from the device to the host, over PCIe
     network_bytes_per_s: float
     usd_per_hour: float  # list price on demand, in the cheapest region of the United States
-    host_memory_bytes: float  # of the virtual machine that has four chips
+    host_memory_bytes: float  # of a virtual machine with four chips
     num_dims: int  # of a slice's shape
-    cores_per_chip: int  # in names like v4-32, whose number counts cores
+    cores_per_chip: int  # names like v4-32 count cores
 
     @property
     def critical_tokens(self) -> float:
-        """Tokens that a matrix must be multiplied with, per step, for the product to take longer than reading it."""
+        """Tokens per step from which multiplying with a matrix takes longer than reading it."""
         return self.flops_per_s / self.hbm_bytes_per_s  # 2 operations per number of 2 bytes
 
 
-# Peak and HBM's rate: docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. Usable HBM: what libtpu's compiler says when
-# a program has too much. Memory of a VM of four chips: the "VM types" of the same pages (ct5lp-hightpu-4t and
+# Peak and HBM bandwidth: docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. Usable HBM: from the compiler's
+# message when a program exceeds it. Memory of a VM with four chips: "VM types" of the same pages (ct5lp-hightpu-4t and
 # ct6e-standard-4t; those of v4 and v5p are assumed). PCIe and network of a chip: "How to Scale Your Model",
 # jax-ml.github.io/scaling-book/tpus: 16 and 6.25 GB/s, v6e 32 and 12.5, v5e 3.125 (its pod's 6.4 Tbps / 256).
 # Prices: cloud.google.com/tpu/pricing in 2025, assumed to hold; plan.usd_per_chip_hour overrides them.
@@ -50,7 +50,7 @@ _ALIASES = {"v5litepod": "v5e"}
 
 @dataclass(frozen=True)
 class Slice:
-    """Chips that are connected with each other."""
+    """Chips that are connected with each other, as a grid of `shape`."""
 
     chip: Chip
     shape: tuple[int, ...]
@@ -65,32 +65,33 @@ class Slice:
 
     @property
     def name(self) -> str:
-        """As libtpu names it, e.g. v5e:8x8."""
+        """The name that libtpu uses, e.g. v5e:8x8."""
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
 
 def parse_slice(name: str) -> Slice:
-    """The slice called `v5e-64` (Cloud TPU's name: v4's and v5p's numbers count cores, two per chip) or `v5e:8x8`.
+    """The slice with a name like `v5e-64` or `v5e:8x8`.
 
-    Raises ConfigError for a kind of TPU that is not known, and for a number of chips that says no shape.
+    The first form is Cloud TPU's, in which the numbers of v4 and v5p count cores, two per chip. Raises ConfigError for
+    an unknown kind of TPU, and for a number of chips that does not determine the shape.
     """
-    found = re.fullmatch(r"(\w+?)(?:-(\d+)|:(\d+(?:x\d+)+))", name)
-    chip = CHIPS.get(_ALIASES.get(found[1], found[1])) if found else None
+    match = re.fullmatch(r"(\w+?)(?:-(\d+)|:(\d+(?:x\d+)+))", name)
+    chip = CHIPS.get(_ALIASES.get(match[1], match[1])) if match else None
     if chip is None:
         raise ConfigError(
             f"topology is {name!r}. Set it to a TPU slice such as v5e-64 or v5e:8x8, of {', '.join(CHIPS)}."
         )
-    if found[3]:
-        shape = tuple(map(int, found[3].split("x")))
+    if match[3]:
+        shape = tuple(map(int, match[3].split("x")))
         if len(shape) != chip.num_dims or 0 in shape:
             raise ConfigError(f"topology is {name!r}, but slices of {chip.name} have {chip.num_dims} dimensions.")
         return Slice(chip, shape)
-    num_chips, rest = divmod(int(found[2]), chip.cores_per_chip)
+    num_chips, rest = divmod(int(match[2]), chip.cores_per_chip)
     if rest or num_chips < 1 or num_chips & (num_chips - 1):
         raise ConfigError(
-            f"topology is {name!r}, whose number of chips is no power of two and says no shape. Name its shape, e.g. "
-            f"{chip.name}:{'x'.join(['4'] * chip.num_dims)}."
+            f"topology is {name!r}, whose number of chips is not a power of two, so that its shape is unknown. "
+            f"Name its shape, e.g. {chip.name}:{'x'.join(['4'] * chip.num_dims)}."
         )
     exponent = num_chips.bit_length() - 1
     shape = tuple(1 << ((exponent + dim) // chip.num_dims) for dim in range(chip.num_dims))
-    return Slice(chip, shape if shape[0] > 1 else shape[::-1])  # one host of v4 is 2x2x1
+    return Slice(chip, shape if shape[0] > 1 else shape[::-1])  # four chips of v4 are 2x2x1

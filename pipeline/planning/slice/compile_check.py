@@ -1,6 +1,6 @@
-"""The step of a job, compiled for a TPU slice that is not there: does it compile, does it fit, what does it exchange.
+"""Compiles the step of a job for a TPU slice: whether it compiles, whether it fits, which collectives it contains.
 
-Needs libtpu (the extra `tpu`), which describes slices and compiles for them on any machine.
+Needs libtpu (the extra `tpu`), which compiles for any slice on any machine, without a TPU.
 """
 
 import collections
@@ -29,10 +29,10 @@ _COLLECTIVE = re.compile(
 )
 
 _LIBTPU_OPTIONS = {
-    # What it would otherwise ask a TPU machine's metadata server for, and complain that nobody answers.
+    # Otherwise libtpu asks the metadata server of a TPU VM for these, and logs errors where there is none.
     **{"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1"},
     **{"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"},
-    # No chip is used, so another process may use libtpu at the same time.
+    # No chip is used, so another process may load libtpu at the same time.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
@@ -44,42 +44,44 @@ _REMEDY = (
 
 
 class DoesNotFit(ConfigError):
-    """A program that needs more memory than a chip has."""
+    """A program needs more memory than a chip has."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What the compiler says of the step. Bytes are of one chip, padded as its memory is laid out."""
+    """What the compiler reports about the step. Bytes are of one chip, with the padding of its memory layout."""
 
     attention: str
     attention_note: str | None
     argument_bytes: int  # weights and one step's rows
     output_bytes: int  # one step's activations
     temporary_bytes: int
-    peak_bytes: int  # while one step runs, what other steps have left aside
-    collectives: dict[str, int]  # by kind; in a loop over layers it counts once
+    peak_bytes: int  # while one step runs, without the outputs of other steps
+    collectives: dict[str, int]  # by kind; one in the loop over layers counts once
     compile_s: float
 
     def resident_bytes(self, steps_in_flight: int) -> int:
-        """What a chip holds while one step runs and the activations of the others wait to be copied to the host."""
+        """Bytes that a chip holds while one step runs and the outputs of the others wait to be copied to the host."""
         return max(self.peak_bytes, self.argument_bytes + self.output_bytes + self.temporary_bytes) + (
             (steps_in_flight - 1) * self.output_bytes
         )
 
 
-def slice_devices(where: Slice) -> Sequence[jax.Device]:
-    """The devices of a slice, to compile for. Raises ConfigError where libtpu is missing or knows no such slice."""
+def slice_devices(tpu_slice: Slice) -> Sequence[jax.Device]:
+    """The devices of a slice, to compile for. Raises ConfigError if libtpu is missing or does not know the slice."""
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError("topology needs libtpu, which is not installed. Run pip install -e '.[tpu]'.")
     for name, value in _LIBTPU_OPTIONS.items():
         os.environ.setdefault(name, value)
-    jax.config.update("jax_platforms", "cpu")  # whatever this machine has, it is not used
-    # One device per chip also of v4, where libtpu's default is one per core.
-    options = {"chip_config_name": "megacore"} if where.chip.name == "v4" else {}
+    jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are not used
+    # One device per chip: on v4, libtpu's default is one per core.
+    options = {"chip_config_name": "megacore"} if tpu_slice.chip.name == "v4" else {}
     try:
-        description = topologies.get_topology_desc(where.name, platform="tpu", **options)
+        description = topologies.get_topology_desc(tpu_slice.name, platform="tpu", **options)
     except jax.errors.JaxRuntimeError as error:
-        raise ConfigError(f"topology {where.name}: libtpu knows no such slice: {error}. Name another shape.") from error
+        raise ConfigError(
+            f"topology {tpu_slice.name}: libtpu knows no such slice: {error}. Name another shape."
+        ) from error
     return description.devices
 
 
@@ -113,24 +115,24 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
 
 
 def _collectives(program_text: str) -> dict[str, int]:
-    """By kind. One that is fused with what it overlaps stands several times in the text, with one channel."""
+    """Counts by kind. A collective fused with overlapping computation occurs several times, with one channel."""
     channels = set(_COLLECTIVE.findall(program_text))
     return dict(collections.Counter(kind for kind, _ in channels))
 
 
-def require_room(step_bytes: int, all_bytes: int, plan: Plan, where: Slice) -> None:
-    """Raises DoesNotFit unless a chip can hold one step, and with it the activations of the others in flight."""
-    available = where.chip.hbm_bytes
+def require_room(step_bytes: int, all_bytes: int, plan: Plan, tpu_slice: Slice) -> None:
+    """Raises DoesNotFit if `all_bytes`, with all steps in flight, exceed a chip; `step_bytes` are those of one step."""
+    available = tpu_slice.chip.hbm_bytes
     if all_bytes > available:
         raise DoesNotFit(
             f"a step takes {step_bytes / GIB:.2f} GiB of a chip, and {all_bytes / GIB:.2f} with the activations of "
-            f"{plan.memory.inflight_steps} steps in flight; {where.chip.name} has {available / GIB:.2f}. {_REMEDY}"
+            f"{plan.memory.inflight_steps} steps in flight; {tpu_slice.chip.name} has {available / GIB:.2f}. {_REMEDY}"
         )
 
 
 def largest_power(fits: Callable[[int], bool], limit: int = 1 << 12) -> int:
-    """The largest power of two up to `limit` that fits, found by bisection; 0 if 1 does not. What fits, fits halved."""
-    low, high = -1, limit.bit_length()  # exponents: of what fits, and of what does not
+    """The largest power of two up to `limit` that fits, by bisection; 0 if 1 does not. If n fits, n / 2 must too."""
+    low, high = -1, limit.bit_length()  # exponents: of the largest that fits, and of the smallest that does not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(1 << middle) else (low, middle)

@@ -1,6 +1,6 @@
-"""What a job would do on a TPU slice that is not there: compiled, with its limits, time and cost.
+"""The plan of a job on a TPU slice: its step is compiled, its limits, time and cost are estimated.
 
-Neither data, tokenizer, weights nor store are opened: config.json is enough (`model.init=random`).
+No TPU is needed. Data, tokenizer, weights and store are not opened: config.json is enough (`model.init=random`).
 """
 
 import json
@@ -8,7 +8,7 @@ import logging
 from dataclasses import asdict, dataclass, replace
 
 from pipeline.cluster.topology import Topology
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import PlanConfig, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.models.registry import Model, open_model
 from pipeline.planning.plan import Plan, make_plan
@@ -23,7 +23,7 @@ from pipeline.planning.slice.roofline import (
     Limits,
     Traffic,
     bill,
-    limits,
+    throughput_limits,
     traffic,
 )
 from pipeline.store.format.layout import ITEM_BYTES, MIB, SIDE_ARRAYS
@@ -35,11 +35,11 @@ _RECORDS_PER_BLOCK = 2  # the commit record, and the table of documents
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """Bytes without another word are of one chip; rates are of valid tokens."""
+    """Bytes are of one chip unless the name or a comment says otherwise; rates count valid tokens."""
 
     family: str
     num_layers: int
-    num_params: int  # that the capture needs
+    num_params: int  # those that the captured activations need
     topology: str
     num_chips: int
     num_hosts: int
@@ -49,8 +49,8 @@ class SlicePlan:
     rows_per_chip: int
     length: int
     steps_in_flight: int
-    weight_bytes: int  # by arithmetic, to compare with the compiler's
-    output_bytes: int  # likewise
+    weight_bytes: int  # computed, to compare with what the compiler reports
+    output_bytes: int  # computed, too
     program: Program
     hbm_bytes: int
     hbm_bytes_needed: int  # with all steps in flight
@@ -108,132 +108,149 @@ class SlicePlan:
 
 
 def print_slice_plan(config: RunConfig) -> None:
-    """Raises ConfigError for what does not fit, saying what would."""
-    where = parse_slice(config.topology)
+    """Prints the plan for the slice that `config.topology` names. Raises ConfigError for a job that does not fit."""
+    tpu_slice = parse_slice(config.topology)
     model = open_model(
         config.model.path, revision=config.model.revision, init=str(config.model.init), seed=config.model.seed
     )
-    plan = search(config, model, where) if config.plan.search else plan_slice(config, model, where)
+    plan = search(config, model, tpu_slice) if config.plan.search else plan_slice(config, model, tpu_slice)
     print(json.dumps(asdict(plan), indent=2) if config.plan.json else plan.describe())
 
 
-def plan_slice(config: RunConfig, model: Model, where: Slice) -> SlicePlan:
-    """Compiles the step for the slice. Raises ConfigError for what does not fit."""
-    return _compiled(config, model, where, _job_plan(config, model, where))
+def plan_slice(config: RunConfig, model: Model, tpu_slice: Slice) -> SlicePlan:
+    """Compiles the step for the slice. Raises ConfigError for a job that does not fit."""
+    job = plan_job(config, model, tpu_slice)
+    return make_slice_plan(config, model, tpu_slice, job, _compile(config, model, tpu_slice, job))
 
 
-def search(config: RunConfig, model: Model, where: Slice) -> SlicePlan:
-    """The plan with the largest batch.rows that fits with two steps in flight: a power of two per chip, found by
-    compiling; it logs what it tries. Raises ConfigError if one row per chip does not fit."""
-    along_data = where.num_chips // config.mesh.tensor
+def search(config: RunConfig, model: Model, tpu_slice: Slice) -> SlicePlan:
+    """The plan with the largest batch.rows that fits with two steps in flight, a power of two per chip.
+
+    Compiles several times and logs what it tries. Raises ConfigError if one row per chip does not fit.
+    """
+    num_data = tpu_slice.num_chips // config.mesh.tensor
     plans: dict[int, SlicePlan] = {}
 
-    def fits(per_chip: int) -> bool:
-        tried = replace(config, batch=replace(config.batch, rows=per_chip * along_data))
+    def fits(rows_per_chip: int) -> bool:
+        tried = replace(config, batch=replace(config.batch, rows=rows_per_chip * num_data))
         try:
-            job = _job_plan(tried, model, where)
-            if job.memory.inflight_steps == 1 and per_chip > 1:
-                log.info("%d rows per chip: two steps exceed run.max_inflight_mib", per_chip)
+            job = plan_job(tried, model, tpu_slice)
+            if job.memory.inflight_steps == 1 and rows_per_chip > 1:
+                log.info("%d rows per chip: two steps exceed run.max_inflight_mib", rows_per_chip)
                 return False
-            plan = plans[per_chip] = _compiled(tried, model, where, job)
+            program = _compile(tried, model, tpu_slice, job)
         except ConfigError as error:
-            if per_chip == 1:
+            if rows_per_chip == 1:
                 raise
-            log.info("%d rows per chip: %s", per_chip, error)
+            log.info("%d rows per chip: %s", rows_per_chip, error)
             return False
-        log.info("%d rows per chip: %.2f of %.2f GiB", per_chip, plan.hbm_bytes_needed / GIB, plan.hbm_bytes / GIB)
+        plan = plans[rows_per_chip] = make_slice_plan(tried, model, tpu_slice, job, program)
+        log.info("%d rows per chip: %.2f of %.2f GiB", rows_per_chip, plan.hbm_bytes_needed / GIB, plan.hbm_bytes / GIB)
         return True
 
     return plans[largest_power(fits)]
 
 
-def _compiled(config: RunConfig, model: Model, where: Slice, job: Plan) -> SlicePlan:
-    outputs = _output_bytes(job, where)  # what these take is known without a compiler
-    require_room(
-        job.weights.device_bytes + outputs, job.weights.device_bytes + job.memory.inflight_steps * outputs, job, where
+def plan_job(config: RunConfig, model: Model, tpu_slice: Slice) -> Plan:
+    """The plan of the first process. The data is not opened: it counts as having a source shard for each stream."""
+    num_source_shards = max(config.data.num_streams or 1, tpu_slice.num_hosts * config.run.worker_count)
+    topology = Topology(
+        devices=tpu_slice.num_chips,
+        device_bytes=tpu_slice.chip.hbm_bytes,
+        processes=tpu_slice.num_hosts,
+        workers=config.run.worker_count,
+        worker=config.run.worker_index,
     )
-    program = compile_program(model, job, config, slice_devices(where))
-    require_room(program.resident_bytes(1), program.resident_bytes(job.memory.inflight_steps), job, where)
-    options = config.plan
-    slot_bytes = job.step.row_bytes / job.step.length
-    cost = Cost(model.flops_per_token(job.step.keys, job.step.length), slot_bytes, options.fill)
-    slots_per_block = job.rows_per_block * job.step.length
-    objects_per_block = len(job.step.keys) + len(job.step.scale_counts) + len(SIDE_ARRAYS) + _RECORDS_PER_BLOCK
-    objects_per_block += (job.step.selected is not None) + job.step.statistics
-    store_bytes_per_s = (options.store_gb_per_s or 0) * 1e9
-    if not store_bytes_per_s:
-        store_bytes_per_s = BUCKET_WRITES_PER_S * slots_per_block * (slot_bytes + SIDE_BYTES) / objects_per_block
-    reach = limits(cost, where, options.mfu, store_bytes_per_s)
-    price = where.chip.usd_per_hour if options.usd_per_chip_hour is None else options.usd_per_chip_hour
-    along_data = where.num_chips // job.mesh.tensor
-    rows_per_chip = job.step.rows // along_data
-    shard_bytes = job.rows_per_block * job.step.slots * max(job.step.widths) * ITEM_BYTES[job.step.dtype]
-    notes = job.notes
-    if job.generation:
-        notes += (job.generation.describe(), "what generating takes in time and money is not in these figures")
-    if program.attention_note:
-        notes += (program.attention_note,)
+    return make_plan(config, model, num_source_shards, topology)
+
+
+def _compile(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> Program:
+    """Raises DoesNotFit, before it compiles if weights and outputs alone are too large."""
+    outputs, inflight_steps = _output_bytes(job, tpu_slice), job.memory.inflight_steps
+    weights = job.weights.device_bytes
+    require_room(weights + outputs, weights + inflight_steps * outputs, job, tpu_slice)
+    program = compile_program(model, job, config, slice_devices(tpu_slice))
+    require_room(program.resident_bytes(1), program.resident_bytes(inflight_steps), job, tpu_slice)
+    return program
+
+
+def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, program: Program) -> SlicePlan:
+    """What the compiled program means for the job. Pure arithmetic."""
+    options, step, memory = config.plan, job.step, job.memory
+    cost = Cost(model.flops_per_token(step.keys, step.length), step.row_bytes / step.length, options.fill)
+    limits = throughput_limits(cost, tpu_slice, options.mfu, _store_bytes_per_s(options, cost, job))
+    num_data = tpu_slice.num_chips // job.mesh.tensor
+    rows_per_chip = step.rows // num_data
+    shard_bytes = job.rows_per_block * step.slots * max(step.widths) * ITEM_BYTES[step.dtype]
     return SlicePlan(
         family=model.family,
         num_layers=model.num_layers,
-        num_params=model.num_params(job.step.keys),
-        topology=where.name,
-        num_chips=where.num_chips,
-        num_hosts=where.num_hosts,
-        mesh={"data": along_data, "tensor": job.mesh.tensor},
+        num_params=model.num_params(step.keys),
+        topology=tpu_slice.name,
+        num_chips=tpu_slice.num_chips,
+        num_hosts=tpu_slice.num_hosts,
+        mesh={"data": num_data, "tensor": job.mesh.tensor},
         weights=str(job.weights.sharding),
-        rows=job.step.rows,
+        rows=step.rows,
         rows_per_chip=rows_per_chip,
-        length=job.step.length,
-        steps_in_flight=job.memory.inflight_steps,
+        length=step.length,
+        steps_in_flight=memory.inflight_steps,
         weight_bytes=job.weights.device_bytes,
-        output_bytes=_output_bytes(job, where),
+        output_bytes=_output_bytes(job, tpu_slice),
         program=program,
-        hbm_bytes=where.chip.hbm_bytes,
-        hbm_bytes_needed=program.resident_bytes(job.memory.inflight_steps),
+        hbm_bytes=tpu_slice.chip.hbm_bytes,
+        hbm_bytes_needed=program.resident_bytes(memory.inflight_steps),
         flops_per_slot=cost.flops,
         activation_bytes_per_slot=cost.activation_bytes,
         stored_bytes_per_token=cost.stored_bytes,
-        limits=reach,
-        binding=reach.binding,
-        tokens_per_s=reach.tokens_per_s,
-        traffic=traffic(cost, where, reach.tokens_per_s),
-        host_bytes=job.memory.host_bytes,
+        limits=limits,
+        binding=limits.binding,
+        tokens_per_s=limits.tokens_per_s,
+        traffic=traffic(cost, tpu_slice, limits.tokens_per_s),
+        host_bytes=memory.host_bytes,
         shard_bytes=shard_bytes,
-        objects_per_block=objects_per_block,
-        slots_per_block=slots_per_block,
+        objects_per_block=_objects_per_block(job),
+        slots_per_block=job.rows_per_block * step.length,
         num_tokens=job.streams.max_tokens,
-        bill=None
-        if job.streams.max_tokens is None
-        else bill(cost, where, job.streams.max_tokens, reach.tokens_per_s, price, options.usd_per_tb_month),
-        notes=notes,
+        bill=_bill(options, cost, tpu_slice, job, limits),
+        notes=_notes(job, program),
         advice=tuple(
             advise(
-                config,
-                model.arch,
-                where.chip,
-                reach,
-                shard_bytes,
-                job.memory.host_bytes,
-                rows_per_chip * job.step.length,
+                config, model.arch, tpu_slice.chip, limits, shard_bytes, memory.host_bytes, rows_per_chip * step.length
             )
         ),
     )
 
 
-def _output_bytes(job: Plan, where: Slice) -> int:
+def _output_bytes(job: Plan, tpu_slice: Slice) -> int:
     """Activations of one step that a chip holds."""
-    return job.memory.step_bytes * job.mesh.processes // where.num_chips
+    return job.memory.step_bytes * job.mesh.processes // tpu_slice.num_chips
 
 
-def _job_plan(config: RunConfig, model: Model, where: Slice) -> Plan:
-    """The first process's plan. How many source shards the data has is not known: as many as are needed."""
-    shards = max(config.data.num_streams or 1, where.num_hosts * config.run.worker_count)
-    topology = Topology(
-        devices=where.num_chips,
-        device_bytes=where.chip.hbm_bytes,
-        processes=where.num_hosts,
-        workers=config.run.worker_count,
-        worker=config.run.worker_index,
-    )
-    return make_plan(config, model, shards, topology)
+def _objects_per_block(job: Plan) -> int:
+    arrays = len(job.step.keys) + len(job.step.scale_counts) + len(SIDE_ARRAYS) + (job.step.selected is not None)
+    return arrays + job.step.statistics + _RECORDS_PER_BLOCK
+
+
+def _store_bytes_per_s(options: PlanConfig, cost: Cost, job: Plan) -> float:
+    """As configured, else what a bucket accepts at its initial rate of writes."""
+    if options.store_gb_per_s:
+        return options.store_gb_per_s * 1e9
+    block_bytes = job.rows_per_block * job.step.length * (cost.activation_bytes + SIDE_BYTES)
+    return BUCKET_WRITES_PER_S * block_bytes / _objects_per_block(job)
+
+
+def _bill(options: PlanConfig, cost: Cost, tpu_slice: Slice, job: Plan, limits: Limits) -> Bill | None:
+    if job.streams.max_tokens is None:
+        return None
+    price = tpu_slice.chip.usd_per_hour if options.usd_per_chip_hour is None else options.usd_per_chip_hour
+    return bill(cost, tpu_slice, job.streams.max_tokens, limits.tokens_per_s, price, options.usd_per_tb_month)
+
+
+def _notes(job: Plan, program: Program) -> tuple[str, ...]:
+    notes = job.notes
+    if job.generation:
+        notes += (job.generation.describe(), "these figures do not include the time and money that generation takes")
+    if program.attention_note:
+        notes += (program.attention_note,)
+    return notes
