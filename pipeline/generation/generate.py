@@ -17,7 +17,8 @@ from pipeline.generation.generator import Completion, Generator, Prompt, compile
 from pipeline.generation.progress import GenerationProgress
 from pipeline.generation.stream_groups import StreamGroups
 from pipeline.job.end_tokens import end_tokens
-from pipeline.job.opening import Job, sampling, work_left
+from pipeline.job.identity import sampling
+from pipeline.job.opening import Job, work_left
 from pipeline.job.watchdog import Watchdog
 from pipeline.models.partition import Partition
 from pipeline.store.format.commits import CommitRecord

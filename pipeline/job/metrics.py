@@ -1,7 +1,7 @@
-"""What a run measures: tokens, bytes, and the seconds that each thread spent on or waiting for each stage.
+"""What a run measures: tokens, bytes, and the seconds that each thread spends in each stage.
 
-Three threads work at once, and the stages of each add up to its life time; the feed's ends when it has made its last
-block, the other two's with the run. The binding stage is the one that the others wait for.
+Three threads run at once, and the seconds of a thread's stages add up to its lifetime: the feed ends with its last
+block, the loop and the writer with the run. The binding stage is the one that the other threads wait for.
 """
 
 import json
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 
 class Stage(Enum):
-    """What a thread does, or waits for: the thread's name, and the stage's."""
+    """What a thread does or waits for: the names of the thread and of the stage."""
 
     FEED_WORK = "feed", "work"  # reads, tokenises, packs
     FEED_FULL = "feed", "full"  # waits for the loop to take a block
@@ -29,8 +29,8 @@ class Stage(Enum):
     LOOP_DATA = "loop", "data"  # waits for the feed
     LOOP_BUDGET = "loop", "budget"  # waits until another step may be in flight
     LOOP_DISPATCH = "loop", "dispatch"
-    LOOP_OTHERS = "loop", "others"  # has no rows left, and waits for the processes that do
-    LOOP_PROFILE = "loop", "profile"  # starts or ends a trace
+    LOOP_OTHERS = "loop", "others"  # has no rows left, waits for the processes that have
+    LOOP_PROFILE = "loop", "profile"  # starts or stops a trace
     LOOP_FINISH = "loop", "finish"  # waits for the writer at the end
     WRITER_IDLE = "writer", "idle"  # waits for a step
     WRITER_RESULTS = "writer", "results"  # waits for compute and device-to-host copies
@@ -50,16 +50,16 @@ class Stage(Enum):
 
 BINDING = {
     Stage.LOOP_DATA: "reading and tokenising",
-    Stage.FEED_CLAIM: "other workers, who hold the streams that are left",
+    Stage.FEED_CLAIM: "other workers, which hold the remaining streams",
     Stage.WRITER_RESULTS: "compute and device-to-host copies",
     Stage.WRITER_COPY: "copying into host buffers",
-    Stage.WRITER_STATISTICS: "merging rows' statistics",
+    Stage.WRITER_STATISTICS: "merging row statistics",
     Stage.WRITER_STORE: "the store",
 }
 
 
 class Metrics:
-    """Counts and seconds of one run. Each thread writes only its own stages, so nothing is locked."""
+    """Counts and seconds of one run. No lock is needed, since each thread writes only its own stages."""
 
     def __init__(self, *, total_tokens: int | None, stored_tokens: int, progress: bool, interval_s: float) -> None:
         self.tokens = 0
@@ -87,7 +87,7 @@ class Metrics:
 
     @contextmanager
     def stage(self, stage: Stage) -> Iterator[None]:
-        """Adds the seconds spent inside to a stage."""
+        """Adds the duration of the `with` block to a stage."""
         began = time.monotonic()
         self.stages[stage.thread] = stage.label
         try:
@@ -97,7 +97,7 @@ class Metrics:
             self.seconds[stage] += time.monotonic() - began
 
     def record_feed(self, work_s: float, wait_s: float) -> None:
-        """Sets the seconds that the feed has worked and waited so far; waiting for a claim is not work."""
+        """Sets the seconds that the feed has worked and waited so far. Waiting for a claim does not count as work."""
         self.seconds[Stage.FEED_WORK] = work_s - self.seconds[Stage.FEED_CLAIM]
         self.seconds[Stage.FEED_FULL] = wait_s
 
@@ -121,13 +121,13 @@ class Metrics:
         self._bar.update(tokens_of_all)
 
     def committed(self, num_bytes: int) -> None:
-        """Counts one block that is durable; `num_bytes` are its activations', of the rows that it has."""
+        """Counts one committed block; `num_bytes` is the size of its rows' activations."""
         self.blocks += 1
         self.last_step = time.monotonic()
         self.stored_bytes += num_bytes
 
     def snapshot(self) -> dict[str, object]:
-        """The present state as plain JSON values. Times in seconds since the loop began."""
+        """The current state as JSON values. Times are in seconds since the run began."""
         return {
             "unix_time": round(time.time(), 3),
             "elapsed_s": round(self.elapsed_s, 3),
@@ -144,22 +144,22 @@ class Metrics:
         }
 
     def is_due(self) -> bool:
-        """Whether to log again: every interval at first, then each time the run is a hundredth longer."""
+        """Whether to log again: after the interval, or after 1 % of the elapsed time if that is longer."""
         return time.monotonic() - self._emitted >= max(self._interval_s, self.elapsed_s / 100)
 
     def emit(self) -> bytes:
-        """Adds a line to the run's log and returns all of it, JSONL: an object store cannot append."""
+        """Adds a line to the run's log and returns the whole log as JSONL, since an object store cannot append."""
         self._emitted = time.monotonic()
         self._lines.append(json.dumps(self.snapshot()))
         return ("\n".join(self._lines) + "\n").encode()
 
     def close(self) -> None:
-        """Ends the run's time, too."""
+        """Closes the progress bar and stops the clock."""
         self._ended = time.monotonic()
         self._bar.close()
 
     def binding_stage(self) -> tuple[str, float]:
-        """The stage that the run waited for most, and its share of the elapsed time."""
+        """What the threads waited for most, and the share of the elapsed time that they did."""
         waits = {label: self.seconds[stage] for stage, label in BINDING.items()}
         waits[BINDING[Stage.LOOP_DATA]] -= self.seconds[Stage.FEED_CLAIM]  # the loop waits for the feed meanwhile
         label = max(waits, key=waits.__getitem__)
@@ -180,14 +180,16 @@ class Metrics:
 
 
 def run_name() -> str:
-    """What this run's logs are called: when, where, which process, and a random number of 12 digits, since containers
-    may share host name and process number, and a process may begin several runs in a second."""
+    """A unique name for the run's log: time, host, process id and a random number of 12 digits.
+
+    Containers may share host name and process id, and a process may start several runs in a second.
+    """
     number = secrets.randbelow(10**12)
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{socket.gethostname()}-{os.getpid()}-{number:012}"
 
 
 def peak_rss_mib() -> int:
-    """The process's peak resident memory. On Linux `getrusage` would count the parent's too, from before the exec."""
+    """The process's peak resident memory. On Linux `getrusage` would include the parent's, from before exec."""
     try:
         status = Path("/proc/self/status").read_text()
     except FileNotFoundError:  # not Linux

@@ -1,4 +1,4 @@
-"""Reports a run that makes no progress, and ends one that will not make any."""
+"""Reports a run that makes no progress, and ends it if that does not change."""
 
 import faulthandler
 import logging
@@ -15,17 +15,17 @@ log = logging.getLogger("pipeline")
 
 
 class Watched(Protocol):
-    """When (`time.monotonic`) the last step was, and what each thread is doing."""
+    """When the last step ended (`time.monotonic`), and what each thread is doing."""
 
     last_step: float
     stages: Mapping[str, str]
 
 
 class Watchdog:
-    """While entered: says what each thread does, and where, when no step has finished for `timeout_s`.
+    """Context manager that logs what each thread does, with tracebacks, if no step finishes within `timeout_s`.
 
-    After twice as long the process ends with exit code 1: what waits there waits in a collective, or for a server that
-    neither answers nor fails, and cannot be interrupted. What is committed stays valid, and the next start resumes.
+    After twice that time the process ends with exit code 1: it waits in a collective, or for a server that neither
+    answers nor fails, and neither can be interrupted. Committed blocks stay valid, and the next start resumes.
     """
 
     def __init__(self, metrics: Watched, timeout_s: float) -> None:
@@ -45,7 +45,7 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        reported = 0.0  # the step after which it was
+        reported = 0.0  # `last_step` at the last report
         while not self._done.wait(min(self._timeout_s / 4, 10)):
             stalled_s = time.monotonic() - self._metrics.last_step
             if stalled_s >= 2 * self._timeout_s:

@@ -239,7 +239,7 @@ def test_a_prompt_that_is_too_long_is_named(tmp_path):
 def test_columns_that_the_store_has_itself(tmp_path, column):
     (tmp_path / "rows.json").write_text(json.dumps({"text": "a", column: "b"}))
     source = ["data@data.prompts=hf", "data.path=json", f"data.prompts.data_files={tmp_path / 'rows.json'}"]
-    with pytest.raises(ConfigError, match=f"the prompts have a column {column}, which data=generate has itself"):
+    with pytest.raises(ConfigError, match=f"the prompts have a column {column}, which data=generate writes"):
         generate(*arc_overrides("json", tmp_path / "store"), *source, f"data.prompts.info_columns=[{column}]")
     assert not (tmp_path / "store").exists()
 

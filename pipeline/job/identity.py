@@ -1,0 +1,100 @@
+"""The identity of a job: what a store records about it, and what must be equal for a run to resume the store."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from pipeline.config.choices import WeightsDtype
+from pipeline.config.sampling import Sampling
+from pipeline.config.schema import DataConfig, GenerateData, RunConfig
+from pipeline.data.documents import Source
+from pipeline.data.selection import selection_identity
+from pipeline.data.text.tokenizer import TextTokenizer
+from pipeline.job.end_tokens import end_tokens
+from pipeline.models.registry import Model
+from pipeline.planning.plan import Plan
+from pipeline.store.format.metadata import StoreMetadata
+
+
+def store_metadata(
+    config: RunConfig,
+    plan: Plan,
+    model: Model,
+    tokenizer: TextTokenizer,
+    data: Mapping[str, object],
+    stored: StoreMetadata | None,
+) -> StoreMetadata:
+    """The metadata of the job's store. `data` is the data's identity; `stored` is the metadata of the existing store.
+
+    A setting that older stores do not record is left out while it has its default value, so that they can be resumed.
+
+    Reads the model's weights, which for a model of the Hub are downloaded first. Raises CheckpointError for damaged
+    weights.
+    """
+    return StoreMetadata(
+        model=_model_identity(config, model, stored),
+        tokenizer=tokenizer.identity(),
+        data=data,
+        batch={
+            "length": plan.step.length,
+            "packing": str(config.batch.packing),
+            "long_documents": str(config.batch.long_documents),
+        },
+        capture=_capture_identity(config, plan),
+        store={"compression": str(config.store.compression)},
+        num_streams=plan.streams.count,
+        rows_per_block=plan.rows_per_block,
+        config=_recorded_config(config, model),
+    )
+
+
+def data_identity(data: DataConfig, source: Source, model: Model, tokenizer: TextTokenizer) -> dict[str, object]:
+    """What determines the documents: the source and, with data=generate, how the model completes its prompts.
+
+    Raises ConfigError or CheckpointError for end tokens that the tokenizer or the model does not have.
+    """
+    if not isinstance(data, GenerateData):
+        return source.fingerprint()
+    return {
+        "source": "generate",
+        "head": asdict(model.head),
+        "prompts": source.fingerprint(),
+        "prompt_length": data.prompt_length,
+        "long_prompts": str(data.long_prompts),
+        "max_new_tokens": data.max_new_tokens,
+        "sampling": asdict(sampling(data)),
+        "group": data.group,
+        "end_tokens": list(end_tokens(model, tokenizer, data.end_tokens)),
+    }
+
+
+def sampling(data: GenerateData) -> Sampling:
+    """How completions are sampled. Raises ConfigError."""
+    return Sampling(data.temperature, data.top_k, data.top_p, data.seed)
+
+
+def _model_identity(config: RunConfig, model: Model, stored: StoreMetadata | None) -> dict[str, object]:
+    by_commit = stored is not None and "commit" in stored.model  # older stores name the Hub's commit, not the weights
+    identity = model.identity(by_commit) | {"dtype": str(config.model.dtype), "vocab_size": model.vocab_size}
+    if config.model.weights_dtype is not WeightsDtype.same:
+        identity["weights_dtype"] = str(config.model.weights_dtype)
+    return identity
+
+
+def _capture_identity(config: RunConfig, plan: Plan) -> dict[str, object]:
+    step = plan.step
+    identity: dict[str, object] = {"arrays": [key.name for key in step.keys], "dtype": step.dtype}
+    if step.int8_group is not None:
+        identity["int8_group"] = step.int8_group
+    if not step.statistics:
+        identity["statistics"] = False
+    if plan.keeps_activations:
+        identity["when"] = "decode"
+    return identity | selection_identity(config.capture, step.length)
+
+
+def _recorded_config(config: RunConfig, model: Model) -> dict[str, object]:
+    """The configuration, with the commit of a model of the Hub: recorded for information, not compared on resume."""
+    values = {name: value for name, value in asdict(config).items() if name != "distributed"}
+    if model.checkpoint.commit is not None:
+        values["model"]["commit"] = model.checkpoint.commit
+    return values
