@@ -9,7 +9,7 @@ from collections.abc import Callable
 import hydra
 from omegaconf import DictConfig
 
-from pipeline.cluster import devices, processes
+from pipeline.cluster import devices, joining, processes
 from pipeline.cluster.startup import prepare_process
 from pipeline.config import checks
 from pipeline.config.composing import config_dir, prepare
@@ -46,7 +46,7 @@ def main(task: Callable[[RunConfig], None], doc: str) -> None:
         nonlocal composed_once
         composed_once = True
         code = run_task(task, cfg)
-        processes.leave(code)
+        joining.leave(code)
         if code != errors.EXIT_OK:
             sys.exit(code)
 

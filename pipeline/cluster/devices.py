@@ -1,4 +1,4 @@
-"""What JAX sees of this host's and this worker's devices."""
+"""The devices that JAX sees, and the memory of devices and host."""
 
 import importlib.metadata
 import importlib.util
@@ -11,26 +11,27 @@ from pipeline.cluster.topology import Topology
 from pipeline.config.schema import RunOptions
 from pipeline.core.cores import num_cores
 
-_FEW_CORES = 2  # on so many, a second step in flight was measured to help nothing
+_FEW_CORES = 2  # with so many, a second step in flight did not help when measured
 
 
 def skip_absent_tpu() -> None:
-    """Has JAX use the CPU where libtpu is installed, for plans, and no TPU: asked for one, libtpu complains at length.
+    """Makes JAX use the CPU on a machine that has libtpu, for plans, but no TPU; libtpu would log errors otherwise.
 
-    JAX itself names its platforms where it sees a TPU, and so does a user by JAX_PLATFORMS; both hold.
+    Does nothing if JAX has another plugin, such as CUDA's. `jax_platforms` has a value if JAX has detected a TPU, or
+    JAX_PLATFORMS is set.
     """
-    others = importlib.metadata.entry_points(group="jax_plugins")  # CUDA's, for example
-    if jax.config.jax_platforms is None and importlib.util.find_spec("libtpu") and not others:
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    if jax.config.jax_platforms is None and importlib.util.find_spec("libtpu") and not plugins:
         jax.config.update("jax_platforms", "cpu")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a program or an array did not fit into a device's memory, found at compilation or later."""
+    """Whether a program or an array did not fit into a device's memory, at compilation or later."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def topology(run: RunOptions) -> Topology:
-    """The processes and devices that JAX sees, and this worker's place among the workers."""
+    """The topology of this run: JAX's processes and devices, and this worker's index among the workers."""
     return Topology(
         devices=jax.device_count(),
         device_bytes=_device_bytes(),
@@ -44,15 +45,15 @@ def topology(run: RunOptions) -> Topology:
 
 
 def _device_bytes() -> int | None:
-    """The memory that JAX may use of each device; None where it does not say, as on the CPU."""
+    """The memory of each device that JAX may use; None if JAX does not know it, as on the CPU."""
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def _host_memory() -> int:
-    """Bytes that this host has, or its container may use of them."""
+    """The memory of this host, or the limit of its container if that is lower."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:  # no container, or of another kind
+    except OSError:  # no container, or one without cgroup v2
         return memory
     return min(memory, int(limit)) if limit.isdecimal() else memory

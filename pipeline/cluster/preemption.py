@@ -16,11 +16,11 @@ from pipeline.core.errors import Interrupted
 log = logging.getLogger("pipeline")
 
 
-_steps = itertools.count()  # of this process, over all jobs of a sweep: what a sync point is named by
+_steps = itertools.count()  # over all jobs of a sweep, since a sync point's number must be new
 
 
 class StopRequest:
-    """A wish to stop, by SIGTERM or SIGINT to any process of the worker; all of them stop before the same step.
+    """A request to stop, by SIGTERM or SIGINT to any process of the worker; all of them stop before the same step.
 
     A second SIGINT raises KeyboardInterrupt as usual.
     """
@@ -32,17 +32,17 @@ class StopRequest:
 
     @property
     def noticed(self) -> bool:
-        """Whether this process knows that it is to stop. Among several, that is only once they have agreed on when."""
+        """Whether this process is to stop. With several processes, only once they have agreed on the step."""
         return self._event.is_set()
 
     def before_step(self) -> bool:
-        """Whether to stop before the next step. Every process asks exactly once per step."""
+        """Whether to stop before the next step. Every process calls this exactly once per step."""
         if self._shared and not self.noticed and multihost_utils.reached_preemption_sync_point(next(_steps)):
             self._event.set()
         return self.noticed
 
     def check(self) -> None:
-        """Raises Interrupted if a stop is requested; for the time before anything is computed."""
+        """Raises Interrupted if a stop is requested. For use before the first step."""
         if self.noticed:
             raise Interrupted(f"stopped by {self.signal_name} before the first step. Run the same command again.")
 
@@ -51,7 +51,7 @@ class StopRequest:
         log.warning("%s: stopping; Ctrl-C aborts at once", name)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._shared:
-            os.kill(os.getpid(), signal.SIGTERM)  # JAX's own handler tells the others
+            os.kill(os.getpid(), signal.SIGTERM)  # JAX's own handler notifies the other processes
         else:
             self.signal_name = name
             self._event.set()
@@ -59,7 +59,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Turns SIGTERM and SIGINT into a StopRequest while inside. In a job of several processes JAX handles SIGTERM."""
+    """Turns SIGTERM and SIGINT into a StopRequest; with several processes, JAX handles SIGTERM."""
     stop = StopRequest()
     numbers = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGTERM, signal.SIGINT)
     previous = {number: signal.signal(number, stop.on_signal) for number in numbers}

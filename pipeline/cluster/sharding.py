@@ -1,4 +1,4 @@
-"""The mesh, and how rows and activations are divided over it."""
+"""The mesh, and how rows and activations are sharded over it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,28 +8,29 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def make_mesh(tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """All devices, `tensor` neighbours along `tensor`. A process's devices are neighbours: its rows lie together."""
+    """A mesh of all devices. Those of a process are neighbours, so that its rows are contiguous."""
     ordered = sorted(devices or jax.devices(), key=lambda device: (device.process_index, device.id))
     grid = np.array(ordered).reshape(-1, tensor)
     return Mesh(grid, ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows divided along `data`; a row is never divided."""
+    """Rows sharded along `data`; a row is never divided."""
     return NamedSharding(mesh, PartitionSpec("data"))
 
 
 def activation_sharding(mesh: Mesh, width: int) -> NamedSharding:
-    """Of [B, T, D]: rows along `data`, and D along `tensor` where it divides, so that each device copies its part."""
+    """Of [B, T, D]: rows along `data`, and D along `tensor` if that divides it, so that each device copies its part."""
     if mesh.shape["tensor"] == 1 or width % mesh.shape["tensor"]:
         return row_sharding(mesh)
     return NamedSharding(mesh, PartitionSpec("data", None, "tensor"))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
+    """A copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def put_rows(sharding: NamedSharding, local: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """This process's rows [process_rows, T] as its part of global arrays [step_rows, T]."""
+    """Puts this process's rows [process_rows, T] onto its devices, as its part of global arrays [step_rows, T]."""
     return {name: jax.make_array_from_process_local_data(sharding, values) for name, values in local.items()}

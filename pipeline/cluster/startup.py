@@ -1,6 +1,6 @@
-"""What a command does before it imports anything else: it heeds signals, and its messages cannot fail.
+"""What a command does before other imports: it handles signals, and makes failures to log harmless.
 
-Imports take seconds, in which an interruption would be no different from a crash.
+Imports take seconds. An interruption in that time must not look like a crash.
 """
 
 import atexit
@@ -18,20 +18,20 @@ _STDERR = 2
 
 
 def prepare_process() -> None:
-    """Until a job handles SIGTERM and SIGINT itself, they end this process at once with exit code 42. A standard
-    stream that is closed, or whose reader has gone, ends nothing."""
+    """Makes SIGTERM and SIGINT end this process at once with exit code 42, until a job installs its own handlers. A
+    standard stream that is closed, or whose reader has gone, no longer ends the process."""
     _open_closed_streams()
     if not isinstance(sys.stderr, _Messages):
         sys.stderr = _Messages(sys.stderr, OSError)
-        sys.stdout = _Messages(sys.stdout, BrokenPipeError)  # a result that does not fit onto the disk is a failure
+        sys.stdout = _Messages(sys.stdout, BrokenPipeError)  # other errors, such as a full disk, lose a result
     for number in (signal.SIGTERM, signal.SIGINT):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup and a shell's background jobs have it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup, and for a shell's background jobs
             signal.signal(number, _exit)
-            atexit.register(signal.signal, number, signal.SIG_IGN)  # Python's own end would take the default back
+            atexit.register(signal.signal, number, signal.SIG_IGN)  # at exit Python restores the default, which kills
 
 
 def _exit(number: int, _frame: object) -> None:
-    """At once, as a kill would: nothing that is under way before a job's loop needs an end of its own."""
+    """Ends the process without cleaning up: before a job's loop nothing needs it."""
     name = signal.Signals(number).name
     with suppress(OSError):
         os.write(_STDERR, f"Interrupted: stopped by {name}. Run the same command again.\n".encode())
@@ -39,9 +39,9 @@ def _exit(number: int, _frame: object) -> None:
 
 
 @contextmanager
-def signals_heeded_while_waiting() -> Iterator[None]:
-    """While entered, `prepare_process`'s handlers act also where the main thread waits outside Python, for minutes
-    perhaps: Python itself calls handlers only in between. Main thread only."""
+def signals_handled_while_waiting() -> Iterator[None]:
+    """Lets the handlers of `prepare_process` act while the main thread waits outside Python, where Python does not call
+    them. Main thread only."""
     received, sent = os.pipe()
     os.set_blocking(sent, False)
     previous = signal.set_wakeup_fd(sent, warn_on_full_buffer=False)
@@ -61,15 +61,17 @@ def _exit_when_sent(received: int) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Python has None for a standard stream that is closed, and the next file that anything opens would get its
-    number: what a library written in C++ logs to stderr would then be written into that file."""
+    """Opens closed standard streams, which are None in Python, as the null device.
+
+    Otherwise the next file that is opened gets the file descriptor, and C++ libraries log into that file.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  as long as the process lives
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  stays open
 
 
 class _Messages:
-    """A text stream some of whose failures are left alone: messages and progress are worth no job."""
+    """A text stream that ignores some errors, so that failing to print a message does not end a job."""
 
     def __init__(self, stream: TextIO, ignored: type[OSError]) -> None:
         self._stream = stream

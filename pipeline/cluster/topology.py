@@ -1,16 +1,16 @@
-"""How many processes and devices a run has: plain numbers, which a plan can be made of anywhere."""
+"""How many processes and devices a run has, as plain numbers, so that a plan needs no devices."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The processes and devices of this run. `index` counts over all processes of all workers."""
+    """The processes and devices of a run. `index` and `count` are over all processes of all workers."""
 
     devices: int  # of this worker, over all its processes
     device_bytes: int | None = None  # memory of each; None: not known
     host_memory: int | None = None  # bytes of this process's host; None: not known
-    few_cores: bool = False  # the devices are the host's own cores, and few: what else it does takes their time
+    few_cores: bool = False  # the devices are the host's own few cores, which must also do everything else
     processes: int = 1  # of this worker
     process: int = 0
     workers: int = 1

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
-from pipeline.cluster import preemption, processes
+from pipeline.cluster import joining, preemption, processes
 from pipeline.config.choices import WeightsDtype
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
@@ -31,7 +31,7 @@ log = logging.getLogger("pipeline")
 
 def join_and_run(config: RunConfig) -> None:
     """Joins the other processes of this worker, if it has any, then does its share of `run`."""
-    processes.initialise(config.distributed)
+    joining.initialise(config.distributed)
     run(config)
 
 

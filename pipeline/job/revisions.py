@@ -6,7 +6,7 @@ commits that it was made with, unless the configuration names another revision.
 
 from dataclasses import replace
 
-from pipeline.cluster.processes import said_by_first
+from pipeline.cluster.processes import from_first_process
 from pipeline.config.schema import DataConfig, GenerateData, RunConfig
 from pipeline.core.hub import dataset_commit
 from pipeline.data.sources import hub_repository
@@ -26,7 +26,7 @@ def model_revision(config: RunConfig, stored: StoreMetadata | None) -> str | Non
         stored_model = stored.config.get("model")
         if isinstance(stored_model, dict) and stored_model.get("path") == path:
             revision = stored.model.get("commit")
-    return said_by_first(lambda: open_files(path, revision).commit)
+    return from_first_process(lambda: open_files(path, revision).commit)
 
 
 def with_commit(data: DataConfig, stored_data: object) -> DataConfig:
@@ -46,4 +46,4 @@ def with_commit(data: DataConfig, stored_data: object) -> DataConfig:
         revision = stored.get("revision")
         if not isinstance(revision, str):
             return data
-    return replace(data, revision=said_by_first(lambda: dataset_commit(repo, revision)))
+    return replace(data, revision=from_first_process(lambda: dataset_commit(repo, revision)))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster import processes
+from pipeline.cluster import joining
 from pipeline.config.schema import DistributedConfig
 from pipeline.core.errors import PipelineError
 from tests.jobs import ROOT, command, committed, free_port, run, write_text
@@ -156,7 +156,7 @@ def test_a_coordinators_port_that_is_taken_is_a_message():
     with socket.create_server(("localhost", 0)) as server:
         options = DistributedConfig(f"localhost:{server.getsockname()[1]}", num_processes=1, process_id=0)
         with pytest.raises(PipelineError, match="cannot be used on this machine: Address already in use. End what"):
-            processes.initialise(options)
+            joining.initialise(options)
 
 
 @pytest.mark.slow

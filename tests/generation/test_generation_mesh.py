@@ -24,7 +24,7 @@ CONFIG = {
 PROGRAM = """
 import sys
 import jax, numpy as np
-from pipeline.cluster import processes, sharding
+from pipeline.cluster import joining, sharding
 from pipeline.config.schema import DistributedConfig
 from pipeline.generation.generator import Prompt, Sampling, compile_generator
 from pipeline.models.partition import Partition
@@ -34,7 +34,7 @@ from pipeline.core.sites import Site, activation_keys
 path, out, port, processes, process, *kinds = sys.argv[1:]
 process = int(process)
 if int(processes) > 1:
-    processes.initialise(DistributedConfig(f"localhost:{port}", int(processes), process))
+    joining.initialise(DistributedConfig(f"localhost:{port}", int(processes), process))
 model = open_model(path, init="random")
 KEYS = activation_keys((0,), (Site.attn_z, Site.resid_post))
 prompts = [Prompt(k, np.random.default_rng(k).integers(0, 101, 1 + k % 7, dtype=np.int32)) for k in range(14)]

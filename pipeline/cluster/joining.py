@@ -1,0 +1,114 @@
+"""Joining the processes of a job, and leaving them after a failure."""
+
+import errno
+import logging
+import os
+import socket
+import sys
+import threading
+from functools import cache
+
+import jax
+
+from pipeline.cluster.startup import signals_handled_while_waiting
+from pipeline.config.schema import DistributedConfig
+from pipeline.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, PipelineError
+
+log = logging.getLogger("pipeline")
+
+_SHUTDOWN_TIMEOUT_S = 8  # how long a process that is done waits for the others
+_EXTRA_TIMEOUT_S = 60  # JAX aborts the process at its own timeout, so ours must come first
+_NOT_A_CLUSTER = "coordinator_address should be defined"  # in JAX's message if it detects no cluster
+
+
+@cache  # a sweep runs several jobs in one process, and JAX can join others only before its first computation
+def initialise(options: DistributedConfig) -> None:
+    """Joins the processes of a TPU pod, GKE, Slurm or MPI job, or those that `options` describe; once per process.
+
+    Without either, the job has one process. Raises ConfigError for options that contradict each other, and
+    PipelineError if the other processes do not join in time.
+    """
+    if jax.distributed.is_initialized():
+        return
+    place = (options.coordinator, options.num_processes, options.process_id)
+    if any(value is not None for value in place) and None in place:
+        raise ConfigError(
+            f"distributed.coordinator, num_processes and process_id are {place}: expected all three, or none on a "
+            f"cluster that JAX detects. Set all or none."
+        )
+    if options.process_id == 0:
+        _require_free_port(options.coordinator)
+    joined = threading.Event()
+    threading.Thread(target=_give_up_joining, args=(options, joined), name="join", daemon=True).start()
+    try:
+        with signals_handled_while_waiting():
+            jax.distributed.initialize(
+                *place,
+                initialization_timeout=options.join_timeout_s + _EXTRA_TIMEOUT_S,
+                heartbeat_timeout_seconds=options.heartbeat_timeout_s,
+                shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
+            )
+    except ValueError as error:
+        if options.coordinator is None and _NOT_A_CLUSTER in str(error):
+            return
+        raise ConfigError(
+            f"the processes' settings are wrong: {str(error).rstrip('.')}. Correct distributed.*."
+        ) from error
+    except RuntimeError as error:
+        raise PipelineError(
+            f"the {options.num_processes or ''} processes did not come together within {options.join_timeout_s} s: "
+            f"{error}. Check that all were started and reach {options.coordinator or 'the coordinator'}."
+        ) from error
+    finally:
+        joined.set()
+    if jax.process_count() > 1:
+        _name_process_in_logs()
+
+
+def _require_free_port(coordinator: str) -> None:
+    """Checks the port that the first process serves. If it is in use, JAX ends with a segmentation fault."""
+    try:
+        socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise PipelineError(
+                f"the port of distributed.coordinator={coordinator} cannot be used on this machine: "
+                f"{os.strerror(error.errno)}. End what uses it, or give all processes another port."
+            ) from error
+
+
+def _give_up_joining(options: DistributedConfig, joined: threading.Event) -> None:
+    """Ends the process with a message before JAX aborts it with a C++ stack trace."""
+    if joined.wait(options.join_timeout_s):
+        return
+    log.error(
+        "PipelineError: the %s processes did not come together within %d s (distributed.join_timeout_s). Check that "
+        "all were started and reach %s, and run the same command again.",
+        *(options.num_processes or "job's", options.join_timeout_s, options.coordinator or "the coordinator"),
+    )
+    logging.shutdown()
+    os._exit(EXIT_FAILED)
+
+
+def _name_process_in_logs() -> None:
+    """Messages start with the process that logs them. Only the first process logs messages below warnings."""
+    process = jax.process_index()
+    formatter = logging.Formatter(f"process {process} of {jax.process_count()} on {socket.gethostname()}: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(formatter)
+    if process > 0:
+        log.setLevel(logging.WARNING)
+
+
+def leave(code: int) -> None:
+    """Ends this process at once after a failure, so that the others do not wait for it in a collective.
+
+    The others notice: the connection closes, or the heartbeat stops. Returns if this is the only process, or if `code`
+    is not a failure.
+    """
+    if code in (EXIT_OK, EXIT_INTERRUPTED) or not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
