@@ -1,4 +1,4 @@
-"""Plan is arithmetic: these tests need no device, no model and no file."""
+"""The plan is arithmetic: these tests need no device, no model and no file."""
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -22,7 +22,6 @@ from pipeline.core.sites import ActivationKey, Site
 from pipeline.extraction.buffers import BlockBuffers
 from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK
 from pipeline.planning.plan import StoredGeometry, make_plan
-from pipeline.planning.streams import MAX_AUTO_STREAMS
 from pipeline.store.format.layout import MIB
 
 
@@ -117,33 +116,6 @@ def test_layers_all_and_inner_sites():
     assert plan.step.keys[0].name == "embed"
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "streams", "budgets"),
-    [(10, 3, [4, 3, 3]), (9, 3, [3, 3, 3]), (1, 2, [1, 0]), (None, 2, [None, None])],
-)
-def test_max_tokens_is_divided_evenly(max_tokens, streams, budgets):
-    data = replace(BASE.data, num_streams=streams)
-    plan = planned(replace(BASE, data=data, run=RunOptions(max_tokens=max_tokens)))
-    assert [plan.streams.budget(stream) for stream in range(streams)] == budgets
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "shards", "topology", "stored", "streams"),
-    [
-        (None, 8, ONE_DEVICE, None, 1),  # a small or unknown job: no stream's last step is wasted
-        (10_000, 8, ONE_DEVICE, None, 1),
-        (10**9, 8, ONE_DEVICE, None, 8),  # a large one: every source shard its own
-        (10**9, 1000, ONE_DEVICE, None, 64),
-        (None, 8, Topology(devices=4, processes=4), None, 4),
-        (None, 100, Topology(devices=8, processes=4, workers=3), None, 12),
-        (10**9, 8, ONE_DEVICE, StoredGeometry(3, 8), 3),  # a store keeps the number that it has
-    ],
-)
-def test_number_of_streams(max_tokens, shards, topology, stored, streams):
-    config = replace(BASE, run=RunOptions(max_tokens=max_tokens, worker_count=topology.workers))
-    assert planned(config, shards, topology, stored).streams.count == streams
-
-
 def test_streams_are_divided_among_all_processes_of_all_workers():
     data = replace(BASE.data, num_streams=11)
     seen = []
@@ -155,15 +127,6 @@ def test_streams_are_divided_among_all_processes_of_all_workers():
             assert plan.mesh.process_rows == 4
             seen += plan.streams.local
     assert sorted(seen) == list(range(11))
-
-
-@pytest.mark.parametrize("topology", [ONE_DEVICE, Topology(devices=8, processes=8, process=3)])
-def test_with_claims_every_process_may_have_every_stream_and_there_are_many(topology):
-    """Their number does not depend on which worker creates the store."""
-    plan = planned(replace(BASE, run=RunOptions(claim=True, max_tokens=10_000)), 1000, topology)
-    assert plan.streams.count == MAX_AUTO_STREAMS
-    assert plan.streams.local == tuple(range(MAX_AUTO_STREAMS))
-    assert any("64 can work at once" in note for note in plan.notes)
 
 
 def test_steps_in_flight_are_limited_by_bytes_and_in_number():
@@ -230,41 +193,13 @@ def test_what_cannot_work_is_refused_with_a_remedy(changes, message):
     assert any(word in str(refused.value) for word in ("Set ", "Name each"))
 
 
-MESHES = {
-    "heads": (4, 8, r"does not divide the model's 14 attention heads: 14 = 3 \* 4 \+ 2"),
-    "across processes": (2, 1, r"mesh.tensor=2 does not divide the 1 devices of a process \(8 devices / 8 processes\)"),
-    "not a divisor": (3, 8, r"mesh.data \* mesh.tensor = 2 \* 3 is not the number of devices, 8"),
-}
-
-
-@pytest.mark.parametrize(("tensor", "of_process", "message"), MESHES.values(), ids=MESHES.keys())
-def test_an_illegal_mesh_is_refused_with_the_whole_equation(tensor, of_process, message):
-    with pytest.raises(ConfigError, match=message):
-        planned(replace(BASE, mesh=MeshConfig(tensor=tensor)), topology=Topology(devices=8, processes=8 // of_process))
-
-
-@pytest.mark.parametrize(
-    ("wanted", "tensor", "device_mib", "weights", "weights_mib", "noted"),
-    [
-        ("auto", 1, None, "replicated", 4200, False),
-        ("auto", 1, 8000, "replicated", 4200, False),
-        ("auto", 1, 6000, "fsdp", 1200, True),
-        ("fsdp", 1, None, "fsdp", 1200, False),
-        ("auto", 2, 6000, "tensor", 2200, False),
-        ("auto", 2, 3000, "fsdp", 1200, True),
-    ],
-)
-def test_weights_are_divided_when_they_would_not_fit(wanted, tensor, device_mib, weights, weights_mib, noted):
-    """4000 MiB of matrices and 200 MiB of embeddings and norms, on 4 devices."""
-    config = replace(BASE, model=ModelConfig(weights=Weights(wanted)), mesh=MeshConfig(tensor=tensor))
-    plan = planned(config, topology=Topology(devices=4, device_bytes=device_mib and device_mib * MIB))
-    assert (plan.weights.sharding, plan.weights.device_bytes) == (weights, weights_mib * MIB)
-    assert any("weights are divided" in note for note in plan.notes) == noted
-
-
-def test_weights_that_fit_nowhere_are_refused():
-    with pytest.raises(ConfigError, match=r"fsdp, take 1200 MiB on each device, which has 1000 MiB\. Use more devices"):
-        planned(topology=Topology(devices=4, device_bytes=1000 * MIB))
+def test_a_plan_has_the_notes_of_its_parts():
+    config = replace(BASE, run=RunOptions(max_inflight_mib=4), model=ModelConfig(weights=Weights.auto))
+    plan = planned(config, topology=Topology(devices=4, device_bytes=5000 * MIB))
+    assert (plan.weights.sharding, plan.weights.device_bytes) == (Weights.fsdp, 1200 * MIB)
+    assert plan.notes == (*plan.weights.notes, *plan.streams.notes, *plan.memory.notes)
+    assert [bool(part.notes) for part in (plan.weights, plan.streams, plan.memory)] == [True, True, True]
+    assert plan.describe().endswith("\n".join(f"note      {note}" for note in plan.notes))
 
 
 def test_rows_must_divide_among_the_devices():

@@ -1,0 +1,49 @@
+"""How many streams a store has, and how the tokens are divided among them."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipeline.cluster.topology import Topology
+from pipeline.config.schema import BatchConfig, ParquetData, RunConfig, RunOptions
+from pipeline.planning.streams import MAX_AUTO_STREAMS, plan_streams
+
+BASE = RunConfig(data=ParquetData(), batch=BatchConfig(rows=8, length=256))
+ONE_DEVICE = Topology(devices=1)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "streams", "budgets"),
+    [(10, 3, [4, 3, 3]), (9, 3, [3, 3, 3]), (1, 2, [1, 0]), (None, 2, [None, None])],
+)
+def test_max_tokens_is_divided_evenly(max_tokens, streams, budgets):
+    config = replace(BASE, data=ParquetData(num_streams=streams), run=RunOptions(max_tokens=max_tokens))
+    plan = plan_streams(config, 8, ONE_DEVICE, stored=None)
+    assert [plan.budget(stream) for stream in range(streams)] == budgets
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "shards", "topology", "stored", "streams"),
+    [
+        (None, 8, ONE_DEVICE, None, 1),  # a small or unknown job: no stream's last step is wasted
+        (10_000, 8, ONE_DEVICE, None, 1),
+        (10**9, 8, ONE_DEVICE, None, 8),  # a large one: every source shard its own
+        (10**9, 1000, ONE_DEVICE, None, 64),
+        (None, 8, Topology(devices=4, processes=4), None, 4),
+        (None, 100, Topology(devices=8, processes=4, workers=3), None, 12),
+        (10**9, 8, ONE_DEVICE, 3, 3),  # a store keeps the number that it has
+    ],
+)
+def test_number_of_streams(max_tokens, shards, topology, stored, streams):
+    config = replace(BASE, run=RunOptions(max_tokens=max_tokens, worker_count=topology.workers))
+    assert plan_streams(config, shards, topology, stored).count == streams
+
+
+@pytest.mark.parametrize("topology", [ONE_DEVICE, Topology(devices=8, processes=8, process=3)])
+def test_with_claims_every_process_may_have_every_stream_and_there_are_many(topology):
+    """Their number does not depend on which worker creates the store."""
+    config = replace(BASE, run=RunOptions(claim=True, max_tokens=10_000))
+    plan = plan_streams(config, 1000, topology, stored=None)
+    assert plan.count == MAX_AUTO_STREAMS
+    assert plan.local == tuple(range(MAX_AUTO_STREAMS))
+    assert any("64 can work at once" in note for note in plan.notes)
