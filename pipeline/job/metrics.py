@@ -113,12 +113,12 @@ class Metrics:
     def tokens_per_s(self) -> float:
         return self.tokens / max(self.elapsed_s, 1e-9)
 
-    def drained(self, tokens: int, tokens_of_all: int) -> None:
-        """Counts one step whose activations have reached the host; the progress bar shows all processes' tokens."""
+    def drained(self, tokens: int, tokens_of_worker: int) -> None:
+        """Counts one step whose activations have reached the host; the progress bar counts all processes' tokens."""
         self.steps += 1
         self.tokens += tokens
         self.last_step = time.monotonic()
-        self._bar.update(tokens_of_all)
+        self._bar.update(tokens_of_worker)
 
     def committed(self, num_bytes: int) -> None:
         """Counts one committed block; `num_bytes` is the size of its rows' activations."""

@@ -67,7 +67,7 @@ def plan_host_memory(
 
 
 def plan_rows_per_block(store: StoreConfig, step: StepSpec, process_rows: int, stored: int | None) -> int:
-    """Whole steps of a process, of about store.shard_mib in each array; an existing store keeps its `stored` number.
+    """Whole steps of a process, with about store.shard_mib in the largest array; `stored` rows for an existing store.
 
     Raises ConfigError if a process's rows per step do not divide that number.
     """

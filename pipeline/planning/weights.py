@@ -11,10 +11,10 @@ MAX_WEIGHTS_SHARE = 0.6  # of a device's memory before model.weights=auto choose
 
 @dataclass(frozen=True)
 class WeightsPlan:
-    """How the weights that a program needs are divided, and what they take."""
+    """How the weights that a program needs are divided, and the memory that they take."""
 
     sharding: Weights  # replicated, tensor or fsdp
-    device_bytes: int  # on each device
+    device_bytes: int  # that they take on each device
     notes: tuple[str, ...] = ()  # why model.weights=auto chose fsdp
 
 

@@ -1,4 +1,4 @@
-"""A run's log: its name, and what it counts."""
+"""The log of a run: its name, and what it counts."""
 
 import json
 
@@ -10,14 +10,14 @@ from pipeline.store.format.keys import is_of_workers
 from tests.jobs import write_text
 
 
-def test_no_two_runs_have_one_name():
+def test_run_names_are_unique():
     first, second = run_name(), run_name()
     assert first != second
     assert is_of_workers(f"_metrics/{first}.jsonl")
     assert is_of_workers(f"_metrics/{second}-generate.json")
 
 
-def test_of_a_partial_block_the_rows_that_it_has_are_counted_as_stored(tmp_path):
+def test_a_partial_block_counts_only_the_rows_that_it_has(tmp_path):
     text = write_text(tmp_path / "text", files=1, documents=30)
     sizes = ["batch.rows=4", "batch.length=64", "store.shard_mib=0.25", "run.max_tokens=6000", "capture.layers=[1]"]
     run(compose([f"data.path={text}", f"store.path={tmp_path / 'store'}", "run.progress=false", *sizes]))

@@ -1,4 +1,4 @@
-"""The watchdog reads what other threads write."""
+"""The watchdog reads what other threads write at the same time."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from pipeline.job.metrics import Metrics, Stage
 from pipeline.job.watchdog import Watchdog
 
 
-def test_a_report_is_made_while_threads_enter_stages():
+def test_the_watchdog_reports_while_threads_enter_stages():
     metrics = Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=10)
     watchdog, done = Watchdog(metrics, 600), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Compiled for TPU slices, where libtpu is installed (the extra `tpu`); no TPU is needed."""
+"""Compiles steps for TPU slices. Needs libtpu (the extra `tpu`), but no TPU."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ def shapes(tmp_path_factory) -> Path:
 
 
 def plan(shapes: Path, name: str, *overrides: str) -> subprocess.CompletedProcess:
-    """In a process of its own, which must not have started another backend."""
+    """Runs the command in a new process, in which JAX has not initialised another backend."""
     command = [sys.executable, "-m", "pipeline.plan", f"model.path={shapes / name}", "model.init=random"]
     common = ["model.dtype=bfloat16", "store.path=gs://bucket/store"]
     return subprocess.run(
@@ -58,7 +58,7 @@ CASES = COMPILED | COMPILED_SLOWLY
 
 @pytest.fixture(scope="module")
 def plans(shapes: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[subprocess.CompletedProcess]]]:
-    """Of the selected cases. Two are compiled at a time: each takes a core for half a minute, and 1 GB."""
+    """The plans of the selected cases. Two compile at a time: each takes a core for half a minute, and 1 GB."""
 
     def start(name: str, topology: str, layers: str, rows: int, length: int) -> subprocess.CompletedProcess:
         sizes = (f"capture.layers={layers}", f"batch.rows={rows}", f"batch.length={length}")
@@ -72,7 +72,7 @@ def plans(shapes: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Fu
 @needs_libtpu
 @pytest.mark.parametrize("case", [*COMPILED, *(pytest.param(case, marks=pytest.mark.slow) for case in COMPILED_SLOWLY)])
 def test_published_models_fit_slices(plans, case: str, record_property) -> None:
-    """The plan's arithmetic against the compiler's figures, which are of padded layouts."""
+    """Compares the plan's arithmetic with the compiler's figures, which include the padding of layouts."""
     done = plans[case].result()
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -106,7 +106,7 @@ TOO_MUCH = {
 
 @needs_libtpu
 @pytest.mark.parametrize(("rows", "inflight_mib", "message"), TOO_MUCH.values(), ids=TOO_MUCH.keys())
-def test_what_does_not_fit_is_refused_with_what_would(shapes, rows: int, inflight_mib: int, message: str) -> None:
+def test_a_job_that_does_not_fit_is_refused_with_a_remedy(shapes, rows: int, inflight_mib: int, message: str) -> None:
     done = plan(shapes, "Llama-3-8B", *LONG_ROWS, f"batch.rows={rows}", f"run.max_inflight_mib={inflight_mib}")
     assert done.returncode == EXIT_INVALID
     assert message in done.stderr
@@ -117,13 +117,13 @@ def test_what_does_not_fit_is_refused_with_what_would(shapes, rows: int, infligh
 @needs_libtpu
 @pytest.mark.slow  # compiles three times
 def test_search_finds_the_largest_batch(shapes: Path) -> None:
-    """What the refusals above advise."""
+    """The remedy that the refusals above name."""
     job = (*LONG_ROWS, "run.max_inflight_mib=1000000")
     done = plan(shapes, "Llama-3-8B", *job, "plan.search=true", "plan.json=true")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["hbm_bytes_needed"] < found["hbm_bytes"]
-    assert plan(shapes, "Llama-3-8B", *job, f"batch.rows={2 * found['rows']}").returncode == EXIT_INVALID
+    report = json.loads(done.stdout)
+    assert report["hbm_bytes_needed"] < report["hbm_bytes"]
+    assert plan(shapes, "Llama-3-8B", *job, f"batch.rows={2 * report['rows']}").returncode == EXIT_INVALID
 
 
 KERNELS = """
@@ -174,22 +174,22 @@ for name in ("v4-16", "v5e-64", "v5p-32", "v6e-32"):
 
 
 @needs_libtpu
-def test_a_process_has_neighbouring_devices_of_every_slice() -> None:
-    """Plan gives each process consecutive rows: its devices must be the ones that hold them."""
+def test_the_devices_of_a_process_are_neighbours_in_every_slice() -> None:
+    """The plan gives each process consecutive rows, so its devices must be consecutive in the mesh."""
     done = subprocess.run([sys.executable, "-c", SLICES], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
 @needs_libtpu
-def test_libtpu_is_silent_where_there_is_no_tpu(tmp_path: Path) -> None:
-    """Without JAX_PLATFORMS, JAX would ask it for devices, and it would complain of variables that are not set."""
+def test_libtpu_logs_nothing_without_a_tpu(tmp_path: Path) -> None:
+    """Without JAX_PLATFORMS, JAX would ask libtpu for devices, and libtpu would log errors about missing variables."""
     command = [sys.executable, "-m", "pipeline.plan", f"data.path={write_text(tmp_path, files=1, documents=1)}"]
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_without_libtpu_the_way_to_get_it_is_said(monkeypatch) -> None:
+def test_without_libtpu_the_message_says_how_to_install_it(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "libtpu", None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[tpu\]'"):
         slice_devices(parse_slice("v5e-4"))

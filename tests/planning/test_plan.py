@@ -62,8 +62,8 @@ def test_bytes_of_a_step_and_of_a_block():
     assert plan.memory.step_bytes == 8 * row_bytes
     assert plan.rows_per_block % 8 == 0
     assert plan.memory.block_bytes == plan.rows_per_block * row_bytes <= 16 * MIB
-    of_rows = (2 * 896 + 256) * 4  # mean and squared deviations of each feature, norms of the tokens
-    statistics_bytes = (4 * 8 + 2 * plan.rows_per_block) * of_rows
+    row_statistics_bytes = (2 * 896 + 256) * 4  # mean and squared deviations of each feature, norms of the tokens
+    statistics_bytes = (4 * 8 + 2 * plan.rows_per_block) * row_statistics_bytes
     assert plan.memory.host_bytes == 4 * plan.memory.step_bytes + 2 * plan.memory.block_bytes + statistics_bytes
     for store in (StoreConfig(path="gs://nowhere/store"), StoreConfig(path="/nowhere", compression=Compression.zstd)):
         encoding = planned(replace(BASE, store=store))  # TensorStore has encoded copies
@@ -73,8 +73,8 @@ def test_bytes_of_a_step_and_of_a_block():
 
 @pytest.mark.parametrize("dtype", [StorageDtype.bfloat16, StorageDtype.int8])
 @pytest.mark.parametrize("statistics", [True, False])
-def test_host_bytes_have_the_buffers_of_statistics(dtype, statistics):
-    """Of few selected tokens they are larger than the activations."""
+def test_host_bytes_include_the_buffers_of_statistics(dtype, statistics):
+    """With few selected tokens per row, the statistics are larger than the activations."""
     capture = CaptureConfig(layers=[1, 2], positions=Positions.last, per_row=1, dtype=dtype, statistics=statistics)
     plan = planned(replace(BASE, capture=capture))
     assert plan.mesh.process_rows == 8
@@ -95,7 +95,7 @@ def test_rows_per_block_is_whole_steps_within_bounds(shard_mib, rows_per_block):
 
 
 def test_a_pod_has_no_larger_store_shards_than_one_process():
-    """A block is of one process: 1024 rows of 448 KiB per step are 64 for each of 16."""
+    """A block belongs to one process: of 1024 rows of 448 KiB per step, each of 16 processes has 64."""
     config = replace(BASE, batch=BatchConfig(rows=1024, length=256), run=RunOptions(max_inflight_mib=1e6))
     assert planned(config).rows_per_block == 1024
     assert planned(config, 64, Topology(devices=64, processes=16)).rows_per_block == 64
@@ -137,11 +137,11 @@ def test_steps_in_flight_are_limited_by_bytes_and_in_number():
         assert any("nothing overlaps" in note for note in plan.notes) == (steps == 1)
 
 
-def test_few_cores_have_one_step_in_flight_and_are_told_the_least_for_it():
+def test_few_cores_have_one_step_in_flight():
     few = Topology(devices=1, few_cores=True)
     plan = planned(topology=few)
     many = planned(topology=replace(few, few_cores=False))
-    assert (plan.memory.inflight_steps, plan.notes) == (1, many.notes)  # which has no other remark on it
+    assert (plan.memory.inflight_steps, plan.notes) == (1, many.notes)  # no note about the single step
     assert many.memory.inflight_steps > 1
     with pytest.raises(ConfigError, match=r"Set it to at least 4, or"):  # a step has 3.5 MiB
         planned(replace(BASE, run=RunOptions(max_inflight_mib=3)), topology=few)
@@ -149,7 +149,7 @@ def test_few_cores_have_one_step_in_flight_and_are_told_the_least_for_it():
         planned(replace(BASE, run=RunOptions(max_inflight_mib=3)))
 
 
-def test_what_does_not_fit_into_the_host_is_refused_by_arithmetic():
+def test_a_job_that_exceeds_the_hosts_memory_is_refused():
     config = replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=1e6), run=RunOptions(max_inflight_mib=1e6))
     needed = planned(config).memory.host_bytes
     assert planned(config, topology=Topology(devices=1, host_memory=needed)).memory.host_bytes == needed
@@ -160,7 +160,7 @@ def test_what_does_not_fit_into_the_host_is_refused_by_arithmetic():
 REFUSED = {
     "layer out of range": (dict(capture=CaptureConfig(layers=[24])), "capture.layers contains 24.*layers 0..23"),
     "negative layer": (dict(capture=CaptureConfig(layers=[-1])), "capture.layers contains -1"),
-    "layer that is no number": (dict(capture=CaptureConfig(layers=["x"])), "capture.layers contains 'x'"),
+    "layer that is not a number": (dict(capture=CaptureConfig(layers=["x"])), "capture.layers contains 'x'"),
     "layer twice": (dict(capture=CaptureConfig(layers=[1, 1])), "twice"),
     "no layers": (dict(capture=CaptureConfig(layers=[])), r"capture.layers is \[\]"),
     "a word for layers": (dict(capture=CaptureConfig(layers="most")), "capture.layers is 'most'"),
@@ -172,12 +172,12 @@ REFUSED = {
     "no sites": (dict(capture=CaptureConfig(layers=[1], sites=[])), "capture.sites contains nothing"),
     "row longer than the model's positions": (dict(batch=BatchConfig(length=40_000)), "batch.length is 40000"),
     "no rows": (dict(batch=BatchConfig(rows=0)), "batch.rows = 0"),
-    "no place for a step": (dict(run=RunOptions(max_inflight_mib=0.5)), "run.max_inflight_mib"),
+    "less memory in flight than a step": (dict(run=RunOptions(max_inflight_mib=0.5)), "run.max_inflight_mib"),
     "worker beyond the count": (dict(run=RunOptions(worker_index=2, worker_count=2)), "run.worker_index is 2"),
     "claims and a fixed share": (dict(run=RunOptions(claim=True, worker_count=2)), "run.worker_count is 2: either"),
     "more streams than source shards": (dict(data=ParquetData(num_streams=9)), "data.num_streams is 9.*8 source"),
     "a tensor axis": (dict(mesh=MeshConfig(tensor=2)), r"mesh.data \* mesh.tensor = 1 \* 2 .* devices, 1\."),
-    "a tensor axis of nothing": (dict(mesh=MeshConfig(tensor=0)), "mesh.tensor is 0"),
+    "an empty tensor axis": (dict(mesh=MeshConfig(tensor=0)), "mesh.tensor is 0"),
     "weights along no tensor axis": (
         dict(model=ModelConfig(weights=Weights.tensor)),
         "model.weights=tensor with mesh.tensor=1",
@@ -187,7 +187,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_cannot_work_is_refused_with_a_remedy(changes, message):
+def test_invalid_settings_are_refused_with_a_remedy(changes, message):
     with pytest.raises(ConfigError, match=message) as refused:
         planned(replace(BASE, **changes))
     assert any(word in str(refused.value) for word in ("Set ", "Name each"))

@@ -1,4 +1,4 @@
-"""Limits and costs, against figures worked out by hand."""
+"""Limits and costs, compared with figures computed by hand."""
 
 import re
 from dataclasses import replace
@@ -81,12 +81,12 @@ POOR = {
 
 
 @pytest.mark.parametrize(("choice", "message"), POOR.values(), ids=POOR.keys())
-def test_advice_is_given_for_poor_choices_alone(choice: dict, message: str) -> None:
+def test_only_poor_choices_get_advice(choice: dict, message: str) -> None:
     assert advice() == ""
     assert re.search(message, advice(**choice))
 
 
-def test_small_shards_are_right_for_local_disks() -> None:
+def test_small_shards_on_local_disks_get_no_advice() -> None:
     local = replace(CONFIG, store=StoreConfig(path="/data/store"))
     assert advice(config=local, shard_bytes=16 * MIB) == ""
 

@@ -40,8 +40,8 @@ def test_number_of_streams(max_tokens, shards, topology, stored, streams):
 
 
 @pytest.mark.parametrize("topology", [ONE_DEVICE, Topology(devices=8, processes=8, process=3)])
-def test_with_claims_every_process_may_have_every_stream_and_there_are_many(topology):
-    """Their number does not depend on which worker creates the store."""
+def test_with_claims_every_process_may_claim_every_stream(topology):
+    """The number of streams does not depend on the worker that creates the store."""
     config = replace(BASE, run=RunOptions(claim=True, max_tokens=10_000))
     plan = plan_streams(config, 1000, topology, stored=None)
     assert plan.count == MAX_AUTO_STREAMS

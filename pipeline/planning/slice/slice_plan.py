@@ -152,7 +152,7 @@ def search(config: RunConfig, model: Model, tpu_slice: Slice) -> SlicePlan:
 
 
 def plan_job(config: RunConfig, model: Model, tpu_slice: Slice) -> Plan:
-    """The plan of the first process. The data is not opened: it counts as having a source shard for each stream."""
+    """The plan of the first process. The data is not opened: it is assumed to have as many source shards as needed."""
     num_source_shards = max(config.data.num_streams or 1, tpu_slice.num_hosts * config.run.worker_count)
     topology = Topology(
         devices=tpu_slice.num_chips,
