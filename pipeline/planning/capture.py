@@ -13,7 +13,7 @@ from pipeline.data.selection import slots_per_row
 from pipeline.planning.model_facts import ModelFacts
 from pipeline.step.spec import StepSpec
 
-_POSITIONS_WITH_SLOTS = (Positions.last, Positions.token, Positions.regex)  # how many a row has is not known in advance
+_POSITIONS_WITH_PER_ROW = (Positions.last, Positions.token, Positions.regex)  # which have capture.per_row slots
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class CheckPlan:
 
 def plan_checks(config: RunConfig) -> CheckPlan:
     """What `capture` and `batch` ask to check."""
-    has_slots = config.capture.positions in _POSITIONS_WITH_SLOTS
+    has_per_row = config.capture.positions in _POSITIONS_WITH_PER_ROW
     return CheckPlan(
         fail_on_not_finite=config.capture.on_not_finite is OnNotFinite.fail,
-        warn_of_unselected=has_slots,
-        warn_of_empty_rows=has_slots and config.batch.packing is Packing.pack,
+        warn_of_unselected=has_per_row,
+        warn_of_empty_rows=has_per_row and config.batch.packing is Packing.pack,
     )
 
 

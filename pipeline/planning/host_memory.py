@@ -84,7 +84,7 @@ def plan_rows_per_block(store: StoreConfig, step: StepSpec, process_rows: int, s
 
 
 def _inflight_steps(max_inflight_mib: float, step_bytes: int, topology: Topology) -> int:
-    """As many as `max_inflight_mib` allows. With few cores one, since they compute or copy, and not both at once."""
+    """As many as `max_inflight_mib` allows; one if the host has few cores, which cannot compute and copy at once."""
     most = 1 if topology.few_cores else MAX_STEPS_IN_FLIGHT
     steps = min(most, int(max_inflight_mib * MIB) // step_bytes)
     if steps < 1:

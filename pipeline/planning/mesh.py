@@ -14,9 +14,9 @@ class MeshPlan:
 
     data: int  # devices along the axis that divides rows
     tensor: int  # devices along the axis that divides heads and neurons
-    processes: int  # which step together
+    processes: int  # of the worker, which run every step together
     process_rows: int  # rows per step of one process
-    first_row: int  # of this process's rows, among the step's
+    first_row: int  # of this process in a step
 
 
 def plan_mesh(options: MeshConfig, rows: int, topology: Topology, tensor_dims: Mapping[str, int]) -> MeshPlan:

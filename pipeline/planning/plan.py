@@ -1,6 +1,6 @@
 """The Plan: every shape, count and size that a run derives from its configuration, checked for consistency.
 
-Everything is arithmetic on ints. Nothing touches a device, the network or a file, so that mistakes show first.
+Pure arithmetic: nothing touches a device, the network or a file, so mistakes are found before any of them is used.
 `python -m pipeline.plan <overrides>` prints what `python -m pipeline.run <overrides>` would do.
 """
 
