@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := scripts/constraints.txt
 
-.PHONY: help setup setup-test demo test test-slow lint docs train-demo-model clean \
+.PHONY: help setup setup-test demo test test-slow lint docs readme train-demo-model clean \
 	bench bench-reader bench-writer bench-host bench-startup bench-gpu bench-peers
 
 help:  ## list the targets
@@ -84,6 +84,9 @@ bench-startup: setup  ## seconds to the first committed block; writes build/benc
 
 bench-peers: setup $(VENV)-peers/.setup  ## against HF, TransformerLens, SAELens, nnsight; writes build/bench-peers.json
 	$(BIN)/python scripts/bench/bench_peers.py $(BENCH_PEERS)
+
+readme: setup  ## write the README's table of configuration keys
+	$(BIN)/python scripts/docs/config_table.py
 
 train-demo-model: $(VENV)/.setup-train  ## train the bundled model again, in minutes
 	$(BIN)/python scripts/train/train_demo_model.py --out pipeline/assets/tiny-qwen2

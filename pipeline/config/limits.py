@@ -122,7 +122,7 @@ _SHARE = Between(0, 1, is_first_open=True)
 _SEED = Between(-(1 << 63), (1 << 63) - 1)
 _DATA: dict[str, Limits] = {"num_streams": _COUNT}
 
-# By the dataclasses of config.py. Every number and every path has limits; null is allowed where the type says so.
+# By the dataclasses of schema.py. Every number and every path has limits; null is allowed where the type says so.
 LIMITS: dict[str, dict[str, Limits]] = {
     "ModelConfig": {"path": Place(), "revision": Name(), "seed": _SEED, "tokenizer": Place()},
     "DataConfig": _DATA,

@@ -1,8 +1,9 @@
-"""The configuration's types. Every key of `configs/` is declared here; Hydra refuses any other.
+"""The configuration's types: every key, its default and what it means. Hydra refuses any other key.
 
-A run composes YAML into these frozen dataclasses once (`run_config`); no dict travels further. What each value
-may be is in `limits.py`; what one says about another (a layer that the model lacks, rows that do not divide) is checked
-in `plan.py`.
+A run composes the command line and the YAML files, which state only what differs from these defaults, into these frozen
+dataclasses once (`run_config`); no dict travels further. `limits.py` has the values that each key allows. `plan.py`
+checks values against each other (a layer that the model lacks, rows that do not divide). `make readme` writes the
+README's table of keys from this file.
 """
 
 from dataclasses import dataclass, field
@@ -31,194 +32,287 @@ from pipeline.config.choices import (
 REQUIRED = "???"  # a key without a default: omegaconf.MISSING, which is not imported here
 
 
+def key(default: Any, doc: str) -> Any:
+    """A key's default, and its row in the README's table. Enum keys name every choice in `doc`."""
+    return field(default=default, metadata={"doc": doc})
+
+
+def list_key(default: tuple[str, ...], doc: str) -> Any:
+    return field(default_factory=lambda: list(default), metadata={"doc": doc})
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = REQUIRED  # a directory, a remote path (gs://...), or a Hub id
-    revision: str | None = None  # of a Hub id
-    dtype: ComputeDtype = ComputeDtype.bfloat16
-    weights_dtype: WeightsDtype = WeightsDtype.same  # of the layers' matrices: as `dtype`, or int8 with scales
-    attention: Attention = Attention.auto
-    weights: Weights = Weights.auto
-    init: Init = Init.checkpoint  # random: only config.json (and the tokenizer) are read
-    seed: int = 0  # of init=random
-    tokenizer: str | None = None  # a directory or Hub id, when it is not the model's
+    """The model."""
+
+    path: str = key(
+        REQUIRED, "HF directory, remote path (`gs://...`), Hub id; `${assets:tiny-qwen2}`: the bundled model"
+    )
+    revision: str | None = key(None, "of a Hub id: a branch, tag or commit; null: `main`")
+    dtype: ComputeDtype = key(ComputeDtype.bfloat16, "compute in `bfloat16` or `float32`")
+    weights_dtype: WeightsDtype = key(
+        WeightsDtype.same,
+        "the layers' matrices: `same` as `model.dtype`, or `int8` with scales: a half or a quarter of the memory",
+    )
+    attention: Attention = key(Attention.auto, "`splash` on a TPU, `cudnn` on a GPU, `xla`, or `auto`: see Limits")
+    weights: Weights = key(Weights.auto, "`replicated`, `tensor`, `fsdp`, or `auto`: what fits into the devices")
+    init: Init = key(Init.checkpoint, "`checkpoint`, or `random`: reads only config.json and the tokenizer")
+    seed: int = key(0, "of `model.init=random`")
+    tokenizer: str | None = key(None, "directory or Hub id of the tokenizer; null: the model's")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What every source has. `source` names the class in `data/`."""
+    """The documents, from any source."""
 
-    source: str = REQUIRED
-    num_streams: int | None = None  # null: chosen by Plan for a new store, kept for an old one
-    on_error: OnError = OnError.fail
-    special_tokens: SpecialTokens = SpecialTokens.tokenizer  # what the tokenizer adds by itself (BOS, CLS ... SEP)
-    prefix: str | None = None  # one token's text, put before every document (e.g. <|endoftext|>)
-    suffix: str | None = None  # one token's text, put after every document
+    source: str = key(REQUIRED, "set by the choice of `data`")  # names the class in `data/`
+    num_streams: int | None = key(
+        None,
+        "independent sequences of rows, fixed when a store is created; null: the plan chooses, a store keeps its own",
+    )
+    on_error: OnError = key(
+        OnError.fail, "`fail`, or `skip` and record bad documents; `data=hf`: a damaged file always fails"
+    )
+    special_tokens: SpecialTokens = key(
+        SpecialTokens.tokenizer, "`tokenizer`: those that it adds by default (BOS, CLS ... SEP), or `none`"
+    )
+    prefix: str | None = key(None, "text of one token put before every document, e.g. `<|endoftext|>`")
+    suffix: str | None = key(None, "text of one token put after every document; `data=generate` allows none")
 
 
 @dataclass(frozen=True)
 class ParquetData(DataConfig):
-    """FineWeb's schema in parquet files: local, remote, or of a Hub data set."""
+    """Parquet files with FineWeb's columns: local, remote, or of a Hub data set."""
 
-    path: str | None = None  # file, directory or glob, local or remote (gs://, hf://, s3:// with s3fs); null: the Hub's
-    repo: str = REQUIRED  # Hub data set, used when path is null
-    subset: str = REQUIRED  # of the Hub data set, e.g. sample/10BT
-    revision: str | None = None
-    row_groups_per_shard: int | None = None  # null: a file is one source shard
-    text_column: str = "text"
-    id_column: str | None = "id"  # null: ids are made of file name and row
+    path: str | None = key(
+        None,
+        "file, directory or glob, local or remote (`gs://`, `hf://`; `s3://` with s3fs); null: `repo` and `subset`",
+    )
+    repo: str = key(REQUIRED, "Hub data set that is streamed if `data.path` is null")
+    subset: str = key(REQUIRED, "the Hub data set's folder of parquet files")
+    revision: str | None = key(None, "of the Hub data set: a branch, tag or commit; null: `main`")
+    row_groups_per_shard: int | None = key(
+        None, "row groups of a source shard, the unit divided among streams; null: a file is one source shard"
+    )
+    text_column: str = key("text", "column of the text")
+    id_column: str | None = key("id", "column of the document ids; null: file name and row number")
 
 
 @dataclass(frozen=True)
 class ArcData(DataConfig):
-    """ARC-AGI grid tasks as prompts."""
+    """ARC-AGI grid tasks as prompts: a document per test input and augmentation."""
 
-    path: str = REQUIRED  # a directory of task files, a *_challenges.json, a .jsonl, or hf://datasets/owner/name
-    split: str = "train"  # of a Hub data set
-    revision: str | None = None
-    solutions: str | None = None  # path of *_solutions.json
-    encoder: str = "digits"  # digits | separated | repeated | symbols, or several joined by +
-    symbols: str = "0123456789"  # ten characters, the colours 0 to 9, of encoder=symbols
-    repeat: int = 2  # of encoder=repeated
-    row_numbers: bool = False
-    shape_header: bool = False
-    code_block: bool = False
-    template: Template = Template.plain
-    include_solution: bool = False  # whether the test output, where known, ends the prompt
-    augmentations: int = 1  # documents per task; the first is the task itself
-    geometry: Geometry = Geometry.dihedral  # what augmented documents may do to the grids
-    permute_colors: bool = True
-    permute_examples: bool = True
-    seed: int = 0  # of the augmentations
-    tasks_per_shard: int = 64
+    path: str = key(REQUIRED, "directory of task files, `*_challenges.json`, `.jsonl`, or `hf://datasets/owner/name`")
+    split: str = key("train", "of a Hub data set")
+    revision: str | None = key(None, "of a Hub data set: a branch, tag or commit; null: `main`")
+    solutions: str | None = key(None, "the `*_solutions.json` for a `*_challenges.json`")
+    encoder: str = key("digits", "`digits`, `separated`, `repeated`, `symbols`, or several joined by `+`")
+    symbols: str = key("0123456789", "of `encoder=symbols`: ten characters for the colours 0 to 9")
+    repeat: int = key(2, "of `encoder=repeated`: how often each symbol is written")
+    row_numbers: bool = key(False, "begin each row of a grid with its number, from 1")
+    shape_header: bool = key(False, "a line such as `shape: 3x4` (rows x columns) before the rows")
+    code_block: bool = key(False, "put the grid into a fenced code block")
+    template: Template = key(
+        Template.plain, "`plain`, or `chat`: the tokenizer's chat template (with `special_tokens=none` if it adds them)"
+    )
+    include_solution: bool = key(False, "end the prompt with the test's output, where it is known")
+    augmentations: int = key(1, "versions of each task; the first is the task itself")
+    geometry: Geometry = key(
+        Geometry.dihedral, "of the other versions: `none`, `rotations`, or `dihedral`: rotations and mirror images"
+    )
+    permute_colors: bool = key(True, "of the other versions: permute the colours")
+    permute_examples: bool = key(True, "of the other versions: change the order of the examples")
+    seed: int = key(0, "of the other versions")
+    tasks_per_shard: int = key(64, "tasks of a source shard, the unit divided among streams")
 
 
 @dataclass(frozen=True)
 class HfData(DataConfig):
-    """Any data set that `datasets` can stream, by a text template."""
+    """Any data set that `datasets` can stream; a Jinja template makes a row a text."""
 
-    path: str = REQUIRED  # a Hub id, a local directory, or a loader's name (json, csv, parquet, text)
-    subset: str | None = None
-    split: str = "train"
-    revision: str | None = None
-    data_files: Any = None  # str or list of str: what `datasets.load_dataset(data_files=...)` takes
-    text: str = "{{ text }}"  # jinja template over the row's columns; {{ choices.text[0] }} reaches into nested ones
-    id_column: str | None = None  # null: ids are made of file name and row
-    info_columns: list[str] = field(default_factory=list)  # kept beside each document as text, e.g. labels
+    path: str = key(REQUIRED, "Hub id, local directory, or a loader's name (json, csv, parquet, text)")
+    subset: str | None = key(None, "the Hub data set's configuration")
+    split: str = key("train", "the data set's split")
+    revision: str | None = key(None, "of the Hub data set: a branch, tag or commit; null: `main`")
+    data_files: Any = key(None, "of a loader: a file, a glob, or a list of them")  # str or list of str
+    text: str = key(
+        "{{ text }}", "template over the row's columns; `{{ choices.text[0] }}` selects from a nested column"
+    )
+    id_column: str | None = key(None, "column of the document ids; null: file name and row number")
+    info_columns: list[str] = list_key((), "columns stored with each document as text, e.g. labels")
 
 
 @dataclass(frozen=True)
 class GenerateData(DataConfig):
-    """What the model itself writes: another source's documents are prompts, each continued by the model."""
+    """Text that the model writes: the documents of another source (`data@data.prompts=arc`) are the prompts."""
 
-    path: str | None = REQUIRED  # of the prompts
-    prompts: Any = REQUIRED  # ParquetData | ArcData | HfData
-    template: Template = Template.plain  # chat: each document is a user's message
-    prompt_length: int = 512  # token slots for a prompt
-    long_prompts: LongPrompts = LongPrompts.refuse  # refuse: as on_error says; cut: keep BOS and the last tokens
-    max_new_tokens: int = 256
-    temperature: float = 0.0  # 0: greedy
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0  # of the sampling
-    end_tokens: list[str] | None = None  # texts of single tokens; null: the model's own
-    rows: int = 8  # documents that are written at once, over all processes of a worker
-    group: int = 64  # documents that are written to the store together
+    path: str | None = key(REQUIRED, "`data.path` of the prompts' source; its other keys are `data.prompts.*`")
+    prompts: Any = key(
+        REQUIRED, "the prompts' source, e.g. `data@data.prompts=fineweb`"
+    )  # ParquetData | ArcData | HfData
+    template: Template = key(
+        Template.plain, "`plain`, or `chat`: each document is a user's message in the chat template"
+    )
+    prompt_length: int = key(512, "token slots of a prompt")
+    long_prompts: LongPrompts = key(
+        LongPrompts.refuse, "longer prompts: `refuse` (see `data.on_error`), or `cut`: keep BOS and the last tokens"
+    )
+    max_new_tokens: int = key(256, "tokens of a completion, at most")
+    temperature: float = key(0.0, "0: greedy, the likeliest token")
+    top_k: int | None = key(None, "sample only from the k likeliest tokens")
+    top_p: float | None = key(None, "sample only from the fewest likeliest tokens that together have this probability")
+    seed: int = key(0, "of the sampling")
+    end_tokens: list[str] | None = key(
+        None, "texts of single tokens that end a completion; null: the model's; `[]`: none"
+    )
+    rows: int = key(8, "documents generated at once, over all processes of a worker")
+    group: int = key(64, "generated documents written to the store together, and lost together if the job is killed")
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    rows: int = 8  # per step, over all processes of a worker
-    length: int = 1024
-    packing: Packing = Packing.pack
-    long_documents: LongDocuments = LongDocuments.split
+    """Rows of tokens."""
+
+    rows: int = key(8, "rows per step, over all processes of a worker")
+    length: int = key(256, "token slots per row")
+    packing: Packing = key(Packing.pack, "`pack`: several documents in a row, isolated from each other; `pad`: one")
+    long_documents: LongDocuments = key(
+        LongDocuments.split, "`split` into windows of `batch.length` tokens, or `cut`: keep the first window"
+    )
 
 
 @dataclass(frozen=True)
 class CaptureConfig:
-    layers: Any = REQUIRED  # list of layer numbers, or "all"
-    sites: list[str] = field(default_factory=lambda: ["resid_post"])
-    when: When = When.document  # of data=generate: computed from whole documents, or kept while the model writes them
-    positions: Positions = Positions.all  # of which tokens; the settings that belong to each choice follow
-    every: int | None = None  # of positions=every: the k-th, 2k-th, ... token of each window of a document
-    token: str | None = None  # of positions=token: one token's text, e.g. <|im_end|>
-    regex: str | None = None  # of positions=regex: searched for in each token's text, e.g. ^ ?[A-Z]
-    rate: float | None = None  # of positions=sample: the share of tokens
-    seed: int | None = None  # of positions=sample; null: 0
-    per_row: int | None = None  # of last, token, regex: a row's slots for such tokens; null: length / 16
-    dtype: StorageDtype = StorageDtype.bfloat16
-    int8_group: int | None = None  # of dtype=int8: neighbouring features that share a scale; null: all of a token's
-    statistics: bool = True  # of every array: mean, variance, norms; computed on the devices
-    on_not_finite: OnNotFinite = OnNotFinite.fail  # what a value does that is NaN or too large for `dtype`
+    """Which activations are stored, and how."""
+
+    layers: Any = key(REQUIRED, "list of layer numbers, or `all`")
+    sites: list[str] = list_key(
+        ("resid_post",),
+        "list of `embed resid_pre q k v attn_z attn_out resid_mid mlp_post mlp_out resid_post final_norm`",
+    )
+    when: When = key(
+        When.document,
+        "of `data=generate`: compute activations from the finished `document`, or keep those of `decode`",
+    )
+    positions: Positions = key(
+        Positions.all,
+        "which tokens: `all`, `last` of each document, `every` k-th, one `token`, a `regex`, or a random `sample`",
+    )
+    every: int | None = key(None, "of `every`: the k-th, 2k-th, ... token of each window of a document")
+    token: str | None = key(None, "of `token`: its text, e.g. `'\"<|im_end|>\"'` (quotes for Hydra and for the shell)")
+    regex: str | None = key(None, "of `regex`: searched for in each token's text, e.g. `'capture.regex=\"^ ?[A-Z]\"'`")
+    rate: float | None = key(None, "of `sample`: the share of tokens")
+    seed: int | None = key(None, "of `sample`; null: 0")
+    per_row: int | None = key(
+        None,
+        "of `last`, `token`, `regex`: slots per row for such tokens; fewer store less padding, too few end rows early; "
+        "null: length / 16",
+    )
+    dtype: StorageDtype = key(
+        StorageDtype.bfloat16,
+        "store as `bfloat16`, `float16`, `float32`, `int8` with a scale per token, `float8_e4m3fn` or `float8_e5m2`",
+    )
+    int8_group: int | None = key(None, "of `int8`: neighbouring features that share a scale; null: all of a token's")
+    statistics: bool = key(True, "mean, variance and norms of every array, computed on the devices")
+    on_not_finite: OnNotFinite = key(
+        OnNotFinite.fail, "`fail`, or `warn` and keep values that are NaN or too large for `capture.dtype`"
+    )
 
 
 @dataclass(frozen=True)
 class StoreConfig:
-    path: str = REQUIRED
-    shard_mib: float = 16.0  # target size of one activation array's store shard
-    compression: Compression = Compression.none
-    retries: int = 16  # of a request that failed, each after twice as long a time, before the run ends
-    retry_delay_s: float = 1.0  # before the first retry; at most 32 times as long before later ones
-    concurrency: int | None = None  # requests under way at once; null: 32, for local files the cores or at least 4
-    copy_threads: int | None = None  # that encode and decode chunks; null: the cores
+    """The store."""
+
+    path: str = key(REQUIRED, "local path, `gs://` or `s3://`; a new store needs an empty place")
+    shard_mib: float = key(
+        16.0, "target size of a store shard, the unit of writing and resuming; 64-512 on object storage"
+    )
+    compression: Compression = key(Compression.none, "`none` or `zstd`")
+    retries: int = key(16, "retries of a failed request, after 1, 2, 4, ... 32, 32 times the delay")
+    retry_delay_s: float = key(1.0, "delay before the first retry")
+    concurrency: int | None = key(None, "requests at once; null: 32, for local files the number of cores, at least 4")
+    copy_threads: int | None = key(
+        None,
+        "threads that encode and decode chunks (`store.concurrency`: those of uncompressed local stores); "
+        "null: the number of cores",
+    )
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    data: int | None = None  # null: all devices
-    tensor: int = 1
+    """The device mesh of a worker."""
+
+    data: int | None = key(None, "devices that divide the rows; null: all")
+    tensor: int = key(1, "neighbouring devices that share heads and neurons; divides a process's devices")
 
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """The processes of one worker. A TPU pod, GKE, Slurm and MPI say the first three themselves."""
+    """The processes of one worker. A TPU pod, GKE, Slurm and MPI provide the first three values."""
 
-    coordinator: str | None = None  # host:port of process 0
-    num_processes: int | None = None
-    process_id: int | None = None
-    join_timeout_s: int = 300  # how long the first waits for the last
-    heartbeat_timeout_s: int = 20  # how long a process may be silent before the others end
+    coordinator: str | None = key(None, "host:port of process 0")
+    num_processes: int | None = key(None, "number of processes")
+    process_id: int | None = key(None, "number of this process, from 0")
+    join_timeout_s: int = key(300, "how long the first process waits for the last")
+    heartbeat_timeout_s: int = key(20, "how long a process may be silent before the others end")
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    max_tokens: int | None = None  # valid tokens to store; null: all of the data
-    worker_index: int = 0
-    worker_count: int = 1
-    claim: bool = False  # workers claim streams in the store, and may join and leave at any time
-    lease_s: float = 60.0  # of run.claim: how long a worker may be silent before others take over its streams
-    max_inflight_mib: float = 2048.0  # activations between device and host; at most 4 steps, 1 on two cores
-    stall_timeout_s: float = 600.0  # without a finished step: a report; after twice as long the run ends, resumable
-    compilation_cache: str | None = None  # a directory or gs:// URL where compiled programs are kept; null: nowhere
-    profile: str | None = None  # a local directory for a jax.profiler trace of some steps; null: none
-    profile_after: int = 10  # steps before the trace
-    profile_steps: int = 20  # steps in the trace
-    progress: bool = True
-    metrics_interval_s: float = 10.0
+    """The run."""
+
+    max_tokens: int | None = key(
+        None, "valid tokens to store, met within one row per stream; raise it to extend a store; null: all of the data"
+    )
+    worker_index: int = key(0, "of independent workers that fill one store: which share of the streams this one has")
+    worker_count: int = key(1, "number of workers with fixed shares")
+    claim: bool = key(False, "workers claim streams in the store, and may join and leave at any time")
+    lease_s: float = key(60.0, "of `run.claim`: how long a worker may be silent before others take over its streams")
+    max_inflight_mib: float = key(
+        2048.0, "activations between device and host; at most 4 steps, 1 if 2 CPU cores are the devices"
+    )
+    stall_timeout_s: float = key(
+        600.0, "without a finished step for so long, each thread's stage is reported; after twice as long the run ends"
+    )
+    compilation_cache: str | None = key(
+        None,
+        "directory or `gs://` URL that keeps compiled programs between runs (on CPUs only small steps'); null: none",
+    )
+    profile: str | None = key(None, "local directory for a `jax.profiler` trace; null: none")
+    profile_after: int = key(10, "steps before the trace")
+    profile_steps: int = key(20, "steps in the trace")
+    progress: bool = key(True, "show a progress bar")
+    metrics_interval_s: float = key(
+        10.0, "least seconds between two lines of the run's log in `_metrics`; at least 1 % of the run's time"
+    )
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What `pipeline.plan` assumes and does when `topology` names a TPU slice."""
+    """What `pipeline.plan` assumes and does if `topology` names a TPU slice."""
 
-    search: bool = False  # find the largest batch.rows that fits
-    json: bool = False
-    mfu: float = 0.4  # the part of the chips' peak that the forward pass reaches
-    fill: float = 0.95  # the part of the token slots that holds a valid token
-    store_gb_per_s: float | None = None  # that the store takes; null: a new bucket's 1000 objects a second
-    usd_per_chip_hour: float | None = None  # null: the list price
-    usd_per_tb_month: float = 20.0
+    search: bool = key(False, "find the largest `batch.rows` that fits, by compiling")
+    json: bool = key(False, "print JSON")
+    mfu: float = key(0.4, "model FLOPs utilisation of the forward pass")
+    fill: float = key(0.95, "share of token slots that hold a valid token")
+    store_gb_per_s: float | None = key(
+        None, "write rate of the store; null: that of a new bucket, 1000 objects per second"
+    )
+    usd_per_chip_hour: float | None = key(None, "null: the list price")
+    usd_per_tb_month: float = key(20.0, "price of storage")
 
 
 @dataclass(frozen=True)
 class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: Any = REQUIRED  # ParquetData | ArcData | HfData | GenerateData
+    data: Any = key(REQUIRED, "`demo`, `fineweb`, `fineweb_edu`, `arc`, `ai2_arc`, `hf` or `generate`")
     batch: BatchConfig = field(default_factory=BatchConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     run: RunOptions = field(default_factory=RunOptions)
-    topology: str | None = None  # a TPU slice to plan for, e.g. v5e-64; null: the devices at hand
+    topology: str | None = key(
+        None, "of `pipeline.plan`: a TPU slice, e.g. `v5e-64` or `v5p:4x4x8`; null: this machine"
+    )
     plan: PlanConfig = field(default_factory=PlanConfig)

@@ -1,14 +1,16 @@
 import re
 import string
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from pipeline.config import limits
 from pipeline.config import schema as config
-from pipeline.config.composing import compose
+from pipeline.config.choices import ComputeDtype
+from pipeline.config.composing import PACKAGE, compose
 from pipeline.core.errors import ConfigError
 from tests.jobs import ROOT
 
@@ -52,6 +54,29 @@ def test_the_readme_names_every_character_that_needs_quotes():
     needs_quotes = {character for character in string.punctuation if not survives(f"/a{character}b")}
     assert needs_quotes == set(listed.split())
     assert all(survives(f"/a{character}b", "'" if character == '"' else '"') for character in needs_quotes)
+
+
+def test_the_default_job_is_the_schemas_but_for_what_the_files_say():
+    text = config.ParquetData(
+        source="parquet", path="build/demo/text", repo="HuggingFaceFW/fineweb", subset="sample/10BT"
+    )
+    assert compose([]) == config.RunConfig(
+        model=config.ModelConfig(path=str(PACKAGE / "assets" / "tiny-qwen2"), dtype=ComputeDtype.float32),
+        data=text,
+        capture=config.CaptureConfig(layers=[2, 4]),
+        store=config.StoreConfig(path="build/demo/stores/default"),
+    )
+    edu = compose(["data=fineweb_edu"]).data
+    assert edu == replace(text, path=None, repo="HuggingFaceFW/fineweb-edu")
+
+
+def test_the_configuration_file_states_no_default_of_the_schema():
+    stated = yaml.safe_load((ROOT / "configs" / "config.yaml").read_text())
+    groups = {name: values for name, values in stated.items() if name not in ("defaults", "hydra")}
+    defaults = {field.name: field.default_factory() for field in fields(config.RunConfig) if field.name in groups}
+    assert groups.keys() == defaults.keys()
+    for name, values in groups.items():
+        assert all(getattr(defaults[name], key) != value for key, value in values.items())
 
 
 NUMBERS = (int, float, int | None, float | None)

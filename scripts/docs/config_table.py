@@ -1,0 +1,98 @@
+"""Writes the README's table of configuration keys from pipeline/config/schema.py: `make readme`.
+
+`--check` writes nothing and ends with 1 if the README's table does not fit the schema.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import OmegaConf
+
+from pipeline.config import composing
+from pipeline.config.schema import REQUIRED, ArcData, DataConfig, GenerateData, HfData, ParquetData, RunConfig
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+TABLE = re.compile(r"(?<=<!-- written by make readme -->\n).*?(?=<!-- end -->)", re.DOTALL)
+SOURCES = {  # by the choices of data; the table has the defaults of the first
+    ("fineweb", "fineweb_edu", "demo"): ParquetData,
+    ("arc",): ArcData,
+    ("hf", "ai2_arc"): HfData,
+    ("generate",): GenerateData,
+}
+
+
+def table() -> str:
+    """Markdown: each key, what it means, and its default in `python -m pipeline.run`."""
+    composing.prepare()
+    with hydra.initialize_config_dir(str(composing.config_dir()), version_base="1.3"):
+        lines = ["| key | meaning | default |", "|---|---|---|", *_rows(RunConfig, "", _composed())]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _composed(*overrides: str) -> dict[str, Any]:
+    return OmegaConf.to_container(hydra.compose("config", list(overrides)), resolve=False)
+
+
+def _rows(cls: type, prefix: str, composed: Mapping[str, Any]) -> Iterator[str]:
+    for f in fields(cls):
+        if is_dataclass(f.type):
+            yield f"| **{f.name}** | **{_summary(f.type)}** | |"
+            yield from _rows(f.type, f"{f.name}.", composed[f.name])
+        elif prefix + f.name == "data":
+            yield f"| **data** | **{_summary(DataConfig)}** | |"
+            yield _row("data", f.metadata["doc"], "demo")
+            yield from _data_rows()
+        else:
+            yield _row(prefix + f.name, f.metadata["doc"], composed[f.name])
+
+
+def _data_rows() -> Iterator[str]:
+    """The keys of every source, then the other keys of each."""
+    common = fields(DataConfig)
+    for f in common:
+        yield _row(f"data.{f.name}", f.metadata["doc"], f.default)
+    for choices, cls in SOURCES.items():
+        yield f"| **data={', '.join(choices)}** | **{_summary(cls)}** | |"
+        defaults = _composed(f"data={choices[0]}")["data"]
+        for f in fields(cls)[len(common) :]:
+            default = REQUIRED if f.name == "prompts" else defaults[f.name]  # a source of its own
+            yield _row(f"data.{f.name}", f.metadata["doc"], default)
+
+
+def _row(key: str, doc: str, default: Any) -> str:
+    shown = "" if default == REQUIRED else f"`{OmegaConf.to_yaml([default], resolve=False)[2:].strip()}`"
+    if isinstance(default, list):
+        shown = f"`[{', '.join(map(str, default))}]`"
+    elif isinstance(default, float):
+        shown = f"`{default:g}`"
+    cells = (f"`{key}`", doc, shown)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _summary(cls: type) -> str:
+    return (cls.__doc__ or "").partition("\n")[0].rstrip(".")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    text = README.read_text()
+    written, tables = TABLE.subn(lambda _: table(), text)
+    if tables != 1:
+        sys.exit(f"{README} has {tables} places for the table, expected 1: {TABLE.pattern}")
+    if args.check and written != text:
+        print("The README's table of keys is not that of pipeline/config/schema.py. Run make readme.", file=sys.stderr)
+        return 1
+    README.write_text(written)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
