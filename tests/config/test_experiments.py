@@ -31,6 +31,7 @@ def test_every_model_composes(model: str) -> None:
 def test_every_experiment_composes_into_jobs_with_stores_of_their_own(experiment: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STORES", "gs://bucket/stores")
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # main sets it for its process, which here is that of other tests
     monkeypatch.setattr(sys, "argv", ["run", f"+experiment={experiment}", *VALUES.get(experiment, ())])
     jobs: list[RunConfig] = []
     main.main(jobs.append, "")
