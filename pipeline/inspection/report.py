@@ -1,4 +1,4 @@
-"""What is in a store, printed and as a page."""
+"""The report on a store: printed, as an HTML page, and as a PNG."""
 
 import sys
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ from pipeline.core.addresses import without_credentials
 from pipeline.core.errors import ConfigError, PipelineError
 from pipeline.core.file_errors import named_writing_errors
 from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
-from pipeline.inspection.page import STATISTICS, render, statistics
-from pipeline.inspection.pictures import document_charts, histograms, norm_charts, run_charts
+from pipeline.inspection.charts import Chart, document_charts, histograms, norm_charts, run_charts
 from pipeline.inspection.sample import StoreSample, take_sample
 from pipeline.inspection.summary import Summary, summarise
+from pipeline.inspection.tables import HEADER, table_row
 from pipeline.store import ActivationStore
 
 
@@ -26,14 +26,18 @@ def inspect(
     sample = take_sample(store, num_tokens, seed) if summary.blocks else None
     print("\n".join(summary.lines()))
     if sample is not None:
-        print("\n".join(_columns([STATISTICS, *map(statistics, sample.views)])))
+        print("\n".join(_columns([HEADER, *map(table_row, sample.views)])))
     if html is not None:
+        from pipeline.inspection.page import render  # imports matplotlib
+
         page = render(summary, sample, find_tokenizer(summary, tokenizer))
         with _written("html", html) as path:
             path.write_text(page, encoding="utf-8")
     if png is not None:
+        from pipeline.inspection.drawing import write_png  # imports matplotlib
+
         with _written("png", png) as path:
-            _write_png(path, summary, sample)
+            write_png(path, summary.path, _all_charts(summary, sample))
 
 
 @contextmanager
@@ -43,29 +47,24 @@ def _written(setting: str, file: str) -> Iterator[Path]:
     print(f"{file}: {Path(file).expanduser().stat().st_size / 1024:.0f} KiB")
 
 
-def _write_png(path: Path, summary: Summary, sample: StoreSample | None) -> None:
-    try:
-        from pipeline.inspection.png import write_png
-    except ImportError as error:
-        raise ConfigError(f"inspect.png needs matplotlib ({error}): pip install 'activation-pipeline[png]'.") from error
+def _all_charts(summary: Summary, sample: StoreSample | None) -> list[Chart]:
     charts = [] if sample is None else norm_charts(sample) + histograms(sample)
     charts += document_charts(summary)
-    charts += [chart for snapshots in summary.runs.values() for chart in run_charts(snapshots)]
-    write_png(path, summary.path, charts)
+    return charts + [chart for snapshots in summary.runs.values() for chart in run_charts(snapshots)]
 
 
 def find_tokenizer(summary: Summary, path: str | None) -> TextTokenizer | None:
-    """The store's tokenizer, from `path` or from where the run had it; None where that is not to be found.
+    """The store's tokenizer, from `path` or from where the run had it; None if it is no longer there.
 
-    Raises ConfigError when `path` is given and holds another one.
+    Raises ConfigError if `path` is given and holds another tokenizer.
     """
     expected = summary.root.metadata.tokenizer.get("sha256")
     model = summary.root.metadata.config.get("model", {})
-    place = path or model.get("tokenizer") or model.get("path")
-    if place is None:
+    location = path or model.get("tokenizer") or model.get("path")
+    if location is None:
         return None
     try:
-        tokenizer = load_tokenizer(place, revision=None if path else model.get("revision"))
+        tokenizer = load_tokenizer(location, revision=None if path else model.get("revision"))
     except PipelineError as error:
         if path:
             raise
@@ -74,9 +73,12 @@ def find_tokenizer(summary: Summary, path: str | None) -> TextTokenizer | None:
     if tokenizer.identity()["sha256"] == expected:
         return tokenizer
     if path:
-        raise ConfigError(f"inspect.tokenizer={path} is not the store's: its sha256 is not {expected}.")
+        raise ConfigError(
+            f"inspect.tokenizer={path} is not the store's: its sha256 is {tokenizer.identity()['sha256']}, expected "
+            f"{expected}. Give the tokenizer that the run had."
+        )
     print(
-        f"tokens are shown as ids: the tokenizer at {without_credentials(place)} has changed since the run.",
+        f"tokens are shown as ids: the tokenizer at {without_credentials(location)} has changed since the run.",
         file=sys.stderr,
     )
     return None

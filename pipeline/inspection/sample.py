@@ -1,6 +1,6 @@
-"""A sample of a store's rows, and what it shows of every activation.
+"""A sample of a store's rows, and the norms and spectrum of every activation in it.
 
-Shapes: n rows, T positions of a row, S slots of it for activations, D features of an activation.
+Shapes: n rows, T positions of a row, S slots of a row for activations, D features of an activation.
 """
 
 from dataclasses import dataclass
@@ -13,20 +13,21 @@ from pipeline.store import ActivationStore, TokenRows
 from pipeline.store.format.norms import norms_of
 from pipeline.store.read.order import permutation
 
-# Tokens whose covariance is decomposed: the spectrum has at most so many components.
+# Tokens for the spectrum, which has at most this many components.
 SPECTRUM_TOKENS = 1024
 
-# Token slots of whole rows to read: rows of few selected tokens are many, and of an object store each is requests.
+# Limit on the token slots of whole rows. A sample of rows with few selected tokens needs many rows, and each row of an
+# object store costs requests.
 MAX_TEXT_SLOTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class ActivationView:
-    """One activation in the sample.
+    """One activation array in the sample.
 
-    norms: [n, S], NaN where there is no token. spectrum: the shares of the variance of up to SPECTRUM_TOKENS tokens
-    that their principal components have, descending. non_finite: tokens with an infinite or NaN feature; not in the
-    spectrum.
+    norms: [n, S], NaN where there is no token. spectrum: each principal component's share of the variance, descending,
+    from up to SPECTRUM_TOKENS tokens. non_finite: the number of tokens with an infinite or NaN feature, which the
+    spectrum leaves out.
     """
 
     name: str
@@ -48,13 +49,14 @@ class ActivationView:
 
 @dataclass(frozen=True)
 class StoreSample:
-    """Some rows of a store: `beside` their activations [n, S], a view of each activation, and the rows' `text` [n, T].
+    """Some rows of a store.
 
-    selected: where in its row the token of each slot stands, -1 where there is none.
+    side_arrays: token ids, positions and so on of the activations [n, S]. views: one for each activation array. text:
+    the same of the whole rows [n, T]. selected: the position in its row of each slot's token, -1 for empty slots.
     """
 
     rows: np.ndarray
-    beside: TokenRows
+    side_arrays: TokenRows
     views: tuple[ActivationView, ...]
     text: TokenRows
     selected: Int32[np.ndarray, "n S"]
@@ -68,16 +70,16 @@ class StoreSample:
 
 
 def take_sample(store: ActivationStore, num_tokens: int, seed: int) -> StoreSample:
-    """Random rows of about `num_tokens` slots, of at most MAX_TEXT_SLOTS positions; the same for the same store and
-    seed. Raises StoreError."""
+    """Random rows with about `num_tokens` slots and at most MAX_TEXT_SLOTS positions. The same store and seed give the
+    same rows. Raises StoreError."""
     if not store.rows.size:
         raise StoreInvalid(f"{store.path} has no rows yet: there is nothing to sample.")
     num_rows = min(len(store.rows), -(-num_tokens // store.slots), max(1, MAX_TEXT_SLOTS // store.length))
     rows = np.sort(store.rows[permutation(len(store.rows), seed)[:num_rows]])
-    beside = store.read_tokens(rows)
-    valid = beside.segments > 0
+    side_arrays = store.read_tokens(rows)
+    valid = side_arrays.segments > 0
     views = tuple(_view(store, key.name, rows, valid) for key in store.keys)
-    return StoreSample(rows, beside, views, store.read_tokens(rows, whole=True), store.read_selected(rows))
+    return StoreSample(rows, side_arrays, views, store.read_tokens(rows, whole=True), store.read_selected(rows))
 
 
 def _view(store: ActivationStore, name: str, rows: np.ndarray, valid: np.ndarray) -> ActivationView:
@@ -86,13 +88,13 @@ def _view(store: ActivationStore, name: str, rows: np.ndarray, valid: np.ndarray
     norms = np.full(valid.shape, np.nan, np.float32)
     norms[valid] = norms_of(values)
     finite = np.isfinite(values).all(axis=1)
-    every = -(-int(finite.sum()) // SPECTRUM_TOKENS) or 1
+    step = -(-int(finite.sum()) // SPECTRUM_TOKENS) or 1
     return ActivationView(
         name=name,
         width=values.shape[1],
         dtype=store.arrays[name].dtype.name,
         norms=norms,
-        spectrum=_spectrum(values[finite][::every].astype(np.float64)),
+        spectrum=_spectrum(values[finite][::step].astype(np.float64)),
         non_finite=int((~finite).sum()),
     )
 

@@ -5,7 +5,8 @@ import sys
 
 from tests.jobs import ROOT, write_text
 
-HEAVY = ("torch", "transformers", "datasets", "gcsfs", "flax", "scipy", "aiohttp", "jax.experimental.pallas")
+HEAVY = ("torch", "transformers", "datasets", "gcsfs", "flax", "scipy", "aiohttp", "matplotlib")
+HEAVY += ("jax.experimental.pallas",)
 SHOW = f"import sys; print([name for name in {HEAVY} if name in sys.modules])"
 
 
