@@ -8,6 +8,7 @@ import pytest
 from pipeline.cli import main
 from pipeline.config import composing
 from pipeline.config.schema import RunConfig
+from pipeline.core.errors import ConfigError
 from pipeline.store.read.reader import ActivationStore
 from tests.jobs import run, write_text
 
@@ -37,6 +38,15 @@ def test_every_experiment_composes_into_jobs_with_stores_of_their_own(experiment
     main.main(jobs.append, "")
     assert len(jobs) == SWEEPS.get(experiment, 1)
     assert len({job.store.path for job in jobs}) == len(jobs)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "value"), [(name, value) for name, values in VALUES.items() for value in values]
+)
+def test_an_experiment_takes_no_value_of_the_default_job_for_one_that_it_asks_for(experiment: str, value: str) -> None:
+    others = [other for other in VALUES[experiment] if other != value]
+    with pytest.raises(ConfigError, match=value.partition("=")[0]):
+        composing.compose([f"+experiment={experiment}", *others])
 
 
 def test_a_sweep_fills_a_store_for_each_layer_and_site(tmp_path: Path, monkeypatch) -> None:
