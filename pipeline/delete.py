@@ -20,7 +20,7 @@ from pipeline.cli.settings import flag, setting, store_path
 from pipeline.cli.store_command import run_command
 from pipeline.core.errors import EXIT_OK, ConfigError, StoreError
 from pipeline.store.format.metadata import require_root
-from pipeline.store.io.kvstore import open_kvstore
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.claims import held_claims
 from pipeline.store.write.deleting import delete_store
 
@@ -37,7 +37,7 @@ class Settings:
 def delete(settings: Settings) -> int:
     """Deletes the store, and prints what stays at its path. Returns the exit code."""
     path = settings.path
-    root = require_root(path, open_kvstore(path))
+    root = require_root(Storage.open(path))
     if not settings.confirm:
         state, arrays = "complete" if root.complete else "unfinished", ", ".join(root.arrays)
         raise ConfigError(f"{path}: a {state} store of {arrays}, created {root.created}. confirm=true deletes it.")

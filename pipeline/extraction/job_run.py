@@ -22,7 +22,6 @@ from pipeline.job.opening import Job, open_job
 from pipeline.job.watchdog import Watchdog
 from pipeline.step.compilation_cache import use_compilation_cache
 from pipeline.step.compiled_step import compile_step, compile_storing, make_partition
-from pipeline.store.io.kvstore import configure_storage
 from pipeline.store.write.claims import Claims
 from pipeline.store.write.store_writer import StoreWriter
 
@@ -40,8 +39,6 @@ def run(config: RunConfig) -> None:
 
     Raises a PipelineError. What was committed before stays valid, and the same call resumes.
     """
-    storage = config.store
-    configure_storage(storage.retries, storage.retry_delay_s, storage.concurrency, storage.copy_threads)
     use_compilation_cache(config.run.compilation_cache)
     with preemption.stop_on_signals() as stop:
         job = open_job(config)
@@ -70,7 +67,7 @@ def open_store(job: Job) -> StoreWriter:
     """
     path = job.config.store.path
     try:
-        store = StoreWriter.open(path, job.metadata, job.layout)
+        store = StoreWriter.open(job.storage, job.metadata, job.layout)
     except StoreMismatch as error:
         if job.stored is not None:
             raise
@@ -135,7 +132,7 @@ def fill(
         stack.enter_context(closing(metrics))
         claimed = None
         if options.claim:
-            claims = stack.enter_context(closing(Claims(store.path, options.lease_s)))
+            claims = stack.enter_context(closing(Claims(store.storage, options.lease_s)))
             claimed = ClaimedStreams(job, store, claims, metrics)
         writer = BlockWriter(store, job.plan, metrics, claimed)
         feed = stack.enter_context(closing(Feed(claimed or InTurn(work))))

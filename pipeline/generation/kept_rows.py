@@ -17,7 +17,6 @@ from pipeline.data.documents import TokenBlock
 from pipeline.job.opening import Job
 from pipeline.store.generated.completions import document_tokens
 from pipeline.store.generated.kept_activations import read_kept
-from pipeline.store.io.kvstore import open_kvstore
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,8 @@ class KeptRows:
         documents = self.job.generated(stream).read(index).documents
         ends = np.cumsum([0, *(len(document.tokens) for document in documents)]).tolist()
         first = {document.cursor.ordinal: end for document, end in zip(documents, ends, strict=False)}
-        kvstore = open_kvstore(self.job.config.store.path)
         arrays = {
-            key: read_kept(kvstore, stream, index, key.name, dtype, (ends[-1], width))
+            key: read_kept(self.job.storage, stream, index, key.name, dtype, (ends[-1], width))
             for key, width in zip(plan.step.keys, plan.step.widths, strict=True)
         }
         return _KeptGroup(first, arrays)

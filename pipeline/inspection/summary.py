@@ -14,7 +14,6 @@ from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import ITEM_BYTES, MIB, StoreLayout
 from pipeline.store.format.metadata import StoreRoot, read_root, stored_layout
 from pipeline.store.format.tables import read_tables
-from pipeline.store.io.kvstore import list_keys, open_kvstore, read_keys
 from pipeline.store.io.parsing import parse_json
 
 # Of a large store, the documents of so many blocks, evenly spaced.
@@ -99,18 +98,18 @@ class Summary:
 
 def summarise(store: ActivationStore) -> Summary:
     """Raises StoreError."""
-    kvstore = open_kvstore(store.path)
-    root = read_root(store.path, kvstore)
+    storage = store.storage
+    root = read_root(storage)
     if root is None:
         raise StoreInvalid(f"{store.path} lost its zarr.json while it was being read.")
     blocks = store.blocks
     every = -(-len(blocks) // MAX_TABLES) or 1
-    lengths = [table["n_tokens"] for table in read_tables(kvstore, blocks[::every])]
-    logs = [key for key in list_keys(kvstore, "_metrics/") if key.endswith(".jsonl")]
+    lengths = [table["n_tokens"] for table in read_tables(storage, blocks[::every])]
+    logs = [key for key in storage.list_keys("_metrics/") if key.endswith(".jsonl")]
     has_statistics = root.complete and blocks and all(record.statistics_sha256 for record in blocks)
     is_measured = has_statistics and ITEM_BYTES[root.metadata.capture["dtype"]] == 1
     found = {key.name: store.statistics(key.layer, key.site).relative_error for key in store.keys if is_measured}
-    runs = {key: _snapshots(key, text) for key, text in zip(logs, read_keys(kvstore, logs), strict=True)}
+    runs = {key: _snapshots(key, text) for key, text in zip(logs, storage.read_many(logs), strict=True)}
     return Summary(
         path=store.path,
         root=root,

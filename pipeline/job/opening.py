@@ -10,7 +10,7 @@ import pyarrow as pa
 from jaxtyping import Int32
 
 from pipeline.cluster.devices import topology
-from pipeline.config.schema import ArcData, RunConfig
+from pipeline.config.schema import ArcData, RunConfig, StoreConfig
 from pipeline.core.errors import ConfigError
 from pipeline.data.arc.grading import GRADES
 from pipeline.data.demand import shortfall
@@ -30,14 +30,15 @@ from pipeline.store.format.layout import SELECTED, TOKENS, ArraySpec, StoreLayou
 from pipeline.store.format.metadata import StoreMetadata, read_metadata
 from pipeline.store.format.target import Target, has_share, larger, stream_share
 from pipeline.store.generated.documents import COMPLETION_SCHEMA, RESERVED_COLUMNS, GeneratedDocuments, GeneratedGroups
-from pipeline.store.io.kvstore import open_kvstore
+from pipeline.store.io.storage import Storage, StorageOptions
 
 
 @dataclass(frozen=True)
 class Job:
     """Everything that a run needs.
 
-    `metadata` and `layout` describe the store that it fills; `stored` is the metadata of the store that it resumes.
+    `metadata` and `layout` describe the store that it fills, which is in `storage`; `stored` is the metadata of the
+    store that it resumes.
     """
 
     config: RunConfig
@@ -49,6 +50,7 @@ class Job:
     data_identity: Mapping[str, object]
     layout: StoreLayout
     stored: StoreMetadata | None
+    storage: Storage
 
     @cached_property
     def metadata(self) -> StoreMetadata:
@@ -123,7 +125,7 @@ class Job:
         if isinstance(self.config.data.prompts, ArcData):
             parts.append(GRADES)
         return GeneratedGroups(
-            open_kvstore(self.config.store.path),
+            self.storage,
             stream=stream,
             num_streams=self.plan.streams.count,
             size=self.config.data.group,
@@ -178,7 +180,8 @@ def open_job(config: RunConfig) -> Job:
 
     Raises ConfigError, InputError, CheckpointError, or StoreMismatch.
     """
-    stored = read_metadata(config.store.path)
+    storage = open_storage(config.store)
+    stored = read_metadata(storage)
     revision = model_revision(config, stored)
     model = open_model(config.model.path, revision=revision, init=str(config.model.init), seed=config.model.seed)
     tokenizer = load_tokenizer(
@@ -206,6 +209,14 @@ def open_job(config: RunConfig) -> Job:
         data_identity=data_identity(config.data, source, model, tokenizer),
         layout=store_layout(plan, model, str(config.store.compression)),
         stored=stored,
+        storage=storage,
+    )
+
+
+def open_storage(config: StoreConfig) -> Storage:
+    """The storage of a run's store. Raises ConfigError, StoreInvalid, and StoreError."""
+    return Storage.open(
+        config.path, StorageOptions(config.retries, config.retry_delay_s, config.concurrency, config.copy_threads)
     )
 
 

@@ -28,7 +28,7 @@ from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import ArraySpec, StoreLayout
 from pipeline.store.format.metadata import StoreMetadata
-from pipeline.store.io.kvstore import open_kvstore
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
 
 BUILD = Path("build/bench-writer")
@@ -70,11 +70,11 @@ def write_store(buffers: Sequence[Arrays], blocks: int) -> None:
 
 
 def write_tensorstore(contents: Sequence[Mapping[str, bytes]], blocks: int) -> None:
-    kvstore = open_kvstore(BUILD / "tensorstore")
+    storage = Storage.open(BUILD / "tensorstore")
     pending: deque = deque()
     for index in range(blocks):
         block = contents[index % len(contents)]
-        pending.append([kvstore.write(f"{name}/{index}", content) for name, content in block.items()])
+        pending.append([storage.start_write(f"{name}/{index}", content) for name, content in block.items()])
         if len(pending) == BUFFERS:
             _ = [write.result() for write in pending.popleft()]
     _ = [write.result() for writes in pending for write in writes]

@@ -9,7 +9,7 @@ from pipeline.config.composing import compose
 from pipeline.core.addresses import has_credentials, unusable_store_path, without_credentials
 from pipeline.core.errors import ConfigError, PipelineError, StoreInvalid
 from pipeline.store import ActivationStore
-from pipeline.store.io.kvstore import open_kvstore
+from pipeline.store.io.storage import Storage
 from tests.store.example_store import write_store
 
 SECRET = "hunter2"
@@ -123,7 +123,7 @@ def test_the_home_directory_and_urls(tmp_path, monkeypatch):
     write_store("~/store")
     assert ActivationStore.open(f"file://{tmp_path}/store").complete
     for path in ("gs://bucket/store", "s3://bucket/runs@2024/store", "memory://x"):
-        assert open_kvstore(path)
+        assert Storage.open(path)
 
 
 def test_errors_are_shown_without_credentials():

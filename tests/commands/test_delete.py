@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from pipeline.delete import main
-from pipeline.store.io.kvstore import open_kvstore, write_key
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.claims import Claims
 from tests.store.emulators import new_bucket
 from tests.store.example_store import write_store
@@ -46,7 +46,7 @@ def test_a_remote_store(gcs, capsys):
     path = f"{new_bucket('gs', gcs.backend)}/store"
     write_store(path)
     assert main([f"store.path={path}", "confirm=true"]) == 0
-    assert open_kvstore(path).list().result() == []
+    assert Storage.open(path).list_keys() == []
     capsys.readouterr()
 
 
@@ -56,9 +56,9 @@ def test_on_s3_nothing_else_of_the_bucket_is_deleted(s3, capsys):
     write_store(f"{bucket}/store")
     mine = ["store/tokens.txt", "store/tokens/mine", "store/_commits/notes.json", "store2/zarr.json"]
     for key in mine:
-        write_key(open_kvstore(bucket), key, b"mine")
+        Storage.open(bucket).write(key, b"mine")
     assert main([f"store.path={bucket}/store", "confirm=true"]) == 0
-    assert sorted(map(bytes.decode, open_kvstore(bucket).list().result())) == sorted(mine)
+    assert Storage.open(bucket).list_keys() == sorted(mine)
     assert "but for what is not the store's: " in capsys.readouterr().out
 
 

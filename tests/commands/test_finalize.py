@@ -15,7 +15,7 @@ from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.layout import MAX_ROWS
 from pipeline.store.generated.group_keys import GENERATED_PREFIX
 from pipeline.store.generated.kept_activations import write_kept
-from pipeline.store.io.kvstore import list_keys, open_kvstore
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.claims import Claims
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import LENGTH, NUM_STREAMS, ROWS, blocks, layout, metadata, write_blocks, write_store
@@ -52,15 +52,15 @@ def test_what_workers_left_is_completed_as_a_run_would_have(tmp_path):
 
 
 def test_what_was_kept_while_decoding_is_deleted(tmp_path):
-    kvstore = open_kvstore(tmp_path)
+    storage = Storage.open(tmp_path)
     capture = metadata().capture | {"when": "decode"}
     writer = StoreWriter.open(str(tmp_path), metadata(capture=capture), layout())
     for stream in range(NUM_STREAMS):
         write_blocks(writer, stream)
-    write_kept(kvstore, 0, 0, {"embed": np.zeros((2, 4))})
-    assert list_keys(kvstore, GENERATED_PREFIX)
+    write_kept(storage, 0, 0, {"embed": np.zeros((2, 4))})
+    assert storage.list_keys(GENERATED_PREFIX)
     assert main([f"store.path={tmp_path}"]) == 0
-    assert list_keys(kvstore, GENERATED_PREFIX) == []
+    assert storage.list_keys(GENERATED_PREFIX) == []
 
 
 def test_several_at_once(tmp_path):

@@ -15,7 +15,7 @@ from pipeline.inspect import Settings, main
 from pipeline.inspection.sample import take_sample
 from pipeline.inspection.summary import summarise
 from pipeline.store import ActivationStore
-from pipeline.store.io.kvstore import open_kvstore, write_key
+from pipeline.store.io.storage import Storage
 from tests.jobs import ROOT, run
 from tests.store.emulators import new_bucket
 from tests.store.example_store import DOCUMENT_LENGTHS, ROWS, WIDTHS, stored_tokens, write_store
@@ -171,7 +171,7 @@ def test_values_that_are_not_finite_are_counted(tmp_path):
 
 def test_a_damaged_log_is_named(tmp_path, capsys):
     write_store(str(tmp_path))
-    write_key(open_kvstore(str(tmp_path)), "_metrics/run.jsonl", b'{"tokens": 1')
+    Storage.open(str(tmp_path)).write("_metrics/run.jsonl", b'{"tokens": 1')
     assert main([f"store.path={tmp_path}"]) == 2
     assert "_metrics/run.jsonl" in capsys.readouterr().err
 

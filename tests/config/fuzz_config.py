@@ -37,7 +37,6 @@ from pipeline.models.registry import open_model
 from pipeline.planning.slice.chips import parse_slice
 from pipeline.planning.slice.slice_plan import _job_plan
 from pipeline.step.compilation_cache import use_compilation_cache
-from pipeline.store.io.kvstore import configure_storage
 from tests.jobs import write_text
 
 HANG_S = 10  # of computing; of waiting, several times as long, since others may use the machine
@@ -183,14 +182,12 @@ def _plan(overrides: list[str], may_run: bool) -> str:
         opened = open_model(model.path, revision=model.revision, init=str(model.init), seed=model.seed)
         _job_plan(config, opened, parse_slice(config.topology))
         return "plan"
-    storage = config.store
-    configure_storage(storage.retries, storage.retry_delay_s, storage.concurrency, storage.copy_threads)
     use_compilation_cache(config.run.compilation_cache)
     open_job(config)
     if not may_run or "://" in config.store.path:
         return "plan"
     with tempfile.TemporaryDirectory() as store:
-        run(replace(config, store=replace(storage, path=store)))
+        run(replace(config, store=replace(config.store, path=store)))
     return "run"
 
 

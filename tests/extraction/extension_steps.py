@@ -22,7 +22,7 @@ from pipeline.data.documents import TokenBlock
 from pipeline.extraction.block_writer import commit_record
 from pipeline.job.opening import Job, open_job
 from pipeline.store.format.statistics import token_statistics
-from pipeline.store.io import kvstore
+from pipeline.store.io.storage import KeyValueStore
 from pipeline.store.write.claims import Claims
 from pipeline.store.write.finalizing import finalize
 from pipeline.store.write.merging import merge_stores
@@ -32,11 +32,11 @@ from pipeline.store.write.store_writer import PendingBlock, StoreWriter
 POINTS = frozenset(
     function.__code__
     for function in (
-        kvstore.read_keys,
-        kvstore.read_with_generations,
-        kvstore.list_keys,
-        kvstore.write_key,
-        kvstore.write_if_unchanged,
+        KeyValueStore.read_many,
+        KeyValueStore.read_with_generations,
+        KeyValueStore.list_keys,
+        KeyValueStore.write,
+        KeyValueStore.write_if_unchanged,
         StoreWriter.begin_block,
     )
 )

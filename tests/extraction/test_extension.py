@@ -18,7 +18,7 @@ from pipeline.extraction.job_run import run
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import CommitRecord
-from pipeline.store.io.kvstore import list_keys, open_kvstore, read_key
+from pipeline.store.io.storage import Storage
 from tests.extraction.extension_steps import Scheduler, finalize_store, merge_into, run_job
 from tests.jobs import write_text
 from tests.store.damage_stores import Image, in_memory, make_specimen, read_image
@@ -248,8 +248,8 @@ class Readers:
             self.num_failed += 1
             return
         if store.complete and not may_be_forced:
-            kvstore = open_kvstore(self._path)
-            records = {key: read_key(kvstore, key) for key in list_keys(kvstore, "_commits/") if _is_record(key)}
+            storage = Storage.open(self._path)
+            records = {key: storage.read(key) for key in storage.list_keys("_commits/") if _is_record(key)}
             assert records in self._records, "the store is complete while it is half done"
         self._open = [*self._open, store][-4:]
         self._read(rng.choice(self._open))

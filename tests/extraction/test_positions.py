@@ -19,7 +19,7 @@ from pipeline.inspect import main as inspect
 from pipeline.store import ActivationStore, TokenFilter
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.metadata import read_root
-from pipeline.store.io.kvstore import open_kvstore
+from pipeline.store.io.storage import Storage
 from pipeline.store.read.buffers import StoredBlocks
 from pipeline.store.read.reader import DocumentActivations
 from pipeline.store.write.deleting import delete_store
@@ -225,7 +225,7 @@ def test_what_is_lost_or_left_out_is_said(overrides, tmp_path, caplog):
         ActivationStore.open(store.path).read_tokens(store.rows)
     with pytest.raises(StoreInvalid, match="selected"):
         list(ActivationStore.open(store.path).batches(KEYS[0], 10))
-    delete_store(store.path, read_root(store.path, open_kvstore(store.path)))
+    delete_store(store.path, read_root(store.path, Storage.open(store.path)))
     assert not Path(store.path).exists()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.store.check.verifying import verify_store
-from pipeline.store.io.kvstore import open_kvstore, read_key, write_key
+from pipeline.store.io.storage import Storage
 from tests.conftest import SECRET
 from tests.jobs import ROOT, children, local_processes, objects, run, run_processes, start, write_text
 from tests.store.emulators import new_bucket
@@ -49,13 +49,13 @@ def without_paths(found: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def remote_objects(path: str) -> dict[str, bytes]:
-    kvstore = open_kvstore(path)
-    return {key.decode(): read_key(kvstore, key.decode()) for key in kvstore.list().result()}
+    storage = Storage.open(path)
+    return {key: storage.read(key) for key in storage.list_keys()}
 
 
 def upload(folder: Path, bucket: str) -> str:
     for file in sorted(folder.iterdir()):
-        write_key(open_kvstore(bucket), f"{folder.name}/{file.name}", file.read_bytes())
+        Storage.open(bucket).write(f"{folder.name}/{file.name}", file.read_bytes())
     return f"{bucket}/{folder.name}"
 
 

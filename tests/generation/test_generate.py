@@ -17,7 +17,7 @@ from pipeline.extraction.job_run import run as run_here
 from pipeline.store import ActivationStore, TokenFilter
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.metadata import read_root
-from pipeline.store.io.kvstore import open_kvstore
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.deleting import delete_store
 from pipeline.store.write.merging import merge_stores
 from tests.jobs import assert_same_store, children, committed, local_processes, run, start, write_text
@@ -87,7 +87,7 @@ def test_the_reader_selects_prompts_or_completions(reference):
 def test_merging_and_deleting_take_along_what_the_model_wrote(reference, tmp_path):
     merge_stores([str(reference)], str(tmp_path / "merged")).finish()
     assert_same_store(tmp_path / "merged", reference)
-    root = read_root("it", open_kvstore(tmp_path / "merged"))
+    root = read_root("it", Storage.open(tmp_path / "merged"))
     delete_store(str(tmp_path / "merged"), root)
     assert not (tmp_path / "merged").exists()
 

@@ -14,7 +14,7 @@ from pipeline.data.tokenised import TokenisedDocument
 from pipeline.generation.generator import Completion
 from pipeline.generation.stream_groups import StreamGroups
 from pipeline.store.generated.documents import COMPLETION_SCHEMA, GeneratedGroups
-from pipeline.store.io.kvstore import list_keys, open_kvstore, read_key
+from pipeline.store.io.storage import Storage
 
 SIZE = 3
 ROWS, LENGTH = 2, 10
@@ -41,7 +41,7 @@ class Prompts:
 
 
 def open_stream(path, budget: int | None = None) -> StreamGroups:
-    groups = GeneratedGroups(open_kvstore(path), stream=0, num_streams=1, size=SIZE, info_schema=COMPLETION_SCHEMA)
+    groups = GeneratedGroups(Storage.open(path), stream=0, num_streams=1, size=SIZE, info_schema=COMPLETION_SCHEMA)
     return StreamGroups(
         groups,
         Prompts(),
@@ -71,8 +71,8 @@ def work(stream: StreamGroups, rng: random.Random, at_most: int = 1000) -> int:
 
 
 def stored(path) -> dict[str, bytes]:
-    kvstore = open_kvstore(path)
-    return {key: read_key(kvstore, key) for key in list_keys(kvstore, "_generated/")}
+    storage = Storage.open(path)
+    return {key: storage.read(key) for key in storage.list_keys("_generated/")}
 
 
 @pytest.mark.parametrize(("budget", "num_groups"), [(None, 3), (2, 2), (1000, 3)])

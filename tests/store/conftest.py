@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.store.io.kvstore import list_keys, open_kvstore, write_key
+from pipeline.store.io.storage import Storage
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -13,6 +13,6 @@ def store_path(request, tmp_path: Path):
         return
     path = f"memory://{request.node.name}"
     yield path
-    kvstore = open_kvstore(path)
-    for key in list_keys(kvstore, "_") + list_keys(kvstore, "a") + list_keys(kvstore, "z"):
-        write_key(kvstore, key, None)
+    storage = Storage.open(path)
+    for key in storage.list_keys("_") + storage.list_keys("a") + storage.list_keys("z"):
+        storage.write(key, None)

@@ -22,7 +22,7 @@ from pipeline.store.format.commits import parse_commit_key
 from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.statistics import statistics_key
 from pipeline.store.format.tables import table_key
-from pipeline.store.io.kvstore import list_keys, open_kvstore
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.merging import merge_stores
 from pipeline.store.write.store_writer import StoreWriter
 
@@ -119,22 +119,22 @@ def resume(specimen: Specimen, image: Image, folder: Path) -> Image:
 
 
 def read_image(path: str) -> Image:
-    kvstore = open_kvstore(path)
-    keys = sorted(key.decode() for key in kvstore.list().result())
-    return {key: future.result().value for key, future in [(key, kvstore.read(key)) for key in keys]}
+    storage = Storage.open(path)
+    keys = storage.list_keys()
+    return dict(zip(keys, storage.read_many(keys), strict=True))
 
 
 @contextmanager
 def in_memory(image: Image) -> Iterator[str]:
     """The path of a store with these objects."""
     path = f"memory://{uuid.uuid4().hex}"
-    kvstore = open_kvstore(path)
-    for future in [kvstore.write(key, content) for key, content in image.items()]:
+    storage = Storage.open(path)
+    for future in [storage.start_write(key, content) for key, content in image.items()]:
         future.result()
     try:
         yield path
     finally:
-        kvstore.delete_range(ts.KvStore.KeyRange()).result()
+        storage.kvstore.delete_range(ts.KvStore.KeyRange()).result()
 
 
 def _write_text(folder: Path) -> None:
@@ -171,7 +171,7 @@ def _without_blocks(image: Image, first: int) -> Image:
     """An unfinished store as it was when its streams had `first` blocks: what belongs to the later ones is absent."""
     with in_memory(image) as path:
         layout = StoreWriter.open_existing(path).layout
-        places = filter(None, map(parse_commit_key, list_keys(open_kvstore(path), "_commits/")))
+        places = filter(None, map(parse_commit_key, Storage.open(path).list_keys("_commits/")))
     later = {key for place in places if place[1] >= first for key in block_keys(layout, *place)}
     return {key: content for key, content in image.items() if key not in later}
 

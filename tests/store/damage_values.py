@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.store.format.arrays import open_existing
-from pipeline.store.io.kvstore import open_kvstore
+from pipeline.store.io.storage import Storage
 from tests.store.damage_operators import Damage, Objects, Operator, by_name, pick, shards_of
 from tests.store.damage_stores import Image, in_memory
 
@@ -28,15 +28,15 @@ def reencode_shard(rng: random.Random, objects: Objects, _older: Sequence[Image]
     name = rng.choice(sorted(shards_of(objects)))
     number, key = rng.choice(sorted(shards_of(objects)[name].items()))
     with in_memory({part: objects[part] for part in (f"{name}/zarr.json", key)}) as path:
-        kvstore = open_kvstore(path)
-        array = open_existing(kvstore, [name])[name]
+        storage = Storage.open(path)
+        array = open_existing(storage, [name])[name]
         size = array.chunk_layout.write_chunk.shape[0]
         first = int(number) * size
         rows = array[first : min(first + size, array.shape[0])]
         values = np.array(rows.read().result())
         what = _edit(rng, values)
         rows.write(values).result()
-        written = kvstore.read(key).result()
+        written = storage.read(key).result()
     if written.state != "value" or written.value == objects[key]:
         return None
     objects[key] = written.value

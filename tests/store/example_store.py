@@ -14,6 +14,7 @@ from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import ArraySpec, StoreLayout
 from pipeline.store.format.metadata import StoreMetadata
+from pipeline.store.io.storage import StorageLike
 from pipeline.store.write.store_writer import StoreWriter
 
 VOCAB_SIZE = 97
@@ -103,7 +104,7 @@ def write_blocks(writer: StoreWriter, stream: int, max_rows: int | None = None, 
 
 
 def write_store(
-    path: str,
+    place: StorageLike,
     finish: bool = True,
     max_rows: int | None = None,
     compression: str = "none",
@@ -111,7 +112,7 @@ def write_store(
 ) -> StoreWriter:
     capture = {"arrays": list(WIDTHS), "dtype": dtype}
     writer = StoreWriter.open(
-        path, metadata(store={"compression": compression}, capture=capture), layout(compression, dtype)
+        place, metadata(store={"compression": compression}, capture=capture), layout(compression, dtype)
     )
     if writer.complete:
         writer.reopen()

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.store import ActivationStore, Batch, TokenFilter
 from pipeline.store.format.norms import norms_of
-from pipeline.store.io.kvstore import open_kvstore, read_key, write_key
+from pipeline.store.io.storage import Storage
 from tests.store.emulators import new_bucket
 from tests.store.example_store import (
     LENGTH,
@@ -96,11 +96,11 @@ def test_an_abandoned_iterator_ends_its_thread(store):
 
 def test_damage_reaches_the_caller(store_path):
     write_store(store_path)
-    kvstore = open_kvstore(store_path)
+    storage = Storage.open(store_path)
     key = layout().shard_key(layout().arrays[0], 0, 1)
-    content = bytearray(read_key(kvstore, key))
+    content = bytearray(storage.read(key))
     content[10] ^= 1
-    write_key(kvstore, key, bytes(content))
+    storage.write(key, bytes(content))
     store = ActivationStore.open(store_path)
     with pytest.raises(Exception, match="Digest mismatch"):
         list(store.batches((1, "resid_post"), 8))

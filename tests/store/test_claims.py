@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from pipeline.core.errors import StoreInvalid
-from pipeline.store.io.kvstore import list_keys, open_kvstore, read_key, write_key
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.claims import Claims, claim_key, delete_claims, held_claims, read_claims
 from tests.store.emulators import new_bucket
 
@@ -157,33 +157,33 @@ def test_an_owner_that_cannot_renew_gives_up_before_others_may_claim(tmp_path, c
 
 
 def test_deleting_claims_takes_them_from_their_owners_unless_these_have_renewed_them(store_path):
-    kvstore = open_kvstore(store_path)
+    storage = Storage.open(store_path)
     with claims(store_path) as a:
         assert claim(a, 0)
-        before = read_claims(kvstore)
-        wait_until(lambda: read_claims(kvstore) != before)
-        delete_claims(kvstore, before)
-        assert list_keys(kvstore, "_claims/") == [claim_key(0)]
-        wait_until(lambda: not delete_claims(kvstore, read_claims(kvstore)) and not list_keys(kvstore, "_claims/"))
+        before = read_claims(storage)
+        wait_until(lambda: read_claims(storage) != before)
+        delete_claims(storage, before)
+        assert storage.list_keys("_claims/") == [claim_key(0)]
+        wait_until(lambda: not delete_claims(storage, read_claims(storage)) and not storage.list_keys("_claims/"))
         wait_until(lambda: not a.holds(0))
-    assert list_keys(kvstore, "_claims/") == []
+    assert storage.list_keys("_claims/") == []
 
 
 def test_what_is_no_claim_is_named(store_path):
-    write_key(open_kvstore(store_path), claim_key(2), b"{}")
+    Storage.open(store_path).write(claim_key(2), b"{}")
     with (
         claims(store_path) as a,
         pytest.raises(StoreInvalid, match=r"stream-00002\.json is not a claim.*Delete"),
     ):
         a.vacancies([2])
-    assert read_key(open_kvstore(store_path), claim_key(2)) == b"{}"
+    assert Storage.open(store_path).read(claim_key(2)) == b"{}"
 
 
 def test_held_claims_have_the_numbers_of_their_streams(store_path):
     with claims(store_path) as a:
         for stream in (0, 99_999, 100_000, 1_234_567):
             assert claim(a, stream)
-        write_key(open_kvstore(store_path), "_claims/stream-notes.json", b"mine")
+        Storage.open(store_path).write("_claims/stream-notes.json", b"mine")
         assert held_claims(store_path) == dict.fromkeys((0, 99_999, 100_000, 1_234_567), a.owner)
     assert held_claims(store_path) == {}
 
@@ -200,7 +200,7 @@ def test_held_claims_have_the_numbers_of_their_streams(store_path):
     ],
 )
 def test_every_kind_of_damaged_claim_is_named(tmp_path, text):
-    write_key(open_kvstore(tmp_path), claim_key(100_000), text)
+    Storage.open(tmp_path).write(claim_key(100_000), text)
     with pytest.raises(StoreInvalid, match=r"stream-100000\.json.*Delete it"):
         held_claims(str(tmp_path))
     with claims(str(tmp_path)) as a, pytest.raises(StoreInvalid, match=r"stream-100000\.json.*Delete it"):
@@ -217,8 +217,8 @@ def test_claims_on_the_protocol_of_s3(s3):
         assert not claim(b, 0)
         a.release(0)
         assert claim(b, 0)
-    delete_claims(open_kvstore(path), read_claims(open_kvstore(path)))
-    assert list_keys(open_kvstore(path), "_claims/") == []
+    delete_claims(Storage.open(path), read_claims(Storage.open(path)))
+    assert Storage.open(path).list_keys("_claims/") == []
 
 
 def test_storage_that_ignores_the_conditions_of_a_write_is_refused(gcs):
@@ -227,4 +227,4 @@ def test_storage_that_ignores_the_conditions_of_a_write_is_refused(gcs):
     path = f"{new_bucket('gs', gcs.backend)}/store"
     with pytest.raises(StoreInvalid, match=r"ignores the conditions of a write.*run\.worker_index"):
         Claims(path, LEASE_S)
-    assert list_keys(open_kvstore(path), "_claims/") == []
+    assert Storage.open(path).list_keys("_claims/") == []

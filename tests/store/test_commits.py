@@ -3,10 +3,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-import tensorstore as ts
 
 from pipeline.core.errors import StoreError, StoreInvalid
-from pipeline.store.format import commits
 from pipeline.store.format.commits import (
     CONSOLIDATED_KEY,
     CommitRecord,
@@ -17,7 +15,7 @@ from pipeline.store.format.commits import (
     read_consolidated,
     read_records,
 )
-from pipeline.store.io.kvstore import open_kvstore, read_checked, write_key
+from pipeline.store.io.storage import Storage
 
 CURSOR = {"shard": 0, "document": 5, "token": 128, "ordinal": 7}
 RECORD = CommitRecord(
@@ -75,83 +73,85 @@ def test_a_later_version_is_refused():
 
 
 def test_records_are_read_in_order_and_gaps_are_named(tmp_path):
-    kvstore = open_kvstore(str(tmp_path))
+    storage = Storage.open(str(tmp_path))
     first, second = (replace(RECORD, block=block) for block in (0, 1))
     for record in (second, first, replace(RECORD, stream=0, block=0)):
-        write_key(kvstore, record.key, record.to_json())
-    records = read_records("store", kvstore)
+        storage.write(record.key, record.to_json())
+    records = read_records(storage)
     assert {stream: [record.block for record in found] for stream, found in records.items()} == {0: [0], 3: [0, 1]}
-    write_key(kvstore, first.key, None)
-    with pytest.raises(StoreInvalid, match="stream 3 of store has a record of block 1, but none of block 0"):
-        read_records("store", kvstore)
+    storage.write(first.key, None)
+    with pytest.raises(StoreInvalid, match=rf"stream 3 of {tmp_path} has a record of block 1, but none of block 0"):
+        read_records(storage)
 
 
 def test_a_record_under_another_name_is_refused(tmp_path):
-    kvstore = open_kvstore(str(tmp_path))
-    write_key(kvstore, commit_key(0, 0), RECORD.to_json())
+    storage = Storage.open(str(tmp_path))
+    storage.write(commit_key(0, 0), RECORD.to_json())
     with pytest.raises(StoreInvalid, match="is the record of block 12 of stream 3"):
-        read_records("store", kvstore)
+        read_records(storage)
 
 
 def test_records_that_are_known_are_not_read_again(tmp_path):
     """Unless they are truncated: a longer run replaces those."""
-    kvstore = open_kvstore(str(tmp_path))
+    storage = Storage.open(str(tmp_path))
     whole = [replace(RECORD, block=block, truncated=False) for block in range(2)]
     short, longer = (replace(RECORD, stream=4, block=0, tokens=tokens) for tokens in (10, 20))
     for record in (*whole, longer):
-        write_key(kvstore, record.key, record.to_json())
-    write_key(kvstore, whole[0].key, b"not read")
+        storage.write(record.key, record.to_json())
+    storage.write(whole[0].key, b"not read")
     gone = replace(RECORD, stream=5, block=0, truncated=False)
-    assert read_records("store", kvstore, {3: whole[:1], 4: [short], 5: [gone]}) == {3: whole, 4: [longer]}
+    assert read_records(storage, {3: whole[:1], 4: [short], 5: [gone]}) == {3: whole, 4: [longer]}
 
 
 def test_consolidated_records_survive(tmp_path):
-    kvstore = open_kvstore(str(tmp_path))
+    storage = Storage.open(str(tmp_path))
     records = {0: [replace(RECORD, stream=0, block=0)], 3: [replace(RECORD, block=block) for block in range(3)]}
     text = consolidate(records)
     assert text.count(b"\n") == 4
-    write_key(kvstore, CONSOLIDATED_KEY, text)
-    assert read_consolidated(kvstore, consolidated_digest(text)) == records
-    assert read_consolidated(kvstore, "0" * 64) is None
-    assert read_consolidated(kvstore, None) is None
-    assert read_records("store", kvstore) == {}
+    storage.write(CONSOLIDATED_KEY, text)
+    assert read_consolidated(storage, consolidated_digest(text)) == records
+    assert read_consolidated(storage, "0" * 64) is None
+    assert read_consolidated(storage, None) is None
+    assert read_records(storage) == {}
 
 
 def before_each_read(monkeypatch, act: Callable[[], None]) -> None:
     """Another worker does something after the records were listed, and before they are read."""
 
-    def read(kvstore: ts.KvStore, keys: list[str], check: Callable) -> Iterator[CommitRecord | None]:
-        act()
-        return read_checked(kvstore, keys, check)
+    read_checked = Storage.read_checked
 
-    monkeypatch.setattr(commits, "read_checked", read)
+    def read(storage: Storage, keys: list[str], check: Callable) -> Iterator[CommitRecord | None]:
+        act()
+        return read_checked(storage, keys, check)
+
+    monkeypatch.setattr(Storage, "read_checked", read)
 
 
 def test_a_record_that_is_withdrawn_while_they_are_read(tmp_path, monkeypatch):
-    kvstore = open_kvstore(str(tmp_path))
+    storage = Storage.open(str(tmp_path))
     first, second = (replace(RECORD, block=block) for block in (0, 1))
     for record in (first, second):
-        write_key(kvstore, record.key, record.to_json())
-    before_each_read(monkeypatch, lambda: write_key(kvstore, second.key, None))
-    assert read_records("store", kvstore) == {3: [first]}
+        storage.write(record.key, record.to_json())
+    before_each_read(monkeypatch, lambda: storage.write(second.key, None))
+    assert read_records(storage) == {3: [first]}
 
 
 def test_a_record_that_was_listed_before_an_earlier_one_was_written(tmp_path, monkeypatch):
-    kvstore = open_kvstore(str(tmp_path))
+    storage = Storage.open(str(tmp_path))
     first, second = (replace(RECORD, block=block) for block in (0, 1))
-    write_key(kvstore, second.key, second.to_json())
-    before_each_read(monkeypatch, lambda: write_key(kvstore, first.key, first.to_json()))
-    assert read_records("store", kvstore) == {3: [first, second]}
+    storage.write(second.key, second.to_json())
+    before_each_read(monkeypatch, lambda: storage.write(first.key, first.to_json()))
+    assert read_records(storage) == {3: [first, second]}
 
 
 def test_records_that_keep_disappearing_end_the_reading(tmp_path, monkeypatch):
-    kvstore = open_kvstore(str(tmp_path))
+    storage = Storage.open(str(tmp_path))
     left = [replace(RECORD, stream=stream, block=0) for stream in range(4)]
     for record in left:
-        write_key(kvstore, record.key, record.to_json())
-    before_each_read(monkeypatch, lambda: write_key(kvstore, left.pop().key, None))
+        storage.write(record.key, record.to_json())
+    before_each_read(monkeypatch, lambda: storage.write(left.pop().key, None))
     with pytest.raises(StoreError, match="disappeared while it was being read, twice") as caught:
-        read_records("store", kvstore)
+        read_records(storage)
     assert caught.value.exit_code == 1
     assert len(left) == 2
 

@@ -13,7 +13,7 @@ from pipeline.store.format.commits import CommitRecord, commit_key
 from pipeline.store.format.layout import DOCUMENTS, POSITIONS, SEGMENTS, TOKENS
 from pipeline.store.format.problems import Remedy
 from pipeline.store.format.tables import decode_table, encode_table, table_digest, table_key
-from pipeline.store.io.kvstore import list_keys, open_kvstore, read_key, write_key
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (
     NUM_STREAMS,
@@ -36,24 +36,24 @@ def shard(spec) -> str:
 
 
 def flip(path: str, key: str, offset: int) -> None:
-    content = bytearray(read_key(open_kvstore(path), key))
+    content = bytearray(Storage.open(path).read(key))
     content[offset] ^= 0xFF
-    write_key(open_kvstore(path), key, bytes(content))
+    Storage.open(path).write(key, bytes(content))
 
 
 def edit_record(path: str, **changes) -> None:
     """As a program would, with a checksum that is right."""
-    kvstore, key = open_kvstore(path), commit_key(STREAM, BLOCK)
-    record = replace(CommitRecord.from_json(read_key(kvstore, key), key), **changes)
-    write_key(kvstore, key, record.to_json())
+    storage, key = Storage.open(path), commit_key(STREAM, BLOCK)
+    record = replace(CommitRecord.from_json(storage.read(key), key), **changes)
+    storage.write(key, record.to_json())
 
 
 def edit_table(path: str, change: Callable[[pa.Table], pa.Table]) -> None:
     """As a program would, with the digest in the record that is right."""
-    kvstore, key = open_kvstore(path), table_key(STREAM, BLOCK)
-    record = CommitRecord.from_json(read_key(kvstore, commit_key(STREAM, BLOCK)), key)
-    content = encode_table(change(decode_table(read_key(kvstore, key), record)))
-    write_key(kvstore, key, content)
+    storage, key = Storage.open(path), table_key(STREAM, BLOCK)
+    record = CommitRecord.from_json(storage.read(commit_key(STREAM, BLOCK)), key)
+    content = encode_table(change(decode_table(storage.read(key), record)))
+    storage.write(key, content)
     edit_record(path, table_sha256=table_digest(content))
 
 
@@ -133,21 +133,21 @@ def test_a_flipped_byte_anywhere_in_a_shard(store_path, spec, offset):
 @pytest.mark.parametrize("spec", EVERY_ARRAY, ids=lambda spec: spec.name)
 def test_a_truncated_shard(store_path, spec):
     write_store(store_path)
-    kvstore = open_kvstore(store_path)
-    write_key(kvstore, shard(spec), read_key(kvstore, shard(spec))[:-8])
+    storage = Storage.open(store_path)
+    storage.write(shard(spec), storage.read(shard(spec))[:-8])
     assert any(problem.startswith(f"{shard(spec)}: ") for problem in found(store_path))
 
 
 @pytest.mark.parametrize("spec", [TOKENS, SEGMENTS, DOCUMENTS, *layout().arrays], ids=lambda spec: spec.name)
 def test_a_deleted_shard(store_path, spec):
     write_store(store_path)
-    write_key(open_kvstore(store_path), shard(spec), None)
+    Storage.open(store_path).write(shard(spec), None)
     assert found(store_path) == [f"{shard(spec)}: is missing, although the block is committed"]
 
 
 def test_deleted_positions(store_path):
     write_store(store_path)
-    write_key(open_kvstore(store_path), shard(POSITIONS), None)
+    Storage.open(store_path).write(shard(POSITIONS), None)
     digest, rule = found(store_path)
     assert digest.startswith(f"{shard(POSITIONS)}: the values have the digest")
     assert "positions do not restart at 0 and count up in each segment" in rule
@@ -162,7 +162,7 @@ def test_a_flipped_byte_in_a_document_table(store_path, offset):
 
 def test_a_deleted_document_table(store_path):
     write_store(store_path)
-    write_key(open_kvstore(store_path), table_key(STREAM, BLOCK), None)
+    Storage.open(store_path).write(table_key(STREAM, BLOCK), None)
     (problem,) = found(store_path)
     assert problem.startswith(f"{table_key(STREAM, BLOCK)}: ")
     assert "is missing, although the block is committed" in problem
@@ -222,13 +222,13 @@ def test_an_edited_record(store_path, changes, message):
 def test_a_deleted_record(store_path, block):
     """Also the last one of its stream, since the complete store knows how many there were."""
     write_store(store_path)
-    write_key(open_kvstore(store_path), commit_key(STREAM, block), None)
+    Storage.open(store_path).write(commit_key(STREAM, block), None)
     assert any(f"stream-{STREAM:05d}" in problem for problem in found(store_path))
 
 
 def test_something_else_among_the_records(store_path):
     write_store(store_path)
-    write_key(open_kvstore(store_path), "_commits/stream-00000/notes.txt", b"")
+    Storage.open(store_path).write("_commits/stream-00000/notes.txt", b"")
     assert found(store_path) == ["_commits/stream-00000/notes.txt: is not a commit record"]
 
 
@@ -283,12 +283,12 @@ def test_computing_again_is_no_remedy_for_values_that_are_not_finite(tmp_path):
 
 def edit_root(path: str, edit: Callable[[dict], None], sealed: bool) -> None:
     """`sealed`: the checksum stays; else there is none, as in the root of an earlier program."""
-    kvstore = open_kvstore(path)
-    root = json.loads(read_key(kvstore, "zarr.json"))
+    storage = Storage.open(path)
+    root = json.loads(storage.read("zarr.json"))
     edit(root["attributes"]["activation_store"])
     if not sealed:
         del root["attributes"]["activation_store"]["sha256"]
-    write_key(kvstore, "zarr.json", json.dumps(root).encode())
+    storage.write("zarr.json", json.dumps(root).encode())
 
 
 @pytest.mark.parametrize(
@@ -312,15 +312,15 @@ def test_an_edited_root(store_path, edit, message):
 @pytest.mark.parametrize("name", ["tokens", "blocks.1.resid_post"])
 def test_a_deleted_or_edited_array(store_path, name):
     write_store(store_path)
-    kvstore, key = open_kvstore(store_path), f"{name}/zarr.json"
-    zarr_json = json.loads(read_key(kvstore, key))
+    storage, key = Storage.open(store_path), f"{name}/zarr.json"
+    zarr_json = json.loads(storage.read(key))
     zarr_json["shape"][0] -= 1
-    write_key(kvstore, key, json.dumps(zarr_json).encode())
+    storage.write(key, json.dumps(zarr_json).encode())
     assert any(problem.startswith(f"{key}: has 26 rows; the last committed row is 26") for problem in found(store_path))
     zarr_json["chunk_grid"]["configuration"]["chunk_shape"][0] *= 2
-    write_key(kvstore, key, json.dumps(zarr_json).encode())
+    storage.write(key, json.dumps(zarr_json).encode())
     assert any(problem.startswith(f"{key}: has dtype, shape and store shards") for problem in found(store_path))
-    write_key(kvstore, key, None)
+    storage.write(key, None)
     assert [problem.split(":")[0] for problem in found(store_path)] == [key]
 
 
@@ -330,9 +330,9 @@ def test_a_repaired_store_is_the_store_that_was_never_damaged(tmp_path):
     write_store(path)
     write_store(whole)
     flip(path, shard(ACTIVATIONS), 5)
-    kvstore = open_kvstore(path)
-    for key in list_keys(kvstore, f"_commits/stream-{STREAM:05d}/")[BLOCK:]:
-        write_key(kvstore, key, None)
+    storage = Storage.open(path)
+    for key in storage.list_keys(f"_commits/stream-{STREAM:05d}/")[BLOCK:]:
+        storage.write(key, None)
     write_store(path)
     assert found(path) == []
-    assert read_key(kvstore, shard(ACTIVATIONS)) == read_key(open_kvstore(whole), shard(ACTIVATIONS))
+    assert storage.read(shard(ACTIVATIONS)) == Storage.open(whole).read(shard(ACTIVATIONS))

@@ -8,7 +8,7 @@ import pytest
 from pipeline.core.errors import StoreError
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.metadata import read_metadata
-from pipeline.store.io.kvstore import configure_storage, open_kvstore, read_key
+from pipeline.store.io.storage import Storage, StorageOptions
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.emulators import new_bucket
 from tests.store.example_store import layout, write_store
@@ -17,12 +17,7 @@ from tests.store.fault_proxy import FaultProxy
 MAX_RUNS = 40
 
 
-@pytest.fixture
-def impatient():
-    """So few retries, and quick ones, that some runs end."""
-    configure_storage(retries=2, retry_delay_s=0.01)
-    yield
-    configure_storage()
+IMPATIENT = StorageOptions(retries=2, retry_delay_s=0.01)  # some runs end with an error
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +29,8 @@ def clean(tmp_path_factory) -> dict[str, bytes]:
 
 def objects(path: str) -> dict[str, bytes]:
     """Every object, the time of creation taken out."""
-    kvstore = open_kvstore(path)
-    found = {key.decode(): read_key(kvstore, key.decode()) for key in kvstore.list().result()}
+    storage = Storage.open(path)
+    found = {key: storage.read(key) for key in storage.list_keys()}
     root = json.loads(found["zarr.json"])
     del root["attributes"]["activation_store"]["created"]
     del root["attributes"]["activation_store"]["sha256"]
@@ -62,7 +57,7 @@ def assert_survives(scheme: str, proxy: FaultProxy, seed: int, clean: dict[str, 
 
 def run(path: str) -> StoreError | None:
     try:
-        write_store(path)
+        write_store(Storage.open(path, IMPATIENT))
     except StoreError as error:
         return error
     return None
@@ -70,7 +65,7 @@ def run(path: str) -> StoreError | None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
-def test_the_store_is_that_of_a_clean_run(scheme, seed, clean, impatient, request):
+def test_the_store_is_that_of_a_clean_run(scheme, seed, clean, request):
     _, faults = assert_survives(scheme, request.getfixturevalue("gcs" if scheme == "gs" else "s3"), seed, clean)
     assert faults
 
@@ -87,7 +82,7 @@ def test_a_root_that_seems_missing_at_first_is_found(is_planned, times, s3):
 
 
 @pytest.mark.slow
-def test_fifty_stores_are_those_of_clean_runs(gcs, s3, clean, impatient):
+def test_fifty_stores_are_those_of_clean_runs(gcs, s3, clean):
     """At other rates and in another order of faults each."""
     found = [assert_survives(*((("gs", gcs), ("s3", s3))[seed % 2]), seed, clean) for seed in range(100, 150)]
     runs, faults = (sum(column) for column in zip(*found, strict=True))

@@ -6,21 +6,21 @@ from pipeline.store.check.block_checks import check_statistics
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.metadata import read_root
 from pipeline.store.format.statistics import piece_statistics, token_statistics
-from pipeline.store.io.kvstore import open_kvstore, write_key
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import write_store
 
 
 def test_a_complete_store_that_lost_a_record_does_not_become_a_smaller_one(store_path):
     record = write_store(store_path).records[0][-1]
-    before = read_root(store_path, open_kvstore(store_path))
-    write_key(open_kvstore(store_path), record.key, None)
+    before = read_root(Storage.open(store_path))
+    Storage.open(store_path).write(record.key, None)
     problems = [problem.where for problem in verify_store(store_path)]
     assert not StoreWriter.open_existing(store_path).finish()
-    assert read_root(store_path, open_kvstore(store_path)) == before
+    assert read_root(Storage.open(store_path)) == before
     assert [problem.where for problem in verify_store(store_path)] == problems
     assert StoreWriter.open_existing(store_path).finish(force=True)
-    assert read_root(store_path, open_kvstore(store_path)).blocks[0] == record.block
+    assert read_root(Storage.open(store_path)).blocks[0] == record.block
 
 
 def test_statistics_agree_but_for_rounding():

@@ -15,7 +15,7 @@ from pipeline.store.format.problems import Remedy
 from pipeline.store.generated.completions import completion_slots
 from pipeline.store.generated.documents import COMPLETION_SCHEMA, GeneratedDocuments, GeneratedGroups, Group
 from pipeline.store.generated.group_files import check_groups, group_key, read_group
-from pipeline.store.io.kvstore import open_kvstore, read_key, write_key
+from pipeline.store.io.storage import Storage
 
 SCHEMA = pa.unify_schemas([pa.schema([("url", pa.string()), ("correct", pa.bool_())]), COMPLETION_SCHEMA])
 STREAM, NUM_STREAMS, SIZE = 1, 3, 2
@@ -38,8 +38,8 @@ GROUPS = [
 
 @pytest.fixture
 def groups(tmp_path) -> GeneratedGroups:
-    kvstore = open_kvstore(tmp_path)
-    opened = GeneratedGroups(kvstore, stream=STREAM, num_streams=NUM_STREAMS, size=SIZE, info_schema=SCHEMA)
+    storage = Storage.open(tmp_path)
+    opened = GeneratedGroups(storage, stream=STREAM, num_streams=NUM_STREAMS, size=SIZE, info_schema=SCHEMA)
     for group in GROUPS:
         opened.write(group)
     return opened
@@ -71,18 +71,18 @@ def test_reading_from_any_document_on(groups, start, first):
 
 
 def test_a_group_that_is_there_stays(groups, tmp_path):
-    kvstore = open_kvstore(tmp_path)
-    before = read_key(kvstore, group_key(STREAM, 1))
+    storage = Storage.open(tmp_path)
+    before = storage.read(group_key(STREAM, 1))
     groups.write(replace(GROUPS[1], exhausted=True))
-    assert read_key(kvstore, group_key(STREAM, 1)) == before
+    assert storage.read(group_key(STREAM, 1)) == before
 
 
 def test_activations_are_kept_of_the_group_that_is_there_only(groups, tmp_path):
     """What was written by another version of a library has other bytes, and counts."""
-    kvstore = open_kvstore(tmp_path)
+    storage = Storage.open(tmp_path)
     sink = io.BytesIO()
-    pq.write_table(read_group(kvstore, STREAM, 0), sink, compression="none")
-    write_key(kvstore, group_key(STREAM, 0), sink.getvalue())
+    pq.write_table(read_group(storage, STREAM, 0), sink, compression="none")
+    storage.write(group_key(STREAM, 0), sink.getvalue())
     groups.write(GROUPS[0], {"embed": np.zeros((7, 2))})
     assert groups.count(["embed"]) == 1
     other = replace(GROUPS[1], items=(SKIPS[1], document(2, 1, 2), document(4, 1, 3)))
@@ -92,13 +92,13 @@ def test_activations_are_kept_of_the_group_that_is_there_only(groups, tmp_path):
 
 
 def test_damage_is_noticed(groups, tmp_path):
-    kvstore = open_kvstore(tmp_path)
-    content = bytearray(read_key(kvstore, group_key(STREAM, 0)))
+    storage = Storage.open(tmp_path)
+    content = bytearray(storage.read(group_key(STREAM, 0)))
     content[20] ^= 1
-    write_key(kvstore, group_key(STREAM, 0), bytes(content))
+    storage.write(group_key(STREAM, 0), bytes(content))
     with pytest.raises(StoreInvalid, match="group-000000.parquet cannot be read"):
         groups.read(0)
-    write_key(kvstore, group_key(STREAM, 1), None)
+    storage.write(group_key(STREAM, 1), None)
     with pytest.raises(StoreInvalid, match="there is .*group-000002.parquet, but no .*group-000001.parquet"):
         groups.count()
     with pytest.raises(StoreInvalid, match="group-000001.parquet is missing"):
@@ -114,17 +114,17 @@ def test_which_slots_are_completions():
 
 
 def test_groups_are_verified(groups, tmp_path):
-    kvstore = open_kvstore(tmp_path)
+    storage = Storage.open(tmp_path)
     sizes = {"n_prompt": [2] * 4, "n_completion": [1, 2, 3, 4]}
     table = pa.table({"document": [STREAM + ordinal * NUM_STREAMS for ordinal in range(4)], **sizes})
-    assert list(check_groups(kvstore, STREAM, table, {})) == []
-    assert list(check_groups(kvstore, STREAM, None, {})) == []
-    (problem,) = check_groups(kvstore, STREAM, table.set_column(2, "n_completion", [[1, 2, 9, 4]]), {})
+    assert list(check_groups(storage, STREAM, table, {})) == []
+    assert list(check_groups(storage, STREAM, None, {})) == []
+    (problem,) = check_groups(storage, STREAM, table.set_column(2, "n_completion", [[1, 2, 9, 4]]), {})
     assert problem.where == group_key(STREAM, 1)
     assert "'n_completion': 3}, the document table {'document': 7, 'n_prompt': 2, 'n_completion': 9}" in problem.what
-    write_key(kvstore, group_key(STREAM, 2), b"PAR1")
-    (problem,) = check_groups(kvstore, STREAM, table, {})
+    storage.write(group_key(STREAM, 2), b"PAR1")
+    (problem,) = check_groups(storage, STREAM, table, {})
     assert (problem.where, problem.remedy) == (group_key(STREAM, 2), Remedy.regenerate)
-    write_key(kvstore, group_key(STREAM, 0), None)
-    (problem,) = check_groups(kvstore, STREAM, table, {})
+    storage.write(group_key(STREAM, 0), None)
+    (problem,) = check_groups(storage, STREAM, table, {})
     assert "but no" in problem.what

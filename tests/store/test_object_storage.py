@@ -14,7 +14,7 @@ from pipeline.store.format.arrays import open_existing
 from pipeline.store.format.commits import COMMITS_PREFIX, CONSOLIDATED_KEY
 from pipeline.store.format.metadata import read_metadata, require_root
 from pipeline.store.format.tables import table_key
-from pipeline.store.io.kvstore import configure_storage, list_keys, open_kvstore, read_key, write_if_absent
+from pipeline.store.io.storage import Storage, StorageOptions
 from pipeline.store.write.store_writer import StoreWriter
 from tests.conftest import SECRET
 from tests.store.emulators import new_bucket
@@ -41,7 +41,7 @@ def requests(proxy: FaultProxy, path: str) -> Counter[tuple[str, str]]:
 
 
 def stored_keys(path: str) -> set[str]:
-    return {key.decode() for key in open_kvstore(path).list().result()}
+    return set(Storage.open(path).list_keys())
 
 
 def test_a_store_is_written_extended_verified_and_read(service):
@@ -65,10 +65,10 @@ def test_a_store_has_the_objects_of_a_local_one(service, tmp_path):
     path, _ = service
     write_store(path)
     write_store(str(tmp_path))
-    remote, local = open_kvstore(path), open_kvstore(str(tmp_path))
+    remote, local = Storage.open(path), Storage.open(str(tmp_path))
     keys = stored_keys(path)
     assert stored_keys(str(tmp_path)) == keys
-    assert [key for key in keys - {"zarr.json"} if read_key(remote, key) != read_key(local, key)] == []
+    assert [key for key in keys - {"zarr.json"} if remote.read(key) != local.read(key)] == []
 
 
 def test_a_block_is_one_write_for_each_object_and_nothing_is_read_back(service):
@@ -102,26 +102,19 @@ def test_a_finished_store_is_opened_without_a_request_for_each_block(service):
 def test_of_several_processes_that_create_an_object_one_succeeds(s3):
     """Only on S3: the emulator of GCS ignores what a write is conditional on."""
     path = new_bucket("s3", s3.backend)
-    stores = [open_kvstore(path) for _ in range(8)]
+    stores = [Storage.open(path) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        wrote = list(pool.map(lambda i: write_if_absent(stores[i], "key", bytes([i])), range(8)))
+        wrote = list(pool.map(lambda i: stores[i].write_if_absent("key", bytes([i])), range(8)))
     assert sum(wrote) == 1
-    assert read_key(stores[0], "key") == bytes([wrote.index(True)])
-    assert list_keys(stores[0], "k") == ["key"]
-
-
-@pytest.fixture
-def impatient():
-    """Few retries, and quick ones."""
-    configure_storage(retries=2, retry_delay_s=0.01)
-    yield
-    configure_storage()
+    assert stores[0].read("key") == bytes([wrote.index(True)])
+    assert stores[0].list_keys("k") == ["key"]
 
 
 @pytest.mark.parametrize("fault", [fault for fault in NETWORK_FAULTS if fault is not Fault.hang])
-def test_what_retries_do_not_heal_names_the_object_and_the_store_resumes(service, impatient, fault):
+def test_what_retries_do_not_heal_names_the_object_and_the_store_resumes(service, fault):
     path, proxy = service
-    writer = StoreWriter.open(path, metadata(store={"compression": "none"}), layout())
+    impatient = Storage.open(path, StorageOptions(retries=2, retry_delay_s=0.01))
+    writer = StoreWriter.open(impatient, metadata(store={"compression": "none"}), layout())
     block = next(blocks(0))
     proxy.reset(rate=1, kinds=[fault])
     with pytest.raises(StoreError, match=f"^{path}/.*: ABORTED: .*All 2 retry attempts failed.*run the same") as caught:
@@ -139,28 +132,25 @@ def test_what_retries_do_not_heal_names_the_object_and_the_store_resumes(service
 def test_a_service_that_says_nothing_is_given_up(gcs):
     """After TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS: 60, and 3 in these tests."""
     path = new_bucket("gs", gcs.backend)
-    configure_storage(retries=0)
-    try:
-        gcs.reset(rate=1, kinds=[Fault.hang], hang_s=100)
-        start = time.monotonic()
-        with pytest.raises(StoreError, match="Timeout was reached"):
-            read_key(open_kvstore(path), "key")
-        assert time.monotonic() - start < 50
-    finally:
-        configure_storage()
+    storage = Storage.open(path, StorageOptions(retries=0))
+    gcs.reset(rate=1, kinds=[Fault.hang], hang_s=100)
+    start = time.monotonic()
+    with pytest.raises(StoreError, match="Timeout was reached"):
+        storage.read("key")
+    assert time.monotonic() - start < 50
 
 
 def test_credentials_are_in_no_object(service):
     path, _ = service
     write_store(path)
-    kvstore = open_kvstore(path)
-    assert not [key for key in stored_keys(path) if SECRET.encode() in read_key(kvstore, key)]
+    storage = Storage.open(path)
+    assert not [key for key in stored_keys(path) if SECRET.encode() in storage.read(key)]
 
 
 @pytest.mark.parametrize("kinds", [*([kind] for kind in CONTENT_FAULTS), CONTENT_FAULTS], ids=lambda kinds: kinds[0])
 def test_a_reader_survives_wrong_answers_and_never_returns_them(s3, kinds, monkeypatch):
     """A missing object would be read as zeros, without an error."""
-    monkeypatch.setattr("pipeline.store.io.kvstore._REREAD_DELAYS_S", (0.0,) * 50)  # for 15 % of all answers
+    monkeypatch.setattr("pipeline.store.io.storage._REREAD_DELAYS_S", (0.0,) * 50)  # for 15 % of all answers
     path = f"{new_bucket('s3', s3.backend)}/store"
     write_store(path)
     store = ActivationStore.open(path)
@@ -174,10 +164,8 @@ def test_a_reader_survives_wrong_answers_and_never_returns_them(s3, kinds, monke
 
     expected = contents(store)
     s3.reset(rate=0.15, seed=5, kinds=kinds)
-    kvstore = open_kvstore(path)
-    again = ActivationStore(
-        path, kvstore, require_root(path, kvstore), {0: store.blocks}, open_existing(kvstore, store.arrays)
-    )
+    storage = Storage.open(path)
+    again = ActivationStore(storage, require_root(storage), {0: store.blocks}, open_existing(storage, store.arrays))
     for values, quiet in zip(contents(again), expected, strict=True):
         np.testing.assert_array_equal(values, quiet)
     assert s3.faults.total() > 10

@@ -5,7 +5,7 @@ import pytest
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.store import ActivationStore
-from pipeline.store.io.kvstore import open_kvstore, write_key
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (
     DOCUMENT_LENGTHS,
@@ -194,7 +194,7 @@ def test_a_store_without_blocks(store_path):
 def test_a_deleted_object_is_never_read_as_zeros(store_path, name):
     write_store(store_path)
     spec = next(spec for spec in layout().all_arrays if spec.name == name)
-    write_key(open_kvstore(store_path), layout().shard_key(spec, 1, 0), None)
+    Storage.open(store_path).write(layout().shard_key(spec, 1, 0), None)
     store = ActivationStore.open(store_path)
     with pytest.raises(StoreError, match=r"Run pipeline\.verify"):
         store.read(3, "resid_post", [4]) if name == NAME else store.read_tokens([4])

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.store.format.arrays import open_or_create
 from pipeline.store.format.layout import SIDE_ARRAYS, ArraySpec, StoreLayout
-from pipeline.store.io.kvstore import open_kvstore
 from pipeline.store.io.shard_files import ShardFiles
+from pipeline.store.io.storage import Storage
 
 ROWS = 8
 
@@ -30,7 +30,7 @@ def block(layout: StoreLayout, spec: ArraySpec) -> np.ndarray:
 def test_the_same_bytes_as_tensorstore(tmp_path: Path, length: int) -> None:
     arrays = tuple(ArraySpec(dtype, dtype, 320) for dtype in ("bfloat16", "float32", "int8"))
     layout = StoreLayout(1, ROWS, length, arrays)
-    opened = open_or_create(open_kvstore(tmp_path / "tensorstore"), layout)
+    opened = open_or_create(Storage.open(tmp_path / "tensorstore"), layout)
     files = ShardFiles(tmp_path / "files", ThreadPoolExecutor(2))
     chunks = set()
     for spec in layout.all_arrays:
@@ -47,7 +47,7 @@ def test_a_block_of_fill_values_alone_is_no_object(tmp_path: Path) -> None:
     """As TensorStore has it, which deletes the one that is there."""
     layout = StoreLayout(1, ROWS, 64, ())
     documents = SIDE_ARRAYS[-1]
-    array = open_or_create(open_kvstore(tmp_path), layout)[documents.name]
+    array = open_or_create(Storage.open(tmp_path), layout)[documents.name]
     files, key = ShardFiles(tmp_path, ThreadPoolExecutor(1)), layout.shard_key(documents, 0, 0)
     for fill in (5, documents.fill):
         values = np.full(layout.shard_shape(documents), fill, documents.dtype)
@@ -75,11 +75,11 @@ def test_a_block_of_fill_values_alone_over_the_lock_file_of_a_killed_writer(
 
 def test_tensorstore_and_this_wait_for_each_other(tmp_path: Path) -> None:
     """A worker of an earlier version may write the same objects."""
-    kvstore, files = open_kvstore(tmp_path), ShardFiles(tmp_path, ThreadPoolExecutor(4))
+    storage, files = Storage.open(tmp_path), ShardFiles(tmp_path, ThreadPoolExecutor(4))
     values, longer = np.ones((4, 500_000), np.int32), b"x" * 9_000_000
     writes = []
     for _ in range(10):
-        writes += [files.write("object", values, (1, 500_000), 0), kvstore.write("object", longer)]
+        writes += [files.write("object", values, (1, 500_000), 0), storage.start_write("object", longer)]
     for write in writes:
         write.result()
     content = (tmp_path / "object").read_bytes()

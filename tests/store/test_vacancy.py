@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.check.verifying import verify_store
-from pipeline.store.io.kvstore import open_kvstore, read_key, write_key
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.merging import merge_stores
 from pipeline.store.write.vacancy import require_vacant
 from tests.store.emulators import new_bucket
@@ -80,7 +80,7 @@ def test_a_merge_that_was_interrupted_before_the_root_goes_on(tmp_path):
     write_store(source)
     merge_stores([source], path)
     for key in ("blocks.1.resid_post/zarr.json", "tokens/zarr.json", "embed/zarr.json"):
-        write_key(open_kvstore(path + "2"), key, read_key(open_kvstore(path), key))
+        Storage.open(path + "2").write(key, Storage.open(path).read(key))
     merge_stores([source], path + "2").finish()
     assert verify_store(path + "2") == []
 
@@ -100,7 +100,7 @@ def test_links_in_it_are_in_the_way_and_a_link_to_it_is_not(tmp_path):
 
 def test_a_root_that_another_process_has_written_meanwhile(tmp_path):
     write_store(str(tmp_path))
-    assert not require_vacant(str(tmp_path), open_kvstore(str(tmp_path)))
+    assert not require_vacant(Storage.open(str(tmp_path)))
 
 
 def test_many_files_are_not_all_listed(tmp_path, monkeypatch):
@@ -109,17 +109,17 @@ def test_many_files_are_not_all_listed(tmp_path, monkeypatch):
     scandir = os.scandir
     monkeypatch.setattr("os.scandir", lambda path: looked_at.append(path) or scandir(path))
     with pytest.raises(StoreInvalid, match="is not empty"):
-        require_vacant(str(tmp_path), open_kvstore(str(tmp_path)))
+        require_vacant(Storage.open(str(tmp_path)))
     assert len(looked_at) <= 3
 
 
 def test_a_bucket(s3):
     bucket = new_bucket("s3", s3.backend)
-    kvstore = open_kvstore(bucket)
-    write_key(kvstore, "notes.txt", b"mine")
-    write_key(kvstore, "store/", b"")  # as a console makes a folder
+    storage = Storage.open(bucket)
+    storage.write("notes.txt", b"mine")
+    storage.write("store/", b"")  # as a console makes a folder
     with pytest.raises(StoreInvalid, match=r"what is there is no store: notes\.txt"):
         write_store(bucket)
     write_store(f"{bucket}/store")
-    assert read_key(kvstore, "notes.txt") == b"mine"
-    assert read_key(kvstore, "zarr.json") is None
+    assert storage.read("notes.txt") == b"mine"
+    assert storage.read("zarr.json") is None

@@ -17,17 +17,13 @@ import zarr
 from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
-from pipeline.store.format import arrays
-from pipeline.store.format import metadata as metadata_module
 from pipeline.store.format.arrays import set_rows
 from pipeline.store.format.commits import CONSOLIDATED_KEY
 from pipeline.store.format.layout import MAX_ROWS
 from pipeline.store.format.metadata import read_metadata, read_root
 from pipeline.store.format.problems import Remedy
 from pipeline.store.format.statistics import token_statistics
-from pipeline.store.io.kvstore import list_keys, open_kvstore, read_key, write_if_unchanged, write_key
-from pipeline.store.write import finishing
-from pipeline.store.write import store_writer as writing
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (
     LENGTH,
@@ -45,9 +41,9 @@ from tests.store.example_store import (
 
 def objects(path: str) -> dict[str, bytes]:
     """Every object of a store, the time of creation taken out."""
-    kvstore = open_kvstore(path)
-    keys = [key.decode() for key in kvstore.list().result()]
-    found = {key: read_key(kvstore, key) for key in sorted(keys)}
+    storage = Storage.open(path)
+    keys = storage.list_keys()
+    found = {key: storage.read(key) for key in sorted(keys)}
     root = json.loads(found["zarr.json"])
     del root["attributes"]["activation_store"]["created"]
     del root["attributes"]["activation_store"]["sha256"]
@@ -55,7 +51,7 @@ def objects(path: str) -> dict[str, bytes]:
 
 
 def attributes(path: str) -> dict:
-    return json.loads(read_key(open_kvstore(path), "zarr.json"))["attributes"]["activation_store"]
+    return json.loads(Storage.open(path).read("zarr.json"))["attributes"]["activation_store"]
 
 
 def test_a_new_store_is_empty_and_not_complete(store_path):
@@ -98,11 +94,11 @@ def test_a_finished_store_is_trimmed_to_its_last_row(store_path):
 
 def test_each_block_of_each_array_is_one_object(store_path):
     write_store(store_path)
-    kvstore = open_kvstore(store_path)
+    storage = Storage.open(store_path)
     shards = [layout().shard_index(s, b.record.block) for s in range(NUM_STREAMS) for b in blocks(s)]
     for spec in layout().all_arrays:
         zeros = "/0" * (len(spec.dimension_names) - 1)
-        assert list_keys(kvstore, f"{spec.name}/c/") == sorted(f"{spec.name}/c/{shard}{zeros}" for shard in shards)
+        assert storage.list_keys(f"{spec.name}/c/") == sorted(f"{spec.name}/c/{shard}{zeros}" for shard in shards)
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
@@ -138,14 +134,14 @@ def test_an_interrupted_store_ends_with_the_same_bytes(tmp_path):
 def test_a_store_whose_creation_was_interrupted_is_healed(store_path):
     write_store(store_path)
     expected = objects(store_path)
-    kvstore = open_kvstore(store_path)
+    storage = Storage.open(store_path)
     StoreWriter.open(store_path + "-new", metadata(store={"compression": "none"}), layout())
-    new = open_kvstore(store_path + "-new")
+    new = Storage.open(store_path + "-new")
     for name in ("documents", "embed"):
-        write_key(new, f"{name}/zarr.json", None)
+        new.write(f"{name}/zarr.json", None)
     write_store(store_path + "-new")
     assert objects(store_path + "-new") == expected
-    assert kvstore.list().result()
+    assert storage.list_keys()
 
 
 def test_several_blocks_of_a_stream_may_be_under_way(store_path):
@@ -228,11 +224,11 @@ def test_a_store_whose_completion_was_interrupted_is_healed(store_path):
     """Completed or reopened half-way, it is marked complete and its arrays are not trimmed."""
     write_store(store_path, max_rows=ROWS + 2)
     names = [spec.name for spec in layout().all_arrays]
-    set_rows(open_kvstore(store_path), names, MAX_ROWS)
+    set_rows(Storage.open(store_path), names, MAX_ROWS)
     assert verify_store(store_path)
     StoreWriter.open(store_path, metadata(), layout()).finish()
     assert verify_store(store_path) == []
-    set_rows(open_kvstore(store_path), names, MAX_ROWS)
+    set_rows(Storage.open(store_path), names, MAX_ROWS)
     write_store(store_path)
     assert verify_store(store_path) == []
     assert ActivationStore.open(store_path).num_tokens == stored_tokens()
@@ -247,20 +243,18 @@ def stopped_after(writes: int) -> Iterator[list[str]]:
     done: list[str] = []
 
     def counted(write: Callable) -> Callable:
-        def write_counted(kvstore: ts.KvStore, key: str, *arguments: bytes | None) -> bytes | None:
+        def write_counted(storage: Storage, key: str, *arguments: bytes | None) -> bytes | None:
             if len(done) == writes:
                 raise KeyboardInterrupt
-            result = write(kvstore, key, *arguments)
+            result = write(storage, key, *arguments)
             done.append(key)
             return result
 
         return write_counted
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (arrays, writing, finishing):
-            patch.setattr(module, "write_key", counted(write_key))
-        for module in (metadata_module, finishing):
-            patch.setattr(module, "write_if_unchanged", counted(write_if_unchanged))
+        for method in ("write", "write_if_unchanged"):
+            patch.setattr(Storage, method, counted(getattr(Storage, method)))
         yield done
 
 
@@ -295,18 +289,18 @@ def test_finish_and_reopen_interrupted_between_any_two_writes(store_path, call, 
 
 
 def delete_consolidated(path: str) -> None:
-    write_key(open_kvstore(path), CONSOLIDATED_KEY, None)
+    Storage.open(path).write(CONSOLIDATED_KEY, None)
 
 
 def damage_consolidated(path: str) -> None:
-    content = read_key(open_kvstore(path), CONSOLIDATED_KEY)
-    write_key(open_kvstore(path), CONSOLIDATED_KEY, content.replace(b'"rows":4', b'"rows":3', 1))
+    content = Storage.open(path).read(CONSOLIDATED_KEY)
+    Storage.open(path).write(CONSOLIDATED_KEY, content.replace(b'"rows":4', b'"rows":3', 1))
 
 
 def consolidate_too_few(path: str) -> None:
     """As when two processes finish a store of which the slower one has seen less."""
-    content = read_key(open_kvstore(path), CONSOLIDATED_KEY)
-    write_key(open_kvstore(path), CONSOLIDATED_KEY, b"".join(content.splitlines(keepends=True)[:-1]))
+    content = Storage.open(path).read(CONSOLIDATED_KEY)
+    Storage.open(path).write(CONSOLIDATED_KEY, b"".join(content.splitlines(keepends=True)[:-1]))
 
 
 @pytest.mark.parametrize("spoil", [delete_consolidated, damage_consolidated, consolidate_too_few])
@@ -326,8 +320,8 @@ def test_a_store_from_before_there_were_consolidated_records(store_path):
     write_store(store_path)
     expected = objects(store_path)
     delete_consolidated(store_path)
-    root = read_root(store_path, open_kvstore(store_path))
-    write_key(open_kvstore(store_path), "zarr.json", replace(root, commits_sha256=None).to_json())
+    root = read_root(Storage.open(store_path))
+    Storage.open(store_path).write("zarr.json", replace(root, commits_sha256=None).to_json())
     assert ActivationStore.open(store_path).num_tokens == stored_tokens()
     assert verify_store(store_path) == []
     StoreWriter.open(store_path, metadata(store={"compression": "none"}), layout()).finish()
@@ -339,7 +333,7 @@ def test_a_run_believes_the_records_and_not_what_was_consolidated(store_path):
     write_store(store_path)
     expected = objects(store_path)
     for block in list(blocks(0))[1:]:
-        write_key(open_kvstore(store_path), block.record.key, None)
+        Storage.open(store_path).write(block.record.key, None)
     assert CONSOLIDATED_KEY in {problem.where for problem in verify_store(store_path)}
     writer = StoreWriter.open(store_path, metadata(store={"compression": "none"}), layout())
     assert [record.block for record in writer.records[0]] == [0]
@@ -350,7 +344,7 @@ def test_a_run_believes_the_records_and_not_what_was_consolidated(store_path):
 def test_while_a_store_is_extended_what_was_consolidated_is_not_used(store_path):
     write_store(store_path, max_rows=ROWS)
     write_store(store_path, finish=False)
-    assert read_key(open_kvstore(store_path), CONSOLIDATED_KEY) is not None
+    assert Storage.open(store_path).read(CONSOLIDATED_KEY) is not None
     assert ActivationStore.open(store_path).num_tokens == stored_tokens()
     assert verify_store(store_path) == []
 
@@ -375,7 +369,7 @@ def test_what_a_killed_longer_run_left_in_a_finished_store_is_named(store_path):
     rows = ActivationStore.open(store_path).rows
     assert not np.isin(np.arange(ROWS) + layout().first_row(1, 1), rows).any()
     for problem in problems:
-        write_key(open_kvstore(store_path), problem.where, None)
+        Storage.open(store_path).write(problem.where, None)
     assert verify_store(store_path) == []
     write_store(store_path)
     assert verify_store(store_path) == []
@@ -453,7 +447,7 @@ def test_a_complete_store_must_be_reopened(tmp_path):
 def test_metrics_are_written(store_path):
     writer = StoreWriter.open(store_path, metadata(), layout())
     writer.write_metrics("process-0.jsonl", b"{}\n")
-    assert read_key(open_kvstore(store_path), "_metrics/process-0.jsonl") == b"{}\n"
+    assert Storage.open(store_path).read("_metrics/process-0.jsonl") == b"{}\n"
 
 
 def test_metrics_that_cannot_be_written_are_a_store_error(tmp_path):
@@ -475,8 +469,8 @@ def test_zarr_python_and_tensorstore_read_the_store_by_themselves(tmp_path):
         assert other.metadata.dimension_names == spec.dimension_names
         assert other.shards == layout().shard_shape(spec)
         np.testing.assert_array_equal(other[...], stored)
-        kvstore = {"driver": "file", "path": f"{path}/{spec.name}/"}
-        alone = ts.open({"driver": "zarr3", "kvstore": kvstore}).result()
+        storage = {"driver": "file", "path": f"{path}/{spec.name}/"}
+        alone = ts.open({"driver": "zarr3", "kvstore": storage}).result()
         np.testing.assert_array_equal(alone[...].read().result(), stored)
     assert group.attrs["activation_store"]["complete"] is True
 
@@ -511,11 +505,11 @@ def test_a_path_with_a_file_in_its_way(tmp_path):
 def test_a_job_gives_tensorstore_no_deep_metadata(store_path, part):
     """TensorStore parses and compares it by recursion: 200,000 levels end the process, 3,000 do not."""
     write_store(store_path, finish=False)
-    kvstore, key, deep = open_kvstore(store_path), "embed/zarr.json", b"[" * 3000 + b"]" * 3000
-    sound = read_key(kvstore, key)
+    storage, key, deep = Storage.open(store_path), "embed/zarr.json", b"[" * 3000 + b"]" * 3000
+    sound = storage.read(key)
     edited = sound.replace(part.encode(), b'"d":' + deep) if part else deep
     assert edited != sound
-    write_key(kvstore, key, edited)
+    storage.write(key, edited)
     with pytest.raises(StoreInvalid, match=r"embed/zarr\.json is JSON nested") as caught:
         StoreWriter.open(store_path, metadata(), layout())
     assert len(str(caught.value)) < 400

@@ -54,8 +54,8 @@ from pipeline.store.format.statistics import (
 from pipeline.store.format.tables import TABLES_PREFIX, decode_table, table_key
 from pipeline.store.generated.group_files import check_groups
 from pipeline.store.io.digests import ValuesDigest
-from pipeline.store.io.kvstore import is_remote, list_keys, not_a_file, open_kvstore, read_key, read_keys
-from pipeline.store.read.rows import READS_AHEAD, RowRead, beside_activations, start_read, wait_read
+from pipeline.store.io.storage import Storage, StorageLike
+from pipeline.store.read.rows import READS_AHEAD, RowRead, beside_activations
 
 # Of each, READS_AHEAD pieces are under way: enough to keep an object store busy, and both memory and threads few.
 BLOCKS_AT_ONCE = 4
@@ -65,8 +65,7 @@ BLOCKS_AT_ONCE = 4
 class _Store:
     """A store whose root and arrays are readable."""
 
-    path: str
-    kvstore: ts.KvStore
+    storage: Storage
     root: StoreRoot
     layout: StoreLayout
     arrays: Mapping[str, ts.TensorStore]
@@ -85,7 +84,7 @@ class _CheckedBlock:
 
 
 def verify_store(
-    path: str,
+    place: StorageLike,
     progress: Callable[[int, int], None] | None = None,
     note: Callable[[str], None] | None = None,
 ) -> list[Problem]:
@@ -95,21 +94,21 @@ def verify_store(
     what could not be checked, if there is something. What is damaged is a Problem. Raises StoreInvalid where there is
     no store, and StoreError where it cannot be reached.
     """
-    kvstore = open_kvstore(path)
-    if what := not_a_file(kvstore, ROOT_KEY):
+    storage = Storage.open(place)
+    if what := storage.file_problem(ROOT_KEY):
         return [Problem(ROOT_KEY, what, Remedy.restore)]
-    text = read_key(kvstore, ROOT_KEY)
+    text = storage.read(ROOT_KEY)
     if text is None:
-        raise StoreInvalid(f"there is no activation store at {path}: it has no {ROOT_KEY}.")
+        raise StoreInvalid(f"there is no activation store at {storage.path}: it has no {ROOT_KEY}.")
     try:
-        root = StoreRoot.from_json(text, path)
+        root = StoreRoot.from_json(text, storage.path)
     except StoreError as error:
         return [Problem(ROOT_KEY, str(error), Remedy.restore)]
     problems: list[Problem] = []
-    records = _read_records(kvstore, problems)
+    records = _read_records(storage, problems)
     problems += _check_records(root, records)
-    problems += _check_consolidated(kvstore, root, records)
-    store = _open(path, kvstore, root, problems)
+    problems += _check_consolidated(storage, root, records)
+    store = _open(storage, root, problems)
     if store is None:
         return problems
     wrong, readable = _check_arrays(store, records)
@@ -145,7 +144,7 @@ def verify_store(
     if generates:
         sizes = _kept_token_bytes(store)
         for stream in range(root.metadata.num_streams):
-            problems += check_groups(kvstore, stream, tables.get(stream), sizes)
+            problems += check_groups(storage, stream, tables.get(stream), sizes)
     if note is not None:
         _say_what_is_not_checked(root, every, note)
     return problems
@@ -162,14 +161,14 @@ def _say_what_is_not_checked(root: StoreRoot, records: Sequence[CommitRecord], n
         note("the root was written by an earlier program, and has no digests: the next run adds them")
 
 
-def _read_records(kvstore: ts.KvStore, problems: list[Problem]) -> dict[int, list[CommitRecord]]:
+def _read_records(storage: Storage, problems: list[Problem]) -> dict[int, list[CommitRecord]]:
     """The records that can be read, by stream, in the order of their blocks."""
-    listed = [key for key in list_keys(kvstore, COMMITS_PREFIX) if key != CONSOLIDATED_KEY]
-    no_files = {key: what for key in listed if (what := not_a_file(kvstore, key))}
+    listed = [key for key in storage.list_keys(COMMITS_PREFIX) if key != CONSOLIDATED_KEY]
+    no_files = {key: what for key in listed if (what := storage.file_problem(key))}
     problems += (Problem(key, what) for key, what in no_files.items())
     keys = [key for key in listed if key not in no_files]
     records: dict[int, list[CommitRecord]] = {}
-    for key, text in zip(keys, read_keys(kvstore, keys), strict=True):
+    for key, text in zip(keys, storage.read_many(keys), strict=True):
         if text is None:  # withdrawn since it was listed: a worker is writing the block again
             continue
         if parse_commit_key(key) is None:
@@ -205,15 +204,15 @@ def _check_records(root: StoreRoot, records: Mapping[int, Sequence[CommitRecord]
 
 
 def _check_consolidated(
-    kvstore: ts.KvStore, root: StoreRoot, records: Mapping[int, Sequence[CommitRecord]]
+    storage: Storage, root: StoreRoot, records: Mapping[int, Sequence[CommitRecord]]
 ) -> Iterator[Problem]:
     """A store that is not complete, and one that was finished by an earlier program, has no consolidated records."""
     if root.commits_sha256 is None:
         return
-    if what := not_a_file(kvstore, CONSOLIDATED_KEY):
+    if what := storage.file_problem(CONSOLIDATED_KEY):
         yield Problem(CONSOLIDATED_KEY, what, Remedy.consolidate)
         return
-    text = read_key(kvstore, CONSOLIDATED_KEY)
+    text = storage.read(CONSOLIDATED_KEY)
     if text is None:
         yield Problem(CONSOLIDATED_KEY, "is missing, although the store is complete", Remedy.consolidate)
     elif consolidated_digest(text) != root.commits_sha256:
@@ -222,12 +221,12 @@ def _check_consolidated(
         yield Problem(CONSOLIDATED_KEY, "does not agree with the commit records", Remedy.consolidate)
 
 
-def _open(path: str, kvstore: ts.KvStore, root: StoreRoot, problems: list[Problem]) -> _Store | None:
+def _open(storage: Storage, root: StoreRoot, problems: list[Problem]) -> _Store | None:
     """The store, or None where its arrays or their layout cannot be read."""
     arrays: dict[str, ts.TensorStore] = {}
     for name in root.array_names:
         try:
-            arrays |= open_existing(kvstore, [name])
+            arrays |= open_existing(storage, [name])
         except StoreError as error:
             problems.append(Problem(f"{name}/zarr.json", str(error), Remedy.rerun))
     if len(arrays) < len(root.array_names):
@@ -238,9 +237,9 @@ def _open(path: str, kvstore: ts.KvStore, root: StoreRoot, problems: list[Proble
         problems.append(Problem("zarr.json", str(error), Remedy.rerun))
         return None
     num_rows = min(array.shape[0] for array in arrays.values())
-    objects = {name: frozenset(list_keys(kvstore, f"{name}/c/")) for name in arrays}
+    objects = {name: frozenset(storage.list_keys(f"{name}/c/")) for name in arrays}
     vocab_size = root.metadata.model.get("vocab_size", root.metadata.tokenizer.get("vocab_size"))
-    return _Store(path, kvstore, root, layout, arrays, num_rows, objects, vocab_size)
+    return _Store(storage, root, layout, arrays, num_rows, objects, vocab_size)
 
 
 def _check_arrays(store: _Store, records: Mapping[int, Sequence[CommitRecord]]) -> tuple[list[Problem], bool]:
@@ -272,17 +271,17 @@ def _edited(store: _Store) -> dict[str, str]:
         if set(store.root.array_digests) != set(store.arrays):
             return dict.fromkeys(store.arrays, "is not one of the arrays whose digests the root has")
         digests = store.root.array_digests
-        return dict.fromkeys(edited_arrays(store.kvstore, digests), "does not have the digest that the root names")
-    return refused_arrays(store.kvstore, store.layout)
+        return dict.fromkeys(edited_arrays(store.storage, digests), "does not have the digest that the root names")
+    return refused_arrays(store.storage, store.layout)
 
 
 def _check_leftovers(store: _Store) -> Iterator[Problem]:
     """The objects of a complete store that belong to no block with a record, be it readable or not."""
-    blocks = set(filter(None, map(parse_commit_key, list_keys(store.kvstore, COMMITS_PREFIX))))
+    blocks = set(filter(None, map(parse_commit_key, store.storage.list_keys(COMMITS_PREFIX))))
     of_blocks = {table_key(*place) for place in blocks}
     of_blocks |= {statistics_key(*place) for place in blocks}
     of_blocks |= {store.layout.shard_key(spec, *place) for place in blocks for spec in store.layout.all_arrays}
-    beside = (list_keys(store.kvstore, prefix) for prefix in (TABLES_PREFIX, STATISTICS_PREFIX))
+    beside = (store.storage.list_keys(prefix) for prefix in (TABLES_PREFIX, STATISTICS_PREFIX))
     for keys in (*beside, *map(sorted, store.objects.values())):
         for key in keys:
             if key not in of_blocks:
@@ -293,20 +292,20 @@ def _check_block(store: _Store, record: CommitRecord) -> _CheckedBlock:
     """A block with a problem is looked at twice: a service may answer with half an object, or with none, and be right
     the next time."""
     first = _check_block_once(store, record)
-    return _check_block_once(store, record) if first.problems and is_remote(store.kvstore) else first
+    return _check_block_once(store, record) if first.problems and store.storage.is_remote else first
 
 
 def _check_block_once(store: _Store, record: CommitRecord) -> _CheckedBlock:
     problems: list[Problem] = []
     table, statistics = None, {}
     try:
-        table = decode_table(read_key(store.kvstore, table_key(record.stream, record.block)), record)
+        table = decode_table(store.storage.read(table_key(record.stream, record.block)), record)
     except StoreError as error:
         problems.append(Problem(table_key(record.stream, record.block), str(error)))
     if record.statistics_sha256:
         key = statistics_key(record.stream, record.block)
         try:
-            statistics = decode_statistics(read_key(store.kvstore, key), record)
+            statistics = decode_statistics(store.storage.read(key), record)
         except StoreError as error:
             problems.append(Problem(key, str(error)))
             statistics = None
@@ -435,11 +434,11 @@ def _check_merged(store: _Store, merging: _Merging) -> Iterator[Problem]:
         return
     digests = store.root.statistics_digests
     keys = [MERGED_GROUP_KEY, *(key for spec in store.layout.arrays for key in merged_keys(spec.name))]
-    wrong = [Problem(key, what, Remedy.merge_again) for key in keys if (what := not_a_file(store.kvstore, key))]
+    wrong = [Problem(key, what, Remedy.merge_again) for key in keys if (what := store.storage.file_problem(key))]
     if wrong:
         yield from wrong
         return
-    objects = dict(zip(keys, read_keys(store.kvstore, keys), strict=True))
+    objects = dict(zip(keys, store.storage.read_many(keys), strict=True))
     for name, expected in merging.total.items():
         where = merged_keys(name)[0].removesuffix("zarr.json")
         if merged_digest(objects, name) is None:
@@ -481,11 +480,11 @@ def _read_block(
     step = store.layout.piece_rows([name])
     for row in range(first, stop, step):
         out = np.empty((min(step, stop - row), *array.shape[1:]), array.dtype.numpy_dtype)
-        reads.append((out, start_read(array, row, out)))
+        reads.append((out, RowRead(array, row, out)))
         if len(reads) > READS_AHEAD:
-            yield _finished(array, *reads.popleft(), digest)
+            yield _finished(*reads.popleft(), digest)
     while reads:
-        yield _finished(array, *reads.popleft(), digest)
+        yield _finished(*reads.popleft(), digest)
     if digest is not None:  # trimmed rows are padding
         num_trimmed = first + store.layout.rows_per_block - max(first, stop)
         fill = np.asarray(array.fill_value, array.dtype.numpy_dtype)
@@ -493,8 +492,8 @@ def _read_block(
             digest.add_values(np.broadcast_to(fill, array.shape[1:]))
 
 
-def _finished(array: ts.TensorStore, values: np.ndarray, read: RowRead, digest: ValuesDigest | None) -> np.ndarray:
-    wait_read(array, read)
+def _finished(values: np.ndarray, read: RowRead, digest: ValuesDigest | None) -> np.ndarray:
+    read.wait()
     if digest is not None:
         digest.add_values(values)
     return values

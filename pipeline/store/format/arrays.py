@@ -13,17 +13,9 @@ from pipeline.store.format.layout import ITEM_BYTES, MAX_ROWS, SELECTED, SIDE_AR
 from pipeline.store.format.metadata import StoreRoot
 from pipeline.store.io.digests import array_digest
 from pipeline.store.io.directories import make_directories
-from pipeline.store.io.kvstore import (
-    DAMAGE_REMEDY,
-    context,
-    directory_of,
-    object_url,
-    read_checked,
-    repeated,
-    store_errors,
-    write_key,
-)
+from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.parsing import parse_json
+from pipeline.store.io.storage import Storage
 
 ARRAY_REMEDY = (
     "Run pipeline.verify, which lists all damage. A zarr.json that was deleted is written anew by the next run."
@@ -60,7 +52,7 @@ def zarr_metadata(layout: StoreLayout, spec: ArraySpec) -> dict[str, Any]:
     }
 
 
-def open_or_create(kvstore: ts.KvStore, layout: StoreLayout) -> dict[str, ts.TensorStore]:
+def open_or_create(storage: Storage, layout: StoreLayout) -> dict[str, ts.TensorStore]:
     """Every array of the layout, by name; those that are absent are created with MAX_ROWS rows.
 
     Raises StoreError when an array exists with another dtype, shape, chunking, checksum or attribute, or with a
@@ -69,40 +61,40 @@ def open_or_create(kvstore: ts.KvStore, layout: StoreLayout) -> dict[str, ts.Ten
     wanted = {spec.name: zarr_metadata(layout, spec) for spec in layout.all_arrays}
 
     def check(key: str, content: bytes | None) -> dict[str, Any] | None:
-        return None if content is None else _parse_zarr_json(content, object_url(kvstore, key))
+        return None if content is None else _parse_zarr_json(content, storage.url(key))
 
-    zarr_jsons = read_checked(kvstore, [f"{name}/zarr.json" for name in wanted], check)
+    zarr_jsons = storage.read_checked([f"{name}/zarr.json" for name in wanted], check)
     absent = {name for name, zarr_json in zip(wanted, zarr_jsons, strict=True) if zarr_json is None}
     for spec in layout.all_arrays:
         if spec.name in absent:
             wanted[spec.name]["shape"] = [MAX_ROWS, *layout.shard_shape(spec)[1:]]
-    if (root := directory_of(kvstore)) is not None:
+    if (root := storage.directory) is not None:
         for name in absent:
-            with store_errors(object_url(kvstore, f"{name}/zarr.json")):
+            with storage.errors(f"{name}/zarr.json"):
                 make_directories(root + name, root)
-    opened = _open(kvstore, wanted, create=absent)
+    opened = _open(storage, wanted, create=absent)
     for spec in layout.all_arrays:
         shape, expected = opened[spec.name].shape[1:], layout.shard_shape(spec)[1:]
         if shape != expected:
             raise StoreInvalid(
-                f"{object_url(kvstore, f'{spec.name}/zarr.json')} has rows of the shape {shape}, expected {expected}. "
+                f"{storage.url(f'{spec.name}/zarr.json')} has rows of the shape {shape}, expected {expected}. "
                 f"{ARRAY_REMEDY}"
             )
     return opened
 
 
 def open_existing(
-    kvstore: ts.KvStore, names: Iterable[str], digests: Mapping[str, str] = MappingProxyType({})
+    storage: Storage, names: Iterable[str], digests: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, ts.TensorStore]:
     """The named arrays, for reading, whatever their dtype and shape. Raises StoreError; StoreInvalid for a zarr.json
     that is missing, is no array's, has more dimensions or elements than an array of a store, or another digest than
     the root's `digests` say."""
     names = list(names)
-    for name, zarr_json in read_zarr_jsons(kvstore, names).items():
+    for name, zarr_json in read_zarr_jsons(storage, names).items():
         if name in digests and array_digest(zarr_json) != digests[name]:
-            subject = object_url(kvstore, f"{name}/zarr.json")
+            subject = storage.url(f"{name}/zarr.json")
             raise StoreInvalid(f"{subject} does not have the digest that the root names. {DAMAGE_REMEDY}")
-    return _open(kvstore, {name: {} for name in names}, resources=_MAPPED)
+    return _open(storage, {name: {} for name in names}, resources=_MAPPED)
 
 
 def _parse_zarr_json(content: bytes, subject: str) -> dict[str, Any]:
@@ -148,70 +140,70 @@ def require_arrays(root: StoreRoot, arrays: Mapping[str, ts.TensorStore], path: 
         )
 
 
-def set_rows(kvstore: ts.KvStore, names: Iterable[str], rows: int) -> None:
+def set_rows(storage: Storage, names: Iterable[str], rows: int) -> None:
     """Gives the named arrays `rows` rows. Only their zarr.json change; no chunk is deleted. Raises StoreError.
 
     Written without a condition, unlike TensorStore's resize: processes that do this at the same time write the same.
     """
-    for name, zarr_json in read_zarr_jsons(kvstore, names).items():
+    for name, zarr_json in read_zarr_jsons(storage, names).items():
         if zarr_json["shape"][0] != rows:
             zarr_json["shape"][0] = rows
             text = json.dumps(zarr_json, separators=(",", ":"), ensure_ascii=False)
-            write_key(kvstore, f"{name}/zarr.json", text.encode())
+            storage.write(f"{name}/zarr.json", text.encode())
 
 
-def read_zarr_jsons(kvstore: ts.KvStore, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+def read_zarr_jsons(storage: Storage, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """The zarr.json of each named array. Raises StoreInvalid for one that is missing, is no array's, or has more
     dimensions or elements than an array of a store, and StoreError."""
 
     def check(key: str, content: bytes | None) -> dict[str, Any]:
-        subject = object_url(kvstore, key)
+        subject = storage.url(key)
         if content is None:
             raise StoreInvalid(f"{subject} is missing. {ARRAY_REMEDY}")
         return _parse_zarr_json(content, subject)
 
     names = list(names)
-    found = read_checked(kvstore, [f"{name}/zarr.json" for name in names], check)
+    found = storage.read_checked([f"{name}/zarr.json" for name in names], check)
     return dict(zip(names, found, strict=True))
 
 
-def read_array_digests(kvstore: ts.KvStore, names: Iterable[str]) -> dict[str, str]:
+def read_array_digests(storage: Storage, names: Iterable[str]) -> dict[str, str]:
     """The digest of each named array's metadata. Raises StoreInvalid and StoreError."""
-    return {name: array_digest(zarr_json) for name, zarr_json in read_zarr_jsons(kvstore, names).items()}
+    return {name: array_digest(zarr_json) for name, zarr_json in read_zarr_jsons(storage, names).items()}
 
 
-def edited_arrays(kvstore: ts.KvStore, digests: Mapping[str, str]) -> list[str]:
+def edited_arrays(storage: Storage, digests: Mapping[str, str]) -> list[str]:
     """Which of the arrays have other metadata than the root, whose `digests` these are, knows of them."""
-    return [name for name, digest in read_array_digests(kvstore, digests).items() if digest != digests[name]]
+    return [name for name, digest in read_array_digests(storage, digests).items() if digest != digests[name]]
 
 
-def refused_arrays(kvstore: ts.KvStore, layout: StoreLayout) -> dict[str, str]:
+def refused_arrays(storage: Storage, layout: StoreLayout) -> dict[str, str]:
     """By array, what is wrong with its metadata, as far as the layout and the array's name tell."""
     refused = {}
     for spec in layout.all_arrays:
         wanted = {**zarr_metadata(layout, spec), "attributes": {}}
         try:
-            _open(kvstore, {spec.name: wanted})
+            _open(storage, {spec.name: wanted})
         except StoreInvalid as error:
             refused[spec.name] = str(error)
     for spec in layout.arrays:
-        attributes = read_zarr_jsons(kvstore, [spec.name])[spec.name].get("attributes", {})
+        attributes = read_zarr_jsons(storage, [spec.name])[spec.name].get("attributes", {})
         if attributes.get("d", spec.width) != spec.width:
             refused[spec.name] = f"has the attribute d={attributes['d']}, and {spec.width} features"
     return refused
 
 
 def _open(
-    kvstore: ts.KvStore,
+    storage: Storage,
     wanted: Mapping[str, dict[str, Any]],
     create: Collection[str] = (),
     resources: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, ts.TensorStore]:
     # Within one cache pool, arrays that are open lend their metadata to those that are opened later.
-    own_pool = ts.Context({"cache_pool": {"total_bytes_limit": 0}, **resources}, parent=context())
+    own_pool = ts.Context({"cache_pool": {"total_bytes_limit": 0}, **resources}, parent=storage.context)
 
     def start(name: str) -> ts.Future:
-        spec = {"driver": "zarr3", "kvstore": (kvstore / name / "").spec().to_json()}
+        spec = {"driver": "zarr3", "kvstore": (storage.kvstore / name / "").spec().to_json()}
         spec |= {"metadata": wanted[name]} if wanted[name] else {}
         return ts.open(spec, open=True, create=name in create, context=own_pool)
 
@@ -219,7 +211,7 @@ def _open(
 
     def opened(name: str) -> ts.TensorStore:
         future = opening.pop(name, None) or start(name)
-        with store_errors(object_url(kvstore, f"{name}/zarr.json")):
+        with storage.errors(f"{name}/zarr.json"):
             return future.result()
 
-    return {name: repeated(kvstore, lambda name=name: opened(name)) for name in wanted}
+    return {name: storage.retry_read(lambda name=name: opened(name)) for name in wanted}

@@ -14,12 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import tensorstore as ts
-
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.io.digests import json_digest
-from pipeline.store.io.kvstore import list_keys, read_checked, read_key
 from pipeline.store.io.parsing import parse_json
+from pipeline.store.io.storage import Storage
 
 COMMITS_PREFIX = "_commits/"
 CONSOLIDATED_KEY = COMMITS_PREFIX + "consolidated.jsonl"
@@ -157,8 +155,7 @@ Records = dict[int, list[CommitRecord]]  # by stream, in the order of their bloc
 
 
 def read_records(
-    path: str,
-    kvstore: ts.KvStore,
+    storage: Storage,
     known: Mapping[int, Sequence[CommitRecord]] | None = None,
     stream: int | None = None,
 ) -> Records:
@@ -170,18 +167,20 @@ def read_records(
     """
     prefix = COMMITS_PREFIX if stream is None else _stream_prefix(stream)
     same = {(r.stream, r.block): r for known_stream in (known or {}).values() for r in known_stream if not r.truncated}
-    found = _read_all(path, kvstore, prefix, same)
+    found = _read_all(storage, prefix, same)
     if _seems_inconsistent(found):  # because another worker committed, or withdrew a truncated record, meanwhile?
-        found = _read_all(path, kvstore, prefix, same)
+        found = _read_all(storage, prefix, same)
     records: Records = {}
     for (stream, block), record in found.items():
         key = commit_key(stream, block)
         if record is None:
-            raise StoreError(f"{path}/{key} disappeared while it was being read, twice. Run the same command again.")
+            raise StoreError(
+                f"{storage.path}/{key} disappeared while it was being read, twice. Run the same command again."
+            )
         before = records.setdefault(stream, [])
         if block != len(before):
             raise StoreInvalid(
-                f"stream {stream} of {path} has a record of block {block}, but none of block {len(before)}. "
+                f"stream {stream} of {storage.path} has a record of block {block}, but none of block {len(before)}. "
                 f"Delete the stream's records from block {block} on: these blocks are then computed again."
             )
         before.append(record)
@@ -189,20 +188,20 @@ def read_records(
 
 
 def _read_all(
-    path: str, kvstore: ts.KvStore, prefix: str, known: Mapping[tuple[int, int], CommitRecord]
+    storage: Storage, prefix: str, known: Mapping[tuple[int, int], CommitRecord]
 ) -> dict[tuple[int, int], CommitRecord | None]:
     """Every record by (stream, block), in order; None for one that was deleted after it was listed."""
-    places = sorted(filter(None, map(parse_commit_key, list_keys(kvstore, prefix))))
+    places = sorted(filter(None, map(parse_commit_key, storage.list_keys(prefix))))
     found: dict[tuple[int, int], CommitRecord | None] = {place: known.get(place) for place in places}
     unknown = [place for place in places if place not in known]
 
     def parse(key: str, text: bytes | None) -> CommitRecord | None:
-        record = None if text is None else CommitRecord.from_json(text, f"{path}/{key}")
+        record = None if text is None else CommitRecord.from_json(text, f"{storage.path}/{key}")
         if record is not None and record.key != key:
-            raise StoreInvalid(f"{path}/{key} is the record of block {record.block} of stream {record.stream}.")
+            raise StoreInvalid(f"{storage.path}/{key} is the record of block {record.block} of stream {record.stream}.")
         return record
 
-    return found | dict(zip(unknown, read_checked(kvstore, [commit_key(*p) for p in unknown], parse), strict=True))
+    return found | dict(zip(unknown, storage.read_checked([commit_key(*p) for p in unknown], parse), strict=True))
 
 
 def consolidate(records: Mapping[int, Sequence[CommitRecord]]) -> bytes:
@@ -215,9 +214,9 @@ def consolidated_digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def read_consolidated(kvstore: ts.KvStore, sha256: str | None) -> Records | None:
+def read_consolidated(storage: Storage, sha256: str | None) -> Records | None:
     """The consolidated records, or None where there are none with this sha256. Raises StoreError."""
-    text = None if sha256 is None else read_key(kvstore, CONSOLIDATED_KEY)
+    text = None if sha256 is None else storage.read(CONSOLIDATED_KEY)
     if text is None or consolidated_digest(text) != sha256:
         return None
     records: Records = {}

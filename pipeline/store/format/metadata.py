@@ -19,15 +19,8 @@ from pipeline.store.format.layout import ITEM_BYTES, SELECTED, SIDE_ARRAYS, TOKE
 from pipeline.store.format.root_types import require_root_types
 from pipeline.store.format.target import Target
 from pipeline.store.io.digests import json_digest
-from pipeline.store.io.kvstore import (
-    open_kvstore,
-    read_checked,
-    read_key,
-    read_with_generations,
-    repeated,
-    write_if_unchanged,
-)
 from pipeline.store.io.parsing import parse_json
+from pipeline.store.io.storage import Storage, StorageLike
 
 FORMAT_VERSION = 1
 ATTRIBUTE = "activation_store"
@@ -215,66 +208,68 @@ class StoreRoot:
         )
 
 
-def read_metadata(path: str) -> StoreMetadata | None:
-    """The metadata of the store at `path`, or None where there is no store. Raises StoreError.
+def read_metadata(place: StorageLike) -> StoreMetadata | None:
+    """The metadata of the store at `place`, or None where there is no store. Raises StoreError.
 
     Where there is an array without a root, the root is read again, a few times: a service may answer once that it is
     missing. A merge that was interrupted leaves arrays and no root.
     """
-    kvstore = open_kvstore(path)
+    storage = Storage.open(place)
 
     def read() -> StoreRoot | None:
-        root = read_root(path, kvstore)
-        if root is None and read_key(kvstore, f"{TOKENS.name}/zarr.json") is not None:
-            raise _RootMissing(f"{path} has arrays, but no {ROOT_KEY}.")
+        root = read_root(storage)
+        if root is None and storage.read(f"{TOKENS.name}/zarr.json") is not None:
+            raise _RootMissing(f"{storage.path} has arrays, but no {ROOT_KEY}.")
         return root
 
     try:
-        root = repeated(kvstore, read)
+        root = storage.retry_read(read)
     except _RootMissing:
         return None
     return None if root is None else root.metadata
 
 
-def read_root(path: str, kvstore: ts.KvStore) -> StoreRoot | None:
+def read_root(storage: Storage) -> StoreRoot | None:
     """The root of the store, or None where there is none. Raises StoreError."""
-    return read_root_generation(path, kvstore)[0]
+    return read_root_generation(storage)[0]
 
 
-def read_root_generation(path: str, kvstore: ts.KvStore) -> tuple[StoreRoot | None, bytes]:
+def read_root_generation(storage: Storage) -> tuple[StoreRoot | None, bytes]:
     """The root of the store, or None where there is none, and the object's generation. Raises StoreError."""
 
     def read() -> tuple[StoreRoot | None, bytes]:
-        [(text, generation)] = read_with_generations(kvstore, [ROOT_KEY])
-        return None if text is None else StoreRoot.from_json(text, path), generation
+        [(text, generation)] = storage.read_with_generations([ROOT_KEY])
+        return None if text is None else StoreRoot.from_json(text, storage.path), generation
 
-    return repeated(kvstore, read)
+    return storage.retry_read(read)
 
 
-def change_root(path: str, kvstore: ts.KvStore, change: Callable[[StoreRoot], StoreRoot]) -> StoreRoot:
+def change_root(storage: Storage, change: Callable[[StoreRoot], StoreRoot]) -> StoreRoot:
     """Replaces the root by what `change` makes of it, whatever others do at the same time, and returns it.
 
     Raises StoreError.
     """
     for _ in range(_ATTEMPTS):
-        root, generation = read_root_generation(path, kvstore)
+        root, generation = read_root_generation(storage)
         if root is None:
-            raise StoreError(f"{path}/{ROOT_KEY} was deleted while the store was being written.")
+            raise StoreError(f"{storage.path}/{ROOT_KEY} was deleted while the store was being written.")
         changed = change(root)
-        if changed == root or write_if_unchanged(kvstore, ROOT_KEY, changed.to_json(), generation) is not None:
+        if changed == root or storage.write_if_unchanged(ROOT_KEY, changed.to_json(), generation) is not None:
             return changed
-    raise StoreError(f"{path}/{ROOT_KEY} could not be changed: other processes did so {_ATTEMPTS} times. Try again.")
+    raise StoreError(
+        f"{storage.path}/{ROOT_KEY} could not be changed: other processes did so {_ATTEMPTS} times. Try again."
+    )
 
 
-def require_root(path: str, kvstore: ts.KvStore) -> StoreRoot:
+def require_root(storage: Storage) -> StoreRoot:
     """The root of a store that is there. Raises StoreInvalid where it is not, or damaged, and StoreError."""
 
     def check(_key: str, text: bytes | None) -> StoreRoot:
         if text is None:
-            raise StoreInvalid(f"there is no activation store at {path}: it has no {ROOT_KEY}.")
-        return StoreRoot.from_json(text, path)
+            raise StoreInvalid(f"there is no activation store at {storage.path}: it has no {ROOT_KEY}.")
+        return StoreRoot.from_json(text, storage.path)
 
-    [root] = read_checked(kvstore, [ROOT_KEY], check)
+    [root] = storage.read_checked([ROOT_KEY], check)
     return root
 
 

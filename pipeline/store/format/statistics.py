@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import tensorstore as ts
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 
 from pipeline.core.errors import StoreInvalid
@@ -22,8 +21,9 @@ from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.norms import norms_of
 from pipeline.store.format.tables import decode_parquet, encode_table
 from pipeline.store.io.digests import objects_digest
-from pipeline.store.io.kvstore import DAMAGE_REMEDY, read_checked, read_keys, repeated
+from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.parsing import parse_json
+from pipeline.store.io.storage import Storage
 
 BINS_PER_OCTAVE = 32
 _MIN_EXPONENT, _MAX_EXPONENT = -14, 26  # norms beyond 2 to these powers fall into the first and the last bin
@@ -201,13 +201,13 @@ def decode_statistics(content: bytes | None, record: CommitRecord) -> dict[str, 
     return {row.pop("array"): Statistics(**row) for row in rows}
 
 
-def merge_blocks(kvstore: ts.KvStore, records: Sequence[CommitRecord]) -> dict[str, Statistics]:
+def merge_blocks(storage: Storage, records: Sequence[CommitRecord]) -> dict[str, Statistics]:
     """Of all tokens of some blocks, by array; {} where a block has none. Raises StoreError."""
     records = sorted(records, key=lambda record: (record.stream, record.block))  # rounding depends on the order
     if not records or not all(record.statistics_sha256 for record in records):
         return {}
     by_key = {statistics_key(record.stream, record.block): record for record in records}
-    blocks = read_checked(kvstore, list(by_key), lambda key, content: decode_statistics(content, by_key[key]))
+    blocks = storage.read_checked(list(by_key), lambda key, content: decode_statistics(content, by_key[key]))
     total = next(blocks)
     for block in blocks:
         total = {name: merge([of_array, block[name]]) for name, of_array in total.items()}
@@ -264,7 +264,7 @@ def encode_merged(statistics: Mapping[str, Statistics]) -> dict[str, bytes]:
     return objects
 
 
-def read_merged(kvstore: ts.KvStore, name: str, digest: str | None = None) -> Statistics | None:
+def read_merged(storage: Storage, name: str, digest: str | None = None) -> Statistics | None:
     """What `encode_merged` has made of an array's statistics; None where there is nothing.
 
     Raises StoreInvalid for what is damaged, or has not the `digest` that the root names, and StoreError.
@@ -272,12 +272,12 @@ def read_merged(kvstore: ts.KvStore, name: str, digest: str | None = None) -> St
     keys = merged_keys(name)
 
     def read() -> Statistics | None:
-        objects = dict(zip(keys, read_keys(kvstore, list(keys)), strict=True))
+        objects = dict(zip(keys, storage.read_many(list(keys)), strict=True))
         if digest is not None and merged_digest(objects, name) != digest:
             raise StoreInvalid(f"{keys[0]} and {keys[1]} do not have the digest that the root names. {DAMAGE_REMEDY}")
         return None if None in objects.values() else decode_merged(objects, name)
 
-    return repeated(kvstore, read)
+    return storage.retry_read(read)
 
 
 def decode_merged(objects: Mapping[str, bytes], name: str) -> Statistics:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import tensorstore as ts
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store.format.commits import CommitRecord
-from pipeline.store.io.kvstore import DAMAGE_REMEDY, read_checked
+from pipeline.store.io.failures import DAMAGE_REMEDY
+from pipeline.store.io.storage import Storage
 
 TABLES_PREFIX = "_documents/"
 
@@ -55,13 +55,13 @@ def decode_parquet(content: bytes | None, subject: str, sha256: str) -> pa.Table
         raise StoreInvalid(f"{subject} cannot be read: {error}. {DAMAGE_REMEDY}") from error
 
 
-def read_tables(kvstore: ts.KvStore, records: Sequence[CommitRecord]) -> Iterator[pa.Table]:
+def read_tables(storage: Storage, records: Sequence[CommitRecord]) -> Iterator[pa.Table]:
     """The document tables of blocks, each with the block's stream and number as first columns.
 
     Raises StoreInvalid for a table that is missing or damaged.
     """
     by_key = {table_key(record.stream, record.block): record for record in records}
-    tables = read_checked(kvstore, list(by_key), lambda key, content: decode_table(content, by_key[key]))
+    tables = storage.read_checked(list(by_key), lambda key, content: decode_table(content, by_key[key]))
     for record, table in zip(by_key.values(), tables, strict=True):
         yield _with_place(table, record.stream, record.block)
 

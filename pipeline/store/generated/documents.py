@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import tensorstore as ts
 
 from pipeline.core.errors import StoreError
 from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocument
@@ -17,7 +16,7 @@ from pipeline.data.tokenised import TokenisedDocument
 from pipeline.store.generated.group_files import encode_group, group_state, read_group, stored_groups
 from pipeline.store.generated.group_keys import group_key
 from pipeline.store.generated.kept_activations import first_without_kept, write_kept
-from pipeline.store.io.kvstore import read_key, write_if_absent
+from pipeline.store.io.storage import Storage
 
 # Of every generated document, beside what its source knows.
 COMPLETION_SCHEMA = pa.schema(
@@ -63,13 +62,11 @@ class Group:
 class GeneratedGroups:
     """The groups of one stream of a store. `info_schema`: the columns of `Document.info`."""
 
-    def __init__(
-        self, kvstore: ts.KvStore, *, stream: int, num_streams: int, size: int, info_schema: pa.Schema
-    ) -> None:
+    def __init__(self, storage: Storage, *, stream: int, num_streams: int, size: int, info_schema: pa.Schema) -> None:
         self.stream = stream
         self.size = size
         self.info_schema = info_schema
-        self._kvstore = kvstore
+        self._storage = storage
         self._num_streams = num_streams
         self._schema = pa.unify_schemas([_GROUP_SCHEMA, info_schema])
 
@@ -77,12 +74,12 @@ class GeneratedGroups:
         """How many there are, up to the first one from number `first` on that lacks the activations `kept`.
 
         Raises StoreInvalid when one is missing among them."""
-        count = len(stored_groups(self._kvstore, self.stream))
-        return first_without_kept(self._kvstore, self.stream, range(first, count), kept) if kept else count
+        count = len(stored_groups(self._storage, self.stream))
+        return first_without_kept(self._storage, self.stream, range(first, count), kept) if kept else count
 
     def read(self, index: int) -> Group:
         """Raises StoreInvalid for a group that is missing or damaged."""
-        table = read_group(self._kvstore, self.stream, index)
+        table = read_group(self._storage, self.stream, index)
         state = group_state(table, group_key(self.stream, index))
         items = tuple(map(self._item, table.to_pylist()))
         return Group(index, items, Cursor(**state["next"]), state["exhausted"])
@@ -100,15 +97,15 @@ class GeneratedGroups:
         key = group_key(self.stream, group.index)
         if kept:
             self._require_same(key, group.index, table)
-            write_kept(self._kvstore, self.stream, group.index, kept)
-        write_if_absent(self._kvstore, key, encode_group(table, state, self.stream, group.index))
+            write_kept(self._storage, self.stream, group.index, kept)
+        self._storage.write_if_absent(key, encode_group(table, state, self.stream, group.index))
 
     def _require_same(self, key: str, index: int, table: pa.Table) -> None:
         """Raises StoreError unless the group that is there, if any, has the documents of `table`."""
         columns = ["document", "prompt", "completion"]
-        if read_key(self._kvstore, key) is None:
+        if self._storage.read(key) is None:
             return
-        stored = read_group(self._kvstore, self.stream, index)
+        stored = read_group(self._storage, self.stream, index)
         if stored.select(columns).to_pylist() != table.select(columns).to_pylist():
             raise StoreError(
                 f"{key} holds other completions than the model has written now, since rows or devices are others. Run "

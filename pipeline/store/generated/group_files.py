@@ -10,22 +10,21 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import tensorstore as ts
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.problems import Problem, Remedy
 from pipeline.store.generated.group_keys import group_key, stream_prefix
 from pipeline.store.generated.kept_activations import check_kept
-from pipeline.store.io.kvstore import list_keys, read_checked
 from pipeline.store.io.parsing import parse_json
+from pipeline.store.io.storage import Storage
 
 _METADATA = b"group"  # of the parquet schema: JSON with `next`, `exhausted` and `sha256`
 _REMEDY = "Delete this group and those after it: they are then written again."
 
 
-def stored_groups(kvstore: ts.KvStore, stream: int) -> list[str]:
+def stored_groups(storage: Storage, stream: int) -> list[str]:
     """The keys of a stream's groups. Raises StoreInvalid unless they are 0, 1, 2, ..."""
-    keys = [key for key in list_keys(kvstore, stream_prefix(stream)) if re.fullmatch(r".*/group-\d{6,}\.parquet", key)]
+    keys = [key for key in storage.list_keys(stream_prefix(stream)) if re.fullmatch(r".*/group-\d{6,}\.parquet", key)]
     keys.sort(key=lambda key: (len(key), key))
     for index, key in enumerate(keys):
         if key != group_key(stream, index):
@@ -33,10 +32,10 @@ def stored_groups(kvstore: ts.KvStore, stream: int) -> list[str]:
     return keys
 
 
-def read_group(kvstore: ts.KvStore, stream: int, index: int) -> pa.Table:
+def read_group(storage: Storage, stream: int, index: int) -> pa.Table:
     """The table of a group. Raises StoreInvalid when it is missing or damaged."""
-    [table] = read_checked(
-        kvstore, [group_key(stream, index)], lambda key, content: _decode(key, content, stream, index)
+    [table] = storage.read_checked(
+        [group_key(stream, index)], lambda key, content: _decode(key, content, stream, index)
     )
     return table
 
@@ -78,7 +77,7 @@ def _digest(table: pa.Table, state: Mapping[str, Any], stream: int, index: int) 
 
 
 def check_groups(
-    kvstore: ts.KvStore, stream: int, table: pa.Table | None, token_bytes: Mapping[str, int]
+    storage: Storage, stream: int, table: pa.Table | None, token_bytes: Mapping[str, int]
 ) -> Iterator[Problem]:
     """What is wrong with a stream's groups, as far as there are any: one is missing among them or cannot be read, or a
     document has not the lengths that the stream's document table says. Likewise with the activations that are kept
@@ -86,18 +85,18 @@ def check_groups(
     columns = ("document", "n_prompt", "n_completion")
     expected = {} if table is None else {row["document"]: row for row in table.select(columns).to_pylist()}
     try:
-        keys = stored_groups(kvstore, stream)
+        keys = stored_groups(storage, stream)
     except StoreError as error:
         yield Problem(stream_prefix(stream), str(error), Remedy.regenerate)
         return
     for index, key in enumerate(keys):
         try:
-            group = read_group(kvstore, stream, index)
+            group = read_group(storage, stream, index)
         except StoreError as error:
             yield Problem(key, str(error), Remedy.regenerate)
             continue
         lengths = [len(row["prompt"]) + len(row["completion"]) for row in _documents(group)]
-        for kept, what in check_kept(kvstore, stream, index, sum(lengths), token_bytes):
+        for kept, what in check_kept(storage, stream, index, sum(lengths), token_bytes):
             yield Problem(kept, what, Remedy.regenerate_kept)
         for row in _documents(group):
             sizes = (row["document"], len(row["prompt"]), len(row["completion"]))

@@ -9,11 +9,10 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import tensorstore as ts
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.generated.group_keys import GENERATED_PREFIX, group_key, stream_prefix
-from pipeline.store.io.kvstore import list_keys, not_a_file, read_checked, read_key, write_key
+from pipeline.store.io.storage import Storage
 
 _SUFFIX = ".activations"
 
@@ -23,21 +22,21 @@ def kept_key(stream: int, index: int, array: str) -> str:
     return f"{group_key(stream, index).removesuffix('.parquet')}.{array}{_SUFFIX}"
 
 
-def first_without_kept(kvstore: ts.KvStore, stream: int, groups: range, arrays: Sequence[str]) -> int:
+def first_without_kept(storage: Storage, stream: int, groups: range, arrays: Sequence[str]) -> int:
     """The first of a stream's `groups` whose activations are not there, or where they stop."""
-    found = set(list_keys(kvstore, stream_prefix(stream)))
+    found = set(storage.list_keys(stream_prefix(stream)))
     lacking = (index for index in groups if not {kept_key(stream, index, array) for array in arrays} <= found)
     return next(lacking, groups.stop)
 
 
-def write_kept(kvstore: ts.KvStore, stream: int, index: int, arrays: Mapping[str, np.ndarray]) -> None:
+def write_kept(storage: Storage, stream: int, index: int, arrays: Mapping[str, np.ndarray]) -> None:
     for name, values in arrays.items():
         key, content = kept_key(stream, index, name), np.ascontiguousarray(values).tobytes()
-        write_key(kvstore, key, content + _checksum(key, content))
+        storage.write(key, content + _checksum(key, content))
 
 
 def read_kept(
-    kvstore: ts.KvStore, stream: int, index: int, array: str, dtype: np.dtype, shape: tuple[int, int]
+    storage: Storage, stream: int, index: int, array: str, dtype: np.dtype, shape: tuple[int, int]
 ) -> np.ndarray:
     """[n, D], as `shape` says. Raises StoreError where it is missing, and StoreInvalid where it is damaged."""
     num_bytes = shape[0] * shape[1] * dtype.itemsize
@@ -49,12 +48,12 @@ def read_kept(
             raise StoreInvalid(f"{key} {what}. Delete it, and run the same command again.")
         return np.frombuffer(content[:num_bytes], dtype).reshape(shape)
 
-    [values] = read_checked(kvstore, [kept_key(stream, index, array)], check)
+    [values] = storage.read_checked([kept_key(stream, index, array)], check)
     return values
 
 
 def check_kept(
-    kvstore: ts.KvStore, stream: int, index: int, num_tokens: int, token_bytes: Mapping[str, int]
+    storage: Storage, stream: int, index: int, num_tokens: int, token_bytes: Mapping[str, int]
 ) -> Iterator[tuple[str, str]]:
     """Key and what is wrong of the objects of a group of `num_tokens`. One that is missing is no damage.
 
@@ -62,9 +61,9 @@ def check_kept(
     """
     for array, size in token_bytes.items():
         key = kept_key(stream, index, array)
-        if what := not_a_file(kvstore, key):
+        if what := storage.file_problem(key):
             yield key, what
-        elif (content := read_key(kvstore, key)) is not None:
+        elif (content := storage.read(key)) is not None:
             yield from ((key, what) for what in _damage(key, content, num_tokens * size))
 
 
@@ -80,6 +79,6 @@ def _damage(key: str, content: bytes, num_bytes: int) -> Iterator[str]:
         yield "does not match its own checksum"
 
 
-def kept_keys(kvstore: ts.KvStore) -> list[str]:
+def kept_keys(storage: Storage) -> list[str]:
     """The objects of all streams, relative to the store."""
-    return [key for key in list_keys(kvstore, GENERATED_PREFIX) if key.endswith(_SUFFIX)]
+    return [key for key in storage.list_keys(GENERATED_PREFIX) if key.endswith(_SUFFIX)]

@@ -5,7 +5,7 @@ from typing import Any
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.core.json_text import MAX_DEPTH, is_deep
-from pipeline.store.io.kvstore import DAMAGE_REMEDY
+from pipeline.store.io.failures import DAMAGE_REMEDY
 
 
 def parse_json(text: bytes, subject: str, remedy: str = DAMAGE_REMEDY) -> Any:

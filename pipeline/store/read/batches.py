@@ -22,6 +22,7 @@ from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.int8 import dequantised, scale_name
 from pipeline.store.format.layout import MIB, SIDE_ARRAYS, StoreLayout
 from pipeline.store.format.normalisation import Normalisation
+from pipeline.store.io.storage import Storage
 from pipeline.store.read.buffers import STACKED, StoredBlocks, TokenMemory
 from pipeline.store.read.filters import TokenFilter
 from pipeline.store.read.frameworks import Framework, converter
@@ -109,7 +110,7 @@ class BatchReader(Iterator[Batch]):
 
     def __init__(
         self,
-        kvstore: ts.KvStore,
+        storage: Storage,
         layout: StoreLayout,
         arrays: Mapping[str, ts.TensorStore],
         records: Sequence[CommitRecord],
@@ -118,7 +119,7 @@ class BatchReader(Iterator[Batch]):
     ) -> None:
         records = [record for record in records if record.rows]
         self._reading = reading
-        self._blocks = StoredBlocks(kvstore, layout, arrays, records)
+        self._blocks = StoredBlocks(storage, layout, arrays, records)
         self._order = _reading_order(layout, records, reading)
         self._position = Position() if state is None else self._restored(dict(state))
         self._batches = self._read()

@@ -16,7 +16,7 @@ from pipeline.store.format.int8 import Dequantised, scale_name
 from pipeline.store.format.layout import DOCUMENTS, MIB, POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS, StoreLayout
 from pipeline.store.format.tables import read_tables
 from pipeline.store.generated.completions import completion_slots
-from pipeline.store.io.kvstore import repeated
+from pipeline.store.io.storage import Storage
 from pipeline.store.read.filters import COMPLETIONS, TokenFilter
 from pipeline.store.read.frameworks import aligned_empty
 from pipeline.store.read.order import Buffer, ReadingOrder
@@ -27,8 +27,6 @@ from pipeline.store.read.rows import (
     counts_positions,
     require_selected,
     require_stored,
-    start_read,
-    wait_read,
 )
 
 # Of whole rows, before what stands beside selected tokens is taken out of them.
@@ -42,21 +40,21 @@ class StoredBlocks:
 
     def __init__(
         self,
-        kvstore: ts.KvStore,
+        storage: Storage,
         layout: StoreLayout,
         arrays: Mapping[str, ts.TensorStore],
         records: Sequence[CommitRecord],
     ) -> None:
-        self._kvstore = kvstore
+        self._storage = storage
         self.layout = layout
         self.arrays = arrays
         self.records = records
         # By block: its window, and [rows, slots] by name.
         self._beside: dict[int, tuple[int, dict[str, np.ndarray]]] = {}
 
-    def repeated(self, read: Callable[[], None]) -> None:
-        """Calls `read`, and again while it finds something damaged or missing; see `kvstore.repeated`."""
-        repeated(self._kvstore, read)
+    def retry_read(self, read: Callable[[], None]) -> None:
+        """Calls `read`, and again while it finds something damaged or missing; see `storage.repeated`."""
+        self._storage.retry_read(read)
 
     def first_row(self, block: int) -> int:
         record = self.records[block]
@@ -86,7 +84,7 @@ class StoredBlocks:
             whole = sum(spec.position_bytes for spec in SIDE_ARRAYS) * self.layout.rows_per_block * self.layout.length
             at_once = max(1, int(WHOLE_MIB * MIB / whole))
         parts = (blocks[start : start + at_once] for start in range(0, len(blocks), at_once))
-        read = (repeated(self._kvstore, lambda part=part: self._read_beside(part, names)) for part in parts)
+        read = (self._storage.retry_read(lambda part=part: self._read_beside(part, names)) for part in parts)
         return [beside for part in read for beside in part]
 
     def _read_beside(self, blocks: Sequence[int], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
@@ -98,7 +96,7 @@ class StoredBlocks:
         reads = [(b, name, *self._start(b, name)) for b in blocks for name in arrays]
         found: dict[int, dict[str, np.ndarray]] = {b: {} for b in blocks}
         for block, name, values, read in reads:
-            wait_read(self.arrays[name], read)
+            read.wait()
             first = self.first_row(block)
             if name == SELECTED.name:
                 require_selected(self.arrays[name], self.records[block], values)
@@ -111,7 +109,7 @@ class StoredBlocks:
                 rows = self.first_row(block) + np.flatnonzero(counting)
                 require_stored(self.arrays[POSITIONS.name], rows, sides[POSITIONS.name][counting])
         if COMPLETIONS in names:
-            tables = read_tables(self._kvstore, [self.records[b] for b in blocks])
+            tables = read_tables(self._storage, [self.records[b] for b in blocks])
             for sides, table in zip(found.values(), tables, strict=True):
                 sides[COMPLETIONS] = completion_slots(sides[DOCUMENTS.name], table)
         return [beside_activations(sides) for sides in found.values()]
@@ -119,7 +117,7 @@ class StoredBlocks:
     def _start(self, block: int, name: str) -> tuple[np.ndarray, RowRead]:
         array = self.arrays[name]
         values = np.empty((self.records[block].rows, array.shape[1]), array.dtype.numpy_dtype)
-        return values, start_read(array, self.first_row(block), values)
+        return values, RowRead(array, self.first_row(block), values)
 
 
 class TokenMemory:
@@ -159,29 +157,28 @@ class TokenMemory:
         for user in self.users:
             user.exception()  # waits; whoever takes its result meets the error
         self.users = []
-        self._blocks.repeated(lambda: self._fill(buffer, order, token_filter))
+        self._blocks.retry_read(lambda: self._fill(buffer, order, token_filter))
 
     def _fill(self, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter) -> None:
         beside = self._blocks.beside(buffer, token_filter.side_arrays)
         looked_at = self._beside | {COMPLETIONS: self._completions}
-        reads: deque[tuple[ts.TensorStore, RowRead]] = deque()
+        reads: deque[RowRead] = deque()
         row_numbers: list[np.ndarray] = []
         row = 0
         for piece, sides in zip(buffer.pieces, beside, strict=True):
             rows = slice(row, row + piece.num_rows)
             first = self._blocks.first_row(piece.block) + piece.first
             for name, target in self._targets.items():
-                array = self._blocks.arrays[name]
-                reads.append((array, start_read(array, first, target[rows])))
+                reads.append(RowRead(self._blocks.arrays[name], first, target[rows]))
             for name, values in sides.items():
                 looked_at[name][rows] = values
             row_numbers.append(np.arange(first, first + piece.num_rows))
             row = rows.stop
             while len(reads) > READS_AHEAD:
-                wait_read(*reads.popleft())
+                reads.popleft().wait()
         slots = np.flatnonzero(token_filter.keeps({name: side[:row] for name, side in looked_at.items()}))
         while reads:
-            wait_read(*reads.popleft())
+            reads.popleft().wait()
         has_any = self._beside["segments"][:row, 0] > 0
         for name, target in self._targets.items():
             stored_rows = np.concatenate(row_numbers)[has_any]

@@ -12,7 +12,6 @@ activations are stored: `capture.positions`), D features of an activation.
 """
 
 import operator
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,7 +35,8 @@ from pipeline.store.format.metadata import StoreMetadata, StoreRoot, require_roo
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics, merge, merge_blocks, read_merged, token_statistics
 from pipeline.store.format.tables import empty_table, read_tables
-from pipeline.store.io.kvstore import DAMAGE_REMEDY, open_kvstore, repeated
+from pipeline.store.io.failures import DAMAGE_REMEDY
+from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.read.batches import BatchReader, Reading
 from pipeline.store.read.filters import TokenFilter
 from pipeline.store.read.frameworks import Framework
@@ -90,19 +90,18 @@ class ActivationStore:
 
     def __init__(
         self,
-        path: str,
-        kvstore: ts.KvStore,
+        storage: Storage,
         root: StoreRoot,
         records: Mapping[int, Sequence[CommitRecord]],
         arrays: Mapping[str, ts.TensorStore],
     ) -> None:
-        self.path = path
+        self.path = storage.path
         self.metadata: StoreMetadata = root.metadata
         self.complete: bool = root.complete
         self.weights_error: Mapping[str, float | None] | None = root.weights_error  # of int8 weights, by array name
         self.keys: tuple[ActivationKey, ...] = tuple(ActivationKey.parse(name) for name in root.arrays)
         self.arrays = arrays
-        self._kvstore = kvstore
+        self.storage = storage
         self._statistics_digests = root.statistics_digests
         self._layout = stored_layout(root, arrays)
         blocks = (record for stream in records.values() for record in stream)
@@ -110,31 +109,30 @@ class ActivationStore:
         self._first_rows = np.array([self._layout.first_row(r.stream, r.block) for r in self._blocks], np.int64)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> "ActivationStore":
-        """Opens the store at a local path, `gs://`, `s3://` or `memory://`.
+    def open(cls, place: StorageLike) -> "ActivationStore":
+        """Opens the store at a local path, `gs://`, `s3://` or `memory://`, or in a Storage.
 
         Raises StoreInvalid where there is no store, or one that is damaged or of another version, and StoreError where
         it cannot be reached.
         """
-        path = os.fspath(path)
-        kvstore = open_kvstore(path)
-        return repeated(kvstore, lambda: cls._open(path, kvstore))
+        storage = Storage.open(place)
+        return storage.retry_read(lambda: cls._open(storage))
 
     @classmethod
-    def _open(cls, path: str, kvstore: ts.KvStore) -> "ActivationStore":
-        root = require_root(path, kvstore)
-        arrays = open_existing(kvstore, root.array_names, root.array_digests or {})
-        require_arrays(root, arrays, path)
-        records = read_consolidated(kvstore, root.commits_sha256)
-        records = read_records(path, kvstore) if records is None else records
+    def _open(cls, storage: Storage) -> "ActivationStore":
+        root = require_root(storage)
+        arrays = open_existing(storage, root.array_names, root.array_digests or {})
+        require_arrays(root, arrays, storage.path)
+        records = read_consolidated(storage, root.commits_sha256)
+        records = read_records(storage) if records is None else records
         counts = tuple(len(records.get(stream, ())) for stream in range(root.metadata.num_streams))
         if root.blocks is not None and counts != root.blocks:
             raise StoreInvalid(
-                f"{path} was completed with {sum(root.blocks)} blocks, but {sum(counts)} have a commit record, or they "
-                "are of other streams. Run the job again, which computes what is missing, or pipeline.verify, which "
-                "names it."
+                f"{storage.path} was completed with {sum(root.blocks)} blocks, but {sum(counts)} have a commit record, "
+                "or they are of other streams. Run the job again, which computes what is missing, or pipeline.verify, "
+                "which names it."
             )
-        return cls(path, kvstore, root, records, arrays)
+        return cls(storage, root, records, arrays)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -184,7 +182,7 @@ class ActivationStore:
         The columns are those of `_documents` (document, id, source, index, n_tokens, n_cut, first_token, last_token and
         the source's own) with the stream and block in front.
         """
-        tables = list(read_tables(self._kvstore, self._blocks))
+        tables = list(read_tables(self.storage, self._blocks))
         return pa.concat_tables(tables, promote_options="default") if tables else empty_table()
 
     def statistics(self, layer: SupportsIndex | None, site: Site | str) -> Statistics:
@@ -194,13 +192,13 @@ class ActivationStore:
         """
         name = self._key((layer, site)).name
         if self.complete:
-            found = read_merged(self._kvstore, name, (self._statistics_digests or {}).get(name))
+            found = read_merged(self.storage, name, (self._statistics_digests or {}).get(name))
             if found is None and self._blocks and all(record.statistics_sha256 for record in self._blocks):
                 raise StoreInvalid(
                     f"{self.path} is complete, but its statistics of {name} are missing. {DAMAGE_REMEDY}"
                 )
         else:
-            found = merge_blocks(self._kvstore, self._blocks).get(name)
+            found = merge_blocks(self.storage, self._blocks).get(name)
         if found is None:
             raise StoreError(f"{self.path} has no statistics of {name}: it was made with capture.statistics=false.")
         return found
@@ -344,7 +342,7 @@ class ActivationStore:
             drop_last=drop_last,
             buffer_mib=buffer_mib,
         )
-        return BatchReader(self._kvstore, self._layout, self.arrays, self._blocks, reading, state)
+        return BatchReader(self.storage, self._layout, self.arrays, self._blocks, reading, state)
 
     def sample(
         self,
@@ -409,7 +407,7 @@ class ActivationStore:
         return dequantised(values, self._read(scale_name(name), rows)) if self._layout.scales else values
 
     def _read(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
-        return repeated(self._kvstore, lambda: self._read_once(name, rows))
+        return self.storage.retry_read(lambda: self._read_once(name, rows))
 
     def _read_once(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
         values = read_runs(self.arrays[name], rows)

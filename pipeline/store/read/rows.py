@@ -9,7 +9,8 @@ from jaxtyping import Bool, Int32, Int64, Shaped
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
-from pipeline.store.io.kvstore import is_remote, list_keys, object_url, repeated, require_file, store_errors
+from pipeline.store.io.failures import VERIFY_REMEDY
+from pipeline.store.io.storage import KeyValueStore
 from pipeline.store.read.selected import at_selected
 
 # How many pieces to have under way. Enough to keep an object store busy; with more, TensorStore's own buffers no longer
@@ -31,18 +32,22 @@ def read_runs(array: ts.TensorStore, rows: Int64[np.ndarray, " n"]) -> np.ndarra
     starts = np.flatnonzero(np.diff(rows, prepend=np.iinfo(np.int64).min) != 1)
     stops = np.append(starts[1:], len(rows))
     runs = zip(starts.tolist(), stops.tolist(), strict=True)
-    for read in [start_read(array, int(rows[start]), out[start:stop]) for start, stop in runs]:
-        wait_read(array, read)
+    for read in [RowRead(array, int(rows[start]), out[start:stop]) for start, stop in runs]:
+        read.wait()
     return out
 
 
 class RowRead:
-    """A read of consecutive rows of an array into `out`, which is under way."""
+    """A read of consecutive rows of an array into `out`, which is under way.
+
+    Raises StoreInvalid where something else than a file is in the place of a store shard.
+    """
 
     def __init__(self, array: ts.TensorStore, first_row: int, out: np.ndarray) -> None:
+        self._objects = KeyValueStore(array.kvstore)
         rows_per_shard = array.chunk_layout.write_chunk.shape[0]
         for shard in range(first_row // rows_per_shard, -(-(first_row + len(out)) // rows_per_shard)):
-            require_file(array.kvstore, _shard_key(array, shard))
+            self._objects.require_file(_shard_key(array, shard))
         rows = array[first_row : first_row + len(out)]
         self._rows = rows[ts.d[0].translate_to[0]]
         self._out = out
@@ -51,24 +56,15 @@ class RowRead:
     def _start(self) -> ts.WriteFutures:
         return ts.array(self._out).write(self._rows)
 
-    def finish(self) -> None:
-        """Waits; when called again, reads again. Raises StoreError."""
-        reading, self._under_way = self._under_way or self._start(), None
-        with store_errors(object_url(self._rows.kvstore, "")):
-            reading.result()
+    def wait(self) -> None:
+        """Returns when `out` is complete; what seems damaged is read again. Raises StoreError."""
+        self._objects.retry_read(self._finish)
 
-
-def start_read(array: ts.TensorStore, first_row: int, out: np.ndarray) -> RowRead:
-    """Starts reading `len(out)` consecutive rows into `out`, which is complete when the result is waited for.
-
-    Raises StoreInvalid where something else than a file is in the place of a store shard.
-    """
-    return RowRead(array, first_row, out)
-
-
-def wait_read(array: ts.TensorStore, read: RowRead) -> None:
-    """Waits for a read of `array`; what seems damaged is read again. Raises StoreError."""
-    repeated(array.kvstore, read.finish)
+    def _finish(self) -> None:
+        """Waits; when called again, reads again."""
+        read, self._under_way = self._under_way or self._start(), None
+        with self._objects.errors(""):
+            read.result()
 
 
 def require_stored(
@@ -79,21 +75,17 @@ def require_stored(
     Zarr reads a missing object as fill values. `values` are of each row its only or its first ones, which are hardly
     ever all of them fill values, as those of a token; only where they are, the object is looked for, and read again.
     """
+    objects = KeyValueStore(array.kvstore)
     suspicious = rows[(values == array.fill_value).all(axis=1)]
     rows_per_shard = array.chunk_layout.write_chunk.shape[0]
     for shard in np.unique(suspicious // rows_per_shard).tolist():
         key = _shard_key(array, shard)
-        if key not in list_keys(array.kvstore, key):
-            raise StoreInvalid(
-                f"{object_url(array.kvstore, key)} is missing, although the block is committed. "
-                "Run pipeline.verify, which lists all damage and says how to repair it."
-            )
-        for _ in range(_REREADS if is_remote(array.kvstore) else 1):
+        if key not in objects.list_keys(key):
+            raise StoreInvalid(f"{objects.url(key)} is missing, although the block is committed. {VERIFY_REMEDY}")
+        for _ in range(_REREADS if objects.is_remote else 1):
             again = read_runs(array, suspicious[suspicious // rows_per_shard == shard])
             if not ((again if again.ndim == 2 else again[:, 0]) == array.fill_value).all():
-                raise StoreInvalid(
-                    f"{object_url(array.kvstore, key)} is there, but its storage answered that it is not. Try again."
-                )
+                raise StoreInvalid(f"{objects.url(key)} exists, but its storage answered that it does not. Try again.")
 
 
 def _shard_key(array: ts.TensorStore, shard: int) -> str:
@@ -108,11 +100,10 @@ def counts_positions(segments: Int32[np.ndarray, "n T"]) -> Bool[np.ndarray, " n
 
 def require_selected(array: ts.TensorStore, record: CommitRecord, selected: Int32[np.ndarray, "rows K"]) -> None:
     """Raises StoreInvalid unless `selected`, of a whole block, holds as many tokens as the block's record says."""
-    if (found := np.count_nonzero(selected >= 0)) != record.activations:
+    if (num_selected := np.count_nonzero(selected >= 0)) != record.activations:
         raise StoreInvalid(
-            f"{object_url(array.kvstore, '')} has {found} tokens of block {record.block} of stream {record.stream}, "
-            f"whose record says {record.activations}. "
-            "Run pipeline.verify, which lists all damage and says how to repair it."
+            f"{KeyValueStore(array.kvstore).url('')} has {num_selected} tokens of block {record.block} of stream "
+            f"{record.stream}, whose record says {record.activations}. {VERIFY_REMEDY}"
         )
 
 

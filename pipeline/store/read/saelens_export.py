@@ -17,7 +17,7 @@ from pipeline.core.errors import ConfigError, StoreInvalid
 from pipeline.core.file_errors import named_writing_errors
 from pipeline.store import ActivationStore
 from pipeline.store.format.layout import MIB
-from pipeline.store.io.kvstore import DAMAGE_REMEDY
+from pipeline.store.io.failures import DAMAGE_REMEDY
 
 FILE = "data-00000-of-00001.arrow"
 

@@ -20,20 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import tensorstore as ts
-
 from pipeline.core.errors import StoreError, StoreInvalid
-from pipeline.store.io.kvstore import (
-    list_keys,
-    open_kvstore,
-    read_checked,
-    read_with_generations,
-    repeated,
-    write_if_absent,
-    write_if_unchanged,
-    write_key,
-)
 from pipeline.store.io.parsing import parse_json
+from pipeline.store.io.storage import Storage, StorageLike
 
 log = logging.getLogger("pipeline")
 
@@ -97,18 +86,17 @@ class Claims:
     `owner` names this process in them. `lease_s` is how long the others wait when it falls silent; theirs may differ.
     """
 
-    def __init__(self, path: str, lease_s: float) -> None:
+    def __init__(self, place: StorageLike, lease_s: float) -> None:
         """Raises StoreInvalid for storage that ignores the conditions of a write, and StoreError."""
         self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.lease_s = lease_s
-        self._path = path
-        self._kvstore = open_kvstore(path, own_requests=4)  # renewals do not wait behind the blocks
+        self._storage = Storage.open(place).with_own_requests(4)  # renewals do not wait behind the blocks
         self._numbers = itertools.count()
         self._seen: dict[int, tuple[bytes, float]] = {}  # of others' claims: the generation, and since when
         self._leases: dict[int, _Lease] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        _require_conditional_writes(path, self._kvstore, self.owner)
+        _require_conditional_writes(self._storage, self.owner)
         self._thread = threading.Thread(target=self._renew, name="claims", daemon=True)
         self._thread.start()
 
@@ -117,7 +105,7 @@ class Claims:
         that are at least its lease apart.
         """
         streams = [stream for stream in streams if stream not in self._leases]
-        claims = repeated(self._kvstore, lambda: self._read(streams))
+        claims = self._storage.retry_read(lambda: self._read(streams))
         now = time.monotonic()
         vacant = []
         for stream, (claim, generation) in zip(streams, claims, strict=True):
@@ -135,8 +123,8 @@ class Claims:
         """Each stream's claim, if it has one, and its generation. Raises StoreInvalid for what is no claim."""
         keys = [claim_key(stream) for stream in streams]
         return [
-            (None if text is None else _Claim.from_json(text, f"{self._path}/{key}"), generation)
-            for key, (text, generation) in zip(keys, read_with_generations(self._kvstore, keys), strict=True)
+            (None if text is None else _Claim.from_json(text, f"{self._storage.path}/{key}"), generation)
+            for key, (text, generation) in zip(keys, self._storage.read_with_generations(keys), strict=True)
         ]
 
     def claim(self, vacancy: Vacancy) -> bool:
@@ -210,9 +198,9 @@ class Claims:
     def _write(self, stream: int, generation: bytes, held: bool = True) -> bytes | None:
         """Writes the claim if it has this generation still; returns the new one, or None."""
         key, text = claim_key(stream), _Claim(self.owner, held, self.lease_s, next(self._numbers)).to_json()
-        written = write_if_unchanged(self._kvstore, key, text, generation)
+        written = self._storage.write_if_unchanged(key, text, generation)
         if written is None:  # perhaps because the request was repeated, and met what it had written itself
-            [(found, there)] = read_with_generations(self._kvstore, [key])
+            [(found, there)] = self._storage.read_with_generations([key])
             written = there if found == text else None
         return written
 
@@ -221,38 +209,38 @@ def claim_key(stream: int) -> str:
     return f"{CLAIMS_PREFIX}stream-{stream:05d}.json"
 
 
-def held_claims(path: str) -> dict[int, str]:
+def held_claims(place: StorageLike) -> dict[int, str]:
     """The owners of claimed streams, be they alive or not. Raises StoreError."""
-    kvstore = open_kvstore(path)
-    keys = {key: int(match[1]) for key in list_keys(kvstore, CLAIMS_PREFIX) if (match := _KEY.fullmatch(key))}
+    storage = Storage.open(place)
+    keys = {key: int(match[1]) for key in storage.list_keys(CLAIMS_PREFIX) if (match := _KEY.fullmatch(key))}
 
     def check(key: str, text: bytes | None) -> _Claim | None:
-        return None if text is None else _Claim.from_json(text, f"{path}/{key}")
+        return None if text is None else _Claim.from_json(text, f"{storage.path}/{key}")
 
-    claims = zip(keys.values(), read_checked(kvstore, list(keys), check), strict=True)
+    claims = zip(keys.values(), storage.read_checked(list(keys), check), strict=True)
     return {stream: claim.owner for stream, claim in claims if claim is not None and claim.held}
 
 
-def read_claims(kvstore: ts.KvStore) -> dict[str, bytes]:
+def read_claims(storage: Storage) -> dict[str, bytes]:
     """The generation of every claim, by key, for `delete_claims`. Raises StoreError."""
-    keys = list_keys(kvstore, CLAIMS_PREFIX)
-    found = zip(keys, read_with_generations(kvstore, keys), strict=True)
+    keys = storage.list_keys(CLAIMS_PREFIX)
+    found = zip(keys, storage.read_with_generations(keys), strict=True)
     return {key: generation for key, (text, generation) in found if text is not None}
 
 
-def delete_claims(kvstore: ts.KvStore, claims: Mapping[str, bytes]) -> None:
+def delete_claims(storage: Storage, claims: Mapping[str, bytes]) -> None:
     """Deletes the claims that nobody has renewed since they were read. Raises StoreError."""
     for key, generation in claims.items():
-        write_if_unchanged(kvstore, key, None, generation)
+        storage.write_if_unchanged(key, None, generation)
 
 
-def _require_conditional_writes(path: str, kvstore: ts.KvStore, owner: str) -> None:
+def _require_conditional_writes(storage: Storage, owner: str) -> None:
     key = f"{TEST_PREFIX}{owner}"
-    write_if_absent(kvstore, key, b"test")
-    ignored = write_if_absent(kvstore, key, b"test")
-    write_key(kvstore, key, None)
+    storage.write_if_absent(key, b"test")
+    ignored = storage.write_if_absent(key, b"test")
+    storage.write(key, None)
     if ignored:
         raise StoreInvalid(
-            f"the storage of {path} ignores the conditions of a write, so that streams cannot be claimed there. "
-            f"Use run.worker_index and run.worker_count, or another store.path."
+            f"the storage of {storage.path} ignores the conditions of a write, so that streams cannot be claimed. "
+            "Use run.worker_index and run.worker_count, or another store.path."
         )

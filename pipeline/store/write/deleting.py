@@ -12,7 +12,7 @@ from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.commits import COMMITS_PREFIX, CONSOLIDATED_KEY
 from pipeline.store.format.keys import LOCK_SUFFIX, StoreKeys
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
-from pipeline.store.io.kvstore import directory_of, list_keys, object_url, open_kvstore, store_errors, write_key
+from pipeline.store.io.storage import Storage
 
 _DELETIONS_AHEAD = 256
 
@@ -28,10 +28,10 @@ def delete_store(path: str, root: StoreRoot) -> Iterator[str]:
         keys = StoreKeys(root.arrays)
     except ValueError as error:
         raise StoreInvalid(f"{path}/{ROOT_KEY} was edited: of its arrays {error}. Nothing is deleted.") from error
-    kvstore = open_kvstore(path)
-    folder = directory_of(kvstore)
+    storage = Storage.open(path)
+    folder = storage.directory
     if folder is None:
-        return _delete_objects(kvstore, keys)
+        return _delete_objects(storage, keys)
     if os.path.islink(folder + ROOT_KEY):
         raise StoreInvalid(f"{folder}{ROOT_KEY} is a symbolic link: the store is not {path}. Nothing is deleted.")
     try:
@@ -42,25 +42,23 @@ def delete_store(path: str, root: StoreRoot) -> Iterator[str]:
         ) from error
 
 
-def _delete_objects(kvstore: ts.KvStore, keys: StoreKeys) -> Iterator[str]:
-    write_key(kvstore, CONSOLIDATED_KEY, None)
+def _delete_objects(storage: Storage, keys: StoreKeys) -> Iterator[str]:
+    storage.write(CONSOLIDATED_KEY, None)
     for prefix in keys.prefixes:
-        own = [key for key in list_keys(kvstore, prefix) if keys.is_own(key)]
+        own = [key for key in storage.list_keys(prefix) if keys.is_own(key)]
         under_way: deque[tuple[str, ts.Future]] = deque()
         for key in own:
-            under_way.append((key, kvstore.write(key, None)))
+            under_way.append((key, storage.start_write(key, None)))
             if len(under_way) > _DELETIONS_AHEAD:
-                _wait(kvstore, *under_way.popleft())
+                _wait(storage, *under_way.popleft())
         while under_way:
-            _wait(kvstore, *under_way.popleft())
-    write_key(kvstore, ROOT_KEY, None)
-    with store_errors(object_url(kvstore, "")):
-        found = kvstore.list().result()
-    return (key.decode(errors="replace") for key in found)
+            _wait(storage, *under_way.popleft())
+    storage.write(ROOT_KEY, None)
+    return iter(storage.list_keys())
 
 
-def _wait(kvstore: ts.KvStore, key: str, deletion: ts.Future) -> None:
-    with store_errors(object_url(kvstore, key)):
+def _wait(storage: Storage, key: str, deletion: ts.Future) -> None:
+    with storage.errors(key):
         deletion.result()
 
 

@@ -16,7 +16,7 @@ def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
             f"streams {', '.join(map(str, unfinished))} have not ended. Let the workers go on, start one more, or run "
             f"pipeline.finalize with force=true to complete the store with what it holds."
         )
-    holders = held_claims(store.path)
+    holders = held_claims(store.storage)
     if holders and not is_forced:
         held = ", ".join(f"{stream} by {owner}" for stream, owner in holders.items())
         return (

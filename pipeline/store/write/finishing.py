@@ -8,8 +8,6 @@ began. The root is read after all of them: whoever extends the store changes it,
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import tensorstore as ts
-
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.arrays import set_rows
 from pipeline.store.format.commits import CONSOLIDATED_KEY, Records, consolidate, consolidated_digest
@@ -18,7 +16,7 @@ from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, read_root, read_
 from pipeline.store.format.statistics import MERGED_GROUP_KEY, encode_merged, merge_blocks, merged_digest, merged_keys
 from pipeline.store.format.target import is_reached
 from pipeline.store.generated.kept_activations import kept_keys
-from pipeline.store.io.kvstore import read_key, read_with_generations, write_if_unchanged, write_key
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.claims import delete_claims, read_claims
 
 _ATTEMPTS = 20
@@ -39,7 +37,7 @@ class _Seen:
 
 
 def finish_store(
-    path: str, kvstore: ts.KvStore, layout: StoreLayout, read: Callable[[], Records], force: bool = False
+    storage: Storage, layout: StoreLayout, read: Callable[[], Records], force: bool = False
 ) -> StoreRoot | None:
     """Consolidates the records that `read` gives, merges the statistics, marks the store complete, trims the arrays to
     the last committed row. A store that is complete is left as it is, but for what an interruption left undone.
@@ -53,19 +51,17 @@ def finish_store(
     """
     for _ in range(_ATTEMPTS):
         try:
-            return _try_to_finish(path, kvstore, layout, read, force)
+            return _try_to_finish(storage, layout, read, force)
         except _ChangedMeanwhile:
             continue
-    raise StoreError(f"{path} could not be completed: other processes changed it {_ATTEMPTS} times. Try again.")
+    raise StoreError(f"{storage.path} could not be completed: other processes changed it {_ATTEMPTS} times. Try again.")
 
 
-def _try_to_finish(
-    path: str, kvstore: ts.KvStore, layout: StoreLayout, read: Callable[[], Records], force: bool
-) -> StoreRoot | None:
-    seen = _see(kvstore, layout)
-    root, generation = read_root_generation(path, kvstore)
+def _try_to_finish(storage: Storage, layout: StoreLayout, read: Callable[[], Records], force: bool) -> StoreRoot | None:
+    seen = _see(storage, layout)
+    root, generation = read_root_generation(storage)
     if root is None:
-        raise StoreError(f"{path}/{ROOT_KEY} was deleted while the store was being written.")
+        raise StoreError(f"{storage.path}/{ROOT_KEY} was deleted while the store was being written.")
     try:
         records = read()
         blocks = tuple(len(records.get(stream, ())) for stream in range(layout.num_streams))
@@ -76,28 +72,28 @@ def _try_to_finish(
             is_whole = is_reached(records, layout.num_streams, root.target)
         if not (is_whole or force):
             return None
-        objects, digests = _summaries(kvstore, layout, root, records, seen)
+        objects, digests = _summaries(storage, layout, root, records, seen)
     except StoreInvalid:
-        if read_root_generation(path, kvstore)[1] != generation:  # another run has begun to write a block again
+        if read_root_generation(storage)[1] != generation:  # another run has begun to write a block again
             raise _ChangedMeanwhile from None
         raise
     for key, content in objects.items():
-        _write(kvstore, key, content, seen)
+        _write(storage, key, content, seen)
     sha256 = consolidated_digest(objects[CONSOLIDATED_KEY])
     finished = replace(root, complete=True, blocks=blocks, commits_sha256=sha256, statistics_digests=digests or None)
-    is_written = finished == root or write_if_unchanged(kvstore, ROOT_KEY, finished.to_json(), generation) is not None
-    if not is_written and read_root(path, kvstore) != finished:  # else another process wrote the same
+    is_written = finished == root or storage.write_if_unchanged(ROOT_KEY, finished.to_json(), generation) is not None
+    if not is_written and read_root(storage) != finished:  # else another process wrote the same
         raise _ChangedMeanwhile
     if is_reached(records, layout.num_streams, root.target):  # else a worker may be extending the store under its claim
-        delete_claims(kvstore, seen.claims)
-    _settle_rows(path, kvstore, layout, read)
+        delete_claims(storage, seen.claims)
+    _settle_rows(storage, layout, read)
     for key in seen.kept:
-        write_key(kvstore, key, None)
+        storage.write(key, None)
     return finished
 
 
 def _summaries(
-    kvstore: ts.KvStore, layout: StoreLayout, root: StoreRoot, records: Records, seen: _Seen
+    storage: Storage, layout: StoreLayout, root: StoreRoot, records: Records, seen: _Seen
 ) -> tuple[dict[str, bytes], dict[str, str]]:
     """The consolidated records and, where they are not there already, the merged statistics by key; the digests of
     these by array."""
@@ -105,16 +101,16 @@ def _summaries(
     objects, digests = {CONSOLIDATED_KEY: consolidated}, _merged_digests(seen.objects, layout)
     if (consolidated_digest(consolidated), digests) == (root.commits_sha256, root.statistics_digests):
         return objects, digests
-    merged = encode_merged(merge_blocks(kvstore, [record for stream in records.values() for record in stream]))
+    merged = encode_merged(merge_blocks(storage, [record for stream in records.values() for record in stream]))
     return objects | merged, _merged_digests(merged, layout)
 
 
-def _see(kvstore: ts.KvStore, layout: StoreLayout) -> _Seen:
+def _see(storage: Storage, layout: StoreLayout) -> _Seen:
     keys = [CONSOLIDATED_KEY, MERGED_GROUP_KEY, *(key for spec in layout.arrays for key in merged_keys(spec.name))]
-    found = dict(zip(keys, read_with_generations(kvstore, keys), strict=True))
+    found = dict(zip(keys, storage.read_with_generations(keys), strict=True))
     objects = {key: content for key, (content, _) in found.items()}
     generations = {key: generation for key, (_, generation) in found.items()}
-    return _Seen(objects, generations, read_claims(kvstore), kept_keys(kvstore))
+    return _Seen(objects, generations, read_claims(storage), kept_keys(storage))
 
 
 def _merged_digests(objects: Mapping[str, bytes | None], layout: StoreLayout) -> dict[str, str]:
@@ -123,24 +119,24 @@ def _merged_digests(objects: Mapping[str, bytes | None], layout: StoreLayout) ->
     return {name: digest for name, digest in digests.items() if digest is not None}
 
 
-def _write(kvstore: ts.KvStore, key: str, content: bytes, seen: _Seen) -> None:
+def _write(storage: Storage, key: str, content: bytes, seen: _Seen) -> None:
     if seen.objects[key] == content:
         return
-    if write_if_unchanged(kvstore, key, content, seen.generations[key]) is None and read_key(kvstore, key) != content:
+    if storage.write_if_unchanged(key, content, seen.generations[key]) is None and storage.read(key) != content:
         raise _ChangedMeanwhile
 
 
-def _settle_rows(path: str, kvstore: ts.KvStore, layout: StoreLayout, read: Callable[[], Records]) -> None:
+def _settle_rows(storage: Storage, layout: StoreLayout, read: Callable[[], Records]) -> None:
     """Gives the arrays the rows that the root asks for, whoever changes it meanwhile: those up to the last committed
     one of a complete store, and room for any block of one that was opened for more."""
     names = [spec.name for spec in layout.all_arrays]
     for _ in range(_ATTEMPTS):
-        root, generation = read_root_generation(path, kvstore)
+        root, generation = read_root_generation(storage)
         if root is None:
             return
         last = [stream[-1] for stream in read().values()]
         used = max((layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
-        set_rows(kvstore, names, used if root.complete else MAX_ROWS)
-        if read_root_generation(path, kvstore)[1] == generation:
+        set_rows(storage, names, used if root.complete else MAX_ROWS)
+        if read_root_generation(storage)[1] == generation:
             return
-    raise StoreError(f"{path} could not be completed: other processes changed it {_ATTEMPTS} times. Try again.")
+    raise StoreError(f"{storage.path} could not be completed: other processes changed it {_ATTEMPTS} times. Try again.")

@@ -8,24 +8,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 
-import tensorstore as ts
-
 from pipeline.core.errors import StoreError, StoreMismatch
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import MAX_ROWS
+from pipeline.store.format.metadata import ROOT_KEY
 from pipeline.store.format.statistics import statistics_key
 from pipeline.store.format.tables import table_key
 from pipeline.store.format.target import has_share, larger, stream_share
 from pipeline.store.generated.group_keys import GENERATED_PREFIX
-from pipeline.store.io.kvstore import (
-    list_keys,
-    open_kvstore,
-    read_key,
-    read_keys,
-    require_no_links,
-    write_if_absent,
-    write_key,
-)
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.claims import held_claims
 from pipeline.store.write.store_writer import StoreWriter, create_root
 from pipeline.store.write.vacancy import require_vacant
@@ -46,17 +37,18 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
     opened = [StoreWriter.open_existing(source) for source in sources]
     for other in opened[1:]:
         _require_fit(opened[0], other)
-    existing = [StoreWriter.open_existing(path)] if _exists(path) else []
+    storage = Storage.open(path)
+    existing = [StoreWriter.open_existing(storage)] if storage.read(ROOT_KEY) is not None else []
     for store in existing:
         _require_fit(opened[0], store)
-    if holders := held_claims(path):
+    if holders := held_claims(storage):
         held = ", ".join(f"{stream} by {owner}" for stream, owner in holders.items())
         raise StoreError(
             f"{path} is not merged into: workers hold streams of it ({held}). Let them end first, or delete its "
             "_claims/ if they are dead."
         )
     missing = _missing(existing, opened)
-    target = existing[0] if existing else _create(path, opened[0])
+    target = existing[0] if existing else _create(storage, opened[0])
     measured = [source.weights_error for source in opened if source.weights_error is not None]
     if measured and target.weights_error is None:
         target.record_weights_error(measured[0])
@@ -98,7 +90,7 @@ def _require_fit(first: StoreWriter, other: StoreWriter) -> None:
 def _formats(store: StoreWriter) -> dict[str, dict]:
     """The zarr.json of every array, but for the number of rows."""
     names = [spec.name for spec in store.layout.all_arrays]
-    texts = read_keys(open_kvstore(store.path), [f"{name}/zarr.json" for name in names])
+    texts = store.storage.read_many([f"{name}/zarr.json" for name in names])
     found = {name: json.loads(text) for name, text in zip(names, texts, strict=True)}
     for zarr_json in found.values():
         zarr_json["shape"][0] = MAX_ROWS
@@ -119,22 +111,17 @@ def _missing(existing: Sequence[StoreWriter], sources: Sequence[StoreWriter]) ->
     return [found[place] for place in sorted(found) if found[place][0] not in existing]
 
 
-def _exists(path: str) -> bool:
-    return read_key(open_kvstore(path), "zarr.json") is not None
-
-
-def _create(path: str, like: StoreWriter) -> StoreWriter:
+def _create(storage: Storage, like: StoreWriter) -> StoreWriter:
     """An empty store of the same configuration. One whose creation was interrupted is completed."""
-    kvstore = open_kvstore(path)
-    require_vacant(path, kvstore)  # before anything is written
+    require_vacant(storage)  # before anything is written
     for name, zarr_json in _formats(like).items():
-        write_if_absent(kvstore, f"{name}/zarr.json", json.dumps(zarr_json).encode())
-    create_root(path, kvstore, like.metadata, like.layout)
-    return StoreWriter.open(path, like.metadata, like.layout)
+        storage.write_if_absent(f"{name}/zarr.json", json.dumps(zarr_json).encode())
+    create_root(storage, like.metadata, like.layout)
+    return StoreWriter.open(storage, like.metadata, like.layout)
 
 
 def _copy_block(source: StoreWriter, target: StoreWriter, record: CommitRecord, pool: ThreadPoolExecutor) -> None:
-    if read_key(open_kvstore(target.path), record.key) is not None:  # a job on the target was faster
+    if target.storage.read(record.key) is not None:  # a job on the target was faster
         target.commit_written(record, is_there=True)
         return
     stream, block = record.stream, record.block
@@ -142,31 +129,30 @@ def _copy_block(source: StoreWriter, target: StoreWriter, record: CommitRecord, 
     keys.append(table_key(stream, block))
     if record.statistics_sha256:
         keys.append(statistics_key(stream, block))
-    _copy(open_kvstore(source.path), open_kvstore(target.path), keys, pool)
+    _copy(source.storage, target.storage, keys, pool)
     target.commit_written(record)
 
 
-def _copy(source: ts.KvStore, target: ts.KvStore, keys: Sequence[str], pool: ThreadPoolExecutor) -> None:
+def _copy(source: Storage, target: Storage, keys: Sequence[str], pool: ThreadPoolExecutor) -> None:
     """An object that the source lacks (zeros, in an array) is deleted: an earlier job may have left another there.
 
     Raises StoreInvalid for a symbolic link, whose target need not be the store's.
     """
-    require_no_links(source, keys)
+    source.require_no_links(keys)
 
     def copy(key: str) -> None:
-        content = read_key(source, key)
-        write_key(target, key, read_key(source, key) if content is None else content)  # a service may be wrong once
+        content = source.read(key)
+        target.write(key, source.read(key) if content is None else content)  # a service may be wrong once
 
     list(pool.map(copy, keys))
 
 
 def _copy_beside(source: StoreWriter, target: StoreWriter) -> None:
     """What the runs measured, whose names are their own, and what the model wrote, which is the same in every store."""
-    kvstore, into = open_kvstore(source.path), open_kvstore(target.path)
     for prefix in ("_metrics/", GENERATED_PREFIX):
-        there = set(list_keys(into, prefix))
-        keys = [key for key in list_keys(kvstore, prefix) if key not in there]
-        require_no_links(kvstore, keys)
-        for key, content in zip(keys, read_keys(kvstore, keys), strict=True):
+        known = set(target.storage.list_keys(prefix))
+        keys = [key for key in source.storage.list_keys(prefix) if key not in known]
+        source.storage.require_no_links(keys)
+        for key, content in zip(keys, source.storage.read_many(keys), strict=True):
             if content is not None:  # else it was deleted since it was listed
-                write_if_absent(into, key, content)
+                target.storage.write_if_absent(key, content)

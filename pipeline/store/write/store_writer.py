@@ -39,22 +39,8 @@ from pipeline.store.format.statistics import Statistics, encode_statistics, stat
 from pipeline.store.format.tables import encode_table, table_digest, table_key
 from pipeline.store.format.target import Target, larger, target_of
 from pipeline.store.io.digests import values_digest
-from pipeline.store.io.kvstore import (
-    file_threads,
-    local_directory,
-    object_url,
-    open_kvstore,
-    read_checked,
-    read_key,
-    read_with_generations,
-    repeated,
-    start_write,
-    store_errors,
-    write_if_absent,
-    write_if_unchanged,
-    write_key,
-)
 from pipeline.store.io.shard_files import ShardFiles
+from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.write.finishing import finish_store
 from pipeline.store.write.vacancy import require_vacant
 
@@ -86,26 +72,26 @@ class StoreWriter:
     """
 
     def __init__(
-        self, path: str, kvstore: ts.KvStore, layout: StoreLayout, root: StoreRoot, arrays: dict[str, ts.TensorStore]
+        self, storage: Storage, layout: StoreLayout, root: StoreRoot, arrays: dict[str, ts.TensorStore]
     ) -> None:
-        self.path = path
+        self.path = storage.path
         self.layout = layout
-        consolidated = read_consolidated(kvstore, root.commits_sha256)
-        self.records: Records = read_records(path, kvstore, known=consolidated)
-        self._kvstore = kvstore
-        self._records_kvstore = open_kvstore(path, own_requests=1)  # a look at a record does not wait for the shards
+        consolidated = read_consolidated(storage, root.commits_sha256)
+        self.records: Records = read_records(storage, known=consolidated)
+        self.storage = storage
+        self._records_storage = storage.with_own_requests(1)  # a look at a record does not wait for the shards
         self._files: ShardFiles | None = None
-        if is_plain_files(path, layout.compression):
-            self._files = ShardFiles(Path(local_directory(path)), file_threads())
+        if is_plain_files(storage.path, layout.compression):
+            self._files = ShardFiles(Path(storage.directory), storage.file_threads)
         # `memory://` would keep the arrays themselves, which the caller fills again, and free them under its own lock
         # while it waits for the interpreter's: a deadlock.
-        self._may_reference = not path.startswith("memory://")
+        self._may_reference = not storage.path.startswith("memory://")
         self._root = root
         self._arrays = arrays
 
     @classmethod
-    def open(cls, path: str, metadata: StoreMetadata, layout: StoreLayout) -> "StoreWriter":
-        """Opens the store at `path` (a local path, `gs://`, `s3://`, `memory://`), which is created where absent.
+    def open(cls, place: StorageLike, metadata: StoreMetadata, layout: StoreLayout) -> "StoreWriter":
+        """Opens the store at `place` (a local path, `gs://`, `s3://`, `memory://`, or a Storage), or creates it.
 
         A store whose creation was interrupted is completed. Raises StoreMismatch when the store's fingerprint is not
         `metadata`'s, StoreInvalid when it is damaged or its records have gaps, and StoreError when it cannot be read or
@@ -113,22 +99,22 @@ class StoreWriter:
         """
         if (metadata.num_streams, metadata.rows_per_block) != (layout.num_streams, layout.rows_per_block):
             raise ValueError(f"metadata and layout disagree: {metadata} {layout}")
-        kvstore = open_kvstore(path)
-        root = create_root(path, kvstore, metadata, layout) or _read_root(path, kvstore)
-        root.metadata.require_same(metadata, path)
-        arrays = open_or_create(kvstore, layout)
-        digests = read_array_digests(kvstore, root.array_names)
-        root = change_root(path, kvstore, lambda root: replace(root, array_digests=digests))
-        return cls(path, kvstore, layout, root, arrays)
+        storage = Storage.open(place)
+        root = create_root(storage, metadata, layout) or _read_root(storage)
+        root.metadata.require_same(metadata, storage.path)
+        arrays = open_or_create(storage, layout)
+        digests = read_array_digests(storage, root.array_names)
+        root = change_root(storage, lambda root: replace(root, array_digests=digests))
+        return cls(storage, layout, root, arrays)
 
     @classmethod
-    def open_existing(cls, path: str) -> "StoreWriter":
+    def open_existing(cls, place: StorageLike) -> "StoreWriter":
         """Opens a store as it is, to finish it. Raises StoreInvalid where there is none, or it is damaged."""
-        kvstore = open_kvstore(path)
-        root = require_root(path, kvstore)
-        arrays = open_existing(kvstore, root.array_names)
-        require_arrays(root, arrays, path)
-        return cls(path, kvstore, stored_layout(root, arrays), root, arrays)
+        storage = Storage.open(place)
+        root = require_root(storage)
+        arrays = open_existing(storage, root.array_names)
+        require_arrays(root, arrays, storage.path)
+        return cls(storage, stored_layout(root, arrays), root, arrays)
 
     @property
     def metadata(self) -> StoreMetadata:
@@ -185,10 +171,10 @@ class StoreWriter:
         if statistics is not None:
             tables[statistics_key(stream, block)] = encode_statistics(statistics)
         table_sha256, statistics_sha256, *_ = (*map(table_digest, tables.values()), "")
-        if read_key(self._records_kvstore, commit_key(stream, block)) is not None:
+        if self._records_storage.read(commit_key(stream, block)) is not None:
             return PendingBlock(stream, block, {}, {}, table_sha256, statistics_sha256)
         # These first: should one fail at once, nothing reads the arrays.
-        futures: dict[str, Written] = {key: start_write(self._kvstore, key, parquet) for key, parquet in tables.items()}
+        futures: dict[str, Written] = {key: self.storage.start_write(key, parquet) for key, parquet in tables.items()}
         digests: dict[str, Future[str]] = {}
         for spec in self.layout.all_arrays:
             key = self.layout.shard_key(spec, stream, block)
@@ -201,7 +187,7 @@ class StoreWriter:
         failed = None
         for key, future in pending.futures.items():
             try:
-                with store_errors(object_url(self._kvstore, key)):
+                with self.storage.errors(key):
                     future.result()
             except StoreError as error:
                 failed = failed or error
@@ -231,13 +217,13 @@ class StoreWriter:
         records = self.records.setdefault(record.stream, [])
         if record.block != len(records):
             raise ValueError(f"stream {record.stream} has {len(records)} blocks; {record.block} is not the next")
-        if is_there or not write_if_absent(self._kvstore, record.key, record.to_json()):
+        if is_there or not self.storage.write_if_absent(record.key, record.to_json()):
             record = self._require_committed(record)
         records.append(record)
 
     def _require_committed(self, record: CommitRecord) -> CommitRecord:
         """The record that is there, written by another run. Raises StoreError unless it says the same."""
-        [found] = read_checked(self._kvstore, [record.key], self._parse)
+        [found] = self.storage.read_checked([record.key], self._parse)
         if found is None or not (found.is_same_block(record) and found.names_same_files(record)):
             raise StoreError(
                 f"{self.path}/{record.key} was written meanwhile, with another content, by another run on this store. "
@@ -250,18 +236,18 @@ class StoreWriter:
 
     def refresh(self) -> None:
         """Reads the commit records that are new: other processes may have committed blocks of their streams."""
-        self.records = read_records(self.path, self._kvstore, known=self.records)
+        self.records = read_records(self.storage, known=self.records)
 
     def refresh_stream(self, stream: int) -> list[CommitRecord]:
         """Reads one stream's new records. Any thread may, while no block of the stream is under way here."""
         known = {stream: self.records.get(stream, [])}
-        self.records[stream] = read_records(self.path, self._kvstore, known, stream).get(stream, [])
+        self.records[stream] = read_records(self.storage, known, stream).get(stream, [])
         return self.records[stream]
 
     def reopen(self, target: Target | None = None) -> None:
         """Makes a store, complete or not, one that is to hold at least `target` tokens: nobody completes it before."""
         # In this order, and when finishing in the other: a store that is not complete never lacks room for a block.
-        set_rows(self._kvstore, self._array_names(), MAX_ROWS)
+        set_rows(self.storage, self._array_names(), MAX_ROWS)
 
         def reopened(root: StoreRoot) -> StoreRoot:
             before = root.target
@@ -272,17 +258,17 @@ class StoreWriter:
                 root, complete=False, target=wanted, blocks=None, commits_sha256=None, statistics_digests=None
             )
 
-        self._root = change_root(self.path, self._kvstore, reopened)
+        self._root = change_root(self.storage, reopened)
         while any(array.shape[0] != MAX_ROWS for array in self._arrays.values()):
-            set_rows(self._kvstore, self._array_names(), MAX_ROWS)  # another process was late to trim them
-            self._arrays = open_or_create(self._kvstore, self.layout)
+            set_rows(self.storage, self._array_names(), MAX_ROWS)  # another process was late to trim them
+            self._arrays = open_or_create(self.storage, self.layout)
 
     def finish(self, force: bool = False) -> bool:
         """Marks the store complete, unless it holds less than its target; says whether it is. See `finish_store`.
 
         Call it only once no process has a block to commit. The records are read again, since others wrote some.
         """
-        root = finish_store(self.path, self._kvstore, self.layout, self._refreshed, force)
+        root = finish_store(self.storage, self.layout, self._refreshed, force)
         self._root = self._root if root is None else root
         return root is not None
 
@@ -292,10 +278,10 @@ class StoreWriter:
 
     def write_metrics(self, name: str, text: bytes) -> None:
         """Writes (or replaces) `_metrics/<name>`. Raises StoreError, and nothing else; the store is then as before."""
-        write_key(self._kvstore, f"_metrics/{name}", text)
+        self.storage.write(f"_metrics/{name}", text)
 
     def _change_root(self, **changes: object) -> None:
-        self._root = change_root(self.path, self._kvstore, lambda root: replace(root, **changes))
+        self._root = change_root(self.storage, lambda root: replace(root, **changes))
 
     def _array_names(self) -> list[str]:
         return [spec.name for spec in self.layout.all_arrays]
@@ -309,13 +295,13 @@ class StoreWriter:
             raise ValueError(f"block {block} of stream {stream} is committed, and was not truncated")
 
         def read() -> tuple[CommitRecord | None, bytes]:
-            [(text, generation)] = read_with_generations(self._kvstore, [record.key])
+            [(text, generation)] = self.storage.read_with_generations([record.key])
             return self._parse(record.key, text), generation
 
-        found, generation = repeated(self._kvstore, read)
+        found, generation = self.storage.retry_read(read)
         is_same = found is None or found == record
-        if is_same and found is not None and not write_if_unchanged(self._kvstore, record.key, None, generation):
-            is_same = read_key(self._kvstore, record.key) is None  # by this request, whose answer was lost
+        if is_same and found is not None and not self.storage.write_if_unchanged(record.key, None, generation):
+            is_same = self.storage.read(record.key) is None  # by this request, whose answer was lost
         if not is_same:
             raise StoreError(
                 f"{self.path}/{record.key} was replaced by another run on this store. Run the same command again."
@@ -330,7 +316,7 @@ class StoreWriter:
         if self._files is not None:
             written = self._files.write(key, values, chunk_shape, spec.fill)
             return written, written
-        digest = file_threads().submit(values_digest, values, chunk_shape)
+        digest = self.storage.file_threads.submit(values_digest, values, chunk_shape)
         first = self.layout.first_row(stream, block)
         shard = self._arrays[spec.name][first : first + self.layout.rows_per_block]
         return shard.write(values, can_reference_source_data_indefinitely=self._may_reference), digest
@@ -342,20 +328,20 @@ class StoreWriter:
             raise ValueError(f"a block needs the arrays {expected}, got {found}")
 
 
-def _read_root(path: str, kvstore: ts.KvStore) -> StoreRoot:
-    root = read_root(path, kvstore)
+def _read_root(storage: Storage) -> StoreRoot:
+    root = read_root(storage)
     if root is None:
-        raise StoreError(f"{path}/{ROOT_KEY} was deleted while the store was being created.")
+        raise StoreError(f"{storage.path}/{ROOT_KEY} was deleted while the store was being created.")
     return root
 
 
-def create_root(path: str, kvstore: ts.KvStore, metadata: StoreMetadata, layout: StoreLayout) -> StoreRoot | None:
+def create_root(storage: Storage, metadata: StoreMetadata, layout: StoreLayout) -> StoreRoot | None:
     """Creates the root where there is none; None where there is one, or another process was faster.
 
     The root is written first, so that whatever else is missing can be told from it.
     """
-    if read_key(kvstore, ROOT_KEY) is not None or not require_vacant(path, kvstore):
+    if storage.read(ROOT_KEY) is not None or not require_vacant(storage):
         return None
     created = datetime.now(UTC).isoformat(timespec="seconds")
     root = StoreRoot(metadata, tuple(spec.name for spec in layout.arrays), created, target=target_of(metadata.config))
-    return root if write_if_absent(kvstore, ROOT_KEY, root.to_json()) else None
+    return root if storage.write_if_absent(ROOT_KEY, root.to_json()) else None

@@ -4,18 +4,16 @@ import os
 from collections.abc import Iterator
 from itertools import islice
 
-import tensorstore as ts
-
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.commits import COMMITS_PREFIX
 from pipeline.store.format.keys import LOCK_SUFFIX, is_array_name, is_of_workers
 from pipeline.store.format.metadata import ROOT_KEY
-from pipeline.store.io.kvstore import directory_of, object_url, read_checked, store_errors
+from pipeline.store.io.storage import Storage
 
 _NAMED = 3  # of what is in the way, in the message
 
 
-def require_vacant(path: str, kvstore: ts.KvStore) -> bool:
+def require_vacant(storage: Storage) -> bool:
     """Whether a store can be created at a place whose root was not found: False where there is a root after all, which
     another process may have written meanwhile.
 
@@ -23,7 +21,7 @@ def require_vacant(path: str, kvstore: ts.KvStore) -> bool:
     empty folders, and what tools and file systems put everywhere: names that begin with a dot, and lost+found. Raises
     StoreInvalid for anything else, and StoreError.
     """
-    foreign = list(islice((key for key in _keys(kvstore) if not _may_stay(key)), _NAMED + 1))
+    foreign = list(islice((key for key in _keys(storage) if not _may_stay(key)), _NAMED + 1))
     if not foreign:
         return True
 
@@ -32,15 +30,16 @@ def require_vacant(path: str, kvstore: ts.KvStore) -> bool:
             return False
         if any(key.startswith(COMMITS_PREFIX) for key in foreign):
             raise StoreInvalid(
-                f"{path} has commit records, but its {ROOT_KEY} is missing. Restore it, or choose another store.path."
+                f"{storage.path} has commit records, but its {ROOT_KEY} is missing. Restore it, or choose another "
+                "store.path."
             )
         named = ", ".join(foreign[:_NAMED]) + (", ..." if len(foreign) > _NAMED else "")
         raise StoreInvalid(
-            f"{path} is not empty, and what is there is no store: {named}. A new store needs an empty or a new place: "
-            f"choose another store.path."
+            f"{storage.path} is not empty, and what is there is no store: {named}. A new store needs an empty or a new "
+            "place: choose another store.path."
         )
 
-    return next(read_checked(kvstore, [ROOT_KEY], require_root))
+    return next(storage.read_checked([ROOT_KEY], require_root))
 
 
 def _may_stay(key: str) -> bool:
@@ -55,16 +54,13 @@ def _may_stay(key: str) -> bool:
     return is_array_name(first) and "/".join(rest) in ("zarr.json", f"zarr.json{LOCK_SUFFIX}")  # merging begins so
 
 
-def _keys(kvstore: ts.KvStore) -> Iterator[str]:
+def _keys(storage: Storage) -> Iterator[str]:
     """All keys, commit records first. Of local files as they come, so that a large folder is not read to its end."""
-    folder = directory_of(kvstore)
+    folder = storage.directory
     if folder is not None:
         yield from _files(folder)
         return
-    with store_errors(object_url(kvstore, "")):
-        found = kvstore.list().result()
-    keys = [key.decode(errors="replace") for key in found]
-    yield from sorted(keys, key=lambda key: (not key.startswith(COMMITS_PREFIX), key))
+    yield from sorted(storage.list_keys(), key=lambda key: (not key.startswith(COMMITS_PREFIX), key))
 
 
 def _files(folder: str) -> Iterator[str]:

@@ -8,60 +8,43 @@ import tensorstore as ts
 
 from pipeline.core.errors import ConfigError, StoreError, StoreInvalid
 from pipeline.store.format.arrays import open_or_create
-from pipeline.store.io.kvstore import (
-    configure_storage,
-    context,
-    object_url,
-    open_kvstore,
-    read_checked,
-    read_key,
-    read_keys,
-    require_no_links,
-    store_errors,
-    write_if_absent,
-    write_key,
-)
+from pipeline.store.io.failures import storage_errors
 from pipeline.store.io.shard_files import ShardFiles
+from pipeline.store.io.storage import Storage, StorageOptions
 from tests.store.emulators import new_bucket
 from tests.store.example_store import layout
 from tests.store.fault_proxy import CONTENT_FAULTS
 
 
-@pytest.fixture(autouse=True)
-def defaults():
-    yield
-    configure_storage()
-
-
 def test_the_settings_reach_tensorstore():
-    configure_storage(retries=3, retry_delay_s=0.5, concurrency=7, copy_threads=2)
-    spec = context().spec.to_json()
+    storage = Storage.open("memory://settings", StorageOptions(3, 0.5, concurrency=7, copy_threads=2))
+    spec = storage.context.spec.to_json()
     assert spec["gcs_request_retries"] == {"max_retries": 3, "initial_delay": "500ms", "max_delay": "16s"}
     assert spec["s3_request_retries"] == spec["gcs_request_retries"]
     assert {spec[f"{kind}_concurrency"]["limit"] for kind in ("gcs_request", "s3_request", "file_io")} == {7}
     assert spec["data_copy_concurrency"] == {"limit": 2}
-    write_key(open_kvstore("memory://settings"), "key", b"value")
-    configure_storage()
-    assert read_key(open_kvstore("memory://settings"), "key") == b"value"
+    assert storage.file_threads._max_workers == 7
+    storage.write("key", b"value")
+    assert Storage.open("memory://settings").read("key") == b"value"
 
 
 @pytest.mark.parametrize("wrong", [{"retries": -1}, {"retry_delay_s": -1}, {"concurrency": 0}, {"copy_threads": 0}])
 def test_what_is_out_of_range_is_refused(wrong):
     with pytest.raises(ConfigError, match=r"store\.retries, retry_delay_s, concurrency or copy_threads"):
-        configure_storage(**wrong)
+        Storage.open("memory://settings", StorageOptions(**wrong))
 
 
 def test_more_objects_than_are_asked_for_at_once_are_read_in_order(tmp_path):
-    kvstore = open_kvstore(str(tmp_path))
+    storage = Storage.open(str(tmp_path))
     keys = [f"{i:04}" for i in range(1000)]
     for key in keys[::2]:
-        write_key(kvstore, key, key.encode())
-    assert list(read_keys(kvstore, keys)) == [key.encode() if i % 2 == 0 else None for i, key in enumerate(keys)]
+        storage.write(key, key.encode())
+    assert list(storage.read_many(keys)) == [key.encode() if i % 2 == 0 else None for i, key in enumerate(keys)]
 
 
 @pytest.fixture
 def no_delay(monkeypatch):
-    monkeypatch.setattr("pipeline.store.io.kvstore.time.sleep", lambda _: None)
+    monkeypatch.setattr("pipeline.store.io.storage.time.sleep", lambda _: None)
 
 
 def contains_value(key: str, content: bytes | None) -> bytes:
@@ -71,17 +54,17 @@ def contains_value(key: str, content: bytes | None) -> bytes:
 
 
 def test_what_seems_damaged_is_read_again_before_it_is_called_so(s3, no_delay):
-    kvstore = open_kvstore(f"{new_bucket('s3', s3.backend)}/store")
+    storage = Storage.open(f"{new_bucket('s3', s3.backend)}/store")
     keys = [f"key-{i}" for i in range(20)]
     for key in keys:
-        write_key(kvstore, key, b"value")
+        storage.write(key, b"value")
     for kinds in (CONTENT_FAULTS, *([kind] for kind in CONTENT_FAULTS)):
         s3.reset(rate=0.3, seed=1, kinds=kinds)
-        assert list(read_checked(kvstore, keys, contains_value)) == [b"value"] * 20
+        assert list(storage.read_checked(keys, contains_value)) == [b"value"] * 20
         assert s3.faults.total()
     s3.reset()
-    write_key(kvstore, "key-7", b"other")
-    read = read_checked(kvstore, keys, contains_value)
+    storage.write("key-7", b"other")
+    read = storage.read_checked(keys, contains_value)
     assert [next(read) for _ in range(7)] == [b"value"] * 7
     with pytest.raises(StoreInvalid, match="key-7 is damaged"):
         next(read)
@@ -99,23 +82,23 @@ def test_a_mistake_in_the_program_is_not_taken_for_a_failure_of_the_store(tmp_pa
             lambda: np.zeros(3).reshape(2),
             lambda: array[:2].write(np.zeros(3, np.int32)).result(),
         ),
-        TypeError: (lambda: len(3), lambda: open_kvstore(tmp_path).read(5)),
+        TypeError: (lambda: len(3), lambda: Storage.open(tmp_path).kvstore.read(5)),
         RuntimeError: (lambda: dict_changed(), lambda: next(iter_of_stop())),
         ArithmeticError: (lambda: 1 / 0,),
     }
     for kind, calls in mistakes.items():
         for call in calls:
-            with pytest.raises(kind), store_errors("the store"):
+            with pytest.raises(kind), storage_errors("the store"):
                 call()
     failures = (
-        lambda: open_kvstore(tmp_path / "file").write("x", b"").result(),
-        lambda: open_kvstore(tmp_path).write("x" * 300, b"").result(),
-        lambda: open_kvstore(tmp_path).write("a/" * 3000 + "x", b"").result(),
+        lambda: Storage.open(tmp_path / "file").kvstore.write("x", b"").result(),
+        lambda: Storage.open(tmp_path).kvstore.write("x" * 300, b"").result(),
+        lambda: Storage.open(tmp_path).kvstore.write("a/" * 3000 + "x", b"").result(),
         lambda: ts.open({"driver": "zarr3", "kvstore": f"file://{tmp_path}/none"}).result(),
         lambda: os.mkdir(tmp_path / "file"),
     )
     for call in failures:
-        with pytest.raises(StoreError, match=r"^the store: .*\. [A-Z]"), store_errors("the store"):
+        with pytest.raises(StoreError, match=r"^the store: .*\. [A-Z]"), storage_errors("the store"):
             call()
 
 
@@ -137,11 +120,11 @@ def test_directories_are_on_the_disk_before_what_is_in_them_counts(tmp_path, mon
     monkeypatch.setattr("os.fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
     monkeypatch.setattr("os.mkdir", lambda path, *mode: made.append(str(path)) or mkdir(path, *mode))
     root = tmp_path / "above" / "store"
-    kvstore = open_kvstore(root)
+    storage = Storage.open(root)
     files = ShardFiles(root, ThreadPoolExecutor(1))
-    write_key(kvstore, "_commits/stream-00000/block-000000.json", b"x")
-    assert write_if_absent(kvstore, "_claims/stream-00000.json", b"x")
-    open_or_create(kvstore, layout())
+    storage.write("_commits/stream-00000/block-000000.json", b"x")
+    assert storage.write_if_absent("_claims/stream-00000.json", b"x")
+    open_or_create(storage, layout())
     files.write("tokens/c/12/0", np.ones((4, 8), np.int32), (1, 8), 0).result()
     files.write("embed/c/12/0/0", np.ones((4, 8, 2), np.int32), (1, 8, 2), 0).result()
     directories = {path for path in (root, *root.rglob("*")) if path.is_dir()} | {root.parent}
@@ -159,15 +142,15 @@ def test_links_in_a_store_are_named(tmp_path, link, target):
     file.parent.mkdir(parents=True)
     file.symlink_to(target)
     for root in (tmp_path / "store", tmp_path / "link"):
-        require_no_links(open_kvstore(root), ["zarr.json", "x/y/z"])
+        Storage.open(root).require_no_links(["zarr.json", "x/y/z"])
         with pytest.raises(StoreInvalid, match="a/b/c is a symbolic link, or in one"):
-            require_no_links(open_kvstore(root), ["zarr.json", "a/b/c"])
+            Storage.open(root).require_no_links(["zarr.json", "a/b/c"])
 
 
 def test_an_object_of_another_s3_service_has_a_name(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://localhost:9000")
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
-    kvstore = open_kvstore("s3://bucket/some/store")
+    storage = Storage.open("s3://bucket/some/store")
     spec = {"driver": "s3", "bucket": "bucket", "path": "some/store/"}
-    assert kvstore.spec().to_json() == spec | {"endpoint": "http://localhost:9000", "aws_region": "eu-west-1"}
-    assert object_url(kvstore, "zarr.json") == "s3://bucket/some/store/zarr.json"
+    assert storage.kvstore.spec().to_json() == spec | {"endpoint": "http://localhost:9000", "aws_region": "eu-west-1"}
+    assert storage.url("zarr.json") == "s3://bucket/some/store/zarr.json"

@@ -1,0 +1,320 @@
+"""The one way to storage: objects on a local path, `gs://`, `s3://` or `memory://`, through TensorStore.
+
+Whatever can fail while reading or writing is raised as a StoreError.
+"""
+
+import itertools
+import os
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, TypeVar
+
+import tensorstore as ts
+
+from pipeline.core.addresses import unusable_store_path
+from pipeline.core.cores import num_cores
+from pipeline.core.errors import ConfigError, StoreInvalid
+from pipeline.store.io.directories import is_linked, make_directories
+from pipeline.store.io.failures import DAMAGE_REMEDY, storage_errors
+
+# TensorStore reads these with its first request. By itself it waits for ever for a server that does not answer.
+_TIMEOUTS = {
+    "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "30",
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "60",
+    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
+}
+
+_RETRIES = ("gcs_request_retries", "s3_request_retries")
+_CONCURRENCY = ("gcs_request_concurrency", "s3_request_concurrency", "file_io_concurrency")
+
+# How many small objects to have asked for. TensorStore has fewer requests under way; the rest wait inside it.
+_KEYS_AHEAD = 256
+
+# Seconds to wait before each time that an object is read again which seems damaged or missing.
+_REREAD_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
+_LOCAL_REREAD_DELAYS_S = (0.0,)
+
+T = TypeVar("T")
+
+_NO_OBJECT = b"\2"  # the storage generation of an object that does not exist
+
+_NOT_FILES = {
+    "folder": stat.S_ISDIR,
+    "pipe": stat.S_ISFIFO,
+    "socket": stat.S_ISSOCK,
+    "device": lambda mode: stat.S_ISCHR(mode) or stat.S_ISBLK(mode),
+}
+
+
+class KeyValueStore:
+    """Objects by key. Methods raise StoreError where the storage fails.
+
+    `directory`: the local directory that the objects are in, with a slash at its end; None for other kinds of storage.
+    `is_remote`: whether a request may fail, or be answered wrongly, by itself.
+    """
+
+    def __init__(self, kvstore: ts.KvStore) -> None:
+        self.kvstore = kvstore
+        self._spec = kvstore.spec().to_json()
+        self.directory: str | None = self._spec["path"] if self._spec["driver"] == "file" else None
+        self.is_remote: bool = self._spec["driver"] not in ("file", "memory")
+
+    def url(self, key: str) -> str:
+        """Where an object lies, for messages."""
+        if self._spec["driver"] == "s3":  # TensorStore gives no URL where there is an endpoint
+            return f"s3://{self._spec['bucket']}/{self._spec.get('path', '')}{key}"
+        return self.kvstore.url + key
+
+    def errors(self, key: str) -> AbstractContextManager[None]:
+        """`storage_errors` of an object."""
+        return storage_errors(self.url(key))
+
+    def read(self, key: str) -> bytes | None:
+        """The object's bytes, or None where there is none; see `require_file`."""
+        return next(self.read_many([key]))
+
+    def read_many(self, keys: list[str]) -> Iterator[bytes | None]:
+        """The objects' bytes, in order, None where there is none; many are asked for at once. See `require_file`."""
+        reads: deque[tuple[str, ts.Future]] = deque()
+        for key in keys:
+            self.require_file(key)
+            reads.append((key, self.kvstore.read(key)))
+            if len(reads) > _KEYS_AHEAD:
+                yield self._value(*reads.popleft())
+        while reads:
+            yield self._value(*reads.popleft())
+
+    def _value(self, key: str, read: ts.Future) -> bytes | None:
+        with self.errors(key):
+            result = read.result()
+        return result.value if result.state == "value" else None
+
+    def read_with_generations(self, keys: list[str]) -> list[tuple[bytes | None, bytes]]:
+        """Of each object its bytes (None where there is none) and its generation, which each write changes. See
+        `require_file`."""
+        for key in keys:
+            self.require_file(key)
+        reads = [self.kvstore.read(key) for key in keys]
+        values = [self._value(key, read) for key, read in zip(keys, reads, strict=True)]
+        return [(value, read.result().stamp.generation) for value, read in zip(values, reads, strict=True)]
+
+    def read_checked(self, keys: Sequence[str], check: Callable[[str, bytes | None], T]) -> Iterator[T]:
+        """`check(key, content)` of each object, in order. The content is None where there is no object; `check` decides
+        whether that is wrong. An object that it refuses with StoreInvalid is read again, a few times; then it is
+        raised.
+        """
+        for key, content in zip(keys, self.read_many(list(keys)), strict=True):
+            yield self._checked(key, content, check)
+
+    def _checked(self, key: str, content: bytes | None, check: Callable[[str, bytes | None], T]) -> T:
+        contents = itertools.chain([content], (self.read(key) for _ in itertools.count()))
+        return self.retry_read(lambda: check(key, next(contents)))
+
+    def retry_read(self, read: Callable[[], T]) -> T:
+        """What `read` returns. While it raises StoreInvalid, it is called again, a few times: a service may answer with
+        half an object, or with none, and be right the next time.
+        """
+        delays_s = None
+        while True:
+            try:
+                return read()
+            except StoreInvalid:
+                delays_s = delays_s or iter(_REREAD_DELAYS_S if self.is_remote else _LOCAL_REREAD_DELAYS_S)
+                if (delay_s := next(delays_s, None)) is None:
+                    raise
+                time.sleep(delay_s)
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        """The keys that begin with `prefix`, sorted."""
+        after = prefix and prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        with self.errors(prefix):
+            listed = self.kvstore.list(ts.KvStore.KeyRange(prefix, after)).result()
+        # Some servers of the GCS protocol ignore the range's end.
+        return sorted(key for key in (name.decode(errors="replace") for name in listed) if key.startswith(prefix))
+
+    def start_write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> ts.Future:
+        """Starts writing an object (None deletes it). The directories of a local one are made first, and durable:
+        TensorStore syncs the file, and of its directories only the last."""
+        if value is not None and self.directory is not None:
+            with self.errors(key):
+                make_directories(os.path.dirname(self.directory + key), self.directory)
+        return self.kvstore.write(key, value, if_equal=if_equal)
+
+    def write(self, key: str, value: bytes | None) -> None:
+        """Writes an object durably (None deletes it)."""
+        write = self.start_write(key, value)
+        with self.errors(key):
+            write.result()
+
+    def write_if_absent(self, key: str, value: bytes) -> bool:
+        """Writes an object unless there is one; says whether it did. Of several processes, one succeeds."""
+        return self.write_if_unchanged(key, value, _NO_OBJECT) is not None
+
+    def write_if_unchanged(self, key: str, value: bytes | None, generation: bytes) -> bytes | None:
+        """Writes an object (None deletes it) if it still has this generation; returns the new one, or None.
+
+        S3 has no conditional deletion: TensorStore looks just before.
+        """
+        write = self.start_write(key, value, generation)
+        with self.errors(key):
+            return write.result().generation or None
+
+    def require_no_links(self, keys: Sequence[str]) -> None:
+        """Raises StoreInvalid where an object of a local store is a symbolic link, or in a directory that is one: its
+        content need not be the store's."""
+        if (root := self.directory) is None:
+            return
+        for key in keys:
+            if is_linked(root + key, root):
+                raise StoreInvalid(
+                    f"{root}{key} is a symbolic link, or in one: it is not the store's. Remove the link."
+                )
+
+    def file_problem(self, key: str) -> str | None:
+        """What is wrong where a local store has something else than a file at a key; None where it has nothing."""
+        if self.directory is None:
+            return None
+        path = self.directory + key
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            return "is a symbolic link that leads nowhere, expected a file" if os.path.islink(path) else None
+        except OSError:  # reading it says why
+            return None
+        kind = next((name for name, is_kind in _NOT_FILES.items() if is_kind(mode)), None)
+        return kind and f"is a {kind}, expected a file"
+
+    def require_file(self, key: str) -> None:
+        """Raises StoreInvalid where a local store has something else than a file at a key. TensorStore takes a folder,
+        a socket and a link that leads nowhere for an object that is absent, and waits for a pipe for ever."""
+        if problem := self.file_problem(key):
+            raise StoreInvalid(f"{self.url(key)} {problem}. {DAMAGE_REMEDY}")
+
+
+@dataclass(frozen=True)
+class StorageOptions:
+    """How a process treats storage.
+
+    retries: how often a request that fails is sent again. retry_delay_s: seconds before the first retry; the delay
+    doubles with each retry, up to 32 times the first. concurrency: requests (of local paths: files) under way at once;
+    None: 32, or as many files as there are cores and at least 4. copy_threads: threads that encode and decode chunks;
+    None: the cores. Local store shards without compression are encoded by the threads that write them.
+    """
+
+    retries: int = 16
+    retry_delay_s: float = 1.0
+    concurrency: int | None = None
+    copy_threads: int | None = None
+
+    def context(self) -> ts.Context:
+        """Raises ConfigError for a value that is out of range."""
+        delays = {"initial_delay": f"{self.retry_delay_s}s", "max_delay": f"{32 * self.retry_delay_s}s"}
+        spec: dict[str, Any] = {name: {"max_retries": self.retries, **delays} for name in _RETRIES}
+        if self.concurrency is not None:
+            spec |= {name: {"limit": self.concurrency} for name in _CONCURRENCY}
+        if self.copy_threads is not None:
+            spec["data_copy_concurrency"] = {"limit": self.copy_threads}
+        try:
+            if self.retry_delay_s < 0:
+                raise ValueError(f"a delay of {self.retry_delay_s} s is less than none")
+            return ts.Context(spec, parent=_process_context())
+        except ValueError as error:
+            raise ConfigError(f"store.retries, retry_delay_s, concurrency or copy_threads: {error}.") from error
+
+
+DEFAULT_OPTIONS = StorageOptions()
+
+
+class Storage(KeyValueStore):
+    """The storage of one activation store, and the resources that its requests share. Use `Storage.open`.
+
+    path: as it was given. context: TensorStore's, in which the store's arrays are opened.
+    """
+
+    def __init__(self, path: str, kvstore: ts.KvStore, context: ts.Context, options: StorageOptions) -> None:
+        super().__init__(kvstore)
+        self.path = path
+        self.context = context
+        self._options = options
+
+    @classmethod
+    def open(cls, place: "StorageLike", options: StorageOptions = DEFAULT_OPTIONS) -> "Storage":
+        """The storage at a local path (`~` is the home directory) or a URL. Nothing is created or read. A Storage is
+        returned as it is.
+
+        `s3://` is Amazon's unless the environment names another service, as for Amazon's own tools: AWS_ENDPOINT_URL_S3
+        or AWS_ENDPOINT_URL, and AWS_REGION or AWS_DEFAULT_REGION. Raises StoreInvalid for a path where no store can be
+        (empty, `~` of nobody, a URL of another scheme, or without a bucket, or with credentials), ConfigError for
+        options that are out of range, and StoreError.
+        """
+        if isinstance(place, Storage):
+            return place
+        return cls._open(os.fspath(place), options.context(), options)
+
+    @classmethod
+    def _open(cls, path: str, context: ts.Context, options: StorageOptions) -> "Storage":
+        spec = _kvstore_spec(path)
+        set_request_timeouts()
+        opening = ts.KvStore.open(spec, context=context)
+        with storage_errors(path):
+            return cls(path, opening.result(), context, options)
+
+    def with_own_requests(self, limit: int) -> "Storage":
+        """The same storage, where `limit` requests may be under way besides all others, instead of queueing with
+        them."""
+        context = ts.Context({name: {"limit": limit} for name in _CONCURRENCY}, parent=self.context)
+        return self._open(self.path, context, self._options)
+
+    @cached_property
+    def file_threads(self) -> Executor:
+        """The threads that write local store shards; as many as `concurrency`."""
+        return ThreadPoolExecutor(self._options.concurrency or max(4, num_cores()), "shard-files")
+
+
+StorageLike = Storage | str | os.PathLike[str]
+
+
+def set_request_timeouts() -> None:
+    """Makes TensorStore give up a server that does not answer. What the environment says already stays."""
+    for name, value in _TIMEOUTS.items():
+        os.environ.setdefault(name, value)
+
+
+@cache
+def _process_context() -> ts.Context:
+    """All stores of the process share its limits on concurrent requests, and `memory://` is one store."""
+    return ts.Context()
+
+
+def local_directory(path: str) -> str:
+    """The absolute path of a local store; `~` is the home directory."""
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _kvstore_spec(path: str) -> dict[str, Any]:
+    """TensorStore's spec of the storage at `path`. Raises StoreInvalid where no store can be there."""
+    if reason := unusable_store_path(path):
+        raise StoreInvalid(reason)
+    if "://" not in path:
+        return {"driver": "file", "path": local_directory(path).rstrip("/") + "/"}
+    try:
+        spec = ts.KvStore.Spec(path.rstrip("/") + "/").to_json()
+    except ValueError as error:
+        raise StoreInvalid(f"the store's path is {path!r}, which is no address of a store: {error}.") from error
+    return spec | (_s3_service() if path.startswith("s3://") else {})
+
+
+def _s3_service() -> dict[str, str]:
+    """The part of a key-value store's spec that names another service than Amazon's."""
+    variables = {
+        "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+        "aws_region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+    }
+    values = {key: next(filter(None, map(os.environ.get, names)), None) for key, names in variables.items()}
+    return {key: value for key, value in values.items() if value} if values["endpoint"] else {}
