@@ -19,6 +19,7 @@ damaged, or no store). `docs/reading.md` has examples, `docs/store-format.md` th
 
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics
+from pipeline.store.read.batch_options import BatchOptions
 from pipeline.store.read.batches import Batch, BatchReader
 from pipeline.store.read.filters import TokenFilter
 from pipeline.store.read.reader import ActivationStore, DocumentActivations, TokenRows
@@ -26,6 +27,7 @@ from pipeline.store.read.reader import ActivationStore, DocumentActivations, Tok
 __all__ = [
     "ActivationStore",
     "Batch",
+    "BatchOptions",
     "BatchReader",
     "DocumentActivations",
     "Normalisation",

@@ -24,8 +24,6 @@ EXCEPTIONS: Mapping[str, str] = {
         "pipeline.models.decoder:forward",
         "pipeline.models.registry:Model",
         "pipeline.store.check.verifying:verify_store",
-        "pipeline.store.read.reader:ActivationStore",
-        "pipeline.store.read.reader:batches",
         "pipeline.store.write.store_writer:StoreWriter",
     )
 }  # by name, with the reason

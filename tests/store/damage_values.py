@@ -36,10 +36,10 @@ def reencode_shard(rng: random.Random, objects: Objects, _older: Sequence[Image]
         values = np.array(rows.read().result())
         what = _edit(rng, values)
         rows.write(values).result()
-        written = storage.read(key).result()
-    if written.state != "value" or written.value == objects[key]:
+        written = storage.read(key)
+    if written is None or written == objects[key]:
         return None
-    objects[key] = written.value
+    objects[key] = written
     return Damage(f"{what} of {key}", is_visible=False)
 
 

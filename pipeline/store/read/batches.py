@@ -16,16 +16,15 @@ from typing import Any, NoReturn, Self
 import numpy as np
 import tensorstore as ts
 from jaxtyping import Int32, Int64
-from numpy.typing import DTypeLike
 
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.int8 import dequantised, scale_name
 from pipeline.store.format.layout import MIB, SIDE_ARRAYS, StoreLayout
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.io.storage import Storage
+from pipeline.store.read.batch_options import BatchOptions
 from pipeline.store.read.buffers import STACKED, StoredBlocks, TokenMemory
-from pipeline.store.read.filters import TokenFilter
-from pipeline.store.read.frameworks import Framework, converter
+from pipeline.store.read.frameworks import converter
 from pipeline.store.read.order import VERSION, Buffer, ReadingOrder
 
 AHEAD = 4  # batches
@@ -69,37 +68,29 @@ class Position:
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read, and how: see `ActivationStore.batches`."""
+    """What is read, and how. `single`: one activation was asked for, not a list of them."""
 
     names: tuple[str, ...]
     batch_size: int
     single: bool = False
-    seed: int | None = None
-    epochs: int | None = 1
-    rank: int = 0
-    world: int = 1
-    token_filter: TokenFilter = field(default_factory=TokenFilter)
-    normalisation: Mapping[str, Normalisation] = field(default_factory=dict)
-    stack: bool = False
-    dtype: DTypeLike = None
-    framework: Framework = Framework.numpy
-    drop_last: bool = False
-    buffer_mib: float = 256.0
+    options: BatchOptions = field(default_factory=BatchOptions)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size is {self.batch_size}, must be at least 1")
-        if self.epochs is not None and self.epochs < 1:
-            raise ValueError(f"epochs is {self.epochs}, must be at least 1, or None for no end")
-        if self.world > 1 and self.epochs is not None and self.token_filter.norms:
-            raise ValueError(
-                f"how many tokens of each of {self.world} readers pass a filter of norms is not known before they are "
-                "read, so their numbers of batches could differ. Use epochs=None, and stop after a number of steps."
-            )
-        for given, what in ((self.token_filter.norms, "norms"), (self.normalisation, "normalisation")):
-            unknown = sorted(set(given) - set(self.names))
+        for named, what in ((self.options.token_filter.norms, "norms"), (self.normalisation, "normalisation")):
+            unknown = sorted(set(named) - set(self.names))
             if unknown:
                 raise ValueError(f"{what} names {unknown}, but what is read is {list(self.names)}")
+
+    @property
+    def normalisation(self) -> Mapping[str, Normalisation]:
+        return self.options.normalisation or {}
+
+    @property
+    def seed(self) -> int | None:
+        """None: tokens come in the order of their rows."""
+        return self.options.seed if self.options.shuffle else None
 
 
 class BatchReader(Iterator[Batch]):
@@ -119,6 +110,7 @@ class BatchReader(Iterator[Batch]):
     ) -> None:
         records = [record for record in records if record.rows]
         self._reading = reading
+        self._options = reading.options
         self._blocks = StoredBlocks(storage, layout, arrays, records)
         self._order = _reading_order(layout, records, reading)
         self._position = Position() if state is None else self._restored(dict(state))
@@ -143,7 +135,7 @@ class BatchReader(Iterator[Batch]):
     def _checksum(self) -> int:
         """Of everything that determines which token comes when."""
         blocks = [(r.stream, r.block, r.rows, r.tokens) for r in self._blocks.records]
-        filtered = (self._reading.token_filter, self._reading.batch_size, self._reading.drop_last)
+        filtered = (self._options.token_filter, self._reading.batch_size, self._options.drop_last)
         version = () if self._reading.seed is None else (VERSION,)  # of storage order there is one
         return zlib.crc32(repr((self._order, blocks, filtered, *version)).encode())
 
@@ -175,7 +167,7 @@ class BatchReader(Iterator[Batch]):
         self, gatherers: ThreadPoolExecutor, filled: Iterator[tuple[Buffer, TokenMemory, bool]]
     ) -> Iterator[tuple[Future[Batch], Position]]:
         """Batches under way, each with the position after it."""
-        size, drop_last = self._reading.batch_size, self._reading.drop_last or self._reading.world > 1
+        size, drop_last = self._reading.batch_size, self._options.drop_last or self._options.world > 1
         finish = self._finisher()
         batch, start = self._position.batch, self._position.token
         limit = self._limit(self._position.epoch)
@@ -198,7 +190,7 @@ class BatchReader(Iterator[Batch]):
                 after = Position(buffer.epoch + 1)
                 if have and not drop_last:
                     yield gatherers.submit(finish, parts, out, have), after
-                elif not batch and self._reading.epochs is None:
+                elif not batch and self._options.epochs is None:
                     self._refuse(have)
                 parts, have, out, batch = [], 0, {}, 0
                 limit = self._limit(buffer.epoch + 1)
@@ -206,11 +198,13 @@ class BatchReader(Iterator[Batch]):
     def _filled(self, filler: ThreadPoolExecutor) -> Iterator[tuple[Buffer, TokenMemory, bool]]:
         """Filled buffers, and whether each is the epoch's last. Each is filled anew after the next was asked for."""
         reading, rows = self._reading, self._memory_rows()
-        free = [TokenMemory(self._blocks, reading.names, reading.stack, rows) for _ in range(2)]
+        free = [TokenMemory(self._blocks, reading.names, self._options.stack, rows) for _ in range(2)]
         filling: deque[tuple[Buffer, TokenMemory, Future[None]]] = deque()
         for buffer in self._buffers():
             memory = free.pop()
-            filling.append((buffer, memory, filler.submit(memory.fill, buffer, self._order, reading.token_filter)))
+            filling.append(
+                (buffer, memory, filler.submit(memory.fill, buffer, self._order, self._options.token_filter))
+            )
             if len(filling) > 1:
                 before, memory, done = filling.popleft()
                 done.result()
@@ -222,7 +216,7 @@ class BatchReader(Iterator[Batch]):
 
     def _buffers(self) -> Iterator[Buffer]:
         """The buffers that are left to read, epoch after epoch."""
-        start, epochs = self._position, self._reading.epochs
+        start, epochs = self._position, self._options.epochs
         if next(self._order.pieces(start.epoch), None) is None:
             if epochs is None:
                 self._refuse(0)
@@ -236,7 +230,7 @@ class BatchReader(Iterator[Batch]):
 
     def _limit(self, epoch: int) -> int | None:
         """How many batches every rank has in an epoch; None where there is no need to agree on it."""
-        if self._reading.world == 1 or self._reading.epochs is None:
+        if self._options.world == 1 or self._options.epochs is None:
             return None
         tokens = min(self._order.tokens_of_ranks(epoch, self._piece_tokens))
         if tokens < self._reading.batch_size:
@@ -245,31 +239,31 @@ class BatchReader(Iterator[Batch]):
 
     def _refuse(self, tokens: int) -> NoReturn:
         raise ValueError(
-            f"one of {self._reading.world} readers has {tokens} tokens in an epoch, less than one batch of "
+            f"one of {self._options.world} readers has {tokens} tokens in an epoch, less than one batch of "
             f"{self._reading.batch_size}. Use fewer readers, or a smaller batch_size."
         )
 
     @cached_property
     def _piece_tokens(self) -> list[list[int]]:
         """How many tokens of each piece of each block pass the filter: reads the segments of the whole store."""
-        names = ("segments", *self._reading.token_filter.side_arrays)
+        names = ("segments", *self._options.token_filter.side_arrays)
         found = []
         for start in range(0, len(self._blocks.records), BLOCKS_COUNTED_AT_ONCE):
             blocks = range(start, min(start + BLOCKS_COUNTED_AT_ONCE, len(self._blocks.records)))
             for beside in self._blocks.read_beside(blocks, names):
-                per_row = self._reading.token_filter.keeps(beside).sum(axis=1)
+                per_row = self._options.token_filter.keeps(beside).sum(axis=1)
                 found.append(np.add.reduceat(per_row, range(0, len(per_row), self._order.piece_rows)).tolist())
         return found
 
     def _finisher(self) -> Callable[[Sequence[Future[None]], dict[str, np.ndarray], int], Batch]:
         """What makes a batch of gathered memory: dtype, normalisation, framework."""
-        reading = self._reading
-        convert = converter(reading.framework)
+        reading, options = self._reading, self._options
+        convert = converter(options.framework)
 
         def normalised(name: str, values: np.ndarray) -> np.ndarray:
             if name in reading.normalisation:
-                return reading.normalisation[name].apply(values, reading.dtype)
-            return values if reading.dtype is None else values.astype(reading.dtype, copy=False)
+                return reading.normalisation[name].apply(values, options.dtype)
+            return values if options.dtype is None else values.astype(options.dtype, copy=False)
 
         def finish(parts: Sequence[Future[None]], out: dict[str, np.ndarray], num_tokens: int) -> Batch:
             for part in parts:
@@ -278,15 +272,15 @@ class BatchReader(Iterator[Batch]):
             for name in [name for name in out if scale_name(name) in out]:
                 out[name] = dequantised(out[name], out.pop(scale_name(name)))
             beside = {spec.name: convert(out.pop(spec.name)) for spec in SIDE_ARRAYS}
-            if not reading.stack:
+            if not options.stack:
                 found = {name: convert(normalised(name, values)) for name, values in out.items()}
                 return Batch(found[reading.names[0]] if reading.single else found, **beside)
             stacked = out[STACKED]
             if reading.normalisation:
                 keys = [normalised(name, stacked[:, k]) for k, name in enumerate(reading.names)]
                 stacked = np.stack(keys, axis=1)
-            elif reading.dtype is not None:
-                stacked = stacked.astype(reading.dtype, copy=False)
+            elif options.dtype is not None:
+                stacked = stacked.astype(options.dtype, copy=False)
             return Batch(convert(stacked), **beside)
 
         return finish
@@ -297,10 +291,11 @@ def _done(under_way: tuple[Future[Batch], Position]) -> tuple[Batch, Position]:
 
 
 def _reading_order(layout: StoreLayout, records: Sequence[CommitRecord], reading: Reading) -> ReadingOrder:
+    options = reading.options
     piece_rows = layout.piece_rows(reading.names)
     read = {*reading.names, *map(scale_name, reading.names)}
     piece_mib = sum(layout.row_bytes(spec) for spec in layout.all_arrays if spec.name in read) * piece_rows / MIB
-    mib = reading.buffer_mib if reading.seed is not None else min(reading.buffer_mib, SEQUENTIAL_BUFFER_MIB)
+    mib = options.buffer_mib if options.shuffle else min(options.buffer_mib, SEQUENTIAL_BUFFER_MIB)
     beside_mib = sum(spec.position_bytes for spec in SIDE_ARRAYS) * layout.slots * layout.rows_per_block / MIB
     return ReadingOrder(
         block_rows=tuple(record.rows for record in records),
@@ -308,6 +303,6 @@ def _reading_order(layout: StoreLayout, records: Sequence[CommitRecord], reading
         pieces_per_buffer=max(1, int(mib / piece_mib)),
         window_blocks=max(1, int(WINDOW_MIB / beside_mib)),
         seed=reading.seed,
-        rank=reading.rank,
-        world=reading.world,
+        rank=options.rank,
+        world=options.world,
     )

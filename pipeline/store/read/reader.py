@@ -13,9 +13,9 @@ activations are stored: `capture.positions`), D features of an activation.
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
 import numpy as np
@@ -37,9 +37,9 @@ from pipeline.store.format.statistics import Statistics, merge, merge_blocks, re
 from pipeline.store.format.tables import empty_table, read_tables
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.storage import Storage, StorageLike
+from pipeline.store.read.batch_options import BatchOptions
 from pipeline.store.read.batches import BatchReader, Reading
 from pipeline.store.read.filters import TokenFilter
-from pipeline.store.read.frameworks import Framework
 from pipeline.store.read.rows import beside_activations, counts_positions, read_runs, require_stored
 from pipeline.store.read.selected import at_selected
 
@@ -85,7 +85,14 @@ class DocumentActivations:
 class ActivationStore:
     """A store, open for reading. Use `ActivationStore.open`.
 
-    `arrays` are the TensorStore arrays by name, as they are stored, for reading them in other ways.
+    path: as it was given. metadata: what determines the store's content. complete: whether no block is missing.
+    keys: the stored activations; layers, sites: those that are among them.
+    length: token positions of a row. slots: slots of a row for activations, `length` unless only some tokens'
+    activations are stored.
+    blocks: the records of the committed blocks, in the order of their rows.
+    weights_error: of a model with int8 weights, the relative error that they cause, by array name.
+    arrays: the TensorStore arrays by name, as they are stored, for reading them in other ways.
+    storage: where the store's objects are.
     """
 
     def __init__(
@@ -98,15 +105,21 @@ class ActivationStore:
         self.path = storage.path
         self.metadata: StoreMetadata = root.metadata
         self.complete: bool = root.complete
-        self.weights_error: Mapping[str, float | None] | None = root.weights_error  # of int8 weights, by array name
+        self.weights_error: Mapping[str, float | None] | None = root.weights_error
         self.keys: tuple[ActivationKey, ...] = tuple(ActivationKey.parse(name) for name in root.arrays)
         self.arrays = arrays
         self.storage = storage
         self._statistics_digests = root.statistics_digests
         self._layout = stored_layout(root, arrays)
+        self.layers: tuple[int, ...] = tuple(sorted({key.layer for key in self.keys if key.site.per_layer}))
+        self.sites: tuple[Site, ...] = tuple(dict.fromkeys(key.site for key in self.keys))
+        self.length: int = self._layout.length
+        self.slots: int = self._layout.slots
         blocks = (record for stream in records.values() for record in stream)
-        self._blocks = sorted(blocks, key=lambda record: self._layout.shard_index(record.stream, record.block))
-        self._first_rows = np.array([self._layout.first_row(r.stream, r.block) for r in self._blocks], np.int64)
+        self.blocks: tuple[CommitRecord, ...] = tuple(
+            sorted(blocks, key=lambda record: self._layout.shard_index(record.stream, record.block))
+        )
+        self._first_rows = np.array([self._layout.first_row(r.stream, r.block) for r in self.blocks], np.int64)
 
     @classmethod
     def open(cls, place: StorageLike) -> "ActivationStore":
@@ -134,44 +147,21 @@ class ActivationStore:
             )
         return cls(storage, root, records, arrays)
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return tuple(sorted({key.layer for key in self.keys if key.site.per_layer}))
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        return tuple(dict.fromkeys(key.site for key in self.keys))
-
-    @property
-    def length(self) -> int:
-        """Token slots of a row."""
-        return self._layout.length
-
-    @property
-    def slots(self) -> int:
-        """Slots of a row for activations: `length`, unless only some tokens' activations are stored."""
-        return self._layout.slots
-
-    @property
-    def blocks(self) -> tuple[CommitRecord, ...]:
-        """The records of the committed blocks, in the order of their rows."""
-        return tuple(self._blocks)
-
     @cached_property
     def num_tokens(self) -> int:
         """Stored tokens, without padding."""
-        return sum(record.tokens for record in self._blocks)
+        return sum(record.tokens for record in self.blocks)
 
     @cached_property
     def num_activations(self) -> int:
         """Stored tokens whose activations are stored: all of them, unless `capture.positions` selects some."""
-        return sum(record.activations for record in self._blocks)
+        return sum(record.activations for record in self.blocks)
 
     @cached_property
     def rows(self) -> Int64[np.ndarray, " n"]:
         """The numbers of the rows that are in the store, ascending: an array's other rows are padding."""
         ranges = [
-            np.arange(r.rows, dtype=np.int64) + first for r, first in zip(self._blocks, self._first_rows, strict=True)
+            np.arange(r.rows, dtype=np.int64) + first for r, first in zip(self.blocks, self._first_rows, strict=True)
         ]
         return np.concatenate([np.empty(0, np.int64), *ranges])
 
@@ -182,7 +172,7 @@ class ActivationStore:
         The columns are those of `_documents` (document, id, source, index, n_tokens, n_cut, first_token, last_token and
         the source's own) with the stream and block in front.
         """
-        tables = list(read_tables(self.storage, self._blocks))
+        tables = list(read_tables(self.storage, self.blocks))
         return pa.concat_tables(tables, promote_options="default") if tables else empty_table()
 
     def statistics(self, layer: SupportsIndex | None, site: Site | str) -> Statistics:
@@ -193,12 +183,12 @@ class ActivationStore:
         name = self._key((layer, site)).name
         if self.complete:
             found = read_merged(self.storage, name, (self._statistics_digests or {}).get(name))
-            if found is None and self._blocks and all(record.statistics_sha256 for record in self._blocks):
+            if found is None and self.blocks and all(record.statistics_sha256 for record in self.blocks):
                 raise StoreInvalid(
                     f"{self.path} is complete, but its statistics of {name} are missing. {DAMAGE_REMEDY}"
                 )
         else:
-            found = merge_blocks(self.storage, self._blocks).get(name)
+            found = merge_blocks(self.storage, self.blocks).get(name)
         if found is None:
             raise StoreError(f"{self.path} has no statistics of {name}: it was made with capture.statistics=false.")
         return found
@@ -256,7 +246,7 @@ class ActivationStore:
         if len(numbers) != 1:
             hint = f"documents {numbers} have it; ask for one by number" if numbers else "no document has it"
             raise StoreError(f"{column} {id!r} in the store {self.path}: {hint}.")
-        records = {(record.stream, record.block): record for record in self._blocks}
+        records = {(record.stream, record.block): record for record in self.blocks}
         places = sorted(set(zip(found["stream"].to_pylist(), found["block"].to_pylist(), strict=True)))
         rows = np.concatenate([self._block_rows(records[place]) for place in places])
         holds = (self._read("documents", rows) == numbers[0]).any(axis=1)
@@ -285,64 +275,31 @@ class ActivationStore:
         self,
         keys: Key | Sequence[Key],
         batch_size: int,
+        options: BatchOptions = BatchOptions(),  # noqa: B008  frozen
         *,
-        shuffle: bool = False,
-        seed: int = 0,
-        epochs: int | None = 1,
-        rank: int = 0,
-        world: int = 1,
-        token_filter: TokenFilter = TokenFilter(),  # noqa: B008  frozen
-        normalisation: Mapping[str, Normalisation] | None = None,
-        stack: bool = False,
-        dtype: DTypeLike = None,
-        framework: Framework | str = Framework.numpy,
-        drop_last: bool = False,
-        buffer_mib: float = 256.0,
         state: Mapping[str, int] | None = None,
+        **fields: Any,
     ) -> BatchReader:
-        """Every stored activation exactly once per epoch, `batch_size` at a time, never padding.
+        """Every stored activation exactly once per epoch, `batch_size` tokens at a time, never padding.
 
-        keys: one activation, e.g. (5, "resid_post"), or a list of them, aligned: see `Batch`. stack: several of one
-        width as one array [n, K, D].
+        keys: one activation, e.g. (5, "resid_post"), or a list of them, aligned: see `Batch`. options, fields: see
+        `BatchOptions`; its fields can be given by name, as in `shuffle=True, seed=1`. state: `BatchReader.state()` of
+        an equal reader, to go on from there.
 
-        shuffle: blocks come in random order and their pieces fill a buffer of `buffer_mib` MiB of activations, which is
-        emptied in random order while another is filled; otherwise tokens come in the order of their rows. The order
-        depends on `seed`, the epoch and what else the arguments say, not on timing. epochs: None for no end.
-
-        rank, world: this reader's share of the store; shares do not overlap. Of several readers, each has the same
-        number of batches, all full. For that the segments of the whole store are read first (4 bytes per token); with
-        epochs=None nothing is, and nobody ends. Batches never mix epochs; `drop_last` drops an epoch's short one.
-
-        token_filter: what to leave out. normalisation: by array name; gives float32. dtype: the store's unless given.
-        framework: numpy, jax or torch arrays. state: `BatchReader.state()` of an equal reader, to go on from there.
-
-        Raises StoreError for a damaged block and when `keys` is empty, ValueError for arguments that contradict
-        each other or the state, and ImportError when the framework is not installed.
+        Raises StoreError for a damaged block and when `keys` is empty, ValueError for options that contradict each
+        other or the state, TypeError for a field that `BatchOptions` lacks, and ImportError when the framework is not
+        installed.
         """
         single = _is_key(keys)
         names = [self._key(key).name for key in ([keys] if single else keys)]
         if not names:
             raise StoreError(f"no activations of the store {self.path} are asked for; it has {self._key_names()}.")
-        if stack and len({(self.arrays[name].shape[2], self.arrays[name].dtype) for name in names}) > 1:
+        options = replace(options, **fields)
+        if options.stack and len({(self.arrays[name].shape[2], self.arrays[name].dtype) for name in names}) > 1:
             sizes = {name: (self.arrays[name].shape[2], self.arrays[name].dtype.name) for name in names}
             raise ValueError(f"stack=True needs one width and dtype, got {sizes}. Leave it out to get them by name.")
-        reading = Reading(
-            names=tuple(names),
-            batch_size=batch_size,
-            single=single,
-            seed=seed if shuffle else None,
-            epochs=epochs,
-            rank=rank,
-            world=world,
-            token_filter=token_filter,
-            normalisation=normalisation or {},
-            stack=stack,
-            dtype=dtype,
-            framework=Framework(framework),
-            drop_last=drop_last,
-            buffer_mib=buffer_mib,
-        )
-        return BatchReader(self.storage, self._layout, self.arrays, self._blocks, reading, state)
+        reading = Reading(tuple(names), batch_size, single, options)
+        return BatchReader(self.storage, self._layout, self.arrays, self.blocks, reading, state)
 
     def sample(
         self,
@@ -426,7 +383,7 @@ class ActivationStore:
             return np.ones(len(rows), bool)
         if name == SELECTED.name:
             block = np.searchsorted(self._first_rows, rows, side="right") - 1
-            return np.array([record.activations > 0 for record in self._blocks], bool)[block]
+            return np.array([record.activations > 0 for record in self.blocks], bool)[block]
         return self._read(SELECTED.name, rows)[:, 0] >= 0
 
     def _block_rows(self, record: CommitRecord) -> np.ndarray:

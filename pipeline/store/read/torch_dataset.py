@@ -14,7 +14,7 @@ class ActivationDataset(IterableDataset):
 
         DataLoader(ActivationDataset(path, (5, "resid_post"), 4096, shuffle=True, epochs=None), batch_size=None)
 
-    `options` are those of `ActivationStore.batches`. The reader has threads of its own, so `num_workers=0` is
+    `options` are the fields of `BatchOptions`. The reader has threads of its own, so `num_workers=0` is
     the fastest; workers, which need `multiprocessing_context="spawn"`, divide this rank's share among themselves.
     """
 
