@@ -195,7 +195,7 @@ class BlockWriter:
         writes, record, buffers = self._pending.popleft()
         try:
             with self._metrics.stage(Stage.WRITER_STORE):
-                self._store.wait(writes)
+                writes.wait()
                 if self._may_commit(record.stream):
                     self._store.commit(writes, record)
                     self._metrics.committed(self._plan.memory.block_bytes * record.rows // self._plan.rows_per_block)

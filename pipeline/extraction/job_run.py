@@ -83,7 +83,7 @@ def open_store(job: Job) -> StoreWriter:
 
 def extract(job: Job, store: StoreWriter, work: Sequence[StreamWork], stop: preemption.StopRequest) -> None:
     """Loads and compiles the step, and fills the store with the blocks of `work`. Raises Interrupted after a signal."""
-    is_measured = job.config.model.weights_dtype is not WeightsDtype.int8 or store.weights_error is not None
+    is_measured = job.config.model.weights_dtype is not WeightsDtype.int8 or store.root.weights_error is not None
     if not is_measured and processes.is_first():
         store.record_weights_error(weights_error.measure(job))
     processes.wait_for_all()  # with no watchdog yet: measuring may take longer than a step

@@ -10,9 +10,10 @@ import pyarrow.compute as pc
 from pipeline.core.addresses import without_credentials
 from pipeline.core.errors import StoreInvalid
 from pipeline.store import ActivationStore
+from pipeline.store.format.arrays import stored_layout
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import ITEM_BYTES, MIB, StoreLayout
-from pipeline.store.format.metadata import StoreRoot, read_root, stored_layout
+from pipeline.store.format.metadata import StoreRoot, read_root
 from pipeline.store.format.tables import read_tables
 from pipeline.store.io.parsing import parse_json
 

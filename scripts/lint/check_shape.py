@@ -23,8 +23,6 @@ EXCEPTIONS: Mapping[str, str] = {
         "pipeline.models.attention.splash:attend_splash",
         "pipeline.models.decoder:forward",
         "pipeline.models.registry:Model",
-        "pipeline.store.check.verifying:verify_store",
-        "pipeline.store.write.store_writer:StoreWriter",
     )
 }  # by name, with the reason
 

@@ -166,7 +166,7 @@ def test_the_error_of_int8_weights_is_that_of_the_source_that_has_it(tmp_path, h
     sources = [half.removeprefix("from=") for half in halves]
     StoreWriter.open_existing(sources[1]).record_weights_error({"embed": 0.01})
     write_streams(tmp_path / "merged", [])  # as an interrupted merge leaves it
-    assert merge_stores(sources, str(tmp_path / "merged")).weights_error == {"embed": 0.01}
+    assert merge_stores(sources, str(tmp_path / "merged")).root.weights_error == {"embed": 0.01}
 
 
 def test_damage_is_found(tmp_path, halves, capsys):

@@ -166,7 +166,7 @@ def _fill_claimed(job: Job, store: StoreWriter) -> None:
                 elif claims.claim(vacancy):
                     for block in work.blocks(lambda stream=stream: not claims.holds(stream)):
                         pending = _begin(job, store, block)
-                        store.wait(pending)
+                        pending.wait()
                         if claims.holds(stream):
                             store.commit(pending, commit_record(block))
                     claims.release(stream)

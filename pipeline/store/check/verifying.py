@@ -25,7 +25,7 @@ from pipeline.store.check.block_checks import (
     check_table,
     check_tiling,
 )
-from pipeline.store.format.arrays import edited_arrays, open_existing, refused_arrays
+from pipeline.store.format.arrays import array_mismatches, edited_arrays, open_existing, refused_arrays, stored_layout
 from pipeline.store.format.commits import (
     COMMITS_PREFIX,
     CONSOLIDATED_KEY,
@@ -36,7 +36,7 @@ from pipeline.store.format.commits import (
 )
 from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import ITEM_BYTES, MAX_ROWS, POSITIONS, SIDE_ARRAYS, StoreLayout
-from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, stored_layout
+from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.format.problems import Problem, Remedy
 from pipeline.store.format.statistics import (
     MERGED_GROUP,
@@ -73,6 +73,11 @@ class _Store:
     objects: Mapping[str, frozenset[str]]  # of each array, its store shards
     vocab_size: int | None
 
+    @property
+    def generates(self) -> bool:
+        """Whether the model wrote a part of the documents."""
+        return self.root.metadata.data.get("source") == "generate"
+
 
 @dataclass(frozen=True)
 class _CheckedBlock:
@@ -95,15 +100,9 @@ def verify_store(
     no store, and StoreError where it cannot be reached.
     """
     storage = Storage.open(place)
-    if what := storage.file_problem(ROOT_KEY):
-        return [Problem(ROOT_KEY, what, Remedy.restore)]
-    text = storage.read(ROOT_KEY)
-    if text is None:
-        raise StoreInvalid(f"there is no activation store at {storage.path}: it has no {ROOT_KEY}.")
-    try:
-        root = StoreRoot.from_json(text, storage.path)
-    except StoreError as error:
-        return [Problem(ROOT_KEY, str(error), Remedy.restore)]
+    root = _read_root(storage)
+    if isinstance(root, Problem):
+        return [root]
     problems: list[Problem] = []
     records = _read_records(storage, problems)
     problems += _check_records(root, records)
@@ -111,51 +110,72 @@ def verify_store(
     store = _open(storage, root, problems)
     if store is None:
         return problems
-    wrong, readable = _check_arrays(store, records)
-    problems += wrong
+    array_problems, readable = _check_arrays(store, records)
+    problems += array_problems
     if root.complete:
         problems += _check_leftovers(store)
-    if not readable:
-        return problems
-    total, done = sum(map(len, records.values())), 0
-    every = [record for stream in sorted(records) for record in records[stream]]
-    merging = _Merging()
-    generates = root.metadata.data.get("source") == "generate"
-    tables: dict[int, pa.Table] = {}
-    with (
-        ThreadPoolExecutor(BLOCKS_AT_ONCE, thread_name_prefix="verify") as pool,
-        closing(pool.map(partial(_check_block, store), every)) as results,
-    ):
-        for stream in sorted(records):
-            of_stream: list[pa.Table] = []
-            for block in islice(results, len(records[stream])):
-                problems += block.problems
-                of_stream += [] if block.table is None else [block.table]
-                merging.add(block.statistics)
-                done += 1
-                if progress is not None:
-                    progress(done, total)
-            if len(of_stream) == len(records[stream]):
-                tiling = check_tiling(of_stream, records[stream][-1], root.metadata.num_streams)
-                problems += (Problem(f"_documents/stream-{stream:05d}", what) for what in tiling)
-                if generates:
-                    tables[stream] = pa.concat_tables(of_stream).select(["document", "n_prompt", "n_completion"])
-    problems += _check_merged(store, merging)
-    if generates:
-        sizes = _kept_token_bytes(store)
-        for stream in range(root.metadata.num_streams):
-            problems += check_groups(storage, stream, tables.get(stream), sizes)
-    if note is not None:
-        _say_what_is_not_checked(root, every, note)
+    if readable:
+        problems += _check_blocks(store, records, progress)
+        if note is not None:
+            _say_what_is_not_checked(root, records, note)
     return problems
 
 
-def _say_what_is_not_checked(root: StoreRoot, records: Sequence[CommitRecord], note: Callable[[str], None]) -> None:
-    without = sum(record.digests is None for record in records)
-    if without:
+def _read_root(storage: Storage) -> StoreRoot | Problem:
+    """The root, or what is wrong with it. Raises StoreInvalid where there is none."""
+    if what := storage.file_problem(ROOT_KEY):
+        return Problem(ROOT_KEY, what, Remedy.restore)
+    text = storage.read(ROOT_KEY)
+    if text is None:
+        raise StoreInvalid(f"there is no activation store at {storage.path}: it has no {ROOT_KEY}.")
+    try:
+        return StoreRoot.from_json(text, storage.path)
+    except StoreError as error:
+        return Problem(ROOT_KEY, str(error), Remedy.restore)
+
+
+def _check_blocks(
+    store: _Store, records: Mapping[int, Sequence[CommitRecord]], progress: Callable[[int, int], None] | None
+) -> Iterator[Problem]:
+    """Checks every block, and what only all blocks of a stream or of the store tell."""
+    ordered = [record for stream in sorted(records) for record in records[stream]]
+    done = 0
+    merging = _Merging()
+    tables: dict[int, pa.Table] = {}  # of the streams whose document tables can all be read
+    with (
+        ThreadPoolExecutor(BLOCKS_AT_ONCE, thread_name_prefix="verify") as pool,
+        closing(pool.map(partial(_check_block, store), ordered)) as results,
+    ):
+        for stream in sorted(records):
+            stream_tables: list[pa.Table] = []
+            for block in islice(results, len(records[stream])):
+                yield from block.problems
+                stream_tables += [] if block.table is None else [block.table]
+                merging.add(block.statistics)
+                done += 1
+                if progress is not None:
+                    progress(done, len(ordered))
+            if len(stream_tables) == len(records[stream]):
+                tiling = check_tiling(stream_tables, records[stream][-1], store.root.metadata.num_streams)
+                yield from (Problem(f"_documents/stream-{stream:05d}", what) for what in tiling)
+                if store.generates:
+                    tables[stream] = pa.concat_tables(stream_tables).select(["document", "n_prompt", "n_completion"])
+    yield from _check_merged(store, merging)
+    if store.generates:
+        sizes = _kept_token_bytes(store)
+        for stream in range(store.root.metadata.num_streams):
+            yield from check_groups(store.storage, stream, tables.get(stream), sizes)
+
+
+def _say_what_is_not_checked(
+    root: StoreRoot, records: Mapping[int, Sequence[CommitRecord]], note: Callable[[str], None]
+) -> None:
+    has_digests = [record.digests is not None for stream_records in records.values() for record in stream_records]
+    if not all(has_digests):
         note(
-            f"{without} of {len(records)} blocks were written by an earlier program and have no digests: an object "
-            "that was exchanged for another valid one is found only where it contradicts the statistics"
+            f"{has_digests.count(False)} of {len(has_digests)} blocks were written by an earlier program and have no "
+            "digests: an object that was exchanged for another valid one is found only where it contradicts the "
+            "statistics"
         )
     if root.array_digests is None:
         note("the root was written by an earlier program, and has no digests: the next run adds them")
@@ -244,24 +264,18 @@ def _open(storage: Storage, root: StoreRoot, problems: list[Problem]) -> _Store 
 
 def _check_arrays(store: _Store, records: Mapping[int, Sequence[CommitRecord]]) -> tuple[list[Problem], bool]:
     """What is wrong with dtypes, shapes and chunks of the arrays, and whether their blocks can be read all the same."""
-    last = [found[-1] for found in records.values()]
+    last = [stream_records[-1] for stream_records in records.values()]
     rows = max((store.layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
     problems, readable = [], True
-    edited = _edited(store)
-    for spec in store.layout.all_arrays:
-        array, shard_shape = store.arrays[spec.name], store.layout.shard_shape(spec)
-        where = f"{spec.name}/zarr.json"
-        found = (array.dtype.name, array.shape[1:], array.chunk_layout.write_chunk.shape)
-        expected = (spec.dtype, shard_shape[1:], shard_shape)
-        if found != expected:
-            what = f"has dtype, shape and store shards {found}, expected {expected}"
-            problems.append(Problem(where, what, Remedy.rerun))
-        elif spec.name in edited:
-            problems.append(Problem(where, edited[spec.name], Remedy.rerun))
+    wrong = _edited(store) | array_mismatches(store.layout, store.arrays)
+    for name, array in store.arrays.items():
+        where = f"{name}/zarr.json"
+        if name in wrong:
+            problems.append(Problem(where, wrong[name], Remedy.rerun))
         if array.shape[0] != (rows if store.root.complete else MAX_ROWS):
             what = f"has {array.shape[0]} rows; the last committed row is {rows - 1}"
             problems.append(Problem(where, what, Remedy.rerun))
-        readable = readable and found == expected and array.shape[0] >= rows and spec.name not in edited
+        readable = readable and array.shape[0] >= rows and name not in wrong
     return problems, readable
 
 

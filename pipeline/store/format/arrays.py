@@ -9,11 +9,21 @@ from typing import Any
 import tensorstore as ts
 
 from pipeline.core.errors import StoreInvalid
-from pipeline.store.format.layout import ITEM_BYTES, MAX_ROWS, SELECTED, SIDE_ARRAYS, TOKENS, ArraySpec, StoreLayout
+from pipeline.store.format.int8 import scale_name
+from pipeline.store.format.layout import (
+    ITEM_BYTES,
+    MAX_ROWS,
+    SELECTED,
+    SIDE_ARRAYS,
+    TOKENS,
+    ArraySpec,
+    StoreLayout,
+    scale_spec,
+)
 from pipeline.store.format.metadata import StoreRoot
 from pipeline.store.io.digests import array_digest
 from pipeline.store.io.directories import make_directories
-from pipeline.store.io.failures import DAMAGE_REMEDY
+from pipeline.store.io.failures import DAMAGE_REMEDY, VERIFY_REMEDY
 from pipeline.store.io.parsing import parse_json
 from pipeline.store.io.storage import Storage
 
@@ -73,13 +83,8 @@ def open_or_create(storage: Storage, layout: StoreLayout) -> dict[str, ts.Tensor
             with storage.errors(f"{name}/zarr.json"):
                 make_directories(root + name, root)
     opened = _open(storage, wanted, create=absent)
-    for spec in layout.all_arrays:
-        shape, expected = opened[spec.name].shape[1:], layout.shard_shape(spec)[1:]
-        if shape != expected:
-            raise StoreInvalid(
-                f"{storage.url(f'{spec.name}/zarr.json')} has rows of the shape {shape}, expected {expected}. "
-                f"{ARRAY_REMEDY}"
-            )
+    for name, what in array_mismatches(layout, opened).items():
+        raise StoreInvalid(f"{storage.url(f'{name}/zarr.json')} {what}. {ARRAY_REMEDY}")
     return opened
 
 
@@ -116,28 +121,61 @@ def _parse_zarr_json(content: bytes, subject: str) -> dict[str, Any]:
     return zarr_json
 
 
-def require_arrays(root: StoreRoot, arrays: Mapping[str, ts.TensorStore], path: str) -> None:
-    """Raises StoreInvalid unless each array has the kind of numbers and the sizes that its name and the root demand."""
-    sides = {spec.name: spec.dtype for spec in (*SIDE_ARRAYS, SELECTED)}
-    length = arrays[TOKENS.name].shape[1]
-    slots = arrays[SELECTED.name].shape[1] if root.metadata.selects else length
+def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> StoreLayout:
+    """The layout that the root and the sizes of the arrays describe; `array_mismatches` compares the arrays with it.
+
+    Raises StoreInvalid where an array has another number of dimensions, or a dtype that no store has.
+    """
+    capture, sides = root.metadata.capture, {spec.name: spec for spec in (*SIDE_ARRAYS, SELECTED)}
     for name, array in arrays.items():
-        rows = (root.metadata.rows_per_block, length if name in sides and name != SELECTED.name else slots)
-        dtypes = {sides.get(name) or ("float32" if name not in root.arrays else root.metadata.capture.get("dtype"))}
-        dtypes = dtypes if dtypes != {None} else set(ITEM_BYTES)
-        ndim = 2 if name in sides else 3
-        found = (array.dtype.name, array.chunk_layout.write_chunk.shape)
-        expected = rows + array.shape[2:]
-        if array.ndim != ndim or found[0] not in dtypes or array.shape[1] != rows[1] or found[1] != expected:
+        num_dimensions = len(sides[name].dimension_names) if name in sides else 3
+        dtype = capture.get("dtype", array.dtype.name) if name in root.arrays else array.dtype.name
+        if array.ndim != num_dimensions or dtype not in ITEM_BYTES:
             raise StoreInvalid(
-                f"{path}/{name}/zarr.json has {array.ndim} dimensions of {found[0]} in store shards of {found[1]}: "
-                f"expected {ndim} of {' or '.join(sorted(dtypes))}, in {expected}. {ARRAY_REMEDY}"
+                f"{name}/zarr.json has dtype {dtype}, {array.ndim} dimensions, expected {num_dimensions}. "
+                f"{VERIFY_REMEDY}"
             )
-    if length != root.metadata.batch.get("length", length):
+    selected = arrays[SELECTED.name].shape[1] if root.metadata.selects else None
+    slots = TOKENS.slots if selected is None else SELECTED.slots
+    activations = tuple(
+        ArraySpec(name, capture.get("dtype", arrays[name].dtype.name), arrays[name].shape[2], slots=slots)
+        for name in root.arrays
+    )
+    scaled = activations if root.metadata.has_scales else ()
+    return StoreLayout(
+        num_streams=root.metadata.num_streams,
+        rows_per_block=root.metadata.rows_per_block,
+        length=arrays[TOKENS.name].shape[1],
+        arrays=activations,
+        compression=root.metadata.store.get("compression", "none"),
+        selected=selected,
+        scales=tuple(scale_spec(spec, arrays[scale_name(spec.name)].shape[2]) for spec in scaled),
+    )
+
+
+def array_mismatches(layout: StoreLayout, arrays: Mapping[str, ts.TensorStore]) -> dict[str, str]:
+    """By name, what is wrong with the arrays whose dtype, dimensions or store shards are not those of the layout."""
+    mismatches = {}
+    for spec in layout.all_arrays:
+        array, shard_shape = arrays[spec.name], layout.shard_shape(spec)
+        stored = (array.dtype.name, array.shape[1:], array.chunk_layout.write_chunk.shape)
+        expected = (spec.dtype, shard_shape[1:], shard_shape)
+        if stored != expected:
+            mismatches[spec.name] = f"has dtype, shape and store shards {stored}, expected {expected}"
+    return mismatches
+
+
+def require_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore], path: str) -> StoreLayout:
+    """The layout of a store. Raises StoreInvalid unless its arrays have the dtypes and sizes that the root demands."""
+    layout = stored_layout(root, arrays)
+    for name, what in array_mismatches(layout, arrays).items():
+        raise StoreInvalid(f"{path}/{name}/zarr.json {what}. {ARRAY_REMEDY}")
+    if layout.length != root.metadata.batch.get("length", layout.length):
         raise StoreInvalid(
-            f"{path}/tokens/zarr.json has rows of {length} positions, and the root's batch.length is "
+            f"{path}/tokens/zarr.json has rows of {layout.length} positions, and the root's batch.length is "
             f"{root.metadata.batch['length']}. {ARRAY_REMEDY}"
         )
+    return layout
 
 
 def set_rows(storage: Storage, names: Iterable[str], rows: int) -> None:

@@ -10,12 +10,10 @@ from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
-import tensorstore as ts
-
 from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.store.format.int8 import DTYPE as INT8
 from pipeline.store.format.int8 import scale_name
-from pipeline.store.format.layout import ITEM_BYTES, SELECTED, SIDE_ARRAYS, TOKENS, ArraySpec, StoreLayout, scale_spec
+from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS, TOKENS
 from pipeline.store.format.root_types import require_root_types
 from pipeline.store.format.target import Target
 from pipeline.store.io.digests import json_digest
@@ -271,30 +269,6 @@ def require_root(storage: Storage) -> StoreRoot:
 
     [root] = storage.read_checked([ROOT_KEY], check)
     return root
-
-
-def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> StoreLayout:
-    """The layout of a store, from its arrays as they are. Raises StoreInvalid for one that has not its dimensions."""
-    for name, array in arrays.items():
-        dimensions = 2 if name in (spec.name for spec in (*SIDE_ARRAYS, SELECTED)) else 3
-        if array.ndim != dimensions or array.dtype.name not in ITEM_BYTES:
-            raise StoreInvalid(
-                f"{name}/zarr.json has dtype {array.dtype.name}, {array.ndim} dimensions, expected {dimensions}. "
-                "Run pipeline.verify, which lists all damage and says how to repair it."
-            )
-    selected = arrays[SELECTED.name].shape[1] if root.metadata.selects else None
-    slots = "position" if selected is None else SELECTED.slots
-    specs = tuple(ArraySpec(name, arrays[name].dtype.name, arrays[name].shape[2], slots=slots) for name in root.arrays)
-    scales = (scale_spec(spec, arrays[scale_name(spec.name)].shape[2]) for spec in specs if root.metadata.has_scales)
-    return StoreLayout(
-        num_streams=root.metadata.num_streams,
-        rows_per_block=root.metadata.rows_per_block,
-        length=arrays["tokens"].shape[1],
-        arrays=specs,
-        compression=root.metadata.store.get("compression", "none"),
-        selected=selected,
-        scales=tuple(scales),
-    )
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -27,11 +27,11 @@ from numpy.typing import DTypeLike
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.store.format.arrays import open_existing, require_arrays
+from pipeline.store.format.arrays import open_existing, require_layout
 from pipeline.store.format.commits import CommitRecord, read_consolidated, read_records
 from pipeline.store.format.int8 import dequantised, scale_name
 from pipeline.store.format.layout import POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS
-from pipeline.store.format.metadata import StoreMetadata, StoreRoot, require_root, stored_layout
+from pipeline.store.format.metadata import StoreMetadata, StoreRoot, require_root
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics, merge, merge_blocks, read_merged, token_statistics
 from pipeline.store.format.tables import empty_table, read_tables
@@ -110,7 +110,7 @@ class ActivationStore:
         self.arrays = arrays
         self.storage = storage
         self._statistics_digests = root.statistics_digests
-        self._layout = stored_layout(root, arrays)
+        self._layout = require_layout(root, arrays, storage.path)
         self.layers: tuple[int, ...] = tuple(sorted({key.layer for key in self.keys if key.site.per_layer}))
         self.sites: tuple[Site, ...] = tuple(dict.fromkeys(key.site for key in self.keys))
         self.length: int = self._layout.length
@@ -135,7 +135,6 @@ class ActivationStore:
     def _open(cls, storage: Storage) -> "ActivationStore":
         root = require_root(storage)
         arrays = open_existing(storage, root.array_names, root.array_digests or {})
-        require_arrays(root, arrays, storage.path)
         records = read_consolidated(storage, root.commits_sha256)
         records = read_records(storage) if records is None else records
         counts = tuple(len(records.get(stream, ())) for stream in range(root.metadata.num_streams))

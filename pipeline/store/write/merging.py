@@ -49,10 +49,10 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
         )
     missing = _missing(existing, opened)
     target = existing[0] if existing else _create(storage, opened[0])
-    measured = [source.weights_error for source in opened if source.weights_error is not None]
-    if measured and target.weights_error is None:
+    measured = [source.root.weights_error for source in opened if source.root.weights_error is not None]
+    if measured and target.root.weights_error is None:
         target.record_weights_error(measured[0])
-    if any(source.may_be_not_finite for source in opened):
+    if any(source.root.allows_not_finite for source in opened):
         target.allow_not_finite()
     if existing and not target.complete:
         missing = [(source, record) for source, record in missing if not _is_cut_short(source, record, target)]

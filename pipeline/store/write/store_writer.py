@@ -16,7 +16,7 @@ import pyarrow as pa
 import tensorstore as ts
 
 from pipeline.core.errors import StoreError, StoreInvalid
-from pipeline.store.format.arrays import open_existing, open_or_create, read_array_digests, require_arrays, set_rows
+from pipeline.store.format.arrays import open_existing, open_or_create, read_array_digests, require_layout, set_rows
 from pipeline.store.format.commits import (
     CommitRecord,
     Records,
@@ -33,12 +33,12 @@ from pipeline.store.format.metadata import (
     change_root,
     read_root,
     require_root,
-    stored_layout,
 )
 from pipeline.store.format.statistics import Statistics, encode_statistics, statistics_key
 from pipeline.store.format.tables import encode_table, table_digest, table_key
 from pipeline.store.format.target import Target, larger, target_of
 from pipeline.store.io.digests import values_digest
+from pipeline.store.io.failures import storage_errors
 from pipeline.store.io.shard_files import ShardFiles
 from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.write.finishing import finish_store
@@ -49,7 +49,7 @@ Written = ts.Future | ts.WriteFutures | Future[str]
 
 @dataclass(frozen=True)
 class PendingBlock:
-    """A block whose objects are being written. `futures` are by object key."""
+    """A block whose objects are being written. `futures` are by the object's URL."""
 
     stream: int
     block: int
@@ -63,12 +63,27 @@ class PendingBlock:
         """Whether every object is durable (or has failed): `commit` will not wait."""
         return all(future.done() for future in (*self.futures.values(), *self.digests.values()))
 
+    def wait(self) -> None:
+        """Waits until every object is durable, or has failed. Raises StoreError for the first that has, naming it;
+        nothing reads the block's arrays any more then."""
+        failed = None
+        for url, future in self.futures.items():
+            try:
+                with storage_errors(url):
+                    future.result()
+            except StoreError as error:
+                failed = failed or error
+        concurrent.futures.wait(self.digests.values())
+        if failed is not None:
+            raise failed
+
 
 class StoreWriter:
     """The writing side of one store. Not thread-safe: one thread per writer, but for `refresh_stream`.
 
-    `records` are the committed blocks by stream, in order: those that were there when the writer was opened and those
-    that it committed since.
+    storage: where the store's objects are. layout: of its arrays. root: as it was read or written last. records: the
+    committed blocks by stream, in order: those that the store had when the writer was opened, and those that this
+    writer committed since.
     """
 
     def __init__(
@@ -86,7 +101,7 @@ class StoreWriter:
         # `memory://` would keep the arrays themselves, which the caller fills again, and free them under its own lock
         # while it waits for the interpreter's: a deadlock.
         self._may_reference = not storage.path.startswith("memory://")
-        self._root = root
+        self.root = root
         self._arrays = arrays
 
     @classmethod
@@ -113,30 +128,20 @@ class StoreWriter:
         storage = Storage.open(place)
         root = require_root(storage)
         arrays = open_existing(storage, root.array_names)
-        require_arrays(root, arrays, storage.path)
-        return cls(storage, stored_layout(root, arrays), root, arrays)
+        return cls(storage, require_layout(root, arrays, storage.path), root, arrays)
 
     @property
     def metadata(self) -> StoreMetadata:
-        return self._root.metadata
+        return self.root.metadata
 
     @property
     def complete(self) -> bool:
-        return self._root.complete
+        return self.root.complete
 
     @property
     def target(self) -> Target | None:
         """How many tokens the store is to hold, as of its root when that was read last; None where it does not say."""
-        return self._root.target
-
-    @property
-    def may_be_not_finite(self) -> bool:
-        return self._root.allows_not_finite
-
-    @property
-    def weights_error(self) -> Json | None:
-        """What `record_weights_error` has recorded, now or when the store was created."""
-        return self._root.weights_error
+        return self.root.target
 
     def record_weights_error(self, errors: Json) -> None:
         """Writes the relative error of each array that int8 weights cause into the store's attributes."""
@@ -174,26 +179,15 @@ class StoreWriter:
         if self._records_storage.read(commit_key(stream, block)) is not None:
             return PendingBlock(stream, block, {}, {}, table_sha256, statistics_sha256)
         # These first: should one fail at once, nothing reads the arrays.
-        futures: dict[str, Written] = {key: self.storage.start_write(key, parquet) for key, parquet in tables.items()}
+        futures: dict[str, Written] = {
+            self.storage.url(key): self.storage.start_write(key, parquet) for key, parquet in tables.items()
+        }
         digests: dict[str, Future[str]] = {}
         for spec in self.layout.all_arrays:
             key = self.layout.shard_key(spec, stream, block)
-            futures[key], digests[spec.name] = self._write_shard(spec, key, stream, block, arrays[spec.name])
+            written, digests[spec.name] = self._write_shard(spec, key, stream, block, arrays[spec.name])
+            futures[self.storage.url(key)] = written
         return PendingBlock(stream, block, futures, digests, table_sha256, statistics_sha256)
-
-    def wait(self, pending: PendingBlock) -> None:
-        """Waits until every object of the block is durable, or has failed. Raises StoreError for the first that has,
-        naming it; nothing reads the block's arrays any more then."""
-        failed = None
-        for key, future in pending.futures.items():
-            try:
-                with self.storage.errors(key):
-                    future.result()
-            except StoreError as error:
-                failed = failed or error
-        concurrent.futures.wait(pending.digests.values())
-        if failed is not None:
-            raise failed
 
     def commit(self, pending: PendingBlock, record: CommitRecord) -> None:
         """Waits until every object of the block is durable, then writes the record.
@@ -203,7 +197,7 @@ class StoreWriter:
         """
         if (record.stream, record.block) != (pending.stream, pending.block):
             raise ValueError(f"record of {record.stream, record.block} for {pending.stream, pending.block}")
-        self.wait(pending)
+        pending.wait()
         record = replace(
             record,
             table_sha256=pending.table_sha256,
@@ -258,7 +252,7 @@ class StoreWriter:
                 root, complete=False, target=wanted, blocks=None, commits_sha256=None, statistics_digests=None
             )
 
-        self._root = change_root(self.storage, reopened)
+        self.root = change_root(self.storage, reopened)
         while any(array.shape[0] != MAX_ROWS for array in self._arrays.values()):
             set_rows(self.storage, self._array_names(), MAX_ROWS)  # another process was late to trim them
             self._arrays = open_or_create(self.storage, self.layout)
@@ -269,7 +263,7 @@ class StoreWriter:
         Call it only once no process has a block to commit. The records are read again, since others wrote some.
         """
         root = finish_store(self.storage, self.layout, self._refreshed, force)
-        self._root = self._root if root is None else root
+        self.root = self.root if root is None else root
         return root is not None
 
     def _refreshed(self) -> Records:
@@ -281,7 +275,7 @@ class StoreWriter:
         self.storage.write(f"_metrics/{name}", text)
 
     def _change_root(self, **changes: object) -> None:
-        self._root = change_root(self.storage, lambda root: replace(root, **changes))
+        self.root = change_root(self.storage, lambda root: replace(root, **changes))
 
     def _array_names(self) -> list[str]:
         return [spec.name for spec in self.layout.all_arrays]
