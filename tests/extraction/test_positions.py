@@ -172,14 +172,14 @@ def test_whole_rows_are_read_a_few_blocks_at_a_time(every, monkeypatch):
     def batches():
         return [batch.positions.tolist() for batch in every.batches(KEYS[0], 100, shuffle=True, seed=1)]
 
-    expected, num_blocks, read = batches(), [], StoredBlocks._read_beside
+    expected, num_blocks, read = batches(), [], StoredBlocks._read_side_arrays
     assert len(every.blocks) > 1
 
     def counting(self, blocks, names):
         num_blocks.append(len(blocks))
         return read(self, blocks, names)
 
-    monkeypatch.setattr(StoredBlocks, "_read_beside", counting)
+    monkeypatch.setattr(StoredBlocks, "_read_side_arrays", counting)
     monkeypatch.setattr("pipeline.store.read.buffers.WHOLE_MIB", 0)
     assert batches() == expected
     assert num_blocks == [1] * len(every.blocks)

@@ -6,15 +6,15 @@ from pipeline.config.composing import compose
 from pipeline.extraction.job_run import run
 from pipeline.job.metrics import run_name
 from pipeline.store import ActivationStore
-from pipeline.store.format.keys import is_of_workers
+from pipeline.store.format.keys import is_worker_key
 from tests.jobs import write_text
 
 
 def test_run_names_are_unique():
     first, second = run_name(), run_name()
     assert first != second
-    assert is_of_workers(f"_metrics/{first}.jsonl")
-    assert is_of_workers(f"_metrics/{second}-generate.json")
+    assert is_worker_key(f"_metrics/{first}.jsonl")
+    assert is_worker_key(f"_metrics/{second}-generate.json")
 
 
 def test_a_partial_block_counts_only_the_rows_that_it_has(tmp_path):

@@ -99,7 +99,7 @@ def test_damage_is_noticed(groups, tmp_path):
     with pytest.raises(StoreInvalid, match="group-000000.parquet cannot be read"):
         groups.read(0)
     storage.write(group_key(STREAM, 1), None)
-    with pytest.raises(StoreInvalid, match="there is .*group-000002.parquet, but no .*group-000001.parquet"):
+    with pytest.raises(StoreInvalid, match="the store has .*group-000002.parquet, but no .*group-000001.parquet"):
         groups.count()
     with pytest.raises(StoreInvalid, match="group-000001.parquet is missing"):
         groups.read(1)

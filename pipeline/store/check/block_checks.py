@@ -103,11 +103,11 @@ def check_selected(
 
 def check_selected_of_documents(table: pa.Table, documents: Int64[np.ndarray, "R K"]) -> Iterator[str]:
     """A block's document table has the numbers of selected tokens that the slots have; `documents` are theirs."""
-    found, counts = np.unique(documents[documents >= 0], return_counts=True)
-    of_documents = dict(zip(found.tolist(), counts.tolist(), strict=True))
+    stored, counts = np.unique(documents[documents >= 0], return_counts=True)
+    num_selected = dict(zip(stored.tolist(), counts.tolist(), strict=True))
     for number, expected in zip(table["document"].to_pylist(), table["n_selected"].to_pylist(), strict=True):
-        if of_documents.get(number, 0) != expected:
-            yield f"document {number} has {of_documents.get(number, 0)} selected tokens, {expected} in the table"
+        if num_selected.get(number, 0) != expected:
+            yield f"document {number} has {num_selected.get(number, 0)} selected tokens, {expected} in the table"
             return
 
 

@@ -55,7 +55,7 @@ from pipeline.store.format.tables import TABLES_PREFIX, decode_table, table_key
 from pipeline.store.generated.group_files import check_groups
 from pipeline.store.io.digests import ValuesDigest
 from pipeline.store.io.storage import Storage, StorageLike
-from pipeline.store.read.rows import READS_AHEAD, RowRead, beside_activations
+from pipeline.store.read.rows import READS_AHEAD, RowRead, slot_side_arrays
 
 # Of each, READS_AHEAD pieces are under way: enough to keep an object store busy, and both memory and threads few.
 BLOCKS_AT_ONCE = 4
@@ -81,7 +81,7 @@ class _Store:
 
 @dataclass(frozen=True)
 class _CheckedBlock:
-    """What is wrong with a block, and what of it was readable."""
+    """The problems of a block, and the parts of it that could be read."""
 
     problems: list[Problem]
     table: pa.Table | None
@@ -137,7 +137,7 @@ def _read_root(storage: Storage) -> StoreRoot | Problem:
 def _check_blocks(
     store: _Store, records: Mapping[int, Sequence[CommitRecord]], progress: Callable[[int, int], None] | None
 ) -> Iterator[Problem]:
-    """Checks every block, and what only all blocks of a stream or of the store tell."""
+    """The problems of every block, of each stream's document tables, and of the merged statistics."""
     ordered = [record for stream in sorted(records) for record in records[stream]]
     done = 0
     merging = _Merging()
@@ -203,23 +203,25 @@ def _read_records(storage: Storage, problems: list[Problem]) -> dict[int, list[C
             records.setdefault(record.stream, []).append(record)
         else:
             problems.append(Problem(key, f"is the record of block {record.block} of stream {record.stream}"))
-    return {stream: sorted(found, key=lambda record: record.block) for stream, found in records.items()}
+    for stream_records in records.values():
+        stream_records.sort(key=lambda record: record.block)
+    return records
 
 
 def _check_records(root: StoreRoot, records: Mapping[int, Sequence[CommitRecord]]) -> Iterator[Problem]:
     num_streams = root.metadata.num_streams
-    for stream, found in records.items():
+    for stream, stream_records in records.items():
         if stream >= num_streams:
-            yield Problem(found[0].key, f"the store has streams 0..{num_streams - 1}")
-        yield from (Problem(record.key, what) for record, what in check_chain(found))
+            yield Problem(stream_records[0].key, f"the store has streams 0..{num_streams - 1}")
+        yield from (Problem(record.key, what) for record, what in check_chain(stream_records))
     if root.complete != (root.blocks is not None):
         what = f"complete is {root.complete}, but the number of blocks is {root.blocks}"
         yield Problem(ROOT_KEY, what, Remedy.restore)
     for stream, expected in enumerate(root.blocks or ()):
-        if (found := len(records.get(stream, ()))) != expected:
+        if (num_records := len(records.get(stream, ()))) != expected:
             where = f"{COMMITS_PREFIX}stream-{stream:05d}"
             yield Problem(
-                where, f"the store was completed with {expected} blocks of this stream, {found} have a record"
+                where, f"the store was completed with {expected} blocks of this stream, {num_records} have a record"
             )
 
 
@@ -236,7 +238,7 @@ def _check_consolidated(
     if text is None:
         yield Problem(CONSOLIDATED_KEY, "is missing, although the store is complete", Remedy.consolidate)
     elif consolidated_digest(text) != root.commits_sha256:
-        yield Problem(CONSOLIDATED_KEY, f"has not the sha256 that {ROOT_KEY} names", Remedy.consolidate)
+        yield Problem(CONSOLIDATED_KEY, f"does not have the sha256 that {ROOT_KEY} names", Remedy.consolidate)
     elif text != consolidate(records):
         yield Problem(CONSOLIDATED_KEY, "does not agree with the commit records", Remedy.consolidate)
 
@@ -292,13 +294,13 @@ def _edited(store: _Store) -> dict[str, str]:
 def _check_leftovers(store: _Store) -> Iterator[Problem]:
     """The objects of a complete store that belong to no block with a record, be it readable or not."""
     blocks = set(filter(None, map(parse_commit_key, store.storage.list_keys(COMMITS_PREFIX))))
-    of_blocks = {table_key(*place) for place in blocks}
-    of_blocks |= {statistics_key(*place) for place in blocks}
-    of_blocks |= {store.layout.shard_key(spec, *place) for place in blocks for spec in store.layout.all_arrays}
-    beside = (store.storage.list_keys(prefix) for prefix in (TABLES_PREFIX, STATISTICS_PREFIX))
-    for keys in (*beside, *map(sorted, store.objects.values())):
+    block_keys = {table_key(*place) for place in blocks}
+    block_keys |= {statistics_key(*place) for place in blocks}
+    block_keys |= {store.layout.shard_key(spec, *place) for place in blocks for spec in store.layout.all_arrays}
+    others = (store.storage.list_keys(prefix) for prefix in (TABLES_PREFIX, STATISTICS_PREFIX))
+    for keys in (*others, *map(sorted, store.objects.values())):
         for key in keys:
-            if key not in of_blocks:
+            if key not in block_keys:
                 yield Problem(key, "belongs to no committed block, although the store is complete", Remedy.discard)
 
 
@@ -349,7 +351,7 @@ def _check_objects(
             continue
         yield from (Problem(keys[name], what) for what in _compare_digest(record, name, digest))
     if len(sides) < len(store.layout.side_arrays):
-        return  # what to compare the rest with is not known
+        return  # the rest cannot be compared with them
     first_row = store.layout.first_row(record.stream, record.block)
     for what in check_side_arrays(sides, record, first_row, store.vocab_size):
         yield Problem(record.key, what)
@@ -361,7 +363,7 @@ def _check_objects(
         wrong = [Problem(keys["selected"], what) for what in check_selected(sides["selected"], valid, record)]
         yield from wrong
         if table is not None and not wrong:
-            for what in check_selected_of_documents(table, beside_activations(sides)["documents"]):
+            for what in check_selected_of_documents(table, slot_side_arrays(sides)["documents"]):
                 yield Problem(table_key(record.stream, record.block), what)
         valid = sides["selected"] >= 0
     covered = {scale_name(name) for name in statistics}  # of their values, too, the statistics count those not finite
@@ -392,8 +394,8 @@ def _check_activations(
                     wrong += [Problem(key, where + what, Remedy.other_dtype) for what in check_finite(values)]
                 wrong += [Problem(key, where + what) for what in check_padding(values, in_piece)]
             if statistics is not None and in_piece.any():
-                of_piece = None if scales is None else scales[row : row + len(values)][in_piece]
-                parts.append(piece_statistics(values[in_piece], of_piece))
+                piece_scales = None if scales is None else scales[row : row + len(values)][in_piece]
+                parts.append(piece_statistics(values[in_piece], piece_scales))
             row += len(values)
     except StoreError as error:
         yield Problem(key, str(error))
@@ -461,11 +463,11 @@ def _check_merged(store: _Store, merging: _Merging) -> Iterator[Problem]:
             yield Problem(where, "does not have the digest that the root names", Remedy.merge_again)
         else:
             try:
-                found = decode_merged(objects, name)
+                stored = decode_merged(objects, name)
             except StoreError as error:
                 yield Problem(where, str(error), Remedy.merge_again)
                 continue
-            for what in check_statistics(found, expected):
+            for what in check_statistics(stored, expected):
                 yield Problem(where, what, Remedy.merge_again)
     if merging.total and objects[MERGED_GROUP_KEY] != MERGED_GROUP:
         yield Problem(MERGED_GROUP_KEY, "is missing or was edited", Remedy.merge_again)

@@ -201,8 +201,8 @@ def read_zarr_jsons(storage: Storage, names: Iterable[str]) -> dict[str, dict[st
         return _parse_zarr_json(content, subject)
 
     names = list(names)
-    found = storage.read_checked([f"{name}/zarr.json" for name in names], check)
-    return dict(zip(names, found, strict=True))
+    zarr_jsons = storage.read_checked([f"{name}/zarr.json" for name in names], check)
+    return dict(zip(names, zarr_jsons, strict=True))
 
 
 def read_array_digests(storage: Storage, names: Iterable[str]) -> dict[str, str]:

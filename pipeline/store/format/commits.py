@@ -167,11 +167,11 @@ def read_records(
     """
     prefix = COMMITS_PREFIX if stream is None else _stream_prefix(stream)
     same = {(r.stream, r.block): r for known_stream in (known or {}).values() for r in known_stream if not r.truncated}
-    found = _read_all(storage, prefix, same)
-    if _seems_inconsistent(found):  # because another worker committed, or withdrew a truncated record, meanwhile?
-        found = _read_all(storage, prefix, same)
+    listed = _read_all(storage, prefix, same)
+    if _seems_inconsistent(listed):  # because another worker committed, or withdrew a truncated record, meanwhile?
+        listed = _read_all(storage, prefix, same)
     records: Records = {}
-    for (stream, block), record in found.items():
+    for (stream, block), record in listed.items():
         key = commit_key(stream, block)
         if record is None:
             raise StoreError(
@@ -192,7 +192,7 @@ def _read_all(
 ) -> dict[tuple[int, int], CommitRecord | None]:
     """Every record by (stream, block), in order; None for one that was deleted after it was listed."""
     places = sorted(filter(None, map(parse_commit_key, storage.list_keys(prefix))))
-    found: dict[tuple[int, int], CommitRecord | None] = {place: known.get(place) for place in places}
+    listed: dict[tuple[int, int], CommitRecord | None] = {place: known.get(place) for place in places}
     unknown = [place for place in places if place not in known]
 
     def parse(key: str, text: bytes | None) -> CommitRecord | None:
@@ -201,7 +201,7 @@ def _read_all(
             raise StoreInvalid(f"{storage.path}/{key} is the record of block {record.block} of stream {record.stream}.")
         return record
 
-    return found | dict(zip(unknown, storage.read_checked([commit_key(*p) for p in unknown], parse), strict=True))
+    return listed | dict(zip(unknown, storage.read_checked([commit_key(*p) for p in unknown], parse), strict=True))
 
 
 def consolidate(records: Mapping[int, Sequence[CommitRecord]]) -> bytes:
@@ -225,6 +225,6 @@ def read_consolidated(storage: Storage, sha256: str | None) -> Records | None:
     return records
 
 
-def _seems_inconsistent(found: Mapping[tuple[int, int], CommitRecord | None]) -> bool:
-    gap = any(block and (stream, block - 1) not in found for stream, block in found)
-    return gap or None in found.values()
+def _seems_inconsistent(records: Mapping[tuple[int, int], CommitRecord | None]) -> bool:
+    gap = any(block and (stream, block - 1) not in records for stream, block in records)
+    return gap or None in records.values()

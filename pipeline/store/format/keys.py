@@ -10,13 +10,13 @@ from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
 LOCK_SUFFIX = ".__lock"  # of the file that a local object is written to before it has its name; a kill leaves it
 
 _RUN = r"\d{8}T\d{6}Z-[^/]+-\d+"
-_OF_WORKERS = (
+_WORKER_KEYS = (
     r"_claims/stream-\d{5,}\.json",
     r"_claims_test/[^/]+-\d+-[0-9a-f]{8}",
     rf"_metrics/{_RUN}(\.jsonl|-generate\.json)",
 )
 _FIXED = (
-    *_OF_WORKERS,
+    *_WORKER_KEYS,
     r"zarr\.json",
     r"_commits/(stream-\d{5,}/block-\d{6,}\.json|consolidated\.jsonl)",
     r"(_documents|_stats)/stream-\d{5,}/block-\d{6,}\.parquet",
@@ -25,9 +25,9 @@ _FIXED = (
 )
 
 
-def is_of_workers(key: str) -> bool:
-    """Whether a worker writes this beside a store's content, and may do so when the store is deleted already."""
-    return re.fullmatch("|".join(_OF_WORKERS), key, re.ASCII) is not None
+def is_worker_key(key: str) -> bool:
+    """Whether a worker writes this key besides the store's content, and may do so when the store is deleted already."""
+    return re.fullmatch("|".join(_WORKER_KEYS), key, re.ASCII) is not None
 
 
 def is_activation_name(name: object) -> bool:

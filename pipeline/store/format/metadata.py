@@ -135,7 +135,7 @@ class StoreRoot:
 
     @property
     def array_names(self) -> tuple[str, ...]:
-        """Of all arrays, those beside the activations first."""
+        """The names of all arrays, the side arrays first."""
         sides = (*SIDE_ARRAYS, SELECTED) if self.metadata.selects else SIDE_ARRAYS
         scales = map(scale_name, self.arrays) if self.metadata.has_scales else ()
         return (*(spec.name for spec in sides), *self.arrays, *scales)
@@ -281,10 +281,10 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _software() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in ("activation-pipeline", "tensorstore"):
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:  # run from a checkout that is not installed
-            found[package] = "unknown"
-    return found
+            versions[package] = "unknown"
+    return versions

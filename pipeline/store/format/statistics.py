@@ -149,7 +149,7 @@ def _with_norms(
 
 
 def merge(parts: Iterable[Statistics]) -> Statistics:
-    """Of all tokens of the parts, of which there is at least one; one after the other, so that few are in memory."""
+    """The statistics of all tokens of the parts, of which there is at least one. Few are in memory at once."""
     parts = iter(parts)
     total = next(parts)
     for part in parts:
@@ -228,26 +228,26 @@ def merged_digest(objects: Mapping[str, bytes | None], name: str) -> str | None:
 def encode_merged(statistics: Mapping[str, Statistics]) -> dict[str, bytes]:
     """`stats/` by key: for each array a float64 Zarr array [mean or variance, feature], the rest in its attributes."""
     objects = {MERGED_GROUP_KEY: MERGED_GROUP} if statistics else {}
-    for name, found in statistics.items():
-        values = np.stack([found.mean, found.variance])
-        quantiles = {str(q): found.norm_quantile(q) for q in QUANTILES}
-        used = np.flatnonzero(found.norm_histogram)
+    for name, merged in statistics.items():
+        values = np.stack([merged.mean, merged.variance])
+        quantiles = {str(q): merged.norm_quantile(q) for q in QUANTILES}
+        used = np.flatnonzero(merged.norm_histogram)
         first, last = (int(used[0]), int(used[-1])) if len(used) else (0, 0)
         attributes = {
-            "count": found.count,
-            "not_finite": found.not_finite,
-            "norm_sum": found.norm_sum,
-            "mean_norm": found.mean_norm,
+            "count": merged.count,
+            "not_finite": merged.not_finite,
+            "norm_sum": merged.norm_sum,
+            "mean_norm": merged.mean_norm,
             "norm_quantiles": quantiles,
             "norm_histogram": {  # bin i begins at 2 ** (min_exponent + i / bins_per_octave)
                 "min_exponent": _MIN_EXPONENT,
                 "bins_per_octave": BINS_PER_OCTAVE,
                 "first_bin": first,
-                "counts": found.norm_histogram[first : last + 1].tolist(),
+                "counts": merged.norm_histogram[first : last + 1].tolist(),
             },
         }
-        if found.squared_error is not None:
-            attributes |= {"squared_error": found.squared_error, "relative_error": found.relative_error}
+        if merged.squared_error is not None:
+            attributes |= {"squared_error": merged.squared_error, "relative_error": merged.relative_error}
         metadata = {
             "zarr_format": 3,
             "node_type": "array",

@@ -16,9 +16,9 @@ def completion_slots(documents: Int64[np.ndarray, "R T"], table: pa.Table) -> Bo
     if "n_prompt" not in table.column_names:
         raise StoreError("the store's documents are not divided into prompt and completion: that is for data=generate.")
     slots, place, tokens = document_tokens(documents, table)
-    found = np.zeros(documents.size, bool)
-    found[slots] = tokens >= table["n_prompt"].to_numpy()[place]
-    return found.reshape(documents.shape)
+    is_completion = np.zeros(documents.size, bool)
+    is_completion[slots] = tokens >= table["n_prompt"].to_numpy()[place]
+    return is_completion.reshape(documents.shape)
 
 
 def document_tokens(

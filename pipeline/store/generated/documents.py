@@ -18,7 +18,7 @@ from pipeline.store.generated.group_keys import group_key
 from pipeline.store.generated.kept_activations import first_without_kept, write_kept
 from pipeline.store.io.storage import Storage
 
-# Of every generated document, beside what its source knows.
+# The columns of a generated document, besides those of its source.
 COMPLETION_SCHEMA = pa.schema(
     [
         ("n_prompt", pa.int64()),
@@ -71,7 +71,7 @@ class GeneratedGroups:
         self._schema = pa.unify_schemas([_GROUP_SCHEMA, info_schema])
 
     def count(self, kept: Sequence[str] = (), first: int = 0) -> int:
-        """How many there are, up to the first one from number `first` on that lacks the activations `kept`.
+        """The number of groups, up to the first one from number `first` on that lacks the activations `kept`.
 
         Raises StoreInvalid when one is missing among them."""
         count = len(stored_groups(self._storage, self.stream))
@@ -88,7 +88,7 @@ class GeneratedGroups:
         """Writes a group durably, unless there is one: it was then written by another run, and stays. `kept`: the
         activations [n, D] of its documents' tokens, by array name, which are written first.
 
-        Raises StoreError, and writes nothing, where activations were kept of what is not the group that is there.
+        Raises StoreError, and writes nothing, where `kept` is given and the store has this group with other documents.
         """
         rows = [self._row(item) for item in group.items]
         state = {"next": group.next.to_json(), "exhausted": group.exhausted}
@@ -101,7 +101,7 @@ class GeneratedGroups:
         self._storage.write_if_absent(key, encode_group(table, state, self.stream, group.index))
 
     def _require_same(self, key: str, index: int, table: pa.Table) -> None:
-        """Raises StoreError unless the group that is there, if any, has the documents of `table`."""
+        """Raises StoreError where the store has this group with other documents than those of `table`."""
         columns = ["document", "prompt", "completion"]
         if self._storage.read(key) is None:
             return

@@ -1,4 +1,4 @@
-"""Where the groups of generated documents lie, and their parquet files; `generated.py` says what is in them."""
+"""The parquet files of the groups of generated documents; `documents.py` says what is in them."""
 
 import hashlib
 import io
@@ -28,7 +28,7 @@ def stored_groups(storage: Storage, stream: int) -> list[str]:
     keys.sort(key=lambda key: (len(key), key))
     for index, key in enumerate(keys):
         if key != group_key(stream, index):
-            raise StoreInvalid(f"there is {key}, but no {group_key(stream, index)}. {_REMEDY}")
+            raise StoreInvalid(f"the store has {key}, but no {group_key(stream, index)}. {_REMEDY}")
     return keys
 
 
@@ -55,7 +55,7 @@ def _decode(key: str, content: bytes | None, stream: int, index: int) -> pa.Tabl
 
 
 def group_state(table: pa.Table, subject: str) -> dict[str, Any]:
-    """Beside the documents of a group: `next`, `exhausted`, `sha256`. Raises StoreInvalid."""
+    """The metadata of a group: `next`, `exhausted`, `sha256`. Raises StoreInvalid."""
     state = parse_json((table.schema.metadata or {}).get(_METADATA, b"null"), subject, _REMEDY)
     if not isinstance(state, dict) or not {"next", "exhausted"} <= set(state):
         raise StoreInvalid(f"{subject} is not a group of generated documents. {_REMEDY}")
@@ -79,9 +79,11 @@ def _digest(table: pa.Table, state: Mapping[str, Any], stream: int, index: int) 
 def check_groups(
     storage: Storage, stream: int, table: pa.Table | None, token_bytes: Mapping[str, int]
 ) -> Iterator[Problem]:
-    """What is wrong with a stream's groups, as far as there are any: one is missing among them or cannot be read, or a
-    document has not the lengths that the stream's document table says. Likewise with the activations that are kept
-    beside a group; `token_bytes`: of each captured array, the size of a token's activation in these."""
+    """The problems of a stream's groups, if it has any: a group is missing or cannot be read, or the lengths of a
+    document differ from the stream's document table. Also those of the activations that are kept with a group.
+
+    token_bytes: bytes of a token's kept activation, by array name.
+    """
     columns = ("document", "n_prompt", "n_completion")
     expected = {} if table is None else {row["document"]: row for row in table.select(columns).to_pylist()}
     try:
@@ -100,11 +102,13 @@ def check_groups(
             yield Problem(kept, what, Remedy.regenerate_kept)
         for row in _documents(group):
             sizes = (row["document"], len(row["prompt"]), len(row["completion"]))
-            found = dict(zip(columns, sizes, strict=True))
-            if found != expected.get(row["document"], found):
-                yield Problem(key, f"has {found}, the document table {expected[row['document']]}", Remedy.regenerate)
+            row_lengths = dict(zip(columns, sizes, strict=True))
+            if row_lengths != expected.get(row["document"], row_lengths):
+                yield Problem(
+                    key, f"has {row_lengths}, the document table {expected[row['document']]}", Remedy.regenerate
+                )
 
 
 def _documents(group: pa.Table) -> list[dict[str, Any]]:
-    """The rows of documents that were not left out."""
+    """The rows of the documents that were not skipped."""
     return group.filter(pc.is_valid(group["document"])).to_pylist()

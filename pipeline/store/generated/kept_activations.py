@@ -1,8 +1,8 @@
-"""Activations that were captured while the model wrote, kept beside its groups until they are in blocks.
+"""Activations that were captured while the model wrote, kept with its groups until they are in blocks.
 
-Of each group and array one object: the tokens of the group's documents, one document after the other, [n, D], little
-endian, without a header, and the sha256 of the object's key and of these values. Objects of earlier programs lack the
-sha256. They are written before the group itself, and deleted when the store is complete.
+A group has one object per array: the activations [n, D] of its documents' tokens, one document after the other, in
+little-endian order and without a header, then the sha256 of the object's key and these values. Objects of earlier
+programs lack the sha256. They are written before the group itself, and deleted when the store is complete.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ def kept_key(stream: int, index: int, array: str) -> str:
 
 
 def first_without_kept(storage: Storage, stream: int, groups: range, arrays: Sequence[str]) -> int:
-    """The first of a stream's `groups` whose activations are not there, or where they stop."""
-    found = set(storage.list_keys(stream_prefix(stream)))
-    lacking = (index for index in groups if not {kept_key(stream, index, array) for array in arrays} <= found)
+    """The first of a stream's `groups` that lacks activations of `arrays`, or the end of `groups`."""
+    stored = set(storage.list_keys(stream_prefix(stream)))
+    lacking = (index for index in groups if not {kept_key(stream, index, array) for array in arrays} <= stored)
     return next(lacking, groups.stop)
 
 
@@ -55,9 +55,9 @@ def read_kept(
 def check_kept(
     storage: Storage, stream: int, index: int, num_tokens: int, token_bytes: Mapping[str, int]
 ) -> Iterator[tuple[str, str]]:
-    """Key and what is wrong of the objects of a group of `num_tokens`. One that is missing is no damage.
+    """The key of each damaged object of a group of `num_tokens`, and what is wrong. A missing object is no damage.
 
-    `token_bytes`: of each array, the size of a token's activation.
+    token_bytes: bytes of a token's activation, by array name.
     """
     for array, size in token_bytes.items():
         key = kept_key(stream, index, array)

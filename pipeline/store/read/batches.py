@@ -247,13 +247,13 @@ class BatchReader(Iterator[Batch]):
     def _piece_tokens(self) -> list[list[int]]:
         """How many tokens of each piece of each block pass the filter: reads the segments of the whole store."""
         names = ("segments", *self._options.token_filter.side_arrays)
-        found = []
+        counts = []
         for start in range(0, len(self._blocks.records), BLOCKS_COUNTED_AT_ONCE):
             blocks = range(start, min(start + BLOCKS_COUNTED_AT_ONCE, len(self._blocks.records)))
-            for beside in self._blocks.read_beside(blocks, names):
-                per_row = self._options.token_filter.keeps(beside).sum(axis=1)
-                found.append(np.add.reduceat(per_row, range(0, len(per_row), self._order.piece_rows)).tolist())
-        return found
+            for side_arrays in self._blocks.read_side_arrays(blocks, names):
+                per_row = self._options.token_filter.keeps(side_arrays).sum(axis=1)
+                counts.append(np.add.reduceat(per_row, range(0, len(per_row), self._order.piece_rows)).tolist())
+        return counts
 
     def _finisher(self) -> Callable[[Sequence[Future[None]], dict[str, np.ndarray], int], Batch]:
         """What makes a batch of gathered memory: dtype, normalisation, framework."""
@@ -271,17 +271,17 @@ class BatchReader(Iterator[Batch]):
             out = {name: values[:num_tokens] for name, values in out.items()}
             for name in [name for name in out if scale_name(name) in out]:
                 out[name] = dequantised(out[name], out.pop(scale_name(name)))
-            beside = {spec.name: convert(out.pop(spec.name)) for spec in SIDE_ARRAYS}
+            side_arrays = {spec.name: convert(out.pop(spec.name)) for spec in SIDE_ARRAYS}
             if not options.stack:
-                found = {name: convert(normalised(name, values)) for name, values in out.items()}
-                return Batch(found[reading.names[0]] if reading.single else found, **beside)
+                activations = {name: convert(normalised(name, values)) for name, values in out.items()}
+                return Batch(activations[reading.names[0]] if reading.single else activations, **side_arrays)
             stacked = out[STACKED]
             if reading.normalisation:
                 keys = [normalised(name, stacked[:, k]) for k, name in enumerate(reading.names)]
                 stacked = np.stack(keys, axis=1)
             elif options.dtype is not None:
                 stacked = stacked.astype(options.dtype, copy=False)
-            return Batch(convert(stacked), **beside)
+            return Batch(convert(stacked), **side_arrays)
 
         return finish
 
@@ -293,15 +293,15 @@ def _done(under_way: tuple[Future[Batch], Position]) -> tuple[Batch, Position]:
 def _reading_order(layout: StoreLayout, records: Sequence[CommitRecord], reading: Reading) -> ReadingOrder:
     options = reading.options
     piece_rows = layout.piece_rows(reading.names)
-    read = {*reading.names, *map(scale_name, reading.names)}
-    piece_mib = sum(layout.row_bytes(spec) for spec in layout.all_arrays if spec.name in read) * piece_rows / MIB
+    names = {*reading.names, *map(scale_name, reading.names)}
+    piece_mib = sum(layout.row_bytes(spec) for spec in layout.all_arrays if spec.name in names) * piece_rows / MIB
     mib = options.buffer_mib if options.shuffle else min(options.buffer_mib, SEQUENTIAL_BUFFER_MIB)
-    beside_mib = sum(spec.position_bytes for spec in SIDE_ARRAYS) * layout.slots * layout.rows_per_block / MIB
+    side_arrays_mib = sum(spec.position_bytes for spec in SIDE_ARRAYS) * layout.slots * layout.rows_per_block / MIB
     return ReadingOrder(
         block_rows=tuple(record.rows for record in records),
         piece_rows=piece_rows,
         pieces_per_buffer=max(1, int(mib / piece_mib)),
-        window_blocks=max(1, int(WINDOW_MIB / beside_mib)),
+        window_blocks=max(1, int(WINDOW_MIB / side_arrays_mib)),
         seed=reading.seed,
         rank=options.rank,
         world=options.world,

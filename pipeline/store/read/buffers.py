@@ -23,20 +23,20 @@ from pipeline.store.read.order import Buffer, ReadingOrder
 from pipeline.store.read.rows import (
     READS_AHEAD,
     RowRead,
-    beside_activations,
     counts_positions,
     require_selected,
     require_stored,
+    slot_side_arrays,
 )
 
-# Of whole rows, before what stands beside selected tokens is taken out of them.
+# MiB of side arrays of whole rows to read at once, before the slots of selected tokens are taken out of them.
 WHOLE_MIB = 64.0
 
 STACKED = "stacked"  # the name of the memory [S, K, D] that several arrays of one width share
 
 
 class StoredBlocks:
-    """The committed blocks of a store, and what stands beside the activations of those that are being read."""
+    """The committed blocks of a store, and the side arrays of those that are being read."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class StoredBlocks:
         self.arrays = arrays
         self.records = records
         # By block: its window, and [rows, slots] by name.
-        self._beside: dict[int, tuple[int, dict[str, np.ndarray]]] = {}
+        self._side_arrays: dict[int, tuple[int, dict[str, np.ndarray]]] = {}
 
     def retry_read(self, read: Callable[[], None]) -> None:
         """Calls `read`, and again while it finds something damaged or missing; see `storage.repeated`."""
@@ -60,21 +60,21 @@ class StoredBlocks:
         record = self.records[block]
         return self.layout.first_row(record.stream, record.block)
 
-    def beside(self, buffer: Buffer, more: Sequence[str] = ()) -> list[dict[str, np.ndarray]]:
-        """The side arrays of each of the buffer's pieces, and what `more` names. Those of earlier windows are
-        forgotten."""
+    def side_arrays(self, buffer: Buffer, more: Sequence[str] = ()) -> list[dict[str, np.ndarray]]:
+        """The side arrays of each of the buffer's pieces, and those that `more` names. Those of earlier windows are
+        dropped."""
         oldest = min(piece.window for piece in buffer.pieces)
-        kept = {b: held for b, held in self._beside.items() if held[0] >= oldest}
+        kept = {b: held for b, held in self._side_arrays.items() if held[0] >= oldest}
         missing = {piece.block: piece.window for piece in buffer.pieces if piece.block not in kept}
-        read = self.read_beside(list(missing), list(dict.fromkeys([*(spec.name for spec in SIDE_ARRAYS), *more])))
-        self._beside = kept | {b: (missing[b], values) for b, values in zip(missing, read, strict=True)}
+        read = self.read_side_arrays(list(missing), list(dict.fromkeys([*(spec.name for spec in SIDE_ARRAYS), *more])))
+        self._side_arrays = kept | {b: (missing[b], values) for b, values in zip(missing, read, strict=True)}
         return [
-            {name: side[p.first : p.first + p.num_rows] for name, side in self._beside[p.block][1].items()}
+            {name: side[p.first : p.first + p.num_rows] for name, side in self._side_arrays[p.block][1].items()}
             for p in buffer.pieces
         ]
 
-    def read_beside(self, blocks: Sequence[int], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
-        """The named side arrays of some blocks, and `COMPLETIONS`, as they stand beside the slots for activations:
+    def read_side_arrays(self, blocks: Sequence[int], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
+        """The named side arrays of some blocks, and `COMPLETIONS`, in the slots for activations:
         [rows, slots] each.
 
         Raises StoreError for a damaged or missing one, and for completions where there are none.
@@ -84,17 +84,17 @@ class StoredBlocks:
             whole = sum(spec.position_bytes for spec in SIDE_ARRAYS) * self.layout.rows_per_block * self.layout.length
             at_once = max(1, int(WHOLE_MIB * MIB / whole))
         parts = (blocks[start : start + at_once] for start in range(0, len(blocks), at_once))
-        read = (self._storage.retry_read(lambda part=part: self._read_beside(part, names)) for part in parts)
-        return [beside for part in read for beside in part]
+        read = (self._storage.retry_read(lambda part=part: self._read_side_arrays(part, names)) for part in parts)
+        return [sides for part in read for sides in part]
 
-    def _read_beside(self, blocks: Sequence[int], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
+    def _read_side_arrays(self, blocks: Sequence[int], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
         arrays = [name for name in names if name != COMPLETIONS]
         if COMPLETIONS in names and DOCUMENTS.name not in names:
             arrays.append(DOCUMENTS.name)
         if self.layout.selected is not None:
             arrays.append(SELECTED.name)
         reads = [(b, name, *self._start(b, name)) for b in blocks for name in arrays]
-        found: dict[int, dict[str, np.ndarray]] = {b: {} for b in blocks}
+        side_arrays: dict[int, dict[str, np.ndarray]] = {b: {} for b in blocks}
         for block, name, values, read in reads:
             read.wait()
             first = self.first_row(block)
@@ -102,17 +102,17 @@ class StoredBlocks:
                 require_selected(self.arrays[name], self.records[block], values)
             elif name != POSITIONS.name:  # where zeros are nothing unusual
                 require_stored(self.arrays[name], np.arange(first, first + len(values)), values)
-            found[block][name] = values
-        for block, sides in found.items():
+            side_arrays[block][name] = values
+        for block, sides in side_arrays.items():
             if {POSITIONS.name, SEGMENTS.name} <= set(sides):
                 counting = counts_positions(sides[SEGMENTS.name])
                 rows = self.first_row(block) + np.flatnonzero(counting)
                 require_stored(self.arrays[POSITIONS.name], rows, sides[POSITIONS.name][counting])
         if COMPLETIONS in names:
             tables = read_tables(self._storage, [self.records[b] for b in blocks])
-            for sides, table in zip(found.values(), tables, strict=True):
+            for sides, table in zip(side_arrays.values(), tables, strict=True):
                 sides[COMPLETIONS] = completion_slots(sides[DOCUMENTS.name], table)
-        return [beside_activations(sides) for sides in found.values()]
+        return [slot_side_arrays(sides) for sides in side_arrays.values()]
 
     def _start(self, block: int, name: str) -> tuple[np.ndarray, RowRead]:
         array = self.arrays[name]
@@ -124,7 +124,7 @@ class TokenMemory:
     """Memory for whole pieces: [S, D] by array name, or [S, K, D] under `STACKED`, and [S] by side array.
 
     Beside activations of int8 stand their scales, likewise, under `scale_name` of these names.
-    `order` are the slots in the order in which they are to be handed out. `users` are what still reads the memory.
+    `order`: the slots, in the order in which batches take them. `users`: the tasks that still read the memory.
     """
 
     def __init__(self, blocks: StoredBlocks, names: Sequence[str], stack: bool, rows: int) -> None:
@@ -146,8 +146,8 @@ class TokenMemory:
                 targets = {name: np.empty((rows, slots, array.shape[2]), dtype) for name, array in arrays.items()}
                 self._targets |= targets
                 self._slots |= {name: target.reshape(-1, target.shape[2]) for name, target in targets.items()}
-        self._beside = {spec.name: np.empty((rows, slots), spec.dtype) for spec in SIDE_ARRAYS}
-        self._slots |= {name: side.reshape(-1) for name, side in self._beside.items()}
+        self._side_arrays = {spec.name: np.empty((rows, slots), spec.dtype) for spec in SIDE_ARRAYS}
+        self._slots |= {name: side.reshape(-1) for name, side in self._side_arrays.items()}
         self._completions = np.zeros((rows, slots), bool)
         self.order: Int64[np.ndarray, " n"] = np.empty(0, np.int64)
         self.users: list[Future[None]] = []
@@ -160,26 +160,26 @@ class TokenMemory:
         self._blocks.retry_read(lambda: self._fill(buffer, order, token_filter))
 
     def _fill(self, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter) -> None:
-        beside = self._blocks.beside(buffer, token_filter.side_arrays)
-        looked_at = self._beside | {COMPLETIONS: self._completions}
+        side_arrays = self._blocks.side_arrays(buffer, token_filter.side_arrays)
+        filter_inputs = self._side_arrays | {COMPLETIONS: self._completions}
         reads: deque[RowRead] = deque()
         row_numbers: list[np.ndarray] = []
         row = 0
-        for piece, sides in zip(buffer.pieces, beside, strict=True):
+        for piece, sides in zip(buffer.pieces, side_arrays, strict=True):
             rows = slice(row, row + piece.num_rows)
             first = self._blocks.first_row(piece.block) + piece.first
             for name, target in self._targets.items():
                 reads.append(RowRead(self._blocks.arrays[name], first, target[rows]))
             for name, values in sides.items():
-                looked_at[name][rows] = values
+                filter_inputs[name][rows] = values
             row_numbers.append(np.arange(first, first + piece.num_rows))
             row = rows.stop
             while len(reads) > READS_AHEAD:
                 reads.popleft().wait()
-        slots = np.flatnonzero(token_filter.keeps({name: side[:row] for name, side in looked_at.items()}))
+        slots = np.flatnonzero(token_filter.keeps({name: side[:row] for name, side in filter_inputs.items()}))
         while reads:
             reads.popleft().wait()
-        has_any = self._beside["segments"][:row, 0] > 0
+        has_any = self._side_arrays["segments"][:row, 0] > 0
         for name, target in self._targets.items():
             stored_rows = np.concatenate(row_numbers)[has_any]
             require_stored(self._blocks.arrays[name], stored_rows, target[:row, 0][has_any])

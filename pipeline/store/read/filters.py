@@ -16,7 +16,7 @@ Limits = Mapping[str, tuple[float, float]]
 _TOKENS_AT_A_TIME = 4096  # of which norms are computed: small enough for the processor's caches
 
 
-COMPLETIONS = "completions"  # beside the side arrays: whether a slot holds a completion's token
+COMPLETIONS = "completions"  # an input like the side arrays: whether a slot holds a completion's token
 
 
 class Part(StrEnum):
@@ -54,15 +54,15 @@ class TokenFilter:
         wanted = {TOKENS.name: self.drop_tokens, POSITIONS.name: self.skip_first, COMPLETIONS: self.part}
         return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
-    def keeps(self, beside: Mapping[str, Shaped[np.ndarray, "rows T"]]) -> Bool[np.ndarray, "rows T"]:
+    def keeps(self, side_arrays: Mapping[str, Shaped[np.ndarray, "rows T"]]) -> Bool[np.ndarray, "rows T"]:
         """Whether each slot is handed out, as far as its token, position and document tell."""
-        keep = beside["segments"] > 0
+        keep = side_arrays["segments"] > 0
         if self.drop_tokens:
-            keep &= ~np.isin(beside["tokens"], self.drop_tokens)
+            keep &= ~np.isin(side_arrays["tokens"], self.drop_tokens)
         if self.skip_first:
-            keep &= beside["positions"] >= self.skip_first
+            keep &= side_arrays["positions"] >= self.skip_first
         if self.part is not None:
-            keep &= beside[COMPLETIONS] == (self.part is Part.completion)
+            keep &= side_arrays[COMPLETIONS] == (self.part is Part.completion)
         return keep
 
     def within_norms(

@@ -108,7 +108,7 @@ def permutation(count: int, *seeds: int) -> Int64[np.ndarray, " count"]:
 
     numpy guarantees these numbers for all of its versions (NEP 19), but not what Generator.permutation makes of them.
     """
-    of_place = np.uint64((1 << max(0, count - 1).bit_length()) - 1)
+    place_bits = np.uint64((1 << max(0, count - 1).bit_length()) - 1)
     numbers = np.random.PCG64(np.random.SeedSequence(seeds)).random_raw(count)
-    keys = (numbers & ~of_place) | np.arange(count, dtype=np.uint64)
-    return (np.sort(keys) & of_place).astype(np.int64)
+    keys = (numbers & ~place_bits) | np.arange(count, dtype=np.uint64)
+    return (np.sort(keys) & place_bits).astype(np.int64)

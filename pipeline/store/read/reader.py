@@ -40,20 +40,20 @@ from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.read.batch_options import BatchOptions
 from pipeline.store.read.batches import BatchReader, Reading
 from pipeline.store.read.filters import TokenFilter
-from pipeline.store.read.rows import beside_activations, counts_positions, read_runs, require_stored
+from pipeline.store.read.rows import counts_positions, read_runs, require_stored, slot_side_arrays
 from pipeline.store.read.selected import at_selected
 
 Key = ActivationKey | tuple[SupportsIndex | None, Site | str] | str
 Rows = SupportsIndex | slice | Sequence[SupportsIndex] | np.ndarray
 
 
-# A sample's tokens come from as many places as fit into this.
+# MiB of activations that a sample's tokens are drawn from.
 SAMPLE_BUFFER_MIB = 64.0
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """What stands beside the activations, row by row: [n, S], or [S] for one row.
+    """The side arrays of some rows: [n, S], or [S] for one row.
 
     segments: 0 where there is no token, k in the row's k-th document window. positions: from 0 in each window.
     documents: the document's number, -1 where there is no token.
@@ -181,19 +181,19 @@ class ActivationStore:
         """
         name = self._key((layer, site)).name
         if self.complete:
-            found = read_merged(self.storage, name, (self._statistics_digests or {}).get(name))
-            if found is None and self.blocks and all(record.statistics_sha256 for record in self.blocks):
+            statistics = read_merged(self.storage, name, (self._statistics_digests or {}).get(name))
+            if statistics is None and self.blocks and all(record.statistics_sha256 for record in self.blocks):
                 raise StoreInvalid(
                     f"{self.path} is complete, but its statistics of {name} are missing. {DAMAGE_REMEDY}"
                 )
         else:
-            found = merge_blocks(self.storage, self.blocks).get(name)
-        if found is None:
+            statistics = merge_blocks(self.storage, self.blocks).get(name)
+        if statistics is None:
             raise StoreError(f"{self.path} has no statistics of {name}: it was made with capture.statistics=false.")
-        return found
+        return statistics
 
     def normalisation(self, keys: Key | Sequence[Key], per_feature: bool = False) -> dict[str, Normalisation]:
-        """By array name, what brings activations to zero mean and unit variance, from the stored statistics.
+        """By array name, the normalisation to zero mean and unit variance, from the stored statistics.
 
         See `Statistics.normalisation`. Raises StoreError for a store that was made with capture.statistics=false:
         `sample` finds statistics there.
@@ -220,7 +220,7 @@ class ActivationStore:
         wanted = self._row_numbers(rows)
         sides = {spec.name: self._read(spec.name, wanted) for spec in SIDE_ARRAYS}
         if not whole and self._layout.selected is not None:
-            sides = beside_activations(sides | {SELECTED.name: self._read(SELECTED.name, wanted)})
+            sides = slot_side_arrays(sides | {SELECTED.name: self._read(SELECTED.name, wanted)})
         return TokenRows(**{name: values[0] if _is_one_row(rows) else values for name, values in sides.items()})
 
     def read_selected(self, rows: Rows) -> Int32[np.ndarray, "*n S"]:
@@ -240,34 +240,34 @@ class ActivationStore:
         Raises StoreError for an id that no document has, or several have.
         """
         column, id = ("id", id) if isinstance(id, str) else ("document", operator.index(id))
-        found = self.documents.filter(pc.equal(self.documents[column], id))
-        numbers = pc.unique(found["document"]).to_pylist()
+        entries = self.documents.filter(pc.equal(self.documents[column], id))
+        numbers = pc.unique(entries["document"]).to_pylist()
         if len(numbers) != 1:
             hint = f"documents {numbers} have it; ask for one by number" if numbers else "no document has it"
             raise StoreError(f"{column} {id!r} in the store {self.path}: {hint}.")
         records = {(record.stream, record.block): record for record in self.blocks}
-        places = sorted(set(zip(found["stream"].to_pylist(), found["block"].to_pylist(), strict=True)))
+        places = sorted(set(zip(entries["stream"].to_pylist(), entries["block"].to_pylist(), strict=True)))
         rows = np.concatenate([self._block_rows(records[place]) for place in places])
         holds = (self._read("documents", rows) == numbers[0]).any(axis=1)
         rows = rows[holds]
         whole = self.read_tokens(rows, whole=True)
         in_text = whole.documents == numbers[0]
-        expected = pc.sum(pc.subtract(found["last_token"], found["first_token"])).as_py()
+        expected = pc.sum(pc.subtract(entries["last_token"], entries["first_token"])).as_py()
         if in_text.sum() != expected:
             raise StoreError(f"{in_text.sum()} tokens of {column} {id!r} are in {self.path}, expected {expected}.")
-        beside = self.read_tokens(rows)
-        of_document = beside.documents == numbers[0]
+        slots = self.read_tokens(rows)
+        in_document = slots.documents == numbers[0]
         places = np.cumsum(in_text).reshape(in_text.shape) - 1
         names = [key.name for key in (self.keys if keys is None else map(self._key, keys))]
         return DocumentActivations(
             document=numbers[0],
-            id=found["id"][0].as_py(),
-            tokens=beside.tokens[of_document],
-            positions=beside.positions[of_document],
-            rows=np.repeat(rows, of_document.sum(axis=1)),
-            activations={name: self._activations(name, rows)[of_document] for name in names},
+            id=entries["id"][0].as_py(),
+            tokens=slots.tokens[in_document],
+            positions=slots.positions[in_document],
+            rows=np.repeat(rows, in_document.sum(axis=1)),
+            activations={name: self._activations(name, rows)[in_document] for name in names},
             text=whole.tokens[in_text],
-            places=at_selected(places, self.read_selected(rows), -1)[of_document],
+            places=at_selected(places, self.read_selected(rows), -1)[in_document],
         )
 
     def batches(

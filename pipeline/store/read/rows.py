@@ -1,4 +1,4 @@
-"""Reading rows of an array into memory that is already there."""
+"""Reading rows of an array into memory of the caller."""
 
 from collections.abc import Mapping
 
@@ -13,11 +13,11 @@ from pipeline.store.io.failures import VERIFY_REMEDY
 from pipeline.store.io.storage import KeyValueStore
 from pipeline.store.read.selected import at_selected
 
-# How many pieces to have under way. Enough to keep an object store busy; with more, TensorStore's own buffers no longer
+# Pieces under way at once. Enough to keep an object store busy; with more, TensorStore's own buffers no longer
 # come from what was freed just before (measured: 30 pieces take 20 to 40 times the page faults of 6).
 READS_AHEAD = 6
 
-# Of an object that is listed, but was read as if it were missing: a service that errs may do so twice in a row.
+# Reads of an object that is listed, but was read as if it were missing: a service may err twice in a row.
 _REREADS = 4
 
 
@@ -107,8 +107,8 @@ def require_selected(array: ts.TensorStore, record: CommitRecord, selected: Int3
         )
 
 
-def beside_activations(sides: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Side arrays as they stand beside the slots for activations: themselves, [R, T], or at `selected`, [R, K]."""
+def slot_side_arrays(sides: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The side arrays of the slots for activations: those of all positions, [R, T], or at `selected`, [R, K]."""
     sides = dict(sides)
     selected = sides.pop(SELECTED.name, None)
     if selected is None:

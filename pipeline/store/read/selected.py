@@ -1,4 +1,4 @@
-"""Where only some tokens' activations are stored: what stands beside these.
+"""Side arrays of the selected tokens, where only some tokens' activations are stored.
 
 Shapes: R rows, T positions of a row, K slots of a row for selected tokens (-1 where there are fewer).
 """

@@ -200,8 +200,8 @@ class Claims:
         key, text = claim_key(stream), _Claim(self.owner, held, self.lease_s, next(self._numbers)).to_json()
         written = self._storage.write_if_unchanged(key, text, generation)
         if written is None:  # perhaps because the request was repeated, and met what it had written itself
-            [(found, there)] = self._storage.read_with_generations([key])
-            written = there if found == text else None
+            [(stored, stored_generation)] = self._storage.read_with_generations([key])
+            written = stored_generation if stored == text else None
         return written
 
 
@@ -224,8 +224,8 @@ def held_claims(place: StorageLike) -> dict[int, str]:
 def read_claims(storage: Storage) -> dict[str, bytes]:
     """The generation of every claim, by key, for `delete_claims`. Raises StoreError."""
     keys = storage.list_keys(CLAIMS_PREFIX)
-    found = zip(keys, storage.read_with_generations(keys), strict=True)
-    return {key: generation for key, (text, generation) in found if text is not None}
+    claims = zip(keys, storage.read_with_generations(keys), strict=True)
+    return {key: generation for key, (text, generation) in claims if text is not None}
 
 
 def delete_claims(storage: Storage, claims: Mapping[str, bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Deleting a store's own objects, and nothing else that lies beside them."""
+"""Deleting a store's own objects, and nothing else at its place."""
 
 import os
 import stat
@@ -18,7 +18,7 @@ _DELETIONS_AHEAD = 256
 
 
 def delete_store(path: str, root: StoreRoot) -> Iterator[str]:
-    """Deletes a store's objects, by the exact names that its objects have; yields what is left at its place.
+    """Deletes a store's objects, by their exact names; yields the names of the files that are left at its place.
 
     The commit records go first, so that no block is left, and the root last: what an interruption leaves is a store,
     whose deletion can be repeated. No symbolic link is followed or removed. Raises StoreInvalid, before anything is

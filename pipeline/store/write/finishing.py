@@ -1,4 +1,4 @@
-"""Finishing a store: what declares that every stream holds what was asked of it.
+"""Finishing a store: marking it complete once every stream holds its share of the target.
 
 Several processes may finish a store at the same time, and one may be late: the store has been opened for more blocks
 meanwhile, and is perhaps complete again. So each object is written on the condition that it is as it was when finishing
@@ -27,8 +27,9 @@ class _ChangedMeanwhile(Exception):
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What was there when finishing began: objects and their generations by key, the claims, what was kept."""
+class _InitialState:
+    """The state of the store when finishing began: objects and their generations by key, the claims' generations, and
+    the keys of kept activations."""
 
     objects: Mapping[str, bytes | None]
     generations: Mapping[str, bytes]
@@ -58,7 +59,7 @@ def finish_store(
 
 
 def _try_to_finish(storage: Storage, layout: StoreLayout, read: Callable[[], Records], force: bool) -> StoreRoot | None:
-    seen = _see(storage, layout)
+    initial = _read_initial_state(storage, layout)
     root, generation = read_root_generation(storage)
     if root is None:
         raise StoreError(f"{storage.path}/{ROOT_KEY} was deleted while the store was being written.")
@@ -72,45 +73,45 @@ def _try_to_finish(storage: Storage, layout: StoreLayout, read: Callable[[], Rec
             is_whole = is_reached(records, layout.num_streams, root.target)
         if not (is_whole or force):
             return None
-        objects, digests = _summaries(storage, layout, root, records, seen)
+        objects, digests = _summaries(storage, layout, root, records, initial)
     except StoreInvalid:
         if read_root_generation(storage)[1] != generation:  # another run has begun to write a block again
             raise _ChangedMeanwhile from None
         raise
     for key, content in objects.items():
-        _write(storage, key, content, seen)
+        _write(storage, key, content, initial)
     sha256 = consolidated_digest(objects[CONSOLIDATED_KEY])
     finished = replace(root, complete=True, blocks=blocks, commits_sha256=sha256, statistics_digests=digests or None)
     is_written = finished == root or storage.write_if_unchanged(ROOT_KEY, finished.to_json(), generation) is not None
     if not is_written and read_root(storage) != finished:  # else another process wrote the same
         raise _ChangedMeanwhile
     if is_reached(records, layout.num_streams, root.target):  # else a worker may be extending the store under its claim
-        delete_claims(storage, seen.claims)
+        delete_claims(storage, initial.claims)
     _settle_rows(storage, layout, read)
-    for key in seen.kept:
+    for key in initial.kept:
         storage.write(key, None)
     return finished
 
 
 def _summaries(
-    storage: Storage, layout: StoreLayout, root: StoreRoot, records: Records, seen: _Seen
+    storage: Storage, layout: StoreLayout, root: StoreRoot, records: Records, initial: _InitialState
 ) -> tuple[dict[str, bytes], dict[str, str]]:
     """The consolidated records and, where they are not there already, the merged statistics by key; the digests of
     these by array."""
     consolidated = consolidate(records)
-    objects, digests = {CONSOLIDATED_KEY: consolidated}, _merged_digests(seen.objects, layout)
+    objects, digests = {CONSOLIDATED_KEY: consolidated}, _merged_digests(initial.objects, layout)
     if (consolidated_digest(consolidated), digests) == (root.commits_sha256, root.statistics_digests):
         return objects, digests
     merged = encode_merged(merge_blocks(storage, [record for stream in records.values() for record in stream]))
     return objects | merged, _merged_digests(merged, layout)
 
 
-def _see(storage: Storage, layout: StoreLayout) -> _Seen:
+def _read_initial_state(storage: Storage, layout: StoreLayout) -> _InitialState:
     keys = [CONSOLIDATED_KEY, MERGED_GROUP_KEY, *(key for spec in layout.arrays for key in merged_keys(spec.name))]
-    found = dict(zip(keys, storage.read_with_generations(keys), strict=True))
-    objects = {key: content for key, (content, _) in found.items()}
-    generations = {key: generation for key, (_, generation) in found.items()}
-    return _Seen(objects, generations, read_claims(storage), kept_keys(storage))
+    stored = dict(zip(keys, storage.read_with_generations(keys), strict=True))
+    objects = {key: content for key, (content, _) in stored.items()}
+    generations = {key: generation for key, (_, generation) in stored.items()}
+    return _InitialState(objects, generations, read_claims(storage), kept_keys(storage))
 
 
 def _merged_digests(objects: Mapping[str, bytes | None], layout: StoreLayout) -> dict[str, str]:
@@ -119,10 +120,10 @@ def _merged_digests(objects: Mapping[str, bytes | None], layout: StoreLayout) ->
     return {name: digest for name, digest in digests.items() if digest is not None}
 
 
-def _write(storage: Storage, key: str, content: bytes, seen: _Seen) -> None:
-    if seen.objects[key] == content:
+def _write(storage: Storage, key: str, content: bytes, initial: _InitialState) -> None:
+    if initial.objects[key] == content:
         return
-    if storage.write_if_unchanged(key, content, seen.generations[key]) is None and storage.read(key) != content:
+    if storage.write_if_unchanged(key, content, initial.generations[key]) is None and storage.read(key) != content:
         raise _ChangedMeanwhile
 
 

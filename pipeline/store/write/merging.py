@@ -1,4 +1,4 @@
-"""Merging stores of one configuration: what each has of the streams is copied, object by object, into one store.
+"""Merging stores of one configuration: the blocks of each are copied, object by object, into one store.
 
 A block has the same place in every store of a fingerprint, so objects keep their keys and are not decoded.
 """
@@ -64,7 +64,7 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
             if progress is not None:
                 progress(done, len(missing))
     for source in opened:
-        _copy_beside(source, target)
+        _copy_metrics_and_groups(source, target)
     return target
 
 
@@ -91,24 +91,24 @@ def _formats(store: StoreWriter) -> dict[str, dict]:
     """The zarr.json of every array, but for the number of rows."""
     names = [spec.name for spec in store.layout.all_arrays]
     texts = store.storage.read_many([f"{name}/zarr.json" for name in names])
-    found = {name: json.loads(text) for name, text in zip(names, texts, strict=True)}
-    for zarr_json in found.values():
+    zarr_jsons = {name: json.loads(text) for name, text in zip(names, texts, strict=True)}
+    for zarr_json in zarr_jsons.values():
         zarr_json["shape"][0] = MAX_ROWS
-    return found
+    return zarr_jsons
 
 
 def _missing(existing: Sequence[StoreWriter], sources: Sequence[StoreWriter]) -> list[tuple[StoreWriter, CommitRecord]]:
     """The blocks to copy, each with the first source that has it, by stream and block."""
-    found: dict[tuple[int, int], tuple[StoreWriter, CommitRecord]] = {}
+    holders: dict[tuple[int, int], tuple[StoreWriter, CommitRecord]] = {}
     for store in (*existing, *sources):
         for record in (record for stream in store.records.values() for record in stream):
-            holder, there = found.setdefault((record.stream, record.block), (store, record))
-            if not there.is_same_block(record):
+            holder, held = holders.setdefault((record.stream, record.block), (store, record))
+            if not held.is_same_block(record):
                 raise StoreMismatch(
                     f"block {record.block} of stream {record.stream} is in {holder.path} and in {store.path}, and not "
                     f"the same. Stores can be merged where each stream was computed in one of them. Leave one out."
                 )
-    return [found[place] for place in sorted(found) if found[place][0] not in existing]
+    return [holders[place] for place in sorted(holders) if holders[place][0] not in existing]
 
 
 def _create(storage: Storage, like: StoreWriter) -> StoreWriter:
@@ -134,7 +134,8 @@ def _copy_block(source: StoreWriter, target: StoreWriter, record: CommitRecord, 
 
 
 def _copy(source: Storage, target: Storage, keys: Sequence[str], pool: ThreadPoolExecutor) -> None:
-    """An object that the source lacks (zeros, in an array) is deleted: an earlier job may have left another there.
+    """Copies the objects. One that the source lacks (zeros, in an array) is deleted in the target, where an earlier job
+    may have left another.
 
     Raises StoreInvalid for a symbolic link, whose target need not be the store's.
     """
@@ -147,8 +148,9 @@ def _copy(source: Storage, target: Storage, keys: Sequence[str], pool: ThreadPoo
     list(pool.map(copy, keys))
 
 
-def _copy_beside(source: StoreWriter, target: StoreWriter) -> None:
-    """What the runs measured, whose names are their own, and what the model wrote, which is the same in every store."""
+def _copy_metrics_and_groups(source: StoreWriter, target: StoreWriter) -> None:
+    """Copies what the runs measured (each under a name of its own) and the groups of generated documents, which are the
+    same in every store."""
     for prefix in ("_metrics/", GENERATED_PREFIX):
         known = set(target.storage.list_keys(prefix))
         keys = [key for key in source.storage.list_keys(prefix) if key not in known]

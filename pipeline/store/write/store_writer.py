@@ -193,7 +193,8 @@ class StoreWriter:
         """Waits until every object of the block is durable, then writes the record.
 
         Raises StoreError, naming the object, when one could not be written; the block is then not in the store. A
-        record that is there already is left alone: that is fine if it is the same, and a StoreError if it is not.
+        record that the store has already stays: the block is then committed if the two are the same; else it is a
+        StoreError.
         """
         if (record.stream, record.block) != (pending.stream, pending.block):
             raise ValueError(f"record of {record.stream, record.block} for {pending.stream, pending.block}")
@@ -217,13 +218,13 @@ class StoreWriter:
 
     def _require_committed(self, record: CommitRecord) -> CommitRecord:
         """The record that is there, written by another run. Raises StoreError unless it says the same."""
-        [found] = self.storage.read_checked([record.key], self._parse)
-        if found is None or not (found.is_same_block(record) and found.names_same_files(record)):
+        [stored] = self.storage.read_checked([record.key], self._parse)
+        if stored is None or not (stored.is_same_block(record) and stored.names_same_files(record)):
             raise StoreError(
                 f"{self.path}/{record.key} was written meanwhile, with another content, by another run on this store. "
                 f"It stays. Run the same command again, with the same configuration as the other."
             )
-        return found
+        return stored
 
     def _parse(self, key: str, text: bytes | None) -> CommitRecord | None:
         return None if text is None else CommitRecord.from_json(text, f"{self.path}/{key}")
@@ -292,9 +293,9 @@ class StoreWriter:
             [(text, generation)] = self.storage.read_with_generations([record.key])
             return self._parse(record.key, text), generation
 
-        found, generation = self.storage.retry_read(read)
-        is_same = found is None or found == record
-        if is_same and found is not None and not self.storage.write_if_unchanged(record.key, None, generation):
+        stored, generation = self.storage.retry_read(read)
+        is_same = stored is None or stored == record
+        if is_same and stored is not None and not self.storage.write_if_unchanged(record.key, None, generation):
             is_same = self.storage.read(record.key) is None  # by this request, whose answer was lost
         if not is_same:
             raise StoreError(
@@ -316,10 +317,10 @@ class StoreWriter:
         return shard.write(values, can_reference_source_data_indefinitely=self._may_reference), digest
 
     def _check_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        found = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
+        given = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
         expected = {s.name: (s.dtype, self.layout.shard_shape(s)) for s in self.layout.all_arrays}
-        if found != expected:
-            raise ValueError(f"a block needs the arrays {expected}, got {found}")
+        if given != expected:
+            raise ValueError(f"a block needs the arrays {expected}, got {given}")
 
 
 def _read_root(storage: Storage) -> StoreRoot:

@@ -6,11 +6,11 @@ from itertools import islice
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.commits import COMMITS_PREFIX
-from pipeline.store.format.keys import LOCK_SUFFIX, is_array_name, is_of_workers
+from pipeline.store.format.keys import LOCK_SUFFIX, is_array_name, is_worker_key
 from pipeline.store.format.metadata import ROOT_KEY
 from pipeline.store.io.storage import Storage
 
-_NAMED = 3  # of what is in the way, in the message
+_NAMED = 3  # foreign files, in the message
 
 
 def require_vacant(storage: Storage) -> bool:
@@ -47,7 +47,7 @@ def _may_stay(key: str) -> bool:
     if not key or key.endswith("/"):  # a console's or a mounted bucket's sign for an empty folder
         return True
     first, *rest = key.split("/")
-    if is_of_workers(key) or first.startswith(".") or first == "lost+found":
+    if is_worker_key(key) or first.startswith(".") or first == "lost+found":
         return True
     if not rest:
         return key in (ROOT_KEY, ROOT_KEY + LOCK_SUFFIX)
