@@ -5,7 +5,7 @@ import zlib
 import numpy as np
 import pytest
 
-from pipeline.store import ActivationStore, Batch, TokenFilter
+from pipeline.store import ActivationStore, Batch, BatchOptions, BatchReader, TokenFilter
 from pipeline.store.format.norms import norms_of
 from pipeline.store.io.storage import Storage
 from tests.store.emulators import new_bucket
@@ -125,6 +125,18 @@ SHUFFLED = {"shuffle": True, "seed": 5, "buffer_mib": TINY_MIB}
 
 def same(left: Batch, right: Batch) -> bool:
     return all(np.array_equal(vars(left)[name], vars(right)[name]) for name in vars(left))
+
+
+def test_options_are_given_by_name_or_as_a_whole(store):
+    def all_same(left: BatchReader, right: BatchReader) -> bool:
+        return all(same(*pair) for pair in zip(left, right, strict=True))
+
+    options = BatchOptions(**SHUFFLED)
+    assert all_same(store.batches(NAME, 7, options), store.batches(NAME, 7, **SHUFFLED))
+    assert all_same(store.batches(NAME, 7, options, seed=6), store.batches(NAME, 7, **SHUFFLED | {"seed": 6}))
+    assert not all_same(store.batches(NAME, 7, options, seed=6), store.batches(NAME, 7, options))
+    with pytest.raises(TypeError, match="shuffel"):
+        store.batches(NAME, 7, shuffel=True)
 
 
 def test_every_epoch_has_every_token_in_another_order(store):

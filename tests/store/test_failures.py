@@ -1,0 +1,88 @@
+"""Failures that a file system really causes are raised with what the user can do about them."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tensorstore as ts
+
+from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.store.io.failures import DAMAGE_REMEDY, storage_errors
+
+
+def kvstore(path: Path) -> ts.KvStore:
+    return ts.KvStore.open({"driver": "file", "path": f"{path}/"}).result()
+
+
+def fill_the_disk(_root: Path) -> None:
+    with open("/dev/full", "wb", buffering=0) as file:
+        file.write(b"x")
+
+
+def write_below_a_file(root: Path) -> None:
+    kvstore(root / "file").write("key", b"x").result()
+
+
+def write_over_a_folder(root: Path) -> None:
+    kvstore(root).write("folder", b"x").result()
+
+
+def write_a_long_name(root: Path) -> None:
+    kvstore(root).write("x" * 300, b"x").result()
+
+
+def write_through_a_loop(root: Path) -> None:
+    kvstore(root / "loop").write("key", b"x").result()
+
+
+def make_an_existing_folder(root: Path) -> None:
+    os.mkdir(root / "folder")
+
+
+def read_a_short_shard(root: Path) -> None:
+    array = ts.open(
+        {"driver": "zarr3", "kvstore": f"file://{root}/array/", "metadata": SHARDED},
+        create=True,
+        shape=[4],
+        dtype=ts.int32,
+    ).result()
+    array[:].write([1, 2, 3, 4]).result()
+    os.truncate(root / "array" / "c" / "0", 5)
+    array[:].read().result()
+
+
+def open_no_array(root: Path) -> None:
+    ts.open({"driver": "zarr3", "kvstore": f"file://{root}/none"}).result()
+
+
+SHARDED = {
+    "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4]}},
+    "codecs": [{"name": "sharding_indexed", "configuration": {"chunk_shape": [2]}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("operation", "error", "remedy"),
+    [
+        (fill_the_disk, StoreError, "The disk is full. Free space, then run the same command again; it resumes."),
+        (write_below_a_file, StoreInvalid, "A file stands in the way: choose another store.path."),
+        (make_an_existing_folder, StoreInvalid, "A file stands in the way: choose another store.path."),
+        (write_over_a_folder, StoreInvalid, "A folder stands in the way: choose another store.path."),
+        (write_a_long_name, StoreInvalid, "Choose a shorter store.path."),
+        (write_through_a_loop, StoreInvalid, "Choose another store.path."),
+        (read_a_short_shard, StoreInvalid, DAMAGE_REMEDY),
+        (open_no_array, StoreInvalid, DAMAGE_REMEDY),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_failure_has_its_remedy(tmp_path, operation: Callable[[Path], None], error, remedy):
+    root = tmp_path / "permission denied, no space left"  # the words of a path say nothing about the cause
+    (root / "folder").mkdir(parents=True)
+    (root / "file").write_text("")
+    (root / "loop").symlink_to(root / "loop")
+    with pytest.raises(StoreError) as caught, storage_errors("the store"):
+        operation(root)
+    assert type(caught.value) is error
+    assert str(caught.value).startswith("the store: ")
+    assert str(caught.value).endswith(f". {remedy}")
