@@ -1,30 +1,17 @@
 """Verifying a store: every record, every object, every checksum, and that everything is aligned."""
 
-import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-import numpy as np
 import pyarrow as pa
 import tensorstore as ts
 
 from pipeline.core.errors import StoreError, StoreInvalid
-from pipeline.store.check.block_checks import (
-    check_chain,
-    check_finite,
-    check_padding,
-    check_selected,
-    check_selected_of_documents,
-    check_side_arrays,
-    check_statistics,
-    check_table,
-    check_tiling,
-)
+from pipeline.store.check.block_checks import check_chain, check_statistics, check_tiling
+from pipeline.store.check.stored_blocks import OpenStore, check_block
 from pipeline.store.format.arrays import array_mismatches, edited_arrays, open_existing, refused_arrays, stored_layout
 from pipeline.store.format.commits import (
     COMMITS_PREFIX,
@@ -34,8 +21,7 @@ from pipeline.store.format.commits import (
     consolidated_digest,
     parse_commit_key,
 )
-from pipeline.store.format.int8 import scale_name
-from pipeline.store.format.layout import ITEM_BYTES, MAX_ROWS, POSITIONS, SIDE_ARRAYS, StoreLayout
+from pipeline.store.format.layout import ITEM_BYTES, MAX_ROWS
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.format.problems import Problem, Remedy
 from pipeline.store.format.statistics import (
@@ -44,48 +30,17 @@ from pipeline.store.format.statistics import (
     STATISTICS_PREFIX,
     Statistics,
     decode_merged,
-    decode_statistics,
     merge,
     merged_digest,
     merged_keys,
-    piece_statistics,
     statistics_key,
 )
-from pipeline.store.format.tables import TABLES_PREFIX, decode_table, table_key
+from pipeline.store.format.tables import TABLES_PREFIX, table_key
 from pipeline.store.generated.group_files import check_groups
-from pipeline.store.io.digests import ValuesDigest
 from pipeline.store.io.storage import Storage, StorageLike
-from pipeline.store.read.rows import READS_AHEAD, RowRead, slot_side_arrays
 
-# Of each, READS_AHEAD pieces are under way: enough to keep an object store busy, and both memory and threads few.
+# Each has READS_AHEAD pieces under way: enough to keep an object store busy with little memory and few threads.
 BLOCKS_AT_ONCE = 4
-
-
-@dataclass(frozen=True)
-class _Store:
-    """A store whose root and arrays are readable."""
-
-    storage: Storage
-    root: StoreRoot
-    layout: StoreLayout
-    arrays: Mapping[str, ts.TensorStore]
-    num_rows: int  # that every array has: an interruption leaves some trimmed, others not
-    objects: Mapping[str, frozenset[str]]  # of each array, its store shards
-    vocab_size: int | None
-
-    @property
-    def generates(self) -> bool:
-        """Whether the model wrote a part of the documents."""
-        return self.root.metadata.data.get("source") == "generate"
-
-
-@dataclass(frozen=True)
-class _CheckedBlock:
-    """The problems of a block, and the parts of it that could be read."""
-
-    problems: list[Problem]
-    table: pa.Table | None
-    statistics: dict[str, Statistics] | None
 
 
 def verify_store(
@@ -95,9 +50,9 @@ def verify_store(
 ) -> list[Problem]:
     """Everything that is wrong with the committed blocks of a store; an empty list when it is sound.
 
-    `progress` is called with the number of blocks that are checked and the number of all, `note` with a sentence on
-    what could not be checked, if there is something. What is damaged is a Problem. Raises StoreInvalid where there is
-    no store, and StoreError where it cannot be reached.
+    `progress` is called with the number of checked blocks and the number of all, `note` with a sentence on each thing
+    that could not be checked. Damage is a Problem, not an error. Raises StoreInvalid where there is no store, and
+    StoreError where it cannot be reached.
     """
     storage = Storage.open(place)
     root = _read_root(storage)
@@ -117,7 +72,7 @@ def verify_store(
     if readable:
         problems += _check_blocks(store, records, progress)
         if note is not None:
-            _say_what_is_not_checked(root, records, note)
+            _note_missing_digests(root, records, note)
     return problems
 
 
@@ -135,7 +90,7 @@ def _read_root(storage: Storage) -> StoreRoot | Problem:
 
 
 def _check_blocks(
-    store: _Store, records: Mapping[int, Sequence[CommitRecord]], progress: Callable[[int, int], None] | None
+    store: OpenStore, records: Mapping[int, Sequence[CommitRecord]], progress: Callable[[int, int], None] | None
 ) -> Iterator[Problem]:
     """The problems of every block, of each stream's document tables, and of the merged statistics."""
     ordered = [record for stream in sorted(records) for record in records[stream]]
@@ -144,7 +99,7 @@ def _check_blocks(
     tables: dict[int, pa.Table] = {}  # of the streams whose document tables can all be read
     with (
         ThreadPoolExecutor(BLOCKS_AT_ONCE, thread_name_prefix="verify") as pool,
-        closing(pool.map(partial(_check_block, store), ordered)) as results,
+        closing(pool.map(partial(check_block, store), ordered)) as results,
     ):
         for stream in sorted(records):
             stream_tables: list[pa.Table] = []
@@ -167,7 +122,7 @@ def _check_blocks(
             yield from check_groups(store.storage, stream, tables.get(stream), sizes)
 
 
-def _say_what_is_not_checked(
+def _note_missing_digests(
     root: StoreRoot, records: Mapping[int, Sequence[CommitRecord]], note: Callable[[str], None]
 ) -> None:
     has_digests = [record.digests is not None for stream_records in records.values() for record in stream_records]
@@ -243,7 +198,7 @@ def _check_consolidated(
         yield Problem(CONSOLIDATED_KEY, "does not agree with the commit records", Remedy.consolidate)
 
 
-def _open(storage: Storage, root: StoreRoot, problems: list[Problem]) -> _Store | None:
+def _open(storage: Storage, root: StoreRoot, problems: list[Problem]) -> OpenStore | None:
     """The store, or None where its arrays or their layout cannot be read."""
     arrays: dict[str, ts.TensorStore] = {}
     for name in root.array_names:
@@ -261,11 +216,11 @@ def _open(storage: Storage, root: StoreRoot, problems: list[Problem]) -> _Store 
     num_rows = min(array.shape[0] for array in arrays.values())
     objects = {name: frozenset(storage.list_keys(f"{name}/c/")) for name in arrays}
     vocab_size = root.metadata.model.get("vocab_size", root.metadata.tokenizer.get("vocab_size"))
-    return _Store(storage, root, layout, arrays, num_rows, objects, vocab_size)
+    return OpenStore(storage, root, layout, arrays, num_rows, objects, vocab_size)
 
 
-def _check_arrays(store: _Store, records: Mapping[int, Sequence[CommitRecord]]) -> tuple[list[Problem], bool]:
-    """What is wrong with dtypes, shapes and chunks of the arrays, and whether their blocks can be read all the same."""
+def _check_arrays(store: OpenStore, records: Mapping[int, Sequence[CommitRecord]]) -> tuple[list[Problem], bool]:
+    """The problems of the arrays' dtypes, shapes and store shards; and whether their blocks can be read."""
     last = [stream_records[-1] for stream_records in records.values()]
     rows = max((store.layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
     problems, readable = [], True
@@ -281,8 +236,8 @@ def _check_arrays(store: _Store, records: Mapping[int, Sequence[CommitRecord]]) 
     return problems, readable
 
 
-def _edited(store: _Store) -> dict[str, str]:
-    """By array, what is wrong with its metadata."""
+def _edited(store: OpenStore) -> dict[str, str]:
+    """By name, what is wrong with the arrays whose metadata was edited."""
     if store.root.array_digests is not None:
         if set(store.root.array_digests) != set(store.arrays):
             return dict.fromkeys(store.arrays, "is not one of the arrays whose digests the root has")
@@ -291,7 +246,7 @@ def _edited(store: _Store) -> dict[str, str]:
     return refused_arrays(store.storage, store.layout)
 
 
-def _check_leftovers(store: _Store) -> Iterator[Problem]:
+def _check_leftovers(store: OpenStore) -> Iterator[Problem]:
     """The objects of a complete store that belong to no block with a record, be it readable or not."""
     blocks = set(filter(None, map(parse_commit_key, store.storage.list_keys(COMMITS_PREFIX))))
     block_keys = {table_key(*place) for place in blocks}
@@ -304,148 +259,24 @@ def _check_leftovers(store: _Store) -> Iterator[Problem]:
                 yield Problem(key, "belongs to no committed block, although the store is complete", Remedy.discard)
 
 
-def _check_block(store: _Store, record: CommitRecord) -> _CheckedBlock:
-    """A block with a problem is looked at twice: a service may answer with half an object, or with none, and be right
-    the next time."""
-    first = _check_block_once(store, record)
-    return _check_block_once(store, record) if first.problems and store.storage.is_remote else first
-
-
-def _check_block_once(store: _Store, record: CommitRecord) -> _CheckedBlock:
-    problems: list[Problem] = []
-    table, statistics = None, {}
-    try:
-        table = decode_table(store.storage.read(table_key(record.stream, record.block)), record)
-    except StoreError as error:
-        problems.append(Problem(table_key(record.stream, record.block), str(error)))
-    if record.statistics_sha256:
-        key = statistics_key(record.stream, record.block)
-        try:
-            statistics = decode_statistics(store.storage.read(key), record)
-        except StoreError as error:
-            problems.append(Problem(key, str(error)))
-            statistics = None
-    problems += _check_objects(store, record, table, statistics or {})
-    return _CheckedBlock(problems, table, statistics)
-
-
-def _check_objects(
-    store: _Store, record: CommitRecord, table: pa.Table | None, statistics: Mapping[str, Statistics]
-) -> Iterator[Problem]:
-    """What is wrong with a block's arrays."""
-    keys = {spec.name: store.layout.shard_key(spec, record.stream, record.block) for spec in store.layout.all_arrays}
-    # Zarr stores no object for a shard of zeros, which `positions` may be, and everything is in a block without rows.
-    sides_of_tokens = {spec.name for spec in SIDE_ARRAYS}
-    held = {name: record.tokens if name in sides_of_tokens else record.activations for name in keys}
-    missing = {name for name, key in keys.items() if key not in store.objects[name] and held[name]}
-    missing.discard(POSITIONS.name)
-    yield from (Problem(keys[name], "is missing, although the block is committed") for name in sorted(missing))
-
-    sides: dict[str, np.ndarray] = {}
-    for name in (spec.name for spec in store.layout.side_arrays if spec.name not in missing):
-        digest = _digest(store, name)
-        try:
-            sides[name] = np.concatenate(list(_read_block(store, name, record, digest)))
-        except StoreError as error:
-            yield Problem(keys[name], str(error))
-            continue
-        yield from (Problem(keys[name], what) for what in _compare_digest(record, name, digest))
-    if len(sides) < len(store.layout.side_arrays):
-        return  # the rest cannot be compared with them
-    first_row = store.layout.first_row(record.stream, record.block)
-    for what in check_side_arrays(sides, record, first_row, store.vocab_size):
-        yield Problem(record.key, what)
-    if table is not None:
-        for what in check_table(table, sides["documents"], record, store.layout.num_streams):
-            yield Problem(table_key(record.stream, record.block), what)
-    valid = sides["segments"] > 0
-    if store.layout.selected is not None:
-        wrong = [Problem(keys["selected"], what) for what in check_selected(sides["selected"], valid, record)]
-        yield from wrong
-        if table is not None and not wrong:
-            for what in check_selected_of_documents(table, slot_side_arrays(sides)["documents"]):
-                yield Problem(table_key(record.stream, record.block), what)
-        valid = sides["selected"] >= 0
-    covered = {scale_name(name) for name in statistics}  # of their values, too, the statistics count those not finite
-    for name in (spec.name for spec in (*store.layout.arrays, *store.layout.scales) if spec.name not in missing):
-        may_be_not_finite = store.root.allows_not_finite or name in covered
-        yield from _check_activations(store, name, keys[name], record, valid, statistics.get(name), may_be_not_finite)
-
-
-def _check_activations(
-    store: _Store,
-    name: str,
-    key: str,
-    record: CommitRecord,
-    valid: np.ndarray,
-    statistics: Statistics | None,
-    may_be_not_finite: bool,
-) -> Iterator[Problem]:
-    """What is wrong with a block's activations, or their scales: of their values, the first bad piece."""
-    row, wrong, parts = 0, [], []
-    digest = _digest(store, name)
-    try:
-        scales = _scales(store, name, record) if statistics is not None else None
-        for values in _read_block(store, name, record, digest):
-            in_piece = valid[row : row + len(values)]
-            where = f"rows {row} to {row + len(values) - 1} of the block: "
-            if not wrong:
-                if statistics is None and not may_be_not_finite:
-                    wrong += [Problem(key, where + what, Remedy.other_dtype) for what in check_finite(values)]
-                wrong += [Problem(key, where + what) for what in check_padding(values, in_piece)]
-            if statistics is not None and in_piece.any():
-                piece_scales = None if scales is None else scales[row : row + len(values)][in_piece]
-                parts.append(piece_statistics(values[in_piece], piece_scales))
-            row += len(values)
-    except StoreError as error:
-        yield Problem(key, str(error))
-        return
-    yield from wrong
-    yield from (Problem(key, what) for what in _compare_digest(record, name, digest))
-    if statistics is not None and parts and not wrong:
-        # On the way to float16, `lax.reduce_precision` makes zeros of what is smaller; the cast that follows does not.
-        flushed = float(np.finfo(np.float16).smallest_normal) if store.arrays[name].dtype.name == "float16" else 0.0
-        yield from (Problem(key, what) for what in check_statistics(statistics, merge(parts), flushed))
-
-
-def _scales(store: _Store, name: str, record: CommitRecord) -> np.ndarray | None:
-    """A block's scales [R, S, groups], of an array of int8."""
-    if not store.layout.scales:
-        return None
-    return np.concatenate(list(_read_block(store, scale_name(name), record)))
-
-
-def _digest(store: _Store, name: str) -> ValuesDigest:
-    array = store.arrays[name]
-    return ValuesDigest(math.prod(array.chunk_layout.read_chunk.shape) * array.dtype.numpy_dtype.itemsize)
-
-
-def _compare_digest(record: CommitRecord, name: str, digest: ValuesDigest) -> Iterator[str]:
-    if record.digests is not None and record.digests.get(name) != digest.hexdigest():
-        yield (
-            f"the values have the digest {digest.hexdigest()}, the block's record says {record.digests.get(name)}: "
-            "they are not those that were written"
-        )
-
-
 class _Merging:
-    """The statistics of all blocks, merged as they are checked; None where those of one are missing."""
+    """The merged statistics of the blocks that were checked; `total` is None once a block lacks its statistics."""
 
     def __init__(self) -> None:
         self.total: dict[str, Statistics] | None = {}
-        self._begun = False
+        self._has_any = False
 
     def add(self, block: Mapping[str, Statistics] | None) -> None:
-        if not self._begun:
-            self.total, self._begun = block if block is None else dict(block), True
+        if not self._has_any:
+            self.total, self._has_any = block if block is None else dict(block), True
         elif not self.total or not block or set(self.total) != set(block):
             self.total = None if self.total is None or block is None else {}
         else:
-            self.total = {name: merge([of_array, block[name]]) for name, of_array in self.total.items()}
+            self.total = {name: merge([array_total, block[name]]) for name, array_total in self.total.items()}
 
 
-def _check_merged(store: _Store, merging: _Merging) -> Iterator[Problem]:
-    """`stats/` of a complete store is what its blocks' statistics give, and has the digests that the root names."""
+def _check_merged(store: OpenStore, merging: _Merging) -> Iterator[Problem]:
+    """The problems of a complete store's `stats/`, which must agree with the blocks' statistics and the root."""
     if not store.root.complete or merging.total is None:
         return
     digests = store.root.statistics_digests
@@ -473,43 +304,9 @@ def _check_merged(store: _Store, merging: _Merging) -> Iterator[Problem]:
         yield Problem(MERGED_GROUP_KEY, "is missing or was edited", Remedy.merge_again)
 
 
-def _kept_token_bytes(store: _Store) -> dict[str, int]:
+def _kept_token_bytes(store: OpenStore) -> dict[str, int]:
     """Of each captured array, the bytes of a token's activation as it is kept while the model writes."""
     dtype = store.root.metadata.model.get("dtype")
     if store.root.metadata.capture.get("when") != "decode" or dtype not in ITEM_BYTES:
         return {}
     return {spec.name: spec.width * ITEM_BYTES[dtype] for spec in store.layout.arrays}
-
-
-def _read_block(
-    store: _Store, name: str, record: CommitRecord, digest: ValuesDigest | None = None
-) -> Iterator[np.ndarray]:
-    """A block of an array, in pieces of whole rows; the rows that trimming cut off some array are left out.
-
-    All of it goes into the `digest`.
-    """
-    array = store.arrays[name]
-    first = store.layout.first_row(record.stream, record.block)
-    stop = min(first + store.layout.rows_per_block, store.num_rows)
-    yield np.empty((0, *array.shape[1:]), array.dtype.numpy_dtype)
-    reads: deque[tuple[np.ndarray, RowRead]] = deque()
-    step = store.layout.piece_rows([name])
-    for row in range(first, stop, step):
-        out = np.empty((min(step, stop - row), *array.shape[1:]), array.dtype.numpy_dtype)
-        reads.append((out, RowRead(array, row, out)))
-        if len(reads) > READS_AHEAD:
-            yield _finished(*reads.popleft(), digest)
-    while reads:
-        yield _finished(*reads.popleft(), digest)
-    if digest is not None:  # trimmed rows are padding
-        num_trimmed = first + store.layout.rows_per_block - max(first, stop)
-        fill = np.asarray(array.fill_value, array.dtype.numpy_dtype)
-        for _ in range(num_trimmed):
-            digest.add_values(np.broadcast_to(fill, array.shape[1:]))
-
-
-def _finished(values: np.ndarray, read: RowRead, digest: ValuesDigest | None) -> np.ndarray:
-    read.wait()
-    if digest is not None:
-        digest.add_values(values)
-    return values

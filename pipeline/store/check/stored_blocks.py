@@ -1,0 +1,216 @@
+"""One block of a store: its objects are read and checked."""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import tensorstore as ts
+
+from pipeline.core.errors import StoreError
+from pipeline.store.check.block_checks import (
+    check_finite,
+    check_padding,
+    check_selected,
+    check_selected_of_documents,
+    check_side_arrays,
+    check_statistics,
+    check_table,
+)
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.int8 import scale_name
+from pipeline.store.format.layout import POSITIONS, SIDE_ARRAYS, StoreLayout
+from pipeline.store.format.metadata import StoreRoot
+from pipeline.store.format.problems import Problem, Remedy
+from pipeline.store.format.statistics import Statistics, decode_statistics, merge, piece_statistics, statistics_key
+from pipeline.store.format.tables import decode_table, table_key
+from pipeline.store.io.digests import ValuesDigest
+from pipeline.store.io.storage import Storage
+from pipeline.store.read.rows import READS_AHEAD, RowRead, slot_side_arrays
+
+
+@dataclass(frozen=True)
+class OpenStore:
+    """A store whose root and arrays are readable."""
+
+    storage: Storage
+    root: StoreRoot
+    layout: StoreLayout
+    arrays: Mapping[str, ts.TensorStore]
+    num_rows: int  # of the shortest array: an interruption leaves some trimmed, others not
+    objects: Mapping[str, frozenset[str]]  # by array, the keys of its store shards
+    vocab_size: int | None
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model wrote a part of the documents."""
+        return self.root.metadata.data.get("source") == "generate"
+
+
+@dataclass(frozen=True)
+class CheckedBlock:
+    """The problems of a block, and the parts of it that could be read."""
+
+    problems: list[Problem]
+    table: pa.Table | None
+    statistics: dict[str, Statistics] | None
+
+
+def check_block(store: OpenStore, record: CommitRecord) -> CheckedBlock:
+    """Reads and checks a block; in remote storage one with a problem twice, since a service may answer with half an
+    object, or with none, and be right the next time."""
+    first = _check_block_once(store, record)
+    return _check_block_once(store, record) if first.problems and store.storage.is_remote else first
+
+
+def _check_block_once(store: OpenStore, record: CommitRecord) -> CheckedBlock:
+    problems: list[Problem] = []
+    table, statistics = None, {}
+    try:
+        table = decode_table(store.storage.read(table_key(record.stream, record.block)), record)
+    except StoreError as error:
+        problems.append(Problem(table_key(record.stream, record.block), str(error)))
+    if record.statistics_sha256:
+        key = statistics_key(record.stream, record.block)
+        try:
+            statistics = decode_statistics(store.storage.read(key), record)
+        except StoreError as error:
+            problems.append(Problem(key, str(error)))
+            statistics = None
+    problems += _check_objects(store, record, table, statistics or {})
+    return CheckedBlock(problems, table, statistics)
+
+
+def _check_objects(
+    store: OpenStore, record: CommitRecord, table: pa.Table | None, statistics: Mapping[str, Statistics]
+) -> Iterator[Problem]:
+    """The problems of a block's arrays."""
+    keys = {spec.name: store.layout.shard_key(spec, record.stream, record.block) for spec in store.layout.all_arrays}
+    # Zarr stores no object for a shard of zeros, which `positions` may be, and everything is in a block without rows.
+    sides_of_tokens = {spec.name for spec in SIDE_ARRAYS}
+    held = {name: record.tokens if name in sides_of_tokens else record.activations for name in keys}
+    missing = {name for name, key in keys.items() if key not in store.objects[name] and held[name]}
+    missing.discard(POSITIONS.name)
+    yield from (Problem(keys[name], "is missing, although the block is committed") for name in sorted(missing))
+
+    sides: dict[str, np.ndarray] = {}
+    for name in (spec.name for spec in store.layout.side_arrays if spec.name not in missing):
+        digest = _digest(store, name)
+        try:
+            sides[name] = np.concatenate(list(_read_block(store, name, record, digest)))
+        except StoreError as error:
+            yield Problem(keys[name], str(error))
+            continue
+        yield from (Problem(keys[name], what) for what in _compare_digest(record, name, digest))
+    if len(sides) < len(store.layout.side_arrays):
+        return  # the rest cannot be compared with them
+    first_row = store.layout.first_row(record.stream, record.block)
+    for what in check_side_arrays(sides, record, first_row, store.vocab_size):
+        yield Problem(record.key, what)
+    if table is not None:
+        for what in check_table(table, sides["documents"], record, store.layout.num_streams):
+            yield Problem(table_key(record.stream, record.block), what)
+    valid = sides["segments"] > 0
+    if store.layout.selected is not None:
+        wrong = [Problem(keys["selected"], what) for what in check_selected(sides["selected"], valid, record)]
+        yield from wrong
+        if table is not None and not wrong:
+            for what in check_selected_of_documents(table, slot_side_arrays(sides)["documents"]):
+                yield Problem(table_key(record.stream, record.block), what)
+        valid = sides["selected"] >= 0
+    covered = {scale_name(name) for name in statistics}  # statistics count values that are not finite, scales' too
+    for name in (spec.name for spec in (*store.layout.arrays, *store.layout.scales) if spec.name not in missing):
+        may_be_not_finite = store.root.allows_not_finite or name in covered
+        yield from _check_activations(store, name, keys[name], record, valid, statistics.get(name), may_be_not_finite)
+
+
+def _check_activations(
+    store: OpenStore,
+    name: str,
+    key: str,
+    record: CommitRecord,
+    valid: np.ndarray,
+    statistics: Statistics | None,
+    may_be_not_finite: bool,
+) -> Iterator[Problem]:
+    """The problems of a block's activations, or of their scales; of their values, those of the first bad piece."""
+    row, wrong, parts = 0, [], []
+    digest = _digest(store, name)
+    try:
+        scales = _scales(store, name, record) if statistics is not None else None
+        for values in _read_block(store, name, record, digest):
+            in_piece = valid[row : row + len(values)]
+            where = f"rows {row} to {row + len(values) - 1} of the block: "
+            if not wrong:
+                if statistics is None and not may_be_not_finite:
+                    wrong += [Problem(key, where + what, Remedy.other_dtype) for what in check_finite(values)]
+                wrong += [Problem(key, where + what) for what in check_padding(values, in_piece)]
+            if statistics is not None and in_piece.any():
+                piece_scales = None if scales is None else scales[row : row + len(values)][in_piece]
+                parts.append(piece_statistics(values[in_piece], piece_scales))
+            row += len(values)
+    except StoreError as error:
+        yield Problem(key, str(error))
+        return
+    yield from wrong
+    yield from (Problem(key, what) for what in _compare_digest(record, name, digest))
+    if statistics is not None and parts and not wrong:
+        # On the way to float16, `lax.reduce_precision` makes zeros of what is smaller; the cast that follows does not.
+        flushed = float(np.finfo(np.float16).smallest_normal) if store.arrays[name].dtype.name == "float16" else 0.0
+        yield from (Problem(key, what) for what in check_statistics(statistics, merge(parts), flushed))
+
+
+def _scales(store: OpenStore, name: str, record: CommitRecord) -> np.ndarray | None:
+    """A block's scales [R, S, groups], of an array of int8."""
+    if not store.layout.scales:
+        return None
+    return np.concatenate(list(_read_block(store, scale_name(name), record)))
+
+
+def _digest(store: OpenStore, name: str) -> ValuesDigest:
+    array = store.arrays[name]
+    return ValuesDigest(math.prod(array.chunk_layout.read_chunk.shape) * array.dtype.numpy_dtype.itemsize)
+
+
+def _compare_digest(record: CommitRecord, name: str, digest: ValuesDigest) -> Iterator[str]:
+    if record.digests is not None and record.digests.get(name) != digest.hexdigest():
+        yield (
+            f"the values have the digest {digest.hexdigest()}, the block's record says {record.digests.get(name)}: "
+            "they are not those that were written"
+        )
+
+
+def _read_block(
+    store: OpenStore, name: str, record: CommitRecord, digest: ValuesDigest | None = None
+) -> Iterator[np.ndarray]:
+    """A block of an array, in pieces of whole rows, without the rows that trimming cut off some array.
+
+    The values of the whole block, with these rows, go into `digest`.
+    """
+    array = store.arrays[name]
+    first = store.layout.first_row(record.stream, record.block)
+    stop = min(first + store.layout.rows_per_block, store.num_rows)
+    yield np.empty((0, *array.shape[1:]), array.dtype.numpy_dtype)
+    reads: deque[tuple[np.ndarray, RowRead]] = deque()
+    step = store.layout.piece_rows([name])
+    for row in range(first, stop, step):
+        out = np.empty((min(step, stop - row), *array.shape[1:]), array.dtype.numpy_dtype)
+        reads.append((out, RowRead(array, row, out)))
+        if len(reads) > READS_AHEAD:
+            yield _finished(*reads.popleft(), digest)
+    while reads:
+        yield _finished(*reads.popleft(), digest)
+    if digest is not None:  # trimmed rows are padding
+        num_trimmed = first + store.layout.rows_per_block - max(first, stop)
+        fill = np.asarray(array.fill_value, array.dtype.numpy_dtype)
+        for _ in range(num_trimmed):
+            digest.add_values(np.broadcast_to(fill, array.shape[1:]))
+
+
+def _finished(values: np.ndarray, read: RowRead, digest: ValuesDigest | None) -> np.ndarray:
+    read.wait()
+    if digest is not None:
+        digest.add_values(values)
+    return values
