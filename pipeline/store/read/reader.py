@@ -22,15 +22,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import tensorstore as ts
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Int32, Int64
 from numpy.typing import DTypeLike
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.store.format.arrays import open_existing, require_layout
 from pipeline.store.format.commits import CommitRecord, read_consolidated, read_records
-from pipeline.store.format.int8 import dequantised, scale_name
-from pipeline.store.format.layout import POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS
+from pipeline.store.format.layout import SEGMENTS, SELECTED, SIDE_ARRAYS
 from pipeline.store.format.metadata import StoreMetadata, StoreRoot, require_root
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics, merge, merge_blocks, read_merged, token_statistics
@@ -40,11 +39,11 @@ from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.read.batch_options import BatchOptions
 from pipeline.store.read.batches import BatchReader, Reading
 from pipeline.store.read.filters import TokenFilter
-from pipeline.store.read.rows import counts_positions, read_runs, require_stored, slot_side_arrays
+from pipeline.store.read.rows import slot_side_arrays
 from pipeline.store.read.selected import at_selected
+from pipeline.store.read.stored_rows import Rows, StoredRows, is_one_row
 
 Key = ActivationKey | tuple[SupportsIndex | None, Site | str] | str
-Rows = SupportsIndex | slice | Sequence[SupportsIndex] | np.ndarray
 
 
 # MiB of activations that a sample's tokens are drawn from.
@@ -119,7 +118,7 @@ class ActivationStore:
         self.blocks: tuple[CommitRecord, ...] = tuple(
             sorted(blocks, key=lambda record: self._layout.shard_index(record.stream, record.block))
         )
-        self._first_rows = np.array([self._layout.first_row(r.stream, r.block) for r in self.blocks], np.int64)
+        self._rows = StoredRows(storage, self._layout, arrays, self.blocks)
 
     @classmethod
     def open(cls, place: StorageLike) -> "ActivationStore":
@@ -156,13 +155,10 @@ class ActivationStore:
         """Stored tokens whose activations are stored: all of them, unless `capture.positions` selects some."""
         return sum(record.activations for record in self.blocks)
 
-    @cached_property
+    @property
     def rows(self) -> Int64[np.ndarray, " n"]:
         """The numbers of the rows that are in the store, ascending: an array's other rows are padding."""
-        ranges = [
-            np.arange(r.rows, dtype=np.int64) + first for r, first in zip(self.blocks, self._first_rows, strict=True)
-        ]
-        return np.concatenate([np.empty(0, np.int64), *ranges])
+        return self._rows.numbers
 
     @cached_property
     def documents(self) -> pa.Table:
@@ -208,30 +204,30 @@ class ActivationStore:
         slice selects the stored ones of its range. `dtype` is the store's (of int8: float32, dequantised) unless given.
         Raises StoreError for a row that is not stored, or damaged.
         """
-        values = self._activations(self._key((layer, site)).name, self._row_numbers(rows))
+        values = self._rows.activations(self._key((layer, site)).name, self._rows.chosen(rows))
         values = values if dtype is None else values.astype(dtype, copy=False)
-        return values[0] if _is_one_row(rows) else values
+        return values[0] if is_one_row(rows) else values
 
     def read_tokens(self, rows: Rows, whole: bool = False) -> TokenRows:
         """Tokens, segments, positions and documents of some rows, chosen as in `read`, slot by slot as activations are.
 
         `whole`: of all positions, S = T, also where only some tokens' activations are stored.
         """
-        wanted = self._row_numbers(rows)
-        sides = {spec.name: self._read(spec.name, wanted) for spec in SIDE_ARRAYS}
+        wanted = self._rows.chosen(rows)
+        sides = {spec.name: self._rows.read(spec.name, wanted) for spec in SIDE_ARRAYS}
         if not whole and self._layout.selected is not None:
-            sides = slot_side_arrays(sides | {SELECTED.name: self._read(SELECTED.name, wanted)})
-        return TokenRows(**{name: values[0] if _is_one_row(rows) else values for name, values in sides.items()})
+            sides = slot_side_arrays(sides | {SELECTED.name: self._rows.read(SELECTED.name, wanted)})
+        return TokenRows(**{name: values[0] if is_one_row(rows) else values for name, values in sides.items()})
 
     def read_selected(self, rows: Rows) -> Int32[np.ndarray, "*n S"]:
         """Where in their row the tokens stand whose activations `read` gives; -1 where there is none."""
-        wanted = self._row_numbers(rows)
+        wanted = self._rows.chosen(rows)
         if self._layout.selected is not None:
-            selected = self._read(SELECTED.name, wanted)
+            selected = self._rows.read(SELECTED.name, wanted)
         else:
-            segments = self._read(SEGMENTS.name, wanted)
+            segments = self._rows.read(SEGMENTS.name, wanted)
             selected = np.where(segments > 0, np.arange(self.length, dtype=np.int32), np.int32(-1))
-        return selected[0] if _is_one_row(rows) else selected
+        return selected[0] if is_one_row(rows) else selected
 
     def document(self, id: str | SupportsIndex, keys: Sequence[Key] | None = None) -> DocumentActivations:
         """One document, by its id (str) or number (int), with the activations of `keys` (default: all).
@@ -247,8 +243,8 @@ class ActivationStore:
             raise StoreError(f"{column} {id!r} in the store {self.path}: {hint}.")
         records = {(record.stream, record.block): record for record in self.blocks}
         places = sorted(set(zip(entries["stream"].to_pylist(), entries["block"].to_pylist(), strict=True)))
-        rows = np.concatenate([self._block_rows(records[place]) for place in places])
-        holds = (self._read("documents", rows) == numbers[0]).any(axis=1)
+        rows = np.concatenate([self._rows.numbers_of_block(records[place]) for place in places])
+        holds = (self._rows.read("documents", rows) == numbers[0]).any(axis=1)
         rows = rows[holds]
         whole = self.read_tokens(rows, whole=True)
         in_text = whole.documents == numbers[0]
@@ -265,7 +261,7 @@ class ActivationStore:
             tokens=slots.tokens[in_document],
             positions=slots.positions[in_document],
             rows=np.repeat(rows, in_document.sum(axis=1)),
-            activations={name: self._activations(name, rows)[in_document] for name in names},
+            activations={name: self._rows.activations(name, rows)[in_document] for name in names},
             text=whole.tokens[in_text],
             places=at_selected(places, self.read_selected(rows), -1)[in_document],
         )
@@ -338,59 +334,6 @@ class ActivationStore:
 
     def _key_names(self) -> str:
         return ", ".join(key.name for key in self.keys)
-
-    def _row_numbers(self, rows: Rows) -> Int64[np.ndarray, " n"]:
-        if isinstance(rows, slice):
-            end = int(self.rows[-1]) + 1 if self.rows.size else 0
-            wanted = np.arange(*rows.indices(end), dtype=np.int64)
-            return wanted[np.isin(wanted, self.rows)]
-        chosen = np.asarray(rows)
-        if chosen.dtype == bool and chosen.shape == self.rows.shape:
-            return self.rows[chosen]
-        if chosen.ndim > 1 or (chosen.size and chosen.dtype.kind not in "iu"):
-            raise StoreError(
-                f"rows have the shape {list(chosen.shape)} and dtype {chosen.dtype}; expected a row number, a list of "
-                f"them, a slice, or a mask of the {len(self.rows)} rows of the store {self.path}."
-            )
-        wanted = np.atleast_1d(chosen).astype(np.int64)
-        absent = wanted[~np.isin(wanted, self.rows)][:8].tolist()
-        if absent:
-            raise StoreError(f"rows {absent} are not in the store {self.path}; `rows` lists those that are.")
-        return wanted
-
-    def _activations(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
-        values = self._read(name, rows)
-        return dequantised(values, self._read(scale_name(name), rows)) if self._layout.scales else values
-
-    def _read(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
-        return self.storage.retry_read(lambda: self._read_once(name, rows))
-
-    def _read_once(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
-        values = read_runs(self.arrays[name], rows)
-        begin = values if values.ndim == 2 else values[:, 0]
-        is_empty = (begin == self.arrays[name].fill_value).all(axis=1)
-        if is_empty.any():
-            filled = self._filled(name, rows[is_empty])
-            require_stored(self.arrays[name], rows[is_empty][filled], begin[is_empty][filled])
-        return values
-
-    def _filled(self, name: str, rows: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
-        """Which rows of an array begin with something: a token, a selected token, an activation."""
-        if name == POSITIONS.name:  # zeros are nothing unusual where every window of the row has one token
-            return counts_positions(self._read(SEGMENTS.name, rows))
-        if self._layout.selected is None or name in (spec.name for spec in SIDE_ARRAYS):
-            return np.ones(len(rows), bool)
-        if name == SELECTED.name:
-            block = np.searchsorted(self._first_rows, rows, side="right") - 1
-            return np.array([record.activations > 0 for record in self.blocks], bool)[block]
-        return self._read(SELECTED.name, rows)[:, 0] >= 0
-
-    def _block_rows(self, record: CommitRecord) -> np.ndarray:
-        return np.arange(record.rows, dtype=np.int64) + self._layout.first_row(record.stream, record.block)
-
-
-def _is_one_row(rows: Rows) -> bool:
-    return np.ndim(rows) == 0 and not isinstance(rows, slice)
 
 
 def _is_key(keys: Key | Sequence[Key]) -> bool:

@@ -1,0 +1,96 @@
+"""The rows that a store holds, and the values that its arrays have in them."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import SupportsIndex
+
+import numpy as np
+import tensorstore as ts
+from jaxtyping import Bool, Int64
+
+from pipeline.core.errors import StoreError
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.int8 import dequantised, scale_name
+from pipeline.store.format.layout import POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS, StoreLayout
+from pipeline.store.io.storage import Storage
+from pipeline.store.read.rows import counts_positions, read_runs, require_stored
+
+Rows = SupportsIndex | slice | Sequence[SupportsIndex] | np.ndarray
+
+
+class StoredRows:
+    """Reads rows of the committed `blocks`, which are in the order of their rows."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        layout: StoreLayout,
+        arrays: Mapping[str, ts.TensorStore],
+        blocks: Sequence[CommitRecord],
+    ) -> None:
+        self._storage = storage
+        self._layout = layout
+        self._arrays = arrays
+        self._blocks = blocks
+        self._first_rows = np.array([layout.first_row(r.stream, r.block) for r in blocks], np.int64)
+
+    @cached_property
+    def numbers(self) -> Int64[np.ndarray, " n"]:
+        """The numbers of all stored rows, ascending."""
+        return np.concatenate([np.empty(0, np.int64), *map(self.numbers_of_block, self._blocks)])
+
+    def numbers_of_block(self, record: CommitRecord) -> Int64[np.ndarray, " n"]:
+        return np.arange(record.rows, dtype=np.int64) + self._layout.first_row(record.stream, record.block)
+
+    def chosen(self, rows: Rows) -> Int64[np.ndarray, " n"]:
+        """The numbers of the rows that a reader asks for. Raises StoreError for rows that are not stored."""
+        if isinstance(rows, slice):
+            end = int(self.numbers[-1]) + 1 if self.numbers.size else 0
+            wanted = np.arange(*rows.indices(end), dtype=np.int64)
+            return wanted[np.isin(wanted, self.numbers)]
+        chosen = np.asarray(rows)
+        if chosen.dtype == bool and chosen.shape == self.numbers.shape:
+            return self.numbers[chosen]
+        if chosen.ndim > 1 or (chosen.size and chosen.dtype.kind not in "iu"):
+            raise StoreError(
+                f"rows have the shape {list(chosen.shape)} and dtype {chosen.dtype}; expected a row number, a list of "
+                f"them, a slice, or a mask of the {len(self.numbers)} rows of the store {self._storage.path}."
+            )
+        wanted = np.atleast_1d(chosen).astype(np.int64)
+        absent = wanted[~np.isin(wanted, self.numbers)][:8].tolist()
+        if absent:
+            raise StoreError(f"rows {absent} are not in the store {self._storage.path}; `rows` lists those that are.")
+        return wanted
+
+    def activations(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
+        """[n, S, D], of int8 dequantised. Raises StoreError."""
+        values = self.read(name, rows)
+        return dequantised(values, self.read(scale_name(name), rows)) if self._layout.scales else values
+
+    def read(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
+        """An array's rows as they are stored, [n, ...]. Raises StoreError where one is damaged or missing."""
+        return self._storage.retry_read(lambda: self._read_once(name, rows))
+
+    def _read_once(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
+        values = read_runs(self._arrays[name], rows)
+        first_slots = values if values.ndim == 2 else values[:, 0]
+        is_empty = (first_slots == self._arrays[name].fill_value).all(axis=1)
+        if is_empty.any():
+            filled = self._are_filled(name, rows[is_empty])
+            require_stored(self._arrays[name], rows[is_empty][filled], first_slots[is_empty][filled])
+        return values
+
+    def _are_filled(self, name: str, rows: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+        """Which rows of an array begin with a token, a selected token or an activation."""
+        if name == POSITIONS.name:  # all positions are 0 where every window of the row has one token
+            return counts_positions(self.read(SEGMENTS.name, rows))
+        if self._layout.selected is None or name in (spec.name for spec in SIDE_ARRAYS):
+            return np.ones(len(rows), bool)
+        if name == SELECTED.name:
+            block = np.searchsorted(self._first_rows, rows, side="right") - 1
+            return np.array([record.activations > 0 for record in self._blocks], bool)[block]
+        return self.read(SELECTED.name, rows)[:, 0] >= 0
+
+
+def is_one_row(rows: Rows) -> bool:
+    return np.ndim(rows) == 0 and not isinstance(rows, slice)
