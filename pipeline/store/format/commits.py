@@ -28,16 +28,22 @@ _CURSOR = {"shard", "document", "token", "ordinal"}
 
 @dataclass(frozen=True)
 class CommitRecord:
-    """What one block of one stream holds.
+    """The content of one block of one stream.
 
-    rows: rows with tokens, the block's first ones. tokens: valid (not padding) tokens. documents: rows of the block's
-    document table. tokens_cut: tokens that `batch.long_documents=cut` dropped from these documents. skipped: the
-    documents that `data.on_error=skip` left out, as {source, index, reason}. start, next: the cursors (as JSON) of this
-    block and of the stream's next one. exhausted: the stream has no document after this block. truncated:
-    `run.max_tokens` ended the block early; a longer run writes it again, with the same first rows. selected: tokens
-    whose activations are stored, None (and not in the JSON) where all are. table_sha256, statistics_sha256: of the
-    document table's file and of the statistics' (empty: there are none). digests: of each array's values in this block,
-    see digests.ValuesDigest; None (and not in the JSON) in records of earlier programs. The writer fills these in.
+    rows: rows with tokens, the first ones of the block.
+    tokens: valid (not padding) tokens.
+    documents: rows of the block's document table.
+    tokens_cut: tokens that `batch.long_documents=cut` dropped from these documents.
+    skipped: the documents that `data.on_error=skip` left out, as {source, index, reason}.
+    start, next: the cursors (as JSON) of this block and of the stream's next one.
+    exhausted: the stream has no document after this block.
+    truncated: `run.max_tokens` ended the block early; a longer run writes it again, with the same first rows.
+    selected: tokens whose activations are stored; None (and not in the JSON) where all are.
+
+    The writer fills in the rest:
+    table_sha256, statistics_sha256: of the files of the document table and the statistics (empty: no statistics).
+    digests: by array, of its values in this block, see `ValuesDigest`; None (and not in the JSON) in records of earlier
+    programs.
     """
 
     stream: int

@@ -26,7 +26,7 @@ def dequantised(integers: Int8[np.ndarray, "*n D"], scales: Float32[np.ndarray, 
 
 @dataclass(frozen=True)
 class Dequantised:
-    """Tokens of int8, dequantised where they are looked at: [n, D] and [n, G]."""
+    """Tokens of int8, dequantised where they are indexed: [n, D] and [n, G]."""
 
     integers: Int8[np.ndarray, "n D"]
     scales: Float32[np.ndarray, "n G"]

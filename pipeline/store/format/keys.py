@@ -1,4 +1,4 @@
-"""Which keys a store's own objects have: nothing else at its place is ever deleted or taken for a store's."""
+"""The keys of a store's own objects: nothing else at its place is ever deleted, or taken for an object of a store."""
 
 import re
 from collections.abc import Collection
@@ -7,7 +7,7 @@ from pipeline.core.sites import ActivationKey
 from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
 
-LOCK_SUFFIX = ".__lock"  # of the file that a local object is written to before it has its name; a kill leaves it
+LOCK_SUFFIX = ".__lock"  # of the temporary file of a local object; a killed process leaves it behind
 
 _RUN = r"\d{8}T\d{6}Z-[^/]+-\d+"
 _WORKER_KEYS = (
@@ -45,7 +45,7 @@ def is_array_name(name: str) -> bool:
 
 
 class StoreKeys:
-    """The keys of a store with these arrays of activations; a name that is none is a ValueError."""
+    """The keys of a store with these arrays of activations. Raises ValueError for names that no such array has."""
 
     def __init__(self, activations: Collection[str]) -> None:
         wrong = [name for name in activations if not is_activation_name(name)]
@@ -69,7 +69,7 @@ class StoreKeys:
         names = dict.fromkeys((*sides, *activations, *map(scale_name, activations)))
         others = ("_documents/", "_stats/", "stats/", "_metrics/", "_claims/", "_claims_test/", "_generated/")
         self.prefixes = ("_commits/", *(f"{name}/" for name in names), *others)
-        """Where they are: the commit records first."""
+        """The prefixes of all keys, that of the commit records first."""
 
     def is_own(self, key: str) -> bool:
         return self._own.fullmatch(key) is not None

@@ -24,13 +24,13 @@ FORMAT_VERSION = 1
 ATTRIBUTE = "activation_store"
 ROOT_KEY = "zarr.json"
 
-_ATTEMPTS = 100  # at changing a root that others change, too
+_ATTEMPTS = 100  # to change a root that other processes change at the same time
 
 Json = Mapping[str, Any]
 
 
 class _RootMissing(StoreInvalid):
-    """There is no root, but something else of a store."""
+    """A store has other objects, but no root."""
 
 
 class Difference(NamedTuple):
@@ -106,12 +106,17 @@ class StoreMetadata:
 class StoreRoot:
     """The content of the root zarr.json.
 
-    arrays: names of the activation arrays. complete: no block is missing. target: how many tokens the store is to hold;
-    it only grows. blocks, commits_sha256, statistics_digests: of a complete store, the number of blocks of each stream,
-    the sha256 of the consolidated records and by array the digest of the merged statistics. array_digests: of each
-    array's zarr.json. may_be_not_finite: a run was told to store activations that are not finite. weights_error: of a
-    model with int8 weights, the relative error that they cause by array name. created: UTC, ISO 8601; the only value
-    that differs between two runs of one configuration. Stores of earlier programs have neither target nor digests.
+    arrays: names of the activation arrays.
+    created: UTC, ISO 8601; the only value that differs between two runs of one configuration.
+    complete: no block is missing.
+    target: how many tokens the store is to hold; it only grows.
+    blocks, commits_sha256, statistics_digests: of a complete store, the number of blocks of each stream, the sha256 of
+    the consolidated records, and by array the digest of the merged statistics.
+    array_digests: by array, of its zarr.json.
+    may_be_not_finite: a run was told to store activations that are not finite.
+    weights_error: of a model with int8 weights, by array name, the relative error that they cause.
+
+    Stores of earlier programs have neither target nor digests.
     """
 
     metadata: StoreMetadata
@@ -260,7 +265,7 @@ def change_root(storage: Storage, change: Callable[[StoreRoot], StoreRoot]) -> S
 
 
 def require_root(storage: Storage) -> StoreRoot:
-    """The root of a store that is there. Raises StoreInvalid where it is not, or damaged, and StoreError."""
+    """The root of a store. Raises StoreInvalid where it is missing or damaged, and StoreError."""
 
     def check(_key: str, text: bytes | None) -> StoreRoot:
         if text is None:

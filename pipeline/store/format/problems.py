@@ -1,4 +1,4 @@
-"""What `verify_store` finds, and how each kind of problem is repaired."""
+"""The problems that `verify_store` reports, and how to repair each kind."""
 
 from dataclasses import dataclass
 from enum import StrEnum

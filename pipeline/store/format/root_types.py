@@ -8,7 +8,7 @@ from pipeline.store.format.keys import is_activation_name
 from pipeline.store.format.layout import ITEM_BYTES, MAX_ROWS
 from pipeline.store.format.target import ALL
 
-MAX_STREAMS = 1 << 20  # what is done for each ends in time
+MAX_STREAMS = 1 << 20  # the program does something for each
 
 
 class _Rule(NamedTuple):

@@ -1,4 +1,4 @@
-"""Statistics of the stored activations: of each row on the device, of each block in `_stats/`, of all in `stats/`.
+"""Statistics of the stored activations: per row on the devices, per block in `_stats/`, of the whole store in `stats/`.
 
 Merging is that of groups with known counts (Chan, Golub & LeVeque, 1979), in float64 and in the order of the blocks, so
 that it gives the same numbers however the blocks came about. Samples of a store are merged in the same way.
@@ -50,12 +50,15 @@ _SQUARED_ERROR = pa.field("squared_error", pa.float64())  # only where it is mea
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of one activation array's valid tokens, as they are stored.
+    """Statistics of one activation array's valid tokens, as they are stored.
 
-    count: the tokens that are finite; not_finite: those that are not, and are left out of everything else. mean: of
-    each feature. m2: each feature's sum of squared deviations from its mean. norm_sum: of the tokens' L2 norms.
-    norm_histogram: how many norms lie in each of NUM_BINS bins, BINS_PER_OCTAVE to a factor of two. squared_error: the
-    sum of squared differences between what was computed and what is stored, where that is measured.
+    count: finite tokens.
+    not_finite: tokens with a value that is not finite; they are left out of everything else.
+    mean: of each feature.
+    m2: each feature's sum of squared deviations from its mean.
+    norm_sum: of the tokens' L2 norms.
+    norm_histogram: the number of norms in each of NUM_BINS bins, BINS_PER_OCTAVE to a factor of two.
+    squared_error: the sum of squared differences between computed and stored values; None where it is not measured.
     """
 
     count: int
@@ -68,13 +71,13 @@ class Statistics:
 
     @property
     def relative_error(self) -> float | None:
-        """||computed - stored|| / ||stored|| over all tokens; None where it is not measured, and of zeros."""
+        """||computed - stored|| / ||stored|| over all tokens; None where it is not measured, or all values are 0."""
         squares = float(self.m2.sum() + self.count * np.square(self.mean).sum())
         return None if self.squared_error is None or not squares else math.sqrt(self.squared_error / squares)
 
     @property
     def variance(self) -> Float64[np.ndarray, " d"]:
-        """Of each feature, divided by the number of tokens."""
+        """The population variance of each feature."""
         return self.m2 / max(self.count, 1)
 
     @property
@@ -89,7 +92,7 @@ class Statistics:
         return float(2 ** (_MIN_EXPONENT + (min(bin_of_quantile, NUM_BINS - 1) + 0.5) / BINS_PER_OCTAVE))
 
     def normalisation(self, per_feature: bool = False) -> Normalisation:
-        """To zero mean and unit variance: on average over the features, or each of them.
+        """The normalisation to zero mean, and to unit variance on average over the features or of each feature.
 
         The former keeps directions; the mean squared norm becomes d. A feature that never varies keeps its scale.
         """
@@ -105,15 +108,15 @@ def block_statistics(
     norms: Float32[np.ndarray, "rows T"],
     squared_error: float | None = None,
 ) -> Statistics:
-    """From what the device gives for each row; a norm is NaN where a value of the token is not finite."""
+    """The statistics of a block from those of its rows; a norm is NaN where a value of the token is not finite."""
     finite = valid & ~np.isnan(norms)
     merged = _merge_groups(finite.sum(axis=1), mean.astype(np.float64), m2.astype(np.float64))
-    found = _with_norms(norms[finite], int((valid & ~finite).sum()), *merged)
-    return replace(found, squared_error=squared_error)
+    statistics = _with_norms(norms[finite], int((valid & ~finite).sum()), *merged)
+    return replace(statistics, squared_error=squared_error)
 
 
 def token_statistics(activations: np.ndarray) -> Statistics:
-    """Of some tokens' activations [n, d], in float64."""
+    """The statistics of some tokens' activations [n, d], in float64."""
     finite = np.isfinite(activations).all(axis=1)
     values = activations[finite].astype(np.float64)
     mean = values.sum(axis=0) / max(len(values), 1)
@@ -122,7 +125,7 @@ def token_statistics(activations: np.ndarray) -> Statistics:
 
 
 def piece_statistics(values: np.ndarray, scales: np.ndarray | None) -> Statistics:
-    """Of some tokens' stored values [n, d], in float32; of int8 with their scales [n, groups]."""
+    """The statistics of some tokens' stored values [n, d], in float32; int8 values have scales [n, groups]."""
     with np.errstate(over="ignore", invalid="ignore"):  # squares of finite values, and scales that are not
         values = values.astype(np.float32) if scales is None else dequantised(values, scales)
         norms = norms_of(values)
@@ -139,7 +142,7 @@ def piece_statistics(values: np.ndarray, scales: np.ndarray | None) -> Statistic
 def _with_norms(
     norms: Float32[np.ndarray, " n"], not_finite: int, mean: Float64[np.ndarray, " d"], m2: Float64[np.ndarray, " d"]
 ) -> Statistics:
-    """Of n finite tokens, whose L2 norms are given."""
+    """The statistics of n finite tokens with these L2 norms."""
     norms = norms.astype(np.float64)
     with np.errstate(divide="ignore"):
         octaves = np.log2(norms) - _MIN_EXPONENT
@@ -202,7 +205,7 @@ def decode_statistics(content: bytes | None, record: CommitRecord) -> dict[str, 
 
 
 def merge_blocks(storage: Storage, records: Sequence[CommitRecord]) -> dict[str, Statistics]:
-    """Of all tokens of some blocks, by array; {} where a block has none. Raises StoreError."""
+    """The statistics of all tokens of some blocks, by array; {} where a block has none. Raises StoreError."""
     records = sorted(records, key=lambda record: (record.stream, record.block))  # rounding depends on the order
     if not records or not all(record.statistics_sha256 for record in records):
         return {}
@@ -265,9 +268,9 @@ def encode_merged(statistics: Mapping[str, Statistics]) -> dict[str, bytes]:
 
 
 def read_merged(storage: Storage, name: str, digest: str | None = None) -> Statistics | None:
-    """What `encode_merged` has made of an array's statistics; None where there is nothing.
+    """The merged statistics of an array; None where the store has none.
 
-    Raises StoreInvalid for what is damaged, or has not the `digest` that the root names, and StoreError.
+    Raises StoreInvalid where they are damaged, or do not have the `digest` that the root names, and StoreError.
     """
     keys = merged_keys(name)
 
@@ -285,19 +288,19 @@ def decode_merged(objects: Mapping[str, bytes], name: str) -> Statistics:
     zarr_json_key, values_key = merged_keys(name)
     zarr_json = parse_json(objects[zarr_json_key], zarr_json_key)
     try:
-        found = zarr_json["attributes"]
+        attributes = zarr_json["attributes"]
         mean, variance = np.frombuffer(objects[values_key], "<f8").reshape(2, -1)
         histogram = np.zeros(NUM_BINS, np.int64)
-        counts, first = found["norm_histogram"]["counts"], found["norm_histogram"]["first_bin"]
+        counts, first = attributes["norm_histogram"]["counts"], attributes["norm_histogram"]["first_bin"]
         histogram[first : first + len(counts)] = counts
         return Statistics(
-            found["count"],
-            found["not_finite"],
+            attributes["count"],
+            attributes["not_finite"],
             mean,
-            variance * found["count"],
-            found["norm_sum"],
+            variance * attributes["count"],
+            attributes["norm_sum"],
             histogram,
-            found.get("squared_error"),
+            attributes.get("squared_error"),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise StoreInvalid(f"{zarr_json_key} does not hold merged statistics: {error!r}. {DAMAGE_REMEDY}") from error

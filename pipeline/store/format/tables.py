@@ -22,7 +22,7 @@ def table_key(stream: int, block: int) -> str:
 
 
 def encode_table(table: pa.Table) -> bytes:
-    """The table as parquet. Deterministic: one row group, nothing of the time or machine."""
+    """The table as parquet. Deterministic: one row group, independent of time and machine."""
     sink = io.BytesIO()
     pq.write_table(table.combine_chunks(), sink, row_group_size=max(1, table.num_rows), compression="zstd")
     return sink.getvalue()
@@ -67,7 +67,7 @@ def read_tables(storage: Storage, records: Sequence[CommitRecord]) -> Iterator[p
 
 
 def empty_table() -> pa.Table:
-    """What `read_tables` gives for a store without documents."""
+    """The table of a store without documents, with the columns of `read_tables`."""
     return _with_place(DOCUMENT_SCHEMA.empty_table(), 0, 0)
 
 

@@ -1,4 +1,4 @@
-"""How many tokens a store is to hold: the target in its root, which only grows, and what it asks of each stream."""
+"""The target: how many tokens a store is to hold, which only grows, and the share of it that each stream has."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

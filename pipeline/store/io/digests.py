@@ -1,4 +1,4 @@
-"""Digests of what a commit record and the root name: an exchanged or edited object has another, however valid it is."""
+"""Digests that commit records and the root name. An object that was exchanged or edited has another, even if valid."""
 
 import hashlib
 import json
@@ -13,16 +13,16 @@ _HEX_DIGITS = 16
 
 
 class ValuesDigest:
-    """Of a block's values of one array: of the crc32c of each chunk, decoded and little-endian, in their order.
+    """The digest of one array's values in a block: of the crc32c of each chunk (decoded, little-endian), in order.
 
-    It does not depend on the compression, and an object that Zarr leaves out has that of its fill values. Of chunks
-    without compression the crc32c is computed anyway: it stands behind each of them in the shard.
+    It does not depend on the compression. An object that Zarr leaves out has the digest of its fill values. A shard
+    without compression has the same crc32c after each chunk.
     """
 
     def __init__(self, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
         self._sha256 = hashlib.sha256()
-        self._begun = bytearray()  # of a chunk whose rest is to come
+        self._begun = bytearray()  # the first bytes of a chunk, until the rest is added
 
     def add_checksum(self, checksum: bytes) -> None:
         """The next chunk's crc32c, as 4 bytes."""
@@ -49,7 +49,7 @@ class ValuesDigest:
 
 
 def values_digest(values: Shaped[np.ndarray, "R ..."], chunk_shape: Sequence[int]) -> str:
-    """Of a whole block's values."""
+    """The digest of a whole block's values."""
     digest = ValuesDigest(int(np.prod(chunk_shape)) * values.itemsize)
     digest.add_values(values)
     return digest.hexdigest()
@@ -66,11 +66,11 @@ def json_digest(content: Any) -> str:
 
 
 def objects_digest(objects: Mapping[str, bytes]) -> str:
-    """sha256, as hex, of some objects: of the list of their keys and own sha256, by key."""
+    """sha256, as hex, of the sorted list of the objects' keys, each with the sha256 of its content."""
     return json_digest([[key, hashlib.sha256(objects[key]).hexdigest()] for key in sorted(objects)])
 
 
 def array_digest(zarr_json: Mapping[str, Any]) -> str:
-    """Of an array's metadata but for its number of rows, which changes while a store is written."""
+    """The digest of an array's metadata without its number of rows, which changes while a store is written."""
     shape = [None, *zarr_json["shape"][1:]]
     return json_digest({**zarr_json, "shape": shape})[:_HEX_DIGITS]

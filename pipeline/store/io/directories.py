@@ -1,17 +1,17 @@
-"""Directories of local stores: made so that what is in them survives a loss of power."""
+"""Directories of local stores: made so that their content survives a loss of power."""
 
 import os
 from contextlib import suppress
 from pathlib import Path
 
-_durable: set[str] = set()  # directories whose entry in the one above is on the disk
+_durable: set[str] = set()  # directories whose entry in their parent directory is on the disk
 
 
 def make_directories(path: str | Path, root: str | Path) -> None:
-    """Makes a directory in `root`, or `root`, and all that are missing above it; their entries are then on the disk.
+    """Makes a directory in `root`, or `root`, and its missing parents; their entries are then on the disk.
 
-    Also those that are there already, but for the ones above `root`: another process may have made them a moment ago.
-    Raises OSError.
+    Also the entries of existing directories in `root`, which another process may have made a moment ago. Raises
+    OSError.
     """
     path, root = os.path.abspath(path), os.path.abspath(root)
     if path in _durable and os.path.isdir(path):
@@ -29,9 +29,9 @@ def make_directories(path: str | Path, root: str | Path) -> None:
         except FileExistsError:  # another process was faster
             if not os.path.isdir(path):
                 raise
-    with suppress(PermissionError):  # in a directory that nobody may list a new one can be made, but not synced
+    with suppress(PermissionError):  # a directory that cannot be listed cannot be synced
         sync_directory(above)
-    if not os.path.basename(path).isdecimal():  # those of one store shard each are many, and met once
+    if not os.path.basename(path).isdecimal():  # each store shard has one of these: they are many, and used once
         _durable.add(path)
 
 

@@ -1,4 +1,4 @@
-"""What a failed operation of TensorStore or of the file system is raised as, and what the user can do about it.
+"""Failed operations of TensorStore and of the file system: the error that is raised, and its remedy.
 
 TensorStore raises ValueError, as mistakes in a program do. The message of a failed operation begins with the name of a
 status (but for INVALID_ARGUMENT), and ends with the operating system's error number, if there is one.
@@ -59,7 +59,7 @@ _STATUSES = (
     "|FAILED_PRECONDITION|ABORTED|OUT_OF_RANGE|INTERNAL|UNAVAILABLE|DATA_LOSS|UNAUTHENTICATED"
 )
 _STATUS = re.compile(rf"({_STATUSES}): ")
-_INVALID_ARGUMENT = re.compile(  # what tells a failed operation of this status from a mistake in the program
+_INVALID_ARGUMENT = re.compile(  # failed operations of this status; all else of it are mistakes in the program
     r"Error (opening|reading|writing|deleting) |Failed to .*os_error_code=|.*HTTP response code", re.DOTALL
 )
 _ERRNO = re.compile(r"\[os_error_code='(\d+)'\]")
@@ -72,7 +72,7 @@ def storage_errors(subject: str) -> Iterator[None]:
     """Turns a failed operation of TensorStore, or of the file system, into a StoreError that names `subject`, the cause
     and a remedy. It is a StoreInvalid where the cause is one that no retry heals.
 
-    Put it around waiting for the operation, and nothing else: what is wrong with the program is raised as it is.
+    Put it around waiting for the operation, and nothing else: mistakes in the program must be raised unchanged.
     """
     try:
         yield

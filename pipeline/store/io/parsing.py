@@ -1,4 +1,4 @@
-"""JSON of a store, which anybody may have edited."""
+"""Parsing JSON of a store, which anybody may have edited."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ from pipeline.store.io.failures import DAMAGE_REMEDY
 
 
 def parse_json(text: bytes, subject: str, remedy: str = DAMAGE_REMEDY) -> Any:
-    """The value of a JSON text. Raises StoreInvalid, naming `subject`, where it is none, is nested deeper than
+    """The value of a JSON text. Raises StoreInvalid, naming `subject`, where it is not JSON, is nested deeper than
     MAX_DEPTH, or has a string that UTF-8 cannot encode.
     """
     try:

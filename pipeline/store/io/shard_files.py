@@ -33,11 +33,11 @@ class ShardFiles:
     def write(
         self, key: str, values: Shaped[np.ndarray, "R ..."], chunk_shape: Sequence[int], fill: int
     ) -> Future[str]:
-        """Starts writing an object, which replaces the one that is there when all of it is on the disk. As TensorStore,
-        deletes it instead where there is nothing but the fill value.
+        """Starts writing an object, which replaces an earlier one once all of it is on the disk. As TensorStore does,
+        deletes it instead where every value is the fill value.
 
         `values` is not copied: leave it untouched until the future is done. That gives the values' digest, or raises
-        OSError where writing failed; what was there stays.
+        OSError where writing failed; an earlier object then stays.
         """
         return self._threads.submit(self._write, key, values, chunk_shape, fill)
 

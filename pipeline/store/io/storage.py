@@ -23,7 +23,7 @@ from pipeline.core.errors import ConfigError, StoreInvalid
 from pipeline.store.io.directories import is_linked, make_directories
 from pipeline.store.io.failures import DAMAGE_REMEDY, storage_errors
 
-# TensorStore reads these with its first request. By itself it waits for ever for a server that does not answer.
+# TensorStore reads these with its first request. Without them it waits for ever for a server that does not answer.
 _TIMEOUTS = {
     "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "30",
     "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "60",
@@ -33,10 +33,10 @@ _TIMEOUTS = {
 _RETRIES = ("gcs_request_retries", "s3_request_retries")
 _CONCURRENCY = ("gcs_request_concurrency", "s3_request_concurrency", "file_io_concurrency")
 
-# How many small objects to have asked for. TensorStore has fewer requests under way; the rest wait inside it.
+# Reads of small objects to start ahead. TensorStore has fewer requests under way; the rest wait inside it.
 _KEYS_AHEAD = 256
 
-# Seconds to wait before each time that an object is read again which seems damaged or missing.
+# Seconds to wait before each new read of an object that seems damaged or missing.
 _REREAD_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
 _LOCAL_REREAD_DELAYS_S = (0.0,)
 
@@ -56,7 +56,7 @@ class KeyValueStore:
     """Objects by key. Methods raise StoreError where the storage fails.
 
     `directory`: the local directory that the objects are in, with a slash at its end; None for other kinds of storage.
-    `is_remote`: whether a request may fail, or be answered wrongly, by itself.
+    `is_remote`: whether the objects are behind a network, where a request may fail or be answered wrongly.
     """
 
     def __init__(self, kvstore: ts.KvStore) -> None:
@@ -66,7 +66,7 @@ class KeyValueStore:
         self.is_remote: bool = self._spec["driver"] not in ("file", "memory")
 
     def url(self, key: str) -> str:
-        """Where an object lies, for messages."""
+        """The URL or path of an object, for messages."""
         if self._spec["driver"] == "s3":  # TensorStore gives no URL where there is an endpoint
             return f"s3://{self._spec['bucket']}/{self._spec.get('path', '')}{key}"
         return self.kvstore.url + key

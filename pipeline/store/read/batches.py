@@ -1,7 +1,7 @@
-"""Batches of tokens for training: read, shuffled and gathered ahead of whoever trains.
+"""Batches of tokens for training: read, shuffled and gathered ahead of the training.
 
-While one buffer is emptied the next is read. Batches are gathered by threads of their own, `AHEAD` of the one that was
-asked for. Shapes: n tokens of a batch, K keys, D features of an activation.
+While one buffer is emptied the next is read. Threads gather `AHEAD` batches before they are asked for. Shapes: n tokens
+of a batch, K keys, D features of an activation.
 """
 
 import zlib
@@ -30,13 +30,13 @@ from pipeline.store.read.order import VERSION, Buffer, ReadingOrder
 AHEAD = 4  # batches
 GATHERING_THREADS = 2
 
-# Of the blocks that are mixed with each other, 20 bytes per token are held in memory.
+# Memory for the side arrays (20 bytes per token) of the blocks that are mixed with each other.
 WINDOW_MIB = 64.0
 
-# Reading ahead needs no more, when nothing is shuffled.
+# Without shuffling, reading ahead needs no larger buffer.
 SEQUENTIAL_BUFFER_MIB = 64.0
 
-# How many blocks' side arrays to read at a time while tokens are counted.
+# Blocks whose side arrays are read at a time while tokens are counted.
 BLOCKS_COUNTED_AT_ONCE = 64
 
 
@@ -58,7 +58,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a reader is: `batch` batches of epoch `epoch` were yielded, the next one begins with a buffer's token."""
+    """A reader's position: it has yielded `batch` batches of epoch `epoch`; the next begins at `token` of `buffer`."""
 
     epoch: int = 0
     batch: int = 0
@@ -68,7 +68,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read, and how. `single`: one activation was asked for, not a list of them."""
+    """The arrays to read, and how. `single`: one activation was asked for, not a list of them."""
 
     names: tuple[str, ...]
     batch_size: int
@@ -81,7 +81,7 @@ class Reading:
         for named, what in ((self.options.token_filter.norms, "norms"), (self.normalisation, "normalisation")):
             unknown = sorted(set(named) - set(self.names))
             if unknown:
-                raise ValueError(f"{what} names {unknown}, but what is read is {list(self.names)}")
+                raise ValueError(f"{what} names {unknown}, but the arrays that are read are {list(self.names)}")
 
     @property
     def normalisation(self) -> Mapping[str, Normalisation]:
@@ -124,19 +124,19 @@ class BatchReader(Iterator[Batch]):
         return batch
 
     def state(self) -> dict[str, int]:
-        """Where the reader is, as JSON: epoch, batch, buffer, token, and a checksum of what the order depends on."""
+        """The reader's position, as JSON: epoch, batch, buffer, token, and a checksum of what the order depends on."""
         return asdict(self._position) | {"order": self._checksum}
 
     def close(self) -> None:
-        """Ends the reader's threads when they are done with what they are reading; dropping the reader does so too."""
+        """Ends the reader's threads after their present reads, as dropping the reader does."""
         self._batches.close()
 
     @cached_property
     def _checksum(self) -> int:
-        """Of everything that determines which token comes when."""
+        """A checksum of everything that the order of tokens depends on."""
         blocks = [(r.stream, r.block, r.rows, r.tokens) for r in self._blocks.records]
         filtered = (self._options.token_filter, self._reading.batch_size, self._options.drop_last)
-        version = () if self._reading.seed is None else (VERSION,)  # of storage order there is one
+        version = () if self._reading.seed is None else (VERSION,)  # the order of storage has one version
         return zlib.crc32(repr((self._order, blocks, filtered, *version)).encode())
 
     def _restored(self, state: dict[str, int]) -> Position:
@@ -144,7 +144,7 @@ class BatchReader(Iterator[Batch]):
             raise ValueError(
                 "the state is of another reading: the order of tokens depends on the store's blocks, keys, batch_size, "
                 "seed, rank, world, filter and buffer_mib. Use those of the reader that the state came from. A "
-                "shuffled reading of an earlier version of this program had another order: begin it anew."
+                "shuffled reading of an earlier version of this program had another order: start again without a state."
             )
         return Position(**state)
 
@@ -166,7 +166,7 @@ class BatchReader(Iterator[Batch]):
     def _submitted(
         self, gatherers: ThreadPoolExecutor, filled: Iterator[tuple[Buffer, TokenMemory, bool]]
     ) -> Iterator[tuple[Future[Batch], Position]]:
-        """Batches under way, each with the position after it."""
+        """Batches that are being gathered, each with the position after it."""
         size, drop_last = self._reading.batch_size, self._options.drop_last or self._options.world > 1
         finish = self._finisher()
         batch, start = self._position.batch, self._position.token
@@ -256,7 +256,7 @@ class BatchReader(Iterator[Batch]):
         return counts
 
     def _finisher(self) -> Callable[[Sequence[Future[None]], dict[str, np.ndarray], int], Batch]:
-        """What makes a batch of gathered memory: dtype, normalisation, framework."""
+        """The function that makes a batch of gathered memory: dtype, normalisation, framework."""
         reading, options = self._reading, self._options
         convert = converter(options.framework)
 

@@ -1,4 +1,4 @@
-"""Memory that pieces of blocks are read into, and out of which tokens are gathered.
+"""Memory that pieces of blocks are read into, and that tokens are gathered from.
 
 Shapes: S slots (row, slot of it) of a buffer, T positions of a row, K keys, D features.
 """
@@ -53,7 +53,7 @@ class StoredBlocks:
         self._side_arrays: dict[int, tuple[int, dict[str, np.ndarray]]] = {}
 
     def retry_read(self, read: Callable[[], None]) -> None:
-        """Calls `read`, and again while it finds something damaged or missing; see `storage.repeated`."""
+        """Calls `read`, and again while it finds something damaged or missing; see `KeyValueStore.retry_read`."""
         self._storage.retry_read(read)
 
     def first_row(self, block: int) -> int:
@@ -100,7 +100,7 @@ class StoredBlocks:
             first = self.first_row(block)
             if name == SELECTED.name:
                 require_selected(self.arrays[name], self.records[block], values)
-            elif name != POSITIONS.name:  # where zeros are nothing unusual
+            elif name != POSITIONS.name:  # these may all be 0
                 require_stored(self.arrays[name], np.arange(first, first + len(values)), values)
             side_arrays[block][name] = values
         for block, sides in side_arrays.items():
@@ -153,9 +153,9 @@ class TokenMemory:
         self.users: list[Future[None]] = []
 
     def fill(self, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter) -> None:
-        """Waits until nobody uses the memory, then reads the buffer's pieces into it. Raises StoreError."""
+        """Waits until no task uses the memory, then reads the buffer's pieces into it. Raises StoreError."""
         for user in self.users:
-            user.exception()  # waits; whoever takes its result meets the error
+            user.exception()  # waits; the error is raised where the result is taken
         self.users = []
         self._blocks.retry_read(lambda: self._fill(buffer, order, token_filter))
 
@@ -189,7 +189,7 @@ class TokenMemory:
         self.order = order.shuffled(buffer, token_filter.within_norms(slots, flat))
 
     def like(self, num_tokens: int) -> dict[str, np.ndarray]:
-        """Memory for a batch: what a slot holds, `num_tokens` times, by name."""
+        """Memory for a batch of `num_tokens` tokens, by name."""
         slots = self._slots.items()
         return {name: aligned_empty((num_tokens, *values.shape[1:]), values.dtype) for name, values in slots}
 

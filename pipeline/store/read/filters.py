@@ -1,4 +1,4 @@
-"""Which tokens a reader hands out. Shapes: T positions of a row, n tokens, D features."""
+"""The tokens that a reader leaves out. Shapes: T positions of a row, n tokens, D features."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,14 +13,14 @@ from pipeline.store.format.norms import norms_of
 
 Limits = Mapping[str, tuple[float, float]]
 
-_TOKENS_AT_A_TIME = 4096  # of which norms are computed: small enough for the processor's caches
+_TOKENS_AT_A_TIME = 4096  # whose norms are computed: few enough for the processor's caches
 
 
 COMPLETIONS = "completions"  # an input like the side arrays: whether a slot holds a completion's token
 
 
 class Part(StrEnum):
-    """Of documents that the model wrote (data=generate)."""
+    """A part of a document that the model wrote (data=generate)."""
 
     prompt = "prompt"
     completion = "completion"
@@ -28,7 +28,7 @@ class Part(StrEnum):
 
 @dataclass(frozen=True)
 class TokenFilter:
-    """What is left out, besides padding.
+    """The tokens to leave out, besides padding.
 
     drop_tokens: token ids, such as the tokenizer's special ones. skip_first: positions at the beginning of each
     document (of each of its windows, where it is longer than a row), where attention sinks are. norms: by array name,
@@ -43,19 +43,19 @@ class TokenFilter:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "part", None if self.part is None else Part(self.part))
-        # As plain numbers, so that equal filters look alike in the checksum of a reader's state.
+        # As plain numbers, so that equal filters have one repr: the checksum of a reader's state is made of it.
         object.__setattr__(self, "drop_tokens", tuple(map(int, self.drop_tokens)))
         limits = {name: (float(least), float(greatest)) for name, (least, greatest) in self.norms.items()}
         object.__setattr__(self, "norms", limits)
 
     @property
     def side_arrays(self) -> tuple[str, ...]:
-        """The names of the side arrays, besides segments, that `keeps` looks at, and `COMPLETIONS`."""
+        """The names of the side arrays, besides segments, that `keeps` needs, and `COMPLETIONS` where it does."""
         wanted = {TOKENS.name: self.drop_tokens, POSITIONS.name: self.skip_first, COMPLETIONS: self.part}
         return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
     def keeps(self, side_arrays: Mapping[str, Shaped[np.ndarray, "rows T"]]) -> Bool[np.ndarray, "rows T"]:
-        """Whether each slot is handed out, as far as its token, position and document tell."""
+        """Whether each slot passes the filters of tokens, positions and parts of documents."""
         keep = side_arrays["segments"] > 0
         if self.drop_tokens:
             keep &= ~np.isin(side_arrays["tokens"], self.drop_tokens)
@@ -68,7 +68,7 @@ class TokenFilter:
     def within_norms(
         self, slots: Int[np.ndarray, " n"], activations: Mapping[str, np.ndarray | Dequantised]
     ) -> Int[np.ndarray, " kept"]:
-        """Those slots whose activations, [slot, D] by array name, are within the limits."""
+        """The slots whose activations, [slot, D] by array name, are within the limits."""
         for name, (least, greatest) in self.norms.items():
             chunks = (slots[i : i + _TOKENS_AT_A_TIME] for i in range(0, len(slots), _TOKENS_AT_A_TIME))
             kept = [chunk[_between(norms_of(activations[name][chunk]), least, greatest)] for chunk in chunks]

@@ -1,4 +1,4 @@
-"""Batches as arrays of numpy, JAX or PyTorch. Neither of the latter is imported before it is asked for.
+"""Batches as arrays of numpy, JAX or PyTorch. JAX and PyTorch are imported only where they are asked for.
 
 Shapes: n tokens of a batch.
 """
@@ -13,11 +13,11 @@ from numpy.typing import DTypeLike
 
 _ALIGNMENT = 64  # bytes: XLA takes a numpy array's memory as it is when it begins at a multiple of this
 
-_WITHOUT_BUFFER = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # for which numpy's buffers and DLPack have no name
+_WITHOUT_BUFFER = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # numpy's buffers and DLPack have no name for these
 
 
 class Framework(StrEnum):
-    """Whose arrays a reader yields."""
+    """The library whose arrays a reader yields."""
 
     numpy = "numpy"
     jax = "jax"
@@ -25,7 +25,7 @@ class Framework(StrEnum):
 
 
 def converter(framework: Framework) -> Callable[[np.ndarray], Any]:
-    """What turns a numpy array into one of the framework. Raises ImportError where that is not installed.
+    """The function that turns a numpy array into one of the framework. Raises ImportError where that is not installed.
 
     The array's memory is used as it is: always by torch, and by JAX on CPU, where no transfer is needed. JAX has no
     int64 unless `jax_enable_x64` is set; until then int64 arrays (document numbers) stay numpy's.

@@ -1,9 +1,9 @@
-"""In which order a reader meets a store. Pure arithmetic on integers; nothing is read.
+"""The order in which a reader visits a store. Pure arithmetic on integers; nothing is read.
 
 Blocks are put in random order; consecutive blocks of that order form a window, and the pieces of a window are put in
-random order again; `permutation` says which that is. So what is held in memory beside the activations is that of one
-window. A buffer takes the next `pieces_per_buffer` pieces, and its tokens come out in random order. Without a seed
-everything stays in storage order.
+random order again, both by `permutation`. So only the side arrays of one window are held in memory. A buffer takes the
+next `pieces_per_buffer` pieces, and its tokens come out in random order. Without a seed everything stays in storage
+order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ import numpy as np
 from jaxtyping import Int64
 
 VERSION = 2  # of the random order; the first was numpy's Generator.permutation
-_PIECES, _TOKENS = 1, 2  # what an order is of
+_PIECES, _TOKENS = 1, 2  # the kinds of things that are put in order
 
 
 class Piece(NamedTuple):
-    """Rows `first` .. `first + num_rows` of a block: what is read at a time. `block` counts the stored blocks."""
+    """Rows `first` .. `first + num_rows` of a block: the unit of reading. `block` counts the stored blocks."""
 
     block: int
     first: int
@@ -37,7 +37,7 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadingOrder:
-    """Which pieces rank `rank` of `world` reads, and in which order.
+    """The pieces that rank `rank` of `world` reads, in their order.
 
     block_rows: rows of each stored block. seed: None for storage order. A rank takes a contiguous share of the epoch's
     sequence of pieces: shares do not overlap, and differ by at most one piece.
@@ -80,7 +80,7 @@ class ReadingOrder:
             index += 1
 
     def shuffled(self, buffer: Buffer, slots: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """The slots of a buffer in the order in which they are handed out."""
+        """The slots of a buffer in the order in which batches take them."""
         return slots[self._permuted(len(slots), buffer.epoch, _TOKENS, self.rank, buffer.index)]
 
     def tokens_of_ranks(self, epoch: int, piece_tokens: Sequence[Sequence[int]]) -> list[int]:
@@ -103,10 +103,11 @@ class ReadingOrder:
 
 
 def permutation(count: int, *seeds: int) -> Int64[np.ndarray, " count"]:
-    """0 .. count - 1 in an order that depends on the seeds alone: by the numbers of 64 bits that PCG64 gives from
-    SeedSequence(seeds), after the lowest bits of each, as many as a place needs, are replaced by its place.
+    """0 .. count - 1 in an order that depends on the seeds alone.
 
-    numpy guarantees these numbers for all of its versions (NEP 19), but not what Generator.permutation makes of them.
+    PCG64 with SeedSequence(seeds) gives one 64-bit number per place. The lowest bits of each are replaced by its place,
+    and the numbers are sorted. numpy guarantees these numbers in all of its versions (NEP 19), but not the result of
+    Generator.permutation.
     """
     place_bits = np.uint64((1 << max(0, count - 1).bit_length()) - 1)
     numbers = np.random.PCG64(np.random.SeedSequence(seeds)).random_raw(count)

@@ -1,10 +1,10 @@
 """Claims: which process computes which stream, decided by conditional writes in the store.
 
-`_claims/stream-00003.json` names the stream's owner. The owner renews its claim: it writes it anew, on condition that
-it is as it wrote it last. Whoever sees a claim unchanged for the length of its lease may write itself in, on the same
-condition. Each measures with its own clock, and no two clocks are compared. An owner that could not renew its claim
-for half of the lease gives it up by itself, before anybody else may have it. A claim that is released says so; it is
-not deleted, since S3 cannot do that on a condition.
+`_claims/stream-00003.json` names the stream's owner. The owner renews its claim by writing it again, on the condition
+that nobody else has written it since. Another process may take a claim over that it has seen unchanged for the length
+of the lease, on the same condition. Each process measures with its own clock; clocks are never compared. An owner that
+could not renew its claim for half of the lease gives it up, before another process may take it over. A released claim
+is marked as such, not deleted, since S3 has no conditional deletion.
 """
 
 import itertools
@@ -27,13 +27,13 @@ from pipeline.store.io.storage import Storage, StorageLike
 log = logging.getLogger("pipeline")
 
 CLAIMS_PREFIX = "_claims/"
-TEST_PREFIX = "_claims_test/"  # not among the claims, which another worker may be deleting
+TEST_PREFIX = "_claims_test/"  # apart from the claims, which another worker may be deleting
 _KEY = re.compile(r"_claims/stream-(\d{5,})\.json")
 _RENEWALS_PER_LEASE = 6  # two may fail before the owner gives up
 
 
 class _Claim(NamedTuple):
-    """What a claim's object holds. `number` counts its owner's writes, so that no two of them are equal."""
+    """The content of a claim's object. `number` counts its owner's writes, so that no two of them are equal."""
 
     owner: str
     held: bool
@@ -83,7 +83,8 @@ class _Lease:
 class Claims:
     """This process's claims on the streams of one store, renewed by a thread until they are released or lost.
 
-    `owner` names this process in them. `lease_s` is how long the others wait when it falls silent; theirs may differ.
+    `owner` names this process in them. `lease_s`: seconds that other processes wait after it stops renewing;
+    theirs may differ.
     """
 
     def __init__(self, place: StorageLike, lease_s: float) -> None:
@@ -101,8 +102,8 @@ class Claims:
         self._thread.start()
 
     def vacancies(self, streams: Sequence[int]) -> list[Vacancy]:
-        """Those of the streams that nobody holds: not this process either. An owner that has died is noticed by calls
-        that are at least its lease apart.
+        """The streams that no process holds, not this one either. A dead owner is noticed by two calls that are at
+        least its lease apart.
         """
         streams = [stream for stream in streams if stream not in self._leases]
         claims = self._storage.retry_read(lambda: self._read(streams))
@@ -120,7 +121,7 @@ class Claims:
         return vacant
 
     def _read(self, streams: Sequence[int]) -> list[tuple[_Claim | None, bytes]]:
-        """Each stream's claim, if it has one, and its generation. Raises StoreInvalid for what is no claim."""
+        """Each stream's claim, if it has one, and its generation. Raises StoreInvalid for another object."""
         keys = [claim_key(stream) for stream in streams]
         return [
             (None if text is None else _Claim.from_json(text, f"{self._storage.path}/{key}"), generation)
@@ -128,7 +129,7 @@ class Claims:
         ]
 
     def claim(self, vacancy: Vacancy) -> bool:
-        """Whether the stream is this process's now. Raises StoreError."""
+        """Claims the stream; returns whether this process holds it now. Raises StoreError."""
         began = time.monotonic()
         generation = self._write(vacancy.stream, vacancy.generation)
         if generation is None:
@@ -143,7 +144,7 @@ class Claims:
         return True
 
     def holds(self, stream: int) -> bool:
-        """Whether the stream is this process's still. What is not, never becomes so again before `release`."""
+        """Whether this process still holds the stream. A lost claim stays lost until `release`."""
         lease = self._leases.get(stream)
         if lease is None:
             return False
@@ -152,7 +153,7 @@ class Claims:
         return not lease.is_lost
 
     def release(self, stream: int) -> None:
-        """Lets another process have the stream, at once if this one still had it."""
+        """Gives the stream up: another process may claim it, at once if this one still held it."""
         with self._lock:
             lease = self._leases.pop(stream, None)
         if lease is None:
@@ -164,7 +165,7 @@ class Claims:
             log.warning("the claim on stream %d could not be released, and will expire: %s", stream, error)
 
     def close(self) -> None:
-        """Releases everything."""
+        """Releases all claims."""
         self._closed.set()
         self._thread.join()
         for stream in list(self._leases):
@@ -196,10 +197,10 @@ class Claims:
         log.warning("the claim on stream %d %s: its blocks that are not committed yet are dropped here", stream, why)
 
     def _write(self, stream: int, generation: bytes, held: bool = True) -> bytes | None:
-        """Writes the claim if it has this generation still; returns the new one, or None."""
+        """Writes the claim if it still has this generation; returns the new generation, or None."""
         key, text = claim_key(stream), _Claim(self.owner, held, self.lease_s, next(self._numbers)).to_json()
         written = self._storage.write_if_unchanged(key, text, generation)
-        if written is None:  # perhaps because the request was repeated, and met what it had written itself
+        if written is None:  # perhaps the request was sent twice, and the second found what the first had written
             [(stored, stored_generation)] = self._storage.read_with_generations([key])
             written = stored_generation if stored == text else None
         return written
@@ -210,7 +211,7 @@ def claim_key(stream: int) -> str:
 
 
 def held_claims(place: StorageLike) -> dict[int, str]:
-    """The owners of claimed streams, be they alive or not. Raises StoreError."""
+    """The owners of claimed streams, alive or not. Raises StoreError."""
     storage = Storage.open(place)
     keys = {key: int(match[1]) for key in storage.list_keys(CLAIMS_PREFIX) if (match := _KEY.fullmatch(key))}
 
@@ -229,7 +230,7 @@ def read_claims(storage: Storage) -> dict[str, bytes]:
 
 
 def delete_claims(storage: Storage, claims: Mapping[str, bytes]) -> None:
-    """Deletes the claims that nobody has renewed since they were read. Raises StoreError."""
+    """Deletes the claims that no process has renewed since they were read. Raises StoreError."""
     for key, generation in claims.items():
         storage.write_if_unchanged(key, None, generation)
 

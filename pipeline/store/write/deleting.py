@@ -73,13 +73,13 @@ def _delete_files(folder: str, keys: StoreKeys) -> Iterator[str]:
     for name in (ROOT_KEY, ROOT_KEY + LOCK_SUFFIX):
         with suppress(FileNotFoundError):
             os.unlink(folder + name)
-    with suppress(OSError):  # something else lies in it, or the path is a link to it
+    with suppress(OSError):  # the folder has other files, or the path is a link
         os.rmdir(folder.rstrip("/"))
     return _files_in(folder)
 
 
 def _delete_folder(folder: str, name: str, keys: StoreKeys) -> None:
-    """The store's files in one of its folders, and the folders that are then empty.
+    """Deletes the store's files in one of its folders, and the folders that are then empty.
 
     By descriptors of the folders: one that is exchanged for a link meanwhile is not followed.
     """
@@ -90,7 +90,7 @@ def _delete_folder(folder: str, name: str, keys: StoreKeys) -> None:
                 os.unlink(file, dir_fd=descriptor)
         for child in folders:
             if keys.is_own_folder(f"{inner}/{child}"):
-                with suppress(OSError):  # it is a link, or something else lies in it
+                with suppress(OSError):  # the folder is a link, or has other files
                     os.rmdir(child, dir_fd=descriptor)
     with suppress(OSError):
         os.rmdir(folder + name)

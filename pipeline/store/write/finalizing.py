@@ -1,4 +1,4 @@
-"""Marks a store complete that several workers have filled."""
+"""Marking a store complete that several workers have filled."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ def print_stream(store: StoreWriter, stream: int) -> bool:
     """Prints what a stream holds; returns whether it is at its end."""
     records = store.records.get(stream, [])
     target = store.target
-    if target is None:  # an earlier program's store: what the run that created it wanted, and perhaps a longer one did
+    if target is None:  # an earlier program's store has none: take what the run that created it wanted
         share = stream_share(target_of(store.metadata.config), store.metadata.num_streams, stream)
         end = _end_of_old_stream(records, share, store.layout.length)
     else:

@@ -40,15 +40,15 @@ class _InitialState:
 def finish_store(
     storage: Storage, layout: StoreLayout, read: Callable[[], Records], force: bool = False
 ) -> StoreRoot | None:
-    """Consolidates the records that `read` gives, merges the statistics, marks the store complete, trims the arrays to
-    the last committed row. A store that is complete is left as it is, but for what an interruption left undone.
+    """Consolidates the records that `read` gives, merges the statistics, marks the store complete, and trims the arrays
+    to the last committed row. Of a complete store only the steps that an interruption left undone are done.
 
-    None, and nothing is changed, where the root's target is not reached, since another run is extending the store, or
-    a complete store has lost records. `force` completes it all the same.
+    Returns None, and changes nothing, where the root's target is not reached, since another run is extending the store,
+    or where a complete store has lost records. `force` completes it all the same.
 
-    What was kept while decoding is deleted and, once the target is reached, claims that nobody renews. Nothing else is:
-    objects without a commit record may be those of a block that a worker is about to commit, and would then be missing.
-    Those that a killed run left behind stay, and `verify_store` names them. Raises StoreError.
+    Kept activations are deleted and, once the target is reached, the claims that no process renews. Nothing else is:
+    objects without a commit record may belong to a block that a worker is about to commit. Those that a killed run left
+    behind stay, and `verify_store` names them. Raises StoreError.
     """
     for _ in range(_ATTEMPTS):
         try:
@@ -96,8 +96,8 @@ def _try_to_finish(storage: Storage, layout: StoreLayout, read: Callable[[], Rec
 def _summaries(
     storage: Storage, layout: StoreLayout, root: StoreRoot, records: Records, initial: _InitialState
 ) -> tuple[dict[str, bytes], dict[str, str]]:
-    """The consolidated records and, where they are not there already, the merged statistics by key; the digests of
-    these by array."""
+    """The objects to write, by key: the consolidated records and, unless the store has them already, the merged
+    statistics; and the digests of these by array."""
     consolidated = consolidate(records)
     objects, digests = {CONSOLIDATED_KEY: consolidated}, _merged_digests(initial.objects, layout)
     if (consolidated_digest(consolidated), digests) == (root.commits_sha256, root.statistics_digests):
@@ -115,7 +115,7 @@ def _read_initial_state(storage: Storage, layout: StoreLayout) -> _InitialState:
 
 
 def _merged_digests(objects: Mapping[str, bytes | None], layout: StoreLayout) -> dict[str, str]:
-    """By array, of the merged statistics that are among the objects."""
+    """By array, the digests of the merged statistics that are among the objects."""
     digests = {spec.name: merged_digest(objects, spec.name) for spec in layout.arrays}
     return {name: digest for name, digest in digests.items() if digest is not None}
 

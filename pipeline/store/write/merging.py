@@ -122,7 +122,7 @@ def _create(storage: Storage, like: StoreWriter) -> StoreWriter:
 
 def _copy_block(source: StoreWriter, target: StoreWriter, record: CommitRecord, pool: ThreadPoolExecutor) -> None:
     if target.storage.read(record.key) is not None:  # a job on the target was faster
-        target.commit_written(record, is_there=True)
+        target.commit_written(record, is_committed=True)
         return
     stream, block = record.stream, record.block
     keys = [target.layout.shard_key(spec, stream, block) for spec in target.layout.all_arrays]

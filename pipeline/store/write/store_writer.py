@@ -124,7 +124,7 @@ class StoreWriter:
 
     @classmethod
     def open_existing(cls, place: StorageLike) -> "StoreWriter":
-        """Opens a store as it is, to finish it. Raises StoreInvalid where there is none, or it is damaged."""
+        """Opens a store as it is, to finish it. Raises StoreInvalid where it is missing or damaged."""
         storage = Storage.open(place)
         root = require_root(storage)
         arrays = open_existing(storage, root.array_names)
@@ -159,12 +159,12 @@ class StoreWriter:
         table: pa.Table,
         statistics: Mapping[str, Statistics] | None = None,
     ) -> PendingBlock:
-        """Starts writing a block's arrays, its document table and its statistics (if any), and does not wait.
+        """Starts writing a block's arrays, its document table and its statistics (if any); does not wait.
 
         `arrays` holds every array of the layout by name, each of its full shard shape, with zeros (documents, selected:
         -1) where padded. The arrays are not copied: leave them untouched until `commit` returns.
         A committed block that was truncated loses its record here, since its objects are about to be replaced. Nothing
-        is written of a block that another run has committed meanwhile.
+        is written where another run has committed the block meanwhile.
         """
         if self.complete:
             raise ValueError(f"the store {self.path} is complete: reopen() it first")
@@ -205,19 +205,19 @@ class StoreWriter:
             statistics_sha256=pending.statistics_sha256,
             digests={name: digest.result() for name, digest in pending.digests.items()} or None,
         )
-        self.commit_written(record, is_there=not pending.futures)
+        self.commit_written(record, is_committed=not pending.futures)
 
-    def commit_written(self, record: CommitRecord, is_there: bool = False) -> None:
-        """Commits a block whose objects are durable; `is_there`: it has a record. Raises as `commit` does."""
+    def commit_written(self, record: CommitRecord, is_committed: bool = False) -> None:
+        """Commits a block whose objects are durable. `is_committed`: it has its record. Raises as `commit` does."""
         records = self.records.setdefault(record.stream, [])
         if record.block != len(records):
             raise ValueError(f"stream {record.stream} has {len(records)} blocks; {record.block} is not the next")
-        if is_there or not self.storage.write_if_absent(record.key, record.to_json()):
+        if is_committed or not self.storage.write_if_absent(record.key, record.to_json()):
             record = self._require_committed(record)
         records.append(record)
 
     def _require_committed(self, record: CommitRecord) -> CommitRecord:
-        """The record that is there, written by another run. Raises StoreError unless it says the same."""
+        """The stored record, which another run wrote. Raises StoreError unless it says the same."""
         [stored] = self.storage.read_checked([record.key], self._parse)
         if stored is None or not (stored.is_same_block(record) and stored.names_same_files(record)):
             raise StoreError(
@@ -230,7 +230,7 @@ class StoreWriter:
         return None if text is None else CommitRecord.from_json(text, f"{self.path}/{key}")
 
     def refresh(self) -> None:
-        """Reads the commit records that are new: other processes may have committed blocks of their streams."""
+        """Reads the new commit records: other processes may have committed blocks of their streams."""
         self.records = read_records(self.storage, known=self.records)
 
     def refresh_stream(self, stream: int) -> list[CommitRecord]:
@@ -240,7 +240,7 @@ class StoreWriter:
         return self.records[stream]
 
     def reopen(self, target: Target | None = None) -> None:
-        """Makes a store, complete or not, one that is to hold at least `target` tokens: nobody completes it before."""
+        """Opens a store, complete or not, for more blocks: no process completes it before it holds `target` tokens."""
         # In this order, and when finishing in the other: a store that is not complete never lacks room for a block.
         set_rows(self.storage, self._array_names(), MAX_ROWS)
 

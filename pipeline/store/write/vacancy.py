@@ -1,4 +1,4 @@
-"""Whether a store may be made at a place: nobody else's objects are mixed with a store's, or replaced by them."""
+"""Whether a store may be made at a place: a store never mixes with other objects, nor replaces them."""
 
 import os
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def require_vacant(storage: Storage) -> bool:
 
 
 def _may_stay(key: str) -> bool:
-    """Of a key at a place without a root."""
+    """Whether a store may be made where this key exists."""
     if not key or key.endswith("/"):  # a console's or a mounted bucket's sign for an empty folder
         return True
     first, *rest = key.split("/")
@@ -55,7 +55,7 @@ def _may_stay(key: str) -> bool:
 
 
 def _keys(storage: Storage) -> Iterator[str]:
-    """All keys, commit records first. Of local files as they come, so that a large folder is not read to its end."""
+    """All keys, commit records first. Local files come as they are listed: a large folder is not read to its end."""
     folder = storage.directory
     if folder is not None:
         yield from _files(folder)
@@ -64,7 +64,7 @@ def _keys(storage: Storage) -> Iterator[str]:
 
 
 def _files(folder: str) -> Iterator[str]:
-    """The files and links in a folder and those in it: what is looked at last are the deepest."""
+    """The files and links in a folder and in the folders below it, the deepest last."""
     try:
         for at, folders, files in os.walk(folder, onerror=_raise_unless_absent):
             inner = os.path.relpath(at, folder)
