@@ -20,8 +20,8 @@ from pipeline.core import errors
 
 log = logging.getLogger("pipeline")
 
-_MOST_CHARACTERS = 4000  # of a message
-_FULL_ERRORS = "HYDRA_FULL_ERROR"  # of the environment
+_MAX_CHARACTERS = 4000  # of a message
+_FULL_ERRORS = "HYDRA_FULL_ERROR"  # an environment variable
 
 
 def main(task: Callable[[RunConfig], None], doc: str) -> None:
@@ -39,7 +39,7 @@ def main(task: Callable[[RunConfig], None], doc: str) -> None:
         print(f"{inspect.cleandoc(doc)}\n", flush=True)
     composed_once = False
     shows_tracebacks = os.environ.get(_FULL_ERRORS) == "1"
-    os.environ[_FULL_ERRORS] = "1"  # Hydra then raises what it would print otherwise, some of it with a traceback
+    os.environ[_FULL_ERRORS] = "1"  # makes Hydra raise errors, which it would print
 
     @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
     def composed(cfg: DictConfig) -> None:
@@ -60,12 +60,12 @@ def main(task: Callable[[RunConfig], None], doc: str) -> None:
 
 
 def described(error: errors.PipelineError) -> str:
-    """Its kind and message, where that quotes a whole document not all of it."""
-    return f"{type(error).__name__}: {shortened(str(error), _MOST_CHARACTERS)}"
+    """The error's class and message; a message that quotes a whole document is shortened."""
+    return f"{type(error).__name__}: {shortened(str(error), _MAX_CHARACTERS)}"
 
 
 def run_task(task: Callable[[RunConfig], None], cfg: DictConfig) -> int:
-    """Runs the task and returns the exit code. An error raised on purpose is one message, a bug has its traceback."""
+    """Runs the task and returns the exit code. Logs one message for a PipelineError, and the traceback of any other."""
     try:
         task(checks.run_config(cfg))
     except errors.PipelineError as error:
@@ -79,8 +79,8 @@ def run_task(task: Callable[[RunConfig], None], cfg: DictConfig) -> int:
             log.error("another process of this job has ended; its own messages say why. Run the same command again.")
         elif devices.is_out_of_memory(error):
             log.exception(
-                "the job does not fit into the memory of a device, or another process has some of it. Run the same "
-                "command again; if it ends so again, lower batch.rows (data.rows while generating) or "
+                "the job does not fit into the memory of a device, or another process uses some of it. Run the same "
+                "command again; if it fails again, lower batch.rows (data.rows while generating) or "
                 "run.max_inflight_mib, or divide the weights (model.weights=fsdp)."
             )
         else:

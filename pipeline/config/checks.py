@@ -1,4 +1,4 @@
-"""From what Hydra has composed to the typed configuration, or one message that says what is wrong with it."""
+"""Turns what Hydra has composed into the typed configuration, or raises one message that says what is wrong."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass
@@ -14,10 +14,10 @@ from pipeline.core.errors import ConfigError
 
 
 def run_config(composed: DictConfig) -> RunConfig:
-    """The typed, frozen configuration. Raises ConfigError for a mandatory key without a value, a key that is none, a
-    value beyond its limits, and credentials."""
+    """The typed, frozen configuration. Raises ConfigError for an unknown key, a required key without a value, a value
+    that its key does not allow, and a URL with credentials."""
     if unknown := next(_unknown_keys(composed), None):
-        raise ConfigError(f"{unknown} is no key of the configuration. {key_remedy(unknown)}")
+        raise ConfigError(f"{unknown} is not a key of the configuration. {key_remedy(unknown)}")
     try:
         missing = sorted(OmegaConf.missing_keys(composed))
         if missing:
@@ -36,7 +36,7 @@ def run_config(composed: DictConfig) -> RunConfig:
 
 
 def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Keys that the dataclasses do not have, as `+run.foo=1` adds them."""
+    """Keys that the dataclasses do not have; `+run.foo=1` adds one."""
     cls = OmegaConf.get_type(node)
     known = {key.name for key in fields(cls)} if is_dataclass(cls) else None
     for key in node:
@@ -49,7 +49,7 @@ def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 def _require_data(data: object, key: str, choice: str) -> None:
     if not isinstance(data, DataConfig):
-        raise ConfigError(f"{key} is {shown(data)}, and no source of documents. Choose one, e.g. {choice}.")
+        raise ConfigError(f"{key} is {shown(data)}, expected a source of documents. Choose one, e.g. {choice}.")
 
 
 def _first_line(error: Exception) -> str:
@@ -63,6 +63,6 @@ def _require_no_credentials(config: RunConfig) -> None:
         for key, value in named.items():
             if has_credentials(str(value)):
                 raise ConfigError(
-                    f"{key} has a URL with credentials in it, which would be stored and logged. Give them as "
-                    f"the storage's own tools expect them (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
+                    f"{key} has a URL with credentials in it, which would be stored and logged. Give credentials "
+                    f"as the storage's own tools expect them (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
                 )

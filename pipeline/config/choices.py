@@ -1,4 +1,4 @@
-"""What settings with a fixed set of values can be."""
+"""The choices of keys with a fixed set of values."""
 
 from enum import StrEnum
 

@@ -14,13 +14,13 @@ PACKAGE = Path(__file__).parent.parent
 
 
 def config_dir() -> Path:
-    """The YAML files: beside the package in a checkout, inside it in an installed wheel."""
-    installed = PACKAGE / "configs"  # asked for first: site-packages may have a folder of that name from anybody
+    """The folder of the YAML files: next to the package in a checkout, inside the package in an installed wheel."""
+    installed = PACKAGE / "configs"  # checked first: another package may have installed a folder `configs`
     return installed if installed.is_dir() else PACKAGE.parent / "configs"
 
 
 def compose(overrides: list[str]) -> RunConfig:
-    """The configuration that a command line with these overrides gives, for scripts. Raises ConfigError."""
+    """The configuration that `python -m pipeline.run` composes from these overrides. Raises ConfigError."""
     prepare()
     try:
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
@@ -31,6 +31,6 @@ def compose(overrides: list[str]) -> RunConfig:
 
 
 def prepare() -> None:
-    """Makes the schemas and the `assets` resolver known to Hydra."""
+    """Registers the schemas and the `assets` resolver with Hydra."""
     hydra_schemas.register()
     OmegaConf.register_new_resolver("assets", lambda name: str(PACKAGE / "assets" / name), replace=True)

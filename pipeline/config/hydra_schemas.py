@@ -1,4 +1,4 @@
-"""The schemas, as Hydra takes them."""
+"""Registers the schemas with Hydra."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from pipeline.config.schema import ArcData, GenerateData, HfData, ParquetData, R
 
 
 class _Boolean(BooleanNode):
-    """True or false, where OmegaConf takes every number but 0 for true."""
+    """A boolean that refuses every number but 0 and 1; OmegaConf would take those for true."""
 
     def _validate_and_convert_impl(self, value: Any) -> bool:
         try:
@@ -28,8 +28,7 @@ class _Boolean(BooleanNode):
 
 
 def _prepared(node: DictConfig) -> DictConfig:
-    """Lets Hydra merge into a config made from frozen dataclasses, which OmegaConf marks read-only, and has its bools
-    be bools."""
+    """Makes a config of frozen dataclasses writable, so that Hydra can merge into it, and its booleans strict."""
     node._set_flag("readonly", None)
     for key in node:
         child = node._get_node(key)
@@ -41,7 +40,7 @@ def _prepared(node: DictConfig) -> DictConfig:
 
 
 def register() -> None:
-    """Puts the schemas where the YAML files' `defaults` find them."""
+    """Stores the schemas under the names that `defaults` in the YAML files use."""
     store = ConfigStore.instance()
     store.store(name="schema", node=_prepared(OmegaConf.structured(RunConfig)))
     for name, cls in {"parquet": ParquetData, "arc": ArcData, "hf": HfData, "generate": GenerateData}.items():

@@ -8,7 +8,7 @@ from pipeline.config.schema import ArcData, GenerateData, HfData, ParquetData, R
 
 
 def key_remedy(key: str) -> str:
-    """What to do about a key that there is not: the likeliest one that was meant, and where all are."""
+    """The remedy for an unknown key: the most similar key, and how to list all keys."""
     keys = list(all_keys(RunConfig))
     similar = "" if key in keys else next(iter(difflib.get_close_matches(key, keys, n=1)), "")
     another = "Another choice of data has it. " if key in keys else f"Did you mean {similar}? " if similar else ""
@@ -16,7 +16,7 @@ def key_remedy(key: str) -> str:
 
 
 def all_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
-    """The dotted keys of the schema, with those of every source of data."""
+    """The dotted keys of the schema, including the keys of every data source."""
     groups = (ParquetData, ArcData, HfData, GenerateData)
     for key in fields(cls):
         if prefix + key.name == "data":

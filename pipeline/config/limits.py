@@ -1,6 +1,6 @@
-"""What the values of the configuration may be, as a table, checked all at once before anything uses them.
+"""The values that each key of the configuration allows, as a table. All are checked before anything uses them.
 
-What one value says about another is checked in `plan.py`, and what a source, a model or a tokenizer says in theirs.
+`plan.py` checks values against each other; sources, models and tokenizers check what depends on their files.
 """
 
 import os
@@ -13,19 +13,19 @@ from typing import Any, Protocol, get_args
 
 from pipeline.core.errors import ConfigError
 
-_MOST_PATH_BYTES = 3800  # Linux has 4095; a store's own keys come on top
-_MOST_NAME_BYTES = 255
+_MAX_PATH_BYTES = 3800  # Linux allows 4095; a store appends its keys
+_MAX_NAME_BYTES = 255
 
 
 class Limits(Protocol):
-    """`str` of it says what is allowed."""
+    """The values that a key allows. `str` describes them in a message."""
 
     def admits(self, value: Any) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Between:
-    """Finite numbers from `first` to `last`; without an end that is open."""
+    """Finite numbers from `first` to `last`. Each end is allowed unless it is open."""
 
     first: float
     last: float
@@ -48,31 +48,31 @@ class Name:
         return bool(value.strip())
 
     def __str__(self) -> str:
-        return "a text that is not empty"
+        return "a non-empty string"
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """A local path, a URL, or a name on the Hub."""
 
     def admits(self, value: str) -> bool:
-        if not value.strip() or len(value.encode()) > _MOST_PATH_BYTES:
+        if not value.strip() or len(value.encode()) > _MAX_PATH_BYTES:
             return False
         if "://" in value:
             return True
-        is_nobodys_home = value.startswith("~") and os.path.expanduser(value) == value
-        return not is_nobodys_home and all(len(name.encode()) <= _MOST_NAME_BYTES for name in value.split("/"))
+        names_no_user = value.startswith("~") and os.path.expanduser(value) == value
+        return not names_no_user and all(len(name.encode()) <= _MAX_NAME_BYTES for name in value.split("/"))
 
     def __str__(self) -> str:
         return (
-            f"a path or URL, not empty, of at most {_MOST_PATH_BYTES} bytes and {_MOST_NAME_BYTES} between slashes, "
-            f"where ~ only begins a user's home directory"
+            f"a non-empty path or URL, of at most {_MAX_PATH_BYTES} bytes and {_MAX_NAME_BYTES} between slashes; "
+            f"~ begins a user's home directory"
         )
 
 
 @dataclass(frozen=True)
-class Folder(Place):
-    """A place to write to."""
+class Folder(Location):
+    """A folder to write to."""
 
     is_local: bool = False
 
@@ -88,14 +88,14 @@ class Folder(Place):
 
     def __str__(self) -> str:
         kind = "a local folder" if self.is_local else "a folder"
-        return f"{kind} that is there or can be made, so not a file and not below one: {super().__str__()}"
+        return f"{kind} that exists or can be made, not a file or below a file: {super().__str__()}"
 
 
 @dataclass(frozen=True)
 class Address:
     def admits(self, value: str) -> bool:
-        found = re.fullmatch(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", value)
-        return found is not None and 1 <= int(found[1]) <= 65535
+        match = re.fullmatch(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", value)
+        return match is not None and 1 <= int(match[1]) <= 65535
 
     def __str__(self) -> str:
         return "host:port, with a port from 1 to 65535"
@@ -103,17 +103,17 @@ class Address:
 
 @dataclass(frozen=True)
 class Names:
-    """One text or several, none of them empty."""
+    """A non-empty string, or a list of them."""
 
     def admits(self, value: object) -> bool:
         values = value if isinstance(value, list) else [value]
         return bool(values) and all(isinstance(name, str) and name.strip() for name in values)
 
     def __str__(self) -> str:
-        return "a text that is not empty, or a list of such"
+        return "a non-empty string, or a list of them"
 
 
-# Where only sense ends a range, what is beyond is a slip of the keyboard.
+# Ranges that nothing technical limits end where a value can only be a typing error.
 _COUNT = Between(1, 1_000_000_000)
 _FEW = Between(1, 1_000_000)  # of processes and devices
 _THREADS = Between(1, 10_000)
@@ -124,26 +124,26 @@ _DATA: dict[str, Limits] = {"num_streams": _COUNT}
 
 # By the dataclasses of schema.py. Every number and every path has limits; null is allowed where the type says so.
 LIMITS: dict[str, dict[str, Limits]] = {
-    "ModelConfig": {"path": Place(), "revision": Name(), "seed": _SEED, "tokenizer": Place()},
+    "ModelConfig": {"path": Location(), "revision": Name(), "seed": _SEED, "tokenizer": Location()},
     "DataConfig": _DATA,
     "ParquetData": {
         **_DATA,
-        **{"path": Place(), "repo": Name(), "subset": Name(), "revision": Name(), "row_groups_per_shard": _COUNT},
+        **{"path": Location(), "repo": Name(), "subset": Name(), "revision": Name(), "row_groups_per_shard": _COUNT},
         **{"text_column": Name(), "id_column": Name()},
     },
     "ArcData": {
         **_DATA,
-        **{"path": Place(), "split": Name(), "revision": Name(), "solutions": Place(), "encoder": Name()},
+        **{"path": Location(), "split": Name(), "revision": Name(), "solutions": Location(), "encoder": Name()},
         **{"repeat": Between(1, 1000), "augmentations": _FEW, "seed": _SEED, "tasks_per_shard": _COUNT},
     },
     "HfData": {
         **_DATA,
-        **{"path": Place(), "subset": Name(), "split": Name(), "revision": Name(), "id_column": Name()},
+        **{"path": Location(), "subset": Name(), "split": Name(), "revision": Name(), "id_column": Name()},
         "data_files": Names(),
     },
     "GenerateData": {
         **_DATA,
-        **{"path": Place(), "prompt_length": _COUNT, "max_new_tokens": _COUNT, "temperature": Between(0, 1_000_000)},
+        **{"path": Location(), "prompt_length": _COUNT, "max_new_tokens": _COUNT, "temperature": Between(0, 1_000_000)},
         **{"top_k": _COUNT, "top_p": _SHARE, "rows": _COUNT, "group": _COUNT},
         "seed": Between(0, (1 << 32) - 1),  # JAX drops the other bits
     },
@@ -185,15 +185,15 @@ def require_within_limits(config: Any, prefix: str = "") -> None:
         if is_dataclass(value):
             require_within_limits(value, f"{key}.")
             continue
-        for text in _texts(value):
-            _require_text(key, text)
+        for text in _strings(value):
+            _require_storable(key, text)
         if field.name in limits and value is not None and not limits[field.name].admits(value):
             raise ConfigError(f"{key} is {shown(value)}. Set it to {expected(type(config), field.name)}.")
 
 
 def _is_of_kind(value: object, kind: Any) -> bool:
-    """Whether what holds other values is of the schema's type. OmegaConf sees to the rest, but not to what `${...}`
-    stands for."""
+    """Whether a group or a list has the schema's type. OmegaConf checks the other types, but not what an interpolation
+    `${...}` resolves to."""
     kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     if list[str] in kinds and not (value is None and NoneType in kinds):
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
@@ -201,7 +201,7 @@ def _is_of_kind(value: object, kind: Any) -> bool:
 
 
 def expected(cls: type, name: str) -> str:
-    """What a field of the configuration may be, in words."""
+    """The values that a field of the configuration allows, in words."""
     [kind] = (field.type for field in fields(cls) if field.name == name)
     limits = LIMITS[cls.__name__].get(name)
     kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
@@ -219,7 +219,7 @@ def _in_words(kind: Any, limits: Limits | None) -> str:
         return f"a {'whole ' if kind is int else ''}number of {limits}"
     if limits is not None:
         return str(limits)
-    return "keys of its own" if is_dataclass(kind) else "a text" if kind is str else "a list of texts"
+    return "a group of keys" if is_dataclass(kind) else "a string" if kind is str else "a list of strings"
 
 
 def shown(value: object) -> str:
@@ -227,23 +227,23 @@ def shown(value: object) -> str:
     return shortened(repr(value) if isinstance(value, str) else str(value), 80)
 
 
-def shortened(text: str, most: int) -> str:
-    """No more of a text than a reader needs."""
-    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+def shortened(text: str, max_characters: int) -> str:
+    """The text; of a longer one its beginning and its length."""
+    return text if len(text) <= max_characters else f"{text[:max_characters]}... ({len(text):,} characters)"
 
 
-def _texts(value: object) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for item in value.items():
-            yield from _texts(item)
+            yield from _strings(item)
     elif isinstance(value, Sequence):
         for item in value:
-            yield from _texts(item)
+            yield from _strings(item)
 
 
-def _require_text(key: str, text: str) -> None:
-    """A configuration is stored as UTF-8, and no file's name has a NUL."""
+def _require_storable(key: str, text: str) -> None:
+    """The configuration is stored as UTF-8, and file names cannot contain NUL."""
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise ConfigError(f"{key} is {shown(text)}. Set it to a text in UTF-8 without NUL.")
+        raise ConfigError(f"{key} is {shown(text)}. Set it to a string that is valid UTF-8 and has no NUL.")

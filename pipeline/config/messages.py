@@ -1,4 +1,4 @@
-"""What Hydra and OmegaConf raise for a command line that does not compose, as one message that names the key."""
+"""One message that names the key, for what Hydra and OmegaConf raise if a command line does not compose."""
 
 from contextlib import suppress
 from dataclasses import fields
@@ -13,7 +13,7 @@ from pipeline.config.limits import LIMITS, expected, shortened
 from pipeline.core.addresses import without_credentials
 
 HYDRAS_ERRORS = (HydraException, OmegaConfBaseException)
-# What else comes out of Hydra for a command line that makes no sense. Nothing of this program runs before it composes.
+# Hydra lets these through, too, for some command lines. None of this program's code runs before it composes.
 COMPOSING_ERRORS = (
     *HYDRAS_ERRORS,
     *(ValueError, TypeError, AttributeError, AssertionError, LookupError, OSError, RecursionError),
@@ -22,27 +22,27 @@ _FOR_PROGRAMMERS = ("full_key:", "reference_type=", "object_type=", "See https:/
 
 
 def composing_message(error: Exception, arguments: list[str]) -> str:
-    """What Hydra and OmegaConf say of a command line that does not compose, in one line, with what can be done."""
+    """The message of an error that Hydra or OmegaConf raised for the command line `arguments`, with the remedy."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return f"{cause.full_key} is no key of the configuration. {key_remedy(cause.full_key)}"
+        return f"{cause.full_key} is not a key of the configuration. {key_remedy(cause.full_key)}"
     reasons = [error] if cause is None or cause is error else [error, cause]
-    said = ": ".join(_said(reason) for reason in reasons)
+    message = ": ".join(_own_message(reason) for reason in reasons)
     if isinstance(error, ValueError | TypeError) and (given := _group_without_name(arguments)):
-        return f"{given} names no choice: {said}. Give a name, e.g. data=fineweb."
+        return f"{given} names no choice: {message}. Give a name, e.g. data=fineweb."
     owner = OmegaConf.get_type(cause.parent_node) if isinstance(cause, OmegaConfBaseException) else None
     if owner is not None and owner.__name__ in LIMITS and cause.key in {field.name for field in fields(owner)}:
-        return f"{said}. Set {cause.full_key} to {expected(owner, cause.key)}."
-    if not isinstance(error, HYDRAS_ERRORS):  # it names nothing
+        return f"{message}. Set {cause.full_key} to {expected(owner, cause.key)}."
+    if not isinstance(error, HYDRAS_ERRORS):  # the message does not name the override
         given = ", ".join(shortened(argument, 80) for argument in arguments)
-        said = f"Hydra cannot compose one of {without_credentials(given)}: {said}"
-    return f"{said}. Correct the command line; --cfg job prints what it may set."
+        message = f"Hydra cannot compose one of {without_credentials(given)}: {message}"
+    return f"{message}. Correct the command line; --cfg job prints all keys."
 
 
 def _group_without_name(arguments: list[str]) -> str | None:
-    """The override that gives a group something else than names, which Hydra does not say."""
+    """The override that gives a group a value that is not a name. Hydra's error does not quote it."""
     overrides = [argument for argument in arguments if not argument.startswith("-")]
-    with suppress(HydraException, ValueError):  # one of them is no override
+    with suppress(HydraException, ValueError):  # an argument is not an override
         for override in OverridesParser.create().parse_overrides(overrides):
             values = override.value() if isinstance(override.value(), list) else [override.value()]
             if "." not in override.key_or_group and not all(isinstance(value, str | dict) for value in values):
@@ -50,8 +50,8 @@ def _group_without_name(arguments: list[str]) -> str | None:
     return None
 
 
-def _said(error: Exception) -> str:
-    """The message without the lines that OmegaConf adds for programmers."""
+def _own_message(error: Exception) -> str:
+    """The error's message without the lines that OmegaConf adds for programmers."""
     lines = (line.strip() for line in str(error).splitlines())
-    said = " ".join(line for line in lines if line and not line.startswith(_FOR_PROGRAMMERS))
-    return shortened(without_credentials(said), 1000).rstrip(".") or type(error).__name__
+    message = " ".join(line for line in lines if line and not line.startswith(_FOR_PROGRAMMERS))
+    return shortened(without_credentials(message), 1000).rstrip(".") or type(error).__name__

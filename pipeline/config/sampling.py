@@ -1,19 +1,19 @@
-"""How generated tokens are drawn."""
+"""How generated tokens are sampled."""
 
 from dataclasses import dataclass
 
 from pipeline.core.errors import ConfigError
 
-_LEAST_TEMPERATURE = 1e-6  # logits divided by much less are infinite
+_LEAST_TEMPERATURE = 1e-6  # logits divided by less can be infinite
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. `top_k` and `top_p` narrow the choice in that order, as transformers does."""
+    """How the next token is sampled. `top_k` applies before `top_p`, as in transformers."""
 
     temperature: float = 0.0  # 0: greedy, the likeliest token
-    top_k: int | None = None  # of the likeliest tokens only
-    top_p: float | None = None  # of the fewest likeliest tokens that together have this probability
+    top_k: int | None = None  # only the k likeliest tokens
+    top_p: float | None = None  # only the fewest likeliest tokens that together have this probability
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -89,7 +89,8 @@ def _text(sample: StoreSample, tokenizer: TextTokenizer | None) -> str:
     return (
         f"<h2>Text, coloured by norm</h2><p>{escape(view.name)}, the first {TEXT_TOKENS} tokens of some rows. Colours "
         f'are logarithmic: {number(float(low))}<span class="scale" style="background:{ramp}"></span>'
-        f"{number(float(high))}. Point at a token for its numbers; <b>▸</b> begins a document.</p>{''.join(blocks)}"
+        f"{number(float(high))}. Hover over a token to see its numbers; <b>▸</b> begins a document.</p>"
+        f"{''.join(blocks)}"
     )
 
 
@@ -118,7 +119,7 @@ def _row_of_text(
 
 
 def _heat(share: float) -> str:
-    """From white over yellow to red."""
+    """A colour from white over yellow to red."""
     stops = np.array([[255, 255, 255], [255, 243, 199], [253, 208, 120], [245, 145, 80], [222, 82, 62]])
     at = min(max(share, 0.0), 1.0) * (len(stops) - 1)
     k = min(int(at), len(stops) - 2)
@@ -148,7 +149,7 @@ def _run(summary: Summary) -> str:
             f"memory {last['peak_rss_mib']} MiB."
         )
         parts.append(f"<p><code>{escape(name)}</code><br>{figures}</p>{_figures(run_charts(snapshots))}")
-    return f"<h2>Runs</h2>{''.join(parts) or '<p>No run has left its log.</p>'}"
+    return f"<h2>Runs</h2>{''.join(parts) or '<p>There is no log of a run.</p>'}"
 
 
 def _figures(charts: Sequence[Chart]) -> str:

@@ -1,4 +1,4 @@
-"""What a store says about itself: its description, commit records, document tables and metrics. No array is read."""
+"""A store's summary, from its metadata, commit records, document tables and logs. Reads no array."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from pipeline.store.format.metadata import StoreRoot, read_root
 from pipeline.store.format.tables import read_tables
 from pipeline.store.io.parsing import parse_json
 
-# Of a large store, the documents of so many blocks, evenly spaced.
+# Blocks of a large store whose document tables are read, evenly spaced.
 MAX_TABLES = 64
 
 
@@ -25,9 +25,9 @@ MAX_TABLES = 64
 class Summary:
     """A store without its activations.
 
-    blocks: commit records in the order of their rows. document_tokens: lengths of the documents in some blocks.
-    storage_errors: of a complete store of int8 or float8, by array name, `Statistics.relative_error`.
-    runs: by the name of each run's log, what it measured: a list of `pipeline.job.metrics.Metrics.snapshot()`.
+    blocks: commit records in the order of their rows. document_tokens: lengths of the documents in up to MAX_TABLES
+    blocks. storage_errors: `Statistics.relative_error` by array name, if a complete store has int8 or float8 arrays.
+    runs: the lines of each run's log, by its name; a line is a `pipeline.job.metrics.Metrics.snapshot()`.
     """
 
     path: str
@@ -57,13 +57,13 @@ class Summary:
         return len(self.blocks) * self.layout.rows_per_block * self.layout.row_bytes(spec) / MIB
 
     def lines(self) -> list[str]:
-        """For people, without the statistics of the activations."""
+        """The summary to print, without statistics of the activations."""
         metadata, config = self.root.metadata, self.root.metadata.config
         model, data, batch = metadata.model, metadata.data, metadata.batch
         per_stream = [sum(r.stream == stream for r in self.blocks) for stream in range(metadata.num_streams)]
         skipped = sum(len(record.skipped) for record in self.blocks)
         cut = sum(record.tokens_cut for record in self.blocks)
-        beside = [spec.name for spec in self.layout.all_arrays if spec not in self.layout.arrays]
+        side_arrays = [spec.name for spec in self.layout.all_arrays if spec not in self.layout.arrays]
         activations_mib = sum(self.array_mib(spec.name) for spec in self.layout.arrays)
         facts = {
             "state": f"{'complete' if self.root.complete else 'unfinished'}, created {self.root.created}",
@@ -72,10 +72,10 @@ class Summary:
             "rows": _joined(f"{self.layout.length} tokens", batch.get("packing"), batch.get("long_documents")),
             "tokens": f"{self.num_tokens:,} in {self.num_rows:,} rows; {self.padding:.1%} of their slots are padding",
             "blocks": f"{len(self.blocks):,} of {self.layout.rows_per_block} rows; by stream: {_counts(per_stream)}",
-            "documents": f"{sum(r.documents for r in self.blocks):,}, a document counted in each block that has tokens "
-            f"of it; {skipped:,} entries of skipped ones, {cut:,} tokens cut",
-            "size": f"{activations_mib:,.1f} MiB of activations and {sum(map(self.array_mib, beside)):,.1f} MiB beside "
-            f"them, before compression ({self.layout.compression})",
+            "documents": f"{sum(r.documents for r in self.blocks):,}, counted once for each block that has tokens of "
+            f"them; {skipped:,} skipped, {cut:,} tokens cut",
+            "size": f"{activations_mib:,.1f} MiB of activations and {sum(map(self.array_mib, side_arrays)):,.1f} MiB "
+            f"of side arrays, before compression ({self.layout.compression})",
             "fingerprint": metadata.fingerprint()[:16],
         }
         if self.layout.selected is not None:
@@ -104,12 +104,12 @@ def summarise(store: ActivationStore) -> Summary:
     if root is None:
         raise StoreInvalid(f"{store.path} lost its zarr.json while it was being read.")
     blocks = store.blocks
-    every = -(-len(blocks) // MAX_TABLES) or 1
-    lengths = [table["n_tokens"] for table in read_tables(storage, blocks[::every])]
+    step = -(-len(blocks) // MAX_TABLES) or 1
+    lengths = [table["n_tokens"] for table in read_tables(storage, blocks[::step])]
     logs = [key for key in storage.list_keys("_metrics/") if key.endswith(".jsonl")]
     has_statistics = root.complete and blocks and all(record.statistics_sha256 for record in blocks)
     is_measured = has_statistics and ITEM_BYTES[root.metadata.capture["dtype"]] == 1
-    found = {key.name: store.statistics(key.layer, key.site).relative_error for key in store.keys if is_measured}
+    errors = {key.name: store.statistics(key.layer, key.site).relative_error for key in store.keys if is_measured}
     runs = {key: _snapshots(key, text) for key, text in zip(logs, storage.read_many(logs), strict=True)}
     return Summary(
         path=store.path,
@@ -117,7 +117,7 @@ def summarise(store: ActivationStore) -> Summary:
         layout=stored_layout(root, store.arrays),
         blocks=blocks,
         document_tokens=np.concatenate([np.empty(0, np.int64), *(pc.drop_null(column) for column in lengths)]),
-        storage_errors={name: error for name, error in found.items() if error is not None},
+        storage_errors={name: error for name, error in errors.items() if error is not None},
         runs={key.removeprefix("_metrics/"): snapshots for key, snapshots in runs.items() if snapshots},
     )
 
@@ -126,12 +126,12 @@ def _snapshots(key: str, text: bytes | None) -> list[Mapping[str, Any]]:
     remedy = "Delete it; nothing depends on it."
     snapshots = [parse_json(line, f"{key}, a run's log,", remedy) for line in (text or b"").splitlines()]
     if not all(map(_is_snapshot, snapshots)):
-        raise StoreInvalid(f"{key} is no log of a run: expected its numbers on each line. {remedy}")
+        raise StoreInvalid(f"{key} is not a run's log: expected a JSON object of numbers on each line. {remedy}")
     return snapshots
 
 
 def _is_snapshot(line: Any) -> bool:
-    """Whether a line of a log has what is drawn of it."""
+    """Whether a line of a log has the numbers that the charts need."""
     if not isinstance(line, dict) or not isinstance(line.get("seconds"), dict):
         return False
     stages = line["seconds"].values()

@@ -101,7 +101,7 @@ def test_a_token_beyond_the_vocabulary_names_its_document(text, tmp_path):
         ("nonsense=1", "nonsense"),
         ("batch.rows=three", "Set batch.rows to a whole number of at least 1"),
         ("data=3", "data=3 names no choice"),
-        ("+run.foo=1", "run.foo is no key of the configuration"),
+        ("+run.foo=1", "run.foo is not a key of the configuration"),
         ("data.path=/no/such/place", "/no/such/place"),
     ],
 )
