@@ -95,7 +95,7 @@ def parse(settings: type[S], arguments: Sequence[str]) -> S:
     for argument in arguments:
         key, _, value = argument.partition("=")
         if key not in keys:
-            raise UsageError(f"{argument!r} is no setting of this command.")
+            raise UsageError(f"{argument!r} is not a setting of this command.")
         if not value:
             raise UsageError(f"{key} has no value. Type it as {key}=...")
         given.setdefault(key, []).append(value.strip("'\""))

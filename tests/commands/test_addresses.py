@@ -91,7 +91,7 @@ def test_no_command_shows_credentials(folder, command, capsys):
 def test_a_setting_that_is_none_is_shown_without_them(main, capsys):
     assert main(["store.path=a", f"tokenizer=https://user:{SECRET}@host/x?auth={SECRET}"]) == 2
     printed = capsys.readouterr().err
-    assert "is no setting" in printed
+    assert "is not a setting" in printed
     assert SECRET not in printed
 
 

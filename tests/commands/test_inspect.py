@@ -197,7 +197,7 @@ def test_settings():
     [
         ([], "store.path is missing"),
         (["store.path="], "store.path has no value"),
-        (["store.path=a", "inspect.htm=b"], "'inspect.htm=b' is no setting"),
+        (["store.path=a", "inspect.htm=b"], "'inspect.htm=b' is not a setting"),
         (["store.path=a", "inspect.tokens=0"], "inspect.tokens=0"),
         (["store.path=a", "inspect.seed=-1"], "inspect.seed=-1"),
         (["store.path=a", "inspect.tokens=1e3"], "inspect.tokens=1e3"),

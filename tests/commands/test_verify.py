@@ -61,9 +61,9 @@ def test_no_store(tmp_path, capsys):
     [
         ([], "store.path is missing."),
         (["store.path="], "store.path has no value. Type it as store.path=..."),
-        (["path=/x"], "'path=/x' is no setting of this command."),
+        (["path=/x"], "'path=/x' is not a setting of this command."),
         (["store.path=/a", "store.path=/b"], "store.path is given 2 times, expected once."),
-        (["-v"], "'-v' is no setting of this command."),
+        (["-v"], "'-v' is not a setting of this command."),
     ],
 )
 def test_usage(arguments, problem, capsys):

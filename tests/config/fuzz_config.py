@@ -1,13 +1,13 @@
-"""Nonsense for every key of the configuration's schema, as it would be typed. What comes of it is a plan or an error.
+"""Types nonsense for every key of the configuration's schema. Each case must end in a plan or in one clear error.
 
     HF_HUB_OFFLINE=1 python -m tests.config.fuzz_config --cases 1000 --seed 0
 
-A case is one to three overrides of a small real job, planned as `python -m pipeline.plan` does, and some are run, too.
-An error is one raised on purpose, with a message that is no book, and with exit code 2, or 1 where the value names
-something remote. The keys are read from the schema, so a new one is covered by itself.
+A case is one to three overrides of a small real job, planned as `python -m pipeline.plan` does; some are run, too. An
+error must be a PipelineError with a short message and exit code 2, or 1 if a value names something remote. The keys are
+read from the schema, so new keys are covered.
 
-A case that computes for more than 10 s (CPU time of the process) is a problem. One that has not ended after 60 s by the
-clock ends the program, with a traceback of every thread. The process's peak memory may be 2 GiB.
+It is a problem if a case takes more than 10 s of CPU time, or the process more than 2 GiB. A case that has not ended
+after 60 s ends the program, with a traceback of every thread.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from pipeline.planning.slice.slice_plan import _job_plan
 from pipeline.step.compilation_cache import use_compilation_cache
 from tests.jobs import write_text
 
-HANG_S = 10  # of computing; of waiting, several times as long, since others may use the machine
+HANG_S = 10  # of CPU time; six times as long by the clock, because others may use the machine
 MOST_MIB = 2048
 GROUPS = {"fineweb": ParquetData, "arc": ArcData, "hf": HfData, "generate": GenerateData}
 
@@ -82,7 +82,7 @@ class Outcome:
 
 
 def schema_keys() -> list[Key]:
-    """Every key, also those that hold others, of every choice of data."""
+    """Every key and group of keys, of every choice of data."""
     found = {key.name: key for group, cls in GROUPS.items() for key in _keys(RunConfig, "", group, cls)}
     return list(found.values())
 
@@ -98,7 +98,7 @@ def _keys(cls: type, prefix: str, group: str, data: type) -> Iterator[Key]:
 
 
 def make_cases(rng: random.Random, number: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The choice of data and the overrides of each case; every key comes first once with each sort of value."""
+    """The choice of data and the overrides of each case. At first, each key gets each sort of value once."""
     keys = schema_keys()
     rng.shuffle(keys)
     for case in range(number):
@@ -135,7 +135,7 @@ def _fitting(kind: Any) -> list[str]:
 
 
 class Fuzzer:
-    """Plans cases below a folder that has data of every sort."""
+    """Plans cases in a folder with data for every source."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -155,7 +155,7 @@ class Fuzzer:
         }
 
     def outcome(self, group: str, given: tuple[str, ...], may_run: bool = False) -> Outcome:
-        """What comes of one case; a `problem` is what must not."""
+        """The outcome of one case, with a `problem` if it is not allowed."""
         overrides = [override.replace("FILE", str(self._folder / "file")) for override in given]
         base = [*self._base[group], f"store.path={self._folder / 'store'}", "batch.rows=2", "batch.length=64"]
         began, computed = time.monotonic(), time.process_time()
@@ -195,7 +195,7 @@ def _problem_of(error: PipelineError, overrides: list[str]) -> str:
     message = command_line.described(error)
     is_remote = "Hub" in message or any("://" in override for override in overrides)
     if error.exit_code != EXIT_INVALID and not is_remote:
-        return f"exit code {error.exit_code} for what no retry heals: {message}"
+        return f"exit code {error.exit_code} for an error that a retry does not fix: {message}"
     if len(message) > 4200 or len(message.splitlines()) > 5:
         return f"a message of {len(message)} characters: {message[:200]}"
     return ""
@@ -211,7 +211,7 @@ def main() -> int:
     args = parser.parse_args()
     rng = random.Random(args.seed)
     outcomes = []
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # where relative places are made
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # relative paths are created here
         fuzzer = Fuzzer(Path(folder))
         for group, overrides in make_cases(rng, args.cases):
             faulthandler.dump_traceback_later(6 * HANG_S, exit=True)  # what hangs outside Python

@@ -1,4 +1,4 @@
-"""Nonsense in the configuration ends in a plan or in one message with code 2: a sample, and a long run."""
+"""Nonsense in the configuration ends in a plan or in one message with code 2: a sample of cases, and a long run."""
 
 import os
 import subprocess
@@ -17,9 +17,9 @@ from tests.jobs import ROOT
     ],
 )
 def test_nonsense_for_any_key_is_a_plan_or_one_message(cases, seed):
-    """In a process of its own, which may hang, take memory, and set what holds for all of it."""
+    """In its own process: a case may hang, use much memory, or change process-wide settings."""
     arguments = ["-m", "tests.config.fuzz_config", "--cases", str(cases), "--seed", str(seed)]
-    offline = os.environ | {"HF_HUB_OFFLINE": "1"}  # names that are nowhere would be asked for on the Hub
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}  # otherwise unknown names would be looked up on the Hub
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=offline, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert f"{cases} cases" in done.stdout
