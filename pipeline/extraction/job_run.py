@@ -106,7 +106,7 @@ def load_step(job: Job) -> LoadedStep:
     params = job.model.load(
         plan.step.keys,
         dtype=str(config.model.dtype),
-        sharding=partition.of_leaf,
+        sharding=partition.leaf_sharding,
         progress=config.run.progress and processes.is_first(),
         with_int8=config.model.weights_dtype is WeightsDtype.int8,
     )

@@ -77,7 +77,7 @@ def _compile(job: Job) -> Generator:
     params = job.model.load_leaves(
         job.model.generation_leaves(plan.step.keys if plan.keeps_activations else ()),
         str(config.model.dtype),
-        partition.of_leaf,
+        partition.leaf_sharding,
         config.run.progress and processes.is_first(),
         config.model.weights_dtype is WeightsDtype.int8,
     )

@@ -10,6 +10,20 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
+class Axis(StrEnum):
+    """The logical axes of weights; the values are their shape letters."""
+
+    vocab = "V"
+    d_model = "D"
+    heads = "N"
+    kv_heads = "K"
+    head_dim = "H"
+    d_mlp = "F"
+    positions = "P"
+    token_types = "Y"
+    qkv = "C"
+
+
 class RopeKind(StrEnum):
     """How rotary frequencies are stretched for longer contexts; the names are those of config.json."""
 
@@ -59,7 +73,7 @@ class LocalAttention:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A transformer. The defaults are those of a LLaMA; which norms, biases and gates it has, its weights tell."""
+    """A transformer. The defaults are those of a LLaMA; its weights determine which norms, biases and gates it has."""
 
     num_layers: int
     vocab_size: int
@@ -85,27 +99,27 @@ class Architecture:
     def is_local(self, layer: int) -> bool:
         return self.local is not None and self.local.pattern[layer] == "L"
 
-    def axis(self, letter: str) -> int:
-        """The size of a weight's axis, by its shape letter."""
+    def axis_size(self, axis: Axis) -> int:
         sizes = {
-            "V": self.vocab_size,
-            "D": self.d_model,
-            "N": self.num_heads,
-            "K": self.num_kv_heads,
-            "H": self.head_dim,
-            "F": self.d_mlp,
-            "P": self.max_positions,
-            "Y": self.num_token_types,
-            "C": 3,
+            Axis.vocab: self.vocab_size,
+            Axis.d_model: self.d_model,
+            Axis.heads: self.num_heads,
+            Axis.kv_heads: self.num_kv_heads,
+            Axis.head_dim: self.head_dim,
+            Axis.d_mlp: self.d_mlp,
+            Axis.positions: self.max_positions,
+            Axis.token_types: self.num_token_types,
+            Axis.qkv: 3,
         }
-        return sizes[letter]
+        return sizes[axis]
 
 
-KeyTable = dict[str, tuple[str, str]]
-"""HF key without its `model.` prefix -> (our key, axes). `*` stands for the layer's number.
+KeyTable = dict[str, str | tuple[str, str]]
+"""HF key without its prefix -> our key, a name in `weight_specs.WEIGHTS`. `*` stands for the layer's number.
 
-The axes are shape letters, grouped as the HF tensor's axes are: `("attention.q", "NH D")` means that HF's tensor has
-the shape [N * H, D] and ours, `weights["attention"]["q"]`, has [N, H, D]. HF's order of axes is kept: measured, a
-matrix product with [out, in] is as fast as with [in, out]. Where a family has another order, as GPT-2's [in, out], ours
-follows an arrow: `("mlp.up", "D F -> FD")`. In ours, a layer's matrix has its outputs first, its inputs last.
+The tensor in the file has the axes of our weight, [outputs, inputs]: `weights["attention"]["q"]` is [N, H, D], and HF's
+tensor [N * H, D]. Where a file has other axes, they follow our key, grouped as in the file: GPT-2's matrices are
+[inputs, outputs], so `("mlp.up", "D F")`. A norm may be over other axes than usual: `("attention.q_norm", "NH")`.
+
+Ours have outputs first, inputs last. Measured, a matrix product with [out, in] is as fast as with [in, out].
 """

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Float32
 from pipeline.models.architecture import Architecture
 from pipeline.models.decoder import Params
 from pipeline.models.families.hf_config import HfConfig
-from pipeline.models.leaves import Leaf
+from pipeline.models.leaves import Leaf, make_leaf
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,8 @@ def read_head(config: HfConfig, family: HeadFormat) -> Head:
 
 
 def head_leaf(head: Head, arch: Architecture) -> dict[str, Leaf]:
-    """The head's own weight, not yet read; nothing where it is the embedding."""
-    if head.tensor is None:
-        return {}
-    shape = (arch.vocab_size, arch.d_model)
-    return {"head": Leaf("head", (head.tensor,), hf_shape=shape, axes=shape, order=(0, 1), num_inputs=0)}
+    """The head's weight, not yet read; {} where the head is the embedding."""
+    return {} if head.tensor is None else {"head": make_leaf(arch, "head", [head.tensor])}
 
 
 @jax.named_scope("head")

@@ -1,6 +1,6 @@
 """The layers of a transformer, each a pure function of its input and its weights.
 
-Which norms, biases and gates there are, the weights tell (the families' `KEY_TABLE`):
+A layer has the norms, biases and gates that its weights contain (the families' `KEY_TABLE`):
 
     norm        before the block                 post_norm   after it, before its output is added to the stream
     q_norm      of queries, after projection     sum_norm    of the stream, after the addition (post-norm models)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.models.architecture import Architecture, KeyTable
-from pipeline.models.runs import LayerRun, layer_runs
+from pipeline.models.architecture import Architecture, Axis, KeyTable
+from pipeline.models.runs import layer_runs
+from pipeline.models.weight_specs import Kind, Step, WeightSpec, weight_spec
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,16 @@ class Leaf:
     """One array of the parameters: a tensor of the checkpoint, or the same tensor of several layers, stacked."""
 
     key: str  # ours
+    spec: WeightSpec
     tensors: tuple[str, ...]  # HF keys without prefix
     hf_shape: tuple[int, ...]  # of each of the tensors
     axes: tuple[int, ...]  # the same with HF's axes taken apart
     order: tuple[int, ...]  # of `axes` in ours
-    num_inputs: int  # of a layer's matrix: how many of our last axes its product sums over; 0 for everything else
+
+    @property
+    def num_inputs(self) -> int:
+        """Of a layer's matrix: how many of our last axes its product sums over. 0 for everything else."""
+        return self.spec.num_inputs
 
     @property
     def is_stacked(self) -> bool:
@@ -45,85 +51,40 @@ class Leaf:
 LeafTree = PyTree[Leaf]
 """`decoder.Params` with a Leaf in place of each array."""
 
-_QKV = frozenset({"q", "k", "v"})
-_ATTENTION = _QKV | {"z", "o"}
-_SITE_STEPS = {
-    Site.q: frozenset({"q"}),
-    Site.k: frozenset({"k"}),
-    Site.v: frozenset({"v"}),
-    Site.attn_z: _QKV | {"z"},
-    Site.attn_out: _ATTENTION,
-    Site.resid_mid: _ATTENTION,
-    Site.mlp_post: _ATTENTION | {"up"},
-    Site.mlp_out: _ATTENTION | {"up", "down"},
-}
-"""The steps of a layer that a site inside of it needs: products with weights, and `z`, attention proper."""
-
-_WEIGHT_STEPS = {
-    "attention.norm": _QKV,
-    "attention.qkv": _QKV,
-    "attention.q": frozenset({"q"}),
-    "attention.q_norm": frozenset({"q"}),
-    "attention.k": frozenset({"k"}),
-    "attention.k_norm": frozenset({"k"}),
-    "attention.v": frozenset({"v"}),
-    "attention.o": frozenset({"o"}),
-    "attention.post_norm": frozenset({"o"}),
-    "attention.sum_norm": frozenset({"o"}),
-    "mlp.norm": frozenset({"up"}),
-    "mlp.gate": frozenset({"up"}),
-    "mlp.up": frozenset({"up"}),
-    "mlp.down": frozenset({"down"}),
-    "mlp.post_norm": frozenset({"down"}),
-    "mlp.sum_norm": frozenset({"down"}),
-}
-"""The steps that a weight (and its bias) takes part in: every name that a family's table may use inside of a layer."""
-
-
-def _steps(run: LayerRun, arch: Architecture) -> frozenset[str]:
-    """The steps of each of the run's layers."""
-    if not run.ends_at:
-        return _SITE_STEPS[Site.mlp_out]
-    needed = [_SITE_STEPS[site] for site in run.ends_at]
-    if arch.parallel:  # the MLP does without attention
-        needed = [steps - _ATTENTION if "up" in steps else steps for steps in needed]
-    return frozenset().union(*needed)
-
 
 def needed_leaves(arch: Architecture, table: KeyTable, keys: Sequence[ActivationKey]) -> LeafTree:
-    """The parameters that `keys` need, not yet read."""
-
-    def layer(run: LayerRun) -> dict[str, dict[str, Leaf]]:
-        steps = _steps(run, arch)
-        blocks: dict[str, dict[str, Leaf]] = {}
-        for hf_key, (ours, _) in table.items():
-            block, _, name = ours.partition(".")
-            if name and steps & _WEIGHT_STEPS[ours.removesuffix("_bias")]:
-                blocks.setdefault(block, {})[name] = _leaf(arch, table, hf_key, range(run.first, run.stop))
-        return blocks
-
-    wants_final_norm = any(key.site is Site.final_norm for key in keys)
-    leaves = {
-        ours: _leaf(arch, table, hf_key)
-        for hf_key, (ours, _) in table.items()
-        if "." not in ours and (wants_final_norm or not ours.startswith("final_norm"))
-    }
-    return leaves | {"runs": tuple(layer(run) for run in layer_runs(keys, arch.num_layers))}
+    """The parameters that `keys` need, not yet read. Raises KeyError for a weight that `WEIGHTS` does not have."""
+    trunk_steps = {Step.embed, *(Step.final_norm for key in keys if key.site is Site.final_norm)}
+    trunk: dict[str, Leaf] = {}
+    runs = [(run, run.steps(arch.parallel)) for run in layer_runs(keys, arch.num_layers)]
+    layers: list[dict[str, dict[str, Leaf]]] = [{} for _ in runs]
+    for hf_key, entry in table.items():
+        key, hf_axes = (entry, None) if isinstance(entry, str) else entry
+        steps = weight_spec(key).steps
+        if steps & trunk_steps:
+            trunk[key] = make_leaf(arch, key, [hf_key], hf_axes)
+        for (run, run_steps), layer in zip(runs, layers, strict=True):
+            if steps & run_steps:
+                block, _, name = key.partition(".")
+                tensors = [hf_key.replace("*", str(number)) for number in range(run.first, run.stop)]
+                layer.setdefault(block, {})[name] = make_leaf(arch, key, tensors, hf_axes)
+    return trunk | {"runs": tuple(layers)}
 
 
-def _leaf(arch: Architecture, table: KeyTable, hf_key: str, layers: Sequence[int] = (0,)) -> Leaf:
-    ours, axes = table[hf_key]
-    groups, _, order = axes.partition(" -> ")
-    letters = groups.replace(" ", "")
-    first = (order or letters)[0]
-    inputs = "".join(group for group in groups.split() if first not in group) if "." in ours else ""
+def make_leaf(arch: Architecture, key: str, tensors: Sequence[str], hf_axes: str | None = None) -> Leaf:
+    """The leaf of one weight. `hf_axes` are the axes in the file where they are not those of its `WeightSpec`."""
+    spec = weight_spec(key)
+    groups = (hf_axes or spec.axes).split()
+    letters = "".join(groups)
+    ours = letters if spec.kind is Kind.norm else spec.axes.replace(" ", "")  # a norm may be over other axes
+    axes = tuple(arch.axis_size(Axis(letter)) for letter in letters)
     return Leaf(
-        key=ours,
-        tensors=tuple(hf_key.replace("*", str(layer)) for layer in layers),
-        hf_shape=tuple(math.prod(map(arch.axis, group)) for group in groups.split()),
-        axes=tuple(map(arch.axis, letters)),
-        order=tuple(letters.index(letter) for letter in order or letters),
-        num_inputs=len(inputs),
+        key=key,
+        spec=spec,
+        tensors=tuple(tensors),
+        hf_shape=tuple(math.prod(arch.axis_size(Axis(letter)) for letter in group) for group in groups),
+        axes=axes,
+        order=tuple(letters.index(letter) for letter in ours),
     )
 
 
@@ -133,7 +94,7 @@ def num_params(leaves: LeafTree) -> int:
 
 
 def weight_bytes(leaves: LeafTree, dtype: str, with_int8: bool) -> tuple[int, int]:
-    """Bytes of the layers' matrices, in int8 if so, and of all other leaves."""
+    """Bytes of the layers' matrices, which may be int8, and of all other leaves."""
     itemsize = jnp.dtype(dtype).itemsize
     matrices = others = 0
     for leaf in jax.tree.leaves(leaves):
@@ -150,10 +111,9 @@ def flops_per_token(arch: Architecture, table: KeyTable, keys: Sequence[Activati
     """Floating-point operations of the forward pass per token slot, in rows of `length`.
 
     Two per weight of a matrix product, and attention over all of the row's positions (causal masking, windows and
-    packing are not subtracted, as is the custom: PaLM, arXiv 2204.02311, appendix B). Norms, softmax and rotations are
-    left out.
+    packing are not subtracted, as in PaLM, arXiv 2204.02311, appendix B). Norms, softmax and rotations do not count.
     """
-    in_layers = jax.tree.leaves(needed_leaves(arch, table, keys)["runs"])
-    matrices = sum(leaf.size for leaf in in_layers if leaf.num_inputs)
-    num_attentions = sum(len(run) for run in layer_runs(keys, arch.num_layers) if "z" in _steps(run, arch))
+    matrices = sum(leaf.size for leaf in jax.tree.leaves(needed_leaves(arch, table, keys)["runs"]) if leaf.num_inputs)
+    runs = layer_runs(keys, arch.num_layers)
+    num_attentions = sum(len(run) for run in runs if Step.z in run.steps(arch.parallel))
     return 2 * matrices + num_attentions * 4 * length * arch.num_heads * arch.head_dim

@@ -1,85 +1,82 @@
-"""How a model's weights lie on a mesh with the axes `data` and `tensor`, and how a layer has them when it computes.
+"""How a model's weights are sharded over a mesh with the axes `data` and `tensor`.
 
-Along `tensor` a layer's matrices are divided by heads and by neurons (Shoeybi et al., arXiv 1909.08053), and stay so.
-With fsdp they are divided along `data` too, and a layer gathers its own when its turn comes (Rajbhandari et al., arXiv
-1910.02054). Embeddings, norms and most biases lie on every device: they are small, and an embedding that had to be
-gathered would take the memory that dividing it saves.
+Along `tensor` a layer's matrices are divided by heads and by neurons (Shoeybi et al., arXiv 1909.08053), also while the
+layer computes. With fsdp they are divided along `data` too, and each layer gathers its weights before it computes
+(Rajbhandari et al., arXiv 1910.02054). Embeddings, norms and most biases are replicated: norms and biases are small,
+and gathering an embedding would take the memory that dividing it saves.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from pipeline.models.architecture import Axis
 from pipeline.models.int8_weights import Int8Weight
 from pipeline.models.layers import LayerWeights
 from pipeline.models.leaves import Leaf
+from pipeline.models.weight_specs import Kind, WeightSpec, weight_spec
 
-_TENSOR_AXIS = {
-    "attention.qkv": 0,
-    "attention.q": 0,
-    "attention.k": 0,
-    "attention.v": 0,
-    "attention.o": 1,
-    "mlp.gate": 0,
-    "mlp.up": 0,
-    "mlp.down": 1,
+TENSOR_AXES: Mapping[Axis, str] = {
+    Axis.heads: "attention heads",
+    Axis.kv_heads: "key-value heads",
+    Axis.d_mlp: "MLP neurons",
 }
-"""The axis of heads or neurons in one layer's matrix. A bias has the matrix's first axes, and is divided likewise."""
+"""The logical axes of matrices and their biases that are divided along `tensor`, and their names in messages."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The division of one model over one mesh; without a mesh, nothing is divided."""
+    """How one model is divided over one mesh; without a mesh, it is not divided."""
 
     mesh: Mesh | None = None
     fsdp: bool = False
 
-    def of_leaf(self, leaf: Leaf) -> NamedSharding:
-        """Where a leaf's parts lie. The axis of a stack of layers is never divided."""
-        axes = self._along_tensor(leaf.key, len(leaf.layer_shape))
-        along_data = self._axis_along_data(leaf, axes)
-        if along_data is not None:
-            axes[along_data] = "data"
+    def leaf_sharding(self, leaf: Leaf) -> NamedSharding:
+        """The sharding of a leaf. The axis of a stack of layers is never divided."""
+        axes = self._tensor_axes(leaf.spec, len(leaf.layer_shape))
+        fsdp_axis = self._fsdp_axis(leaf, axes)
+        if fsdp_axis is not None:
+            axes[fsdp_axis] = "data"
         return NamedSharding(self.mesh, PartitionSpec(*[None] * leaf.is_stacked, *axes))
 
     def gather(self, weights: LayerWeights) -> LayerWeights:
-        """Traced, inside of the step: one layer's weights as it computes with them: whole along `data`."""
+        """Traced: one layer's weights, gathered along `data`, as the layer computes with them."""
         if not self.fsdp:
             return weights
 
-        def whole(key: str, weight: Array | Int8Weight) -> Array | Int8Weight:
+        def gathered(spec: WeightSpec, weight: Array | Int8Weight) -> Array | Int8Weight:
             if isinstance(weight, Int8Weight):
-                return Int8Weight(whole(key, weight.values), whole(key, weight.scale))
-            sharding = NamedSharding(self.mesh, PartitionSpec(*self._along_tensor(key, weight.ndim)))
+                return Int8Weight(gathered(spec, weight.values), gathered(spec, weight.scale))
+            sharding = NamedSharding(self.mesh, PartitionSpec(*self._tensor_axes(spec, weight.ndim)))
             return jax.lax.with_sharding_constraint(weight, sharding)
 
         return {
-            block: {name: whole(f"{block}.{name}", weight) for name, weight in of_block.items()}
-            for block, of_block in weights.items()
+            block: {name: gathered(weight_spec(f"{block}.{name}"), weight) for name, weight in block_weights.items()}
+            for block, block_weights in weights.items()
         }
 
     def residual(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Traced: the residual stream, whole along `tensor`. XLA would rather divide it and gather it twice a layer."""
+        """Traced: the residual stream, replicated along `tensor`. XLA would divide it and gather it twice a layer."""
         if self.mesh is None or self.mesh.shape["tensor"] == 1:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("data")))
 
-    def _along_tensor(self, key: str, num_axes: int) -> list[str | None]:
-        axes: list[str | None] = [None] * num_axes
-        axis = _TENSOR_AXIS.get(key.removesuffix("_bias"), num_axes)
-        if axis < num_axes and self.mesh.shape["tensor"] > 1:
-            axes[axis] = "tensor"
-        return axes
+    def _tensor_axes(self, spec: WeightSpec, num_axes: int) -> list[str | None]:
+        """The mesh axis of each axis of one layer's weight. An int8 weight's scale has only the first axes."""
+        if spec.kind is Kind.norm or self.mesh.shape["tensor"] == 1:
+            return [None] * num_axes
+        return ["tensor" if axis in TENSOR_AXES else None for axis in spec.logical_axes[:num_axes]]
 
-    def _axis_along_data(self, leaf: Leaf, taken: list[str | None]) -> int | None:
-        """The largest axis of a layer's matrix that divides; None for everything else."""
+    def _fsdp_axis(self, leaf: Leaf, mesh_axes: list[str | None]) -> int | None:
+        """The largest axis of a layer's matrix that `data` divides; None where there is none, and for other weights."""
         if not self.fsdp or leaf.num_inputs == 0:
             return None
         sizes = {
             axis: size
             for axis, size in enumerate(leaf.layer_shape)
-            if taken[axis] is None and size % self.mesh.shape["data"] == 0
+            if mesh_axes[axis] is None and size % self.mesh.shape["data"] == 0
         }
         return max(sizes, key=sizes.__getitem__, default=None)

@@ -21,7 +21,8 @@ from pipeline.models.families import bert, gemma, gpt2, gpt_neox, llama, mistral
 from pipeline.models.families.hf_config import HfConfig, refuse_unreadable
 from pipeline.models.head import Head, HeadFormat, head_leaf, read_head
 from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves, num_params, weight_bytes
-from pipeline.models.partition import Partition
+from pipeline.models.partition import TENSOR_AXES, Partition
+from pipeline.models.weight_specs import is_post_norm, weight_spec
 
 _LM_HEAD = HeadFormat()
 
@@ -77,12 +78,17 @@ class Model:
         return self.arch.max_positions
 
     @property
+    def _weight_keys(self) -> set[str]:
+        """Our keys of the weights that the model has."""
+        return {entry if isinstance(entry, str) else entry[0] for entry in self.table.values()}
+
+    @property
     def sites(self) -> tuple[Site, ...]:
         """The sites that this family has, in the order of the forward pass."""
         lacking = set()
         if self.arch.parallel:
             lacking.add(Site.resid_mid)
-        if not any(ours == "final_norm" for ours, _ in self.table.values()):
+        if "final_norm" not in self._weight_keys:
             lacking.add(Site.final_norm)
         return tuple(site for site in Site if site not in lacking)
 
@@ -99,7 +105,7 @@ class Model:
 
     def hook_name(self, key: ActivationKey) -> str:
         """TransformerLens' name of the same place in this family."""
-        if any(ours.endswith("sum_norm") for ours, _ in self.table.values()):
+        if is_post_norm(self._weight_keys):
             return key.hook_name(POST_NORM_HOOKS)
         return key.hook_name(UNROTATED_HOOKS if self.arch.rope is None else {})
 
@@ -111,7 +117,7 @@ class Model:
 
         Raises CheckpointError for weights that are missing or damaged.
         """
-        biases = sorted(ours for ours, _ in self.table.values() if ours.endswith("_bias"))
+        biases = sorted(key for key in self._weight_keys if weight_spec(key).is_bias)
         architecture = _spelled_out(self.arch) | {"biases": biases}
         identity = {"family": self.family, "architecture": architecture}
         if self.random_seed is not None:
@@ -135,11 +141,7 @@ class Model:
     @property
     def tensor_dims(self) -> dict[str, int]:
         """What the mesh's `tensor` axis divides."""
-        return {
-            "attention heads": self.arch.num_heads,
-            "key-value heads": self.arch.num_kv_heads,
-            "MLP neurons": self.arch.d_mlp,
-        }
+        return {name: self.arch.axis_size(axis) for axis, name in TENSOR_AXES.items()}
 
     def flops_per_token(self, keys: Sequence[ActivationKey], length: int) -> int:
         """Floating-point operations per token slot to capture `keys` in rows of `length`."""
@@ -154,7 +156,7 @@ class Model:
         with_int8: bool = False,
     ) -> decoder.Params:
         """The parameters that `keys` need, on the devices, in `dtype` (float32 or bfloat16); `with_int8`, the layers'
-        matrices in int8. `sharding` is of every array, or says which, as `Partition.of_leaf` does.
+        matrices in int8. `sharding` is of every array, or says which, as `Partition.leaf_sharding` does.
 
         Raises CheckpointError, naming every tensor that is missing, wrongly shaped or unexpected.
         """

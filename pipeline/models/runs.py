@@ -1,8 +1,8 @@
 """Which layers a capture needs, and how they are cut into runs. Pure arithmetic on layer numbers.
 
-A run is a sequence of layers that one `lax.scan` computes over weights stacked at load time. Runs are cut where the
-residual stream is captured, and a layer whose insides are captured is a run of its own. Nothing above the last
-captured site is in any run.
+A run is a sequence of layers that one `lax.scan` computes over weights stacked at load time. A run ends where the
+residual stream is captured, and a layer with a captured site inside is a run of its own. No run contains anything
+after the last captured site.
 """
 
 from collections.abc import Iterable
@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pipeline.core.sites import ActivationKey, Site
+from pipeline.models.weight_specs import LAYER_STEPS, Step, required_steps
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Layers first..stop-1. Where the capture ends inside of the only layer, `ends_at` are the sites wanted of it."""
+    """Layers first..stop-1. Where the capture ends inside the run's only layer, `ends_at` has that layer's captured
+    sites."""
 
     first: int
     stop: int
@@ -23,9 +25,13 @@ class LayerRun:
     def __len__(self) -> int:
         return self.stop - self.first
 
+    def steps(self, parallel: bool) -> frozenset[Step]:
+        """The steps that each layer of the run computes, in a model with or without parallel residual."""
+        return required_steps(self.ends_at, parallel) if self.ends_at else frozenset(LAYER_STEPS)
+
 
 def residual_index(key: ActivationKey, num_layers: int) -> int | None:
-    """How many layers the residual stream has passed where it is captured; None for sites inside a layer."""
+    """How many layers precede the captured residual stream; None for sites inside a layer."""
     match key.site:
         case Site.embed:
             return 0
@@ -41,7 +47,7 @@ def residual_index(key: ActivationKey, num_layers: int) -> int | None:
 def layer_runs(keys: Iterable[ActivationKey], num_layers: int) -> tuple[LayerRun, ...]:
     """The runs that produce `keys`, in order; empty when the embedding is enough."""
     cuts = {0}
-    num_whole = 0  # layers that are computed to their end
+    num_whole = 0  # layers that are computed completely
     inner: dict[int, set[Site]] = {}
     for key in keys:
         index = residual_index(key, num_layers)

@@ -136,7 +136,7 @@ def main() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     (BUILD / "config.json").write_text(json.dumps(CONFIG))
     model, partition = open_model(str(BUILD), init="random"), Partition(make_mesh(devices=jax.devices()[:1]))
-    params = model.load_leaves(model.generation_leaves(), "float32", partition.of_leaf)
+    params = model.load_leaves(model.generation_leaves(), "float32", partition.leaf_sharding)
     results: dict[str, dict[str, float]] = {}
     for num_new in options.new_tokens:
         total, length = ROWS * num_new, PROMPT + num_new

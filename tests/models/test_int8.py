@@ -160,6 +160,6 @@ def test_weights_are_int8_until_their_product(tmp_path) -> None:
     model, partition = open_model(str(tmp_path), init="random"), Partition(make_mesh())
     keys = (ActivationKey(31, Site.resid_post),)
     for dtype in ("float32", "bfloat16"):
-        params = model.load(keys, dtype, partition.of_leaf, with_int8=True)
+        params = model.load(keys, dtype, partition.leaf_sharding, with_int8=True)
         step = compile_step(model, step_spec(model, keys, rows=8, length=16, dtype=dtype), params, partition)
         assert step.executable.memory_analysis().temp_size_in_bytes < num_bytes(params["runs"]) / 4

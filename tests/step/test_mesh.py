@@ -47,7 +47,7 @@ batch = {
 
 def outputs(tensor, fsdp, devices=None, with_int8=False):
     partition = Partition(make_mesh(tensor, devices), fsdp)
-    params = model.load(KEYS, "float32", partition.of_leaf, with_int8=with_int8)
+    params = model.load(KEYS, "float32", partition.leaf_sharding, with_int8=with_int8)
     # without statistics where their sums along a tensor axis would be fused with those of the layers
     spec = step_spec(model, KEYS, rows=8, length=24, dtype="float32", statistics=tensor == 1)
     step = compile_step(model, spec, params, partition)

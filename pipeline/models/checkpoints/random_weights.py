@@ -41,7 +41,7 @@ def random_params(
 
     def make(leaf: Leaf) -> Array | Int8Weight:
         sharding = place(leaf)
-        if leaf.key.endswith("norm"):
+        if leaf.spec.is_scale:
             return jnp.ones(leaf.shape, dtype, device=sharding)
         tensor_ids = np.array([zlib.crc32(f"{seed} {name}".encode()) for name in leaf.tensors], np.uint32)
         if with_int8 and is_int8(leaf):

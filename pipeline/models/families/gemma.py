@@ -15,9 +15,9 @@ from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
 from pipeline.models.families.qwen3 import HEAD_NORMS
 
 KEY_TABLE: KeyTable = LLAMA_TABLE | {
-    "layers.*.post_attention_layernorm.weight": ("attention.post_norm", "D"),
-    "layers.*.pre_feedforward_layernorm.weight": ("mlp.norm", "D"),
-    "layers.*.post_feedforward_layernorm.weight": ("mlp.post_norm", "D"),
+    "layers.*.post_attention_layernorm.weight": "attention.post_norm",
+    "layers.*.pre_feedforward_layernorm.weight": "mlp.norm",
+    "layers.*.post_feedforward_layernorm.weight": "mlp.post_norm",
 }
 
 

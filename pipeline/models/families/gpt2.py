@@ -5,22 +5,22 @@ from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.multi_head import read_multi_head
 
 KEY_TABLE: KeyTable = {
-    "wte.weight": ("embed", "V D"),
-    "wpe.weight": ("position_embed", "P D"),
-    "h.*.ln_1.weight": ("attention.norm", "D"),
-    "h.*.ln_1.bias": ("attention.norm_bias", "D"),
-    "h.*.attn.c_attn.weight": ("attention.qkv", "D CNH -> NCHD"),
-    "h.*.attn.c_attn.bias": ("attention.qkv_bias", "CNH -> NCH"),
-    "h.*.attn.c_proj.weight": ("attention.o", "NH D -> DNH"),
-    "h.*.attn.c_proj.bias": ("attention.o_bias", "D"),
-    "h.*.ln_2.weight": ("mlp.norm", "D"),
-    "h.*.ln_2.bias": ("mlp.norm_bias", "D"),
-    "h.*.mlp.c_fc.weight": ("mlp.up", "D F -> FD"),
-    "h.*.mlp.c_fc.bias": ("mlp.up_bias", "F"),
-    "h.*.mlp.c_proj.weight": ("mlp.down", "F D -> DF"),
-    "h.*.mlp.c_proj.bias": ("mlp.down_bias", "D"),
-    "ln_f.weight": ("final_norm", "D"),
-    "ln_f.bias": ("final_norm_bias", "D"),
+    "wte.weight": "embed",
+    "wpe.weight": "position_embed",
+    "h.*.ln_1.weight": "attention.norm",
+    "h.*.ln_1.bias": "attention.norm_bias",
+    "h.*.attn.c_attn.weight": ("attention.qkv", "D CNH"),
+    "h.*.attn.c_attn.bias": ("attention.qkv_bias", "CNH"),
+    "h.*.attn.c_proj.weight": ("attention.o", "NH D"),
+    "h.*.attn.c_proj.bias": "attention.o_bias",
+    "h.*.ln_2.weight": "mlp.norm",
+    "h.*.ln_2.bias": "mlp.norm_bias",
+    "h.*.mlp.c_fc.weight": ("mlp.up", "D F"),
+    "h.*.mlp.c_fc.bias": "mlp.up_bias",
+    "h.*.mlp.c_proj.weight": ("mlp.down", "F D"),
+    "h.*.mlp.c_proj.bias": "mlp.down_bias",
+    "ln_f.weight": "final_norm",
+    "ln_f.bias": "final_norm_bias",
 }
 
 

@@ -9,24 +9,24 @@ from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.multi_head import read_multi_head
 
 KEY_TABLE: KeyTable = {
-    "embed_in.weight": ("embed", "V D"),
-    "layers.*.input_layernorm.weight": ("attention.norm", "D"),
-    "layers.*.input_layernorm.bias": ("attention.norm_bias", "D"),
-    "layers.*.attention.query_key_value.weight": ("attention.qkv", "NCH D"),
-    "layers.*.attention.dense.weight": ("attention.o", "D NH"),
-    "layers.*.post_attention_layernorm.weight": ("mlp.norm", "D"),
-    "layers.*.post_attention_layernorm.bias": ("mlp.norm_bias", "D"),
-    "layers.*.mlp.dense_h_to_4h.weight": ("mlp.up", "F D"),
-    "layers.*.mlp.dense_h_to_4h.bias": ("mlp.up_bias", "F"),
-    "layers.*.mlp.dense_4h_to_h.weight": ("mlp.down", "D F"),
-    "layers.*.mlp.dense_4h_to_h.bias": ("mlp.down_bias", "D"),
-    "final_layer_norm.weight": ("final_norm", "D"),
-    "final_layer_norm.bias": ("final_norm_bias", "D"),
+    "embed_in.weight": "embed",
+    "layers.*.input_layernorm.weight": "attention.norm",
+    "layers.*.input_layernorm.bias": "attention.norm_bias",
+    "layers.*.attention.query_key_value.weight": "attention.qkv",
+    "layers.*.attention.dense.weight": "attention.o",
+    "layers.*.post_attention_layernorm.weight": "mlp.norm",
+    "layers.*.post_attention_layernorm.bias": "mlp.norm_bias",
+    "layers.*.mlp.dense_h_to_4h.weight": "mlp.up",
+    "layers.*.mlp.dense_h_to_4h.bias": "mlp.up_bias",
+    "layers.*.mlp.dense_4h_to_h.weight": "mlp.down",
+    "layers.*.mlp.dense_4h_to_h.bias": "mlp.down_bias",
+    "final_layer_norm.weight": "final_norm",
+    "final_layer_norm.bias": "final_norm_bias",
 }
 
 ATTENTION_BIASES: KeyTable = {
-    "layers.*.attention.query_key_value.bias": ("attention.qkv_bias", "NCH"),
-    "layers.*.attention.dense.bias": ("attention.o_bias", "D"),
+    "layers.*.attention.query_key_value.bias": "attention.qkv_bias",
+    "layers.*.attention.dense.bias": "attention.o_bias",
 }
 
 

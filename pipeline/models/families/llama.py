@@ -6,30 +6,30 @@ from pipeline.models.families.hf_attention import read_rope
 from pipeline.models.families.hf_config import HfConfig
 
 KEY_TABLE: KeyTable = {
-    "embed_tokens.weight": ("embed", "V D"),
-    "layers.*.input_layernorm.weight": ("attention.norm", "D"),
-    "layers.*.self_attn.q_proj.weight": ("attention.q", "NH D"),
-    "layers.*.self_attn.k_proj.weight": ("attention.k", "KH D"),
-    "layers.*.self_attn.v_proj.weight": ("attention.v", "KH D"),
-    "layers.*.self_attn.o_proj.weight": ("attention.o", "D NH"),
-    "layers.*.post_attention_layernorm.weight": ("mlp.norm", "D"),
-    "layers.*.mlp.gate_proj.weight": ("mlp.gate", "F D"),
-    "layers.*.mlp.up_proj.weight": ("mlp.up", "F D"),
-    "layers.*.mlp.down_proj.weight": ("mlp.down", "D F"),
-    "norm.weight": ("final_norm", "D"),
+    "embed_tokens.weight": "embed",
+    "layers.*.input_layernorm.weight": "attention.norm",
+    "layers.*.self_attn.q_proj.weight": "attention.q",
+    "layers.*.self_attn.k_proj.weight": "attention.k",
+    "layers.*.self_attn.v_proj.weight": "attention.v",
+    "layers.*.self_attn.o_proj.weight": "attention.o",
+    "layers.*.post_attention_layernorm.weight": "mlp.norm",
+    "layers.*.mlp.gate_proj.weight": "mlp.gate",
+    "layers.*.mlp.up_proj.weight": "mlp.up",
+    "layers.*.mlp.down_proj.weight": "mlp.down",
+    "norm.weight": "final_norm",
 }
 
 ATTENTION_BIASES: KeyTable = {
-    "layers.*.self_attn.q_proj.bias": ("attention.q_bias", "NH"),
-    "layers.*.self_attn.k_proj.bias": ("attention.k_bias", "KH"),
-    "layers.*.self_attn.v_proj.bias": ("attention.v_bias", "KH"),
-    "layers.*.self_attn.o_proj.bias": ("attention.o_bias", "D"),
+    "layers.*.self_attn.q_proj.bias": "attention.q_bias",
+    "layers.*.self_attn.k_proj.bias": "attention.k_bias",
+    "layers.*.self_attn.v_proj.bias": "attention.v_bias",
+    "layers.*.self_attn.o_proj.bias": "attention.o_bias",
 }
 
 MLP_BIASES: KeyTable = {
-    "layers.*.mlp.gate_proj.bias": ("mlp.gate_bias", "F"),
-    "layers.*.mlp.up_proj.bias": ("mlp.up_bias", "F"),
-    "layers.*.mlp.down_proj.bias": ("mlp.down_bias", "D"),
+    "layers.*.mlp.gate_proj.bias": "mlp.gate_bias",
+    "layers.*.mlp.up_proj.bias": "mlp.up_bias",
+    "layers.*.mlp.down_proj.bias": "mlp.down_bias",
 }
 
 

@@ -10,8 +10,8 @@ from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
 KEY_TABLE: KeyTable = {key: entry for key, entry in LLAMA_TABLE.items() if "input_layernorm" not in key} | {
     "layers.*.self_attn.q_norm.weight": ("attention.q_norm", "NH"),
     "layers.*.self_attn.k_norm.weight": ("attention.k_norm", "KH"),
-    "layers.*.post_attention_layernorm.weight": ("attention.post_norm", "D"),
-    "layers.*.post_feedforward_layernorm.weight": ("mlp.post_norm", "D"),
+    "layers.*.post_attention_layernorm.weight": "attention.post_norm",
+    "layers.*.post_feedforward_layernorm.weight": "mlp.post_norm",
 }
 
 

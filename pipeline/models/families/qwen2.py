@@ -9,9 +9,9 @@ from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
 from pipeline.models.families.llama import read_decoder
 
 KEY_TABLE: KeyTable = LLAMA_TABLE | {
-    "layers.*.self_attn.q_proj.bias": ("attention.q_bias", "NH"),
-    "layers.*.self_attn.k_proj.bias": ("attention.k_bias", "KH"),
-    "layers.*.self_attn.v_proj.bias": ("attention.v_bias", "KH"),
+    "layers.*.self_attn.q_proj.bias": "attention.q_bias",
+    "layers.*.self_attn.k_proj.bias": "attention.k_bias",
+    "layers.*.self_attn.v_proj.bias": "attention.v_bias",
 }
 
 

@@ -7,8 +7,8 @@ from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
 from pipeline.models.families.qwen2 import read_windows
 
 HEAD_NORMS: KeyTable = {
-    "layers.*.self_attn.q_norm.weight": ("attention.q_norm", "H"),
-    "layers.*.self_attn.k_norm.weight": ("attention.k_norm", "H"),
+    "layers.*.self_attn.q_norm.weight": "attention.q_norm",
+    "layers.*.self_attn.k_norm.weight": "attention.k_norm",
 }
 KEY_TABLE: KeyTable = LLAMA_TABLE | HEAD_NORMS
 

@@ -89,7 +89,7 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
     """Compiles the step that a run of this plan would compile. Raises DoesNotFit."""
     partition = make_partition(plan.mesh.tensor, plan.weights.sharding, devices)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
-    params = model.abstract_params(plan.step.keys, str(config.model.dtype), partition.of_leaf, with_int8)
+    params = model.abstract_params(plan.step.keys, str(config.model.dtype), partition.leaf_sharding, with_int8)
     began = time.perf_counter()
     try:
         step = compile_step(model, plan.step, params, partition)
