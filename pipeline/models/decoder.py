@@ -38,8 +38,9 @@ class Params(TypedDict, total=False):
     head: Float[Array, "V D"]  # for generation only, and absent where the embedding is the head, too
 
 
-STREAM_SITES = {Site.attn_out, Site.resid_mid, Site.mlp_out}
-"""The sites inside of a layer that are as wide as the residual stream."""
+STREAM_SITES = (Site.attn_out, Site.resid_mid, Site.mlp_out)
+"""The sites inside a layer that are as wide as the residual stream. A tuple, since all processes must trace them in one
+order, and that of a set of strings changes from process to process."""
 
 
 def forward(
@@ -85,7 +86,7 @@ def forward(
         x: Array, weights: LayerWeights, is_local: bool | Bool[Array, ""], attend: Attend
     ) -> tuple[Array, dict[Site, Array]]:
         x, sites = layer_sites(arch, x, partition.gather(weights), ropes, segments, is_local, attend)
-        sites |= {site: partition.residual(sites[site]) for site in STREAM_SITES & sites.keys()}
+        sites |= {site: partition.residual(sites[site]) for site in STREAM_SITES if site in sites}
         return partition.residual(x), sites
 
     with jax.named_scope("embed"):

@@ -1,0 +1,38 @@
+"""Every process of a job must trace the same program. In processes of their own, which hash strings differently."""
+
+import os
+import subprocess
+import sys
+
+from tests.jobs import ROOT
+
+PROGRAM = """
+import jax
+from pipeline.cluster.sharding import make_mesh
+from pipeline.config.composing import PACKAGE
+from pipeline.core.sites import activation_keys
+from pipeline.models.partition import Partition
+from pipeline.models.registry import open_model
+
+model, partition = open_model(str(PACKAGE / "assets" / "tiny-qwen2"), init="random"), Partition(make_mesh(2))
+keys = activation_keys(tuple(range(model.num_layers)), model.sites)
+params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "float32"), model.leaves(keys))
+rows = (jax.ShapeDtypeStruct((2, 8), "int32"),) * 3
+apply = jax.jit(lambda params, *rows: model.apply(params, *rows, keys, partition=partition))
+print(apply.lower(params, *rows).as_text())
+"""
+
+
+def lowered(hash_seed: str) -> str:
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": hash_seed}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_program_does_not_depend_on_the_order_of_hashes() -> None:
+    text = lowered("0")
+    assert text.count("sharding_constraint") > 3
+    assert text == lowered("1")
