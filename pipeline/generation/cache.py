@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.attention.xla import attend_visible
 
 
@@ -31,24 +32,20 @@ class CachedLayer:
         k: Float[Array, "B T K H"],
         v: Float[Array, "B T K H"],
         segments: Int32[Array, "B T"],
-        *,
-        causal: bool,
-        scale: float,
-        softcap: float | None = None,
-        window: int | None = None,
+        spec: AttentionSpec,
     ) -> Float[Array, "B T N H"]:
-        """What `Attend` says, with the cache's keys before the row's only position."""
+        """`Attend` with the cache's keys before the row's only position."""
         self.keys, self.values = (
             put_at(cache, jnp.einsum("BTKH->BKTH", new), self._positions, axis=1)
             for cache, new in ((self.keys, k), (self.values, v))
         )
         distances = self._positions[:, None] - jnp.arange(self.keys.shape[2])
         visible = distances >= 0
-        if window is not None:
-            visible &= distances < window
+        if spec.window is not None:
+            visible &= distances < spec.window
         rows, _, num_heads, head_dim = q.shape
         groups = q.reshape(rows, k.shape[2], num_heads // k.shape[2], 1, head_dim)
-        z = attend_visible(groups, self.keys, self.values, visible[:, None], scale, softcap)
+        z = attend_visible(groups, self.keys, self.values, visible[:, None], spec)
         return z.reshape(rows, 1, num_heads, head_dim)
 
 

@@ -11,6 +11,7 @@ Letters: B rows, T positions, D model dim, N heads, K key-value heads, H head di
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TypedDict
 
@@ -22,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Activation, Architecture, Norm
 from pipeline.models.attention.choosing import Attend
+from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.int8_weights import Int8Weight
 from pipeline.models.rope import RopeTable, apply_rope, choose_table
 
@@ -139,12 +141,13 @@ def _attend(
     attend: Attend,
 ) -> Float[Array, "B T N H"]:
     scale = arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
-    everywhere = partial(attend, causal=arch.causal, scale=scale, softcap=arch.softcap)
+    spec = AttentionSpec(arch.causal, scale, arch.softcap)
+    everywhere = partial(attend, spec=spec)
     is_decoding = q.shape[1] == 1  # with the keys of earlier positions in a cache
     fits_window = arch.local is not None and arch.local.window >= q.shape[1] and not is_decoding
     if arch.local is None or fits_window or is_local is False:
         return everywhere(q, k, v, segments)
-    within = partial(everywhere, window=arch.local.window)
+    within = partial(attend, spec=replace(spec, window=arch.local.window))
     if is_local is True:
         return within(q, k, v, segments)
     # Both kinds are in the program, once for all layers of the scan; each layer runs its own.

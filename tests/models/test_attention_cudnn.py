@@ -7,6 +7,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from pipeline.models.attention.cudnn import attend_cudnn
+from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.attention.xla import attend_xla
 
 LENGTH = 200
@@ -25,7 +26,7 @@ def inputs() -> tuple[jax.Array, ...]:
 def test_lowers_to_one_call_of_the_fused_kernel(rule: dict, monkeypatch) -> None:
     """JAX asks the installed cuDNN for its version while tracing: here there may be none."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
-    attend = jax.jit(lambda *x: attend_cudnn(*x, scale=0.125, **rule))
+    attend = jax.jit(lambda *x: attend_cudnn(*x, AttentionSpec(scale=0.125, **rule)))
     text = attend.trace(*inputs()).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__cudnn$fmhaScaleBiasSoftmax") == 1
     mask_type = "CAUSAL" if rule["causal"] else "NO_MASK"
@@ -37,6 +38,7 @@ def test_lowers_to_one_call_of_the_fused_kernel(rule: dict, monkeypatch) -> None
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_equals_the_reference(rule: dict) -> None:
     q, k, v, segments = inputs()
-    got = np.asarray(jax.jit(lambda *x: attend_cudnn(*x, scale=0.125, **rule))(q, k, v, segments), np.float32)
-    exact = attend_xla(*(x.astype(jnp.float32) for x in (q, k, v)), segments, scale=0.125, **rule)
+    spec = AttentionSpec(scale=0.125, **rule)
+    got = np.asarray(jax.jit(lambda *x: attend_cudnn(*x, spec))(q, k, v, segments), np.float32)
+    exact = attend_xla(*(x.astype(jnp.float32) for x in (q, k, v)), segments, spec)
     np.testing.assert_allclose(got, exact, atol=2e-2)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
+from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.attention.splash import attend_splash, block_size
 from pipeline.models.attention.xla import attend_xla
 
@@ -51,30 +52,29 @@ RULES = {
 )
 def test_equals_the_reference(num_heads: int, num_kv_heads: int, rule: dict) -> None:
     q, k, v = inputs(num_heads, num_kv_heads, "float32")
-    segments, rule = jnp.array(packed_rows()), rule | {"scale": 0.2}
-    got = attend_splash(q, k, v, segments, **rule, mesh=a_mesh(), interpret=True)
-    np.testing.assert_allclose(got, attend_xla(q, k, v, segments, **rule), atol=1e-5)
+    segments, spec = jnp.array(packed_rows()), AttentionSpec(**rule, scale=0.2)
+    got = attend_splash(q, k, v, segments, spec, mesh=a_mesh(), interpret=True)
+    np.testing.assert_allclose(got, attend_xla(q, k, v, segments, spec), atol=1e-5)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_bfloat16(rule: dict) -> None:
     """Both round to bfloat16, 2^-9 of a value, at different places; before that they agree to less than 1e-3."""
     q, k, v = inputs(4, 2, "bfloat16")
-    segments, rule = jnp.array(packed_rows()), rule | {"scale": 0.125}
-    got = attend_splash(q, k, v, segments, **rule, mesh=a_mesh(), interpret=True)
+    segments, spec = jnp.array(packed_rows()), AttentionSpec(**rule, scale=0.125)
+    got = attend_splash(q, k, v, segments, spec, mesh=a_mesh(), interpret=True)
     assert got.dtype == jnp.bfloat16
-    exact = np.asarray(attend_xla(*(x.astype(jnp.float32) for x in (q, k, v)), segments, **rule))
+    exact = np.asarray(attend_xla(*(x.astype(jnp.float32) for x in (q, k, v)), segments, spec))
     difference = np.abs(np.asarray(got, np.float32) - exact)
     assert (difference <= 1e-3 + 2**-8 * np.abs(exact)).all()
-    reference = np.abs(np.asarray(attend_xla(q, k, v, segments, **rule), np.float32) - exact)
+    reference = np.abs(np.asarray(attend_xla(q, k, v, segments, spec), np.float32) - exact)
     assert difference.mean() <= reference.mean() < 1e-3
 
 
 def test_large_scores_do_not_overflow() -> None:
     q, k, v = inputs(2, 1, "bfloat16")
-    got = attend_splash(
-        q * 200, k * 200, v, jnp.array(packed_rows()), causal=True, scale=0.125, mesh=a_mesh(), interpret=True
-    )
+    spec = AttentionSpec(causal=True, scale=0.125)
+    got = attend_splash(q * 200, k * 200, v, jnp.array(packed_rows()), spec, mesh=a_mesh(), interpret=True)
     assert np.isfinite(np.asarray(got, np.float32)).all()
 
 
@@ -89,13 +89,14 @@ FOUR_DEVICES = """
 import sys, jax, numpy as np
 sys.path.insert(0, {here!r})
 from jax.sharding import NamedSharding, PartitionSpec as P
-from test_attention_splash import a_mesh, attend_splash, attend_xla, inputs, packed_rows
+from test_attention_splash import AttentionSpec, a_mesh, attend_splash, attend_xla, inputs, packed_rows
 segments = np.repeat(packed_rows()[:2], 2, axis=0)
 q, k, v = (np.repeat(np.asarray(x)[:2], 2, axis=0) for x in inputs(4, 2, "float32"))
-expected = attend_xla(q, k, v, segments, causal=True, scale=0.125)
+spec = AttentionSpec(causal=True, scale=0.125)
+expected = attend_xla(q, k, v, segments, spec)
 mesh = a_mesh(2, 2)
 heads, rows = NamedSharding(mesh, P("data", None, "tensor")), NamedSharding(mesh, P("data"))
-attend = jax.jit(lambda *x: attend_splash(*x, causal=True, scale=0.125, mesh=mesh, interpret=True), out_shardings=heads)
+attend = jax.jit(lambda *x: attend_splash(*x, spec, mesh=mesh, interpret=True), out_shardings=heads)
 compiled = attend.lower(*jax.device_put((q, k, v, segments), (heads, heads, heads, rows))).compile()
 got = compiled(*jax.device_put((q, k, v, segments), (heads, heads, heads, rows)))
 np.testing.assert_allclose(got, expected, atol=1e-5)

@@ -2,6 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.attention.xla import attend_xla
 
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 0, 0], [0, 0, 0, 0, 0, 0, 0], [1, 2, 3, 3, 3, 3, 3]], np.int32)
@@ -35,20 +36,20 @@ def one_by_one(q, k, v, segments, causal: bool, scale=None, softcap=None, window
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])
 def test_equals_loops(num_heads: int, num_kv_heads: int, causal: bool) -> None:
     q, k, v = inputs(num_heads, num_kv_heads)
-    got = attend_xla(q, k, v, jnp.array(SEGMENTS), causal=causal, scale=8**-0.5)
+    got = attend_xla(q, k, v, jnp.array(SEGMENTS), AttentionSpec(causal, scale=8**-0.5))
     np.testing.assert_allclose(got, one_by_one(q, k, v, SEGMENTS, causal), atol=2e-6)
 
 
 @pytest.mark.parametrize("rule", [{"window": 1}, {"window": 3}, {"softcap": 2.0}, {"scale": 0.1, "softcap": 0.5}])
 def test_windows_scales_and_caps_equal_loops(rule: dict) -> None:
     q, k, v = inputs(4, 2)
-    got = attend_xla(q, k, v, jnp.array(SEGMENTS), causal=True, **{"scale": 8**-0.5} | rule)
+    got = attend_xla(q, k, v, jnp.array(SEGMENTS), AttentionSpec(causal=True, **{"scale": 8**-0.5} | rule))
     np.testing.assert_allclose(got, one_by_one(q, k, v, SEGMENTS, True, **rule), atol=2e-6)
 
 
 def test_scores_do_not_overflow_in_bfloat16() -> None:
     q, k, v = inputs(4, 2, jnp.bfloat16)
-    got = attend_xla(q * 200, k * 200, v, jnp.array(SEGMENTS), causal=True, scale=8**-0.5)
+    got = attend_xla(q * 200, k * 200, v, jnp.array(SEGMENTS), AttentionSpec(causal=True, scale=8**-0.5))
     assert got.dtype == jnp.bfloat16
     assert np.isfinite(np.asarray(got, np.float32)).all()
 
@@ -58,5 +59,5 @@ def test_blocks_of_queries_are_joined_in_order(length: int, window: int) -> None
     rng = np.random.default_rng(1)
     q, k, v = (jnp.asarray(rng.normal(size=(1, length, heads, 8)), jnp.float32) for heads in (2, 1, 1))
     segments = np.sort(rng.integers(1, 4, (1, length), dtype=np.int32), axis=1)
-    got = attend_xla(q, k, v, jnp.array(segments), causal=True, scale=8**-0.5, window=window)
+    got = attend_xla(q, k, v, jnp.array(segments), AttentionSpec(causal=True, scale=8**-0.5, window=window))
     np.testing.assert_allclose(got, one_by_one(q, k, v, segments, causal=True, window=window), atol=2e-6)

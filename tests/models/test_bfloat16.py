@@ -19,6 +19,7 @@ from test_parity import FAMILIES
 from pipeline.config.composing import PACKAGE
 from pipeline.core.sites import Site, activation_keys
 from pipeline.models.architecture import Norm
+from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.attention.xla import attend_xla
 from pipeline.models.layers import norm
 from pipeline.models.registry import open_model
@@ -49,7 +50,8 @@ def test_attention_rounds_its_weights_and_its_output_only(options: dict) -> None
     """Scores up to 50: rounded before or in the softmax, they would cost three times as much and more."""
     q, k, v = normal(0, (2, 300, 4, 64), std=2), normal(1, (2, 300, 2, 64), std=2), normal(2, (2, 300, 2, 64))
     segments = jnp.ones((2, 300), jnp.int32)
-    error = error_of(lambda q, k, v: attend_xla(q, k, v, segments, causal=True, scale=0.125, **options), q, k, v)
+    spec = AttentionSpec(causal=True, scale=0.125, **options)
+    error = error_of(lambda q, k, v: attend_xla(q, k, v, segments, spec), q, k, v)
     assert error < TWO_ROUNDINGS
 
 

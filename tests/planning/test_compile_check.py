@@ -131,6 +131,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from pipeline.planning.slice.compile_check import slice_devices
 from pipeline.cluster.sharding import make_mesh
+from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.attention.splash import attend_splash
 from pipeline.planning.slice.chips import parse_slice
 for name in ("v4-8", "v5e-4", "v5p-8", "v6e-4"):
@@ -146,7 +147,7 @@ for name in ("v4-8", "v5e-4", "v5p-8", "v6e-4"):
         heads = PartitionSpec("data", None, "tensor")
         qkv = [shape(2, length, number, head_dim, spec=heads) for number in (num_heads, num_kv_heads, num_kv_heads)]
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-            attend = jax.jit(lambda *x: attend_splash(*x, scale=0.1, mesh=mesh, **rule))
+            attend = jax.jit(lambda *x: attend_splash(*x, AttentionSpec(scale=0.1, **rule), mesh=mesh))
             text = attend.lower(*qkv, shape(2, length, dtype="int32")).compile().as_text()
         assert "tpu_custom_call" in text
         assert "all-" not in text

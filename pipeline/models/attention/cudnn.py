@@ -6,12 +6,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
 from pipeline.models.architecture import Architecture
+from pipeline.models.attention.spec import AttentionSpec
 
 _HOPPER = 9.0  # compute capability
 
 
 def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | None:
-    """Why the kernel cannot serve this model, with what would change that; None if it can."""
+    """Why the model cannot use the kernel, and what would change that; None if it can."""
     capability = float(mesh.devices.flat[0].compute_capability)
     max_head_dim = 256 if capability >= _HOPPER else 128
     if dtype != "bfloat16":
@@ -33,18 +34,16 @@ def attend_cudnn(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     segments: Int32[Array, "B T"],
-    *,
-    causal: bool,
-    scale: float,
-    softcap: None = None,
-    window: int | None = None,
+    spec: AttentionSpec,
 ) -> Float[Array, "B T N H"]:
-    """What `Attend` says, without `softcap`. JAX divides rows and heads among devices as they come.
+    """`Attend` without a softcap. JAX keeps rows and heads divided among devices as they are.
 
     cuDNN takes segments as a bias: [B, 1, T, T] numbers in q's dtype, the same for all heads and layers.
     """
     visible = segments[:, None, :, None] == segments[:, None, None, :]
-    if window is not None:  # in the bias, too: cuDNN does not take both
+    if spec.window is not None:  # also in the bias: cuDNN does not take both
         order = jnp.arange(q.shape[1])
-        visible &= order[:, None] - order < window
-    return jax.nn.dot_product_attention(q, k, v, mask=visible, scale=scale, is_causal=causal, implementation="cudnn")
+        visible &= order[:, None] - order < spec.window
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=visible, scale=spec.scale, is_causal=spec.causal, implementation="cudnn"
+    )

@@ -1,4 +1,4 @@
-"""Attention on a TPU: splash attention, the Pallas kernel that comes with JAX. It skips blocks that no query sees."""
+"""Attention on a TPU: splash attention, the Pallas kernel that comes with JAX. It skips blocks that are masked."""
 
 import jax
 import jax.numpy as jnp
@@ -6,13 +6,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from pipeline.models.architecture import Architecture
+from pipeline.models.attention.spec import AttentionSpec
 
-_LANES = 128  # the kernel takes keys in multiples of these
+_LANES = 128  # the kernel takes keys in multiples of this
 _MAX_BLOCK = 512
 
 
 def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | None:
-    """Why the kernel cannot serve this model, with what would change that; None if it can."""
+    """Why the model cannot use the kernel, and what would change that; None if it can."""
     tensor = mesh.shape["tensor"]
     if length % _LANES:
         return f"it takes rows in multiples of {_LANES} tokens and batch.length is {length}"
@@ -32,34 +33,31 @@ def attend_splash(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     segments: Int32[Array, "B T"],
+    spec: AttentionSpec,
     *,
-    causal: bool,
-    scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
     mesh: Mesh,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """What `Attend` says, with rows divided along the mesh's `data` axis and heads along `tensor`.
+    """`Attend` with rows divided along the mesh's `data` axis and heads along `tensor`.
 
-    The kernel does not scale: queries are scaled before, in their own dtype. `interpret` runs it on a CPU, for tests.
+    The kernel does not scale: queries are scaled first, in their dtype. `interpret` runs it on a CPU, for tests.
     """
     # Here, so that machines without a TPU do not import Pallas.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     length, block = q.shape[1], block_size(q.shape[1])
-    if window is not None:
-        mask = splash.LocalMask((length, length), (window - 1, 0), offset=0)
-    elif causal:
+    if spec.window is not None:
+        mask = splash.LocalMask((length, length), (spec.window - 1, 0), offset=0)
+    elif spec.causal:
         mask = splash.CausalMask((length, length))
     else:
         mask = splash.FullMask((length, length))
 
-    def of_one_device(q: Array, k: Array, v: Array, segments: Array) -> Array:
+    def attend_on_device(q: Array, k: Array, v: Array, segments: Array) -> Array:
         kernel = splash.make_splash_mha(
             splash.MultiHeadMask([mask] * q.shape[1]),
             block_sizes=splash.BlockSizes(block_q=block, block_kv=block),
-            attn_logits_soft_cap=softcap,
+            attn_logits_soft_cap=spec.softcap,
             head_shards=1,
             q_seq_shards=1,
             interpret=interpret,
@@ -67,9 +65,9 @@ def attend_splash(
         return jax.vmap(kernel)(q, k, v, splash.SegmentIds(segments, segments))
 
     heads, rows = PartitionSpec("data", "tensor"), PartitionSpec("data")
-    # What a Pallas kernel's output varies over is not tracked: check_vma=False.
+    # check_vma=False: JAX does not track the mesh axes over which a Pallas kernel's output varies.
     attend = jax.shard_map(
-        of_one_device, mesh=mesh, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False
+        attend_on_device, mesh=mesh, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False
     )
-    q, k, v = (jnp.einsum("BTNH->BNTH", x) for x in (q * jnp.asarray(scale, q.dtype), k, v))
+    q, k, v = (jnp.einsum("BTNH->BNTH", x) for x in (q * jnp.asarray(spec.scale, q.dtype), k, v))
     return jnp.einsum("BNTH->BTNH", attend(q, k, v, segments))

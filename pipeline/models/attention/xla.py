@@ -8,22 +8,19 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from pipeline.models.attention.spec import AttentionSpec
+
 
 def attend_xla(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     segments: Int32[Array, "B T"],
-    *,
-    causal: bool,
-    scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
+    spec: AttentionSpec,
 ) -> Float[Array, "B T N H"]:
-    """What `Attend` says, over blocks of queries, each with the keys that it can see: no [T, S] scores in memory.
+    """`Attend` over blocks of queries, each with the keys that it can see: there are never [T, S] scores in memory.
 
-    Rows and heads are the first axes, which is what matrix products want. What each of this is worth is in
-    docs/performance.md.
+    Rows and heads are the first axes, as matrix products are fastest. docs/performance.md has the measurements.
     """
     num_rows, length, num_heads, head_dim = q.shape
     groups = q.reshape(num_rows, length, k.shape[2], num_heads // k.shape[2], head_dim)
@@ -31,14 +28,14 @@ def attend_xla(
     order = jnp.arange(length)
     blocks = []
     for start, stop in _query_blocks(length):
-        keys = slice(max(0, start + 1 - (window or length)), stop if causal else length)
+        keys = slice(max(0, start + 1 - (spec.window or length)), stop if spec.causal else length)
         visible = segments[:, start:stop, None] == segments[:, None, keys]
         distances = order[start:stop, None] - order[keys]
-        if causal:
+        if spec.causal:
             visible &= distances >= 0
-        if window is not None:
-            visible &= distances < window
-        blocks.append(attend_visible(q[:, :, :, start:stop], k[:, :, keys], v[:, :, keys], visible, scale, softcap))
+        if spec.window is not None:
+            visible &= distances < spec.window
+        blocks.append(attend_visible(q[:, :, :, start:stop], k[:, :, keys], v[:, :, keys], visible, spec))
     z = jnp.concatenate(blocks, axis=3)
     return jnp.einsum("BKGTH->BTKGH", z).reshape(num_rows, length, num_heads, head_dim)
 
@@ -54,20 +51,19 @@ def attend_visible(
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
     visible: Bool[Array, "B T S"],
-    scale: float,
-    softcap: float | None,
+    spec: AttentionSpec,
 ) -> Float[Array, "B K G T H"]:
-    """Attention of each query to the keys that are `visible` to it, of which there is at least one.
+    """Attention of each query to the keys that are `visible` to it, at least one.
 
-    Products of four axes, a mask that is added and a division at the end are what XLA's CPU backend makes one loop of:
-    8 rows of 256, 12 heads of 64 on two cores, float32: 28 -> 11 ms. A score that is not finite is not hidden by the
-    mask: it makes all of its query's z not finite, as one of a masked value does.
+    XLA's CPU backend fuses products of four axes, an added mask and a division at the end into one loop: 8 rows of 256,
+    12 heads of 64 on two cores, float32: 28 -> 11 ms. The mask does not hide a score that is not finite: all of its
+    query's z is then not finite, as with a masked value that is not finite.
     """
     num_groups, length = q.shape[2:4]
     q = q.reshape(*q.shape[:2], -1, q.shape[-1])
-    scores = jnp.einsum("BKQH,BKSH->BKQS", q, k, preferred_element_type=jnp.float32) * scale
-    if softcap is not None:
-        scores = jnp.tanh(scores / softcap) * softcap
+    scores = jnp.einsum("BKQH,BKSH->BKQS", q, k, preferred_element_type=jnp.float32) * spec.scale
+    if spec.softcap is not None:
+        scores = jnp.tanh(scores / spec.softcap) * spec.softcap
     bias = jnp.where(visible, 0, jnp.finfo(jnp.float32).min / 2)  # half of it: the sum is finite
     scores += jnp.tile(bias, (1, num_groups, 1))[:, None]
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
