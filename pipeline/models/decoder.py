@@ -1,11 +1,12 @@
-"""The forward pass of a transformer, as far as the last captured site.
+"""The forward pass of a transformer, up to the last captured site.
 
 Letters: B rows, T positions, D model dim, V vocabulary, P learned positions, Y token types.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ class Params(TypedDict, total=False):
     runs: tuple[LayerWeights, ...]
     final_norm: Float[Array, " D"]
     final_norm_bias: Float[Array, " D"]
-    head: Float[Array, "V D"]  # for generation only, and absent where the embedding is the head, too
+    head: Float[Array, "V D"]  # for generation only; absent where the embedding is also the head
 
 
 STREAM_SITES = (Site.attn_out, Site.resid_mid, Site.mlp_out)
@@ -43,73 +44,107 @@ STREAM_SITES = (Site.attn_out, Site.resid_mid, Site.mlp_out)
 order, and that of a set of strings changes from process to process."""
 
 
-def forward(
-    arch: Architecture,
-    params: Params,
-    tokens: Int32[Array, "B T"],
-    segments: Int32[Array, "B T"],
-    positions: Int32[Array, "B T"],
-    keys: tuple[ActivationKey, ...],
-    attend: Attend | Sequence[Attend],
-    partition: Partition,
-    finish: Callable[[Float[Array, "B T width"]], Array] = lambda activation: activation,
-) -> dict[ActivationKey, Array]:
-    """What `finish` makes of the activations of `keys`, in the weights' dtype; values at padding mean nothing.
+class Batch(NamedTuple):
+    """Rows of packed tokens. Segment 0 is padding."""
 
-    Pure, to be jitted. Params must be those that were loaded for the same keys, and lie as `partition` says. `attend`
-    may be one for each layer, where `keys` make each layer a run of its own.
+    tokens: Int32[Array, "B T"]
+    segments: Int32[Array, "B T"]
+    positions: Int32[Array, "B T"]
+
+
+@dataclass(frozen=True)
+class ForwardSpec:
+    """What a forward pass captures and how it is computed: all that is fixed when it is traced."""
+
+    keys: tuple[ActivationKey, ...]
+    attend: Attend | Sequence[Attend]  # one for each layer is possible where the keys make each layer a run
+    partition: Partition
+    finish: Callable[[Float[Array, "B T width"]], Array]  # from an activation to what the pass returns of it
+
+
+def forward(arch: Architecture, params: Params, batch: Batch, spec: ForwardSpec) -> dict[ActivationKey, Array]:
+    """What `spec.finish` returns for each key's activation, in the weights' dtype; values at padding mean nothing.
+
+    Pure, to be jitted. Params must be those loaded for the same keys, sharded as `spec.partition` says.
     """
     captured: dict[ActivationKey, Array] = {}
 
-    def capture(x: Array, here: dict[ActivationKey, Array]) -> Array:
-        """Finishes activations before the layers go on with x: else the compiler may keep them beside what they become.
-
-        Compiled for v5e, 16 rows of 1024 of Qwen2.5-0.5B's shape: 225 -> 154 MiB of temporary memory with three layers
-        captured, 606 -> 206 MiB with all 24.
-        """
-        if not here:
-            return x
-        finished = {key: finish(value.reshape(*tokens.shape, -1)) for key, value in here.items()}  # heads side by side
-        x, finished = jax.lax.optimization_barrier((x, finished))
+    def capture(x: Array, activations: dict[ActivationKey, Array]) -> Array:
+        x, finished = _finish_first(x, activations, spec.finish)
         captured.update(finished)
         return x
 
-    def residuals(x: Array, index: int) -> dict[ActivationKey, Array]:
-        """The keys that are captured where the stream has passed `index` layers."""
-        here = [key for key in keys if residual_index(key, arch.num_layers) == index]
-        normed = partial(norm, x, params, "final_norm", arch)
-        return {key: partition.residual(normed()) if key.site is Site.final_norm else x for key in here}
-
-    ropes = rope_tables(arch, positions)
-
-    def layer(
-        x: Array, weights: LayerWeights, is_local: bool | Bool[Array, ""], attend: Attend
-    ) -> tuple[Array, dict[Site, Array]]:
-        x, sites = layer_sites(arch, x, partition.gather(weights), ropes, segments, is_local, attend)
-        sites |= {site: partition.residual(sites[site]) for site in STREAM_SITES if site in sites}
-        return partition.residual(x), sites
-
+    layer = partial(_partitioned_layer, arch, spec.partition, rope_tables(arch, batch.positions), batch.segments)
+    residual = spec.partition.residual
     with jax.named_scope("embed"):
-        x = partition.residual(embed(arch, params, tokens, positions))
-    x = capture(x, residuals(x, 0))
-    for run, weights in zip(layer_runs(keys, arch.num_layers), params["runs"], strict=True):
-        are_local = [arch.is_local(number) for number in range(run.first, run.stop)]
+        x = residual(embed(arch, params, batch.tokens, batch.positions))
+    x = capture(x, _residual_activations(arch, params, x, 0, spec))
+    for run, weights in zip(layer_runs(spec.keys, arch.num_layers), params["runs"], strict=True):
         with jax.named_scope(f"layers_{run.first}_to_{run.stop - 1}"):
             if len(run) == 1:
-                own = attend if callable(attend) else attend[run.first]
-                x, sites = layer(x, weights, are_local[0], own)
+                attend = spec.attend if callable(spec.attend) else spec.attend[run.first]
+                x, sites = layer(x, weights, arch.is_local(run.first), attend)
                 inner = {ActivationKey(run.first, site): value for site, value in sites.items()}
-                x = capture(x, {key: inner[key] for key in keys if key in inner})
-            elif len(set(are_local)) == 1:
-                x, _ = jax.lax.scan(
-                    lambda x, weights, kind=are_local[0]: (layer(x, weights, kind, attend)[0], None), x, weights
-                )
+                x = capture(x, {key: inner[key] for key in spec.keys if key in inner})
             else:
-                of_each = weights, np.array(are_local)
-                x, _ = jax.lax.scan(lambda x, each: (layer(x, *each, attend)[0], None), x, of_each)
-        x = partition.residual(x)
-        x = capture(x, residuals(x, run.stop))
-    return {key: captured[key] for key in keys}
+                x = _scan(partial(layer, attend=spec.attend), x, weights, [*map(arch.is_local, run.layers)])
+        x = residual(x)
+        x = capture(x, _residual_activations(arch, params, x, run.stop, spec))
+    return {key: captured[key] for key in spec.keys}
+
+
+def _finish_first(
+    x: Float[Array, "B T D"],
+    activations: dict[ActivationKey, Array],
+    finish: Callable[[Float[Array, "B T width"]], Array],
+) -> tuple[Float[Array, "B T D"], dict[ActivationKey, Array]]:
+    """Finishes activations before the next layers use x: else the compiler may hold them together with the results.
+
+    Compiled for v5e, 16 rows of 1024 of Qwen2.5-0.5B's shape: 225 -> 154 MiB of temporary memory with three layers
+    captured, 606 -> 206 MiB with all 24.
+    """
+    if not activations:
+        return x, {}
+    finished = {key: finish(value.reshape(*x.shape[:2], -1)) for key, value in activations.items()}  # heads in one axis
+    return jax.lax.optimization_barrier((x, finished))
+
+
+def _residual_activations(
+    arch: Architecture, params: Params, x: Float[Array, "B T D"], num_layers: int, spec: ForwardSpec
+) -> dict[ActivationKey, Array]:
+    """The activations that are captured from the residual stream x, after `num_layers` layers."""
+    keys = [key for key in spec.keys if residual_index(key, arch.num_layers) == num_layers]
+    normed = partial(norm, x, params, "final_norm", arch)
+    return {key: spec.partition.residual(normed()) if key.site is Site.final_norm else x for key in keys}
+
+
+def _partitioned_layer(
+    arch: Architecture,
+    partition: Partition,
+    ropes: tuple[RopeTable, RopeTable] | None,
+    segments: Int32[Array, "B T"],
+    x: Float[Array, "B T D"],
+    weights: LayerWeights,
+    is_local: bool | Bool[Array, ""],
+    attend: Attend,
+) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
+    """`layer_sites` of a layer whose weights are gathered first, and whose stream is replicated along `tensor`."""
+    x, sites = layer_sites(arch, x, partition.gather(weights), ropes, segments, is_local, attend)
+    sites |= {site: partition.residual(sites[site]) for site in STREAM_SITES if site in sites}
+    return partition.residual(x), sites
+
+
+def _scan(
+    layer: Callable[..., tuple[Array, dict[Site, Array]]],
+    x: Float[Array, "B T D"],
+    weights: LayerWeights,
+    are_local: list[bool],
+) -> Float[Array, "B T D"]:
+    """The stream after a run of layers whose weights are stacked. Where kinds of layers differ, the kind is data."""
+    if len({*are_local}) == 1:
+        return jax.lax.scan(lambda x, weights: (layer(x, weights, are_local[0])[0], None), x, weights)[0]
+    stacks = weights, np.array(are_local)
+    return jax.lax.scan(lambda x, layer_slice: (layer(x, *layer_slice)[0], None), x, stacks)[0]
 
 
 def layer_sites(
@@ -121,15 +156,15 @@ def layer_sites(
     is_local: bool | Bool[Array, ""],
     attend: Attend,
 ) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
-    """The residual stream after a layer, and the layer's sites as far as there are weights for them.
+    """The residual stream after a layer, and the sites that the layer has the weights for.
 
     `ropes` are those of `rope_tables`; in a scan over local and global layers, `is_local` is data.
     """
-    own, mlp = weights.get("attention", {}), weights.get("mlp", {})
-    sites = attention_block(x, own, arch, ropes, segments, is_local, attend)
+    attention, mlp = weights.get("attention", {}), weights.get("mlp", {})
+    sites = attention_block(x, attention, arch, ropes, segments, is_local, attend)
     stream = x
-    if Site.attn_out in sites:  # the capture may end before
-        stream = norm_if_any(x + sites[Site.attn_out], own, "sum_norm", arch)
+    if Site.attn_out in sites:  # not where the capture ends earlier
+        stream = norm_if_any(x + sites[Site.attn_out], attention, "sum_norm", arch)
         sites[Site.resid_mid] = stream
     sites |= mlp_block(x if arch.parallel else stream, mlp, arch)
     if Site.mlp_out in sites:
@@ -140,7 +175,7 @@ def layer_sites(
 def embed(
     arch: Architecture, params: Params, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"]
 ) -> Float[Array, "B T D"]:
-    """What enters layer 0. All tokens are of type 0."""
+    """The input of layer 0. All tokens are of type 0."""
     x = params["embed"][tokens]
     if arch.embed_scale != 1.0:
         x *= jnp.asarray(arch.embed_scale, x.dtype)
@@ -152,7 +187,7 @@ def embed(
 
 
 def rope_tables(arch: Architecture, positions: Int32[Array, "B T"]) -> tuple[RopeTable, RopeTable] | None:
-    """The tables of global and of local layers; one object where they are the same."""
+    """The tables of global and of local layers; the same object where they are equal."""
     if arch.rope is None:
         return None
     dim = arch.rotary_dim or arch.head_dim

@@ -66,7 +66,7 @@ def needed_leaves(arch: Architecture, table: KeyTable, keys: Sequence[Activation
         for (run, run_steps), layer in zip(runs, layers, strict=True):
             if steps & run_steps:
                 block, _, name = key.partition(".")
-                tensors = [hf_key.replace("*", str(number)) for number in range(run.first, run.stop)]
+                tensors = [hf_key.replace("*", str(number)) for number in run.layers]
                 layer.setdefault(block, {})[name] = make_leaf(arch, key, tensors, hf_axes)
     return trunk | {"runs": tuple(layers)}
 

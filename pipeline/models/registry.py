@@ -194,9 +194,10 @@ class Model:
         partition: Partition = Partition(),  # noqa: B008  frozen
         finish: Callable[[Float[Array, "B T width"]], Array] = lambda activation: activation,
     ) -> dict[ActivationKey, Array]:
-        """What `finish` makes of the activations of `keys`. Pure, to be jitted; values at padding (segment 0) mean
-        nothing."""
-        return decoder.forward(self.arch, params, tokens, segments, positions, tuple(keys), attend, partition, finish)
+        """What `finish` returns for the activation of each of `keys`. Pure, to be jitted; values at padding (segment 0)
+        mean nothing."""
+        spec = decoder.ForwardSpec(tuple(keys), attend, partition, finish)
+        return decoder.forward(self.arch, params, decoder.Batch(tokens, segments, positions), spec)
 
     def leaves(self, keys: Sequence[ActivationKey]) -> LeafTree:
         """What `load` puts on the devices, not yet read."""

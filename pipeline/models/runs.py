@@ -25,6 +25,10 @@ class LayerRun:
     def __len__(self) -> int:
         return self.stop - self.first
 
+    @property
+    def layers(self) -> range:
+        return range(self.first, self.stop)
+
     def steps(self, parallel: bool) -> frozenset[Step]:
         """The steps that each layer of the run computes, in a model with or without parallel residual."""
         return required_steps(self.ends_at, parallel) if self.ends_at else frozenset(LAYER_STEPS)
