@@ -184,7 +184,7 @@ class Decoding:
     def _apply(
         self, params: Params, tokens: Array, segments: Array, positions: Array, attend: Attend | Sequence[Attend]
     ) -> dict[ActivationKey, Array]:
-        keys = self.model.generation_keys(self.keys)
+        keys = self.model.generation.keys(self.keys)
         return self.model.apply(params, tokens, segments, positions, keys, attend, self.partition)
 
     def _is_last(self, tokens: Int32[Array, " B"], counts: Int32[Array, " B"]) -> Bool[Array, " B"]:
@@ -236,7 +236,7 @@ def compile_programs(
 ) -> Programs:
     """Lowers and compiles. `rows` and `prefill_rows` are global.
 
-    `params` are those of `model.generation_leaves(keys)`, or their shapes, on devices that are only described.
+    `params` are those of `model.generation.leaves(keys)`, or their shapes, on devices that are only described.
     """
     mesh, compute_dtype = partition.mesh, params["embed"].dtype
     chosen = choose_attention(attention, model.arch, mesh, max_prompt, compute_dtype.name)

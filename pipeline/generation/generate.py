@@ -75,7 +75,7 @@ def _compile(job: Job) -> Generator:
     options = config.data
     partition = Partition(sharding.make_mesh(plan.mesh.tensor), fsdp=generation.weights.sharding is Weights.fsdp)
     params = job.model.load_leaves(
-        job.model.generation_leaves(plan.step.keys if plan.keeps_activations else ()),
+        job.model.generation.leaves(plan.step.keys if plan.keeps_activations else ()),
         str(config.model.dtype),
         partition.leaf_sharding,
         config.run.progress and processes.is_first(),

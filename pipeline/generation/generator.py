@@ -192,7 +192,7 @@ def compile_generator(
 ) -> Generator:
     """Compiles prefill and decoding for `rows` rows (global, a multiple of the devices along `data`).
 
-    `params` are those of `model.generation_leaves(keys)`, placed as `partition` says. Activations of `keys` are taken
+    `params` are those of `model.generation.leaves(keys)`, placed as `partition` says. Activations of `keys` are taken
     while decoding, as `dtype`. Raises ConfigError for an encoder, and where prompt and completion do not fit the model.
     """
     data, num_processes = partition.mesh.shape["data"], jax.process_count()

@@ -23,6 +23,7 @@ from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
 from pipeline.data.tokenised import StreamDocuments, TokenisedDocuments
 from pipeline.job.identity import data_identity, store_metadata
 from pipeline.job.revisions import model_revision, with_commit
+from pipeline.models.leaves import num_params
 from pipeline.models.registry import Model, open_model
 from pipeline.planning.plan import Plan, StoredGeometry, make_plan
 from pipeline.store.format.commits import CommitRecord
@@ -196,7 +197,7 @@ def open_job(config: RunConfig) -> Job:
     geometry = StoredGeometry(stored.num_streams, stored.rows_per_block) if stored else None
     plan = make_plan(config, model, len(source.shards), topology(config.run), geometry)
     if plan.generation:
-        model.check_head()
+        model.generation.check_head()
         if reserved := sorted({*source.info_schema.names} & RESERVED_COLUMNS):
             raise ConfigError(f"the prompts have a column {reserved[0]}, which data=generate writes. Leave it out.")
     return Job(
@@ -224,9 +225,9 @@ def print_plan(config: RunConfig) -> None:
     """Prints what a run would do on this machine's devices. Reads only headers, and writes nothing."""
     job = open_job(config)
     sites = ", ".join(f"{site} {job.model.width(site)}" for site in job.model.sites)
-    num_params = job.model.num_params(job.plan.step.keys)
+    parameters = num_params(job.model.leaves(job.plan.step.keys))
     flops = job.model.flops_per_token(job.plan.step.keys, job.plan.step.length)
-    print(f"model     {job.model.family}, {job.model.num_layers} layers; the capture needs {num_params:,} parameters")
+    print(f"model     {job.model.family}, {job.model.num_layers} layers; the capture needs {parameters:,} parameters")
     print(f"sites     {sites}")
     print(f"compute   {flops:,} FLOPs per token")
     print(f"data      {len(job.source.shards)} source shards")

@@ -50,7 +50,7 @@ def plan_generation(
         return None
     _require_valid(config, model, data)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
-    model_bytes = model.generation_weight_bytes(str(config.model.dtype), with_int8)
+    model_bytes = model.generation.weight_bytes(str(config.model.dtype), with_int8)
     weights = plan_weights(config.model.weights, *model_bytes, data, tensor, topology.device_bytes)
     length = options.prompt_length + options.max_new_tokens
     itemsize = ITEM_BYTES[config.model.dtype]

@@ -7,10 +7,16 @@ from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture
 
 
+class GenerationFacts(Protocol):
+    def weight_bytes(self, dtype: str, with_int8: bool) -> tuple[int, int]:
+        """Bytes of the layers' matrices, and of all other weights, of all layers and the head."""
+
+
 class ModelFacts(Protocol):
-    """Sizes that config.json determines; `pipeline.models.registry.Model` implements them."""
+    """Sizes that config.json determines; `pipeline.models.model.Model` implements them."""
 
     arch: Architecture
+    generation: GenerationFacts  # raises ConfigError for an encoder
     num_layers: int
     max_positions: int
     sites: tuple[Site, ...]
@@ -20,6 +26,3 @@ class ModelFacts(Protocol):
 
     def weight_bytes(self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool) -> tuple[int, int]:
         """Bytes of the layers' matrices, and of all other weights, that capturing `keys` needs."""
-
-    def generation_weight_bytes(self, dtype: str, with_int8: bool) -> tuple[int, int]:
-        """The same for generation, which needs all layers and the head. Raises ConfigError for an encoder."""

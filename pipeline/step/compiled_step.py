@@ -73,7 +73,7 @@ def make_partition(tensor: int, weights: Weights, devices: Sequence[jax.Device] 
 def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partition) -> CompiledStep:
     """Lowers and compiles the forward pass of a step.
 
-    `params` may be shapes with shardings (`Model.abstract_params`), on devices that are only described.
+    `params` may be shapes with shardings (`loading.abstract_params`), on devices that are only described.
     """
     chosen = choose_attention(spec.attention, model.arch, partition.mesh, spec.length, params["embed"].dtype.name)
     log.info("%s", chosen.describe())

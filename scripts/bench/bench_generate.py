@@ -78,7 +78,7 @@ def uncached_step(model: Model, params: Params, length: int) -> Callable[[], obj
     @jax.jit
     def step(params: Params, ids: jax.Array) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids.shape)
-        captured = model.apply(params, ids, jnp.ones_like(ids), positions, model.generation_keys())
+        captured = model.apply(params, ids, jnp.ones_like(ids), positions, model.generation.keys())
         return jnp.argmax(logits(model.head, params, captured[FINAL][:, -1]), axis=-1)
 
     ids = jnp.zeros((ROWS, length), jnp.int32)
@@ -93,7 +93,7 @@ def eager_step(model: Model, params: Params, length: int) -> Callable[[], object
 
     def step() -> None:
         layers = [CachedLayer(empty, empty, positions[:, 0]) for _ in range(arch.num_layers)]
-        captured = model.apply(params, ids, jnp.ones_like(ids), positions, model.generation_keys(), layers)
+        captured = model.apply(params, ids, jnp.ones_like(ids), positions, model.generation.keys(), layers)
         chosen = jnp.argmax(logits(model.head, params, captured[FINAL][:, 0]), axis=-1)
         jax.block_until_ready((chosen, [(layer.keys, layer.values) for layer in layers]))
 
@@ -136,7 +136,7 @@ def main() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     (BUILD / "config.json").write_text(json.dumps(CONFIG))
     model, partition = open_model(str(BUILD), init="random"), Partition(make_mesh(devices=jax.devices()[:1]))
-    params = model.load_leaves(model.generation_leaves(), "float32", partition.leaf_sharding)
+    params = model.load_leaves(model.generation.leaves(), "float32", partition.leaf_sharding)
     results: dict[str, dict[str, float]] = {}
     for num_new in options.new_tokens:
         total, length = ROWS * num_new, PROMPT + num_new

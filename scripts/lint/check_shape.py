@@ -20,7 +20,6 @@ EXCEPTIONS: Mapping[str, str] = {
     for name in (
         "pipeline.generation.decode:compile_programs",
         "pipeline.generation.generator:compile_generator",
-        "pipeline.models.registry:Model",
     )
 }  # by name, with the reason
 

@@ -15,6 +15,7 @@ from pipeline.core.errors import NotFiniteError, StoreError
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.extraction.job_run import fill, load_step, open_store, run
 from pipeline.job.opening import open_job, print_plan
+from pipeline.models.leaves import num_params
 from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
@@ -185,7 +186,8 @@ def test_the_plan_tells_what_a_model_has_and_costs(text, tmp_path, capsys):
     printed = capsys.readouterr().out
     model = open_job(job_config(text, tmp_path / "store")).model
     keys = (ActivationKey(2, Site.resid_post),)
-    assert f"qwen2, {model.num_layers} layers; the capture needs {model.num_params(keys):,} parameters" in printed
+    parameters = num_params(model.leaves(keys))
+    assert f"qwen2, {model.num_layers} layers; the capture needs {parameters:,} parameters" in printed
     assert "embed 128, resid_pre 128, q 128, k 64, v 64, attn_z 128," in printed
     assert f"{model.flops_per_token(keys, 128):,} FLOPs per token" in printed
     assert "blocks.2.resid_post: 256 bytes per token as bfloat16" in printed

@@ -42,7 +42,7 @@ mine = [prompts, [], prompts[:10], prompts[10:]][process + 2 * (int(processes) >
 for kind in kinds:
     tensor, fsdp = (int(letter) for letter in kind)
     partition = Partition(sharding.make_mesh(tensor), bool(fsdp))
-    params = model.load_leaves(model.generation_leaves(KEYS), "float32", partition.leaf_sharding)
+    params = model.load_leaves(model.generation.leaves(KEYS), "float32", partition.leaf_sharding)
     generator = compile_generator(
         model, params, partition, rows=4, max_prompt=8, max_new_tokens=12, end_tokens=range(6), keys=KEYS,
         sampling=Sampling(temperature=1.0, seed=1), segment_steps=4,

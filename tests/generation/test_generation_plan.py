@@ -36,7 +36,7 @@ def test_memory_of_each_device():
     assert plan.weights.sharding is Weights.tensor
     assert plan.notes == ()
     whole = plan_generation(CONFIG, MODEL, width=0, data=1, tensor=1, topology=Topology(devices=1))
-    assert whole.weights.device_bytes == sum(MODEL.generation_weight_bytes("bfloat16"))
+    assert whole.weights.device_bytes == sum(MODEL.generation.weight_bytes("bfloat16"))
     assert whole.cache_bytes == 8 * plan.cache_bytes
     assert f"{whole.cache_bytes / 2**20:.1f} MiB of keys and values" in whole.describe()
 

@@ -32,7 +32,7 @@ path, where, rows_per_chip, max_prompt, num_new = sys.argv[1], sys.argv[2], *map
 devices = slice_devices(parse_slice(where))
 model, partition = open_model(path, init="random"), Partition(make_mesh(1, devices), fsdp=True)
 programs = compile_programs(
-    model, abstract_params(model.generation_leaves(), "bfloat16", partition.leaf_sharding), partition,
+    model, abstract_params(model.generation.leaves(), "bfloat16", partition.leaf_sharding), partition,
     rows=rows_per_chip * len(devices), prefill_rows=len(devices), max_prompt=max_prompt, max_new_tokens=num_new,
     end_tokens=(0,), sampling=Sampling(), keys=(), dtype="bfloat16", attention="auto", segment_steps=16,
 )

@@ -39,7 +39,7 @@ def save(family: str, path: Path):
 def generator(path: Path | str, keys: Sequence[ActivationKey] = (), *, with_int8: bool = False, **options: object):
     """On the first device, greedy unless the options say otherwise."""
     model, partition = open_model(str(path)), Partition(make_mesh(devices=jax.devices()[:1]))
-    params = model.load_leaves(model.generation_leaves(keys), "float32", partition.leaf_sharding, with_int8=with_int8)
+    params = model.load_leaves(model.generation.leaves(keys), "float32", partition.leaf_sharding, with_int8=with_int8)
     defaults = {"rows": ROWS, "max_prompt": MAX_PROMPT, "max_new_tokens": NUM_NEW, "end_tokens": ()}
     return compile_generator(model, params, partition, keys=keys, **defaults | {"sampling": Sampling()} | options)
 

@@ -18,6 +18,7 @@ from pipeline.cluster.devices import is_out_of_memory
 from pipeline.config.choices import WeightsDtype
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
+from pipeline.models.checkpoints.loading import abstract_params
 from pipeline.models.registry import Model
 from pipeline.planning.plan import Plan
 from pipeline.planning.slice.chips import GIB, Slice
@@ -89,7 +90,7 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
     """Compiles the step that a run of this plan would compile. Raises DoesNotFit."""
     partition = make_partition(plan.mesh.tensor, plan.weights.sharding, devices)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
-    params = model.abstract_params(plan.step.keys, str(config.model.dtype), partition.leaf_sharding, with_int8)
+    params = abstract_params(model.leaves(plan.step.keys), str(config.model.dtype), partition.leaf_sharding, with_int8)
     began = time.perf_counter()
     try:
         step = compile_step(model, plan.step, params, partition)

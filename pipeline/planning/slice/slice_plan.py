@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pipeline.cluster.topology import Topology
 from pipeline.config.schema import PlanConfig, RunConfig
 from pipeline.core.errors import ConfigError
+from pipeline.models.leaves import num_params
 from pipeline.models.registry import Model, open_model
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.slice.advice import advise
@@ -185,7 +186,7 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
     return SlicePlan(
         family=model.family,
         num_layers=model.num_layers,
-        num_params=model.num_params(step.keys),
+        num_params=num_params(model.leaves(step.keys)),
         topology=tpu_slice.name,
         num_chips=tpu_slice.num_chips,
         num_hosts=tpu_slice.num_hosts,

@@ -1,0 +1,32 @@
+"""What a generator writes and captures, and in which shapes."""
+
+from dataclasses import dataclass
+
+from pipeline.config.sampling import Sampling
+from pipeline.core.sites import ActivationKey
+
+_PREFILL_SHARE = 4  # a prefill has room for a quarter of the rows
+
+
+@dataclass(frozen=True)
+class GenerationSpec:
+    """The shapes of generation over all devices, and how tokens are drawn. `compile_generator` takes it."""
+
+    rows: int  # completions that are written at once; a multiple of the devices along `data`
+    max_prompt: int  # tokens
+    max_new_tokens: int
+    end_tokens: tuple[int, ...]
+    sampling: Sampling
+    keys: tuple[ActivationKey, ...] = ()  # activations that are captured during decoding
+    dtype: str = "float32"  # of the captured activations
+    attention: str = "auto"  # of the prefill: the requested implementation
+    segment_steps: int = 16  # decoding steps between two host checks; a row that ends idles for half of them on average
+
+    @property
+    def length(self) -> int:
+        """The slots of a row: prompt and completion."""
+        return self.max_prompt + self.max_new_tokens
+
+    def prefill_rows(self, data: int) -> int:
+        """The prompts of one prefill, over `data` devices along the mesh's data axis."""
+        return data * max(1, self.rows // data // _PREFILL_SHARE)

@@ -1,0 +1,208 @@
+"""A model as the rest of the pipeline sees it: its sites and sizes, its weights, and its forward pass."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jax.sharding import Sharding
+from jaxtyping import Array, Float, Int32, PyTree
+
+from pipeline.core.errors import ConfigError
+from pipeline.core.sites import POST_NORM_HOOKS, UNROTATED_HOOKS, ActivationKey, Site
+from pipeline.models.architecture import Architecture, KeyTable
+from pipeline.models.attention.choosing import Attend
+from pipeline.models.attention.xla import attend_xla
+from pipeline.models.checkpoints.checkpoint import Checkpoint
+from pipeline.models.checkpoints.loading import Placement, check_tensors, load_params
+from pipeline.models.checkpoints.random_weights import random_params
+from pipeline.models.decoder import Batch, ForwardSpec, Params, forward
+from pipeline.models.head import Head, head_leaf
+from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves, weight_bytes
+from pipeline.models.partition import TENSOR_AXES, Partition
+from pipeline.models.weight_specs import is_post_norm, weight_spec
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model whose config.json has been read. None of its weights are on a device before `load`."""
+
+    family: str
+    arch: Architecture
+    table: KeyTable
+    checkpoint: Checkpoint
+    head: Head | None  # None: an encoder
+    random_seed: int | None  # None: the checkpoint's weights
+
+    @property
+    def num_layers(self) -> int:
+        return self.arch.num_layers
+
+    @property
+    def vocab_size(self) -> int:
+        return self.arch.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.arch.max_positions
+
+    @property
+    def generation(self) -> "Generation":
+        """What generation needs beyond a capture. Raises ConfigError for an encoder, which cannot generate."""
+        if self.head is None:
+            raise ConfigError(
+                f"{self.checkpoint.where} is an encoder ({self.family}), which cannot generate. Use a causal model."
+            )
+        return Generation(self, self.head)
+
+    @property
+    def _weight_keys(self) -> set[str]:
+        """Our keys of the weights that the model has."""
+        return {entry if isinstance(entry, str) else entry[0] for entry in self.table.values()}
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites that this family has, in the order of the forward pass."""
+        lacking = set()
+        if self.arch.parallel:
+            lacking.add(Site.resid_mid)
+        if "final_norm" not in self._weight_keys:
+            lacking.add(Site.final_norm)
+        return tuple(site for site in Site if site not in lacking)
+
+    def width(self, site: Site) -> int:
+        """The size of a site's last axis."""
+        match site:
+            case Site.q | Site.attn_z:
+                return self.arch.num_heads * self.arch.head_dim
+            case Site.k | Site.v:
+                return self.arch.num_kv_heads * self.arch.head_dim
+            case Site.mlp_post:
+                return self.arch.d_mlp
+        return self.arch.d_model
+
+    def hook_name(self, key: ActivationKey) -> str:
+        """TransformerLens' name of the same place in this family."""
+        if is_post_norm(self._weight_keys):
+            return key.hook_name(POST_NORM_HOOKS)
+        return key.hook_name(UNROTATED_HOOKS if self.arch.rope is None else {})
+
+    def identity(self, by_commit: bool = False) -> dict[str, object]:
+        """What determines the activations, as plain JSON: independent of where the checkpoint is stored.
+
+        The architecture is spelled out, so that a message can name the difference between two models. Weights are
+        sampled, for which a checkpoint on the Hub is fetched; `by_commit` names its commit instead, as older stores do.
+
+        Raises CheckpointError for weights that are missing or damaged.
+        """
+        biases = sorted(key for key in self._weight_keys if weight_spec(key).is_bias)
+        architecture = _spelled_out(self.arch) | {"biases": biases}
+        identity = {"family": self.family, "architecture": architecture}
+        if self.random_seed is not None:
+            return identity | {"init": "random", "seed": self.random_seed}
+        if by_commit:
+            return identity | {"commit": self.checkpoint.commit}
+        return identity | {"weights": self.checkpoint.digest}
+
+    def weight_bytes(self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool = False) -> tuple[int, int]:
+        """Bytes that `load` takes, each array counted once: of the layers' matrices, and of all other weights."""
+        return weight_bytes(self.leaves(keys), dtype, with_int8)
+
+    @property
+    def tensor_dims(self) -> dict[str, int]:
+        """The sizes that the mesh's `tensor` axis divides, by their names in messages."""
+        return {name: self.arch.axis_size(axis) for axis, name in TENSOR_AXES.items()}
+
+    def flops_per_token(self, keys: Sequence[ActivationKey], length: int) -> int:
+        """Floating-point operations per token slot to capture `keys` in rows of `length`."""
+        return flops_per_token(self.arch, self.table, keys, length)
+
+    def load(
+        self,
+        keys: Sequence[ActivationKey],
+        dtype: str,
+        sharding: Sharding | Placement,
+        progress: bool = False,
+        with_int8: bool = False,
+    ) -> Params:
+        """The parameters that `keys` need, on the devices, in `dtype` (float32 or bfloat16); `with_int8`, the layers'
+        matrices in int8. `sharding` is that of every array, or a function of the leaf: `Partition.leaf_sharding`.
+
+        Raises CheckpointError, naming every tensor that is missing, wrongly shaped or unexpected.
+        """
+        return self.load_leaves(self.leaves(keys), dtype, sharding, progress, with_int8)
+
+    def load_leaves(
+        self,
+        needed: LeafTree,
+        dtype: str,
+        sharding: Sharding | Placement,
+        progress: bool = False,
+        with_int8: bool = False,
+    ) -> PyTree[Array]:
+        """As `load`, for any part of what `leaves` returns."""
+        place = sharding if callable(sharding) else lambda _: sharding
+        if self.random_seed is not None:
+            return random_params(needed, self.random_seed, dtype, place, progress, with_int8)
+        check_tensors(self.checkpoint, self.arch, self.table, needed)
+        return load_params(self.checkpoint, needed, dtype, place, progress, with_int8)
+
+    def apply(
+        self,
+        params: Params,
+        tokens: Int32[Array, "B T"],
+        segments: Int32[Array, "B T"],
+        positions: Int32[Array, "B T"],
+        keys: Sequence[ActivationKey],
+        attend: Attend | Sequence[Attend] = attend_xla,
+        partition: Partition = Partition(),  # noqa: B008  frozen
+        finish: Callable[[Float[Array, "B T width"]], Array] = lambda activation: activation,
+    ) -> dict[ActivationKey, Array]:
+        """What `finish` returns for the activation of each of `keys`. Pure, to be jitted; values at padding (segment 0)
+        mean nothing."""
+        spec = ForwardSpec(tuple(keys), attend, partition, finish)
+        return forward(self.arch, params, Batch(tokens, segments, positions), spec)
+
+    def leaves(self, keys: Sequence[ActivationKey]) -> LeafTree:
+        """The arrays that `load` puts on the devices, described and not yet read."""
+        return needed_leaves(self.arch, self.table, keys)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The weights and captures of a model that generates: all layers, and the head."""
+
+    model: Model
+    head: Head
+
+    def keys(self, keys: Sequence[ActivationKey] = ()) -> tuple[ActivationKey, ...]:
+        """What the forward pass of generation captures: `keys`, the cache's keys and values, and the head's input.
+
+        They make each layer a run.
+        """
+        cached = {ActivationKey(layer, site) for layer in range(self.model.num_layers) for site in (Site.k, Site.v)}
+        return tuple(sorted({*keys, *cached, ActivationKey(-1, Site.final_norm)}))
+
+    def leaves(self, keys: Sequence[ActivationKey] = ()) -> LeafTree:
+        """What `load_leaves` puts on the devices to generate, and to capture `keys` at the same time."""
+        return self.model.leaves(self.keys(keys)) | head_leaf(self.head, self.model.arch)
+
+    def weight_bytes(self, dtype: str, with_int8: bool = False) -> tuple[int, int]:
+        """Bytes of the leaves, as `Model.weight_bytes` counts them."""
+        return weight_bytes(self.leaves(), dtype, with_int8)
+
+    def check_head(self) -> None:
+        """Raises CheckpointError where the head is missing or has another shape. A checkpoint on the Hub is checked by
+        `load_leaves`."""
+        model = self.model
+        if model.random_seed is None and model.checkpoint.commit is None:
+            check_tensors(model.checkpoint, model.arch, model.table, head_leaf(self.head, model.arch))
+
+
+def _spelled_out(arch: Architecture) -> dict[str, object]:
+    """Without fields at their default, so that a field added for one family does not change the others' identity."""
+    everything = dataclasses.asdict(arch)
+    return {
+        field.name: everything[field.name]
+        for field in dataclasses.fields(arch)
+        if field.default is dataclasses.MISSING or getattr(arch, field.name) != field.default
+    }
