@@ -1,7 +1,7 @@
 """The two compiled programs of generation: prefill of new rows, and a segment of decoding steps.
 
-Both are compiled once, and caches are written in place. Prompts lie at the left, position p in slot p, with padding
-after them, so that a row's numbers do not depend on the lengths of its neighbours.
+Both are compiled once, and caches are written in place. Prompts are left-aligned, position p in slot p, with padding
+after them, so that a row's values do not depend on the lengths of other rows.
 
 Letters: B rows, R rows of one prefill, P prompt slots, C completion slots, S = P + C, D width of a site, K key-value
 heads, H head dim.
@@ -18,10 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pipeline.cluster.sharding import activation_sharding, replicated, row_sharding
-from pipeline.config.sampling import Sampling
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.generation.cache import CachedLayer, put_at
 from pipeline.generation.sampling import document_keys, sample
+from pipeline.generation.spec import GenerationSpec
 from pipeline.models.attention.choosing import Attend, Attention, choose_attention
 from pipeline.models.decoder import Params
 from pipeline.models.head import logits
@@ -33,21 +33,21 @@ FINAL = ActivationKey(-1, Site.final_norm)
 
 
 class State(NamedTuple):
-    """The rows, on the devices. Rows are divided along `data`, key-value heads along `tensor`."""
+    """All rows, on the devices. Rows are divided along `data`, key-value heads along `tensor`."""
 
     caches: tuple[tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]], ...]  # keys and values of each layer
     activations: tuple[Float[Array, "B S D"], ...]  # in the order of the captured keys
-    tokens: Int32[Array, " B"]  # each row's latest, which no layer has seen yet
+    tokens: Int32[Array, " B"]  # each row's latest, not yet run through the layers
     positions: Int32[Array, " B"]  # of those
     counts: Int32[Array, " B"]  # tokens of the completion so far
-    has_ended: Bool[Array, " B"]  # whether the latest is the last
-    is_active: Bool[Array, " B"]  # whether there is more to compute
+    has_ended: Bool[Array, " B"]  # whether the latest token is the last
+    is_active: Bool[Array, " B"]  # whether the row needs more steps
     keys: UInt32[Array, "B 2"]  # random, of each row's document
     completions: Int32[Array, "B C"]
 
 
 class Report(NamedTuple):
-    """What the host reads after a segment."""
+    """The results that the host reads after a segment."""
 
     is_active: Bool[Array, " B"]
     counts: Int32[Array, " B"]
@@ -56,8 +56,8 @@ class Report(NamedTuple):
 
 
 class NewRows(NamedTuple):
-    """Prompts for some rows. Each device along `data` has as many; `rows` are places among its own, and a place that
-    it does not have stands for no prompt."""
+    """Prompts for some rows, as many for each device along `data`. `rows` are indices among the device's rows; an index
+    out of range means that there is no prompt."""
 
     prompts: Int32[Array, "R P"]
     lengths: Int32[Array, " R"]
@@ -67,54 +67,48 @@ class NewRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoding:
-    """The two programs as functions, to be jitted. Activations of `keys` are kept, as `dtype`."""
+    """The two programs as functions, to be jitted."""
 
     model: Model
     partition: Partition
     attend: Attend  # of the prefill
-    max_prompt: int
-    max_new_tokens: int
-    end_tokens: tuple[int, ...]
-    sampling: Sampling
-    keys: tuple[ActivationKey, ...]
-    dtype: str
-    segment_steps: int
+    spec: GenerationSpec
 
     def prefill(self, params: Params, state: State, new: NewRows) -> State:
-        """Prompts go through the model, as in the extraction, and into their rows, each with its first token."""
-        arch = self.model.arch
-        order = jnp.broadcast_to(jnp.arange(self.max_prompt, dtype=jnp.int32), new.prompts.shape)
+        """Runs prompts through the model, as the extraction does, and puts them into their rows with a first token."""
+        arch, spec = self.model.arch, self.spec
+        order = jnp.broadcast_to(jnp.arange(spec.max_prompt, dtype=jnp.int32), new.prompts.shape)
         segments = (order < new.lengths[:, None]).astype(jnp.int32)
         captured = self._apply(params, new.prompts, segments, order, self.attend)
 
         def cached(layer: int, site: Site) -> Float[Array, "R K S H"]:
-            """Zeros behind the prompt: a former tenant's NaN, though masked, would be one in attention's sum."""
+            """Zeros after the prompt: a NaN of the row's previous completion, though masked, would make sums NaN."""
             heads = captured[ActivationKey(layer, site)].reshape(*order.shape, arch.num_kv_heads, arch.head_dim)
-            return jnp.pad(jnp.einsum("RPKH->RKPH", heads), ((0, 0), (0, 0), (0, self.max_new_tokens), (0, 0)))
+            return jnp.pad(jnp.einsum("RPKH->RKPH", heads), ((0, 0), (0, 0), (0, spec.max_new_tokens), (0, 0)))
 
         last = jnp.take_along_axis(captured[FINAL], jnp.maximum(new.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-        random = document_keys(self.sampling.seed, new.numbers[:, 0], new.numbers[:, 1])
+        random = document_keys(spec.sampling.seed, new.numbers[:, 0], new.numbers[:, 1])
         counts = jnp.ones_like(new.lengths)
-        tokens = sample(logits(self.model.head, params, last), random, counts - 1, self.sampling)
+        tokens = sample(logits(self.model.head, params, last), random, counts - 1, spec.sampling)
         has_ended = self._is_last(tokens, counts)
         values = State(
             caches=tuple((cached(layer, Site.k), cached(layer, Site.v)) for layer in range(arch.num_layers)),
-            activations=tuple(captured[key].astype(self.dtype) for key in self.keys),
+            activations=tuple(captured[key].astype(spec.dtype) for key in spec.keys),
             tokens=tokens,
             positions=new.lengths,
             counts=counts,
             has_ended=has_ended,
-            is_active=jnp.ones_like(has_ended) if self.keys else ~has_ended,
+            is_active=jnp.ones_like(has_ended) if spec.keys else ~has_ended,
             keys=random,
             completions=tokens[:, None],
         )
         return self._put(state, values, new.rows)
 
     def segment(self, params: Params, state: State) -> tuple[State, Report]:
-        """Decoding steps, until there were `segment_steps` or no row of any device is active."""
+        """Up to `segment_steps` decoding steps; fewer where no row of any device is active."""
 
         def goes_on(carry: tuple[Array, State]) -> Bool[Array, ""]:
-            return (carry[0] < self.segment_steps) & carry[1].is_active.any()
+            return (carry[0] < self.spec.segment_steps) & carry[1].is_active.any()
 
         def body(carry: tuple[Array, State]) -> tuple[Array, State]:
             return carry[0] + 1, self.step(params, carry[1])
@@ -123,59 +117,61 @@ class Decoding:
         return state, Report(state.is_active, state.counts, state.completions, steps)
 
     def step(self, params: Params, state: State) -> State:
-        """Each row's latest token goes through the model and gives the next. Rows that are not active stay as they are,
-        but for their latest position, which is computed again."""
+        """Runs each row's latest token through the model, which gives the next. Of a row that is not active, only the
+        latest position is computed again."""
+        spec = self.spec
         layers = [CachedLayer(*cache, state.positions) for cache in state.caches]
         tokens = state.tokens[:, None]
         captured = self._apply(params, tokens, jnp.ones_like(tokens), state.positions[:, None], layers)
         sampled = sample(
-            logits(self.model.head, params, captured[FINAL][:, 0]), state.keys, state.counts, self.sampling
+            logits(self.model.head, params, captured[FINAL][:, 0]), state.keys, state.counts, spec.sampling
         )
         goes_on = state.is_active & ~state.has_ended
         counts = state.counts + goes_on
         sampled = jnp.where(goes_on, sampled, state.tokens)
         has_ended = state.has_ended | self._is_last(sampled, counts)
-        place = jnp.arange(self.max_new_tokens) == state.counts[:, None]
+        place = jnp.arange(spec.max_new_tokens) == state.counts[:, None]
         return State(
             caches=tuple((layer.keys, layer.values) for layer in layers),
             activations=tuple(
-                put_at(kept, captured[key].astype(self.dtype), state.positions, axis=0)
-                for kept, key in zip(state.activations, self.keys, strict=True)
+                put_at(kept, captured[key].astype(spec.dtype), state.positions, axis=0)
+                for kept, key in zip(state.activations, spec.keys, strict=True)
             ),
             tokens=sampled,
             positions=state.positions + goes_on,
             counts=counts,
             has_ended=has_ended,
-            # Whoever captures wants the last token's activations, too: it takes one more step.
-            is_active=goes_on if self.keys else goes_on & ~has_ended,
+            # A capture includes the last token's activations, which take one more step.
+            is_active=goes_on if spec.keys else goes_on & ~has_ended,
             keys=state.keys,
             completions=jnp.where(place & goes_on[:, None], sampled[:, None], state.completions),
         )
 
-    def state_shapes(self, rows: int, dtype: jnp.dtype) -> State:
-        """The state of `rows` rows (global), with caches of `dtype`, as shapes with shardings."""
-        arch, mesh = self.model.arch, self.partition.mesh
-        length = self.max_prompt + self.max_new_tokens
-        shape = partial(_shape, row_sharding(mesh), rows)
+    def state_shapes(self, dtype: jnp.dtype) -> State:
+        """The state of all rows (global), with caches of `dtype`, as shapes with shardings."""
+        arch, mesh, spec = self.model.arch, self.partition.mesh, self.spec
+        shape = partial(_shape, row_sharding(mesh), spec.rows)
         heads = NamedSharding(mesh, PartitionSpec("data", "tensor"))
-        cache = _shape(heads, rows, arch.num_kv_heads, length, arch.head_dim, dtype=dtype)
-        widths = [self.model.width(key.site) for key in self.keys]
+        cache = _shape(heads, spec.rows, arch.num_kv_heads, spec.length, arch.head_dim, dtype=dtype)
+        widths = [self.model.width(key.site) for key in spec.keys]
         return State(
             caches=((cache, cache),) * arch.num_layers,
             activations=tuple(
-                _shape(activation_sharding(mesh, width), rows, length, width, dtype=self.dtype) for width in widths
+                _shape(activation_sharding(mesh, width), spec.rows, spec.length, width, dtype=spec.dtype)
+                for width in widths
             ),
             **{name: shape(dtype=jnp.int32) for name in ("tokens", "positions", "counts")},
             **{name: shape(dtype=jnp.bool_) for name in ("has_ended", "is_active")},
             keys=shape(2, dtype=jnp.uint32),
-            completions=shape(self.max_new_tokens, dtype=jnp.int32),
+            completions=shape(spec.max_new_tokens, dtype=jnp.int32),
         )
 
-    def new_row_shapes(self, rows: int) -> NewRows:
-        """Of a prefill of `rows` rows (global)."""
-        shape = partial(_shape, row_sharding(self.partition.mesh), rows)
+    def new_row_shapes(self) -> NewRows:
+        """The inputs of a prefill (global), as shapes with shardings."""
+        mesh = self.partition.mesh
+        shape = partial(_shape, row_sharding(mesh), self.spec.prefill_rows(mesh.shape["data"]))
         return NewRows(
-            prompts=shape(self.max_prompt, dtype=jnp.int32),
+            prompts=shape(self.spec.max_prompt, dtype=jnp.int32),
             lengths=shape(dtype=jnp.int32),
             numbers=shape(2, dtype=jnp.uint32),
             rows=shape(dtype=jnp.int32),
@@ -184,31 +180,31 @@ class Decoding:
     def _apply(
         self, params: Params, tokens: Array, segments: Array, positions: Array, attend: Attend | Sequence[Attend]
     ) -> dict[ActivationKey, Array]:
-        keys = self.model.generation.keys(self.keys)
+        keys = self.model.generation.keys(self.spec.keys)
         return self.model.apply(params, tokens, segments, positions, keys, attend, self.partition)
 
     def _is_last(self, tokens: Int32[Array, " B"], counts: Int32[Array, " B"]) -> Bool[Array, " B"]:
-        return jnp.isin(tokens, jnp.array(self.end_tokens, jnp.int32)) | (counts == self.max_new_tokens)
+        return jnp.isin(tokens, jnp.array(self.spec.end_tokens, jnp.int32)) | (counts == self.spec.max_new_tokens)
 
     def _put(self, state: State, values: State, rows: Int32[Array, " R"]) -> State:
-        """The new rows in their places, each device its own."""
+        """Writes the new rows into the state; each device writes its rows."""
 
-        def of_one_device(state: State, values: State, rows: Array) -> State:
-            def of_array(old: Array, new: Array) -> Array:
+        def put_on_device(state: State, values: State, rows: Array) -> State:
+            def put_array(old: Array, new: Array) -> Array:
                 return old.at[(rows, *(slice(size) for size in new.shape[1:]))].set(new, mode="drop")
 
-            return jax.tree.map(of_array, state, values)
+            return jax.tree.map(put_array, state, values)
 
-        shapes = self.state_shapes(state.tokens.shape[0], state.caches[0][0].dtype)
+        shapes = self.state_shapes(state.caches[0][0].dtype)
         specs = jax.tree.map(lambda shape: shape.sharding.spec, shapes)
         in_specs = (specs, specs, PartitionSpec("data"))
-        put = jax.shard_map(of_one_device, mesh=self.partition.mesh, in_specs=in_specs, out_specs=specs)
+        put = jax.shard_map(put_on_device, mesh=self.partition.mesh, in_specs=in_specs, out_specs=specs)
         return put(state, values, rows)
 
 
 @dataclass(frozen=True)
 class Programs:
-    """Compiled for one number of rows, room for prompts and completions, and way of sampling."""
+    """The two programs, compiled for one specification."""
 
     mesh: Mesh
     attention: Attention  # of the prefill
@@ -218,54 +214,28 @@ class Programs:
     segment: jax.stages.Compiled  # (params, state) -> state, report
 
 
-def compile_programs(
-    model: Model,
-    params: Params,
-    partition: Partition,
-    *,
-    rows: int,
-    prefill_rows: int,
-    max_prompt: int,
-    max_new_tokens: int,
-    end_tokens: Sequence[int],
-    sampling: Sampling,
-    keys: Sequence[ActivationKey],
-    dtype: str,
-    attention: str,
-    segment_steps: int,
-) -> Programs:
-    """Lowers and compiles. `rows` and `prefill_rows` are global.
+def compile_programs(model: Model, params: Params, partition: Partition, spec: GenerationSpec) -> Programs:
+    """Lowers and compiles the programs.
 
-    `params` are those of `model.generation.leaves(keys)`, or their shapes, on devices that are only described.
+    `params` are those of `model.generation.leaves(spec.keys)`, or their shapes, on devices that are only described.
     """
     mesh, compute_dtype = partition.mesh, params["embed"].dtype
-    chosen = choose_attention(attention, model.arch, mesh, max_prompt, compute_dtype.name)
-    decoding = Decoding(
-        model,
-        partition,
-        attend=chosen.attend,
-        max_prompt=max_prompt,
-        max_new_tokens=max_new_tokens,
-        end_tokens=tuple(end_tokens),
-        sampling=sampling,
-        keys=tuple(keys),
-        dtype=dtype,
-        segment_steps=segment_steps,
-    )
-    state, new_rows = decoding.state_shapes(rows, compute_dtype), decoding.new_row_shapes(prefill_rows)
-    of_state = jax.tree.map(lambda shape: shape.sharding, state)
+    attention = choose_attention(spec.attention, model.arch, mesh, spec.max_prompt, compute_dtype.name)
+    decoding = Decoding(model, partition, attention.attend, spec)
+    state, new_rows = decoding.state_shapes(compute_dtype), decoding.new_row_shapes()
+    state_shardings = jax.tree.map(lambda shape: shape.sharding, state)
     by_rows = row_sharding(mesh)
-    of_report = Report(is_active=by_rows, counts=by_rows, completions=by_rows, steps=replicated(mesh))
+    report_shardings = Report(is_active=by_rows, counts=by_rows, completions=by_rows, steps=replicated(mesh))
     empty = jax.jit(
-        lambda: jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), state), out_shardings=of_state
+        lambda: jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), state), out_shardings=state_shardings
     )
-    prefill = jax.jit(decoding.prefill, donate_argnums=1, out_shardings=of_state)
-    segment = jax.jit(decoding.segment, donate_argnums=1, out_shardings=(of_state, of_report))
-    prefill_options = compiler_options(mesh, prefill_rows * max_prompt)
+    prefill = jax.jit(decoding.prefill, donate_argnums=1, out_shardings=state_shardings)
+    segment = jax.jit(decoding.segment, donate_argnums=1, out_shardings=(state_shardings, report_shardings))
+    prefill_options = compiler_options(mesh, new_rows.prompts.size)
     with jax.default_matmul_precision(matmul_precision(compute_dtype)):
         return Programs(
             mesh=mesh,
-            attention=chosen,
+            attention=attention,
             new_rows=new_rows,
             empty=empty.lower().compile(),
             prefill=prefill.lower(params, state, new_rows).compile(prefill_options),

@@ -15,6 +15,7 @@ from pipeline.data.documents import Cursor
 from pipeline.data.tokenised import TokenisedDocument
 from pipeline.generation.generator import Completion, Generator, Prompt, compile_generator
 from pipeline.generation.progress import GenerationProgress
+from pipeline.generation.spec import GenerationSpec
 from pipeline.generation.stream_groups import StreamGroups
 from pipeline.job.end_tokens import end_tokens
 from pipeline.job.identity import sampling
@@ -28,13 +29,13 @@ log = logging.getLogger("pipeline")
 
 
 def generate(job: Job, store: StoreWriter, stop: preemption.StopRequest) -> None:
-    """Generates what this process's streams lack. Every process of the worker calls it; it returns when all are done.
+    """Generates the missing completions of this process's streams. Every process of the worker calls it, and it returns
+    when all processes have finished.
 
-    Raises Interrupted after a stop request: the groups that are complete are stored.
+    Raises Interrupted after a stop request; the complete groups are stored.
     """
-    streams = [
-        found for stream in job.plan.streams.local if (found := _open_stream(job, stream, store.records)) is not None
-    ]
+    opened = (_open_stream(job, stream, store.records) for stream in job.plan.streams.local)
+    streams = [stream for stream in opened if stream is not None]
     if processes.any_process(any(not stream.is_done for stream in streams)):
         generator = _compile(job)
         stop.check()
@@ -72,32 +73,30 @@ def _run(
 def _compile(job: Job) -> Generator:
     """Loads all layers and the head onto the devices, and compiles prefill and decoding."""
     config, plan, generation = job.config, job.plan, job.plan.generation
-    options = config.data
+    options, keys = config.data, plan.step.keys if plan.keeps_activations else ()
     partition = Partition(sharding.make_mesh(plan.mesh.tensor), fsdp=generation.weights.sharding is Weights.fsdp)
     params = job.model.load_leaves(
-        job.model.generation.leaves(plan.step.keys if plan.keeps_activations else ()),
+        job.model.generation.leaves(keys),
         str(config.model.dtype),
         partition.leaf_sharding,
         config.run.progress and processes.is_first(),
         config.model.weights_dtype is WeightsDtype.int8,
     )
-    return compile_generator(
-        job.model,
-        params,
-        partition,
+    spec = GenerationSpec(
         rows=generation.rows,
         max_prompt=generation.prompt_length,
         max_new_tokens=generation.max_new_tokens,
         end_tokens=end_tokens(job.model, job.tokenizer, options.end_tokens),
         sampling=sampling(options),
-        keys=plan.step.keys if plan.keeps_activations else (),
+        keys=keys,
         dtype=str(config.model.dtype),
         attention=plan.step.attention,
     )
+    return compile_generator(job.model, params, partition, spec)
 
 
 def _open_stream(job: Job, stream: int, records: Mapping[int, Sequence[CommitRecord]]) -> StreamGroups | None:
-    """What a stream lacks; None where its blocks are committed."""
+    """A stream's missing groups; None where all its blocks are committed."""
     left = work_left(records.get(stream, ()), job.plan.streams.budget(stream))
     if left is None:
         return None

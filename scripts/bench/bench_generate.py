@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipeline.cluster.sharding import make_mesh
+from pipeline.config.sampling import Sampling
 from pipeline.core.cores import num_cores
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.generation.cache import CachedLayer
 from pipeline.generation.decode import FINAL
-from pipeline.generation.generator import Generator, Prompt, Sampling, compile_generator
+from pipeline.generation.generator import Generator, Prompt, compile_generator
+from pipeline.generation.spec import GenerationSpec
 from pipeline.models.decoder import Params
 from pipeline.models.head import logits
 from pipeline.models.partition import Partition
@@ -54,17 +56,10 @@ def seconds(work: Callable[[], object], repeats: int) -> float:
 def generator(
     model: Model, params: Params, partition: Partition, num_new: int, keys: tuple[ActivationKey, ...] = ()
 ) -> Generator:
-    return compile_generator(
-        model,
-        params,
-        partition,
-        rows=ROWS,
-        max_prompt=PROMPT,
-        max_new_tokens=num_new,
-        end_tokens=(),
-        sampling=Sampling(),
-        keys=keys,
+    spec = GenerationSpec(
+        rows=ROWS, max_prompt=PROMPT, max_new_tokens=num_new, end_tokens=(), sampling=Sampling(), keys=keys
     )
+    return compile_generator(model, params, partition, spec)
 
 
 def cached_compiled(generator: Generator) -> Callable[[], object]:

@@ -26,7 +26,9 @@ import sys
 import jax, numpy as np
 from pipeline.cluster import joining, sharding
 from pipeline.config.schema import DistributedConfig
-from pipeline.generation.generator import Prompt, Sampling, compile_generator
+from pipeline.config.sampling import Sampling
+from pipeline.generation.generator import Prompt, compile_generator
+from pipeline.generation.spec import GenerationSpec
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
 from pipeline.core.sites import Site, activation_keys
@@ -43,10 +45,10 @@ for kind in kinds:
     tensor, fsdp = (int(letter) for letter in kind)
     partition = Partition(sharding.make_mesh(tensor), bool(fsdp))
     params = model.load_leaves(model.generation.leaves(KEYS), "float32", partition.leaf_sharding)
-    generator = compile_generator(
-        model, params, partition, rows=4, max_prompt=8, max_new_tokens=12, end_tokens=range(6), keys=KEYS,
+    generator = compile_generator(model, params, partition, GenerationSpec(
+        rows=4, max_prompt=8, max_new_tokens=12, end_tokens=tuple(range(6)), keys=KEYS,
         sampling=Sampling(temperature=1.0, seed=1), segment_steps=4,
-    )
+    ))
     found = {}
     for each in generator.run(iter(mine)):
         found[f"tokens {each.number}"] = each.tokens

@@ -22,6 +22,7 @@ import json, sys
 from pipeline.planning.slice.compile_check import slice_devices
 from pipeline.cluster.sharding import make_mesh
 from pipeline.generation.decode import compile_programs
+from pipeline.generation.spec import GenerationSpec
 from pipeline.config.sampling import Sampling
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
@@ -33,8 +34,10 @@ devices = slice_devices(parse_slice(where))
 model, partition = open_model(path, init="random"), Partition(make_mesh(1, devices), fsdp=True)
 programs = compile_programs(
     model, abstract_params(model.generation.leaves(), "bfloat16", partition.leaf_sharding), partition,
-    rows=rows_per_chip * len(devices), prefill_rows=len(devices), max_prompt=max_prompt, max_new_tokens=num_new,
-    end_tokens=(0,), sampling=Sampling(), keys=(), dtype="bfloat16", attention="auto", segment_steps=16,
+    GenerationSpec(
+        rows=rows_per_chip * len(devices), max_prompt=max_prompt, max_new_tokens=num_new, end_tokens=(0,),
+        sampling=Sampling(), dtype="bfloat16",
+    ),
 )
 report = {"attention": programs.attention.name}
 for name in ("prefill", "segment"):

@@ -9,9 +9,11 @@ import pytest
 
 from pipeline.cluster.sharding import make_mesh
 from pipeline.config.composing import PACKAGE
+from pipeline.config.sampling import Sampling
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.core.sites import ActivationKey, Site, activation_keys
-from pipeline.generation.generator import Completion, Generator, Prompt, Sampling, compile_generator
+from pipeline.generation.generator import Completion, Generator, Prompt, compile_generator
+from pipeline.generation.spec import GenerationSpec
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
 from tests.models.hf_reference import VOCAB_SIZE, save_random, torch, transformers
@@ -41,7 +43,8 @@ def generator(path: Path | str, keys: Sequence[ActivationKey] = (), *, with_int8
     model, partition = open_model(str(path)), Partition(make_mesh(devices=jax.devices()[:1]))
     params = model.load_leaves(model.generation.leaves(keys), "float32", partition.leaf_sharding, with_int8=with_int8)
     defaults = {"rows": ROWS, "max_prompt": MAX_PROMPT, "max_new_tokens": NUM_NEW, "end_tokens": ()}
-    return compile_generator(model, params, partition, keys=keys, **defaults | {"sampling": Sampling()} | options)
+    spec = GenerationSpec(keys=tuple(keys), **defaults | {"sampling": Sampling()} | options)
+    return compile_generator(model, params, partition, spec)
 
 
 def prompts(num: int, vocab_size: int = VOCAB_SIZE) -> list[Prompt]:
