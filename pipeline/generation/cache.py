@@ -1,7 +1,7 @@
 """Keys and values of earlier positions, kept on the devices; and attention to them.
 
-A row's position p lies in slot p, whatever the other rows are and whenever it came: its numbers, and so its tokens, do
-not depend on them. What lies beyond a row's own position is masked, so padding and former tenants are never seen.
+A row's position p is in slot p, whatever the other rows are: its activations, and so its tokens, do not depend on them.
+Slots after a row's position are masked, so attention never sees padding or an earlier completion.
 
 Letters: B rows, T = 1 position, S slots, N heads, K key-value heads, G = N / K, H head dim.
 """
@@ -17,8 +17,8 @@ from pipeline.models.attention.xla import attend_visible
 
 
 class CachedLayer:
-    """One layer's keys and values during one step. As the layer's `Attend`, it adds the step's own at each row's
-    position and attends to all so far; `keys` and `values` are with them then."""
+    """One layer's keys and values during one step. As the layer's `Attend`, it adds the step's keys and values at each
+    row's position, to `keys` and `values` too, and attends to all up to there."""
 
     def __init__(
         self, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], positions: Int32[Array, " B"]

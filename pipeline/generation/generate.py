@@ -1,4 +1,4 @@
-"""The first part of a job with data=generate: the model continues the prompts, and the store keeps what it wrote."""
+"""The first part of a job with data=generate: the model continues the prompts, and the store keeps its completions."""
 
 import logging
 from collections import deque
@@ -132,7 +132,7 @@ def _stream_of(number: int, num_streams: int) -> int:
 
 
 def _describer(job: Job) -> Callable[[TokenisedDocument, Completion], dict[str, object]]:
-    """What makes the columns of a completed document."""
+    """The function that makes the columns of a completed document."""
     data, tokenizer = job.config.data, job.tokenizer
     encoder = grid_encoder(data.prompts) if isinstance(data.prompts, ArcData) else None
 

@@ -1,4 +1,4 @@
-"""What generating measures."""
+"""Counts, rates and a progress bar of generation."""
 
 import json
 import time
@@ -20,7 +20,7 @@ class GenerationProgress:
         self._bar = tqdm(unit="tok", unit_scale=True, desc="generate", disable=not progress, dynamic_ncols=True)
 
     def step(self) -> None:
-        """The devices are given another segment."""
+        """Called before each segment."""
         self.last_step = time.monotonic()
 
     def completed(self, completion: Completion) -> None:
@@ -30,7 +30,7 @@ class GenerationProgress:
         self._bar.close()
 
     def to_json(self) -> bytes:
-        """Of this process."""
+        """This process's counts."""
         counts = vars(self._counts) | {"padding": round(self._counts.padding, 4)}
         return (json.dumps({"elapsed_s": round(self._elapsed_s, 3), **counts}) + "\n").encode()
 

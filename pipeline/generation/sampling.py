@@ -11,21 +11,21 @@ from pipeline.config.sampling import Sampling
 
 
 def document_keys(seed: int, high: UInt32[Array, " B"], low: UInt32[Array, " B"]) -> UInt32[Array, "B 2"]:
-    """The random key of each document, by the halves of its number: independent of batch, order and process."""
+    """Each document's random key, from the halves of its number: independent of batch, order and process."""
 
-    def of_document(high: Array, low: Array) -> Array:
+    def document_key(high: Array, low: Array) -> Array:
         return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), high), low))
 
-    return jax.vmap(of_document)(high, low)
+    return jax.vmap(document_key)(high, low)
 
 
 @jax.named_scope("sample")
 def sample(
     logits: Float32[Array, "B V"], keys: UInt32[Array, "B 2"], numbers: Int32[Array, " B"], sampling: Sampling
 ) -> Int32[Array, " B"]:
-    """The token that comes as number `numbers` (from 0) in each row's completion.
+    """Each row's token at index `numbers` of its completion.
 
-    By the Gumbel-max trick: the draw depends on a row's own key and number, whatever the other rows are.
+    Drawn by the Gumbel-max trick: the draw depends on the row's key and index alone.
     """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -17,7 +17,7 @@ from pipeline.store.generated.documents import GeneratedGroups, Group
 
 @dataclass
 class _OpenGroup:
-    """A group, some of whose documents are prompts still."""
+    """A group with documents that are not completed yet."""
 
     items: list[TokenisedDocument | SkippedDocument]
     next: Cursor
@@ -27,10 +27,10 @@ class _OpenGroup:
 
 
 class StreamGroups:
-    """What is left to generate of one stream: until `demand` is met by what is stored, or the prompts are at their end.
+    """The groups that one stream still has to generate, until the stored groups meet `demand` or the prompts end.
 
-    Which groups there are in the end depends on the prompts and the demand alone: a group is stored after those before
-    it, and dropped when these turn out to be enough.
+    The stored groups depend on the prompts and the demand alone: a group is stored after all groups before it, and
+    dropped where those meet the demand.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StreamGroups:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing left to ask for: what is under way is enough, however short its answers."""
+        """Whether no more prompts are needed: the open groups meet the demand, however short their completions."""
         expected = copy(self._demand)
         for group in self._open:
             self._count(expected, [item for item in group.items if isinstance(item, TokenisedDocument)])
@@ -100,12 +100,12 @@ class StreamGroups:
         return prompts
 
     def wants(self, prompt: Prompt) -> bool:
-        """Whether a prompt that was asked for is needed still."""
+        """Whether a prompt of `next_prompts` is still needed."""
         return prompt.number in self._places
 
     def complete(self, completion: Completion) -> None:
         """Takes a prompt's completion, and stores the groups that are complete with it."""
-        if completion.number not in self._places:  # of a group that turned out to be too many
+        if completion.number not in self._places:  # of a group that was dropped
             return
         group, place = self._places.pop(completion.number)
         prompt = group.items[place]
@@ -122,15 +122,15 @@ class StreamGroups:
         while self._open and not self._open[0].num_missing and not self._demand.is_met:
             group = self._open.popleft()
             stored = Group(self._num_stored, tuple(group.items), group.next, group.exhausted)
-            self._groups.write(stored, self._kept_of(group))
+            self._groups.write(stored, self._kept_activations(group))
             self._num_stored += 1
             self._count(self._demand, stored.documents)
         if self._demand.is_met:
             self._open.clear()
             self._places.clear()
 
-    def _kept_of(self, group: _OpenGroup) -> dict[str, np.ndarray]:
-        """The activations of the group's documents, one after the other, by array name."""
+    def _kept_activations(self, group: _OpenGroup) -> dict[str, np.ndarray]:
+        """The activations of the group's documents, concatenated, by array name."""
         documents = [group.kept[place] for place in sorted(group.kept)]
         if not documents:
             return {key.name: np.empty(0) for key in self._kept}

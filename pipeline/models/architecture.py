@@ -1,4 +1,4 @@
-"""What a decoder is made of: the numbers that a family's reader of config.json hands to the layers.
+"""The description of a transformer, which a family's reader makes from config.json.
 
 Shape letters, here and in every file of this package:
 
@@ -45,7 +45,7 @@ class Rope:
 
 
 class Norm(StrEnum):
-    """How a norm scales what it has normalised. The RMSNorms differ in bfloat16 only, but for the 1."""
+    """How a norm scales its normalised input. `rms` and `rms_wide` differ in bfloat16 only."""
 
     rms = "rms"  # by its weight, in the activations' dtype
     rms_wide = "rms_wide"  # by its weight, in float32
@@ -64,7 +64,7 @@ class Activation(StrEnum):
 
 @dataclass(frozen=True)
 class LocalAttention:
-    """Layers that see only the `window` latest positions, their own included."""
+    """Layers whose positions attend to the latest `window` positions only, their own included."""
 
     pattern: str  # a letter per layer: L local, G global
     window: int

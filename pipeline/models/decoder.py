@@ -191,7 +191,7 @@ def rope_tables(arch: Architecture, positions: Int32[Array, "B T"]) -> tuple[Rop
     if arch.rope is None:
         return None
     dim = arch.rotary_dim or arch.head_dim
-    everywhere = rope_table(arch.rope, dim, positions)
+    global_table = rope_table(arch.rope, dim, positions)
     if arch.local is None or arch.local.rope == arch.rope:
-        return everywhere, everywhere
-    return everywhere, rope_table(arch.local.rope, dim, positions)
+        return global_table, global_table
+    return global_table, rope_table(arch.local.rope, dim, positions)

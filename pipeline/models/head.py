@@ -14,7 +14,7 @@ from pipeline.models.leaves import Leaf, make_leaf
 
 @dataclass(frozen=True)
 class HeadFormat:
-    """What differs between families, beside config.json; the defaults are those of transformers' config classes."""
+    """How a family's head differs; the defaults are those of transformers' config classes."""
 
     tensor: str = "lm_head.weight"
     is_tied: bool = False
@@ -23,7 +23,7 @@ class HeadFormat:
 
 @dataclass(frozen=True)
 class Head:
-    """A head without bias. `tensor` is its HF key; None: it is the embedding."""
+    """A head without bias. `tensor` is its HF key; None: the embedding is the head."""
 
     tensor: str | None
     softcap: float | None  # of the logits: softcap * tanh(logits / softcap)
@@ -42,7 +42,7 @@ def head_leaf(head: Head, arch: Architecture) -> dict[str, Leaf]:
 
 @jax.named_scope("head")
 def logits(head: Head, params: Params, x: Float[Array, "B D"]) -> Float32[Array, "B V"]:
-    """Of the last norm's output at one position of each row."""
+    """The logits for the last norm's output x at one position of each row."""
     weight = params["head"] if head.tensor else params["embed"]
     scores = jnp.einsum("BD,VD->BV", x, weight, preferred_element_type=jnp.float32)
     return scores if head.softcap is None else jnp.tanh(scores / head.softcap) * head.softcap

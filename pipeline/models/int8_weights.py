@@ -1,8 +1,8 @@
-"""Weight-only int8: a layer's matrices as whole numbers, with a scale per output channel.
+"""Weight-only int8: a layer's matrices as integers, with a scale per output channel.
 
 Symmetric: w = values * scale, with the scale that takes the channel's largest |w| to 127. Norms, biases and embeddings
-stay in the compute dtype: the first two are small, and a lookup reads few rows, but would put its error into the
-residual stream before any layer.
+stay in the compute dtype: norms and biases are small, and a rounded embedding would put its error into the residual
+stream before any layer.
 """
 
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ class Int8Weight:
 
 
 def is_int8(leaf: Leaf) -> bool:
-    """Whether weight-only int8 is about this leaf: a matrix of a layer."""
+    """Whether this leaf may be int8: only the matrices of layers may."""
     return leaf.num_inputs > 0
 
 
 def quantise(weight: Array | np.ndarray, num_inputs: int) -> tuple[Array | np.ndarray, Array | np.ndarray]:
     """The values (int8) and the scale (float32) of a weight whose last `num_inputs` axes are inputs.
 
-    numpy or JAX, as the weight is. A channel with a value that is not finite has a scale that is not, and so shows.
+    numpy or JAX arrays, like the weight. A channel with a value that is not finite gets a scale that is not finite.
     """
     xp = weight.__array_namespace__()
     inputs = tuple(range(-num_inputs, 0))

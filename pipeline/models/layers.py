@@ -74,7 +74,7 @@ def norm_if_any(x: Array, weights: Weights, key: str, arch: Architecture) -> Arr
 def project(x: Float[Array, "B T *inputs"], weights: Weights, key: str) -> Float[Array, "B T *outputs"]:
     """A linear map by `weights[key]`, [*outputs, *inputs], with its bias where there is one."""
     weight, bias = weights[key], weights.get(f"{key}_bias")
-    if isinstance(weight, Int8Weight):  # read as int8, whose numbers every float dtype holds; the rest is float32
+    if isinstance(weight, Int8Weight):  # int8 values are exact in every float dtype; the scale is float32
         y = (_product(x, weight.values.astype(x.dtype), jnp.float32) * weight.scale).astype(x.dtype)
     else:
         y = _product(x, weight)
@@ -84,11 +84,11 @@ def project(x: Float[Array, "B T *inputs"], weights: Weights, key: str) -> Float
 def _product(
     x: Float[Array, "B T *inputs"], weight: Float[Array, "*outputs_inputs"], dtype: DTypeLike | None = None
 ) -> Float[Array, "B T *outputs"]:
-    """As a product of two matrices: of more axes, XLA's CPU backend brings the weight into another order, in every
-    layer of every step. Measured on two cores, GPT-2's shape: 1.02 times as fast, decoding 8 rows 1.4 times."""
+    """A product of two matrices: with more axes, XLA's CPU backend transposes the weight in every layer of every step.
+    Measured on two cores, GPT-2's shape: 1.02 times as fast, decoding 8 rows 1.4 times."""
     outputs = weight.shape[: weight.ndim - (x.ndim - 2)]
     matrix, x = weight.reshape(math.prod(outputs), -1), x.reshape(*x.shape[:2], -1)
-    # One position of each row: the weight first, which is read once then. [3072, 768] by 8 rows: 1.09 -> 0.38 ms.
+    # With one position per row the weight comes first, and is read once. [3072, 768] by 8 rows: 1.09 -> 0.38 ms.
     operands = ("OI,BTI->BTO", matrix, x) if x.shape[1] == 1 else ("BTI,OI->BTO", x, matrix)
     return jnp.einsum(*operands, preferred_element_type=dtype).reshape(*x.shape[:2], *outputs)
 
@@ -103,9 +103,9 @@ def attention_block(
     is_local: bool | Bool[Array, ""],
     attend: Attend,
 ) -> dict[Site, Array]:
-    """Attention's sites for the residual stream x, as far as there are weights; heads in axes [N or K, H].
+    """The sites of attention on the residual stream x that there are weights for; heads in axes [N or K, H].
 
-    `ropes` are the tables of global and local layers; `is_local` says which this is, in a scan over both kinds as data.
+    `ropes` are the tables of global and local layers; in a scan over both kinds of layers, `is_local` is data.
     """
     sites = _heads(norm_if_any(x, weights, "norm", arch), weights)
     for site, key in ((Site.q, "q_norm"), (Site.k, "k_norm")):
@@ -123,7 +123,7 @@ def attention_block(
 
 
 def _heads(x: Float[Array, "B T D"], weights: Weights) -> dict[Site, Array]:
-    """Queries, keys and values, as far as there are weights."""
+    """The queries, keys and values that there are weights for."""
     sites = (Site.q, Site.k, Site.v)
     if "qkv" not in weights:
         return {site: project(x, weights, site) for site in sites if site in weights}
@@ -142,21 +142,21 @@ def _attend(
 ) -> Float[Array, "B T N H"]:
     scale = arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
     spec = AttentionSpec(arch.causal, scale, arch.softcap)
-    everywhere = partial(attend, spec=spec)
-    is_decoding = q.shape[1] == 1  # with the keys of earlier positions in a cache
+    attend_all = partial(attend, spec=spec)
+    is_decoding = q.shape[1] == 1  # the keys of earlier positions are in a cache
     fits_window = arch.local is not None and arch.local.window >= q.shape[1] and not is_decoding
     if arch.local is None or fits_window or is_local is False:
-        return everywhere(q, k, v, segments)
-    within = partial(attend, spec=replace(spec, window=arch.local.window))
+        return attend_all(q, k, v, segments)
+    attend_window = partial(attend, spec=replace(spec, window=arch.local.window))
     if is_local is True:
-        return within(q, k, v, segments)
-    # Both kinds are in the program, once for all layers of the scan; each layer runs its own.
-    return jax.lax.cond(is_local, within, everywhere, q, k, v, segments)
+        return attend_window(q, k, v, segments)
+    # The program contains both branches once for the whole scan; each layer runs one of them.
+    return jax.lax.cond(is_local, attend_window, attend_all, q, k, v, segments)
 
 
 @jax.named_scope("mlp")
 def mlp_block(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict[Site, Array]:
-    """The MLP's sites as far as there are weights; with a gate (Shazeer, arXiv 2002.05202) or without."""
+    """The sites of an MLP that there are weights for; with a gate (Shazeer, arXiv 2002.05202) or without."""
     if "up" not in weights:
         return {}
     x = norm_if_any(x, weights, "norm", arch)

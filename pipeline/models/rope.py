@@ -43,22 +43,22 @@ def _llama3(rope: Rope, frequencies: Float32[np.ndarray, " half"]) -> Float32[np
 
 
 def rope_table(rope: Rope, head_dim: int, positions: Int32[Array, "B T"]) -> RopeTable:
-    """The table for the positions of one batch, for `head_dim` rotating dimensions; rows are packed, so positions are
-    not 0..T-1."""
+    """The table for one batch's positions, which are not 0..T-1 in packed rows. `head_dim` counts the rotating
+    dimensions."""
     angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
     return RopeTable(jnp.cos(angles), jnp.sin(angles))
 
 
 def choose_table(tables: tuple[RopeTable, RopeTable], is_local: bool | Bool[Array, ""]) -> RopeTable:
-    """The global (first) or the local layers' table; in a scan over both kinds, `is_local` is data."""
-    everywhere, local = tables
-    if isinstance(is_local, bool) or everywhere is local:
-        return local if is_local is True else everywhere
-    return jax.tree.map(lambda a, b: jnp.where(is_local, a, b), local, everywhere)
+    """The table of the global (first) or of the local layers; in a scan over both kinds, `is_local` is data."""
+    global_table, local_table = tables
+    if isinstance(is_local, bool) or global_table is local_table:
+        return local_table if is_local is True else global_table
+    return jax.tree.map(lambda a, b: jnp.where(is_local, a, b), local_table, global_table)
 
 
 def apply_rope(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:
-    """Rotates (x[h], x[h + half]) by the position's angle, as HF checkpoints expect; what is beyond 2 * half stays."""
+    """Rotates (x[h], x[h + half]) by the position's angle, as HF checkpoints expect; the dimensions after them stay."""
     half = table.cos.shape[-1]
     first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
     first, second = first.astype(jnp.float32), second.astype(jnp.float32)

@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Damage, str]] = {
         ),
         f"expected a header of at most {MAX_JSON_BYTES} bytes, got one of {1 << 39}",
     ),
-    "name twice": (doubled_header, f"expected a JSON header, got '{NAME}' is there twice"),
+    "name twice": (doubled_header, f"expected a JSON header, got '{NAME}' occurs twice"),
     "offsets < 0": (entry(data_offsets=[-8, 0]), f"a shape and offsets of {NAME} in whole numbers"),
     "offsets reversed": (entry(data_offsets=[8, 0]), r"that span 98304 bytes, got 8\.\.0"),
     "offsets beyond the file": (entry(data_offsets=[0, 10**12]), "that span 98304 bytes"),

@@ -14,7 +14,7 @@ from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 
 _TRUNKS = ("model.", "gpt_neox.", "transformer.", "bert.")  # transformers' `base_model_prefix` of the families
-_HEADS = ("lm_head.weight", "embed_out.weight")  # beside the trunk
+_HEADS = ("lm_head.weight", "embed_out.weight")  # outside the trunk
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SAMPLES_PER_TENSOR = 16
@@ -23,12 +23,12 @@ _DIGEST_THREADS = 32  # reads from object storage wait most of their time
 
 
 def current_name(name: str) -> str:
-    """What transformers calls a tensor today: the first BERT checkpoints name a LayerNorm's as TensorFlow does."""
+    """A tensor's name in current transformers: the first BERT checkpoints have TensorFlow's names for LayerNorm."""
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def _is_file_name(name: object) -> bool:
-    """Whether this is the name of a safetensors file in the index's own folder; lone surrogates are not printable."""
+    """Whether this names a safetensors file in the index's folder; lone surrogates are not printable."""
     return (
         isinstance(name, str)
         and name.endswith(".safetensors")
@@ -57,12 +57,12 @@ class Checkpoint:
 
     @cached_property
     def generation_config(self) -> Mapping[str, object]:
-        """generation_config.json; empty where there is none."""
+        """generation_config.json; empty where the checkpoint has none."""
         return self._read_json("generation_config.json") if self._files.has("generation_config.json") else {}
 
     @cached_property
     def file_of(self) -> Mapping[str, str]:
-        """The file that each tensor lies in."""
+        """The file that contains each tensor."""
         if self._files.has(_SINGLE):
             return dict.fromkeys(self._open(_SINGLE).tensors, _SINGLE)
         if not self._files.has(_INDEX):
@@ -80,15 +80,15 @@ class Checkpoint:
 
     @cached_property
     def prefix(self) -> str:
-        """What precedes the trunk's keys; nothing in checkpoints that were saved without a head."""
+        """The prefix of the trunk's keys; "" in checkpoints that were saved without a head."""
         return next((trunk for trunk in _TRUNKS if any(name.startswith(trunk) for name in self.file_of)), "")
 
     def full_name(self, name: str) -> str:
-        """What a tensor that we call by its HF key is called in this checkpoint."""
+        """The name in this checkpoint of the tensor with this HF key."""
         return name if name in _HEADS else self.prefix + name
 
     def info(self, name: str) -> TensorInfo | None:
-        """A tensor's dtype and shape; None for one that is not there, whatever the index says."""
+        """A tensor's dtype and shape; None where its file does not contain it."""
         name = self._stored_name(name)
         return self._open_indexed(name).tensors.get(name) if name in self.file_of else None
 

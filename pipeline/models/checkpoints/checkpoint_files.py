@@ -1,4 +1,4 @@
-"""Where a checkpoint's files lie: a directory, a remote path, or a repository of the Hugging Face Hub."""
+"""A checkpoint's files in a directory, at a remote path, or in a repository of the Hugging Face Hub."""
 
 import os
 import stat
@@ -18,7 +18,7 @@ from pipeline.models.checkpoints.safetensors_file import ByteSource
 
 @runtime_checkable
 class Files(Protocol):
-    """A flat set of files. `open` raises FileNotFoundError for a file that is not there.
+    """A flat set of files. `open` raises FileNotFoundError for a missing file.
 
     Every method raises CheckpointError where a retry cannot help, PipelineError where it might (network).
     """
@@ -27,13 +27,13 @@ class Files(Protocol):
     commit: str | None  # of a Hub repository
 
     def has(self, name: str) -> bool:
-        """Whether a file is there."""
+        """Whether the file exists."""
 
     def open(self, name: str) -> ByteSource:
         """A file, to be read by ranges."""
 
     def names(self) -> list[str]:
-        """What is there; for messages."""
+        """The names of all files, for messages."""
 
 
 def open_files(path: str, revision: str | None) -> Files:
@@ -52,7 +52,7 @@ def open_files(path: str, revision: str | None) -> Files:
 
 
 def is_on_hub(path: str) -> bool:
-    """Whether `model.path` names a repository of the Hub: it has the form of one, and is no directory here."""
+    """Whether `model.path` has the form of a Hub id, and is not a local directory."""
     return is_hub_id(path) and not os.path.isdir(path)
 
 
@@ -88,7 +88,7 @@ class RemoteFiles:
     def has(self, name: str) -> bool:
         with _remote_errors(self.where):
             try:
-                self._fs.info(f"{self._root}/{name}")  # `exists` takes a place that it cannot reach for an empty one
+                self._fs.info(f"{self._root}/{name}")  # `exists` returns False also where the storage cannot be reached
             except FileNotFoundError:
                 return False
         return True
@@ -118,7 +118,7 @@ class RemoteFiles:
 
 
 class HubFiles:
-    """A repository of the Hub, at the commit that its revision names when it is opened."""
+    """A repository of the Hub, at the commit of its revision when it is opened."""
 
     def __init__(self, repo: str, revision: str | None) -> None:
         self.where = repo
@@ -148,7 +148,7 @@ def _open_hub(repo: str, revision: str | None) -> Repository:
 
 
 def _local_file(path: Path) -> ByteSource:
-    """Read, not mapped: mapped pages would count as this process's memory, all of the checkpoint in the end."""
+    """Reads ranges without mapping the file: mapped pages count as this process's memory."""
     with _local_errors(str(path)):
         status = path.stat()
     if not stat.S_ISREG(status.st_mode):  # opening a named pipe would wait for a writer

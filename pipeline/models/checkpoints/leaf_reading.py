@@ -9,14 +9,14 @@ from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.int8_weights import quantise
 from pipeline.models.leaves import Leaf
 
-_PIECE_BYTES = 16 << 20  # of float32: what is read at a time
+_PIECE_BYTES = 16 << 20  # of float32, read at a time
 
 Index = tuple[slice, ...]
-"""A part of a leaf, as `jax.make_array_from_callback` asks for it."""
+"""A part of a leaf: the index that `jax.make_array_from_callback` passes."""
 
 
 def read_leaf(checkpoint: Checkpoint, leaf: Leaf, dtype: np.dtype, index: Index) -> np.ndarray:
-    """A part of a leaf: of HF's first axis, only the rows that it covers are read."""
+    """A part of a leaf. Only the rows of HF's first axis that it covers are read."""
     values = _aligned(_shape(leaf.shape, index), dtype)
     for tensor, layer in _layers(leaf, index, values):
         for place, piece, chosen in _pieces(checkpoint, leaf, tensor, index):
@@ -25,7 +25,7 @@ def read_leaf(checkpoint: Checkpoint, leaf: Leaf, dtype: np.dtype, index: Index)
 
 
 def read_int8(checkpoint: Checkpoint, leaf: Leaf, index: Index) -> tuple[np.ndarray, np.ndarray]:
-    """A part of a leaf as int8, and the scales of the output channels in it: each that of the whole channel."""
+    """A part of a leaf as int8, and the scales of its output channels, each that of the whole channel."""
     values = _aligned(_shape(leaf.shape, index), np.dtype(np.int8))
     scale = np.empty(values.shape[: -leaf.num_inputs], np.float32)
     num_outputs = len(leaf.axes) - leaf.num_inputs
@@ -44,7 +44,7 @@ def _shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
 
 
 def _layers(leaf: Leaf, index: Index, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors that a part of the leaf comes from, each with its place in the part's array."""
+    """The tensors of a part of the leaf, each with its slice of the part's array."""
     if not leaf.is_stacked:
         return iter([(leaf.tensors[0], array)])
     return zip(leaf.tensors[index[0]], array, strict=True)
@@ -53,11 +53,11 @@ def _layers(leaf: Leaf, index: Index, array: np.ndarray) -> Iterator[tuple[str, 
 def _pieces(
     checkpoint: Checkpoint, leaf: Leaf, tensor: str, index: Index, whole_channels: bool = False
 ) -> Iterator[tuple[Index, np.ndarray, Index]]:
-    """The rows of HF's first axis that a part needs, a few at a time: where they belong in the part's layer, their
-    values in our order of axes, and what of them the part wants.
+    """The rows of HF's first axis that a part needs, a few at a time: their index in the part's layer, their values in
+    our order of axes, and the index of the part in them.
 
-    With `whole_channels`, a piece has all inputs of its output channels: where HF's first axis is of inputs (GPT-2),
-    the piece is the tensor.
+    With `whole_channels`, a piece has all inputs of its output channels: where HF's first axis is an input axis
+    (GPT-2), the piece is the whole tensor.
     """
     index = index[leaf.is_stacked :]
     axis = leaf.order.index(0)  # ours, of HF's first
@@ -68,7 +68,7 @@ def _pieces(
     is_divided = not whole_channels or axis < len(index) - leaf.num_inputs
     if is_divided:
         start, stop, _ = index[axis].indices(num_items)
-        piece_bytes = _PIECE_BYTES // 2 if whole_channels else _PIECE_BYTES  # quantising needs room of its own
+        piece_bytes = _PIECE_BYTES // 2 if whole_channels else _PIECE_BYTES  # quantising makes copies
         items_per_piece = max(1, piece_bytes // item_bytes)
     for first in range(start, stop, items_per_piece):
         last = min(first + items_per_piece, stop)
@@ -83,7 +83,7 @@ def _pieces(
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array as jax's CPU backend wants it: it keeps this one, and copies what does not begin at 64 bytes."""
+    """An empty array aligned to 64 bytes, which JAX's CPU backend uses without a copy."""
     num_bytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(num_bytes + 63, np.uint8)
     start = -raw.ctypes.data % 64

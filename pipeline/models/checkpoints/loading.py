@@ -20,7 +20,7 @@ from pipeline.models.decoder import Params
 from pipeline.models.int8_weights import Int8Weight, is_int8
 from pipeline.models.leaves import Leaf, LeafTree
 
-_LOADING_THREADS = 4  # leaves on their way at a time; until it is on the devices, each lies on the host
+_LOADING_THREADS = 4  # leaves loaded at a time; the host holds each until it is on the devices
 _IGNORED_TENSORS = (  # of a layer: constants, stored by older versions of transformers
     "self_attn.rotary_emb.inv_freq",
     "attention.rotary_emb.inv_freq",
@@ -29,11 +29,11 @@ _IGNORED_TENSORS = (  # of a layer: constants, stored by older versions of trans
 _MAX_NAMED = 20  # tensors in a message
 
 Placement = Callable[[Leaf], Sharding]
-"""Where a leaf's parts lie."""
+"""The sharding of a leaf."""
 
 
 def check_tensors(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, leaves: LeafTree) -> None:
-    """Compares what the leaves need with what the checkpoint has.
+    """Compares the leaves with the checkpoint.
 
     Raises CheckpointError that names the tensors which are missing, of another shape or kind, or unexpected: not of
     this family, but in a layer that is needed, or in a layer that the model does not have.
@@ -73,10 +73,10 @@ def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, exp
 def load_params(
     checkpoint: Checkpoint, leaves: LeafTree, dtype: str, place: Placement, progress: bool, with_int8: bool = False
 ) -> Params:
-    """The parameters on the devices, in `dtype`, the layers' matrices in int8 if asked; every process reads the parts
-    that its devices hold.
+    """The parameters on the devices, in `dtype`, with `with_int8` the layers' matrices in int8. Every process reads the
+    parts that its devices hold.
 
-    On the host lie at most a few leaves at a time, as they go to the devices, and a piece of a tensor for each.
+    The host holds at most a few leaves at a time, on their way to the devices, and a piece of a tensor for each.
     """
 
     def load(leaf: Leaf) -> Array | Int8Weight:
@@ -85,13 +85,13 @@ def load_params(
         else:
             read = partial(read_leaf, checkpoint, leaf, np.dtype(dtype))
             weight = jax.make_array_from_callback(leaf.shape, place(leaf), _once_per_part(read, leaf.shape))
-        return jax.block_until_ready(weight)  # the host's copy is free then
+        return jax.block_until_ready(weight)  # frees the host's copy
 
     return build_params(load, leaves, "loading weights", progress, _LOADING_THREADS)
 
 
 def abstract_params(leaves: LeafTree, dtype: str, place: Placement, with_int8: bool = False) -> Params:
-    """What `load_params` gives, as shapes with shardings."""
+    """The shapes and shardings of what `load_params` returns; reads nothing, and needs no device."""
 
     def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct | Int8Weight:
         sharding = place(leaf)
@@ -107,7 +107,7 @@ def abstract_params(leaves: LeafTree, dtype: str, place: Placement, with_int8: b
 
 
 def _load_int8(checkpoint: Checkpoint, leaf: Leaf, sharding: Sharding) -> Int8Weight:
-    """The scales lie where the weight's output channels do; each part is read once for both."""
+    """An int8 weight. Its scales are sharded like its output channels; each part is read once for both."""
     scale_shape = leaf.shape[: -leaf.num_inputs]
     scales: dict[tuple, np.ndarray] = {}
 
@@ -126,7 +126,7 @@ def _load_int8(checkpoint: Checkpoint, leaf: Leaf, sharding: Sharding) -> Int8We
 
 
 def _once_per_part(read: Callable[[Index], np.ndarray], shape: tuple[int, ...]) -> Callable[[Index], np.ndarray]:
-    """`read`, which JAX calls for each device, once for the devices that hold the same part."""
+    """`read` for JAX, which calls it for each device: devices with the same part share one result."""
     parts: dict[tuple, np.ndarray] = {}
 
     def read_once(index: Index) -> np.ndarray:
@@ -139,7 +139,7 @@ def _once_per_part(read: Callable[[Index], np.ndarray], shape: tuple[int, ...]) 
 
 
 def without_inputs(sharding: Sharding, num_axes: int) -> Sharding:
-    """The sharding of what has only the first `num_axes` axes of an array."""
+    """The sharding of an array that has only the first `num_axes` axes."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:num_axes]))
     return sharding

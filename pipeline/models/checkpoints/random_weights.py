@@ -49,17 +49,17 @@ def random_params(
             return _normal(dtype, Int8Weight(sharding, scale_sharding))(tensor_ids, leaf.shape, leaf.num_inputs)
         return _normal(dtype, sharding)(tensor_ids, leaf.shape, 0)
 
-    # One after the other: all processes must start the same programs in the same order.
+    # One at a time: all processes must start the same programs in the same order.
     return build_params(make, leaves, "making weights", progress, threads=1)
 
 
 def _local_size(leaf: Leaf, sharding: Sharding) -> int:
-    """The numbers of a leaf that this process's devices hold."""
+    """How many of a leaf's values this process's devices hold."""
     return math.prod(sharding.shard_shape(leaf.shape)) * len(sharding.addressable_devices)
 
 
 def _host_bytes() -> int:
-    """The host's memory, or what of it this process's container may use."""
+    """The host's memory, or the limit of this process's container."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -29,12 +29,12 @@ _ITEM_BYTES = {
     **dict.fromkeys(("U32", "I32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
-_MAX_AXES, _MAX_NUMBER = 32, 2**48  # so that products are quickly made
+_MAX_AXES, _MAX_NUMBER = 32, 2**48  # bounds the products of sizes
 
 
 @dataclass(frozen=True)
 class ByteSource:
-    """Bytes that are read by ranges: `read(start, stop)` gives uint8 [stop - start]."""
+    """Bytes that are read by ranges: `read(start, stop)` returns uint8 [stop - start]."""
 
     name: str  # for messages
     size: int
@@ -43,7 +43,7 @@ class ByteSource:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies in its file: bytes start..stop, in C order."""
+    """A tensor's dtype, shape and bytes start..stop of its file, in C order."""
 
     dtype: str  # safetensors' name
     shape: tuple[int, ...]
@@ -66,12 +66,12 @@ class SafetensorsFile:
         info = self.tensors[name]
         row_bytes = (info.stop - info.start) // info.shape[0]
         raw = self._source.read(info.start + start * row_bytes, info.start + stop * row_bytes)
-        if raw.size != (stop - start) * row_bytes:  # it was whole when it was opened
+        if raw.size != (stop - start) * row_bytes:  # the file was complete when it was opened
             raise _damaged(self._source, f"{(stop - start) * row_bytes} bytes of {name}", f"{raw.size}")
         return raw.view(FLOAT_DTYPES[info.dtype]).reshape(stop - start, *info.shape[1:])
 
     def sample(self, name: str, num_pieces: int, piece_bytes: int) -> bytes:
-        """Pieces of a tensor's bytes, evenly spread from its first to its last; all of a tensor that is small."""
+        """Evenly spaced pieces of a tensor's bytes, from the first to the last; all bytes of a small tensor."""
         info = self.tensors[name]
         spare = info.stop - info.start - num_pieces * piece_bytes
         if spare <= 0:
@@ -87,7 +87,7 @@ def _damaged(source: ByteSource, expected: str, got: str) -> CheckpointError:
 
 
 def _read_header(source: ByteSource) -> tuple[Mapping[str, object], int]:
-    """The header without its metadata, and where the tensors' bytes begin."""
+    """The header without its metadata, and the offset of the tensors' bytes."""
     if source.size < 8:
         raise _damaged(source, "at least 8 bytes", f"{source.size}")
     num_bytes = int.from_bytes(source.read(0, 8).tobytes(), "little")
@@ -97,7 +97,7 @@ def _read_header(source: ByteSource) -> tuple[Mapping[str, object], int]:
         raise _damaged(source, f"a header of at most {MAX_JSON_BYTES} bytes", f"one of {num_bytes} bytes")
     try:
         header = parse_json(source.read(8, 8 + num_bytes).tobytes(), _unique)
-    except ValueError as error:  # also of UTF-8
+    except ValueError as error:  # of JSON or of UTF-8
         raise _damaged(source, "a JSON header", f"{error}") from error
     if not isinstance(header, dict):
         raise _damaged(source, "a JSON object as header", type(header).__name__)
@@ -109,7 +109,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     values = dict(pairs)
     if len(values) != len(pairs):
         (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{shown(name)} is there twice")
+        raise ValueError(f"{shown(name)} occurs twice")
     return values
 
 
@@ -130,7 +130,7 @@ def _tensor_info(source: ByteSource, data_start: int, name: str, entry: object) 
 
 
 def _check_layout(source: ByteSource, data_start: int, tensors: Mapping[str, TensorInfo]) -> None:
-    """The tensors fill the file without gaps or overlaps, as the format asks."""
+    """Raises unless the tensors fill the file without gaps or overlaps, as the format requires."""
     position = data_start
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if info.start != position:

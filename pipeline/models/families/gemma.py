@@ -40,7 +40,7 @@ def read_gemma3(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 def _read(config: HfConfig, max_positions: int, rope: Rope, local_rope: Rope, period: int) -> Architecture:
     """Every `period`-th layer is global."""
-    config.ignore("hidden_act", "sliding_window_size")  # published beside the attributes that transformers reads
+    config.ignore("hidden_act", "sliding_window_size")  # published, but transformers reads other attributes
     activation = config.activation("hidden_activation", "gelu_pytorch_tanh")
     arch = read_decoder(config, max_positions, default_head_dim=256, activation=activation, rope=rope)
     pattern = "".join("L" if (layer + 1) % period else "G" for layer in range(arch.num_layers))
@@ -55,7 +55,7 @@ def _read(config: HfConfig, max_positions: int, rope: Rope, local_rope: Rope, pe
 
 
 def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:
-    """Of global and of local layers; newer files have a mapping for each."""
+    """The rotary embeddings of global and of local layers; newer files have a mapping for each."""
     default_theta, default_local_theta = 1e6, 1e4
     if "rope_parameters" not in config:
         local_theta = config.positive_float("rope_local_base_freq", default_local_theta)

@@ -32,7 +32,7 @@ ATTENTION_BIASES: KeyTable = {
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
-    config.ignore("is_decoder")  # the model is causal whatever it says
+    config.ignore("is_decoder")  # the model is always causal
     max_positions = config.positive_int("max_position_embeddings", 2048)
     values = rope_values(config)
     fraction = values.positive_float("partial_rotary_factor", config.positive_float("rotary_pct", 0.25))

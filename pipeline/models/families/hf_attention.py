@@ -1,4 +1,4 @@
-"""What config.json says of positions and windows, in either of its vintages."""
+"""Rotary embeddings and windows, from the older and the newer form of config.json."""
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.json_text import shown
@@ -9,9 +9,9 @@ _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
 def read_rope(config: HfConfig, max_positions: int, default_theta: float = 10000.0) -> Rope:
-    """The rotary embedding, with the meaning that transformers 5 gives both vintages.
+    """The rotary embedding, with the meaning that transformers 5 gives to both forms.
 
-    Older files have `rope_theta` beside `rope_scaling`, newer ones `rope_parameters` with all of it.
+    Older files have `rope_theta` and `rope_scaling`, newer ones `rope_parameters` with all of it.
     """
     values = rope_values(config)
     rope = parse_rope(values, config.positive_float("rope_theta", default_theta), max_positions)
@@ -31,7 +31,7 @@ def rope_values(config: HfConfig) -> HfConfig:
 
 
 def parse_rope(values: HfConfig, default_theta: float, max_positions: int) -> Rope:
-    """A rotary embedding from such a mapping; the caller finishes it."""
+    """A rotary embedding from the mapping of `rope_values`; the caller calls `values.finish`."""
     kind = RopeKind(values.choice("rope_type" if "rope_type" in values else "type", tuple(RopeKind), "default"))
     if "type" in values:
         values.choice("type", (str(kind),))
@@ -59,9 +59,9 @@ def parse_rope(values: HfConfig, default_theta: float, max_positions: int) -> Ro
 def read_local(
     config: HfConfig, default_pattern: str, window: int | None, rope: Rope, local_rope: Rope, max_positions: int
 ) -> LocalAttention | None:
-    """The local layers, by `layer_types` or else by the family's default; None where no layer differs from the others.
+    """The local layers, by `layer_types` or else by the family's default; None where all layers are alike.
 
-    `window` is the family's own reading of `sliding_window`. Published configs name one even where no layer uses it.
+    `window` is the family's reading of `sliding_window`. Published configs have one even where no layer uses it.
     """
     kinds = config.strings("layer_types") or [_LOCAL if letter == "L" else _GLOBAL for letter in default_pattern]
     if set(kinds) - {_LOCAL, _GLOBAL} or len(kinds) != len(default_pattern):
@@ -69,7 +69,7 @@ def read_local(
             f"{config.where}: layer_types is {shown(kinds)}, expected {_GLOBAL} or {_LOCAL} for each of the "
             f"{len(default_pattern)} layers. Use another model."
         )
-    reach = max_positions if window is None else min(window, max_positions)
-    if _LOCAL not in kinds or (reach == max_positions and local_rope == rope):
+    window = max_positions if window is None else min(window, max_positions)
+    if _LOCAL not in kinds or (window == max_positions and local_rope == rope):
         return None
-    return LocalAttention("".join("L" if kind == _LOCAL else "G" for kind in kinds), reach, local_rope)
+    return LocalAttention("".join("L" if kind == _LOCAL else "G" for kind in kinds), window, local_rope)

@@ -1,7 +1,7 @@
-"""config.json, read so that nothing in it is overlooked.
+"""A reader of config.json that overlooks no attribute.
 
-Every attribute is either taken by the family's reader, known not to matter, or at the value that switches it off.
-Any other stops the program before weights load: an attribute that is ignored is a model that is subtly wrong.
+Every attribute is either read by the family, known not to matter, or at the value that switches it off. Any other stops
+the program before weights load: an attribute that is ignored could make the activations subtly wrong.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from pipeline.models.architecture import Activation
 
 _REQUIRED = object()
 _MAX_INT = 2**31 - 1  # token ids, positions and the axes of arrays are 32-bit
-_MAX_FLOAT = float(np.finfo(np.float32).max)  # what it takes part in is computed in float32
+_MAX_FLOAT = float(np.finfo(np.float32).max)  # values are computed in float32
 _MAX_LAYERS = 10_000  # they are planned one by one
 _MAX_SHOWN = 20  # attributes in a message
 
@@ -68,7 +68,7 @@ _ACTIVATIONS = {
 
 
 class HfConfig:
-    """A config.json, or a mapping inside of one, which remembers what was taken from it.
+    """A config.json, or a mapping inside one, which records the attributes that were read.
 
     `where` names the file in messages. Every method raises CheckpointError.
     """
@@ -80,7 +80,7 @@ class HfConfig:
         self._taken: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
-        """Whether the key is there; null counts as absent."""
+        """Whether the file has the key; null counts as absent."""
         return key in self.values
 
     def _take(self, key: str, kinds: tuple[type, ...], what: str, default: object) -> object:
@@ -112,7 +112,7 @@ class HfConfig:
         return float(value)
 
     def optional_int(self, key: str, default: int | None) -> int | None:
-        """A whole number above 0; None where the file says null, or where it says nothing and the default is None."""
+        """A whole number above 0; None where the value is null, or where it is absent and the default is None."""
         return None if self._is_none(key, default) else self.positive_int(key, default)
 
     def optional_float(self, key: str, default: float | None) -> float | None:
@@ -153,7 +153,7 @@ class HfConfig:
         return _ACTIVATIONS[self.choice(key, tuple(_ACTIVATIONS), default)]
 
     def ignore(self, *keys: str) -> None:
-        """Takes attributes that this family's model does not read."""
+        """Allows attributes that this family's model does not read."""
         self._taken.update(keys)
 
     def nested(self, key: str) -> "HfConfig":
@@ -161,7 +161,7 @@ class HfConfig:
         return HfConfig(self._take(key, (dict,), "a mapping", {}), f"{self.where}: {key}")
 
     def finish(self) -> None:
-        """To be called once everything is read."""
+        """Raises for attributes that were not read. Call it last."""
         unknown = [
             key
             for key, value in self.values.items()
@@ -180,7 +180,7 @@ class HfConfig:
 
 
 def refuse_unreadable(config: HfConfig) -> None:
-    """Stops at checkpoints of a kind that is not read at all: quantised ones, and those that bring their own code."""
+    """Raises for checkpoints that are quantised or bring code."""
     if "quantization_config" in config:
         raise CheckpointError(
             f"{config.where} has a quantization_config: expected float32, float16 or bfloat16 weights, got quantised "

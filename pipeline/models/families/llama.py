@@ -52,9 +52,9 @@ def read_decoder(
     activation: Activation | None = None,
     rope: Rope | None = None,
 ) -> Architecture:
-    """What LLaMA and its relatives have in common; the defaults are those of transformers' config classes.
+    """The architecture of LLaMA and its relatives; the defaults are those of transformers' config classes.
 
-    `activation` and `rope` are given by families that spell them in their own way.
+    Families whose config.json has other attributes for them pass `activation` and `rope`.
     """
     d_model = config.positive_int("hidden_size")
     num_heads = config.positive_int("num_attention_heads")

@@ -1,4 +1,4 @@
-"""What GPT-2, GPT-NeoX and BERT have in common: LayerNorm, and as many key-value heads as heads."""
+"""The architecture of GPT-2, GPT-NeoX and BERT: LayerNorm, and as many key-value heads as heads."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,8 +17,8 @@ def read_multi_head(
     rope: Rope | None = None,
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> Architecture:
-    """The architecture. `max_positions`, `eps` and `activation` are the family's defaults; `names` are its own ones of
-    attributes that transformers' other families call as here."""
+    """The architecture. `max_positions`, `eps` and `activation` are the family's defaults; `names` maps attributes of
+    transformers' other families to the family's."""
 
     def name(key: str) -> str:
         return names.get(key, key)
