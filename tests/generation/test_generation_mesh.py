@@ -33,14 +33,14 @@ from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
 from pipeline.core.sites import Site, activation_keys
 
-path, out, port, processes, process, *kinds = sys.argv[1:]
-process = int(process)
-if int(processes) > 1:
-    joining.initialise(DistributedConfig(f"localhost:{port}", int(processes), process))
+path, port, num_processes, process, *kinds = sys.argv[1:]
+num_processes, process = int(num_processes), int(process)
+if num_processes > 1:
+    joining.initialise(DistributedConfig(f"localhost:{port}", num_processes, process))
 model = open_model(path, init="random")
 KEYS = activation_keys((0,), (Site.attn_z, Site.resid_post))
 prompts = [Prompt(k, np.random.default_rng(k).integers(0, 101, 1 + k % 7, dtype=np.int32)) for k in range(14)]
-mine = [prompts, [], prompts[:10], prompts[10:]][process + 2 * (int(processes) > 1)]
+mine = [prompts, [], prompts[:10], prompts[10:]][process + 2 * (num_processes > 1)]
 for kind in kinds:
     tensor, fsdp = (int(letter) for letter in kind)
     partition = Partition(sharding.make_mesh(tensor), bool(fsdp))
@@ -53,23 +53,27 @@ for kind in kinds:
     for each in generator.run(iter(mine)):
         found[f"tokens {each.number}"] = each.tokens
         found |= {f"{key.name} {each.number}": values for key, values in each.activations.items()}
-    np.savez(f"{out}/{processes}-{process}-{kind}.npz", **found)
+    np.savez(f"{path}/{num_processes}-{process}-{jax.device_count()}-{kind}.npz", **found)
 """
 
 
-def run(path: Path, processes: int, devices: int, *kinds: str) -> None:
+def start(path: Path, processes: int, devices: int, *kinds: str) -> list[subprocess.Popen]:
     """Each kind is a digit for the devices along `tensor`, and one for fsdp."""
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-    common = [sys.executable, "-c", PROGRAM, str(path), str(path), str(free_port()), str(processes)]
+    common = [sys.executable, "-c", PROGRAM, str(path), str(free_port()), str(processes)]
     pipes = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    started = [subprocess.Popen([*common, str(process), *kinds], **pipes) for process in range(processes)]
+    return [subprocess.Popen([*common, str(process), *kinds], **pipes) for process in range(processes)]
+
+
+def finish(started: list[subprocess.Popen]) -> None:
     outputs = [process.communicate(timeout=300)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * processes, outputs
+    assert [process.returncode for process in started] == [0] * len(started), outputs
 
 
-def found(path: Path, processes: int, kind: str) -> dict[str, np.ndarray]:
-    """What all processes gave; none gives what another gives."""
-    parts = [dict(np.load(path / f"{processes}-{process}-{kind}.npz")) for process in range(processes)]
+def completions(path: Path, processes: int, devices: int, kind: str) -> dict[str, np.ndarray]:
+    """What all processes wrote. No prompt is completed by two of them."""
+    files = [path / f"{processes}-{process}-{devices}-{kind}.npz" for process in range(processes)]
+    parts = [dict(np.load(file)) for file in files]
     whole = {name: values for part in parts for name, values in part.items()}
     assert len(whole) == sum(map(len, parts))
     return whole
@@ -77,15 +81,15 @@ def found(path: Path, processes: int, kind: str) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
+    """The folder with the completions of all divisions, computed at the same time; on one device as the reference."""
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(CONFIG))
-    run(path, 1, 1, "10")
-    (path / "1-0-10.npz").rename(path / "reference.npz")
+    finish([*start(path, 1, 1, "10"), *start(path, 1, 4, "10", "21"), *start(path, 2, 2, "11")])
     return path
 
 
 def assert_as_on_one_device(path: Path, processes: int, kind: str) -> None:
-    expected, got = dict(np.load(path / "reference.npz")), found(path, processes, kind)
+    expected, got = completions(path, 1, 1, "10"), completions(path, processes, 4, kind)
     assert len({values.size for name, values in expected.items() if "tokens" in name}) > 3
     assert got.keys() == expected.keys()
     for name, values in expected.items():
@@ -95,13 +99,11 @@ def assert_as_on_one_device(path: Path, processes: int, kind: str) -> None:
             np.testing.assert_allclose(got[name], values, rtol=0, atol=1e-5 * np.abs(values).max(), err_msg=name)
 
 
-def test_every_division_gives_the_same_completions(path: Path) -> None:
-    run(path, 1, 4, "10", "21")
-    for kind in ("10", "21"):
-        assert_as_on_one_device(path, 1, kind)
+@pytest.mark.parametrize("kind", ["10", "21"])
+def test_every_division_gives_the_same_completions(path: Path, kind: str) -> None:
+    assert_as_on_one_device(path, 1, kind)
 
 
 def test_two_processes_with_unequal_work(path: Path) -> None:
     """The second process has done its prompts long before the first; both stay until the last row has ended."""
-    run(path, 2, 2, "11")
     assert_as_on_one_device(path, 2, "11")
