@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,6 +43,14 @@ def run(*overrides: str, module: str = "pipeline.run", timeout_s: float = 300) -
     )
 
 
+def run_here(*overrides: str) -> None:
+    """Runs the job to its end in this process: seconds less, where a process of its own is not what is tested."""
+    from pipeline.config import composing  # not above: conftest sets JAX's variables first
+    from pipeline.extraction import job_run
+
+    job_run.run(composing.compose([*overrides, "run.progress=false"]))
+
+
 def start(*overrides: str) -> subprocess.Popen:
     """Starts the job in a process of its own."""
     return subprocess.Popen(command(*overrides), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -51,8 +59,7 @@ def start(*overrides: str) -> subprocess.Popen:
 def run_and_signal(number: signal.Signals, store: Path, blocks: int, *overrides: str) -> subprocess.CompletedProcess:
     """Runs the job and sends it a signal when the store has so many blocks."""
     process = start(*overrides, f"store.path={store}")
-    while committed(store) < blocks and process.poll() is None:
-        time.sleep(0.002)
+    wait_for_blocks(process, store, blocks)
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     return subprocess.CompletedProcess(process.args, process.returncode, output)
@@ -116,10 +123,27 @@ def children(launcher: subprocess.Popen) -> list[psutil.Process]:
         return []
 
 
-def wait_for_blocks(launcher: subprocess.Popen, store: Path, blocks: int) -> None:
+def wait_until(
+    is_reached: Callable[[], bool], process: subprocess.Popen, what: str, timeout_s: float = 120, poll_s: float = 0.002
+) -> None:
+    """Waits until a point is reached, or the process has ended. Fails with the point's name after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not is_reached() and process.poll() is None:
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(poll_s)
+
+
+def wait_for_blocks(process: subprocess.Popen, store: Path, blocks: int) -> None:
     """Waits until the store has so many blocks, or the job has ended."""
-    while committed(store) < blocks and launcher.poll() is None:
-        time.sleep(0.002)
+    wait_until(lambda: committed(store) >= blocks, process, f"{blocks} blocks in {store}")
+
+
+def has_loaded(pid: int, library: str) -> bool:
+    """Whether a process has loaded a Python package's shared libraries; False also when it has ended."""
+    try:
+        return f"/{library}/" in Path(f"/proc/{pid}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def free_port() -> int:
