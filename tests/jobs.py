@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,6 +132,27 @@ def wait_until(
     while not is_reached() and process.poll() is None:
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
         time.sleep(poll_s)
+
+
+@contextmanager
+def killed_after(seconds: float, process: subprocess.Popen) -> Iterator[None]:
+    """A limit for reading what a process says: it is killed then, and its output ends."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def read_until(words: str, process: subprocess.Popen) -> list[str]:
+    """The lines that a process says, up to the first with these words."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if words in line:
+            return lines
+    raise AssertionError(f"the process ended without {words!r}: {''.join(lines)}")
 
 
 def wait_for_blocks(process: subprocess.Popen, store: Path, blocks: int) -> None:

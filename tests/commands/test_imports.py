@@ -28,6 +28,10 @@ run(composing.compose({[*overrides, "data=fineweb", "run.progress=false"]}))
 
 
 def test_importing_the_entry_point_is_quick():
-    """In CPU time, the best of three: others may use the machine."""
-    program = "import time, pipeline.run; print(time.process_time())"
-    assert min(float(python(program)) for _ in range(3)) < 2
+    """In CPU time, the best of three, and against the packages that a run cannot do without: machines differ."""
+    program = "import time, {}; print(time.process_time())"
+
+    def seconds(modules: str) -> float:
+        return min(float(python(program.format(modules))) for _ in range(3))
+
+    assert seconds("pipeline.run") < 2 * seconds("jax, tensorstore, pyarrow.parquet, hydra, tokenizers")

@@ -1,6 +1,7 @@
 """Workers that claim streams, join late, die and fall asleep: the store ends as that of one undisturbed worker."""
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -10,16 +11,29 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.store.check.verifying import verify_store
 from pipeline.store.write.claims import Claims
-from tests.jobs import assert_same_store, committed, free_port, local_processes, run, start, wait_for_blocks, write_text
+from tests.jobs import (
+    assert_same_store,
+    committed,
+    free_port,
+    killed_after,
+    local_processes,
+    read_until,
+    run_here,
+    start,
+    wait_for_blocks,
+    wait_until,
+    write_text,
+)
 
 LEASE_S = 3
-MIN_BLOCKS = 80
+MIN_BLOCKS = 50
 
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory) -> list[str]:
-    text = write_text(tmp_path_factory.mktemp("text"), files=6, documents=60)
+    text = write_text(tmp_path_factory.mktemp("text"), files=6, documents=35)
     return [
         f"data.path={text}",
         "batch.rows=4",
@@ -38,12 +52,11 @@ def overrides(tmp_path_factory) -> list[str]:
 def reference(overrides, tmp_path_factory) -> Path:
     """The store of one worker that nothing disturbed: it claims one stream after the other."""
     path = tmp_path_factory.mktemp("reference") / "store"
-    result = run(*overrides, f"store.path={path}")
-    assert result.returncode == 0, result.stderr
+    run_here(*overrides, f"store.path={path}")
     assert committed(path) >= MIN_BLOCKS
     assert len(list(path.glob("_commits/stream-*"))) == 6
     assert not list(path.glob("_claims/*"))
-    assert run(f"store.path={path}", module="pipeline.verify").returncode == 0
+    assert verify_store(str(path)) == []
     return path
 
 
@@ -65,10 +78,10 @@ def owners(store: Path) -> set[int]:
 
 
 def wait_for_owners(store: Path, count: int, *launched: subprocess.Popen) -> set[int]:
-    while len(found := owners(store)) < count:
-        assert all(process.poll() is None for process in launched)
-        time.sleep(0.02)
-    return found
+    for process in launched:
+        wait_until(lambda: len(owners(store)) >= count, process, f"{count} owners of streams", poll_s=0.02)
+        assert process.poll() is None
+    return owners(store)
 
 
 def hold_all_streams(store: Path) -> Claims:
@@ -80,7 +93,30 @@ def hold_all_streams(store: Path) -> Claims:
 
 
 def wait_until_compiling(worker: subprocess.Popen) -> None:
-    assert any("attention " in line for line in worker.stdout)
+    with killed_after(120, worker):
+        read_until("attention ", worker)
+
+
+def stop_each_at_its_first_stream(store: Path, count: int, *launched: subprocess.Popen) -> None:
+    """Stops each process as soon as it holds a stream, so that none can take what the others are to have.
+
+    All go on when `count` of them have had one.
+    """
+    stopped: set[int] = set()
+
+    def stop_owners() -> bool:
+        for pid in owners(store) - stopped:
+            os.kill(pid, signal.SIGSTOP)
+            stopped.add(pid)
+        return len(stopped) >= count
+
+    try:
+        for process in launched:
+            wait_until(stop_owners, process, f"{count} processes with a stream")
+            assert process.poll() is None
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
 
 
 def finish(worker: subprocess.Popen) -> str:
@@ -118,9 +154,8 @@ def test_a_worker_that_slept_while_its_stream_was_taken_over_drops_what_it_had(o
         wait_for_blocks(sleeper, store, 3)
         sleeper.send_signal(signal.SIGSTOP)
         with workers(1, *overrides) as [other]:
-            while owners(store) & {sleeper.pid}:
-                assert other.poll() is None
-                time.sleep(0.02)
+            wait_until(lambda: not owners(store) & {sleeper.pid}, other, "the sleeper's stream taken over")
+            assert not owners(store) & {sleeper.pid}
             sleeper.send_signal(signal.SIGCONT)
             assert "its blocks that are not committed yet are dropped here" in finish(sleeper)
             finish(other)
@@ -150,7 +185,7 @@ def test_a_worker_of_two_processes_beside_one_of_one(overrides, reference, tmp_p
         with closing(hold_all_streams(store)):
             wait_until_compiling(pair)
             wait_until_compiling(single)
-        assert len(wait_for_owners(store, 3, pair, single)) == 3
+        stop_each_at_its_first_stream(store, 3, pair, single)
         finish(single)
         finish(pair)
     assert_same_store(store, reference)

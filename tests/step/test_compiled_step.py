@@ -58,16 +58,16 @@ def on_devices(step: CompiledStep, inputs: dict[str, np.ndarray]) -> tuple[jax.A
 
 
 def test_dispatch_takes_less_than_a_millisecond_for_24_captured_layers(tmp_path: Path) -> None:
-    """The host's part of a step. The quickest of many calls counts: the machine may be doing something else."""
+    """The host's part of a step, in CPU time of this thread: the machine may be doing something else."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 24}))
     keys = activation_keys(tuple(range(24)), (Site.resid_post,))
     step, params = compiled(open_model(str(tmp_path), init="random"), "bfloat16", keys)
     inputs = on_devices(step, batch())
     seconds = []
     for _ in range(50):
-        began = time.perf_counter()
+        began = time.thread_time()
         outputs = step(params, *inputs)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.thread_time() - began)
         jax.block_until_ready(outputs)
     assert min(seconds) < 1e-3
 
