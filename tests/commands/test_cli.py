@@ -141,13 +141,13 @@ def test_a_store_path_that_cannot_be_written_is_named(text, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 6 MiB."""
+    """A file system of 12 MiB: of more blocks of 3 MiB than may be written at the same time."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = (
         os.geteuid() == 0
         and not subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], capture_output=True
+            ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(disk)], capture_output=True
         ).returncode
     )
     if not mounted:
