@@ -9,14 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from pipeline.cluster import joining
 from pipeline.config.schema import DistributedConfig
 from pipeline.core.errors import PipelineError
-from tests.jobs import ROOT, command, committed, free_port, run, write_text
+from tests.jobs import ROOT, command, committed, free_port, has_loaded, run, wait_until, write_text
 
 COMMANDS = ["run", "plan", "verify", "finalize", "merge", "inspect", "export", "delete"]
 # The process sends itself a signal when it is about to import anything but this package and the standard library.
@@ -68,8 +67,7 @@ def signalled(number: signal.Signals, when: Callable[[int], bool], *arguments: s
     process = subprocess.Popen(
         command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    while process.poll() is None and not when(process.pid):
-        time.sleep(0.002)
+    wait_until(lambda: when(process.pid), process, "the moment to send the signal")
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     return subprocess.CompletedProcess(process.args, process.returncode, output)
@@ -85,11 +83,10 @@ def assert_interrupted(result: subprocess.CompletedProcess, number: signal.Signa
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("library", ["numpy", "jaxlib", "tensorstore"])
 def test_a_signal_during_imports_is_an_interruption(overrides, tmp_path, number, library):
-    def is_imported(pid: int) -> bool:
-        return f"/{library}/" in Path(f"/proc/{pid}/maps").read_text()
-
     store = tmp_path / "store"
-    assert_interrupted(signalled(number, is_imported, *overrides, f"store.path={store}"), number)
+    assert_interrupted(
+        signalled(number, lambda pid: has_loaded(pid, library), *overrides, f"store.path={store}"), number
+    )
     assert not store.exists()
 
 

@@ -4,7 +4,6 @@ says of each document what is prompt and what is completion."""
 import json
 import random
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,17 @@ from pipeline.store.format.metadata import read_root
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.deleting import delete_store
 from pipeline.store.write.merging import merge_stores
-from tests.jobs import assert_same_store, children, committed, local_processes, run, start, write_text
+from tests.jobs import (
+    assert_same_store,
+    children,
+    committed,
+    local_processes,
+    run,
+    start,
+    wait_for_blocks,
+    wait_until,
+    write_text,
+)
 
 ASSETS = composing.PACKAGE / "assets" / "tiny-qwen2"
 
@@ -96,13 +105,13 @@ def test_a_job_that_is_killed_and_stopped_while_it_generates_ends_in_the_same_st
     """One process is killed, then one of two is stopped, then one ends it, with other rows: all is as if never."""
     store = tmp_path / "store"
     process = start(*overrides, f"store.path={store}")
-    wait(process, lambda: num_groups(store) >= 3)
+    wait_until(lambda: num_groups(store) >= 3, process, "3 groups")
     process.kill()
     process.communicate()
     assert 3 <= num_groups(store) < num_groups(reference) - 10
     before = num_groups(store)
     with local_processes(2, 1, *overrides, f"store.path={store}") as launcher:
-        wait(launcher, lambda: num_groups(store) >= before + 2)
+        wait_until(lambda: num_groups(store) >= before + 2, launcher, "2 groups more")
         children(launcher)[1].send_signal(signal.SIGTERM)
         output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 42, output
@@ -110,11 +119,6 @@ def test_a_job_that_is_killed_and_stopped_while_it_generates_ends_in_the_same_st
     assert before + 2 <= num_groups(store) < num_groups(reference)
     generate(*overrides, f"store.path={store}", "data.rows=5")
     assert_same_store(store, reference)
-
-
-def wait(process, is_over) -> None:
-    while not is_over() and process.poll() is None:
-        time.sleep(0.002)
 
 
 def test_a_budget_is_met_and_can_be_raised(overrides, reference, tmp_path):
@@ -134,7 +138,7 @@ def test_activations_that_were_kept_while_decoding_are_those_of_the_documents(ov
     generate(*float32, f"store.path={tmp_path / 'document'}")
     kept = tmp_path / "kept"
     process = start(*float32, "capture.when=decode", f"store.path={kept}")
-    wait(process, lambda: committed(kept) >= 3)
+    wait_for_blocks(process, kept, 3)
     process.kill()
     process.communicate()
     assert list(kept.glob("_generated/*/*.activations"))
@@ -161,7 +165,10 @@ def test_five_kills_at_random_moments_leave_the_same_store(overrides, reference,
     for _ in range(5):
         progress, wanted = num_groups(store) + committed(store), rng.randrange(1, 10)
         with local_processes(processes, 1, *overrides, f"store.path={store}") as launcher:
-            wait(launcher, lambda aim=progress + wanted: num_groups(store) + committed(store) >= aim)
+            aim = progress + wanted
+            wait_until(
+                lambda aim=aim: num_groups(store) + committed(store) >= aim, launcher, f"{aim} groups and blocks"
+            )
             assert launcher.poll() is None
             for child in children(launcher):
                 child.kill()
