@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := scripts/constraints.txt
 
-.PHONY: help setup setup-test demo test test-slow lint docs readme train-demo-model clean \
+.PHONY: help setup setup-test demo test test-fast test-slow lint docs readme train-demo-model clean \
 	bench bench-reader bench-writer bench-host bench-startup bench-gpu bench-peers
 
 help:  ## list the targets
@@ -47,6 +47,9 @@ demo: setup  ## the main job on text and on ARC tasks, with the bundled model: C
 
 test: setup-test  ## the test suite, in two processes: many tests wait for jobs that they start
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-fast: setup-test  ## what needs no process of its own and compiles little
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --fast
 
 test-slow: setup-test  ## the long soaks: 20 kills of a 30-block run, ...
 	$(BIN)/python -m pytest -m slow
