@@ -1,12 +1,9 @@
 """What every test may use: object stores, a store of real activations, the real material beside the checkout."""
 
-import functools
-import inspect
 import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FunctionType
 
 import pytest
 
@@ -29,6 +26,7 @@ LONGEST = (
 )
 COMPILING = (  # many programs, or large ones
     *("extraction/test_positions.py", "extraction/test_real_inputs.py", "generation/test_generate.py"),
+    *("generation/test_generation_tpu.py", "planning/test_compile_check.py", "store/test_damage_fuzzer.py"),
     *("generation/test_generator.py", "generation/test_sampling.py", "models/test_families.py", "models/test_int8.py"),
     *("models/test_attention_splash.py", "models/test_parity.py", "step/test_compiled_step.py"),
     *("step/test_storage_dtypes.py", "step/test_stored_statistics.py", "step/test_weights_error.py"),
@@ -39,46 +37,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="leave out tests that start processes or compile much")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fast"):
+        subprocess.Popen.__init__ = lambda *_, **__: pytest.skip("it starts a process")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first: no process of the suite is to be left with one while the other has nothing to do."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if config.getoption("--fast"):
-        left_out = [item for item in items if item.path.as_posix().endswith(COMPILING) or starts_processes(item)]
+        left_out = [item for item in items if item.path.as_posix().endswith(COMPILING)]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
-
-
-@functools.cache
-def named_objects(function: FunctionType) -> list[object]:
-    """The module that a function names as `subprocess`, and the functions and methods of the tests that it names."""
-    codes, named = [function.__code__], []
-    while codes:
-        code = codes.pop()
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        named += [function.__globals__.get(name) for name in code.co_names]
-    classes = [each for each in named if isinstance(each, type)]
-    methods = [value for each in classes for value in vars(each).values()]
-    functions = [inspect.unwrap(each) for each in (*named, *methods) if callable(each)]
-    of_tests = [each for each in functions if isinstance(each, FunctionType) and is_of_tests(each)]
-    return of_tests + [each for each in named if each is subprocess]
-
-
-def is_of_tests(function: FunctionType) -> bool:
-    return function.__code__.co_filename.startswith(str(Path(__file__).parent))
-
-
-def starts_processes(item: pytest.Item) -> bool:
-    """Whether the test, a fixture of it, or a function or class of the tests that these name, names `subprocess`."""
-    fixtures = [definition.func for each in item._fixtureinfo.name2fixturedefs.values() for definition in each]
-    left, seen = [item.function, *fixtures], set()
-    while left:
-        function = inspect.unwrap(left.pop())
-        if function is subprocess:
-            return True
-        if isinstance(function, FunctionType) and function not in seen:
-            seen.add(function)
-            left += named_objects(function)
-    return False
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
