@@ -59,6 +59,7 @@ lint: setup-test  ## style, formatting, who imports whom, and the sizes of thing
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/lint/check_shape.py
+	$(BIN)/python scripts/lint/check_imports.py
 
 # What others import, and no more; an import that fails, or a warning of pdoc's, fails the target.
 DOCUMENTED := pipeline '!pipeline\..*' pipeline.store '!pipeline\.store\..*' pipeline.core.errors pipeline.core.sites

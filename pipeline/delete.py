@@ -37,18 +37,19 @@ class Settings:
 def delete(settings: Settings) -> int:
     """Deletes the store, and prints what stays at its path. Returns the exit code."""
     path = settings.path
-    root = require_root(Storage.open(path))
+    storage = Storage.open(path)
+    root = require_root(storage)
     if not settings.confirm:
         state, arrays = "complete" if root.complete else "unfinished", ", ".join(root.arrays)
         raise ConfigError(f"{path}: a {state} store of {arrays}, created {root.created}. confirm=true deletes it.")
-    holders = {} if settings.force else held_claims(path)
+    holders = {} if settings.force else held_claims(storage)
     if holders:
         held = ", ".join(f"{stream} by {owner}" for stream, owner in holders.items())
         raise StoreError(
             f"{path} is not deleted: workers hold streams ({held}). Wait until they end, or add force=true if they are "
             "dead."
         )
-    left = list(islice(delete_store(path, root), _MAX_NAMED + 1))
+    left = list(islice(delete_store(storage, root), _MAX_NAMED + 1))
     names = ", ".join(left[:_MAX_NAMED]) + (", ..." if len(left) > _MAX_NAMED else "")
     print(f"{path}: deleted" + (f", but for what is not the store's: {names}" if left else ""))
     return EXIT_OK

@@ -1,1 +1,1 @@
-"""What the commands share: settings, `--help`, and the exit codes of errors. Only commands import it."""
+"""What the commands share: settings, `--help`, error messages, exit codes. Only commands import it."""

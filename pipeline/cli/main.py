@@ -10,7 +10,6 @@ import hydra
 from omegaconf import DictConfig
 
 from pipeline.cluster import devices, joining, processes
-from pipeline.cluster.startup import prepare_process
 from pipeline.config import checks
 from pipeline.config.composing import config_dir, prepare
 from pipeline.config.limits import shortened
@@ -29,7 +28,6 @@ def main(task: Callable[[RunConfig], None], doc: str) -> None:
 
     `--help` prints `doc`, the command's docstring, before what Hydra says about the configuration.
     """
-    prepare_process()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("pipeline").setLevel(logging.INFO)
     logging.getLogger().setLevel(logging.WARNING)

@@ -1,6 +1,6 @@
 """The values that each key of the configuration allows, as a table. All are checked before anything uses them.
 
-`plan.py` checks values against each other; sources, models and tokenizers check what depends on their files.
+`pipeline.planning` checks values against each other; sources, models and tokenizers check what depends on their files.
 """
 
 import os

@@ -1,9 +1,9 @@
 """The configuration's types: every key, its default and what it means. Hydra refuses any other key.
 
 A run composes the command line and the YAML files, which state only what differs from these defaults, into these frozen
-dataclasses once (`run_config`); no dict travels further. `limits.py` has the values that each key allows. `plan.py`
-checks values against each other (a layer that the model lacks, rows that do not divide). `make readme` writes the
-README's table of keys from this file.
+dataclasses once (`run_config`); no dict travels further. `limits.py` has the values that each key allows.
+`pipeline.planning` checks values against each other (a layer that the model lacks, rows that do not divide). `make
+readme` writes the README's table of keys from this file.
 """
 
 from dataclasses import dataclass, field

@@ -208,7 +208,7 @@ def costs(
     """
     if not selection.packs:
         return sizes, length
-    counts = np.array([min(len(found.places), selection.slots) for found in chosen], np.int64)
+    counts = np.array([min(len(piece_choice.places), selection.slots) for piece_choice in chosen], np.int64)
     return np.maximum(sizes * selection.slots, counts * length), length * selection.slots
 
 
@@ -219,11 +219,11 @@ def selected_slots(
 
     Of a row that has more than `num_slots` those with the lowest ranks get one.
     """
-    counts = np.array([len(found.places) for found in chosen], np.int64)
+    counts = np.array([len(piece_choice.places) for piece_choice in chosen], np.int64)
     none = np.empty(0, np.int64)
     piece = np.repeat(np.arange(len(chosen)), counts)
-    position = placement.column[piece] + np.concatenate([none, *(found.places for found in chosen)])
-    row, rank = placement.row[piece], np.concatenate([found.ranks for found in chosen] or [none])
+    position = placement.column[piece] + np.concatenate([none, *(piece_choice.places for piece_choice in chosen)])
+    row, rank = placement.row[piece], np.concatenate([piece_choice.ranks for piece_choice in chosen] or [none])
 
     def place_in_row(row: np.ndarray) -> np.ndarray:
         """How many of the same row stand before each, where rows are ascending."""

@@ -16,8 +16,8 @@ import numpy as np
 
 from pipeline.core.errors import StoreError
 from pipeline.data.documents import TokenBlock
-from pipeline.extraction.block_checks import SlotChecks, check_finite
 from pipeline.extraction.block_contents import commit_record, merge_rows, side_arrays
+from pipeline.extraction.block_warnings import SlotChecks, check_finite
 from pipeline.extraction.buffers import BlockBuffers
 from pipeline.extraction.claiming import ClaimedStreams
 from pipeline.extraction.transfer import HostBlock, InFlight, StepInFlight
@@ -162,8 +162,8 @@ class BlockWriter:
         if not self._may_commit(block.stream):
             self._finished(block.stream, buffers)
             return
-        self._checks.check(block)
         with self._metrics.stage(Stage.WRITER_COPY):
+            self._checks.check(block)
             buffers.pad(block.num_rows)
             arrays = buffers.arrays(self._plan) | side_arrays(block, self._plan.rows_per_block)
         with self._metrics.stage(Stage.WRITER_STATISTICS):

@@ -9,7 +9,7 @@ from pipeline.config.choices import WeightsDtype
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
 from pipeline.data.feed import Feed, InTurn, StreamWork
-from pipeline.extraction import weights_error
+from pipeline.extraction import int8_probe
 from pipeline.extraction.block_writer import BlockWriter
 from pipeline.extraction.claiming import ClaimedStreams
 from pipeline.extraction.loaded_step import LoadedStep, ModelWeights
@@ -41,6 +41,7 @@ def run(config: RunConfig) -> None:
     """
     use_compilation_cache(config.run.compilation_cache)
     with preemption.stop_on_signals() as stop:
+        processes.require_same_config(config)  # what follows asks the first process, wherever the configuration says
         job = open_job(config)
         log.info("%s", job.plan.describe())
         stop.check()
@@ -85,7 +86,7 @@ def extract(job: Job, store: StoreWriter, work: Sequence[StreamWork], stop: pree
     """Loads and compiles the step, and fills the store with the blocks of `work`. Raises Interrupted after a signal."""
     is_measured = job.config.model.weights_dtype is not WeightsDtype.int8 or store.root.weights_error is not None
     if not is_measured and processes.is_first():
-        store.record_weights_error(weights_error.measure(job))
+        store.record_weights_error(int8_probe.measure(job))
     processes.wait_for_all()  # with no watchdog yet: measuring may take longer than a step
     step = load_step(job)
     stop.check()

@@ -55,7 +55,7 @@ class ExtractionLoop:
                     timeout_s = POLL_S
                 elif self.plan.mesh.processes > 1:
                     others_have_rows = self._pad()
-                    if not others_have_rows and not self.stop.noticed and not any_process(not has_ended):
+                    if not others_have_rows and not self.stop.noticed and self._all_have_ended(has_ended):
                         break
                     timeout_s = 0 if others_have_rows else POLL_S  # others wait for this process's next step
                 elif has_ended:
@@ -96,6 +96,11 @@ class ExtractionLoop:
         counts = self._dispatch(None, first_row=0).counts
         with self.metrics.stage(Stage.LOOP_OTHERS):
             return bool(np.asarray(counts)[0] > 0)
+
+    def _all_have_ended(self, has_ended: bool) -> bool:
+        """Whether the feed of every process has ended."""
+        with self.metrics.stage(Stage.LOOP_OTHERS):
+            return not any_process(not has_ended)
 
     def _dispatch(self, block: TokenBlock | None, first_row: int) -> StepInFlight:
         if self.profile:

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 
-from pipeline.cluster import preemption, processes, sharding
-from pipeline.config.choices import Weights, WeightsDtype
+from pipeline.cluster import preemption, processes
+from pipeline.config.choices import WeightsDtype
 from pipeline.config.schema import ArcData
 from pipeline.core.errors import Interrupted
 from pipeline.data.arc.encoders import grid_encoder
@@ -21,7 +21,7 @@ from pipeline.job.end_tokens import end_tokens
 from pipeline.job.identity import sampling
 from pipeline.job.opening import Job, work_left
 from pipeline.job.watchdog import Watchdog
-from pipeline.models.partition import Partition
+from pipeline.step.compiled_step import make_partition
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.write.store_writer import StoreWriter
 
@@ -74,13 +74,13 @@ def _compile(job: Job) -> Generator:
     """Loads all layers and the head onto the devices, and compiles prefill and decoding."""
     config, plan, generation = job.config, job.plan, job.plan.generation
     options, keys = config.data, plan.step.keys if plan.keeps_activations else ()
-    partition = Partition(sharding.make_mesh(plan.mesh.tensor), fsdp=generation.weights.sharding is Weights.fsdp)
+    partition = make_partition(plan.mesh.tensor, generation.weights.sharding)
     params = job.model.load_leaves(
         job.model.generation.leaves(keys),
         str(config.model.dtype),
         partition.leaf_sharding,
-        config.run.progress and processes.is_first(),
-        config.model.weights_dtype is WeightsDtype.int8,
+        progress=config.run.progress and processes.is_first(),
+        with_int8=config.model.weights_dtype is WeightsDtype.int8,
     )
     spec = GenerationSpec(
         rows=generation.rows,

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Protocol
 
@@ -49,15 +50,23 @@ class Watchdog:
         while not self._done.wait(min(self._timeout_s / 4, 10)):
             stalled_s = time.monotonic() - self._metrics.last_step
             if stalled_s >= 2 * self._timeout_s:
-                log.error("%s Giving up; run the same command again to resume.", self._report(stalled_s))
-                faulthandler.dump_traceback()
-                logging.shutdown()
-                os._exit(EXIT_FAILED)
+                try:
+                    log.error("%s Giving up; run the same command again to resume.", self._report(stalled_s))
+                    _print_stacks()
+                    logging.shutdown()
+                finally:
+                    os._exit(EXIT_FAILED)
             if stalled_s >= self._timeout_s and reported != self._metrics.last_step:
                 reported = self._metrics.last_step
                 log.warning("%s", self._report(stalled_s))
-                faulthandler.dump_traceback()
+                _print_stacks()
 
     def _report(self, stalled_s: float) -> str:
         stages = ", ".join(f"{thread}: {stage}" for thread, stage in list(self._metrics.stages.items()))
         return f"no step has finished for {stalled_s:.0f} s ({stages}; what they mean: pipeline/job/metrics.py)."
+
+
+def _print_stacks() -> None:
+    """Where every thread is. The standard error may be no file, as in a notebook."""
+    with suppress(Exception):
+        faulthandler.dump_traceback()

@@ -1,1 +1,2 @@
-"""The plan of a run: every shape, count and byte, worked out before anything is opened. Imports `step` and below."""
+"""The plan of a run: every shape, count and byte. Pure arithmetic on what was opened, before anything is computed on a
+device. Imports `step` and below."""

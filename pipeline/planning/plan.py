@@ -1,6 +1,6 @@
 """The Plan: every shape, count and size that a run derives from its configuration, checked for consistency.
 
-Pure arithmetic: nothing touches a device, the network or a file, so mistakes are found before any of them is used.
+Pure arithmetic on what was opened: mistakes show before weights are read and anything is computed.
 `python -m pipeline.plan <overrides>` prints what `python -m pipeline.run <overrides>` would do.
 """
 

@@ -11,7 +11,7 @@ from published_shapes import SHAPES, write_shapes
 from pipeline.core.sites import Site, activation_keys
 from pipeline.models.registry import open_model
 from pipeline.planning.slice.chips import parse_slice
-from pipeline.planning.slice.roofline import BUCKET_WRITES_PER_S, Cost, limits
+from pipeline.planning.slice.roofline import BUCKET_WRITES_PER_S, Cost, throughput_limits
 
 LENGTH, MFU, FILL, SHARD_BYTES = 2048, 0.4, 0.95, 128 << 20
 
@@ -28,7 +28,8 @@ def rows() -> list[str]:
                 keys = activation_keys(layers, (Site.resid_post,))
                 cost = Cost(model.flops_per_token(keys, LENGTH), 2 * len(keys) * model.width(Site.resid_post), FILL)
                 for topology in ("v5e-64", "v6e-64"):
-                    limit = limits(cost, parse_slice(topology), MFU, BUCKET_WRITES_PER_S * SHARD_BYTES)
+                    bytes_per_s = BUCKET_WRITES_PER_S * SHARD_BYTES
+                    limit = throughput_limits(cost, parse_slice(topology), MFU, bytes_per_s)
                     rates = " | ".join(f"{rate / 1e3:,.0f}" for rate in vars(limit).values())
                     lines.append(
                         f"| {name} | {label} | {topology} | {cost.flops / 1e9:.2f} | {cost.stored_bytes / 1e3:.1f} | "

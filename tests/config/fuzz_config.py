@@ -35,7 +35,7 @@ from pipeline.job.metrics import peak_rss_mib
 from pipeline.job.opening import open_job
 from pipeline.models.registry import open_model
 from pipeline.planning.slice.chips import parse_slice
-from pipeline.planning.slice.slice_plan import _job_plan
+from pipeline.planning.slice.slice_plan import plan_job
 from pipeline.step.compilation_cache import use_compilation_cache
 from tests.jobs import write_text
 
@@ -180,7 +180,7 @@ def _plan(overrides: list[str], may_run: bool) -> str:
     if config.topology is not None:
         model = config.model
         opened = open_model(model.path, revision=model.revision, init=str(model.init), seed=model.seed)
-        _job_plan(config, opened, parse_slice(config.topology))
+        plan_job(config, opened, parse_slice(config.topology))
         return "plan"
     use_compilation_cache(config.run.compilation_cache)
     open_job(config)

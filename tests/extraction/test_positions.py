@@ -225,7 +225,7 @@ def test_what_is_lost_or_left_out_is_said(overrides, tmp_path, caplog):
         ActivationStore.open(store.path).read_tokens(store.rows)
     with pytest.raises(StoreInvalid, match="selected"):
         list(ActivationStore.open(store.path).batches(KEYS[0], 10))
-    delete_store(store.path, read_root(store.path, Storage.open(store.path)))
+    delete_store(store.path, read_root(Storage.open(store.path)))
     assert not Path(store.path).exists()
 
 

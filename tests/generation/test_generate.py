@@ -96,7 +96,7 @@ def test_the_reader_selects_prompts_or_completions(reference):
 def test_merging_and_deleting_take_along_what_the_model_wrote(reference, tmp_path):
     merge_stores([str(reference)], str(tmp_path / "merged")).finish()
     assert_same_store(tmp_path / "merged", reference)
-    root = read_root("it", Storage.open(tmp_path / "merged"))
+    root = read_root(Storage.open(tmp_path / "merged"))
     delete_store(str(tmp_path / "merged"), root)
     assert not (tmp_path / "merged").exists()
 

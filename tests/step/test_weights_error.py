@@ -8,7 +8,7 @@ import pytest
 from pipeline.config import composing
 from pipeline.core.errors import StoreMismatch
 from pipeline.core.sites import ActivationKey
-from pipeline.extraction import weights_error
+from pipeline.extraction import int8_probe
 from pipeline.extraction.job_run import run
 from pipeline.inspection.summary import summarise
 from pipeline.job.opening import open_job
@@ -80,9 +80,7 @@ def test_a_store_tells_the_error_and_remembers_the_dtype(text, tmp_path) -> None
 
 def test_the_error_is_measured_once(text, tmp_path, monkeypatch) -> None:
     measured = []
-    monkeypatch.setattr(
-        weights_error, "measure", lambda job, real=weights_error.measure: measured.append(0) or real(job)
-    )
+    monkeypatch.setattr(int8_probe, "measure", lambda job, real=int8_probe.measure: measured.append(0) or real(job))
     for name, max_tokens in (("a", 1000), ("a", 2000), ("b", 2000)):
         run(job_config(text, tmp_path / name, "capture.layers=[0]", f"run.max_tokens={max_tokens}"))
     assert len(measured) == 2

@@ -127,19 +127,19 @@ def check_table(
     if (np.diff(numbers) <= 0).any():
         yield "the documents are not in ascending order, each once"
         return
-    found, found_counts = np.unique(documents[documents >= 0], return_counts=True)
-    if not np.array_equal(found, numbers):
-        odd = np.setxor1d(found, numbers)
+    stored, stored_counts = np.unique(documents[documents >= 0], return_counts=True)
+    if not np.array_equal(stored, numbers):
+        odd = np.setxor1d(stored, numbers)
         yield f"array and table do not name the same documents; they differ in {odd[:5].tolist()}"
-    elif not np.array_equal(found_counts, counts):
-        k = int(np.flatnonzero(found_counts != counts)[0])
-        yield f"document {numbers[k]} has {found_counts[k]} tokens in the arrays, {counts[k]} in the table"
+    elif not np.array_equal(stored_counts, counts):
+        k = int(np.flatnonzero(stored_counts != counts)[0])
+        yield f"document {numbers[k]} has {stored_counts[k]} tokens in the arrays, {counts[k]} in the table"
     if not record.truncated:
         end = record.next["ordinal"] + (record.next["token"] > 0)
         expected = np.arange(record.start["ordinal"], end) * num_streams + record.stream
         if not np.array_equal(numbers, expected):
             odd = np.setxor1d(numbers, expected)
-            yield f"the table has not the documents between the record's cursors; they differ in {odd[:5].tolist()}"
+            yield f"the table lacks documents between the record's cursors, or has others: {odd[:5].tolist()}"
 
 
 def check_tiling(tables: Sequence[pa.Table], last: CommitRecord, num_streams: int) -> Iterator[str]:

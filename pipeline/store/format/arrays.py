@@ -129,10 +129,12 @@ def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> Stor
     capture, sides = root.metadata.capture, {spec.name: spec for spec in (*SIDE_ARRAYS, SELECTED)}
     for name, array in arrays.items():
         num_dimensions = len(sides[name].dimension_names) if name in sides else 3
-        dtype = capture.get("dtype", array.dtype.name) if name in root.arrays else array.dtype.name
-        if array.ndim != num_dimensions or dtype not in ITEM_BYTES:
+        dtype = array.dtype.name
+        named = capture.get("dtype", dtype) if name in root.arrays else dtype  # by the root
+        if array.ndim != num_dimensions or not {dtype, named} <= ITEM_BYTES.keys():
             raise StoreInvalid(
-                f"{name}/zarr.json has dtype {dtype}, {array.ndim} dimensions, expected {num_dimensions}. "
+                f"{name}/zarr.json has dtype {dtype} (the root names {named}) and {array.ndim} dimensions, expected "
+                f"{num_dimensions}. "
                 f"{VERIFY_REMEDY}"
             )
     selected = arrays[SELECTED.name].shape[1] if root.metadata.selects else None

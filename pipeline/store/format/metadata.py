@@ -183,8 +183,8 @@ class StoreRoot:
         if not isinstance(attributes, dict):
             raise StoreInvalid(f"{subject} is damaged: {ATTRIBUTE} is {attributes!r:.80}, expected an object.")
         if attributes.get("version") != FORMAT_VERSION:
-            found = attributes.get("version")
-            raise StoreInvalid(f"the store {path} has format version {found}; this program reads {FORMAT_VERSION}.")
+            version = attributes.get("version")
+            raise StoreInvalid(f"the store {path} has format version {version}; this program reads {FORMAT_VERSION}.")
         digest = attributes.pop("sha256", None)  # stores of earlier programs have none
         if digest is not None and digest != json_digest(attributes):
             raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged.")

@@ -48,7 +48,7 @@ def decode_parquet(content: bytes | None, subject: str, sha256: str) -> pa.Table
     if content is None:
         raise StoreInvalid(f"{subject} is missing, although the block is committed. {DAMAGE_REMEDY}")
     if table_digest(content) != sha256:
-        raise StoreInvalid(f"{subject} has not the sha256 that the commit record names. {DAMAGE_REMEDY}")
+        raise StoreInvalid(f"the sha256 of {subject} differs from the one in its commit record. {DAMAGE_REMEDY}")
     try:
         return pq.read_table(pa.BufferReader(content))
     except (pa.ArrowException, OSError) as error:

@@ -12,23 +12,24 @@ from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.commits import COMMITS_PREFIX, CONSOLIDATED_KEY
 from pipeline.store.format.keys import LOCK_SUFFIX, StoreKeys
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
-from pipeline.store.io.storage import Storage
+from pipeline.store.io.storage import Storage, StorageLike
 
 _DELETIONS_AHEAD = 256
 
 
-def delete_store(path: str, root: StoreRoot) -> Iterator[str]:
+def delete_store(place: StorageLike, root: StoreRoot) -> Iterator[str]:
     """Deletes a store's objects, by their exact names; yields the names of the files that are left at its place.
 
     The commit records go first, so that no block is left, and the root last: what an interruption leaves is a store,
     whose deletion can be repeated. No symbolic link is followed or removed. Raises StoreInvalid, before anything is
     deleted, where the root names arrays that no store has, or is a link, and StoreError.
     """
+    storage = Storage.open(place)
+    path = storage.path
     try:
         keys = StoreKeys(root.arrays)
     except ValueError as error:
         raise StoreInvalid(f"{path}/{ROOT_KEY} was edited: of its arrays {error}. Nothing is deleted.") from error
-    storage = Storage.open(path)
     folder = storage.directory
     if folder is None:
         return _delete_objects(storage, keys)

@@ -1,0 +1,43 @@
+"""Every name that scripts and tests import from the package exists there: python scripts/lint/check_imports.py."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main() -> int:
+    paths = [path for folder in ("pipeline", "scripts", "tests", "launch") for path in (ROOT / folder).rglob("*.py")]
+    lines = [line for path in sorted(paths) for line in missing_names(path)]
+    print("\n".join(lines) or f"{len(paths)} files: every imported name of the package exists")
+    return bool(lines)
+
+
+def missing_names(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "pipeline":
+            for alias in node.names:
+                if not exists(node.module, alias.name):
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}: {node.module} has no {alias.name}"
+
+
+def exists(module: str, name: str) -> bool:
+    """Whether a module or package has a name, or a module of that name."""
+    place = ROOT.joinpath(*module.split("."))
+    if (place / name).with_suffix(".py").exists() or (place / name / "__init__.py").exists():
+        return True
+    source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    return source.exists() and name in top_level_names(ast.parse(source.read_text()))
+
+
+def top_level_names(tree: ast.Module) -> set[str]:
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {getattr(node, "name", "") for node in tree.body}
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return names | {alias.asname or alias.name for node in imports for alias in node.names}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
