@@ -30,6 +30,10 @@ begin() {
     # shellcheck disable=SC2034
     arguments=("${@:2}")
     [[ $command != *help ]] || usage
+    local argument
+    for argument in "${arguments[@]}"; do # --dry-run here would be an override of the job, and the commands executed
+        [[ $argument != --* ]] || die "$argument stands after $command: expected launch/${0##*/} --dry-run $command ..."
+    done
     local file=${TPU_ENV:-launch/tpu.env}
     [[ -f $file ]] || die "no $file: copy launch/tpu.env.example and fill it in"
     # shellcheck source=launch/tpu.env.example

@@ -41,7 +41,7 @@ def delete(settings: Settings) -> int:
     root = require_root(storage)
     if not settings.confirm:
         state, arrays = "complete" if root.complete else "unfinished", ", ".join(root.arrays)
-        raise ConfigError(f"{path}: a {state} store of {arrays}, created {root.created}. confirm=true deletes it.")
+        raise ConfigError(f"{path}: {state} store of {arrays}, created {root.created}. confirm=true deletes it.")
     holders = {} if settings.force else held_claims(storage)
     if holders:
         held = ", ".join(f"{stream} by {owner}" for stream, owner in holders.items())

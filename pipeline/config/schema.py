@@ -185,7 +185,9 @@ class BatchConfig:
 class CaptureConfig:
     """Which activations are stored, and how."""
 
-    layers: Any = key(REQUIRED, "list of layer numbers, or `all`")
+    layers: Any = key(
+        REQUIRED, "list of layer numbers from 0, or `all`; `resid_post` of layer L is the output of block L"
+    )
     sites: list[str] = list_key(
         ("resid_post",),
         "list of `embed resid_pre q k v attn_z attn_out resid_mid mlp_post mlp_out resid_post final_norm`",

@@ -170,9 +170,10 @@ class ParquetSource:
             if name is None:
                 continue
             if name not in schema.names:
+                remedy = ", or to null for ids of file name and row" if key == "id_column" else ""
                 raise InputError(
                     f"{file.path} has no column {name!r}, only {', '.join(schema.names)}. "
-                    f"Set data.{key} to one of them."
+                    f"Set data.{key} to one of them{remedy}."
                 )
             kind = schema.field(name).type
             kind = kind.value_type if pa.types.is_dictionary(kind) else kind

@@ -89,7 +89,8 @@ def _text(sample: StoreSample, tokenizer: TextTokenizer | None) -> str:
     return (
         f"<h2>Text, coloured by norm</h2><p>{escape(view.name)}, the first {TEXT_TOKENS} tokens of some rows. Colours "
         f'are logarithmic: {number(float(low))}<span class="scale" style="background:{ramp}"></span>'
-        f"{number(float(high))}. Hover over a token to see its numbers; <b>▸</b> begins a document.</p>"
+        f"{number(float(high))}. Hover over a token to see its numbers; <b>▸</b> begins a document, or a window "
+        "of a long one.</p>"
         f"{''.join(blocks)}"
     )
 

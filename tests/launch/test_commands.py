@@ -59,6 +59,15 @@ def test_a_dry_run_prints_the_same_commands_and_executes_none(recorded: Recorded
         assert f"+ {' '.join(shlex.split(command))}\n" in result.stderr
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_an_option_after_the_command_is_no_override_of_the_job(recorded: Recorded, name: str):
+    script, *arguments = CALLS[name]
+    result = recorded.run(script, *arguments, "--dry-run")
+    assert result.returncode != 0
+    assert f"expected {script} --dry-run {arguments[0]}" in result.stderr
+    assert recorded.commands() == []
+
+
 @pytest.mark.parametrize(
     ("tpu", "accelerator_type", "runtime_version"),
     [

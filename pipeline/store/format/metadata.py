@@ -98,7 +98,8 @@ class StoreMetadata:
             )
             raise StoreMismatch(
                 f"the store {path} was made by another configuration:{lines}\n"
-                "Set these keys to the store's values to resume it, or choose another store.path."
+                "Give it the configuration, model and data of this store, or choose another store.path. A store "
+                "without blocks can be deleted: python -m pipeline.delete."
             )
 
 
