@@ -1,6 +1,7 @@
 """What every test may use: object stores, a store of real activations, the real material beside the checkout."""
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ from tests.store.fault_proxy import FaultProxy
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where libtpu is installed: JAX would ask it, and it would complain
 # Here and not in a fixture: TensorStore reads it with a process's first request, whichever test makes that.
 os.environ["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "3"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jobs have it so, and what they start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SECRET = "ya29.nobody-may-see-this"
