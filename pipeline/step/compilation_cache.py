@@ -15,11 +15,15 @@ def use_compilation_cache(path: str | None) -> None:
 
     Several processes need a path that all of them see: the first alone writes. None: as JAX's own environment variables
     say. What cannot be read or written is a warning by JAX; a CPU's steps with oneDNN's products are never kept, and
-    without one. Raises ConfigError for a URL without what reads it.
+    without one. Raises ConfigError for another URL, or one without what reads it.
     """
     if path is None:
         return
     is_url = "://" in path
+    if is_url and path.partition("://")[0] not in ("gs", "s3"):  # etils raises a KeyError for others
+        raise ConfigError(
+            f"run.compilation_cache={path} is neither a local directory nor a gs:// URL. Give one of them."
+        )
     if is_url and not (find_spec("etils") and find_spec("etils.epath")):
         raise ConfigError(
             f"run.compilation_cache={path} is not a local directory, and JAX reads others through etils, which is not "

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.core.errors import ConfigError
+from pipeline.step.compilation_cache import use_compilation_cache
 from tests.jobs import ROOT, run, run_processes, write_text
 from tests.store.emulators import gcs_emulator, new_bucket
 
@@ -90,3 +92,9 @@ def test_a_url_without_what_reads_it_is_refused(overrides, tmp_path, monkeypatch
     result = run(*overrides, f"store.path={tmp_path / 'store'}", "run.compilation_cache=gs://bucket/cache")
     assert result.returncode == 2
     assert "etils[epath]" in result.stderr
+
+
+@pytest.mark.parametrize("path", ["://", "://x", "http://x/cache", "nope://x"])
+def test_another_url_is_one_message(path: str) -> None:
+    with pytest.raises(ConfigError, match="neither a local directory nor a gs:// URL"):
+        use_compilation_cache(path)
