@@ -21,7 +21,7 @@ from pipeline.cli.store_command import run_command
 from pipeline.core.errors import EXIT_OK, ConfigError, StoreError
 from pipeline.store.format.metadata import require_root
 from pipeline.store.io.storage import Storage
-from pipeline.store.write.claims import held_claims
+from pipeline.store.write.claims import held_claims, named_holders
 from pipeline.store.write.deleting import delete_store
 
 _MAX_NAMED = 5  # of the files that stay
@@ -44,7 +44,7 @@ def delete(settings: Settings) -> int:
         raise ConfigError(f"{path}: {state} store of {arrays}, created {root.created}. confirm=true deletes it.")
     holders = {} if settings.force else held_claims(storage)
     if holders:
-        held = ", ".join(f"{stream} by {owner}" for stream, owner in holders.items())
+        held = named_holders(holders)
         raise StoreError(
             f"{path} is not deleted: workers hold streams ({held}). Wait until they end, or add force=true if they are "
             "dead."

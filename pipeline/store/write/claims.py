@@ -222,6 +222,11 @@ def held_claims(place: StorageLike) -> dict[int, str]:
     return {stream: claim.owner for stream, claim in claims if claim is not None and claim.held}
 
 
+def named_holders(holders: Mapping[int, str]) -> str:
+    """What `held_claims` found, for messages: "0 by host-1-..., 3 by host-2-..."."""
+    return ", ".join(f"{stream} by {owner}" for stream, owner in holders.items())
+
+
 def read_claims(storage: Storage) -> dict[str, bytes]:
     """The generation of every claim, by key, for `delete_claims`. Raises StoreError."""
     keys = storage.list_keys(CLAIMS_PREFIX)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.target import has_share, stream_share, target_of
-from pipeline.store.write.claims import held_claims
+from pipeline.store.write.claims import held_claims, named_holders
 from pipeline.store.write.store_writer import StoreWriter
 
 
@@ -18,7 +18,7 @@ def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
         )
     holders = held_claims(store.storage)
     if holders and not is_forced:
-        held = ", ".join(f"{stream} by {owner}" for stream, owner in holders.items())
+        held = named_holders(holders)
         return (
             f"workers hold streams ({held}). Let them end, or run pipeline.finalize with force=true if they are dead."
         )

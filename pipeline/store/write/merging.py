@@ -17,7 +17,7 @@ from pipeline.store.format.tables import table_key
 from pipeline.store.format.target import has_share, larger, stream_share
 from pipeline.store.generated.group_keys import GENERATED_PREFIX
 from pipeline.store.io.storage import Storage
-from pipeline.store.write.claims import held_claims
+from pipeline.store.write.claims import held_claims, named_holders
 from pipeline.store.write.store_writer import StoreWriter, create_root
 from pipeline.store.write.vacancy import require_vacant
 
@@ -42,7 +42,7 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
     for store in existing:
         _require_fit(opened[0], store)
     if holders := held_claims(storage):
-        held = ", ".join(f"{stream} by {owner}" for stream, owner in holders.items())
+        held = named_holders(holders)
         raise StoreError(
             f"{path} is not merged into: workers hold streams of it ({held}). Let them end first, or delete its "
             "_claims/ if they are dead."
