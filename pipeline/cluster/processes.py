@@ -67,6 +67,15 @@ def largest_of_all(*values: int) -> tuple[int, ...]:
     return tuple(int(value) for value in multihost_utils.process_allgather(np.array(values)).max(axis=0))
 
 
+def total_of_all(value: int) -> int:
+    """The sum of a value, below 2^55, over all processes. Waits for all of them."""
+    if jax.process_count() == 1:
+        return value
+    parts = multihost_utils.process_allgather(np.array(divmod(value, 1 << 24), np.int32))  # JAX has no int64 here
+    high, low = np.asarray(parts, np.int64).sum(axis=0)
+    return int(high << 24) + int(low)
+
+
 def any_process(value: bool) -> bool:
     """Whether `value` is true on any process. Waits for all of them."""
     return bool(*largest_of_all(value))

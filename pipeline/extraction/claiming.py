@@ -77,7 +77,7 @@ class ClaimedStreams:
     def _claim_next(self) -> StreamWork | None:
         for vacancy in self._claims.vacancies(self._left):
             stream = vacancy.stream
-            work = self._job.stream_work(stream, self._store.refresh_stream(stream), self._store.target)
+            work = self._job.stream_work(stream, self._store.streams.read_again(stream), self._store.target)
             if work is None:
                 self._left.remove(stream)
             elif self._claims.claim(vacancy):  # so nobody has committed to it since it was found vacant

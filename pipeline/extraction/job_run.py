@@ -27,6 +27,8 @@ from pipeline.store.write.store_writer import StoreWriter
 
 log = logging.getLogger("pipeline")
 
+STREAMS_AT_ONCE = 64  # that are read before it is known whether one has work left
+
 
 def join_and_run(config: RunConfig) -> None:
     """Joins the other processes of this worker, if it has any, then does its share of `run`."""
@@ -49,7 +51,7 @@ def run(config: RunConfig) -> None:
         store = open_store(job)
         if job.plan.generation:
             generate(job, store, stop)
-        work = job.work(store.records, store.target)
+        work = work_left(job, store)
         if processes.any_process(bool(work)):
             extract(job, store, work, stop)
         else:
@@ -75,11 +77,27 @@ def open_store(job: Job) -> StoreWriter:
         raise StoreError(
             f"the store {path} was not there when this job was planned, and is now. Run the same command again."
         ) from error
-    if not job.is_done(store.records):
+    if not (store.complete and job.is_done(store.streams.tables(store.root))):
         store.reopen(job.plan.streams.target)
         if not job.plan.checks.fail_on_not_finite:
             store.allow_not_finite()
     return store
+
+
+def work_left(job: Job, store: StoreWriter) -> list[StreamWork]:
+    """The work that is left in this process's streams; empty if there is none. With `run.claim` it stops at the first
+    streams that have any: which streams this process computes is decided later."""
+    work: list[StreamWork] = []
+    if store.complete:
+        return work
+    streams = job.plan.streams.local
+    for start in range(0, len(streams), STREAMS_AT_ONCE):
+        read = store.streams.some(streams[start : start + STREAMS_AT_ONCE])
+        left = (job.stream_work(stream, blocks, store.target) for stream, blocks in read.items())
+        work += [item for item in left if item is not None]
+        if work and job.config.run.claim:
+            break
+    return work
 
 
 def extract(job: Job, store: StoreWriter, work: Sequence[StreamWork], stop: preemption.StopRequest) -> None:
@@ -123,9 +141,11 @@ def fill(
     With `run.claim` those of the streams that this process can claim, until no process has any left.
     """
     options = job.config.run
+    known = [] if options.claim else job.plan.streams.local
+    stored_tokens = sum(blocks.tokens for blocks in store.streams.some(known).values())
     metrics = Metrics(
         total_tokens=job.plan.streams.max_tokens,
-        stored_tokens=sum(record.tokens for records in store.records.values() for record in records),
+        stored_tokens=processes.total_of_all(stored_tokens),
         progress=options.progress and processes.is_first(),
         interval_s=options.metrics_interval_s,
     )
@@ -146,12 +166,13 @@ def fill(
 
 def complete(job: Job, store: StoreWriter) -> None:
     """Marks the store complete if it holds what was asked for. On one process, once the others have committed."""
-    store.refresh()
-    if not job.is_done(store.records):
+    is_complete = store.finish()
+    streams = [blocks.table for blocks in store.streams.all().values()]
+    if not job.is_done(streams):
         return
-    if missing := job.shortfall(store.records):
+    if missing := job.shortfall(streams):
         log.warning("%s: %s", store.path, missing)
-    if not store.finish():
+    if not is_complete:
         log.info(
             "%s is not completed: it holds less than another run has asked for. Run that command again, or "
             "pipeline.finalize with force=true to complete the store with what it holds",

@@ -22,7 +22,7 @@ from pipeline.job.identity import sampling
 from pipeline.job.opening import Job, work_left
 from pipeline.job.watchdog import Watchdog
 from pipeline.step.compiled_step import make_partition
-from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.block_table import StreamBlocks
 from pipeline.store.write.store_writer import StoreWriter
 
 log = logging.getLogger("pipeline")
@@ -34,7 +34,9 @@ def generate(job: Job, store: StoreWriter, stop: preemption.StopRequest) -> None
 
     Raises Interrupted after a stop request; the complete groups are stored.
     """
-    opened = (_open_stream(job, stream, store.records) for stream in job.plan.streams.local)
+    opened = (
+        _open_stream(job, stream, blocks) for stream, blocks in store.streams.some(job.plan.streams.local).items()
+    )
     streams = [stream for stream in opened if stream is not None]
     if processes.any_process(any(not stream.is_done for stream in streams)):
         generator = _compile(job)
@@ -95,9 +97,9 @@ def _compile(job: Job) -> Generator:
     return compile_generator(job.model, params, partition, spec)
 
 
-def _open_stream(job: Job, stream: int, records: Mapping[int, Sequence[CommitRecord]]) -> StreamGroups | None:
+def _open_stream(job: Job, stream: int, blocks: StreamBlocks) -> StreamGroups | None:
     """A stream's missing groups; None where all its blocks are committed."""
-    left = work_left(records.get(stream, ()), job.plan.streams.budget(stream))
+    left = work_left(blocks, job.plan.streams.budget(stream))
     if left is None:
         return None
     start, _, budget = left

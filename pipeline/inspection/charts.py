@@ -182,7 +182,7 @@ def document_charts(summary: Summary) -> list[Chart]:
     lengths = summary.document_tokens[summary.document_tokens > 0]
     if lengths.size:
         charts.append(_document_lengths(lengths, summary.layout.length))
-    if summary.blocks:
+    if len(summary.blocks):
         step = -(-len(summary.blocks) // MAX_POINTS)
         shares = [1 - r.tokens / max(1, r.rows * summary.layout.length) for r in summary.blocks[::step]]
         xs = range(0, len(summary.blocks), step)

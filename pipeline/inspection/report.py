@@ -23,7 +23,7 @@ def inspect(
     charts to `png`, where given. `tokenizer`: see `find_tokenizer`. Raises StoreError, ConfigError."""
     store = ActivationStore.open(store_path)
     summary = summarise(store)
-    sample = take_sample(store, num_tokens, seed) if summary.blocks else None
+    sample = take_sample(store, num_tokens, seed) if len(summary.blocks) else None
     print("\n".join(summary.lines()))
     if sample is not None:
         print("\n".join(_columns([HEADER, *map(table_row, sample.views)])))

@@ -11,7 +11,7 @@ from pipeline.core.addresses import without_credentials
 from pipeline.core.errors import StoreInvalid
 from pipeline.store import ActivationStore
 from pipeline.store.format.arrays import stored_layout
-from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.layout import ITEM_BYTES, MIB, StoreLayout
 from pipeline.store.format.metadata import StoreRoot, read_root
 from pipeline.store.format.tables import read_tables
@@ -25,7 +25,7 @@ MAX_TABLES = 64
 class Summary:
     """A store without its activations.
 
-    blocks: commit records in the order of their rows. document_tokens: lengths of the documents in up to MAX_TABLES
+    blocks: in the order of their rows. document_tokens: lengths of the documents in up to MAX_TABLES
     blocks. storage_errors: `Statistics.relative_error` by array name, if a complete store has int8 or float8 arrays.
     runs: the lines of each run's log, by its name; a line is a `pipeline.job.metrics.Metrics.snapshot()`.
     """
@@ -33,18 +33,18 @@ class Summary:
     path: str
     root: StoreRoot
     layout: StoreLayout
-    blocks: tuple[CommitRecord, ...]
+    blocks: BlockTable
     document_tokens: np.ndarray
     storage_errors: Mapping[str, float]
     runs: Mapping[str, list[Mapping[str, Any]]]
 
     @property
     def num_tokens(self) -> int:
-        return sum(record.tokens for record in self.blocks)
+        return self.blocks.total("tokens")
 
     @property
     def num_rows(self) -> int:
-        return sum(record.rows for record in self.blocks)
+        return self.blocks.total("rows")
 
     @property
     def padding(self) -> float:
@@ -60,9 +60,8 @@ class Summary:
         """The summary to print, without statistics of the activations."""
         metadata, config = self.root.metadata, self.root.metadata.config
         model, data, batch = metadata.model, metadata.data, metadata.batch
-        per_stream = [sum(r.stream == stream for r in self.blocks) for stream in range(metadata.num_streams)]
-        skipped = sum(len(record.skipped) for record in self.blocks)
-        cut = sum(record.tokens_cut for record in self.blocks)
+        per_stream = np.bincount(self.blocks.column("stream"), minlength=metadata.num_streams).tolist()
+        skipped, cut = self.blocks.total("skipped"), self.blocks.total("tokens_cut")
         side_arrays = [spec.name for spec in self.layout.all_arrays if spec not in self.layout.arrays]
         activations_mib = sum(self.array_mib(spec.name) for spec in self.layout.arrays)
         facts = {
@@ -72,14 +71,14 @@ class Summary:
             "rows": _joined(f"{self.layout.length} tokens", batch.get("packing"), batch.get("long_documents")),
             "tokens": f"{self.num_tokens:,} in {self.num_rows:,} rows; {self.padding:.1%} of their slots are padding",
             "blocks": f"{len(self.blocks):,} of {self.layout.rows_per_block} rows; by stream: {_counts(per_stream)}",
-            "documents": f"{sum(r.documents for r in self.blocks):,}, counted once for each block that has tokens of "
+            "documents": f"{self.blocks.total('documents'):,}, counted once for each block that has tokens of "
             f"them; {skipped:,} skipped, {cut:,} tokens cut",
             "size": f"{activations_mib:,.1f} MiB of activations and {sum(map(self.array_mib, side_arrays)):,.1f} MiB "
             f"of side arrays, before compression ({self.layout.compression})",
             "fingerprint": metadata.fingerprint()[:16],
         }
         if self.layout.selected is not None:
-            stored = sum(record.activations for record in self.blocks)
+            stored = self.blocks.total("activations")
             slots = self.num_rows * self.layout.selected
             facts["activations"] = (
                 f"of {stored:,} selected tokens ({metadata.capture['positions']}), "
@@ -107,7 +106,7 @@ def summarise(store: ActivationStore) -> Summary:
     step = -(-len(blocks) // MAX_TABLES) or 1
     lengths = [table["n_tokens"] for table in read_tables(storage, blocks[::step])]
     logs = [key for key in storage.list_keys("_metrics/") if key.endswith(".jsonl")]
-    has_statistics = root.complete and blocks and all(record.statistics_sha256 for record in blocks)
+    has_statistics = root.complete and len(blocks) and blocks.has_statistics.all()
     is_measured = has_statistics and ITEM_BYTES[root.metadata.capture["dtype"]] == 1
     errors = {key.name: store.statistics(key.layer, key.site).relative_error for key in store.keys if is_measured}
     runs = {key: _snapshots(key, text) for key, text in zip(logs, storage.read_many(logs), strict=True)}

@@ -26,7 +26,7 @@ from pipeline.job.revisions import model_revision, with_commit
 from pipeline.models.leaves import num_params
 from pipeline.models.registry import Model, open_model
 from pipeline.planning.plan import Plan, StoredGeometry, make_plan
-from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.block_table import BlockTable, StreamBlocks
 from pipeline.store.format.layout import SELECTED, TOKENS, ArraySpec, StoreLayout, scale_spec
 from pipeline.store.format.metadata import StoreMetadata, read_metadata
 from pipeline.store.format.target import Target, has_share, larger, stream_share
@@ -58,42 +58,29 @@ class Job:
         """Reads the model's weights, to record their identity. Raises CheckpointError for damaged weights."""
         return store_metadata(self.config, self.plan, self.model, self.tokenizer, self.data_identity, self.stored)
 
-    def work(self, records: Mapping[int, Sequence[CommitRecord]], target: Target | None = None) -> list[StreamWork]:
-        """The work that is left in this process's streams; empty if there is none. `records`: the committed blocks of
-        each stream."""
-        work = (self.stream_work(stream, records.get(stream, ()), target) for stream in self.plan.streams.local)
-        return [item for item in work if item is not None]
-
-    def stream_work(
-        self, stream: int, records: Sequence[CommitRecord], target: Target | None = None
-    ) -> StreamWork | None:
-        """The work that is left in one stream, whose committed blocks are `records`; None if there is none.
+    def stream_work(self, stream: int, blocks: StreamBlocks, target: Target | None = None) -> StreamWork | None:
+        """The work that is left in one stream, whose committed blocks are `blocks`; None if there is none.
 
         `target` is the store's target. If another run has raised it above this run's, this run does not truncate its
         last block, so that the block equals the one that the other run would write.
         """
-        left = work_left(records, self.plan.streams.budget(stream))
+        left = work_left(blocks, self.plan.streams.budget(stream))
         if left is None:
             return None
         share = stream_share(larger(target, self.plan.streams.target), self.plan.streams.count, stream)
-        budget = None if share is None else share - sum(record.tokens for record in records[: left.block])
+        budget = None if share is None else share - blocks.table[: left.block].total("tokens")
         return StreamWork(self.stream(stream), left.cursor, left.block, budget, left.tokens)
 
-    def is_done(self, records: Mapping[int, Sequence[CommitRecord]]) -> bool:
+    def is_done(self, streams: Sequence[BlockTable]) -> bool:
         """Whether every stream of the store, of all processes, holds its share of `run.max_tokens`."""
-        plan = self.plan
-        return all(
-            work_left(records.get(stream, ()), plan.streams.budget(stream)) is None
-            for stream in range(plan.streams.count)
-        )
+        return all(has_share(blocks, self.plan.streams.budget(stream)) for stream, blocks in enumerate(streams))
 
-    def shortfall(self, records: Mapping[int, Sequence[CommitRecord]]) -> str | None:
+    def shortfall(self, streams: Sequence[BlockTable]) -> str | None:
         """How far a store that is done falls short of `run.max_tokens` because its data ended; None if it does not."""
         if self.plan.streams.max_tokens is None:
             return None
-        streams = range(self.plan.streams.count)
-        stored = [sum(record.tokens for record in records.get(stream, ())) for stream in streams]
-        return shortfall(stored, [self.plan.streams.budget(stream) for stream in streams])
+        stored = [blocks.total("tokens") for blocks in streams]
+        return shortfall(stored, [self.plan.streams.budget(stream) for stream in range(len(streams))])
 
     def first_rows(self, num_tokens: int) -> dict[str, Int32[np.ndarray, "B T"]] | None:
         """Tokens, segments and positions of the first rows of the first stream that is not empty.
@@ -159,18 +146,19 @@ class WorkLeft(NamedTuple):
     tokens: int | None  # still wanted; None: all that the data has
 
 
-def work_left(records: Sequence[CommitRecord], budget: int | None) -> WorkLeft | None:
-    """What is left of a stream whose committed blocks are `records`; None if nothing is.
+def work_left(blocks: StreamBlocks, budget: int | None) -> WorkLeft | None:
+    """What is left of a stream whose committed blocks are `blocks`; None if nothing is.
 
     A truncated block is computed again: the complete block starts at the same cursor and has the same first rows.
     """
-    if has_share(records, budget):
+    table, last, _ = blocks
+    if has_share(table, budget):
         return None
-    if records and records[-1].truncated:
-        records = records[:-1]
-    tokens = sum(record.tokens for record in records)
-    cursor = Cursor(**records[-1].next) if records else Cursor()
-    return WorkLeft(cursor, len(records), None if budget is None else budget - tokens)
+    cursor = Cursor()
+    if last is not None:
+        cursor = Cursor(**(last.start if last.truncated else last.next))
+        table = table[:-1] if last.truncated else table
+    return WorkLeft(cursor, len(table), None if budget is None else budget - table.total("tokens"))
 
 
 def open_job(config: RunConfig) -> Job:

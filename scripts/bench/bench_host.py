@@ -33,7 +33,7 @@ from pipeline.cluster import preemption, sharding
 from pipeline.config import composing
 from pipeline.data.documents import Document, TokenBlock
 from pipeline.extraction.block_contents import commit_record
-from pipeline.extraction.job_run import fill
+from pipeline.extraction.job_run import fill, work_left
 from pipeline.extraction.loaded_step import LoadedStep, ModelWeights, step_inputs
 from pipeline.extraction.transfer import start_copies
 from pipeline.job.opening import Job, open_job
@@ -135,9 +135,7 @@ def run_job(job: Job, step: CompiledStep) -> None:
     """The job with all its threads, into a new store."""
     store = new_store(job)
     with preemption.stop_on_signals() as stop:
-        fill(
-            job, store, job.work(store.records), stop, LoadedStep(step, ModelWeights(None), job.plan.mesh.process_rows)
-        )
+        fill(job, store, work_left(job, store), stop, LoadedStep(step, ModelWeights(None), job.plan.mesh.process_rows))
 
 
 def new_store(job: Job) -> StoreWriter:

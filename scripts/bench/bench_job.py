@@ -23,7 +23,7 @@ import jax
 from pipeline.cluster import preemption, sharding
 from pipeline.config import composing
 from pipeline.config.schema import RunConfig
-from pipeline.extraction.job_run import fill, load_step
+from pipeline.extraction.job_run import fill, load_step, work_left
 from pipeline.extraction.loaded_step import step_inputs
 from pipeline.job.metrics import peak_rss_mib
 from pipeline.job.opening import Job, open_job
@@ -122,7 +122,7 @@ def whole_job(case: Case) -> float:
     shutil.rmtree(path, ignore_errors=True)
     store = StoreWriter.open(path, case.job.metadata, case.job.layout)
     with preemption.stop_on_signals() as stop:
-        metrics = fill(case.job, store, case.job.work(store.records), stop, case.step)
+        metrics = fill(case.job, store, work_left(case.job, store), stop, case.step)
     store.finish()
     return metrics.tokens / metrics.elapsed_s
 

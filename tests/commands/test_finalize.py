@@ -102,8 +102,8 @@ def test_a_share_of_max_tokens_that_ends_with_a_block_ends_its_stream(tmp_path, 
     writer = StoreWriter.open(str(tmp_path), metadata(config=config), layout())
     write_blocks(writer, 0, max_rows=ROWS)
     write_blocks(writer, 1)
-    assert writer.records[0][-1].tokens == stored
-    assert not writer.records[0][-1].truncated
+    assert writer.streams[0].last.tokens == stored
+    assert not writer.streams[0].last.truncated
     assert main([f"store.path={tmp_path}"]) == code
 
 

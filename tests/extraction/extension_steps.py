@@ -19,6 +19,7 @@ import numpy as np
 from pipeline.config import composing
 from pipeline.config.schema import RunConfig
 from pipeline.data.documents import TokenBlock
+from pipeline.extraction import job_run
 from pipeline.extraction.block_writer import commit_record
 from pipeline.job.opening import Job, open_job
 from pipeline.store.format.statistics import token_statistics
@@ -109,17 +110,13 @@ def run_job(path: str, *overrides: str) -> None:
     """What `pipeline.run` does with the store at `path`, but for the model: activations follow from the tokens."""
     config = _compose(overrides)
     job = open_job(replace(config, store=replace(config.store, path=path)))
-    store = open_store(job)
-    if not job.is_done(store.records):
-        store.reopen(job.plan.streams.target)
-    if job.work(store.records, store.target):
+    store = job_run.open_store(job)
+    if job_run.work_left(job, store):
         if job.config.run.claim:
             _fill_claimed(job, store)
         else:
             _fill(job, store)
-    store.refresh()
-    if job.is_done(store.records):
-        store.finish()
+    job_run.complete(job, store)
 
 
 def open_store(job: Job) -> StoreWriter:
@@ -143,7 +140,7 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
 
 def _fill(job: Job, store: StoreWriter) -> None:
     """Each stream in turn, a block under way while the one before it is committed."""
-    for work in job.work(store.records, store.target):
+    for work in job_run.work_left(job, store):
         before: tuple[PendingBlock, TokenBlock] | None = None
         for block in work.blocks(lambda: False):
             begun = _begin(job, store, block), block
@@ -160,7 +157,7 @@ def _fill_claimed(job: Job, store: StoreWriter) -> None:
         while left:
             for vacancy in claims.vacancies(left):
                 stream = vacancy.stream
-                work = job.stream_work(stream, store.refresh_stream(stream), store.target)
+                work = job.stream_work(stream, store.streams.read_again(stream), store.target)
                 if work is None:
                     left.remove(stream)
                 elif claims.claim(vacancy):

@@ -13,7 +13,7 @@ from pipeline.cluster import devices, preemption
 from pipeline.config import composing
 from pipeline.core.errors import NotFiniteError, StoreError
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.extraction.job_run import fill, load_step, open_store, run
+from pipeline.extraction.job_run import fill, load_step, open_store, run, work_left
 from pipeline.job.opening import open_job, print_plan
 from pipeline.models.leaves import num_params
 from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT
@@ -58,7 +58,7 @@ def test_the_loop_compiles_nothing_and_moves_nothing_by_accident(text, tmp_path,
     compilations.clear()
     store = StoreWriter.open(config.store.path, job.metadata, job.layout)
     with preemption.stop_on_signals() as stop, jax.transfer_guard_host_to_device("disallow"):
-        metrics = fill(job, store, job.work(store.records), stop, step)
+        metrics = fill(job, store, work_left(job, store), stop, step)
     assert not compilations
     assert metrics.steps > 10
 
@@ -116,7 +116,7 @@ def test_stages_account_for_the_time_of_the_loop(text, tmp_path):
     for number in range(5):
         store = StoreWriter.open(str(tmp_path / str(number)), job.metadata, job.layout)
         with preemption.stop_on_signals() as stop:
-            metrics = fill(job, store, job.work(store.records), stop, step)
+            metrics = fill(job, store, work_left(job, store), stop, step)
         seconds = {thread: sum(metrics.thread_seconds(thread).values()) for thread in ("feed", "loop", "writer")}
         account = pytest.approx(metrics.elapsed_s, rel=0.05)
         if seconds["loop"] == account and seconds["writer"] == account:

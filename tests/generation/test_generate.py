@@ -15,6 +15,7 @@ from pipeline.data.text.tokenizer import load_tokenizer
 from pipeline.extraction.job_run import run as run_here
 from pipeline.store import ActivationStore, TokenFilter
 from pipeline.store.check.verifying import verify_store
+from pipeline.store.format.commits import read_records
 from pipeline.store.format.metadata import read_root
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.deleting import delete_store
@@ -66,12 +67,13 @@ def test_documents_are_prompts_and_completions(reference):
     store = ActivationStore.open(reference)
     rows = store.documents.group_by(["document", "n_tokens", "n_prompt", "n_completion", "finish_reason"])
     rows = rows.aggregate([]).to_pylist()
-    assert len(rows) == sum(record.next["ordinal"] for record in store.blocks if record.exhausted) > 100
+    records = [record for stream in read_records(store.storage).values() for record in stream]
+    assert len(rows) == sum(record.next["ordinal"] for record in records if record.exhausted) > 100
     assert {row["finish_reason"] for row in rows} == {"stop", "length"}
     for row in rows:
         assert row["n_tokens"] == row["n_prompt"] + row["n_completion"]
         assert row["n_completion"] == 24 or row["finish_reason"] == "stop"
-    reasons = {skip["reason"] for record in store.blocks for skip in record.skipped}
+    reasons = {skip["reason"] for record in records for skip in record.skipped}
     assert {reason.partition(" has ")[0] for reason in reasons} == {"the prompt"}
     (measured,) = (json.loads(file.read_text()) for file in reference.glob("_metrics/*-generate.json"))
     assert measured["prompts"] == len(rows)

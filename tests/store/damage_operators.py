@@ -18,7 +18,7 @@ _KINDS = (
     ("merged values", r"stats/.*/c/.*"),
     ("array metadata", r"[^/]+/zarr\.json"),
     ("shard", r"[^/]+/c/.*"),
-    ("consolidated", r"_commits/consolidated\.jsonl"),
+    ("block table", r"_blocks/.*"),
     ("record", r"_commits/stream-.*"),
     ("table", r"_documents/.*"),
     ("statistics", r"_stats/.*"),

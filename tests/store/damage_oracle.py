@@ -88,7 +88,7 @@ def read_content(path: str) -> Content:
     if isinstance(store, Failed):
         return content
     item("root", lambda: (store.metadata, store.complete, store.weights_error, store.keys, store.length, store.slots))
-    item("blocks", lambda: store.blocks)
+    item("blocks", lambda: list(store.blocks))
     item("rows", lambda: (store.rows, store.num_tokens, store.num_activations))
     for name, array in store.arrays.items():
         item(f"shape of {name}", lambda array=array: (array.shape[1:], array.dtype.name, array.domain.labels))

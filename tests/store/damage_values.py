@@ -19,7 +19,7 @@ from tests.store.damage_operators import Damage, Objects, Operator, by_name, pic
 from tests.store.damage_stores import Image, in_memory
 
 DEEP = b"[" * 200_000 + b"]" * 200_000
-_JSON = ("root", "array metadata", "merged metadata", "record", "consolidated")
+_JSON = ("root", "array metadata", "merged metadata", "record")
 _PARQUET = ("table", "statistics", "group")
 
 
@@ -90,15 +90,9 @@ def _changed(rng: random.Random, value: Any) -> Any:
 
 
 def _edit_json(rng: random.Random, content: bytes, edit: Callable[[Any], str | None]) -> tuple[bytes, str] | None:
-    """Of consolidated records, one line."""
-    lines = content.splitlines(keepends=True)
-    at = rng.randrange(len(lines)) if content.count(b"\n{") else None
-    document = json.loads(content if at is None else lines[at])
+    document = json.loads(content)
     what = edit(document)
-    if what is None:
-        return None
-    text = json.dumps(document, indent=1 if at is None else None).encode() + b"\n"
-    return (text if at is None else b"".join([*lines[:at], text, *lines[at + 1 :]])), what
+    return None if what is None else (json.dumps(document, indent=1).encode() + b"\n", what)
 
 
 def edit_json(rng: random.Random, objects: Objects, _older: Sequence[Image]) -> Damage | None:

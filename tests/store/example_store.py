@@ -96,8 +96,8 @@ def blocks(stream: int, max_rows: int | None = None, dtype: str = "bfloat16") ->
 
 def write_blocks(writer: StoreWriter, stream: int, max_rows: int | None = None, dtype: str = "bfloat16") -> None:
     """Writes those of the stream's blocks that the store lacks, or has truncated."""
-    records = writer.records.get(stream, [])
-    done = len(records) - (1 if records and records[-1].truncated else 0)
+    table, last, _ = writer.streams[stream]
+    done = len(table) - (1 if last and last.truncated else 0)
     for block in list(blocks(stream, max_rows, dtype))[done:]:
         pending = writer.begin_block(stream, block.record.block, block.arrays, block.table)
         writer.commit(pending, block.record)

@@ -91,18 +91,6 @@ def test_a_record_under_another_name_is_refused(tmp_path):
         read_records(storage)
 
 
-def test_records_that_are_known_are_not_read_again(tmp_path):
-    """Unless they are truncated: a longer run replaces those."""
-    storage = Storage.open(str(tmp_path))
-    whole = [replace(RECORD, block=block, truncated=False) for block in range(2)]
-    short, longer = (replace(RECORD, stream=4, block=0, tokens=tokens) for tokens in (10, 20))
-    for record in (*whole, longer):
-        storage.write(record.key, record.to_json())
-    storage.write(whole[0].key, b"not read")
-    gone = replace(RECORD, stream=5, block=0, truncated=False)
-    assert read_records(storage, {3: whole[:1], 4: [short], 5: [gone]}) == {3: whole, 4: [longer]}
-
-
 def test_consolidated_records_survive(tmp_path):
     storage = Storage.open(str(tmp_path))
     records = {0: [replace(RECORD, stream=0, block=0)], 3: [replace(RECORD, block=block) for block in range(3)]}
@@ -146,7 +134,7 @@ def test_a_record_that_was_listed_before_an_earlier_one_was_written(tmp_path, mo
 
 def test_records_that_keep_disappearing_end_the_reading(tmp_path, monkeypatch):
     storage = Storage.open(str(tmp_path))
-    left = [replace(RECORD, stream=stream, block=0) for stream in range(4)]
+    left = [replace(RECORD, block=block) for block in range(4)]
     for record in left:
         storage.write(record.key, record.to_json())
     before_each_read(monkeypatch, lambda: storage.write(left.pop().key, None))

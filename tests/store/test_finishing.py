@@ -12,7 +12,7 @@ from tests.store.example_store import write_store
 
 
 def test_a_complete_store_that_lost_a_record_does_not_become_a_smaller_one(store_path):
-    record = write_store(store_path).records[0][-1]
+    record = write_store(store_path).streams[0].last
     before = read_root(Storage.open(store_path))
     Storage.open(store_path).write(record.key, None)
     problems = [problem.where for problem in verify_store(store_path)]

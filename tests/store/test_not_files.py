@@ -12,7 +12,8 @@ import pytest
 
 from pipeline.core.errors import EXIT_FAILED, EXIT_INVALID, StoreInvalid
 from pipeline.store import ActivationStore
-from pipeline.store.format.commits import CONSOLIDATED_KEY, commit_key
+from pipeline.store.format.block_table import TABLE_KEY
+from pipeline.store.format.commits import commit_key
 from pipeline.store.format.layout import POSITIONS
 from pipeline.store.format.tables import table_key
 from pipeline.verify import main
@@ -21,7 +22,7 @@ from tests.store.example_store import WIDTHS, layout, write_store
 EMBED = next(spec for spec in layout().arrays if spec.name == "embed")
 SHARDS = [layout().shard_key(spec, 0, 1) for spec in (EMBED, POSITIONS)]
 OPENED = ["zarr.json", "embed/zarr.json", commit_key(0, 1)]
-KEYS = [*OPENED, CONSOLIDATED_KEY, table_key(0, 1), *SHARDS]
+KEYS = [*OPENED, TABLE_KEY, table_key(0, 1), *SHARDS]
 
 
 def pipe(path: Path, cleanup: ExitStack) -> None:
@@ -80,9 +81,8 @@ def test_verify_names_it_and_a_reader_refuses_it(tmp_path, key, kind, cleanup, c
     named = rf"^{key}: .*is a {kind}, expected a file"
     named = unlisted.get(key, named) if kind == "folder" else named  # listings leave folders out
     assert re.search(named, capsys.readouterr().out, re.MULTILINE)
-    if key != commit_key(0, 1):  # the consolidated records have it, too
-        with pytest.raises(StoreInvalid, match=f"/{key} is a {kind}, expected a file"):
-            read_everything(tmp_path)
+    with pytest.raises(StoreInvalid, match=f"/{key} is a {kind}, expected a file"):
+        read_everything(tmp_path)
 
 
 @pytest.mark.parametrize("kind", PLACED)

@@ -11,7 +11,9 @@ from pipeline.core.errors import StoreError, StoreMismatch
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.arrays import open_existing
-from pipeline.store.format.commits import COMMITS_PREFIX, CONSOLIDATED_KEY
+from pipeline.store.format.block_table import PREFIX as BLOCKS_PREFIX
+from pipeline.store.format.block_table import TABLE_KEY, index_key
+from pipeline.store.format.commits import COMMITS_PREFIX, commit_key
 from pipeline.store.format.metadata import read_metadata, require_root
 from pipeline.store.format.tables import table_key
 from pipeline.store.io.storage import Storage, StorageOptions
@@ -74,6 +76,7 @@ def test_a_store_has_the_objects_of_a_local_one(service, tmp_path):
 def test_a_block_is_one_write_for_each_object_and_nothing_is_read_back(service):
     path, proxy = service
     writer = StoreWriter.open(path, metadata(), layout())
+    writer.streams.all()
     block = next(blocks(0))
     proxy.reset()
     writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
@@ -91,12 +94,21 @@ def test_a_finished_store_is_opened_without_a_request_for_each_block(service):
     write_store(path)
     proxy.reset()
     ActivationStore.open(path)
-    of_commits = {key: n for (_, key), n in requests(proxy, path).items() if key.startswith(COMMITS_PREFIX)}
-    assert of_commits == {CONSOLIDATED_KEY: 1}
+    assert bookkeeping(proxy, path) == {TABLE_KEY: 1}
     proxy.reset()
-    StoreWriter.open(path, metadata(store={"compression": "none"}), layout())
-    of_commits = {key: n for (_, key), n in requests(proxy, path).items() if key.startswith(COMMITS_PREFIX)}
-    assert of_commits == {CONSOLIDATED_KEY: 1, f"{COMMITS_PREFIX}*": 1}
+    writer = StoreWriter.open(path, metadata(store={"compression": "none"}), layout())
+    assert bookkeeping(proxy, path) == {}
+    last = len(writer.streams[1].table) - 1
+    asked = bookkeeping(proxy, path)
+    [listing] = [key for key in asked if key.endswith("*")]
+    assert listing.startswith(f"{COMMITS_PREFIX}stream-00001/")
+    assert asked == {index_key(1): 1, listing: 1, commit_key(1, last): 1}
+
+
+def bookkeeping(proxy, path: str) -> dict[str, int]:
+    """Requests by key, of records and block tables."""
+    prefixes = (COMMITS_PREFIX, BLOCKS_PREFIX)
+    return {key: n for (_, key), n in requests(proxy, path).items() if key.startswith(prefixes)}
 
 
 def test_of_several_processes_that_create_an_object_one_succeeds(s3):
@@ -165,7 +177,7 @@ def test_a_reader_survives_wrong_answers_and_never_returns_them(s3, kinds, monke
     expected = contents(store)
     s3.reset(rate=0.15, seed=5, kinds=kinds)
     storage = Storage.open(path)
-    again = ActivationStore(storage, require_root(storage), {0: store.blocks}, open_existing(storage, store.arrays))
+    again = ActivationStore(storage, require_root(storage), store.blocks, [], open_existing(storage, store.arrays))
     for values, quiet in zip(contents(again), expected, strict=True):
         np.testing.assert_array_equal(values, quiet)
     assert s3.faults.total() > 10

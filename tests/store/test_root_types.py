@@ -151,7 +151,7 @@ def test_arrays_of_sizes_and_types_that_no_store_has(path, keys, value):
 def test_a_complete_store_without_some_of_its_records_is_not_read_as_a_smaller_one(tmp_path, lost, capsys):
     path = tmp_path / "store"
     write_store(str(path))
-    (path / "_commits" / "consolidated.jsonl").unlink()
+    (path / "_blocks" / "all.npy").unlink()
     (path / lost).rename(tmp_path / "lost")
     with pytest.raises(StoreInvalid, match=r"was completed with 6 blocks, but [0-5] have a commit record"):
         ActivationStore.open(path)

@@ -18,9 +18,10 @@ from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.arrays import set_rows
-from pipeline.store.format.commits import CONSOLIDATED_KEY
+from pipeline.store.format.block_table import TABLE_KEY, BlockTable, index_key
+from pipeline.store.format.commits import read_stream_records
 from pipeline.store.format.layout import MAX_ROWS
-from pipeline.store.format.metadata import read_metadata, read_root
+from pipeline.store.format.metadata import read_metadata
 from pipeline.store.format.problems import Remedy
 from pipeline.store.format.statistics import token_statistics
 from pipeline.store.io.storage import Storage
@@ -50,6 +51,17 @@ def objects(path: str) -> dict[str, bytes]:
     return found | {"zarr.json": json.dumps(root).encode()}
 
 
+def open_and_read(path: str) -> StoreWriter:
+    """A writer that knows of the blocks that are committed now."""
+    writer = StoreWriter.open(path, metadata(), layout())
+    writer.streams.all()
+    return writer
+
+
+def committed(writer: StoreWriter, stream: int) -> list[int]:
+    return writer.streams[stream].table.column("block").tolist()
+
+
 def attributes(path: str) -> dict:
     return json.loads(Storage.open(path).read("zarr.json"))["attributes"]["activation_store"]
 
@@ -57,7 +69,7 @@ def attributes(path: str) -> dict:
 def test_a_new_store_is_empty_and_not_complete(store_path):
     assert read_metadata(store_path) is None
     writer = StoreWriter.open(store_path, metadata(), layout())
-    assert writer.records == {}
+    assert not any(len(stream.table) for stream in writer.streams.all().values())
     assert not writer.complete
     assert read_metadata(store_path) == metadata()
     assert attributes(store_path)["complete"] is False
@@ -154,31 +166,36 @@ def test_several_blocks_of_a_stream_may_be_under_way(store_path):
     for p, block in zip(pending, expected, strict=True):
         writer.commit(p, block.record)
         assert p.done
-    bare = [replace(record, table_sha256="", digests=None) for record in writer.records[0]]
+    bare = [
+        replace(record, table_sha256="", digests=None, tokens_before=None)
+        for record in read_stream_records(writer.storage, 0)
+    ]
     assert bare == [block.record for block in expected]
-    assert StoreWriter.open(store_path, metadata(), layout()).records == writer.records
+    again = StoreWriter.open(store_path, metadata(), layout())
+    assert committed(again, 0) == committed(writer, 0)
+    assert again.streams[0].last == writer.streams[0].last
 
 
 def test_a_record_that_another_writer_has_written_stays(store_path):
     """The same content is fine, another is refused; so it is when a truncated block is to be extended."""
     first, *_ = blocks(0)
     [*_, cut] = blocks(0, max_rows=ROWS - 1)
-    a, b, late = (StoreWriter.open(store_path, metadata(), layout()) for _ in range(3))
+    a, b, late = (open_and_read(store_path) for _ in range(3))
     for writer in (a, b):
         writer.commit(writer.begin_block(0, 0, first.arrays, first.table), first.record)
     pending = late.begin_block(0, 0, cut.arrays, cut.table)
     with pytest.raises(StoreError, match="block-000000.json was written meanwhile.*by another run"):
         late.commit(pending, cut.record)
-    assert late.refresh_stream(0) == a.records[0] == b.records[0]
+    assert late.streams.read_again(0).last == a.streams[0].last == b.streams[0].last
 
     c = StoreWriter.open(store_path, metadata(), layout())
     c.commit(c.begin_block(1, 0, *_truncated(1)[:2]), _truncated(1)[2])
-    d = StoreWriter.open(store_path, metadata(), layout())
+    d = open_and_read(store_path)
     whole = next(blocks(1))
     c.commit(c.begin_block(1, 0, whole.arrays, whole.table), whole.record)
     with pytest.raises(StoreError, match="was replaced by another run"):
         d.begin_block(1, 0, whole.arrays, whole.table)
-    assert d.refresh_stream(1) == c.records[1]
+    assert d.streams.read_again(1).last == c.streams[1].last
 
 
 def _truncated(stream: int):
@@ -288,63 +305,73 @@ def test_finish_and_reopen_interrupted_between_any_two_writes(store_path, call, 
     assert ActivationStore.open(store_path).num_tokens == stored_tokens(None if longer else max_rows)
 
 
-def delete_consolidated(path: str) -> None:
-    Storage.open(path).write(CONSOLIDATED_KEY, None)
+def delete_table(path: str, key: str) -> None:
+    Storage.open(path).write(key, None)
 
 
-def damage_consolidated(path: str) -> None:
-    content = Storage.open(path).read(CONSOLIDATED_KEY)
-    Storage.open(path).write(CONSOLIDATED_KEY, content.replace(b'"rows":4', b'"rows":3', 1))
+def damage_table(path: str, key: str) -> None:
+    content = bytearray(Storage.open(path).read(key))
+    content[-50] ^= 1
+    Storage.open(path).write(key, bytes(content))
 
 
-def consolidate_too_few(path: str) -> None:
+def write_shorter_table(path: str, key: str) -> None:
     """As when two processes finish a store of which the slower one has seen less."""
-    content = Storage.open(path).read(CONSOLIDATED_KEY)
-    Storage.open(path).write(CONSOLIDATED_KEY, b"".join(content.splitlines(keepends=True)[:-1]))
+    table = BlockTable.decode(Storage.open(path).read(key))
+    Storage.open(path).write(key, table[:-1].encode())
 
 
-@pytest.mark.parametrize("spoil", [delete_consolidated, damage_consolidated, consolidate_too_few])
-def test_consolidated_records_that_are_not_those_of_the_root_are_not_used(store_path, spoil):
+@pytest.mark.parametrize("spoil", [delete_table, damage_table, write_shorter_table])
+def test_a_block_table_that_is_not_that_of_the_root_is_not_used(store_path, spoil):
     write_store(store_path)
     expected = objects(store_path)
-    spoil(store_path)
+    spoil(store_path, TABLE_KEY)
     assert ActivationStore.open(store_path).num_tokens == stored_tokens()
-    assert [(problem.where, problem.remedy) for problem in verify_store(store_path)] == [
-        (CONSOLIDATED_KEY, Remedy.consolidate)
-    ]
+    assert [(problem.where, problem.remedy) for problem in verify_store(store_path)] == [(TABLE_KEY, Remedy.tabulate)]
     StoreWriter.open(store_path, metadata(store={"compression": "none"}), layout()).finish()
     assert objects(store_path) == expected
 
 
-def test_a_store_from_before_there_were_consolidated_records(store_path):
-    write_store(store_path)
-    expected = objects(store_path)
-    delete_consolidated(store_path)
-    root = read_root(Storage.open(store_path))
-    Storage.open(store_path).write("zarr.json", replace(root, commits_sha256=None).to_json())
+@pytest.mark.parametrize("spoil", [delete_table, damage_table, write_shorter_table])
+def test_the_block_table_of_a_stream_only_saves_requests(store_path, spoil):
+    write_store(store_path, finish=False)
+    expected = [block.record.block for block in blocks(0)]
+    spoil(store_path, index_key(0))
+    problems = [(problem.where, problem.remedy) for problem in verify_store(store_path)]
+    assert problems == ([(index_key(0), Remedy.tabulate)] if spoil is damage_table else [])
     assert ActivationStore.open(store_path).num_tokens == stored_tokens()
-    assert verify_store(store_path) == []
-    StoreWriter.open(store_path, metadata(store={"compression": "none"}), layout()).finish()
-    assert objects(store_path) == expected
+    assert committed(StoreWriter.open(store_path, metadata(), layout()), 0) == expected
+    write_store(store_path)
+    assert ActivationStore.open(store_path).num_tokens == stored_tokens()
 
 
-def test_a_run_believes_the_records_and_not_what_was_consolidated(store_path):
+def test_the_block_table_of_another_stream_is_not_used(store_path):
+    write_store(store_path, finish=False)
+    storage = Storage.open(store_path)
+    storage.write(index_key(0), storage.read(index_key(1)))
+    assert [problem.where for problem in verify_store(store_path)] == [index_key(0)]
+    assert ActivationStore.open(store_path).num_tokens == stored_tokens()
+    writer = StoreWriter.open(store_path, metadata(), layout())
+    assert set(writer.streams[0].table.column("stream")) == {0}
+
+
+def test_a_run_believes_the_records_and_not_the_block_tables(store_path):
     """Someone deleted records, as pipeline.verify says for repairing a store, and nothing else."""
     write_store(store_path)
     expected = objects(store_path)
     for block in list(blocks(0))[1:]:
         Storage.open(store_path).write(block.record.key, None)
-    assert CONSOLIDATED_KEY in {problem.where for problem in verify_store(store_path)}
+    assert TABLE_KEY in {problem.where for problem in verify_store(store_path)}
     writer = StoreWriter.open(store_path, metadata(store={"compression": "none"}), layout())
-    assert [record.block for record in writer.records[0]] == [0]
+    assert committed(writer, 0) == [0]
     write_store(store_path)
     assert objects(store_path) == expected
 
 
-def test_while_a_store_is_extended_what_was_consolidated_is_not_used(store_path):
+def test_while_a_store_is_extended_the_block_table_is_not_used(store_path):
     write_store(store_path, max_rows=ROWS)
     write_store(store_path, finish=False)
-    assert Storage.open(store_path).read(CONSOLIDATED_KEY) is not None
+    assert Storage.open(store_path).read(TABLE_KEY) is not None
     assert ActivationStore.open(store_path).num_tokens == stored_tokens()
     assert verify_store(store_path) == []
 
@@ -397,7 +424,7 @@ def test_while_a_truncated_block_is_written_again_it_is_not_in_the_store(store_p
     writer.reopen()
     longer = list(blocks(0))[1]
     pending = writer.begin_block(0, 1, longer.arrays, longer.table)
-    assert [record.block for record in StoreWriter.open(store_path, metadata(), layout()).records[0]] == [0]
+    assert committed(StoreWriter.open(store_path, metadata(), layout()), 0) == [0]
     assert verify_store(store_path) == []
     writer.commit(pending, longer.record)
     assert verify_store(store_path) == []
@@ -406,13 +433,13 @@ def test_while_a_truncated_block_is_written_again_it_is_not_in_the_store(store_p
 def test_two_writers_share_a_store(store_path):
     """As two processes do: each its own streams, both reopen, either finishes."""
     write_store(store_path, max_rows=ROWS)
-    writers = [StoreWriter.open(store_path, metadata(), layout()) for _ in range(2)]
+    writers = [open_and_read(store_path) for _ in range(2)]
     for stream, writer in enumerate(writers):
         writer.reopen()
         write_blocks(writer, stream)
-    assert len(writers[0].records[1]) == 1
-    writers[0].refresh()
-    assert len(writers[0].records[1]) == len(list(blocks(1)))
+    assert len(writers[0].streams[1].table) == 1
+    writers[0].streams.read_all_again()
+    assert len(writers[0].streams[1].table) == len(list(blocks(1)))
     for writer in writers:
         writer.finish()
     assert verify_store(store_path) == []

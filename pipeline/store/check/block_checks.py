@@ -22,7 +22,7 @@ _RELATIVE = 1e-3
 
 def check_chain(records: Sequence[CommitRecord]) -> Iterator[tuple[CommitRecord, str]]:
     """One stream's records in the order of their blocks: none is missing, and each starts where the last one ended."""
-    before: CommitRecord | None = None
+    before, tokens = None, 0
     for record in records:
         expected = 0 if before is None else before.block + 1
         if record.block != expected:
@@ -31,12 +31,14 @@ def check_chain(records: Sequence[CommitRecord]) -> Iterator[tuple[CommitRecord,
             yield record, f"the stream's first block starts at {dict(record.start)}, not at its first document"
         elif before is not None and before.next != record.start:
             yield record, f"starts at {dict(record.start)}, but the block before ends at {dict(before.next)}"
+        if record.tokens_before not in (None, tokens):
+            yield record, f"says that {record.tokens_before} tokens are in the stream before it; there are {tokens}"
         if before is not None and (before.exhausted or before.truncated):
             end = "exhausted" if before.exhausted else "truncated"
             yield before, f"is {end}, but the stream has block {record.block}"
         if record.exhausted and record.truncated:
             yield record, "is both exhausted and truncated"
-        before = record
+        before, tokens = record, tokens + record.tokens
 
 
 def check_side_arrays(

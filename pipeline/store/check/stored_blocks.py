@@ -24,7 +24,14 @@ from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import POSITIONS, SIDE_ARRAYS, StoreLayout
 from pipeline.store.format.metadata import StoreRoot
 from pipeline.store.format.problems import Problem, Remedy
-from pipeline.store.format.statistics import Statistics, decode_statistics, merge, piece_statistics, statistics_key
+from pipeline.store.format.statistics import (
+    BlockStatistics,
+    Statistics,
+    decode_statistics,
+    merge,
+    piece_statistics,
+    statistics_key,
+)
 from pipeline.store.format.tables import decode_table, table_key
 from pipeline.store.io.digests import ValuesDigest
 from pipeline.store.io.storage import Storage
@@ -51,11 +58,13 @@ class OpenStore:
 
 @dataclass(frozen=True)
 class CheckedBlock:
-    """The problems of a block, and the parts of it that could be read."""
+    """The problems of a block, and the parts of it that could be read. `running` is None also where there are none."""
 
+    record: CommitRecord
     problems: list[Problem]
     table: pa.Table | None
-    statistics: dict[str, Statistics] | None
+    statistics: BlockStatistics | None
+    running: BlockStatistics | None
 
 
 def check_block(store: OpenStore, record: CommitRecord) -> CheckedBlock:
@@ -67,7 +76,7 @@ def check_block(store: OpenStore, record: CommitRecord) -> CheckedBlock:
 
 def _check_block_once(store: OpenStore, record: CommitRecord) -> CheckedBlock:
     problems: list[Problem] = []
-    table, statistics = None, {}
+    table, statistics, running = None, {}, None
     try:
         table = decode_table(store.storage.read(table_key(record.stream, record.block)), record)
     except StoreError as error:
@@ -75,12 +84,12 @@ def _check_block_once(store: OpenStore, record: CommitRecord) -> CheckedBlock:
     if record.statistics_sha256:
         key = statistics_key(record.stream, record.block)
         try:
-            statistics = decode_statistics(store.storage.read(key), record)
+            statistics, running = decode_statistics(store.storage.read(key), record)
         except StoreError as error:
             problems.append(Problem(key, str(error)))
             statistics = None
     problems += _check_objects(store, record, table, statistics or {})
-    return CheckedBlock(problems, table, statistics)
+    return CheckedBlock(record, problems, table, statistics, running)
 
 
 def _check_objects(

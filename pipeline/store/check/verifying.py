@@ -6,13 +6,15 @@ from contextlib import closing
 from functools import partial
 from itertools import islice
 
+import numpy as np
 import pyarrow as pa
 import tensorstore as ts
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.check.block_checks import check_chain, check_statistics, check_tiling
-from pipeline.store.check.stored_blocks import OpenStore, check_block
+from pipeline.store.check.stored_blocks import CheckedBlock, OpenStore, check_block
 from pipeline.store.format.arrays import array_mismatches, edited_arrays, open_existing, refused_arrays, stored_layout
+from pipeline.store.format.block_table import TABLE_KEY, BlockTable, index_key, table_sha256
 from pipeline.store.format.commits import (
     COMMITS_PREFIX,
     CONSOLIDATED_KEY,
@@ -28,9 +30,9 @@ from pipeline.store.format.statistics import (
     MERGED_GROUP,
     MERGED_GROUP_KEY,
     STATISTICS_PREFIX,
-    Statistics,
+    BlockStatistics,
     decode_merged,
-    merge,
+    merge_arrays,
     merged_digest,
     merged_keys,
     statistics_key,
@@ -62,6 +64,7 @@ def verify_store(
     records = _read_records(storage, problems)
     problems += _check_records(root, records)
     problems += _check_consolidated(storage, root, records)
+    problems += _check_block_tables(storage, root, records)
     store = _open(storage, root, problems)
     if store is None:
         return problems
@@ -106,7 +109,7 @@ def _check_blocks(
             for block in islice(results, len(records[stream])):
                 yield from block.problems
                 stream_tables += [] if block.table is None else [block.table]
-                merging.add(block.statistics)
+                yield from merging.add(block)
                 done += 1
                 if progress is not None:
                     progress(done, len(ordered))
@@ -198,6 +201,42 @@ def _check_consolidated(
         yield Problem(CONSOLIDATED_KEY, "does not agree with the commit records", Remedy.consolidate)
 
 
+def _check_block_tables(
+    storage: Storage, root: StoreRoot, records: Mapping[int, Sequence[CommitRecord]]
+) -> Iterator[Problem]:
+    """The block table of a complete store, and those of the streams, agree with the records.
+
+    That of a stream may lack the last blocks, or have blocks whose records were deleted to have them computed again. A
+    store that was finished by an earlier program has none.
+    """
+    if root.blocks_sha256 is not None:
+        ordered = BlockTable.from_records(record for stream_records in records.values() for record in stream_records)
+        expected = ordered.in_row_order(root.metadata.num_streams).encode()
+        if what := storage.file_problem(TABLE_KEY):
+            yield Problem(TABLE_KEY, what, Remedy.tabulate)
+        elif (content := storage.read(TABLE_KEY)) is None:
+            yield Problem(TABLE_KEY, "is missing, although the store is complete", Remedy.tabulate)
+        elif table_sha256(content) != root.blocks_sha256:
+            yield Problem(TABLE_KEY, f"does not have the sha256 that {ROOT_KEY} names", Remedy.tabulate)
+        elif content != expected:
+            yield Problem(TABLE_KEY, "does not agree with the commit records", Remedy.tabulate)
+    for stream, stream_records in records.items():
+        key = index_key(stream)
+        if what := storage.file_problem(key):
+            yield Problem(key, what, Remedy.tabulate)
+            continue
+        content = storage.read(key)
+        table = None if content is None else BlockTable.decode(content)
+        expected = BlockTable.from_records(stream_records)
+        if content is not None and (table is None or not _agree(table, expected)):
+            yield Problem(key, "does not agree with the commit records", Remedy.tabulate)
+
+
+def _agree(table: BlockTable, expected: BlockTable) -> bool:
+    num_blocks = min(len(table), len(expected))
+    return np.array_equal(table[:num_blocks].values, expected[:num_blocks].values)
+
+
 def _open(storage: Storage, root: StoreRoot, problems: list[Problem]) -> OpenStore | None:
     """The store, or None where its arrays or their layout cannot be read."""
     arrays: dict[str, ts.TensorStore] = {}
@@ -260,19 +299,30 @@ def _check_leftovers(store: OpenStore) -> Iterator[Problem]:
 
 
 class _Merging:
-    """The merged statistics of the blocks that were checked; `total` is None once a block lacks its statistics."""
+    """The merged statistics of the blocks that were checked; `total` is None once those of a block cannot be read, and
+    {} once a block has none. Blocks come in the order of their streams."""
 
     def __init__(self) -> None:
-        self.total: dict[str, Statistics] | None = {}
-        self._has_any = False
+        self.total: BlockStatistics | None = None
+        self._stream: BlockStatistics | None = None  # of the present stream's blocks
+        self._is_first = True
 
-    def add(self, block: Mapping[str, Statistics] | None) -> None:
-        if not self._has_any:
-            self.total, self._has_any = block if block is None else dict(block), True
-        elif not self.total or not block or set(self.total) != set(block):
-            self.total = None if self.total is None or block is None else {}
-        else:
-            self.total = {name: merge([array_total, block[name]]) for name, array_total in self.total.items()}
+    def add(self, block: CheckedBlock) -> Iterator[Problem]:
+        """The problems of the block's running statistics."""
+        own = block.statistics
+        self._stream = _merged(self._stream, own) if block.record.block else own
+        self.total = own if self._is_first else _merged(self.total, own)
+        self._is_first = False
+        if self._stream and block.running:
+            for name, expected in self._stream.items():
+                for what in check_statistics(block.running[name], expected):
+                    yield Problem(statistics_key(block.record.stream, block.record.block), f"running, {name}: {what}")
+
+
+def _merged(first: BlockStatistics | None, second: BlockStatistics | None) -> BlockStatistics | None:
+    if first is None or second is None:
+        return None
+    return merge_arrays(first, second) if set(first) == set(second) else {}
 
 
 def _check_merged(store: OpenStore, merging: _Merging) -> Iterator[Problem]:

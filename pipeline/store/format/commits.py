@@ -3,25 +3,28 @@
 A record is a small JSON object, written last, after all of the block's arrays and its document table are durable. It
 holds nothing that differs from run to run, so a block that is computed again leaves the same bytes.
 
-A complete store has them a second time in one object, the consolidated records, so that opening it does not take one
-request per block. The root names that object's sha256, and only while the store is complete.
+Most readers need only the counts in a record: these also stand in the block table (`block_table.py`). A complete store
+of an earlier program has all records a second time in one object, the consolidated records.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.io.digests import json_digest
+from pipeline.store.io.failures import VERIFY_REMEDY
 from pipeline.store.io.parsing import parse_json
 from pipeline.store.io.storage import Storage
 
 COMMITS_PREFIX = "_commits/"
 CONSOLIDATED_KEY = COMMITS_PREFIX + "consolidated.jsonl"
 _KEY = re.compile(r"_commits/stream-(\d{5,})/block-(\d{6,})\.json")
+_KEYS_IN_ORDER = 10**6  # blocks whose keys sort like their numbers, of six digits
 _COUNTS = ("version", "stream", "block", "rows", "tokens", "documents", "tokens_cut")
 _CURSOR = {"shard", "document", "token", "ordinal"}
 
@@ -42,8 +45,9 @@ class CommitRecord:
 
     The writer fills in the rest:
     table_sha256, statistics_sha256: of the files of the document table and the statistics (empty: no statistics).
-    digests: by array, of its values in this block, see `ValuesDigest`; None (and not in the JSON) in records of earlier
-    programs.
+    digests: by array, of its values in this block, see `ValuesDigest`.
+    tokens_before: valid tokens of the stream's earlier blocks.
+    Both are None (and not in the JSON) in records of earlier programs.
     """
 
     stream: int
@@ -61,6 +65,7 @@ class CommitRecord:
     table_sha256: str = ""
     statistics_sha256: str = ""
     digests: Mapping[str, str] | None = None
+    tokens_before: int | None = None
     version: int = 1
 
     @property
@@ -75,10 +80,11 @@ class CommitRecord:
     def is_same_block(self, other: "CommitRecord") -> bool:
         """Whether the two are of the same rows and values. Where both have digests, these tell: the bytes of parquet
         files depend on pyarrow's version. A record of an earlier program has none."""
-        if None in (self.digests, other.digests):
-            return replace(self, digests=None) == replace(other, digests=None)
-        files = {"table_sha256": "", "statistics_sha256": ""}
-        return replace(self, **files) == replace(other, **files)
+        optional = ("digests", "tokens_before")
+        ignored = {name: None for name in optional if None in (getattr(self, name), getattr(other, name))}
+        if "digests" not in ignored:
+            ignored |= {"table_sha256": "", "statistics_sha256": ""}
+        return replace(self, **ignored) == replace(other, **ignored)
 
     def names_same_files(self, other: "CommitRecord") -> bool:
         """Whether the document table and the statistics of the two have the same bytes."""
@@ -98,13 +104,14 @@ class CommitRecord:
         content = {"version": self.version, **{f.name: getattr(self, f.name) for f in fields(self)}}
         content["skipped"] = [dict(entry) for entry in self.skipped]
         content["start"], content["next"] = dict(self.start), dict(self.next)
-        for name in ("selected", "digests"):
+        for name in ("selected", "digests", "tokens_before"):
             if content[name] is None:
                 del content[name]
         return content
 
     def _has_right_types(self) -> bool:
-        counts = [getattr(self, name) for name in _COUNTS] + ([] if self.selected is None else [self.selected])
+        counts = [getattr(self, name) for name in _COUNTS]
+        counts += [count for count in (self.selected, self.tokens_before) if count is not None]
         counts += [value for cursor in (self.start, self.next) for value in cursor.values()]
         texts = [self.table_sha256, self.statistics_sha256, *(self.digests or {}).values()]
         return (
@@ -160,54 +167,64 @@ def parse_commit_key(key: str) -> tuple[int, int] | None:
 Records = dict[int, list[CommitRecord]]  # by stream, in the order of their blocks
 
 
-def read_records(
-    storage: Storage,
-    known: Mapping[int, Sequence[CommitRecord]] | None = None,
-    stream: int | None = None,
-) -> Records:
-    """The committed blocks, as the records' keys say; of those that are `known` the records are not read again. With
-    `stream`, of that stream only.
+def read_records(storage: Storage) -> Records:
+    """All committed blocks. Raises StoreInvalid for a damaged record, and for a stream with a gap, and StoreError."""
+    keys = map(parse_commit_key, storage.list_keys(COMMITS_PREFIX))
+    streams = sorted({place[0] for place in keys if place is not None})
+    return {stream: read_stream_records(storage, stream) for stream in streams}
 
-    A truncated record is always read, since a longer run replaces it. Raises StoreInvalid for a damaged record, and
-    for a stream whose blocks are not 0, 1, 2, ...
+
+def read_stream_records(storage: Storage, stream: int, first: int = 0, list_all: bool = True) -> list[CommitRecord]:
+    """The records of a stream's committed blocks, from block `first` on.
+
+    Without `list_all` the keys of earlier blocks are not listed, so that a gap among them is not noticed. Raises as
+    `read_records` does.
     """
-    prefix = COMMITS_PREFIX if stream is None else _stream_prefix(stream)
-    same = {(r.stream, r.block): r for known_stream in (known or {}).values() for r in known_stream if not r.truncated}
-    listed = _read_all(storage, prefix, same)
-    if _seems_inconsistent(listed):  # because another worker committed, or withdrew a truncated record, meanwhile?
-        listed = _read_all(storage, prefix, same)
-    records: Records = {}
-    for (stream, block), record in listed.items():
-        key = commit_key(stream, block)
+    begin = 0 if list_all else first
+    for _ in range(2):  # another worker may have committed, or withdrawn a truncated record, since the keys were listed
+        blocks = _list_blocks(storage, stream, begin)
+        gap = next((index for index, block in enumerate(blocks, begin) if block != index), None)
+        keys = [commit_key(stream, block) for block in blocks if block >= first and gap is None]
+        records = dict(zip(keys, storage.read_checked(keys, partial(_parse, storage)), strict=True))
+        absent = [key for key, record in records.items() if record is None]
+        if gap is None and not absent:
+            return list(records.values())
+    if gap is None:
+        raise StoreError(
+            f"{storage.path}/{absent[0]} disappeared while it was being read, twice. Run the same command again."
+        )
+    block = next(block for block in blocks if block > gap)
+    raise StoreInvalid(
+        f"stream {stream} of {storage.path} has a record of block {block}, but none of block {gap}. "
+        f"Delete the stream's records from block {block} on: these blocks are then computed again."
+    )
+
+
+def read_commit_records(storage: Storage, places: Iterable[tuple[int, int]]) -> Iterator[CommitRecord]:
+    """The records of some blocks (stream, block). Raises StoreInvalid for one that is missing or damaged, and
+    StoreError."""
+
+    def check(key: str, text: bytes | None) -> CommitRecord:
+        record = _parse(storage, key, text)
         if record is None:
-            raise StoreError(
-                f"{storage.path}/{key} disappeared while it was being read, twice. Run the same command again."
-            )
-        before = records.setdefault(stream, [])
-        if block != len(before):
-            raise StoreInvalid(
-                f"stream {stream} of {storage.path} has a record of block {block}, but none of block {len(before)}. "
-                f"Delete the stream's records from block {block} on: these blocks are then computed again."
-            )
-        before.append(record)
-    return records
-
-
-def _read_all(
-    storage: Storage, prefix: str, known: Mapping[tuple[int, int], CommitRecord]
-) -> dict[tuple[int, int], CommitRecord | None]:
-    """Every record by (stream, block), in order; None for one that was deleted after it was listed."""
-    places = sorted(filter(None, map(parse_commit_key, storage.list_keys(prefix))))
-    listed: dict[tuple[int, int], CommitRecord | None] = {place: known.get(place) for place in places}
-    unknown = [place for place in places if place not in known]
-
-    def parse(key: str, text: bytes | None) -> CommitRecord | None:
-        record = None if text is None else CommitRecord.from_json(text, f"{storage.path}/{key}")
-        if record is not None and record.key != key:
-            raise StoreInvalid(f"{storage.path}/{key} is the record of block {record.block} of stream {record.stream}.")
+            raise StoreInvalid(f"{storage.path}/{key} is missing, although the block is committed. {VERIFY_REMEDY}")
         return record
 
-    return listed | dict(zip(unknown, storage.read_checked([commit_key(*p) for p in unknown], parse), strict=True))
+    return storage.read_checked([commit_key(*place) for place in places], check)
+
+
+def _list_blocks(storage: Storage, stream: int, first: int) -> list[int]:
+    """The blocks of a stream that have a record, from `first` on, ascending."""
+    start = commit_key(stream, first) if first < _KEYS_IN_ORDER else ""
+    places = filter(None, map(parse_commit_key, storage.list_keys(_stream_prefix(stream), start)))
+    return sorted(block for _, block in places if block >= first)
+
+
+def _parse(storage: Storage, key: str, text: bytes | None) -> CommitRecord | None:
+    record = None if text is None else CommitRecord.from_json(text, f"{storage.path}/{key}")
+    if record is not None and record.key != key:
+        raise StoreInvalid(f"{storage.path}/{key} is the record of block {record.block} of stream {record.stream}.")
+    return record
 
 
 def consolidate(records: Mapping[int, Sequence[CommitRecord]]) -> bytes:
@@ -229,8 +246,3 @@ def read_consolidated(storage: Storage, sha256: str | None) -> Records | None:
     for record in map(CommitRecord.from_line, text.splitlines()):
         records.setdefault(record.stream, []).append(record)
     return records
-
-
-def _seems_inconsistent(records: Mapping[tuple[int, int], CommitRecord | None]) -> bool:
-    gap = any(block and (stream, block - 1) not in records for stream, block in records)
-    return gap or None in records.values()

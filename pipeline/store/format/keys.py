@@ -19,6 +19,7 @@ _FIXED = (
     *_WORKER_KEYS,
     r"zarr\.json",
     r"_commits/(stream-\d{5,}/block-\d{6,}\.json|consolidated\.jsonl)",
+    r"_blocks/(stream-\d{5,}|all)\.npy",
     r"(_documents|_stats)/stream-\d{5,}/block-\d{6,}\.parquet",
     r"_generated/stream-\d{5,}/group-\d{6,}\.parquet",
     r"stats/zarr\.json",
@@ -62,12 +63,21 @@ class StoreKeys:
         )
         self._own = re.compile(f"({'|'.join(patterns)})({re.escape(LOCK_SUFFIX)})?", re.ASCII)
         self._folders = re.compile(
-            rf"(_commits|_documents|_stats|_generated)(/stream-\d{{5,}})?|_claims|_claims_test|_metrics"
+            rf"(_commits|_documents|_stats|_generated)(/stream-\d{{5,}})?|_blocks|_claims|_claims_test|_metrics"
             rf"|({arrays})(/c(/\d+(/0)?)?)?|stats(/({of_activations})(/c(/0)?)?)?",
             re.ASCII,
         )
         names = dict.fromkeys((*sides, *activations, *map(scale_name, activations)))
-        others = ("_documents/", "_stats/", "stats/", "_metrics/", "_claims/", "_claims_test/", "_generated/")
+        others = (
+            "_blocks/",
+            "_documents/",
+            "_stats/",
+            "stats/",
+            "_metrics/",
+            "_claims/",
+            "_claims_test/",
+            "_generated/",
+        )
         self.prefixes = ("_commits/", *(f"{name}/" for name in names), *others)
         """The prefixes of all keys, that of the commit records first."""
 

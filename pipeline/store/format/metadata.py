@@ -111,8 +111,9 @@ class StoreRoot:
     created: UTC, ISO 8601; the only value that differs between two runs of one configuration.
     complete: no block is missing.
     target: how many tokens the store is to hold; it only grows.
-    blocks, commits_sha256, statistics_digests: of a complete store, the number of blocks of each stream, the sha256 of
-    the consolidated records, and by array the digest of the merged statistics.
+    blocks, blocks_sha256, statistics_digests: of a complete store, the number of blocks of each stream, the sha256 of
+    the block table, and by array the digest of the merged statistics.
+    commits_sha256: of a store that an earlier program completed, the sha256 of the consolidated records.
     array_digests: by array, of its zarr.json.
     may_be_not_finite: a run was told to store activations that are not finite.
     weights_error: of a model with int8 weights, by array name, the relative error that they cause.
@@ -126,6 +127,7 @@ class StoreRoot:
     complete: bool = False
     target: Target | None = None
     blocks: tuple[int, ...] | None = None
+    blocks_sha256: str | None = None
     commits_sha256: str | None = None
     statistics_digests: Mapping[str, str] | None = None
     array_digests: Mapping[str, str] | None = None
@@ -151,6 +153,7 @@ class StoreRoot:
         optional = {
             "target": self.target,
             "blocks": None if self.blocks is None else list(self.blocks),
+            "blocks_sha256": self.blocks_sha256,
             "commits_sha256": self.commits_sha256,
             "statistics_digests": self.statistics_digests,
             "array_digests": self.array_digests,
@@ -204,6 +207,7 @@ class StoreRoot:
             complete=attributes["complete"],
             target=attributes.get("target"),
             blocks=None if blocks is None else tuple(blocks),
+            blocks_sha256=attributes.get("blocks_sha256"),
             commits_sha256=attributes.get("commits_sha256"),
             statistics_digests=attributes.get("statistics_digests"),
             array_digests=attributes.get("array_digests"),

@@ -9,7 +9,7 @@ class Remedy(StrEnum):
 
     recompute = (
         "To repair the store, delete the commit records (_commits/stream-.../block-....json) of these blocks and of "
-        "all later blocks of their streams, and _commits/consolidated.jsonl, then run the job again: it computes them "
+        "all later blocks of their streams, then run the job again: it computes them "
         "again, with the same result."
     )
     rerun = (
@@ -19,6 +19,10 @@ class Remedy(StrEnum):
     consolidate = (
         "The consolidated records only repeat the commit records: delete _commits/consolidated.jsonl, which the job, "
         "run again, writes anew."
+    )
+    tabulate = (
+        "Block tables only repeat the commit records: delete the file, and the job, run again, writes it anew if it is "
+        "needed."
     )
     other_dtype = (
         "Values that are not finite were computed like that, and would be again: float16 ends at 65504, "

@@ -49,6 +49,7 @@ _RULES = (
     _Rule("created", lambda v: isinstance(v, str), "a time", required=True),
     _Rule("fingerprint", lambda v: isinstance(v, str), "a sha256", required=True),
     _Rule("blocks", lambda v: isinstance(v, list) and all(map(_is_count, v)), "a list of counts"),
+    _Rule("blocks_sha256", lambda v: isinstance(v, str), "a sha256"),
     _Rule("commits_sha256", lambda v: isinstance(v, str), "a sha256"),
     _Rule("target", lambda v: v == ALL or _is_count(v, 0, 1 << 62), f"a number of tokens, or {ALL}", null=False),
     *(

@@ -1,13 +1,17 @@
 """Statistics of the stored activations: per row on the devices, per block in `_stats/`, of the whole store in `stats/`.
 
-Merging is that of groups with known counts (Chan, Golub & LeVeque, 1979), in float64 and in the order of the blocks, so
-that it gives the same numbers however the blocks came about. Samples of a store are merged in the same way.
+Merging is that of groups with known counts (Chan, Golub & LeVeque, 1979), in float64 and in the order of the blocks of
+each stream, then of the streams, so that it gives the same numbers however the blocks came about. The file of a block
+also has the running statistics, of the stream's blocks up to and with it: so completing a store reads one file for each
+stream. Samples of a store are merged in the same way.
 """
 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -15,7 +19,7 @@ import pyarrow as pa
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 
 from pipeline.core.errors import StoreInvalid
-from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.commits import CommitRecord, read_stream_records
 from pipeline.store.format.int8 import dequantised
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.norms import norms_of
@@ -34,6 +38,7 @@ STATISTICS_PREFIX = "_stats/"  # of each block
 MERGED_PREFIX = "stats/"  # of all
 MERGED_GROUP_KEY = f"{MERGED_PREFIX}zarr.json"
 MERGED_GROUP = (json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}, indent=1) + "\n").encode()
+_STREAMS_AT_ONCE = 32
 _SCHEMA = pa.schema(
     [
         ("array", pa.string()),
@@ -46,6 +51,7 @@ _SCHEMA = pa.schema(
     ]
 )
 _SQUARED_ERROR = pa.field("squared_error", pa.float64())  # only where it is measured
+_FIRST_BLOCK = pa.field("first_block", pa.int64())  # only with running statistics, which begin at block 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,9 @@ class Statistics:
         variance = self.variance if per_feature else self.variance.mean()
         scale = 1 / np.sqrt(np.where(variance > 0, variance, 1))
         return Normalisation(self.mean.astype(np.float32), scale.astype(np.float32))
+
+
+BlockStatistics = Mapping[str, Statistics]  # by array name
 
 
 def block_statistics(
@@ -183,15 +192,27 @@ def statistics_key(stream: int, block: int) -> str:
     return f"{STATISTICS_PREFIX}stream-{stream:05d}/block-{block:06d}.parquet"
 
 
-def encode_statistics(statistics: Mapping[str, Statistics]) -> bytes:
-    """A block's statistics as parquet: one row for each array."""
-    rows = [{"array": name} | vars(of_array) for name, of_array in statistics.items()]
-    is_measured = any(of_array.squared_error is not None for of_array in statistics.values())
-    return encode_table(pa.Table.from_pylist(rows, schema=_SCHEMA.append(_SQUARED_ERROR) if is_measured else _SCHEMA))
+def encode_statistics(statistics: BlockStatistics, block: int = 0, running: BlockStatistics | None = None) -> bytes:
+    """A block's statistics as parquet: one row for each array, and another for its `running` statistics, if any."""
+    parts = {block: statistics} if running is None else {block: statistics, 0: running}
+    schema = _SCHEMA
+    if any(part.squared_error is not None for part in statistics.values()):
+        schema = schema.append(_SQUARED_ERROR)
+    if running is not None:
+        schema = schema.append(_FIRST_BLOCK)
+    rows = [
+        {"array": name, "first_block": first} | vars(array_statistics)
+        for first, part in parts.items()
+        for name, array_statistics in part.items()
+    ]
+    return encode_table(pa.Table.from_pylist(rows, schema=schema))
 
 
-def decode_statistics(content: bytes | None, record: CommitRecord) -> dict[str, Statistics]:
-    """A block's statistics by array. Raises StoreInvalid when they are missing or damaged."""
+def decode_statistics(content: bytes | None, record: CommitRecord) -> tuple[BlockStatistics, BlockStatistics | None]:
+    """A block's statistics and the running ones up to and with it, which files of earlier programs lack.
+
+    Raises StoreInvalid when they are missing or damaged.
+    """
     subject = statistics_key(record.stream, record.block)
     table = decode_parquet(content, subject, record.statistics_sha256)
     columns = {
@@ -200,21 +221,48 @@ def decode_statistics(content: bytes | None, record: CommitRecord) -> dict[str, 
         else [v.values.to_numpy() for v in table[name]]
         for name in table.column_names
     }
-    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-    return {row.pop("array"): Statistics(**row) for row in rows}
+    firsts = columns.pop(_FIRST_BLOCK.name, [record.block] * table.num_rows)
+    parts: dict[int, BlockStatistics] = {}
+    for first, *values in zip(firsts, *columns.values(), strict=True):
+        row = dict(zip(columns, values, strict=True))
+        name = row.pop("array")
+        parts.setdefault(first, {})[name] = Statistics(**row)
+    return parts[record.block], parts.get(0)
 
 
-def merge_blocks(storage: Storage, records: Sequence[CommitRecord]) -> dict[str, Statistics]:
-    """The statistics of all tokens of some blocks, by array; {} where a block has none. Raises StoreError."""
-    records = sorted(records, key=lambda record: (record.stream, record.block))  # rounding depends on the order
-    if not records or not all(record.statistics_sha256 for record in records):
-        return {}
-    by_key = {statistics_key(record.stream, record.block): record for record in records}
-    blocks = storage.read_checked(list(by_key), lambda key, content: decode_statistics(content, by_key[key]))
-    total = next(blocks)
-    for block in blocks:
-        total = {name: merge([of_array, block[name]]) for name, of_array in total.items()}
-    return total
+def read_running(storage: Storage, last: CommitRecord) -> BlockStatistics | None:
+    """The statistics of a stream's blocks up to and with `last`, by array; None where a block has none. Those that an
+    earlier program wrote are merged from all blocks' files. Raises StoreError."""
+    if not last.statistics_sha256:
+        return None
+    key = statistics_key(last.stream, last.block)
+    [(_, running)] = storage.read_checked([key], lambda _, content: decode_statistics(content, last))
+    if running is None:
+        records = read_stream_records(storage, last.stream)[: last.block + 1]
+        if not all(record.statistics_sha256 for record in records):
+            return None
+        by_key = {statistics_key(record.stream, record.block): record for record in records}
+        blocks = storage.read_checked(list(by_key), lambda key, content: decode_statistics(content, by_key[key])[0])
+        running = reduce(merge_arrays, blocks)
+    return running
+
+
+def merge_arrays(first: BlockStatistics, second: BlockStatistics) -> dict[str, Statistics]:
+    """The statistics of two sets of tokens together, by array."""
+    return {name: merge([statistics, second[name]]) for name, statistics in first.items()}
+
+
+def merge_streams(storage: Storage, last: Sequence[CommitRecord]) -> dict[str, Statistics]:
+    """The statistics of all tokens of a store, by array; {} where a block has none. `last`: of each stream that has
+    blocks the last one's record, in the order of the streams. Raises StoreError."""
+    total: BlockStatistics | None = None
+    with ThreadPoolExecutor(_STREAMS_AT_ONCE, "statistics") as pool:
+        for start in range(0, len(last), _STREAMS_AT_ONCE):
+            for stream in pool.map(partial(read_running, storage), last[start : start + _STREAMS_AT_ONCE]):
+                if stream is None:
+                    return {}
+                total = stream if total is None else merge_arrays(total, stream)
+    return dict(total or {})
 
 
 def merged_keys(name: str) -> tuple[str, str]:

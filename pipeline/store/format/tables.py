@@ -9,11 +9,13 @@ import pyarrow.parquet as pq
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.data.documents import DOCUMENT_SCHEMA
-from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.block_table import Block
+from pipeline.store.format.commits import CommitRecord, read_commit_records
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.storage import Storage
 
 TABLES_PREFIX = "_documents/"
+_BLOCKS_AT_ONCE = 256
 
 
 def table_key(stream: int, block: int) -> str:
@@ -55,15 +57,19 @@ def decode_parquet(content: bytes | None, subject: str, sha256: str) -> pa.Table
         raise StoreInvalid(f"{subject} cannot be read: {error}. {DAMAGE_REMEDY}") from error
 
 
-def read_tables(storage: Storage, records: Sequence[CommitRecord]) -> Iterator[pa.Table]:
+def read_tables(storage: Storage, blocks: Sequence[Block]) -> Iterator[pa.Table]:
     """The document tables of blocks, each with the block's stream and number as first columns.
 
-    Raises StoreInvalid for a table that is missing or damaged.
+    Raises StoreInvalid for a table or a commit record that is missing or damaged.
     """
-    by_key = {table_key(record.stream, record.block): record for record in records}
-    tables = storage.read_checked(list(by_key), lambda key, content: decode_table(content, by_key[key]))
-    for record, table in zip(by_key.values(), tables, strict=True):
-        yield _with_place(table, record.stream, record.block)
+    for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
+        records = read_commit_records(storage, [block[:2] for block in blocks[start : start + _BLOCKS_AT_ONCE]])
+        by_key = {table_key(record.stream, record.block): record for record in records}
+        tables = storage.read_checked(
+            list(by_key), lambda key, content, by_key=by_key: decode_table(content, by_key[key])
+        )
+        for record, table in zip(by_key.values(), tables, strict=True):
+            yield _with_place(table, record.stream, record.block)
 
 
 def empty_table() -> pa.Table:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.block_table import BlockTable
 
 ALL = "all"  # run.max_tokens=null: every token of the data
 
@@ -33,17 +33,17 @@ def stream_share(target: Target | None, num_streams: int, stream: int) -> int | 
     return share + (stream < rest)
 
 
-def has_share(records: Sequence[CommitRecord], share: int | None) -> bool:
-    """Whether a stream, whose committed blocks are `records`, holds its share, or all that its data has."""
-    if records and records[-1].exhausted:
+def has_share(blocks: BlockTable, share: int | None) -> bool:
+    """Whether a stream, whose committed blocks are `blocks`, holds its share, or all that its data has."""
+    if len(blocks) and blocks[-1].exhausted:
         return True
-    return share is not None and sum(record.tokens for record in records) >= share
+    return share is not None and blocks.total("tokens") >= share
 
 
-def is_reached(records: Mapping[int, Sequence[CommitRecord]], num_streams: int, target: Target | None) -> bool:
-    """Whether every stream holds its share of the target. Nothing is known to be missing of an unknown target."""
+def is_reached(streams: Sequence[BlockTable], target: Target | None) -> bool:
+    """Whether each of the `streams` holds its share of the target. Nothing is known to be missing of an unknown
+    target."""
     if target is None:
         return True
-    return all(
-        has_share(records.get(stream, ()), stream_share(target, num_streams, stream)) for stream in range(num_streams)
-    )
+    shares = (stream_share(target, len(streams), stream) for stream in range(len(streams)))
+    return all(map(has_share, streams, shares))

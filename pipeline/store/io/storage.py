@@ -130,13 +130,14 @@ class KeyValueStore:
                     raise
                 time.sleep(delay_s)
 
-    def list_keys(self, prefix: str = "") -> list[str]:
-        """The keys that begin with `prefix`, sorted."""
-        after = prefix and prefix[:-1] + chr(ord(prefix[-1]) + 1)
+    def list_keys(self, prefix: str = "", start: str = "") -> list[str]:
+        """The keys that begin with `prefix` and are not before `start`, sorted."""
+        first, after = max(prefix, start), prefix and prefix[:-1] + chr(ord(prefix[-1]) + 1)
         with self.errors(prefix):
-            listed = self.kvstore.list(ts.KvStore.KeyRange(prefix, after)).result()
-        # Some servers of the GCS protocol ignore the range's end.
-        return sorted(key for key in (name.decode(errors="replace") for name in listed) if key.startswith(prefix))
+            listed = self.kvstore.list(ts.KvStore.KeyRange(first, after)).result()
+        names = (name.decode(errors="replace") for name in listed)
+        # Some servers of the GCS protocol ignore the range.
+        return sorted(key for key in names if key.startswith(prefix) and key >= first)
 
     def start_write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> ts.Future:
         """Starts writing an object (None deletes it). The directories of a local one are made first, and durable:

@@ -17,7 +17,7 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Int32, Int64
 
-from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.int8 import dequantised, scale_name
 from pipeline.store.format.layout import MIB, SIDE_ARRAYS, StoreLayout
 from pipeline.store.format.normalisation import Normalisation
@@ -104,15 +104,15 @@ class BatchReader(Iterator[Batch]):
         storage: Storage,
         layout: StoreLayout,
         arrays: Mapping[str, ts.TensorStore],
-        records: Sequence[CommitRecord],
+        blocks: BlockTable,
         reading: Reading,
         state: Mapping[str, int] | None = None,
     ) -> None:
-        records = [record for record in records if record.rows]
+        blocks = blocks[blocks.column("rows") > 0]
         self._reading = reading
         self._options = reading.options
-        self._blocks = StoredBlocks(storage, layout, arrays, records)
-        self._order = _reading_order(layout, records, reading)
+        self._blocks = StoredBlocks(storage, layout, arrays, blocks)
+        self._order = _reading_order(layout, blocks, reading)
         self._position = Position() if state is None else self._restored(dict(state))
         self._batches = self._read()
 
@@ -134,7 +134,7 @@ class BatchReader(Iterator[Batch]):
     @cached_property
     def _checksum(self) -> int:
         """A checksum of everything that the order of tokens depends on."""
-        blocks = [(r.stream, r.block, r.rows, r.tokens) for r in self._blocks.records]
+        blocks = self._blocks.blocks.values[["stream", "block", "rows", "tokens"]].tolist()
         filtered = (self._options.token_filter, self._reading.batch_size, self._options.drop_last)
         version = () if self._reading.seed is None else (VERSION,)  # the order of storage has one version
         return zlib.crc32(repr((self._order, blocks, filtered, *version)).encode())
@@ -232,7 +232,7 @@ class BatchReader(Iterator[Batch]):
         """How many batches every rank has in an epoch; None where there is no need to agree on it."""
         if self._options.world == 1 or self._options.epochs is None:
             return None
-        tokens = min(self._order.tokens_of_ranks(epoch, self._piece_tokens))
+        tokens = min(self._order.tokens_of_ranks(epoch, self._block_tokens, self._count_tokens))
         if tokens < self._reading.batch_size:
             self._refuse(tokens)
         return tokens // self._reading.batch_size
@@ -244,13 +244,18 @@ class BatchReader(Iterator[Batch]):
         )
 
     @cached_property
-    def _piece_tokens(self) -> list[list[int]]:
-        """How many tokens of each piece of each block pass the filter: reads the segments of the whole store."""
+    def _block_tokens(self) -> Int64[np.ndarray, " blocks"]:
+        """How many tokens of each block pass the filter. A filter reads the segments of the whole store, once."""
+        if not self._options.token_filter.side_arrays:
+            return self._blocks.blocks.column("activations")
+        return np.array([sum(pieces) for pieces in self._count_tokens(range(len(self._blocks.blocks)))], np.int64)
+
+    def _count_tokens(self, blocks: Sequence[int]) -> list[list[int]]:
+        """How many tokens of each piece of some blocks pass the filter."""
         names = ("segments", *self._options.token_filter.side_arrays)
         counts = []
-        for start in range(0, len(self._blocks.records), BLOCKS_COUNTED_AT_ONCE):
-            blocks = range(start, min(start + BLOCKS_COUNTED_AT_ONCE, len(self._blocks.records)))
-            for side_arrays in self._blocks.read_side_arrays(blocks, names):
+        for start in range(0, len(blocks), BLOCKS_COUNTED_AT_ONCE):
+            for side_arrays in self._blocks.read_side_arrays(blocks[start : start + BLOCKS_COUNTED_AT_ONCE], names):
                 per_row = self._options.token_filter.keeps(side_arrays).sum(axis=1)
                 counts.append(np.add.reduceat(per_row, range(0, len(per_row), self._order.piece_rows)).tolist())
         return counts
@@ -290,7 +295,7 @@ def _done(under_way: tuple[Future[Batch], Position]) -> tuple[Batch, Position]:
     return under_way[0].result(), under_way[1]
 
 
-def _reading_order(layout: StoreLayout, records: Sequence[CommitRecord], reading: Reading) -> ReadingOrder:
+def _reading_order(layout: StoreLayout, blocks: BlockTable, reading: Reading) -> ReadingOrder:
     options = reading.options
     piece_rows = layout.piece_rows(reading.names)
     names = {*reading.names, *map(scale_name, reading.names)}
@@ -298,7 +303,7 @@ def _reading_order(layout: StoreLayout, records: Sequence[CommitRecord], reading
     mib = options.buffer_mib if options.shuffle else min(options.buffer_mib, SEQUENTIAL_BUFFER_MIB)
     side_arrays_mib = sum(spec.position_bytes for spec in SIDE_ARRAYS) * layout.slots * layout.rows_per_block / MIB
     return ReadingOrder(
-        block_rows=tuple(record.rows for record in records),
+        block_rows=tuple(blocks.column("rows").tolist()),
         piece_rows=piece_rows,
         pieces_per_buffer=max(1, int(mib / piece_mib)),
         window_blocks=max(1, int(WINDOW_MIB / side_arrays_mib)),

@@ -11,7 +11,7 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Int64
 
-from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.int8 import Dequantised, scale_name
 from pipeline.store.format.layout import DOCUMENTS, MIB, POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS, StoreLayout
 from pipeline.store.format.tables import read_tables
@@ -43,12 +43,12 @@ class StoredBlocks:
         storage: Storage,
         layout: StoreLayout,
         arrays: Mapping[str, ts.TensorStore],
-        records: Sequence[CommitRecord],
+        blocks: BlockTable,
     ) -> None:
         self._storage = storage
         self.layout = layout
         self.arrays = arrays
-        self.records = records
+        self.blocks = blocks
         # By block: its window, and [rows, slots] by name.
         self._side_arrays: dict[int, tuple[int, dict[str, np.ndarray]]] = {}
 
@@ -57,8 +57,7 @@ class StoredBlocks:
         self._storage.retry_read(read)
 
     def first_row(self, block: int) -> int:
-        record = self.records[block]
-        return self.layout.first_row(record.stream, record.block)
+        return self.layout.first_row(*self.blocks[block][:2])
 
     def side_arrays(self, buffer: Buffer, more: Sequence[str] = ()) -> list[dict[str, np.ndarray]]:
         """The side arrays of each of the buffer's pieces, and those that `more` names. Those of earlier windows are
@@ -99,7 +98,7 @@ class StoredBlocks:
             read.wait()
             first = self.first_row(block)
             if name == SELECTED.name:
-                require_selected(self.arrays[name], self.records[block], values)
+                require_selected(self.arrays[name], self.blocks[block], values)
             elif name != POSITIONS.name:  # these may all be 0
                 require_stored(self.arrays[name], np.arange(first, first + len(values)), values)
             side_arrays[block][name] = values
@@ -109,14 +108,14 @@ class StoredBlocks:
                 rows = self.first_row(block) + np.flatnonzero(counting)
                 require_stored(self.arrays[POSITIONS.name], rows, sides[POSITIONS.name][counting])
         if COMPLETIONS in names:
-            tables = read_tables(self._storage, [self.records[b] for b in blocks])
+            tables = read_tables(self._storage, [self.blocks[b] for b in blocks])
             for sides, table in zip(side_arrays.values(), tables, strict=True):
                 sides[COMPLETIONS] = completion_slots(sides[DOCUMENTS.name], table)
         return [slot_side_arrays(sides) for sides in side_arrays.values()]
 
     def _start(self, block: int, name: str) -> tuple[np.ndarray, RowRead]:
         array = self.arrays[name]
-        values = np.empty((self.records[block].rows, array.shape[1]), array.dtype.numpy_dtype)
+        values = np.empty((self.blocks[block].rows, array.shape[1]), array.dtype.numpy_dtype)
         return values, RowRead(array, self.first_row(block), values)
 
 

@@ -6,7 +6,7 @@ next `pieces_per_buffer` pieces, and its tokens come out in random order. Withou
 order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -83,12 +83,24 @@ class ReadingOrder:
         """The slots of a buffer in the order in which batches take them."""
         return slots[self._permuted(len(slots), buffer.epoch, _TOKENS, self.rank, buffer.index)]
 
-    def tokens_of_ranks(self, epoch: int, piece_tokens: Sequence[Sequence[int]]) -> list[int]:
-        """How many tokens each rank has in an epoch; `piece_tokens` are those of each piece of each block."""
-        blocks = self._share(epoch)[0]
-        sums = np.cumsum([0, *(tokens for block in blocks.tolist() for tokens in piece_tokens[block])])
-        bounds = [(len(sums) - 1) * rank // self.world for rank in range(self.world + 1)]
-        return np.diff(sums[bounds]).tolist()
+    def tokens_of_ranks(
+        self, epoch: int, block_tokens: Int64[np.ndarray, " blocks"], count: Callable[[list[int]], list[list[int]]]
+    ) -> list[int]:
+        """How many tokens each rank has in an epoch.
+
+        block_tokens: those of each block. count: gives those of each piece of some blocks; it is called with the blocks
+        that two ranks share.
+        """
+        blocks, ends, *_ = self._share(epoch)
+        sums = np.cumsum([0, *block_tokens[blocks]])
+        ends = np.array([0, *ends])
+        bounds = np.array([int(ends[-1]) * rank // self.world for rank in range(self.world + 1)])
+        at = np.searchsorted(ends, bounds, side="right") - 1  # whole blocks before each bound
+        split = np.flatnonzero(bounds > ends[at])
+        tokens = sums[at]
+        for i, pieces in zip(split.tolist(), count(blocks[at[split]].tolist()), strict=True):
+            tokens[i] += sum(pieces[: bounds[i] - ends[at[i]]])
+        return np.diff(tokens).tolist()
 
     def _share(self, epoch: int) -> tuple[Int64[np.ndarray, " blocks"], Int64[np.ndarray, " blocks"], int, int]:
         """The epoch's order of blocks, the number of pieces up to and with each, and the pieces of this rank."""

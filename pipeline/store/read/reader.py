@@ -28,11 +28,12 @@ from numpy.typing import DTypeLike
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.store.format.arrays import open_existing, require_layout
-from pipeline.store.format.commits import CommitRecord, read_consolidated, read_records
+from pipeline.store.format.block_table import Block, BlockTable, join_streams, read_streams, read_table, split_streams
+from pipeline.store.format.commits import CommitRecord, read_consolidated
 from pipeline.store.format.layout import SEGMENTS, SELECTED, SIDE_ARRAYS
 from pipeline.store.format.metadata import StoreMetadata, StoreRoot, require_root
 from pipeline.store.format.normalisation import Normalisation
-from pipeline.store.format.statistics import Statistics, merge, merge_blocks, read_merged, token_statistics
+from pipeline.store.format.statistics import Statistics, merge, merge_streams, read_merged, token_statistics
 from pipeline.store.format.tables import empty_table, read_tables
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.storage import Storage, StorageLike
@@ -88,7 +89,7 @@ class ActivationStore:
     keys: the stored activations; layers, sites: those that are among them.
     length: token positions of a row. slots: slots of a row for activations, `length` unless only some tokens'
     activations are stored.
-    blocks: the records of the committed blocks, in the order of their rows.
+    blocks: the committed blocks, in the order of their rows.
     weights_error: of a model with int8 weights, the relative error that they cause, by array name.
     arrays: the TensorStore arrays by name, as they are stored, for reading them in other ways.
     storage: where the store's objects are.
@@ -98,9 +99,11 @@ class ActivationStore:
         self,
         storage: Storage,
         root: StoreRoot,
-        records: Mapping[int, Sequence[CommitRecord]],
+        blocks: BlockTable,
+        last: Sequence[CommitRecord],
         arrays: Mapping[str, ts.TensorStore],
     ) -> None:
+        """last: of an unfinished store, the record of each stream's last block."""
         self.path = storage.path
         self.metadata: StoreMetadata = root.metadata
         self.complete: bool = root.complete
@@ -114,10 +117,8 @@ class ActivationStore:
         self.sites: tuple[Site, ...] = tuple(dict.fromkeys(key.site for key in self.keys))
         self.length: int = self._layout.length
         self.slots: int = self._layout.slots
-        blocks = (record for stream in records.values() for record in stream)
-        self.blocks: tuple[CommitRecord, ...] = tuple(
-            sorted(blocks, key=lambda record: self._layout.shard_index(record.stream, record.block))
-        )
+        self.blocks = blocks
+        self._last = last
         self._rows = StoredRows(storage, self._layout, arrays, self.blocks)
 
     @classmethod
@@ -134,26 +135,25 @@ class ActivationStore:
     def _open(cls, storage: Storage) -> "ActivationStore":
         root = require_root(storage)
         arrays = open_existing(storage, root.array_names, root.array_digests or {})
-        records = read_consolidated(storage, root.commits_sha256)
-        records = read_records(storage) if records is None else records
-        counts = tuple(len(records.get(stream, ())) for stream in range(root.metadata.num_streams))
+        blocks, last = _read_blocks(storage, root)
+        counts = tuple(np.bincount(blocks.column("stream"), minlength=root.metadata.num_streams).tolist())
         if root.blocks is not None and counts != root.blocks:
             raise StoreInvalid(
                 f"{storage.path} was completed with {sum(root.blocks)} blocks, but {sum(counts)} have a commit record, "
                 "or they are of other streams. Run the job again, which computes what is missing, or pipeline.verify, "
                 "which names it."
             )
-        return cls(storage, root, records, arrays)
+        return cls(storage, root, blocks, last, arrays)
 
     @cached_property
     def num_tokens(self) -> int:
         """Stored tokens, without padding."""
-        return sum(record.tokens for record in self.blocks)
+        return self.blocks.total("tokens")
 
     @cached_property
     def num_activations(self) -> int:
         """Stored tokens whose activations are stored: all of them, unless `capture.positions` selects some."""
-        return sum(record.activations for record in self.blocks)
+        return self.blocks.total("activations")
 
     @property
     def rows(self) -> Int64[np.ndarray, " n"]:
@@ -167,8 +167,26 @@ class ActivationStore:
         The columns are those of `_documents` (document, id, source, index, n_tokens, n_cut, first_token, last_token and
         the source's own) with the stream and block in front.
         """
-        tables = list(read_tables(self.storage, self.blocks))
+        return self._documents_of(self.blocks)
+
+    def _documents_of(self, blocks: Sequence[Block]) -> pa.Table:
+        tables = list(read_tables(self.storage, blocks))
         return pa.concat_tables(tables, promote_options="default") if tables else empty_table()
+
+    def _blocks_of_document(self, number: int) -> BlockTable:
+        """The blocks that a document has tokens in, and at most one more. Its number is its ordinal in its stream times
+        the number of streams, plus the stream."""
+        ordinal, stream = divmod(number, self.metadata.num_streams)
+        blocks = self._stream_blocks[stream]
+        firsts = blocks.column("first_document")
+        start, stop = np.searchsorted(firsts, ordinal, side="left"), np.searchsorted(firsts, ordinal, side="right")
+        if start == stop or blocks.continues[start]:
+            start -= 1  # the block before has the beginning of the document, or all of it
+        return blocks[max(0, start) : stop]
+
+    @cached_property
+    def _stream_blocks(self) -> list[BlockTable]:
+        return split_streams(self.blocks, self.metadata.num_streams)
 
     def statistics(self, layer: SupportsIndex | None, site: Site | str) -> Statistics:
         """Mean and variance of each feature, and the norms, over every stored token of an array.
@@ -178,12 +196,12 @@ class ActivationStore:
         name = self._key((layer, site)).name
         if self.complete:
             statistics = read_merged(self.storage, name, (self._statistics_digests or {}).get(name))
-            if statistics is None and self.blocks and all(record.statistics_sha256 for record in self.blocks):
+            if statistics is None and len(self.blocks) and self.blocks.has_statistics.all():
                 raise StoreInvalid(
                     f"{self.path} is complete, but its statistics of {name} are missing. {DAMAGE_REMEDY}"
                 )
         else:
-            statistics = merge_blocks(self.storage, self.blocks).get(name)
+            statistics = merge_streams(self.storage, self._last).get(name)
         if statistics is None:
             raise StoreError(f"{self.path} has no statistics of {name}: it was made with capture.statistics=false.")
         return statistics
@@ -236,14 +254,14 @@ class ActivationStore:
         Raises StoreError for an id that no document has, or several have.
         """
         column, id = ("id", id) if isinstance(id, str) else ("document", operator.index(id))
-        entries = self.documents.filter(pc.equal(self.documents[column], id))
+        documents = self.documents if column == "id" else self._documents_of(self._blocks_of_document(id))
+        entries = documents.filter(pc.equal(documents[column], id))
         numbers = pc.unique(entries["document"]).to_pylist()
         if len(numbers) != 1:
             hint = f"documents {numbers} have it; ask for one by number" if numbers else "no document has it"
             raise StoreError(f"{column} {id!r} in the store {self.path}: {hint}.")
-        records = {(record.stream, record.block): record for record in self.blocks}
-        places = sorted(set(zip(entries["stream"].to_pylist(), entries["block"].to_pylist(), strict=True)))
-        rows = np.concatenate([self._rows.numbers_of_block(records[place]) for place in places])
+        in_blocks = self._blocks_of_document(numbers[0])
+        rows = np.concatenate([self._layout.first_row(*block[:2]) + np.arange(block.rows) for block in in_blocks])
         holds = (self._rows.read("documents", rows) == numbers[0]).any(axis=1)
         rows = rows[holds]
         whole = self.read_tokens(rows, whole=True)
@@ -334,6 +352,21 @@ class ActivationStore:
 
     def _key_names(self) -> str:
         return ", ".join(key.name for key in self.keys)
+
+
+def _read_blocks(storage: Storage, root: StoreRoot) -> tuple[BlockTable, list[CommitRecord]]:
+    """All blocks, in the order of their rows; and of an unfinished store the last record of each stream that has one.
+
+    An earlier program's complete store has its records in one object."""
+    table = read_table(storage, root.blocks_sha256)
+    if table is not None:
+        return table, []
+    consolidated = read_consolidated(storage, root.commits_sha256)
+    if consolidated is not None:
+        records = [record for stream in consolidated.values() for record in stream]
+        return BlockTable.from_records(records).in_row_order(root.metadata.num_streams), []
+    streams = read_streams(storage, range(root.metadata.num_streams))
+    return join_streams(streams), [blocks.last for blocks in streams.values() if blocks.last is not None]
 
 
 def _is_key(keys: Key | Sequence[Key]) -> bool:

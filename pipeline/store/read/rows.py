@@ -7,7 +7,7 @@ import tensorstore as ts
 from jaxtyping import Bool, Int32, Int64, Shaped
 
 from pipeline.core.errors import StoreInvalid
-from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.block_table import Block
 from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
 from pipeline.store.io.failures import VERIFY_REMEDY
 from pipeline.store.io.storage import KeyValueStore
@@ -98,12 +98,12 @@ def counts_positions(segments: Int32[np.ndarray, "n T"]) -> Bool[np.ndarray, " n
     return ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)).any(axis=1)
 
 
-def require_selected(array: ts.TensorStore, record: CommitRecord, selected: Int32[np.ndarray, "rows K"]) -> None:
+def require_selected(array: ts.TensorStore, block: Block, selected: Int32[np.ndarray, "rows K"]) -> None:
     """Raises StoreInvalid unless `selected`, of a whole block, holds as many tokens as the block's record says."""
-    if (num_selected := np.count_nonzero(selected >= 0)) != record.activations:
+    if (num_selected := np.count_nonzero(selected >= 0)) != block.activations:
         raise StoreInvalid(
-            f"{KeyValueStore(array.kvstore).url('')} has {num_selected} tokens of block {record.block} of stream "
-            f"{record.stream}, whose record says {record.activations}. {VERIFY_REMEDY}"
+            f"{KeyValueStore(array.kvstore).url('')} has {num_selected} tokens of block {block.block} of stream "
+            f"{block.stream}, whose record says {block.activations}. {VERIFY_REMEDY}"
         )
 
 

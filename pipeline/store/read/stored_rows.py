@@ -9,7 +9,7 @@ import tensorstore as ts
 from jaxtyping import Bool, Int64
 
 from pipeline.core.errors import StoreError
-from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.int8 import dequantised, scale_name
 from pipeline.store.format.layout import POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS, StoreLayout
 from pipeline.store.io.storage import Storage
@@ -26,38 +26,49 @@ class StoredRows:
         storage: Storage,
         layout: StoreLayout,
         arrays: Mapping[str, ts.TensorStore],
-        blocks: Sequence[CommitRecord],
+        blocks: BlockTable,
     ) -> None:
         self._storage = storage
         self._layout = layout
         self._arrays = arrays
         self._blocks = blocks
-        self._first_rows = np.array([layout.first_row(r.stream, r.block) for r in blocks], np.int64)
+
+    @cached_property
+    def _first_rows(self) -> Int64[np.ndarray, " blocks"]:
+        return self._layout.first_row(self._blocks.column("stream"), self._blocks.column("block"))
+
+    @cached_property
+    def _num_rows(self) -> Int64[np.ndarray, " blocks"]:
+        return self._blocks.column("rows")
 
     @cached_property
     def numbers(self) -> Int64[np.ndarray, " n"]:
         """The numbers of all stored rows, ascending."""
-        return np.concatenate([np.empty(0, np.int64), *map(self.numbers_of_block, self._blocks)])
+        before = np.cumsum(self._num_rows) - self._num_rows
+        return np.arange(self._num_rows.sum()) + np.repeat(self._first_rows - before, self._num_rows)
 
-    def numbers_of_block(self, record: CommitRecord) -> Int64[np.ndarray, " n"]:
-        return np.arange(record.rows, dtype=np.int64) + self._layout.first_row(record.stream, record.block)
+    def _are_stored(self, rows: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+        if not len(self._first_rows):
+            return np.zeros(len(rows), bool)
+        block = np.searchsorted(self._first_rows, rows, side="right") - 1
+        return (block >= 0) & (rows - self._first_rows[block] < self._num_rows[block])
 
     def chosen(self, rows: Rows) -> Int64[np.ndarray, " n"]:
         """The numbers of the rows that a reader asks for. Raises StoreError for rows that are not stored."""
         if isinstance(rows, slice):
-            end = int(self.numbers[-1]) + 1 if self.numbers.size else 0
+            end = int((self._first_rows + self._num_rows).max(initial=0))
             wanted = np.arange(*rows.indices(end), dtype=np.int64)
-            return wanted[np.isin(wanted, self.numbers)]
+            return wanted[self._are_stored(wanted)]
         chosen = np.asarray(rows)
-        if chosen.dtype == bool and chosen.shape == self.numbers.shape:
+        if chosen.dtype == bool and chosen.shape == (self._num_rows.sum(),):
             return self.numbers[chosen]
         if chosen.ndim > 1 or (chosen.size and chosen.dtype.kind not in "iu"):
             raise StoreError(
                 f"rows have the shape {list(chosen.shape)} and dtype {chosen.dtype}; expected a row number, a list of "
-                f"them, a slice, or a mask of the {len(self.numbers)} rows of the store {self._storage.path}."
+                f"them, a slice, or a mask of the {self._num_rows.sum()} rows of the store {self._storage.path}."
             )
         wanted = np.atleast_1d(chosen).astype(np.int64)
-        absent = wanted[~np.isin(wanted, self.numbers)][:8].tolist()
+        absent = wanted[~self._are_stored(wanted)][:8].tolist()
         if absent:
             raise StoreError(f"rows {absent} are not in the store {self._storage.path}; `rows` lists those that are.")
         return wanted
@@ -88,7 +99,7 @@ class StoredRows:
             return np.ones(len(rows), bool)
         if name == SELECTED.name:
             block = np.searchsorted(self._first_rows, rows, side="right") - 1
-            return np.array([record.activations > 0 for record in self._blocks], bool)[block]
+            return self._blocks[block].column("activations") > 0
         return self.read(SELECTED.name, rows)[:, 0] >= 0
 
 

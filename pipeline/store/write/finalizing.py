@@ -1,8 +1,6 @@
 """Marking a store complete that several workers have filled."""
 
-from collections.abc import Sequence
-
-from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.target import has_share, stream_share, target_of
 from pipeline.store.write.claims import held_claims, named_holders
 from pipeline.store.write.store_writer import StoreWriter
@@ -10,7 +8,8 @@ from pipeline.store.write.store_writer import StoreWriter
 
 def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
     """Prints what each stream holds and marks the store complete; or says why not. Raises StoreError."""
-    unfinished = [stream for stream in range(store.metadata.num_streams) if not print_stream(store, stream)]
+    streams = store.streams.all()
+    unfinished = [stream for stream in streams if not _print_stream(store, stream, streams[stream].table)]
     if unfinished and not (is_forced or store.complete):
         return (
             f"streams {', '.join(map(str, unfinished))} have not ended. Let the workers go on, start one more, or run "
@@ -30,30 +29,28 @@ def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
     return None
 
 
-def print_stream(store: StoreWriter, stream: int) -> bool:
+def _print_stream(store: StoreWriter, stream: int, blocks: BlockTable) -> bool:
     """Prints what a stream holds; returns whether it is at its end."""
-    records = store.records.get(stream, [])
     target = store.target
     if target is None:  # an earlier program's store has none: take what the run that created it wanted
         share = stream_share(target_of(store.metadata.config), store.metadata.num_streams, stream)
-        end = _end_of_old_stream(records, share, store.layout.length)
+        end = _end_of_old_stream(blocks, share, store.layout.length)
     else:
-        end = end_of(records, stream_share(target, store.metadata.num_streams, stream))
-    tokens = sum(record.tokens for record in records)
-    print(f"stream {stream}: {len(records)} blocks, {tokens:,} tokens, {end or 'NOT AT ITS END'}")
+        end = end_of(blocks, stream_share(target, store.metadata.num_streams, stream))
+    print(f"stream {stream}: {len(blocks)} blocks, {blocks.total('tokens'):,} tokens, {end or 'NOT AT ITS END'}")
     return end is not None
 
 
-def end_of(records: Sequence[CommitRecord], share: int | None) -> str | None:
+def end_of(blocks: BlockTable, share: int | None) -> str | None:
     """Why a stream ends where it does, or None if it does not hold its share of the store's target."""
-    if not has_share(records, share):
+    if not has_share(blocks, share):
         return None
-    return "the end of its data" if records and records[-1].exhausted else "the end of its share of run.max_tokens"
+    return "the end of its data" if len(blocks) and blocks[-1].exhausted else "the end of its share of run.max_tokens"
 
 
-def _end_of_old_stream(records: Sequence[CommitRecord], share: int | None, length: int) -> str | None:
+def _end_of_old_stream(blocks: BlockTable, share: int | None, length: int) -> str | None:
     """Without a truncated block a share is reached by the last row, of at most `length` tokens, of the last block."""
-    if records and records[-1].exhausted:
+    if len(blocks) and blocks[-1].exhausted:
         return "the end of its data"
-    reached = share is not None and 0 <= sum(record.tokens for record in records) - share < length
-    return "the end of its share of run.max_tokens" if reached or (records and records[-1].truncated) else None
+    reached = share is not None and 0 <= blocks.total("tokens") - share < length
+    return "the end of its share of run.max_tokens" if reached or (len(blocks) and blocks[-1].truncated) else None

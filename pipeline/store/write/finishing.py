@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.arrays import set_rows
-from pipeline.store.format.commits import CONSOLIDATED_KEY, Records, consolidate, consolidated_digest
+from pipeline.store.format.block_table import TABLE_KEY, StreamBlocks, index_key, join_streams, read_table, table_sha256
+from pipeline.store.format.commits import CONSOLIDATED_KEY
 from pipeline.store.format.layout import MAX_ROWS, StoreLayout
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, read_root, read_root_generation
-from pipeline.store.format.statistics import MERGED_GROUP_KEY, encode_merged, merge_blocks, merged_digest, merged_keys
+from pipeline.store.format.statistics import MERGED_GROUP_KEY, encode_merged, merge_streams, merged_digest, merged_keys
 from pipeline.store.format.target import is_reached
 from pipeline.store.generated.kept_activations import kept_keys
 from pipeline.store.io.storage import Storage
@@ -37,11 +38,15 @@ class _InitialState:
     kept: list[str]
 
 
+Streams = Mapping[int, StreamBlocks]  # all of a store, in their order
+
+
 def finish_store(
-    storage: Storage, layout: StoreLayout, read: Callable[[], Records], force: bool = False
+    storage: Storage, layout: StoreLayout, read: Callable[[], Streams], force: bool = False
 ) -> StoreRoot | None:
-    """Consolidates the records that `read` gives, merges the statistics, marks the store complete, and trims the arrays
-    to the last committed row. Of a complete store only the steps that an interruption left undone are done.
+    """Writes the table of the blocks that `read` gives, merges the statistics of the streams, marks the store complete,
+    and trims the arrays to the last committed row. Of a complete store only the steps that an interruption left undone
+    are done.
 
     Returns None, and changes nothing, where the root's target is not reached, since another run is extending the store,
     or where a complete store has lost records. `force` completes it all the same.
@@ -58,56 +63,69 @@ def finish_store(
     raise StoreError(f"{storage.path} could not be completed: other processes changed it {_ATTEMPTS} times. Try again.")
 
 
-def _try_to_finish(storage: Storage, layout: StoreLayout, read: Callable[[], Records], force: bool) -> StoreRoot | None:
+def _try_to_finish(storage: Storage, layout: StoreLayout, read: Callable[[], Streams], force: bool) -> StoreRoot | None:
     initial = _read_initial_state(storage, layout)
     root, generation = read_root_generation(storage)
     if root is None:
         raise StoreError(f"{storage.path}/{ROOT_KEY} was deleted while the store was being written.")
     try:
-        records = read()
-        blocks = tuple(len(records.get(stream, ())) for stream in range(layout.num_streams))
+        streams = read()
+        tables = [stream.table for stream in streams.values()]
+        blocks = tuple(map(len, tables))
         if root.complete:
             before = blocks if root.blocks is None else root.blocks
             is_whole = len(before) == len(blocks) and all(now >= then for now, then in zip(blocks, before, strict=True))
         else:
-            is_whole = is_reached(records, layout.num_streams, root.target)
+            is_whole = is_reached(tables, root.target)
         if not (is_whole or force):
             return None
-        objects, digests = _summaries(storage, layout, root, records, initial)
+        objects, digests = _summaries(storage, layout, root, streams, initial)
     except StoreInvalid:
         if read_root_generation(storage)[1] != generation:  # another run has begun to write a block again
             raise _ChangedMeanwhile from None
         raise
+    for stream, stored in streams.items():
+        if len(stored.to_index) != stored.num_indexed:
+            storage.write(index_key(stream), stored.to_index.encode())
     for key, content in objects.items():
         _write(storage, key, content, initial)
-    sha256 = consolidated_digest(objects[CONSOLIDATED_KEY])
-    finished = replace(root, complete=True, blocks=blocks, commits_sha256=sha256, statistics_digests=digests or None)
+    finished = replace(
+        root,
+        complete=True,
+        blocks=blocks,
+        blocks_sha256=table_sha256(objects[TABLE_KEY]),
+        commits_sha256=None,
+        statistics_digests=digests or None,
+    )
     is_written = finished == root or storage.write_if_unchanged(ROOT_KEY, finished.to_json(), generation) is not None
     if not is_written and read_root(storage) != finished:  # else another process wrote the same
         raise _ChangedMeanwhile
-    if is_reached(records, layout.num_streams, root.target):  # else a worker may be extending the store under its claim
+    if is_reached(tables, root.target):  # else a worker may be extending the store under its claim
         delete_claims(storage, initial.claims)
     _settle_rows(storage, layout, read)
     for key in initial.kept:
         storage.write(key, None)
+    if root.commits_sha256 is not None:
+        storage.write(CONSOLIDATED_KEY, None)
     return finished
 
 
 def _summaries(
-    storage: Storage, layout: StoreLayout, root: StoreRoot, records: Records, initial: _InitialState
+    storage: Storage, layout: StoreLayout, root: StoreRoot, streams: Streams, initial: _InitialState
 ) -> tuple[dict[str, bytes], dict[str, str]]:
-    """The objects to write, by key: the consolidated records and, unless the store has them already, the merged
-    statistics; and the digests of these by array."""
-    consolidated = consolidate(records)
-    objects, digests = {CONSOLIDATED_KEY: consolidated}, _merged_digests(initial.objects, layout)
-    if (consolidated_digest(consolidated), digests) == (root.commits_sha256, root.statistics_digests):
+    """The objects to write, by key: the block table and, unless the store has them already, the merged statistics; and
+    the digests of these by array."""
+    table, digests = join_streams(streams), _merged_digests(initial.objects, layout)
+    objects = {TABLE_KEY: table.encode()}
+    is_same = root.complete and root.blocks == tuple(len(stream.table) for stream in streams.values())
+    if is_same and digests == (root.statistics_digests or {}) and (digests or not table.has_statistics.all()):
         return objects, digests
-    merged = encode_merged(merge_blocks(storage, [record for stream in records.values() for record in stream]))
+    merged = encode_merged(merge_streams(storage, [stream.last for stream in streams.values() if stream.last]))
     return objects | merged, _merged_digests(merged, layout)
 
 
 def _read_initial_state(storage: Storage, layout: StoreLayout) -> _InitialState:
-    keys = [CONSOLIDATED_KEY, MERGED_GROUP_KEY, *(key for spec in layout.arrays for key in merged_keys(spec.name))]
+    keys = [TABLE_KEY, MERGED_GROUP_KEY, *(key for spec in layout.arrays for key in merged_keys(spec.name))]
     stored = dict(zip(keys, storage.read_with_generations(keys), strict=True))
     objects = {key: content for key, (content, _) in stored.items()}
     generations = {key: generation for key, (_, generation) in stored.items()}
@@ -127,7 +145,7 @@ def _write(storage: Storage, key: str, content: bytes, initial: _InitialState) -
         raise _ChangedMeanwhile
 
 
-def _settle_rows(storage: Storage, layout: StoreLayout, read: Callable[[], Records]) -> None:
+def _settle_rows(storage: Storage, layout: StoreLayout, read: Callable[[], Streams]) -> None:
     """Gives the arrays the rows that the root asks for, whoever changes it meanwhile: those up to the last committed
     one of a complete store, and room for any block of one that was opened for more."""
     names = [spec.name for spec in layout.all_arrays]
@@ -135,9 +153,11 @@ def _settle_rows(storage: Storage, layout: StoreLayout, read: Callable[[], Recor
         root, generation = read_root_generation(storage)
         if root is None:
             return
-        last = [stream[-1] for stream in read().values()]
-        used = max((layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
-        set_rows(storage, names, used if root.complete else MAX_ROWS)
+        rows = MAX_ROWS
+        if root.complete:
+            table = read_table(storage, root.blocks_sha256) or join_streams(read())
+            rows = layout.first_row(table[-1].stream, table[-1].block) + table[-1].rows if len(table) else 0
+        set_rows(storage, names, rows)
         if read_root_generation(storage)[1] == generation:
             return
     raise StoreError(f"{storage.path} could not be completed: other processes changed it {_ATTEMPTS} times. Try again.")

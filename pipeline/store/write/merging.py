@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 
 from pipeline.core.errors import StoreError, StoreMismatch
-from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.commits import CommitRecord, read_records
 from pipeline.store.format.layout import MAX_ROWS
 from pipeline.store.format.metadata import ROOT_KEY
 from pipeline.store.format.statistics import statistics_key
@@ -72,7 +72,7 @@ def _is_cut_short(source: StoreWriter, record: CommitRecord, target: StoreWriter
     """Whether a truncated block is not the last one of its stream in a store that a longer run is extending: that run
     computes the whole block, and may be writing it."""
     share = stream_share(target.target, target.metadata.num_streams, record.stream)
-    return record.truncated and not has_share(source.records[record.stream][: record.block + 1], share)
+    return record.truncated and not has_share(source.streams[record.stream].table[: record.block + 1], share)
 
 
 def _require_fit(first: StoreWriter, other: StoreWriter) -> None:
@@ -101,7 +101,7 @@ def _missing(existing: Sequence[StoreWriter], sources: Sequence[StoreWriter]) ->
     """The blocks to copy, each with the first source that has it, by stream and block."""
     holders: dict[tuple[int, int], tuple[StoreWriter, CommitRecord]] = {}
     for store in (*existing, *sources):
-        for record in (record for stream in store.records.values() for record in stream):
+        for record in (record for stream in read_records(store.storage).values() for record in stream):
             holder, held = holders.setdefault((record.stream, record.block), (store, record))
             if not held.is_same_block(record):
                 raise StoreMismatch(

@@ -17,13 +17,7 @@ import tensorstore as ts
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.arrays import open_existing, open_or_create, read_array_digests, require_layout, set_rows
-from pipeline.store.format.commits import (
-    CommitRecord,
-    Records,
-    commit_key,
-    read_consolidated,
-    read_records,
-)
+from pipeline.store.format.commits import CONSOLIDATED_KEY, CommitRecord, commit_key
 from pipeline.store.format.layout import MAX_ROWS, ArraySpec, StoreLayout, is_plain_files
 from pipeline.store.format.metadata import (
     ROOT_KEY,
@@ -34,13 +28,18 @@ from pipeline.store.format.metadata import (
     read_root,
     require_root,
 )
-from pipeline.store.format.statistics import Statistics, encode_statistics, statistics_key
+from pipeline.store.format.statistics import (
+    BlockStatistics,
+    encode_statistics,
+    statistics_key,
+)
 from pipeline.store.format.tables import encode_table, table_digest, table_key
 from pipeline.store.format.target import Target, larger, target_of
 from pipeline.store.io.digests import values_digest
 from pipeline.store.io.failures import storage_errors
 from pipeline.store.io.shard_files import ShardFiles
 from pipeline.store.io.storage import Storage, StorageLike
+from pipeline.store.write.committed_streams import CommittedStreams
 from pipeline.store.write.finishing import finish_store
 from pipeline.store.write.vacancy import require_vacant
 
@@ -81,9 +80,8 @@ class PendingBlock:
 class StoreWriter:
     """The writing side of one store. Not thread-safe: one thread per writer, but for `refresh_stream`.
 
-    storage: where the store's objects are. layout: of its arrays. root: as it was read or written last. records: the
-    committed blocks by stream, in order: those that the store had when the writer was opened, and those that this
-    writer committed since.
+    storage: where the store's objects are. layout: of its arrays. root: as it was read or written last. streams: their
+    committed blocks.
     """
 
     def __init__(
@@ -91,8 +89,7 @@ class StoreWriter:
     ) -> None:
         self.path = storage.path
         self.layout = layout
-        consolidated = read_consolidated(storage, root.commits_sha256)
-        self.records: Records = read_records(storage, known=consolidated)
+        self.streams = CommittedStreams(storage, layout.num_streams)
         self.storage = storage
         self._records_storage = storage.with_own_requests(1)  # a look at a record does not wait for the shards
         self._files: ShardFiles | None = None
@@ -157,7 +154,7 @@ class StoreWriter:
         block: int,
         arrays: Mapping[str, np.ndarray],
         table: pa.Table,
-        statistics: Mapping[str, Statistics] | None = None,
+        statistics: BlockStatistics | None = None,
     ) -> PendingBlock:
         """Starts writing a block's arrays, its document table and its statistics (if any); does not wait.
 
@@ -174,7 +171,8 @@ class StoreWriter:
         self._withdraw(stream, block)
         tables = {table_key(stream, block): encode_table(table)}
         if statistics is not None:
-            tables[statistics_key(stream, block)] = encode_statistics(statistics)
+            running = self.streams.add_statistics(stream, block, statistics)
+            tables[statistics_key(stream, block)] = encode_statistics(statistics, block, running if block else None)
         table_sha256, statistics_sha256, *_ = (*map(table_digest, tables.values()), "")
         if self._records_storage.read(commit_key(stream, block)) is not None:
             return PendingBlock(stream, block, {}, {}, table_sha256, statistics_sha256)
@@ -204,17 +202,18 @@ class StoreWriter:
             table_sha256=pending.table_sha256,
             statistics_sha256=pending.statistics_sha256,
             digests={name: digest.result() for name, digest in pending.digests.items()} or None,
+            tokens_before=self.streams[record.stream].tokens,
         )
         self.commit_written(record, is_committed=not pending.futures)
 
     def commit_written(self, record: CommitRecord, is_committed: bool = False) -> None:
         """Commits a block whose objects are durable. `is_committed`: it has its record. Raises as `commit` does."""
-        records = self.records.setdefault(record.stream, [])
-        if record.block != len(records):
-            raise ValueError(f"stream {record.stream} has {len(records)} blocks; {record.block} is not the next")
+        num_blocks = len(self.streams[record.stream].table)
+        if record.block != num_blocks:
+            raise ValueError(f"stream {record.stream} has {num_blocks} blocks; {record.block} is not the next")
         if is_committed or not self.storage.write_if_absent(record.key, record.to_json()):
             record = self._require_committed(record)
-        records.append(record)
+        self.streams.append(record)
 
     def _require_committed(self, record: CommitRecord) -> CommitRecord:
         """The stored record, which another run wrote. Raises StoreError unless it says the same."""
@@ -229,16 +228,6 @@ class StoreWriter:
     def _parse(self, key: str, text: bytes | None) -> CommitRecord | None:
         return None if text is None else CommitRecord.from_json(text, f"{self.path}/{key}")
 
-    def refresh(self) -> None:
-        """Reads the new commit records: other processes may have committed blocks of their streams."""
-        self.records = read_records(self.storage, known=self.records)
-
-    def refresh_stream(self, stream: int) -> list[CommitRecord]:
-        """Reads one stream's new records. Any thread may, while no block of the stream is under way here."""
-        known = {stream: self.records.get(stream, [])}
-        self.records[stream] = read_records(self.storage, known, stream).get(stream, [])
-        return self.records[stream]
-
     def reopen(self, target: Target | None = None) -> None:
         """Opens a store, complete or not, for more blocks: no process completes it before it holds `target` tokens."""
         # In this order, and when finishing in the other: a store that is not complete never lacks room for a block.
@@ -250,9 +239,17 @@ class StoreWriter:
                 before = target_of(root.metadata.config)
             wanted = root.target if target is None else larger(before, target)
             return replace(
-                root, complete=False, target=wanted, blocks=None, commits_sha256=None, statistics_digests=None
+                root,
+                complete=False,
+                target=wanted,
+                blocks=None,
+                blocks_sha256=None,
+                commits_sha256=None,
+                statistics_digests=None,
             )
 
+        if self.root.commits_sha256 is not None:
+            self.storage.write(CONSOLIDATED_KEY, None)
         self.root = change_root(self.storage, reopened)
         while any(array.shape[0] != MAX_ROWS for array in self._arrays.values()):
             set_rows(self.storage, self._array_names(), MAX_ROWS)  # another process was late to trim them
@@ -261,15 +258,11 @@ class StoreWriter:
     def finish(self, force: bool = False) -> bool:
         """Marks the store complete, unless it holds less than its target; says whether it is. See `finish_store`.
 
-        Call it only once no process has a block to commit. The records are read again, since others wrote some.
+        Call it only once no process has a block to commit. All streams are read again, since others wrote some.
         """
-        root = finish_store(self.storage, self.layout, self._refreshed, force)
+        root = finish_store(self.storage, self.layout, self.streams.read_all_again, force)
         self.root = self.root if root is None else root
         return root is not None
-
-    def _refreshed(self) -> Records:
-        self.refresh()
-        return self.records
 
     def write_metrics(self, name: str, text: bytes) -> None:
         """Writes (or replaces) `_metrics/<name>`. Raises StoreError, and nothing else; the store is then as before."""
@@ -282,11 +275,11 @@ class StoreWriter:
         return [spec.name for spec in self.layout.all_arrays]
 
     def _withdraw(self, stream: int, block: int) -> None:
-        records = self.records.get(stream, [])
-        if block >= len(records):
+        blocks = self.streams[stream]
+        if block >= len(blocks.table):
             return
-        record = records[block]
-        if not record.truncated:
+        record = blocks.last
+        if record is None or record.block != block or not record.truncated:
             raise ValueError(f"block {block} of stream {stream} is committed, and was not truncated")
 
         def read() -> tuple[CommitRecord | None, bytes]:
@@ -301,7 +294,7 @@ class StoreWriter:
             raise StoreError(
                 f"{self.path}/{record.key} was replaced by another run on this store. Run the same command again."
             )
-        records.pop()
+        self.streams.withdraw_last(stream)
 
     def _write_shard(
         self, spec: ArraySpec, key: str, stream: int, block: int, values: np.ndarray

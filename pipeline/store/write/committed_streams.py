@@ -1,0 +1,92 @@
+"""What a writer knows of the streams' committed blocks: only of those that it is asked about."""
+
+from collections.abc import Sequence
+
+from pipeline.store.format.block_table import (
+    INDEX_EVERY,
+    BlockTable,
+    StreamBlocks,
+    index_key,
+    read_stream,
+    read_streams,
+    read_table,
+    split_streams,
+)
+from pipeline.store.format.commits import CommitRecord, read_commit_records
+from pipeline.store.format.metadata import StoreRoot
+from pipeline.store.format.statistics import BlockStatistics, merge_arrays, read_running
+from pipeline.store.io.storage import Storage
+
+_RUNNING_KEPT = 32  # streams whose running statistics are kept; those of others are read again
+
+
+class CommittedStreams:
+    """The committed blocks of the streams: those that a stream had when it was read, and those that this process has
+    committed since. Methods raise StoreInvalid for a damaged record, or a gap among them, and StoreError.
+    """
+
+    def __init__(self, storage: Storage, num_streams: int) -> None:
+        self._storage = storage
+        self._all = range(num_streams)
+        self._read: dict[int, StreamBlocks] = {}
+        self._running: dict[tuple[int, int], BlockStatistics] = {}  # through block (stream, block)
+
+    def __getitem__(self, stream: int) -> StreamBlocks:
+        return self._read[stream] if stream in self._read else self.read_again(stream)
+
+    def some(self, streams: Sequence[int]) -> dict[int, StreamBlocks]:
+        """Several streams, many read at once."""
+        self._read |= read_streams(self._storage, [stream for stream in streams if stream not in self._read])
+        return {stream: self._read[stream] for stream in streams}
+
+    def all(self) -> dict[int, StreamBlocks]:
+        """All streams, in their order."""
+        return self.some(self._all)
+
+    def read_again(self, stream: int) -> StreamBlocks:
+        """A stream as it is stored now. Any thread may ask, while no block of the stream is under way here."""
+        self._read[stream] = read_stream(self._storage, stream)
+        return self._read[stream]
+
+    def read_all_again(self) -> dict[int, StreamBlocks]:
+        """All streams as they are stored now; each record is looked for, so that a gap is noticed."""
+        self._read = read_streams(self._storage, self._all, list_all=True)
+        return self.all()
+
+    def tables(self, root: StoreRoot) -> list[BlockTable]:
+        """Each stream's blocks: those of a complete store from its block table, if it has one."""
+        table = read_table(self._storage, root.blocks_sha256)
+        if table is not None:
+            return split_streams(table, len(self._all))
+        return [blocks.table for blocks in self.all().values()]
+
+    def append(self, record: CommitRecord) -> None:
+        """A block has been committed, the next one of its stream. Writes the stream's own block table now and then."""
+        blocks = self[record.stream].with_record(record)
+        num_new = len(blocks.to_index) - blocks.num_indexed
+        if num_new >= INDEX_EVERY or (num_new and (record.exhausted or record.truncated)):
+            self._storage.write(index_key(record.stream), blocks.to_index.encode())
+            blocks = blocks._replace(num_indexed=len(blocks.to_index))
+        self._read[record.stream] = blocks
+
+    def withdraw_last(self, stream: int) -> None:
+        """The record of the stream's last block has been deleted."""
+        self._read[stream] = self[stream].without_last()
+
+    def add_statistics(self, stream: int, block: int, statistics: BlockStatistics) -> BlockStatistics | None:
+        """The running statistics through a block, given its own; None where an earlier block of the stream has none."""
+        running: BlockStatistics | None = statistics
+        if block:
+            before = self._running.pop((stream, block - 1), None) or self._running_through(stream, block - 1)
+            running = before and merge_arrays(before, statistics)
+        if running is not None:
+            self._running[stream, block] = running
+        while len(self._running) > _RUNNING_KEPT:
+            del self._running[next(iter(self._running))]
+        return running
+
+    def _running_through(self, stream: int, block: int) -> BlockStatistics | None:
+        record = self[stream].last
+        if record is None or record.block != block:
+            [record] = read_commit_records(self._storage, [(stream, block)])
+        return read_running(self._storage, record)
