@@ -7,6 +7,7 @@ place, the HTTP client that both use.
 
 import hashlib
 import logging
+import os
 import random
 import re
 import time
@@ -140,8 +141,10 @@ def dataset_commit(repo: str, revision: str | None) -> str:
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path has the form of a Hub id, owner/name."""
-    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path) is not None
+    """Whether a path is a Hub id, owner/name, and no local one: neither it nor `owner` is a folder here."""
+    owner, _, name = path.partition("/")
+    is_local = os.path.isdir(path) or (name and os.path.isdir(owner))
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path) is not None and not is_local
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,7 @@ def open_repository(
         except HubUnavailable as error:
             cached = huggingface_hub.try_to_load_from_cache(repo, file, revision=revision)
             if not isinstance(cached, str):
-                raise
+                raise HubUnavailable(f"{error} If {key} should be a directory, {repo} does not exist.") from error
             downloaded = Path(cached)
             log.warning("%s Using commit %s of %s from the Hub's cache.", error, downloaded.parent.name, repo)
     return Repository(repo, downloaded.parent.name, key, invalid)  # the cache keeps files under snapshots/<commit>/

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from pipeline.cluster.processes import from_first_process
 from pipeline.config.schema import DataConfig, GenerateData, RunConfig
-from pipeline.core.hub import dataset_commit
+from pipeline.core.hub import dataset_commit, is_hub_id
 from pipeline.data.sources import hub_repository
-from pipeline.models.checkpoints.checkpoint_files import is_on_hub, open_files
+from pipeline.models.checkpoints.checkpoint_files import open_files
 from pipeline.store.format.metadata import StoreMetadata
 
 
@@ -20,7 +20,7 @@ def model_revision(config: RunConfig, stored: StoreMetadata | None) -> str | Non
     `stored` is the metadata of the existing store, if any.
     """
     path, revision = config.model.path, config.model.revision
-    if not is_on_hub(path):
+    if not is_hub_id(path):
         return revision
     if revision is None and stored is not None:
         stored_model = stored.config.get("model")

@@ -159,9 +159,11 @@ def everything() -> dict[str, object]:
 
 def test_attempts_are_bounded(server: Hub, waits) -> None:
     server.failures = [(503, {})] * 100
-    with pytest.raises(PipelineError, match=r"HEAD http.*owner/tiny.* failed 9 times, at last with: .*503.*try again"):
+    with pytest.raises(
+        PipelineError, match=r"HEAD http.*owner/tiny.* failed 9 times, at last with: .*503.*try again.*If model.path"
+    ):
         open_model("owner/tiny")
-    assert len(server.requests) == 9
+    assert sum("owner/tiny" in request for request in server.requests) == 9
     assert 60 < sum(waits) < 120
     assert hub.HubUnavailable.exit_code == 1
 
@@ -202,6 +204,20 @@ def test_what_is_refused_is_asked_for_once(status: int, server: Hub, waits) -> N
             opened()
         assert caught.value.exit_code == 2
     assert waits == []
+
+
+@pytest.mark.parametrize(
+    "path", ["./tiny", "../tiny", "some/owner/tiny", "owner/tiny/", "folder/tiny", "/nowhere/tiny"]
+)
+def test_a_local_path_is_not_asked_of_the_hub(path: str, server: Hub, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"expected a directory.*got none of them.*Check the path") as caught:
+        open_model(path)
+    assert ("folder is a folder here" in str(caught.value)) == path.startswith("folder/")
+    with pytest.raises(InputError, match="is neither a directory nor a Hub id"):
+        load_tokenizer(path)
+    assert server.requests == []
 
 
 def test_a_revision_that_is_not_there(server: Hub) -> None:

@@ -117,7 +117,7 @@ class _Place(Protocol):
 
 def _open_place(path: str, revision: str | None) -> _Place:
     """Raises InputError for what is no place, PipelineError for one that cannot be reached."""
-    if is_hub_id(path) and not os.path.isdir(path):
+    if is_hub_id(path):
         return _HubPlace(path, revision)
     return _FolderPlace(path)
 

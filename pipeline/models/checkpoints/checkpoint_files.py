@@ -43,17 +43,14 @@ def open_files(path: str, revision: str | None) -> Files:
         return RemoteFiles(path)
     if os.path.isdir(path):
         return LocalFiles(Path(path))
-    if is_on_hub(path):
+    if is_hub_id(path):
         return HubFiles(path, revision)
+    owner = path.partition("/")[0]
+    why = f" ({owner} is a folder here, so this is no Hub id)" if owner.strip(".") and os.path.isdir(owner) else ""
     raise CheckpointError(
         f"model.path is {path!r:.300}: expected a directory, a remote path (gs://...) or a Hub id (owner/name), "
-        f"got none of them. Check the path."
+        f"got none of them{why}. Check the path."
     )
-
-
-def is_on_hub(path: str) -> bool:
-    """Whether `model.path` has the form of a Hub id, and is not a local directory."""
-    return is_hub_id(path) and not os.path.isdir(path)
 
 
 class LocalFiles:
