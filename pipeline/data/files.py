@@ -14,6 +14,21 @@ from pipeline.core.errors import InputError
 from pipeline.core.file_errors import named_errors
 from pipeline.core.hub import refused_by_hub, repeat_requests
 
+_PARQUET = ".parquet"
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_LOADERS = {  # of `datasets`, by the endings of the files that they read
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **{".txt": "text", ".arrow": "arrow", _PARQUET: "parquet"},
+}
+
+
+def hf_settings(path: str) -> str | None:
+    """The settings with which data=hf reads a file; None where its name does not tell its format."""
+    name, ending = os.path.splitext(path)
+    loader = _LOADERS.get(os.path.splitext(name)[1] if ending in _COMPRESSED else ending)
+    return loader and f"data=hf data.path={loader} data.data_files={path}"
+
 
 @contextmanager
 def input_errors(where: str, key: str = "data.path") -> Iterator[None]:
@@ -93,6 +108,8 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
         if not files:  # fsspec takes a place that it cannot reach for an empty one, except in `ls`
             with suppress(FileNotFoundError, NotADirectoryError):
                 filesystem.ls(base, detail=False)
+    if files and named and suffix == _PARQUET and not path.endswith(suffix) and (settings := hf_settings(path)):
+        raise InputError(f"{path} is not a {_PARQUET} file, which this data has to be. Read it with {settings}.")
     if not named:
         files = [file for file in files if not any(part.startswith((".", "_")) for part in file.name.split("/"))]
     with input_errors(path):
@@ -100,8 +117,9 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
             require_readable(filesystem, file.path, "data.path")
     if not files:
         braces = " Braces have no meaning in it: a glob is made of *, **, ? and [...]." if {*"{}"} & {*path} else ""
+        other = " For JSON, CSV or text: data=hf data.path=json data.data_files=..." if suffix == _PARQUET else ""
         raise InputError(
-            f"{path} has no {suffix} file. Set data.path to a file, a directory or a glob that has some.{braces}"
+            f"{path} has no {suffix} file. Set data.path to a file, a directory or a glob that has some.{braces}{other}"
         )
     return sorted(files, key=lambda file: file.name)
 

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 import datasets
 import pyarrow as pa
 from datasets.exceptions import DatasetsError
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from huggingface_hub.utils import validate_repo_id
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from pipeline.core.errors import ConfigError, InputError, PipelineError
 from pipeline.core.file_errors import named_errors
-from pipeline.core.hub import refused_by_hub, repeat_requests
+from pipeline.core.hub import is_hub_id, refused_by_hub, repeat_requests
+from pipeline.data.files import hf_settings
 
 _DAMAGE = (ValueError, DatasetsError, EOFError, RecursionError, OverflowError)
 _DAMAGE += (zlib.error, lzma.LZMAError, zipfile.BadZipFile)
@@ -35,14 +36,16 @@ def open_builder(
     Raises InputError for what is not there, ConfigError for a subset or split that it lacks, and PipelineError when
     the Hub cannot be reached.
     """
-    if "://" not in path and not os.path.exists(path):
-        try:
-            validate_repo_id(path)
-        except HFValidationError as error:
+    if path in LOADERS:
+        if data_files is None:  # `datasets` would read the working directory
+            raise ConfigError(f"data.path={path} is a loader: set data.data_files to the files that it is to read.")
+    elif "://" not in path and not os.path.isdir(path):
+        settings = hf_settings(path) if os.path.isfile(path) else None
+        if settings is not None or not is_hub_id(path):
             raise ConfigError(
-                f"data.path is {path!r:.200}: neither a directory, nor a loader, nor a Hub id ({error!s:.200}). "
-                "Correct it."
-            ) from error
+                f"data.path is {path!r:.200}: neither a directory, nor a loader, nor a Hub id. "
+                + ("Correct it." if settings is None else f"Read this file with {settings}.")
+            )
     repeat_requests()
     with dataset_errors(path):
         builder = datasets.load_dataset_builder(path, subset, data_files=data_files, revision=revision)
@@ -71,7 +74,9 @@ def dataset_errors(path: str) -> Iterator[None]:
                 raise PipelineError(f"{path} cannot be read: {error}. Check access to it, and try again.") from error
             raise InputError(f"{path}: {error}. Set data.path and data.data_files to a data set.") from error
         except ValueError as error:
-            raise ConfigError(f"data.path={path}: {error}. Set data.subset and data.data_files.") from error
+            raise ConfigError(
+                f"data.path={path}: {str(error).rstrip('.')}. Set data.subset and data.data_files."
+            ) from error
         except Exception as error:
             if not is_damage(error) and not isinstance(error, StopIteration):  # which `datasets` lets out: no row
                 raise

@@ -178,9 +178,16 @@ def test_a_damaged_file_always_fails(tmp_path, loader, content, on_error):
         ({"split": "all"}, ConfigError, "data.split=all, but json has the splits train"),
         ({"info_columns": ["index"]}, ConfigError, "data.info_columns has index, which every store has"),
         ({"data_files": "nothing.jsonl"}, InputError, "Unable to find"),
+        ({"data_files": None}, ConfigError, "data.path=json is a loader: set data.data_files"),
+        ({"path": "folder/rows.jsonl.gz"}, ConfigError, "data.path=json data.data_files=folder/rows.jsonl.gz"),
+        ({"path": "folder/rows"}, ConfigError, "data.path is 'folder/rows': neither a directory, nor a loader"),
     ],
 )
-def test_what_is_refused_at_the_start(rows, settings, error, message):
+def test_what_is_refused_at_the_start(rows, settings, error, message, monkeypatch):
+    folder = Path(rows).parent / "folder"
+    folder.mkdir()
+    (folder / "rows.jsonl.gz").touch()
+    monkeypatch.chdir(folder.parent)
     with pytest.raises(error, match=message):
         source(**({"data_files": rows} | settings))
 

@@ -264,8 +264,15 @@ def test_row_groups_per_shard_must_be_positive(folder):
 
 @pytest.mark.parametrize("path", ["nothing", "*.parquet", "."])
 def test_no_files(tmp_path, path):
-    with pytest.raises(InputError, match=r"has no \.parquet file\. Set data.path"):
+    with pytest.raises(InputError, match=r"has no \.parquet file\. Set data.path.*data=hf data.path=json"):
         source(tmp_path / path)
+
+
+@pytest.mark.parametrize(("name", "loader"), [("notes.txt", "text"), ("rows.jsonl.gz", "json"), ("rows.csv", "csv")])
+def test_another_format_is_named_with_the_data_that_reads_it(tmp_path, name, loader):
+    (tmp_path / name).write_text("w2 w3")
+    with pytest.raises(InputError, match=f"{name} is not a .parquet file.*data=hf data.path={loader} data.data_files="):
+        source(tmp_path / name)
 
 
 class CountedFile(io.FileIO):

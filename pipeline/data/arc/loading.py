@@ -120,7 +120,7 @@ def _hub_tasks(repo: str, config: ArcData, stored: Mapping[str, object]) -> Task
     """
     from pipeline.data.hub_files import dataset_errors, open_builder
 
-    builder = open_builder(repo, split=config.split, revision=config.revision)
+    builder = open_builder(f"hf://datasets/{repo}", split=config.split, revision=config.revision)
     with dataset_errors(config.path):
         builder.download_and_prepare()
         rows = builder.as_dataset(split=config.split)

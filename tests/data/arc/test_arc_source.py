@@ -253,5 +253,7 @@ def test_a_hub_data_set_is_downloaded_whole(tmp_path, monkeypatch):
         server.push("datasets/some/tasks", {"train.jsonl": rows.encode()})
         tasks = open_tasks(ArcData(source="arc", path="hf://datasets/some/tasks"), {})
         assert [tasks.load(number).name for number in range(tasks.size)] == ["row-0", "row-1"]
-        with pytest.raises(ConfigError, match="data.split=test, but some/tasks has the splits train. Set data.split"):
+        with pytest.raises(
+            ConfigError, match="data.split=test, but hf://datasets/some/tasks has the splits train. Set data.split"
+        ):
             open_tasks(ArcData(source="arc", path="hf://datasets/some/tasks", split="test"), {})
