@@ -18,7 +18,7 @@ from pipeline.planning.model_facts import ModelFacts
 from pipeline.planning.streams import StreamPlan, plan_streams
 from pipeline.planning.weights import WeightsPlan, plan_weights
 from pipeline.step.spec import StepSpec
-from pipeline.store.format.layout import MIB
+from pipeline.store.format.layout import MIB, SIDE_BYTES
 
 
 class StoredGeometry(NamedTuple):
@@ -58,14 +58,19 @@ class Plan:
         names = [key.name for key in step.keys]
         shown = ", ".join(names if len(names) <= 6 else [*names[:3], f"... {len(names) - 4} more ...", names[-1]])
         selected = "" if step.selected is None else f", of up to {step.selected} selected tokens of each row"
-        wanted = "all tokens of the data" if streams.max_tokens is None else f"{streams.max_tokens:,} tokens"
+        gigabytes = (step.row_bytes / step.length + SIDE_BYTES) * (streams.max_tokens or 1_000_000) / 1e9
+        size = f"{gigabytes:,.2f} GB without padding or compression"
+        wanted = f"all tokens of the data, a million take {size}; set run.max_tokens to store fewer"
+        if streams.max_tokens is not None:
+            wanted = f"{streams.max_tokens:,} tokens, {size}"
         lines = [
             f"capture   {shown}: {step.row_bytes // step.slots:,} bytes per token as {step.dtype}{selected}",
             f"step      {step.rows} rows of {step.length} tokens, {memory.step_bytes / MIB:.1f} MiB to the host, "
             f"{memory.inflight_steps} in flight",
             f"block     {self.rows_per_block} rows, {memory.block_bytes / MIB:.1f} MiB in "
             f"{len(step.keys) + len(step.scale_counts)} store shards",
-            f"streams   {streams.count}, {len(streams.local)} of them here; {wanted}",
+            f"store     {wanted}",
+            f"streams   {streams.count}, {len(streams.local)} of them here",
             f"memory    up to {memory.host_bytes / MIB:.0f} MiB of activations on the host",
             f"weights   {self.weights.sharding}: {self.weights.device_bytes / MIB:.0f} MiB on each device",
         ]

@@ -94,6 +94,16 @@ def test_rows_per_block_is_whole_steps_within_bounds(shard_mib, rows_per_block):
     )
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "expected"),
+    [(None, "all tokens of the data, a million take 1.81 GB"), (500_000, "500,000 tokens, 0.91 GB")],
+)
+def test_the_size_of_the_store(max_tokens, expected):
+    """A token has 896 activations of two bytes, and 20 bytes that align them with the text."""
+    plan = planned(replace(BASE, run=RunOptions(max_tokens=max_tokens)))
+    assert f"\nstore     {expected}" in plan.describe()
+
+
 def test_a_pod_has_no_larger_store_shards_than_one_process():
     """A block belongs to one process: of 1024 rows of 448 KiB per step, each of 16 processes has 64."""
     config = replace(BASE, batch=BatchConfig(rows=1024, length=256), run=RunOptions(max_inflight_mib=1e6))

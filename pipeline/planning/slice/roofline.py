@@ -6,9 +6,9 @@ Rates count valid tokens. Rows are computed and stored with their padding, so a 
 from dataclasses import dataclass
 
 from pipeline.planning.slice.chips import Slice
+from pipeline.store.format.layout import SIDE_BYTES
 
 BUCKET_WRITES_PER_S = 1000  # initial limit of a Cloud Storage bucket (cloud.google.com/storage/docs/request-rate)
-SIDE_BYTES = 20  # per token slot: token, segment and position in int32, document in int64
 HOST_MEMORY_PASSES = 6  # DMA writes; the block's buffer: read, write; the encoded shard: read, write; the socket reads
 
 

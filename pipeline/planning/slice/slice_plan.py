@@ -18,7 +18,6 @@ from pipeline.planning.slice.chips import GIB, Slice, parse_slice
 from pipeline.planning.slice.compile_check import Program, compile_program, largest_power, require_room, slice_devices
 from pipeline.planning.slice.roofline import (
     BUCKET_WRITES_PER_S,
-    SIDE_BYTES,
     Bill,
     Cost,
     Limits,
@@ -27,7 +26,7 @@ from pipeline.planning.slice.roofline import (
     throughput_limits,
     traffic,
 )
-from pipeline.store.format.layout import ITEM_BYTES, MIB, SIDE_ARRAYS
+from pipeline.store.format.layout import ITEM_BYTES, MIB, SIDE_ARRAYS, SIDE_BYTES
 
 log = logging.getLogger("pipeline")
 

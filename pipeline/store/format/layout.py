@@ -63,6 +63,7 @@ SEGMENTS = ArraySpec("segments", "int32", attributes={"description": "0: padding
 POSITIONS = ArraySpec("positions", "int32", attributes={"description": "position fed to the model, from 0 per window"})
 DOCUMENTS = ArraySpec("documents", "int64", attributes={"description": "document number, -1: padding"}, fill=-1)
 SIDE_ARRAYS = (TOKENS, SEGMENTS, POSITIONS, DOCUMENTS)
+SIDE_BYTES = sum(spec.position_bytes for spec in SIDE_ARRAYS)  # of a position
 SELECTED = ArraySpec(
     "selected",
     "int32",
