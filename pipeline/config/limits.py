@@ -219,7 +219,7 @@ def _in_words(kind: Any, limits: Limits | None) -> str:
         return f"a {'whole ' if kind is int else ''}number of {limits}"
     if limits is not None:
         return str(limits)
-    return "a group of keys" if is_dataclass(kind) else "a string" if kind is str else "a list of strings"
+    return "a group of keys" if is_dataclass(kind) else "a string" if kind is str else "a list of strings, as in [a,b]"
 
 
 def shown(value: object) -> str:

@@ -2,24 +2,26 @@
 
 The names are TransformerLens' hook names without the `hook_` prefix. For a pre-norm decoder (Qwen2, LLaMA):
 
-| site         | meaning                                                        | TransformerLens                  |
-|--------------|----------------------------------------------------------------|----------------------------------|
-| `embed`      | residual stream entering layer 0                               | `hook_embed`                     |
-| `resid_pre`  | residual stream before the layer                               | `blocks.L.hook_resid_pre`        |
-| `q`          | heads' queries as they meet the keys: biased, normed, rotated  | `blocks.L.attn.hook_rot_q`       |
-| `k`          | key-value heads' keys, likewise                                | `blocks.L.attn.hook_rot_k`       |
-| `v`          | key-value heads' values                                        | `blocks.L.attn.hook_v`           |
-| `attn_z`     | heads' outputs before the output projection                    | `blocks.L.attn.hook_z`           |
-| `attn_out`   | what attention adds to the residual stream                     | `blocks.L.hook_attn_out`         |
-| `resid_mid`  | residual stream between attention and MLP                      | `blocks.L.hook_resid_mid`        |
-| `mlp_post`   | the MLP's neurons: what the down projection multiplies         | `blocks.L.mlp.hook_post`         |
-| `mlp_out`    | what the MLP adds to the residual stream                       | `blocks.L.hook_mlp_out`          |
-| `resid_post` | residual stream after the layer, before any final norm         | `blocks.L.hook_resid_post`       |
-| `final_norm` | output of the last norm; needs every layer                     | `ln_final.hook_normalized`       |
+| site         | meaning                                                       | width | TransformerLens            |
+|--------------|---------------------------------------------------------------|-------|----------------------------|
+| `embed`      | residual stream entering layer 0                              | D     | `hook_embed`               |
+| `resid_pre`  | residual stream before the layer                              | D     | `blocks.L.hook_resid_pre`  |
+| `q`          | heads' queries as they meet the keys: biased, normed, rotated | N * H | `blocks.L.attn.hook_rot_q` |
+| `k`          | key-value heads' keys, likewise                               | K * H | `blocks.L.attn.hook_rot_k` |
+| `v`          | key-value heads' values                                       | K * H | `blocks.L.attn.hook_v`     |
+| `attn_z`     | heads' outputs before the output projection                   | N * H | `blocks.L.attn.hook_z`     |
+| `attn_out`   | what attention adds to the residual stream                    | D     | `blocks.L.hook_attn_out`   |
+| `resid_mid`  | residual stream between attention and MLP                     | D     | `blocks.L.hook_resid_mid`  |
+| `mlp_post`   | the MLP's neurons: what the down projection multiplies        | F     | `blocks.L.mlp.hook_post`   |
+| `mlp_out`    | what the MLP adds to the residual stream                      | D     | `blocks.L.hook_mlp_out`    |
+| `resid_post` | residual stream after the layer, before any final norm        | D     | `blocks.L.hook_resid_post` |
+| `final_norm` | output of the last norm; needs every layer                    | D     | `ln_final.hook_normalized` |
+
+D features of the residual stream, N heads of H features, K key-value heads, F neurons. The heads of `q`, `k`, `v` and
+`attn_z` lie side by side in one axis: head n of a site is [n * H, (n + 1) * H).
 
 HF's `hidden_states[-1]` is `final_norm`, not the last layer's `resid_post`. TransformerLens' `ln_final.hook_normalized`
-is before the norm's weight; `final_norm` here is after it, as in HF. The heads of `q`, `k`, `v` and `attn_z` lie side
-by side in one axis: head n of a site is [n * head_dim, (n + 1) * head_dim). `k` and `v` have the key-value heads only.
+is before the norm's weight; `final_norm` here is after it, as in HF.
 
 Other families mean the same by these names, but for:
 

@@ -144,6 +144,7 @@ REFUSED = {
     "++run.max_token=1": "run.max_token is not a key of the configuration. Did you mean run.max_tokens",
     "+foo={a: 1}": "foo is not a key of the configuration",
     "data=hf data.path=json data.data_files=true": "data.data_files is True. Set it to a non-empty string, or a",
+    "capture.sites=resid_post": r"Set capture.sites to a list of strings, as in \[a,b\]",
     "data=hf data.path=x data.info_columns=${batch.rows}": "data.info_columns is 8. Set it to a list of strings",
     "data=hf data.path=x data.text=${data.info_columns}": "data.text",
     "capture=${batch.rows}": "capture is 8. Set it to a group of keys",

@@ -1,6 +1,13 @@
+from pathlib import Path
+
 import pytest
 
+from pipeline.config.composing import PACKAGE
+from pipeline.core import sites
 from pipeline.core.sites import ActivationKey, Site, activation_keys
+from pipeline.models.registry import open_model
+
+RUNNING = Path(__file__).parents[2] / "docs" / "running.md"
 
 
 @pytest.mark.parametrize(
@@ -37,3 +44,21 @@ def test_keys_come_in_the_order_of_the_forward_pass():
         *(f"blocks.3.{site}" for site in ("resid_pre", "k", "attn_z", "mlp_post", "resid_post")),
         "final_norm",
     ]
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The cells of the rows that begin with a site's name."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    return [row for row in rows if row[0].strip("`") in list(Site)]
+
+
+def test_the_documents_have_the_table_of_sites():
+    rows = table_rows(sites.__doc__)
+    assert rows == table_rows(RUNNING.read_text())
+    assert [row[0] for row in rows] == [f"`{site}`" for site in Site]
+    model = open_model(str(PACKAGE / "assets" / "tiny-qwen2"))
+    arch = model.arch
+    sizes = {"D": arch.d_model, "N * H": arch.num_heads * arch.head_dim, "K * H": arch.num_kv_heads * arch.head_dim}
+    for site, (_, _, width, hook) in zip(Site, rows, strict=True):
+        assert model.width(site) == (sizes | {"F": arch.d_mlp})[width]
+        assert hook.replace("L", "3") == f"`{ActivationKey(3 if site.per_layer else -1, site).hook_name()}`"
