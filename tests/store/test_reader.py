@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -144,6 +146,22 @@ def test_a_document_has_all_of_its_tokens_in_order(store, stream):
         assert list(by_number.activations) == [NAME]
         np.testing.assert_array_equal(by_number.tokens, found.tokens)
         np.testing.assert_array_equal(by_number.positions[np.diff(found.rows, prepend=-1) != 0], 0)
+
+
+def test_the_documents_example_of_one_document(store):
+    """Runs docs/reading.md's lines, and compares what they give with what was stored."""
+    section = (Path(__file__).parents[2] / "docs" / "reading.md").read_text().split("## One document")[1].split("##")[0]
+    lines = [line.strip().partition("  #")[0] for line in section.splitlines() if line.startswith("    ")]
+    names = {"store": store}
+    exec("\n".join(lines[:2]), names)
+    tokens, activations, (rows, positions), row = (eval(line, names) for line in lines[2:])
+    token = np.arange(DOCUMENT_LENGTHS[0][0])
+    document = np.zeros_like(token)
+    np.testing.assert_array_equal(tokens, token_ids(document, token))
+    np.testing.assert_array_equal(activations, activation(NAME, document, token))
+    np.testing.assert_array_equal(positions, token)
+    [slots] = np.nonzero(store.read_tokens(rows[0]).documents == names["document"].document)
+    np.testing.assert_array_equal(row[slots], activations)
 
 
 def test_an_id_that_two_documents_have_is_refused(tmp_path):
