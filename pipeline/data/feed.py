@@ -68,7 +68,6 @@ class Feed:
         self._closed = False
         self.producer_work_s = 0.0
         self.producer_wait_s = 0.0
-        self.consumer_wait_s = 0.0
         self._thread = threading.Thread(target=self._produce, args=(work,), name="feed", daemon=True)
         self._thread.start()
 
@@ -78,10 +77,8 @@ class Feed:
         Raises TimeoutError when it takes longer than `timeout_s`: nothing is lost, the next call waits on. Raises what
         the thread raised, at the place in the order where it did, with its traceback.
         """
-        began = time.perf_counter()
         with self._changed:
             is_ready = self._changed.wait_for(lambda: self._ready, timeout_s)
-            self.consumer_wait_s += time.perf_counter() - began
             if not is_ready:
                 raise TimeoutError(f"no block within {timeout_s} s")
             item = self._ready[0]

@@ -8,7 +8,6 @@ A block of one array is one store shard, that is, one object; the chunks inside 
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from pipeline.store.format.int8 import scale_name
 
@@ -86,14 +85,6 @@ def scale_spec(activation: ArraySpec, groups: int) -> ArraySpec:
     )
 
 
-class Place(NamedTuple):
-    """A row's place: the `r`-th row of block `block` of stream `stream`."""
-
-    stream: int
-    block: int
-    r: int
-
-
 @dataclass(frozen=True)
 class StoreLayout:
     """The geometry of a store: row = (block * num_streams + stream) * rows_per_block + r.
@@ -135,12 +126,6 @@ class StoreLayout:
 
     def first_row(self, stream: int, block: int) -> int:
         return self.shard_index(stream, block) * self.rows_per_block
-
-    def locate(self, row: int) -> Place:
-        """The inverse of `first_row(stream, block) + r`."""
-        shard, r = divmod(row, self.rows_per_block)
-        block, stream = divmod(shard, self.num_streams)
-        return Place(stream, block, r)
 
     def shard_shape(self, spec: ArraySpec) -> tuple[int, ...]:
         """[R, T] or [R, T, D], with K for T in arrays of selected tokens."""
