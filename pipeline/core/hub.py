@@ -8,7 +8,6 @@ place, the HTTP client that both use.
 import hashlib
 import logging
 import os
-import random
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,12 +31,10 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import get_session, httpx, parse_ratelimit_headers, set_client_factory
 
 from pipeline.core.errors import InputError, PipelineError
+from pipeline.core.retries import ATTEMPTS, Attempts, brief_cause, is_transient_status
 
 log = logging.getLogger("pipeline")
 
-_ATTEMPTS = 9
-_DELAY_S, _MAX_DELAY_S = 0.5, 30.0  # before the second attempt, doubled before each further one: 90 s in all
-_MAX_ASKED_S = 310.0  # that the Hub may have us wait: its rate limits count over 5 minutes
 _TIMEOUT_S = 30.0  # of requests for which huggingface_hub sets none
 _TRANSIENT = (
     *(httpx.TimeoutException, httpx.NetworkError, httpx.ProxyError),
@@ -49,26 +46,16 @@ class HubUnavailable(PipelineError):
     """The Hub, or the storage behind it, has not answered any of several attempts."""
 
 
-class _Attempts:
-    """Counts the attempts at one request, and waits between them."""
-
-    def __init__(self, subject: str) -> None:
-        self._subject = subject
-        self._failed = 0
+class _Attempts(Attempts):
+    """Attempts at one request, of which the last failure is raised."""
 
     def failed(self, cause: str, asked_s: float | None = None) -> None:
         """Returns when it is time for another attempt. Raises HubUnavailable when there have been enough."""
-        self._failed += 1
-        if self._failed == _ATTEMPTS:
+        if not self.again(cause, asked_s):
             raise HubUnavailable(
-                f"{self._subject} failed {_ATTEMPTS} times, at last with: {cause}. Check the network and "
+                f"{self.subject} failed {ATTEMPTS} times, at last with: {cause}. Check the network and "
                 f"https://status.huggingface.co, and try again; set HF_HUB_OFFLINE=1 to use the Hub's cache alone."
             )
-        delay_s = min(_DELAY_S * 2 ** (self._failed - 1), _MAX_DELAY_S) * random.uniform(0.75, 1.25)
-        if asked_s is not None:
-            delay_s = max(delay_s, min(asked_s, _MAX_ASKED_S))
-        log.warning("%s: %s; again in %.1f s", self._subject, cause, delay_s)
-        time.sleep(delay_s)
 
 
 class _Client(httpx.Client):
@@ -86,9 +73,9 @@ class _Client(httpx.Client):
             try:
                 response = super().send(request, stream=stream, **options)
             except _TRANSIENT as error:
-                attempts.failed(_cause(error))
+                attempts.failed(brief_cause(error))
                 continue
-            if response.status_code not in (408, 429) and response.status_code < 500:
+            if not is_transient_status(response.status_code):
                 return response
             response.close()
             attempts.failed(f"HTTP status {response.status_code}", _asked_s(response.headers))
@@ -103,10 +90,6 @@ def _is_needed(request: httpx.Request) -> bool:
     if request.url.host == httpx.URL(huggingface_hub.constants.ENDPOINT).host:
         return re.search("/resolve(-cache)?/|/api/(models|datasets)/", request.url.path) is not None
     return request.method == "GET" and not request.url.host.startswith("datasets-server.")  # storage
-
-
-def _cause(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _asked_s(headers: Mapping[str, str]) -> float | None:
@@ -221,16 +204,16 @@ def _download(repo: str, name: str, revision: str | None) -> Path:
         try:
             path = Path(huggingface_hub.hf_hub_download(repo, name, revision=revision, force_download=bool(wrong)))
         except _TRANSIENT as error:
-            attempts.failed(_cause(error))
+            attempts.failed(brief_cause(error))
             continue
         except OSError as error:
             if type(error) is not OSError or error.errno is not None:
                 raise
-            attempts.failed(_cause(error))  # huggingface_hub: the file has not the size that was announced
+            attempts.failed(brief_cause(error))  # huggingface_hub: the file has not the size that was announced
             continue
         except RuntimeError as error:  # of hf_xet, which has made several attempts of its own, over minutes
             raise HubUnavailable(
-                f"{repo}/{name} cannot be fetched: {_cause(error)}. Check the network, try again."
+                f"{repo}/{name} cannot be fetched: {brief_cause(error)}. Check the network, try again."
             ) from error
         if path.resolve() == (Path(known).resolve() if isinstance(known, str) else None):
             return path
@@ -275,8 +258,8 @@ def refused_by_hub(where: str, key: str, invalid: type[PipelineError]) -> Iterat
         yield
     except (HfHubHTTPError, HFValidationError) as error:  # what may pass has been repeated
         raise invalid(
-            f"{key}={where:.300}: the Hub does not give it out ({_cause(error):.500}). Check the spelling, or log in "
-            f"with `hf auth login`."
+            f"{key}={where:.300}: the Hub does not give it out ({brief_cause(error):.500}). Check the spelling, or log "
+            f"in with `hf auth login`."
         ) from error
 
 
@@ -292,6 +275,6 @@ def _named_errors(repo: str, revision: str | None, key: str, invalid: type[Pipel
                 raise
     except (LocalEntryNotFoundError, OSError) as error:  # what answers is no Hub; the cache's disk is full
         raise PipelineError(
-            f"{repo} cannot be fetched from the Hub: {_cause(error)}. Check HF_ENDPOINT, the network and the cache, "
-            f"and try again."
+            f"{repo} cannot be fetched from the Hub: {brief_cause(error)}. Check HF_ENDPOINT, the network and the "
+            f"cache, and try again."
         ) from error

@@ -13,6 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pipeline.core.errors import InputError
 from pipeline.core.file_errors import named_errors
 from pipeline.core.hub import refused_by_hub, repeat_requests
+from pipeline.core.retries import may_pass, repeated
 
 _PARQUET = ".parquet"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -48,8 +49,14 @@ class InputStream:
         self._name = name
 
     def read(self, size: int = -1) -> bytes:
-        with input_errors(self._name):
+        begin = self._stream.tell()
+
+        def read() -> bytes:
+            self._stream.seek(begin)
             return self._stream.read(size)
+
+        with input_errors(self._name):
+            return repeated(self._name, read)
 
     def seek(self, offset: int, whence: int = 0) -> int:
         with input_errors(self._name):
@@ -77,12 +84,12 @@ class InputFile:
 
     def read_bytes(self) -> bytes:
         with input_errors(self.path):
-            return self.filesystem.cat_file(self.path)
+            return repeated(self.path, lambda: self.filesystem.cat_file(self.path))
 
     @contextmanager
     def open(self) -> Iterator[InputStream]:
         with input_errors(self.path):
-            stream = self.filesystem.open(self.path, "rb")
+            stream = repeated(self.path, lambda: self.filesystem.open(self.path, "rb"))
         with stream:
             yield InputStream(stream, self.path)
 
@@ -99,15 +106,7 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
         repeat_requests()
     with input_errors(path):
         filesystem, root = fsspec.core.url_to_fs(os.path.expanduser(path))
-        listed, base, named = _listing(filesystem, root, suffix)
-        files = [
-            InputFile(filesystem, file, file[len(base) :].lstrip("/"), info["size"])
-            for file, info in listed.items()
-            if not _is_directory(filesystem, file, info)
-        ]
-        if not files:  # fsspec takes a place that it cannot reach for an empty one, except in `ls`
-            with suppress(FileNotFoundError, NotADirectoryError):
-                filesystem.ls(base, detail=False)
+        files, named = repeated(path, lambda: _listed_files(filesystem, root, suffix))
     if files and named and suffix == _PARQUET and not path.endswith(suffix) and (settings := hf_settings(path)):
         raise InputError(f"{path} is not a {_PARQUET} file, which this data has to be. Read it with {settings}.")
     if not named:
@@ -122,6 +121,20 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
             f"{path} has no {suffix} file. Set data.path to a file, a directory or a glob that has some.{braces}{other}"
         )
     return sorted(files, key=lambda file: file.name)
+
+
+def _listed_files(filesystem: AbstractFileSystem, root: str, suffix: str) -> tuple[list[InputFile], bool]:
+    """The files of a place in any order, hidden ones too; and whether the place is itself a file."""
+    listed, base, named = _listing(filesystem, root, suffix)
+    files = [
+        InputFile(filesystem, file, file[len(base) :].lstrip("/"), info["size"])
+        for file, info in listed.items()
+        if not _is_directory(filesystem, file, info)
+    ]
+    if not files:  # fsspec takes a place that it cannot reach for an empty one, except in `ls`
+        with suppress(FileNotFoundError, NotADirectoryError):
+            filesystem.ls(base, detail=False)
+    return files, named
 
 
 def require_readable(filesystem: AbstractFileSystem, path: str, key: str) -> None:
@@ -167,12 +180,16 @@ def _listing(filesystem: AbstractFileSystem, root: str, suffix: str) -> tuple[di
     if any(character in root for character in "*?["):
         fixed = root[: min(root.index(character) for character in "*?[" if character in root)]
         return filesystem.glob(root, detail=True), fixed.rpartition("/")[0], False
-    if filesystem.isdir(root):
+    try:
+        info = filesystem.info(root)  # `exists` and `isdir` may say no of a place that they cannot reach
+    except FileNotFoundError as error:
+        if may_pass(error):
+            raise
+        return {}, root, True
+    if info["type"] == "directory" or filesystem.isdir(root):  # a page of links is a file to fsspec's HTTP
         listed = filesystem.find(root, detail=True)
         return {name: info for name, info in listed.items() if name.endswith(suffix)}, root.rstrip("/"), False
-    if filesystem.exists(root):
-        return {root: filesystem.info(root)}, root.rpartition("/")[0], True
-    return {}, root, True
+    return {root: info}, root.rpartition("/")[0], True
 
 
 def _is_directory(filesystem: AbstractFileSystem, path: str, info: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ import os
 import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import datasets
@@ -17,6 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pipeline.config.choices import OnError
 from pipeline.config.schema import HfData
 from pipeline.core.errors import ConfigError, InputError
+from pipeline.core.retries import repeated
 from pipeline.data.documents import DOCUMENT_SCHEMA, Document, SkippedDocument
 from pipeline.data.files import input_errors, require_readable
 from pipeline.data.hub_files import dataset_errors, is_damage, open_builder
@@ -164,7 +166,8 @@ def _files_sha256(files: Sequence[str], names: Sequence[str], stored: object) ->
     for file, name in zip(files, names, strict=True):
         with input_errors(file):
             filesystem, path = fsspec.core.url_to_fs(file)
-            sizes.append(f"{name} {filesystem.info(path)['size']}")
+            info = repeated(path, partial(filesystem.info, path))
+            sizes.append(f"{name} {info['size']}")
         commit = re.match(r"hf://datasets/[^@]+@([0-9a-f]{40})/", file)
         commits.append(f"{name} {commit[1]}" if commit else sizes[-1])
     by_size, by_commit = (hashlib.sha256("\n".join(lines).encode()).hexdigest() for lines in (sizes, commits))

@@ -3,6 +3,7 @@ import os
 import socket
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
@@ -89,7 +90,9 @@ def test_an_unknown_protocol_is_refused():
 
 
 @pytest.fixture
-def fail():
+def fail(monkeypatch):
+    monkeypatch.setattr("pipeline.core.retries.time", SimpleNamespace(sleep=lambda seconds: None))
+
     def fail(self, path, **kwargs):
         raise ConnectionError("no route to host")
 

@@ -60,8 +60,8 @@ def open_tasks(config: ArcData, stored: Mapping[str, object]) -> TaskCollection:
 def _directory(files: Sequence[InputFile], config: ArcData) -> TaskCollection:
     """One task per file, named by the file's path below the directory."""
     with input_errors(config.path):
-        contents = files[0].filesystem.cat([file.path for file in files])
-    texts = [contents[file.path] for file in files]
+        contents = files[0].filesystem.cat([file.path for file in files], on_error="return")
+    texts = [content if isinstance(content := contents[file.path], bytes) else file.read_bytes() for file in files]
     digest = hashlib.sha256()
     for file, text in zip(files, texts, strict=True):
         digest.update(f"{file.name} {len(text)}\n".encode() + text)

@@ -13,6 +13,7 @@ from pipeline.core.errors import InputError
 from pipeline.core.file_errors import named_errors
 from pipeline.core.hub import is_hub_id, open_repository
 from pipeline.core.json_text import parse_json, shown
+from pipeline.core.retries import repeated
 from pipeline.data.text.templates import NAMED_TOKENS
 
 _KEY = "model.tokenizer or model.path"
@@ -136,11 +137,12 @@ class _FolderPlace:
         file = f"{self._root.rstrip('/')}/{name}"
         with self._named_errors():
             try:
-                info = self._filesystem.info(file)  # `exists` takes a place that it cannot reach for an empty one
+                # `exists` takes a place that it cannot reach for an empty one.
+                info = repeated(file, lambda: self._filesystem.info(file))
                 if info["type"] != "file":  # a named pipe would not end
                     raise InputError(f"{self.where}/{name} is not a regular file. Replace it by the tokenizer's file.")
                 _check_size(f"{self.where}/{name}", info["size"])
-                return self._filesystem.cat_file(file)
+                return repeated(file, lambda: self._filesystem.cat_file(file))
             except FileNotFoundError:
                 return None
 

@@ -5,7 +5,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import fsspec
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from pipeline.core.errors import CheckpointError, PipelineError
 from pipeline.core.file_errors import named_errors
 from pipeline.core.hub import Repository, is_hub_id, open_repository
+from pipeline.core.retries import repeated
 from pipeline.models.checkpoints.safetensors_file import ByteSource
 
 
@@ -85,21 +86,25 @@ class RemoteFiles:
     def has(self, name: str) -> bool:
         with _remote_errors(self.where):
             try:
-                self._fs.info(f"{self._root}/{name}")  # `exists` returns False also where the storage cannot be reached
+                self._info(name)  # `exists` returns False also where the storage cannot be reached
             except FileNotFoundError:
                 return False
         return True
 
+    def _info(self, name: str) -> dict[str, Any]:
+        return repeated(f"{self.where}/{name}", lambda: self._fs.info(f"{self._root}/{name}"))
+
     def open(self, name: str) -> ByteSource:
         path, where = f"{self._root}/{name}", f"{self.where}/{name}"
         with _remote_errors(self.where):
-            info = self._fs.info(path)
+            info = self._info(name)
         if info["type"] != "file":
             raise _not_a_file(where)
 
         def read(start: int, stop: int) -> np.ndarray:
             with _remote_errors(self.where):
-                content = np.frombuffer(self._fs.cat_file(path, start=start, end=stop), np.uint8)
+                content = repeated(where, lambda: self._fs.cat_file(path, start=start, end=stop))
+            content = np.frombuffer(content, np.uint8)
             if content.size != stop - start:
                 raise PipelineError(
                     f"{where}: expected {stop - start} bytes from byte {start} on, got {content.size}. Try again; if "
@@ -111,7 +116,8 @@ class RemoteFiles:
 
     def names(self) -> list[str]:
         with _remote_errors(self.where):
-            return sorted(path.rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False))
+            paths = repeated(self.where, lambda: self._fs.ls(self._root, detail=False))
+            return sorted(path.rsplit("/", 1)[-1] for path in paths)
 
 
 class HubFiles:

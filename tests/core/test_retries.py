@@ -1,0 +1,135 @@
+"""What is repeated, and what is not: over plain HTTP, which no library behind fsspec repeats."""
+
+import errno
+import io
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import aiohttp
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import requests
+from gcsfs.retry import HttpError
+from huggingface_hub.errors import OfflineModeIsEnabled
+
+from pipeline.config import composing
+from pipeline.config.schema import ArcData, ParquetData
+from pipeline.core.errors import InputError, PipelineError
+from pipeline.core.retries import ATTEMPTS, may_pass
+from pipeline.data.arc.loading import open_tasks
+from pipeline.data.parquet import ParquetSource
+from pipeline.data.text.tokenizer import load_tokenizer
+from pipeline.models.registry import open_model
+from tests.hub import Hub, contents
+from tests.store.fault_proxy import Fault, FaultProxy
+
+TINY = contents(composing.PACKAGE / "assets" / "tiny-qwen2")
+TASK = b'{"train": [{"input": [[1]], "output": [[2]]}], "test": [{"input": [[1]], "output": [[2]]}]}'
+
+
+def answered(status: int) -> aiohttp.ClientResponseError:
+    return aiohttp.ClientResponseError(None, (), status=status)
+
+
+def not_found(cause: Exception | None) -> FileNotFoundError:
+    error = FileNotFoundError("http://host/file")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        *((answered(status), True) for status in (408, 429, 500, 502, 503, 504)),
+        *((answered(status), False) for status in (400, 401, 403, 404, 416)),
+        (aiohttp.ServerDisconnectedError(), True),
+        (aiohttp.ClientPayloadError("cut"), True),
+        (aiohttp.InvalidURL("http://["), False),
+        (requests.ConnectionError("cut"), True),
+        (HttpError({"code": "503", "message": ""}), True),
+        (HttpError({"code": 401, "message": ""}), False),
+        (OSError("Forbidden: gs://bucket/file"), False),  # gcsfs says so
+        (PermissionError(errno.EACCES, "denied"), False),
+        (FileNotFoundError(errno.ENOENT, "no such file"), False),
+        (not_found(answered(503)), True),
+        (not_found(answered(404)), False),
+        (OSError(errno.EIO, "input/output error"), True),
+        (OSError(errno.EBUSY, "SlowDown"), True),
+        (OSError(errno.ENOSPC, "disk full"), False),
+        (ConnectionResetError(), True),
+        (TimeoutError(), True),
+        (OfflineModeIsEnabled("offline"), False),
+        (InputError("damaged"), False),
+        (PipelineError("repeated already"), False),
+        (ValueError("no such name"), False),
+    ],
+    ids=repr,
+)
+def test_what_may_pass(error: Exception, passes: bool) -> None:
+    assert may_pass(error) is passes
+
+
+@pytest.fixture
+def waits(monkeypatch) -> list[float]:
+    """What would have been waited between attempts."""
+    waits: list[float] = []
+    monkeypatch.setattr("pipeline.core.retries.time", SimpleNamespace(sleep=waits.append))
+    return waits
+
+
+@pytest.fixture
+def server() -> Iterator[Hub]:
+    """A server of files, with a model's and a parquet file."""
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"text": [f"text {row}" for row in range(9)], "id": list("abcdefghi")}), sink)
+    fsspec.filesystem("http").clear_instance_cache()
+    with Hub().serving() as server:
+        server.push("models/owner/files", {**TINY, "0.parquet": sink.getvalue(), "task.json": TASK})
+        yield server
+
+
+def documents(url: str) -> list[str]:
+    source = ParquetSource(ParquetData(source="parquet", path=f"{url}/0.parquet", row_groups_per_shard=1))
+    return [document.text for document in source.read(0, 0)]
+
+
+READERS: dict[str, Callable[[str], object]] = {
+    "parquet": documents,
+    "tasks": lambda url: open_tasks(ArcData(source="arc", path=f"{url}/task.json"), {}).load(0),
+    "model": lambda url: open_model(url).identity(),
+    "tokenizer": lambda url: load_tokenizer(url).identity(),
+}
+FAULTS = (Fault.too_many_requests, Fault.unavailable, Fault.refused, Fault.unanswered, Fault.short)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_reading_goes_on_where_requests_fail(reader: str, server: Hub, waits: list[float]) -> None:
+    read = READERS[reader]
+    expected = read(f"{server.url}/owner/files/resolve/main")
+    with FaultProxy(server.address).serving() as proxy:
+        for seed in range(1 if reader == "model" else 4):  # a model's start makes hundreds of requests
+            proxy.reset(0.3, seed=seed, kinds=FAULTS)
+            fsspec.filesystem("http").clear_instance_cache()
+            assert read(f"{proxy.url}/owner/files/resolve/main") == expected
+    assert waits
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("status", [403, 404])
+def test_what_is_refused_is_not_asked_for_again(reader: str, status: int, server: Hub, waits: list[float]) -> None:
+    server.statuses = {"models/owner/files": status}
+    with pytest.raises(PipelineError):
+        READERS[reader](f"{server.url}/owner/files/resolve/main")
+    assert waits == []
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_attempts_are_bounded_and_the_job_may_be_tried_again(reader: str, server: Hub, waits: list[float]) -> None:
+    server.failures = [(503, {})] * 1000
+    with pytest.raises(PipelineError, match="503.*try again") as caught:
+        READERS[reader](f"{server.url}/owner/files/resolve/main")
+    assert caught.value.exit_code == 1
+    assert len(waits) == ATTEMPTS - 1
+    assert 60 < sum(waits) < 120
