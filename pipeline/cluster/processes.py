@@ -15,7 +15,12 @@ from pipeline.core.errors import ConfigError
 
 def is_first() -> bool:
     """Whether this is the process that acts for all processes of the worker."""
-    return jax.process_index() == 0
+    return is_alone() or jax.process_index() == 0
+
+
+def is_alone() -> bool:
+    """Whether the worker has one process. Initialises the devices only where it may have more."""
+    return not jax.distributed.is_initialized() or jax.process_count() == 1
 
 
 def is_loss_of_a_process(error: BaseException) -> bool:
@@ -30,7 +35,7 @@ def is_loss_of_a_process(error: BaseException) -> bool:
 def require_same_config(config: RunConfig, *derived: str) -> None:
     """Waits for all processes. Raises ConfigError on each of them unless all have the same configuration, and the same
     strings `derived` from it."""
-    if jax.process_count() == 1:
+    if is_alone():
         return
     shared = asdict(replace(config, distributed=DistributedConfig()))
     digest = hashlib.sha256(json.dumps([shared, derived], sort_keys=True).encode()).digest()
@@ -48,7 +53,7 @@ def from_first_process(make: Callable[[], str]) -> str:
 
     If `make` raises on the first process, every other process calls it too, and most likely raises the same error.
     """
-    if jax.process_count() == 1:
+    if is_alone():
         return make()
     text = ""
     try:
@@ -62,7 +67,7 @@ def from_first_process(make: Callable[[], str]) -> str:
 
 def largest_of_all(*values: int) -> tuple[int, ...]:
     """The maximum of each value over all processes. Waits for all of them."""
-    if jax.process_count() == 1:
+    if is_alone():
         return values
     return tuple(int(value) for value in multihost_utils.process_allgather(np.array(values)).max(axis=0))
 

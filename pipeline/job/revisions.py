@@ -4,33 +4,46 @@ The first process resolves the revision, so that a push in the meantime changes 
 commits that it was made with, unless the configuration names another revision.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from pipeline.cluster.processes import from_first_process
+from pipeline.cluster.processes import any_process, from_first_process
 from pipeline.config.schema import DataConfig, GenerateData, RunConfig
+from pipeline.core.errors import ConfigError
 from pipeline.core.hub import dataset_commit, is_hub_id
 from pipeline.data.sources import hub_repository
 from pipeline.models.checkpoints.checkpoint_files import open_files
 from pipeline.store.format.metadata import StoreMetadata
 
+_LOCAL, _UNKNOWN = "local", "unknown"  # in place of a commit: what is not on the Hub, and what has no revision
+
 
 def model_revision(config: RunConfig, stored: StoreMetadata | None) -> str | None:
-    """The commit of a model of the Hub; `model.revision` for other models.
+    """The commit of a model of the Hub; `model.revision` for other models. Every process of the job calls this.
 
     `stored` is the metadata of the existing store, if any.
     """
     path, revision = config.model.path, config.model.revision
-    if not is_hub_id(path):
-        return revision
-    if revision is None and stored is not None:
-        stored_model = stored.config.get("model")
-        if isinstance(stored_model, dict) and stored_model.get("path") == path:
-            revision = stored.model.get("commit")
-    return from_first_process(lambda: open_files(path, revision).commit)
+
+    def resolve() -> str:
+        return open_files(path, _stored_commit(config, stored) or revision).commit
+
+    return _agreed("model.path", path, is_hub_id(path), resolve) or revision
+
+
+def _stored_commit(config: RunConfig, stored: StoreMetadata | None) -> str | None:
+    """The commit that the existing store was made with, where the configuration names the same model and revision."""
+    model = stored.config.get("model") if stored else None
+    if not isinstance(model, Mapping) or model.get("path") != config.model.path:
+        return None
+    if model.get("revision") != config.model.revision:
+        return None
+    commit = model.get("commit") or stored.model.get("commit")
+    return commit if isinstance(commit, str) else None
 
 
 def with_commit(data: DataConfig, stored_data: object) -> DataConfig:
-    """The data with a commit as its revision if it is a data set of the Hub.
+    """The data with a commit as its revision if it is a data set of the Hub. Every process of the job calls this.
 
     `stored_data` is `data` in the configuration that made the existing store, if any. A store made by an earlier
     version may record no revision, and is then resumed without one.
@@ -39,11 +52,31 @@ def with_commit(data: DataConfig, stored_data: object) -> DataConfig:
     if isinstance(data, GenerateData):
         return replace(data, prompts=with_commit(data.prompts, stored.get("prompts")))
     repo = hub_repository(data)
-    if repo is None:
-        return data
-    revision = data.revision
-    if revision is None and all(stored.get(name) == getattr(data, name, None) for name in ("source", "path", "repo")):
-        revision = stored.get("revision")
-        if not isinstance(revision, str):
-            return data
-    return replace(data, revision=from_first_process(lambda: dataset_commit(repo, revision)))
+
+    def resolve() -> str:
+        revision = data.revision
+        if revision is None and all(
+            stored.get(name) == getattr(data, name, None) for name in ("source", "path", "repo")
+        ):
+            revision = stored.get("revision")
+            if not isinstance(revision, str):
+                return _UNKNOWN
+        return dataset_commit(repo, revision)
+
+    commit = _agreed("data.path", data.path, repo is not None, resolve)
+    return data if commit is None else replace(data, revision=commit)
+
+
+def _agreed(key: str, path: str | None, is_hub: bool, resolve: Callable[[], str]) -> str | None:
+    """The commit that `resolve` returns on the first process; None where it is unknown, or nothing of the Hub is read.
+
+    Whether `path` is on the Hub (`is_hub`) depends on the files of a host. So all processes wait for each other here
+    whatever their own files are. Raises ConfigError on every process where they differ.
+    """
+    commit = from_first_process(resolve if is_hub else lambda: _LOCAL)
+    if any_process((commit == _LOCAL) == is_hub):
+        raise ConfigError(
+            f"{key}={path} is a local directory on some hosts of this job, and on others it is not: those would read "
+            f"the Hub's. Put the directory on all hosts or on none, or give its absolute path."
+        )
+    return None if commit in (_LOCAL, _UNKNOWN) else commit

@@ -112,6 +112,23 @@ def test_a_store_that_names_a_commit_is_resumed_at_that_commit(server: Hub, text
     assert again.metadata.config["model"]["commit"] == commit
 
 
+@pytest.mark.parametrize(
+    ("made_with", "resumed_with", "moves"),
+    [("null", "null", False), ("main", "main", False), ("null", "main", True), ("main", "null", True)],
+)
+def test_a_store_is_resumed_at_its_commit(
+    made_with: str, resumed_with: str, moves: bool, server: Hub, text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "store"
+    first = job(text, path, f"model.revision={made_with}")
+    StoreWriter.open(str(path), first.metadata, first.layout)
+    commit = first.model.checkpoint.commit
+    moved = server.push(MODEL, with_other_weights(TINY) | {"README.md": b"a better description"})
+    again = job(text, path, f"model.revision={resumed_with}")
+    assert again.model.checkpoint.commit == (moved if moves else commit)
+    assert [difference.key for difference in first.metadata.differences(again.metadata)] == ["model.weights"] * moves
+
+
 def test_all_files_are_of_one_commit(server: Hub, text: Path, tmp_path: Path) -> None:
     (commit,) = server.refs.values()
 

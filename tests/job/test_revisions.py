@@ -1,0 +1,78 @@
+"""Processes of one job whose hosts have different files: all end with one message, and none waits for the others."""
+
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import composing
+from tests.hub import Hub, contents
+from tests.jobs import ROOT, command, free_port, write_text
+
+TINY = contents(composing.PACKAGE / "assets" / "tiny-qwen2")
+LIMIT_S = 120
+
+
+@pytest.fixture
+def server() -> Iterator[Hub]:
+    with Hub().serving() as server:
+        server.push("models/owner/tiny", TINY)
+        yield server
+
+
+def run_on_hosts(folders: list[Path], environment: Mapping[str, str], *overrides: str) -> list[tuple[int, str]]:
+    """Exit code and output of each process of a job; each has a folder to run in, with the Hub's cache in it."""
+    joined = [f"distributed.coordinator=localhost:{free_port()}", f"distributed.num_processes={len(folders)}"]
+    processes = [
+        subprocess.Popen(
+            command(*overrides, *joined, f"distributed.process_id={number}"),
+            cwd=folder,
+            env=os.environ
+            | {
+                "PYTHONPATH": str(ROOT),
+                "JAX_PLATFORMS": "cpu",
+                "JAX_NUM_CPU_DEVICES": "1",
+                "HF_HOME": str(folder / "hf"),
+            }
+            | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number, folder in enumerate(folders)
+    ]
+    try:
+        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+        return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> list[Path]:
+    folders = [tmp_path / "host0", tmp_path / "host1"]
+    for folder in folders:
+        folder.mkdir()
+    return folders
+
+
+def write_model(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for name, content in TINY.items():
+        (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_directory_on_one_host_that_is_a_hub_id_on_the_other(
+    host: int, hosts: list[Path], server: Hub, tmp_path: Path
+) -> None:
+    text = write_text(tmp_path / "text", files=2, documents=4)
+    write_model(hosts[host] / "owner" / "tiny")
+    job = [f"data.path={text}", "model.path=owner/tiny", f"store.path={tmp_path / 'store'}"]
+    for code, output in run_on_hosts(hosts, {"HF_ENDPOINT": server.url}, *job):
+        assert code == 2, output
+        assert "model.path=owner/tiny is a local directory on some hosts of this job" in output
