@@ -49,19 +49,20 @@ def require_same_config(config: RunConfig, *derived: str) -> None:
 
 
 def from_first_process(make: Callable[[], str]) -> str:
-    """What `make` returns on the first process: 1 to 64 ASCII characters. Waits for all processes.
+    """What `make` returns on the first process: a text that is not empty. Waits for all processes.
 
     If `make` raises on the first process, every other process calls it too, and most likely raises the same error.
     """
     if is_alone():
         return make()
-    text = ""
+    content = b""
     try:
         if is_first():
-            text = make()
+            content = make().encode()
     finally:
-        padded = np.frombuffer(text.encode("ascii").ljust(64), np.uint8)
-        received = bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).decode("ascii").rstrip()
+        size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
+        padded = np.frombuffer(content.ljust(size), np.uint8)
+        received = bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).decode() if size else ""
     return received or make()
 
 

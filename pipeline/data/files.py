@@ -102,10 +102,8 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
     """
     if not path.strip():
         raise InputError("data.path is empty. Set it to a file, a directory or a glob.")
-    if "hf://" in path:
-        repeat_requests()
     with input_errors(path):
-        filesystem, root = fsspec.core.url_to_fs(os.path.expanduser(path))
+        filesystem, root = open_filesystem(path)
         files, named = repeated(path, lambda: _listed_files(filesystem, root, suffix))
     if files and named and suffix == _PARQUET and not path.endswith(suffix) and (settings := hf_settings(path)):
         raise InputError(f"{path} is not a {_PARQUET} file, which this data has to be. Read it with {settings}.")
@@ -121,6 +119,13 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
             f"{path} has no {suffix} file. Set data.path to a file, a directory or a glob that has some.{braces}{other}"
         )
     return sorted(files, key=lambda file: file.name)
+
+
+def open_filesystem(path: str) -> tuple[AbstractFileSystem, str]:
+    """The file system of a path, and the path within it; to be called within `input_errors`."""
+    if "hf://" in path:
+        repeat_requests()
+    return fsspec.core.url_to_fs(os.path.expanduser(path))
 
 
 def _listed_files(filesystem: AbstractFileSystem, root: str, suffix: str) -> tuple[list[InputFile], bool]:

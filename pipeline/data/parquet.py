@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,9 +18,11 @@ from pipeline.config.schema import ParquetData
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.files import InputFile, find_files
+from pipeline.data.manifest import FileEntry, KnownFooters, Manifest, require_unchanged
 from pipeline.data.parquet_file import ParquetDamage, open_parquet, row_batches
 
 _PART_BYTES = 16 << 20
+_FOOTER_THREADS = 16  # on remote storage each footer is a round trip
 
 # The columns of HuggingFaceFW/fineweb and fineweb-edu beside the text and the id, with the types they have there.
 _INFO_TYPES = {
@@ -40,6 +43,7 @@ class _Shard:
     """Row groups of one file; `stop` None means to the end."""
 
     file: InputFile
+    entry: FileEntry
     first: int = 0
     stop: int | None = None
 
@@ -57,33 +61,27 @@ class ParquetSource:
     shards: tuple[str, ...]
     info_schema: pa.Schema
 
-    def __init__(self, config: ParquetData) -> None:
-        """Lists the files and reads the first one's schema, or with `row_groups_per_shard` every file's footer.
-
-        Raises InputError for no file, a missing column or, unless such are skipped, a damaged footer, and
-        PipelineError for what cannot be reached.
-        """
-        if config.row_groups_per_shard is not None and config.row_groups_per_shard < 1:
-            raise ConfigError(
-                f"data.row_groups_per_shard = {config.row_groups_per_shard}, expected at least 1 or null."
-            )
+    def __init__(self, config: ParquetData, manifest: Manifest | None = None) -> None:
+        """`manifest` is what `make_manifest` returned, here or in another process; None: it is made."""
         self._config = config
-        self._files = find_files(config.path if config.path is not None else _hub_path(config), ".parquet")
-        self._shards = _shards(self._files, config)
+        manifest = manifest or make_manifest(config)
+        self._files = manifest.input_files(_path(config))
+        self._shards = [
+            shard
+            for file, entry in zip(self._files, manifest.files, strict=True)
+            for shard in _shards_of(file, entry, config.row_groups_per_shard)
+        ]
         self.shards = tuple(shard.name for shard in self._shards)
-        file, schema = self._first_schema()
-        self._check_columns(file, schema)
-        names = [name for name in schema.names if name in _INFO_TYPES]
-        self.info_schema = pa.schema(
-            [(name, _INFO_TYPES[name]) for name in names if name not in (config.text_column, config.id_column)]
-        )
+        names = [name for name in manifest.info_columns if name not in (config.text_column, config.id_column)]
+        self.info_schema = pa.schema([(name, _INFO_TYPES[name]) for name in names])
 
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
         """The shard's documents from its file's row `start` on; row groups before it are not read."""
         place = self._shards[shard]
         try:
             with open_parquet(place.file) as parquet:
-                self._check_columns(place.file, parquet.schema_arrow)
+                require_unchanged(place.file, place.entry, parquet.num_row_groups, parquet.metadata.num_rows)
+                _check_columns(self._config, place.file, parquet.schema_arrow)
                 sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
                 begins = [0, *accumulate(sizes)]
                 for group in range(parquet.num_row_groups)[place.first : place.stop]:
@@ -149,60 +147,88 @@ class ParquetSource:
                 f"its type in FineWeb: {error}. Rename or convert the column."
             ) from error
 
-    def _first_schema(self) -> tuple[InputFile, pa.Schema]:
-        """The schema of the first file, or where damage is skipped, of the first whose footer is readable."""
-        for file in self._files:
-            try:
-                with open_parquet(file) as parquet:
-                    return file, parquet.schema_arrow
-            except ParquetDamage:
-                if self._config.on_error is OnError.fail or file is self._files[-1]:
-                    raise
-        raise AssertionError("find_files gives at least one file")
 
-    def _check_columns(self, file: InputFile, schema: pa.Schema) -> None:
-        for name in (self._config.text_column, self._config.id_column, *_INFO_TYPES):
-            if (count := schema.names.count(name)) > 1:
-                raise InputError(
-                    f"{file.path} has {count} columns {name!r}, expected one. Rename or remove the others."
-                )
-        for key, name in (("text_column", self._config.text_column), ("id_column", self._config.id_column)):
-            if name is None:
-                continue
-            if name not in schema.names:
-                remedy = ", or to null for ids of file name and row" if key == "id_column" else ""
-                raise InputError(
-                    f"{file.path} has no column {name!r}, only {', '.join(schema.names)}. "
-                    f"Set data.{key} to one of them{remedy}."
-                )
-            kind = schema.field(name).type
-            kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-            integer_id = key == "id_column" and pa.types.is_integer(kind)
-            if not (integer_id or pa.types.is_string(kind) or pa.types.is_large_string(kind) or _is_binary(kind)):
-                raise InputError(f"{file.path}: column {name!r} is {kind}, expected strings. Set data.{key}.")
+def make_manifest(config: ParquetData, known: KnownFooters = MappingProxyType({})) -> Manifest:
+    """Lists the files and reads the first one's schema, and with `row_groups_per_shard` every footer that is not
+    `known`.
+
+    Raises InputError for no file, a missing column or, unless such are skipped, a damaged footer, and PipelineError for
+    what cannot be reached.
+    """
+    if config.row_groups_per_shard is not None and config.row_groups_per_shard < 1:
+        raise ConfigError(f"data.row_groups_per_shard = {config.row_groups_per_shard}, expected at least 1 or null.")
+    files = find_files(_path(config), ".parquet")
+
+    def entry(file: InputFile) -> FileEntry:
+        if config.row_groups_per_shard is None:
+            return FileEntry(file.name, file.size)
+        return known.get((file.name, file.size)) or _read_entry(file, config.on_error)
+
+    with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
+        entries = tuple(pool.map(entry, files))
+    file, schema = _first_schema(files, config.on_error)
+    _check_columns(config, file, schema)
+    return Manifest(
+        folder=file.path.removesuffix(file.name),
+        info_columns=tuple(name for name in schema.names if name in _INFO_TYPES),
+        files=entries,
+    )
 
 
-def _shards(files: Sequence[InputFile], config: ParquetData) -> list[_Shard]:
-    """The source shards of the files. Footers are read side by side: on remote storage each is a round trip."""
-    if config.row_groups_per_shard is None:
-        return [_Shard(file) for file in files]
-    with ThreadPoolExecutor(16) as pool:
-        file_shards = pool.map(lambda file: _shards_of(file, config.row_groups_per_shard, config.on_error), files)
-        return [shard for shards in file_shards for shard in shards]
-
-
-def _shards_of(file: InputFile, row_groups_per_shard: int, on_error: OnError) -> list[_Shard]:
-    """A file that is to be skipped for its footer is one source shard, so that the skip is recorded once."""
+def _read_entry(file: InputFile, on_error: OnError) -> FileEntry:
     try:
         with open_parquet(file) as parquet:
-            count = parquet.num_row_groups
+            return FileEntry(file.name, file.size, parquet.num_row_groups, parquet.metadata.num_rows)
     except ParquetDamage:
         if on_error is OnError.fail:
             raise
-        return [_Shard(file)]
+        return FileEntry(file.name, file.size)
+
+
+def _first_schema(files: Sequence[InputFile], on_error: OnError) -> tuple[InputFile, pa.Schema]:
+    """The schema of the first file, or where damage is skipped, of the first whose footer is readable."""
+    for file in files:
+        try:
+            with open_parquet(file) as parquet:
+                return file, parquet.schema_arrow
+        except ParquetDamage:
+            if on_error is OnError.fail or file is files[-1]:
+                raise
+    raise AssertionError("find_files gives at least one file")
+
+
+def _check_columns(config: ParquetData, file: InputFile, schema: pa.Schema) -> None:
+    for name in (config.text_column, config.id_column, *_INFO_TYPES):
+        if (count := schema.names.count(name)) > 1:
+            raise InputError(f"{file.path} has {count} columns {name!r}, expected one. Rename or remove the others.")
+    for key, name in (("text_column", config.text_column), ("id_column", config.id_column)):
+        if name is None:
+            continue
+        if name not in schema.names:
+            remedy = ", or to null for ids of file name and row" if key == "id_column" else ""
+            raise InputError(
+                f"{file.path} has no column {name!r}, only {', '.join(schema.names)}. "
+                f"Set data.{key} to one of them{remedy}."
+            )
+        kind = schema.field(name).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        integer_id = key == "id_column" and pa.types.is_integer(kind)
+        if not (integer_id or pa.types.is_string(kind) or pa.types.is_large_string(kind) or _is_binary(kind)):
+            raise InputError(f"{file.path}: column {name!r} is {kind}, expected strings. Set data.{key}.")
+
+
+def _shards_of(file: InputFile, entry: FileEntry, row_groups_per_shard: int | None) -> list[_Shard]:
+    """A file that is to be skipped for its footer is one source shard, so that the skip is recorded once."""
+    if row_groups_per_shard is None or entry.row_groups is None:
+        return [_Shard(file, entry)]
     return [
-        _Shard(file, first, min(first + row_groups_per_shard, count)) for first in range(0, count, row_groups_per_shard)
+        _Shard(file, entry, first, min(first + row_groups_per_shard, entry.row_groups))
+        for first in range(0, entry.row_groups, row_groups_per_shard)
     ]
+
+
+def _path(config: ParquetData) -> str:
+    return config.path if config.path is not None else _hub_path(config)
 
 
 def _hub_path(config: ParquetData) -> str:

@@ -1,5 +1,6 @@
 """One parquet file: opened, its row groups read in batches, and damage told from everything else that fails."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -30,8 +31,14 @@ class ParquetDamage(InputError):
 
 @contextmanager
 def open_parquet(file: InputFile) -> Iterator[pq.ParquetFile]:
-    """The file with its footer read. Raises ParquetDamage, InputError for no file, PipelineError for no access."""
+    """The file with its footer read. Raises ParquetDamage, InputError for no file or one of another size than it was
+    listed with, PipelineError for no access."""
     with file.open() as stream:
+        if file.size is not None and (size := stream.seek(0, os.SEEK_END)) != file.size:
+            raise InputError(
+                f"{file.path} has {size} bytes, and had {file.size} when it was listed. Leave the files of a job alone "
+                "while it runs: restore it, and run the same command again."
+            )
         with _damage_named(file, "footer", 0):
             # Without pre_buffer every column of a row group is a request of its own.
             parquet = pq.ParquetFile(stream, pre_buffer=True)

@@ -4,7 +4,7 @@ A source is imported when it is opened: `datasets`, and the pandas behind it, wo
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 from pipeline.config.choices import Template
@@ -13,22 +13,28 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.hub import is_hub_id
 from pipeline.data.arc.loading import hub_id
 from pipeline.data.documents import Source
-from pipeline.data.parquet import ParquetSource
+from pipeline.data.manifest import Manifest
+from pipeline.data.parquet import ParquetSource, make_manifest
 from pipeline.data.text.chat import ChatSource
 from pipeline.data.text.tokenizer import TextTokenizer
 
 
-def open_source(config: DataConfig, tokenizer: TextTokenizer, stored: Mapping[str, object] | None = None) -> Source:
+def open_source(
+    config: DataConfig,
+    tokenizer: TextTokenizer,
+    stored: Mapping[str, object] | None = None,
+    manifest_of: Callable[[ParquetData], Manifest] = make_manifest,
+) -> Source:
     """Lists the source shards and checks what can be checked without reading them all. Of `data=generate` the source
     gives the prompts.
 
     `tokenizer` renders the prompts of a source that asks for its chat template. `stored` is the data's identity in the
-    store, if there is a store: earlier programs identified data of the Hub by its commit. Raises InputError or
-    ConfigError.
+    store, if there is a store: earlier programs identified data of the Hub by its commit. `manifest_of` lists parquet
+    files; a job has one process do it. Raises InputError or ConfigError.
     """
     match config:
         case ParquetData(source="parquet"):
-            return ParquetSource(config)
+            return ParquetSource(config, manifest_of(config))
         case ArcData(source="arc"):
             from pipeline.data.arc.source import ArcSource
 
@@ -39,7 +45,7 @@ def open_source(config: DataConfig, tokenizer: TextTokenizer, stored: Mapping[st
             return HfSource(config, stored)
         case GenerateData(source="generate"):
             prompts = stored and stored.get("prompts")
-            return _open_prompts(config, tokenizer, prompts if isinstance(prompts, dict) else None)
+            return _open_prompts(config, tokenizer, prompts if isinstance(prompts, dict) else None, manifest_of)
     raise ConfigError(
         f"data.source={config.source} with the keys of {type(config).__name__}. Choose the data by data=fineweb, "
         "fineweb_edu, arc, ai2_arc, hf or generate, and leave data.source alone."
@@ -62,7 +68,12 @@ def hub_repository(config: DataConfig) -> str | None:
     return None
 
 
-def _open_prompts(config: GenerateData, tokenizer: TextTokenizer, stored: Mapping[str, object] | None) -> Source:
+def _open_prompts(
+    config: GenerateData,
+    tokenizer: TextTokenizer,
+    stored: Mapping[str, object] | None,
+    manifest_of: Callable[[ParquetData], Manifest],
+) -> Source:
     prompts = config.prompts
     if isinstance(prompts, GenerateData):
         raise ConfigError("data.prompts is generate itself. Choose another source by data@data.prompts=...")
@@ -80,5 +91,5 @@ def _open_prompts(config: GenerateData, tokenizer: TextTokenizer, stored: Mappin
             raise ConfigError("data.prompts.include_solution is true: the prompt would answer itself. Set it to false.")
         if prompts.template is Template.chat and config.template is Template.chat:
             raise ConfigError("data.template and data.prompts.template are both chat. Set one of them to plain.")
-    source = open_source(prompts, tokenizer, stored)
+    source = open_source(prompts, tokenizer, stored, manifest_of)
     return ChatSource(source, tokenizer, config.on_error) if config.template is Template.chat else source

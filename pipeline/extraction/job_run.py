@@ -49,6 +49,7 @@ def run(config: RunConfig) -> None:
         stop.check()
         processes.require_same_config(config, str(job.plan.weights.sharding), str(job.plan.generation))
         store = open_store(job)
+        job.manifest.keep()
         if job.plan.generation:
             generate(job, store, stop)
         work = work_left(job, store)

@@ -22,6 +22,7 @@ from pipeline.data.stream import TokenStream
 from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
 from pipeline.data.tokenised import StreamDocuments, TokenisedDocuments
 from pipeline.job.identity import data_identity, store_metadata
+from pipeline.job.manifests import JobManifest
 from pipeline.job.revisions import model_revision, with_commit
 from pipeline.models.leaves import num_params
 from pipeline.models.registry import Model, open_model
@@ -52,6 +53,7 @@ class Job:
     layout: StoreLayout
     stored: StoreMetadata | None
     storage: Storage
+    manifest: JobManifest
 
     @cached_property
     def metadata(self) -> StoreMetadata:
@@ -181,7 +183,8 @@ def open_job(config: RunConfig) -> Job:
         suffix=config.data.suffix,
     )
     config = replace(config, data=with_commit(config.data, stored.config.get("data") if stored else None))
-    source = open_source(config.data, tokenizer, stored.data if stored else None)
+    manifest = JobManifest(storage)
+    source = open_source(config.data, tokenizer, stored.data if stored else None, manifest.agree)
     geometry = StoredGeometry(stored.num_streams, stored.rows_per_block) if stored else None
     plan = make_plan(config, model, len(source.shards), topology(config.run), geometry)
     if plan.generation:
@@ -199,6 +202,7 @@ def open_job(config: RunConfig) -> Job:
         layout=store_layout(plan, model, str(config.store.compression)),
         stored=stored,
         storage=storage,
+        manifest=manifest,
     )
 
 

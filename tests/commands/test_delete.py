@@ -76,6 +76,7 @@ FOREIGN = (
     "_stats/mine.csv",
     "_metrics/mine.jsonl",
     "_claims/mine.json",
+    "_data/mine.parquet",
     "_generated/stream-00000/group-000000.tokens.activations",
     "stats/embed/mine",
     "stats/zarr.json.old",
@@ -90,6 +91,7 @@ def test_only_objects_with_the_exact_names_of_a_store_are_deleted(tmp_path, caps
     own = ["_metrics/20261122T150044Z-a-host-28071.jsonl", "_metrics/20261122T150044Z-h-1-generate.json"]
     own += ["_generated/stream-00001/group-000003.embed.activations", "_generated/stream-00001/group-000003.parquet"]
     own += ["_claims/stream-123456.json", "_claims_test/a-host-12-0123abcd", "zarr.json.__lock", "tokens/c/7/0.__lock"]
+    own += ["_data/manifest.json"]
     for key in (*FOREIGN, *own):
         (path / key).parent.mkdir(parents=True, exist_ok=True)
         (path / key).write_text("mine")

@@ -9,11 +9,14 @@ from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
 
 LOCK_SUFFIX = ".__lock"  # of the temporary file of a local object; a killed process leaves it behind
 
+MANIFEST_KEY = "_data/manifest.json"  # what footers of input files say; made again where it is missing
+
 _RUN = r"\d{8}T\d{6}Z-[^/]+-\d+"
 _WORKER_KEYS = (
     r"_claims/stream-\d{5,}\.json",
     r"_claims_test/[^/]+-\d+-[0-9a-f]{8}",
     rf"_metrics/{_RUN}(\.jsonl|-generate\.json)",
+    re.escape(MANIFEST_KEY),
 )
 _FIXED = (
     *_WORKER_KEYS,
@@ -63,22 +66,23 @@ class StoreKeys:
         )
         self._own = re.compile(f"({'|'.join(patterns)})({re.escape(LOCK_SUFFIX)})?", re.ASCII)
         self._folders = re.compile(
-            rf"(_commits|_documents|_stats|_generated)(/stream-\d{{5,}})?|_blocks|_claims|_claims_test|_metrics"
+            rf"(_commits|_documents|_stats|_generated)(/stream-\d{{5,}})?|_blocks|_claims|_claims_test|_metrics|_data"
             rf"|({arrays})(/c(/\d+(/0)?)?)?|stats(/({of_activations})(/c(/0)?)?)?",
             re.ASCII,
         )
         names = dict.fromkeys((*sides, *activations, *map(scale_name, activations)))
         others = (
-            "_blocks/",
-            "_documents/",
-            "_stats/",
-            "stats/",
-            "_metrics/",
-            "_claims/",
-            "_claims_test/",
-            "_generated/",
+            "_documents",
+            "_stats",
+            "stats",
+            "_blocks",
+            "_metrics",
+            "_claims",
+            "_claims_test",
+            "_generated",
+            "_data",
         )
-        self.prefixes = ("_commits/", *(f"{name}/" for name in names), *others)
+        self.prefixes = tuple(f"{name}/" for name in ("_commits", *names, *others))
         """The prefixes of all keys, that of the commit records first."""
 
     def is_own(self, key: str) -> bool:

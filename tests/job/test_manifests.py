@@ -1,0 +1,182 @@
+"""Footers of input files: read once for all processes and starts, and again where the store's manifest is of no use."""
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.config import composing
+from pipeline.config.schema import ParquetData
+from pipeline.core.errors import InputError
+from pipeline.data.manifest import FileEntry, Manifest, footers_to_bytes
+from pipeline.data.parquet import ParquetSource, make_manifest
+from pipeline.extraction.job_run import open_store
+from pipeline.job.opening import Job, open_job
+from pipeline.store.format.keys import MANIFEST_KEY
+from tests.hub import Hub, hub_for_this_process
+
+REPO = "datasets/owner/data"
+FILES = 7
+
+
+def parquet(rows: int = 10, row_group_size: int = 2, word: str = "text") -> bytes:
+    sink = io.BytesIO()
+    table = pa.table({"text": [f"{word} {row}" for row in range(rows)], "id": [f"{row}" for row in range(rows)]})
+    pq.write_table(table, sink, row_group_size=row_group_size)
+    return sink.getvalue()
+
+
+CONTENT = {f"data/{number}.parquet": parquet() for number in range(FILES)}
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch) -> Iterator[Hub]:
+    with hub_for_this_process(tmp_path, monkeypatch) as server:
+        server.push(REPO, CONTENT)
+        yield server
+
+
+def job(store: Path, *overrides: str) -> Job:
+    """A start of a process."""
+    huggingface_hub.HfFileSystem.clear_instance_cache()
+    options = ["data=fineweb", "data.repo=owner/data", "data.subset=data", "data.revision=main", "capture.layers=[1]"]
+    return open_job(composing.compose([*options, "data.row_groups_per_shard=2", f"store.path={store}", *overrides]))
+
+
+def begun(store: Path, *overrides: str) -> Job:
+    """A job whose store was made."""
+    opened = job(store, *overrides)
+    open_store(opened)
+    opened.manifest.keep()
+    return opened
+
+
+def footers(server: Hub) -> list[str]:
+    """The files that were read, one name for each request."""
+    read = [request.rpartition("/")[2] for request in server.requests if request.startswith("GET /datasets/")]
+    server.requests.clear()
+    return sorted(read)
+
+
+NAMES = [f"{number}.parquet" for number in range(FILES)]
+
+
+def test_footers_are_read_at_the_first_start_alone(server: Hub, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    first = job(store)
+    assert not store.exists()
+    assert sorted({*footers(server)}) == NAMES
+    first = begun(store)
+    footers(server)
+    manifest = (store / MANIFEST_KEY).read_bytes()
+    again = begun(store)
+    assert footers(server) == NAMES[:1]  # its columns
+    assert again.source.shards == first.source.shards
+    assert len(again.source.shards) == 3 * FILES
+    assert again.source.fingerprint() == first.source.fingerprint()
+    assert (store / MANIFEST_KEY).read_bytes() == manifest
+
+
+def test_other_processes_ask_for_nothing(server: Hub, tmp_path: Path) -> None:
+    config = job(tmp_path / "store").config.data
+    manifest = make_manifest(config)
+    server.requests.clear()
+    given = ParquetSource(config, Manifest.from_json(manifest.to_json()))
+    assert server.requests == []
+    own = ParquetSource(config)
+    assert given.shards == own.shards
+    assert given.fingerprint() == own.fingerprint()
+    assert given.info_schema == own.info_schema
+    assert list(given.read(20, 0)) == list(own.read(20, 0)) != []
+
+
+def test_without_row_groups_as_shards_nothing_is_kept(server: Hub, tmp_path: Path) -> None:
+    begun(tmp_path / "store", "data.row_groups_per_shard=null")
+    assert {*footers(server)} == {NAMES[0]}
+    assert not (tmp_path / "store" / MANIFEST_KEY).exists()
+
+
+def rewritten(values: dict) -> bytes:
+    """The manifest with other entries, whose digest is right."""
+    return footers_to_bytes(FileEntry(*entry) for entry in values["files"])
+
+
+def with_entry(*entry: object) -> Callable[[bytes], bytes]:
+    return lambda content: rewritten({"files": [entry, *json.loads(content)["files"][1:]]})
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
+    "missing": lambda content: None,
+    "empty": lambda content: b"",
+    "cut": lambda content: content[:-5],
+    "no object": lambda content: b"[1, 2]",
+    "not UTF-8": lambda content: b"\xff" + content,
+    "deep": lambda content: b"[" * 100_000,
+    "edited": lambda content: content.replace(b"0.parquet", b"9.parquet"),
+    "of another version": lambda content: content.replace(b'"version": 1', b'"version": 2'),
+    "too many row groups": with_entry("0.parquet", len(parquet()), 10**12, 10),
+    "negative": with_entry("0.parquet", len(parquet()), -1, 10),
+    "no number": with_entry("0.parquet", len(parquet()), "5", 10),
+    "too few columns": lambda content: rewritten({"files": []}).replace(b"[]", b"[[1]]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_manifest_that_is_of_no_use_is_made_again(damage: str, server: Hub, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shards = begun(store).source.shards
+    manifest = (store / MANIFEST_KEY).read_bytes()
+    damaged = DAMAGE[damage](manifest)
+    assert damaged != manifest
+    (store / MANIFEST_KEY).unlink() if damaged is None else (store / MANIFEST_KEY).write_bytes(damaged)
+    footers(server)
+    assert begun(store).source.shards == shards
+    assert sorted({*footers(server)}) == NAMES
+    assert (store / MANIFEST_KEY).read_bytes() == manifest
+
+
+CHANGES = {  # the files afterwards, and those whose footers a restart reads
+    "another size": ({**CONTENT, "data/3.parquet": parquet(word="other text")}, [NAMES[0], NAMES[3]]),
+    "a new file": ({**CONTENT, "data/9.parquet": parquet()}, [NAMES[0], "9.parquet"]),
+    "a file less": ({name: CONTENT[name] for name in [*CONTENT][:-1]}, [NAMES[0]]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_files_are_other_data(change: str, server: Hub, tmp_path: Path) -> None:
+    files, read = CHANGES[change]
+    store = tmp_path / "store"
+    first = begun(store)
+    server.push(REPO, files)
+    footers(server)
+    again = job(store)
+    assert sorted({*footers(server)}) == read
+    assert "data.files_sha256" in [difference.key for difference in first.metadata.differences(again.metadata)]
+    assert again.source.shards == ParquetSource(again.config.data).shards
+
+
+def folder_source(folder: Path) -> ParquetSource:
+    return ParquetSource(ParquetData(source="parquet", path=str(folder), row_groups_per_shard=1))
+
+
+def of_size(size: int, content: bytes) -> bytes:
+    """A parquet file with as many unused bytes before its footer as it lacks."""
+    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    return content[:footer] + bytes(size - len(content)) + content[footer:]
+
+
+@pytest.mark.parametrize("same_size", [True, False])
+def test_a_file_that_is_replaced_while_a_job_runs_is_named(same_size: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(parquet(row_group_size=2))
+    source = folder_source(tmp_path)
+    size = path.stat().st_size
+    path.write_bytes(of_size(size, parquet(row_group_size=5)) if same_size else parquet(row_group_size=5))
+    expected = "2 row groups and 10 rows, expected 5 and 10" if same_size else f"bytes, and had {size} when"
+    with pytest.raises(InputError, match=f"a.parquet has.* {expected}.*[Rr]estore it"):
+        list(source.read(1, 0))
