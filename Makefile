@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := scripts/constraints.txt
 
 .PHONY: help setup setup-test demo test test-fast test-slow lint docs readme train-demo-model clean \
-	bench bench-reader bench-writer bench-host bench-startup bench-gpu bench-peers
+	bench bench-reader bench-writer bench-host bench-startup bench-gpu bench-peers bench-scale
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -88,6 +88,9 @@ bench-startup: setup  ## seconds to the first committed block; writes build/benc
 
 bench-peers: setup $(VENV)-peers/.setup  ## against HF, TransformerLens, SAELens, nnsight; writes build/bench-peers.json
 	$(BIN)/python scripts/bench/bench_peers.py $(BENCH_PEERS)
+
+bench-scale: setup  ## bookkeeping of stores of 10^4 and 10^5 blocks, 50 ms per request; writes build/bench-scale.json
+	$(BIN)/python -m scripts.bench.bench_scale $(BENCH_SCALE)
 
 readme: setup  ## write the README's table of configuration keys
 	$(BIN)/python scripts/docs/config_table.py

@@ -189,7 +189,8 @@ class _Handler(BaseHTTPRequestHandler):
         return b"".join(chunks)
 
     def _forward(self, body: bytes) -> tuple[HTTPResponse, bytes]:
-        headers = {k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "connection")}
+        replaced = ("transfer-encoding", "connection", "content-length")
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in replaced}
         headers["Content-Length"] = str(len(body))
         with self._proxy.turn, closing(HTTPConnection(self._proxy.backend, timeout=60)) as connection:
             connection.request(self.command, self.path, body, headers)

@@ -1,0 +1,373 @@
+"""A server of Google Cloud Storage's JSON API for measurements and tests: objects in memory, costs as in a real bucket.
+
+    python -m scripts.bench.gcs_standin --port 9000 [--latency-s 0.05]
+
+Every request takes `latency_s`, by a timer: any number of them wait at the same time. Conditions on generations are
+honoured, listings come in pages of 1,000, and requests beyond a rate, or during an outage, are answered by 429. The
+server counts requests by kind, and can note when each arrived. It speaks what TensorStore's `gcs` driver and gcsfs use:
+point TENSORSTORE_GCS_HTTP_URL and STORAGE_EMULATOR_HOST at its URL. Objects that are computed when they are asked for
+(`Provider`) make large stores cheap.
+"""
+
+import argparse
+import asyncio
+import base64
+import bisect
+import heapq
+import itertools
+import json
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+from urllib.parse import parse_qsl, unquote
+from urllib.request import Request, urlopen
+
+from aiohttp import web
+
+PAGE_KEYS = 1000
+CONTROL = "/control"
+_OBJECT = re.compile(r"(?:/download|/upload)?/storage/v1/b/([^/]+)/o(?:/(.+))?")
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+_PROVIDED_GENERATION = 1
+
+
+class Provider(Protocol):
+    """Objects that exist from the start, and are computed when they are asked for. Keys are `bucket/name`."""
+
+    def content(self, key: str) -> bytes | None:
+        """The object's bytes; None where there is no such object."""
+
+    def keys_from(self, start: str) -> Iterator[str]:
+        """The keys from `start` on, ascending."""
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What the server does to requests.
+
+    latency_s: of every request. bytes_per_s: of one request's body, either way. requests_per_s: of all clients
+    together; more are answered by 429. refuse_s: so is every request of the next seconds. log_arrivals: note when
+    requests arrive.
+    """
+
+    latency_s: float = 0.05
+    bytes_per_s: float | None = None
+    requests_per_s: float | None = None
+    refuse_s: float = 0.0
+    log_arrivals: bool = False
+
+
+class Objects:
+    """The objects by key, `bucket/name`: those that were written, and those of a provider that were not deleted."""
+
+    def __init__(self, provider: Provider | None = None) -> None:
+        self._provider = provider
+        self._written: dict[str, tuple[bytes, int]] = {}
+        self._sorted: list[str] = []  # the keys of the written ones
+        self._hidden: set[str] = set()  # of the provider's: those that were deleted
+        self._generations = itertools.count(_PROVIDED_GENERATION + 1)
+
+    def get(self, key: str) -> tuple[bytes, int] | None:
+        """Content and generation."""
+        written = self._written.get(key)
+        if written is not None or self._provider is None or key in self._hidden:
+            return written
+        content = self._provider.content(key)
+        return None if content is None else (content, _PROVIDED_GENERATION)
+
+    def put(self, key: str, content: bytes) -> int:
+        """Returns the new generation."""
+        if key not in self._written:
+            bisect.insort(self._sorted, key)
+        generation = next(self._generations)
+        self._written[key] = (content, generation)
+        return generation
+
+    def delete(self, key: str) -> None:
+        if self._written.pop(key, None) is not None:
+            del self._sorted[bisect.bisect_left(self._sorted, key)]
+        if self._provider is not None:
+            self._hidden.add(key)
+
+    def size(self, key: str) -> int | None:
+        """None for a provider's object, which would have to be made."""
+        written = self._written.get(key)
+        return None if written is None else len(written[0])
+
+    def keys_from(self, start: str) -> Iterator[str]:
+        """The keys from `start` on, ascending."""
+        written = itertools.islice(self._sorted, bisect.bisect_left(self._sorted, start), None)
+        if self._provider is None:
+            yield from written
+            return
+        provided = (key for key in self._provider.keys_from(start) if key not in self._hidden)
+        yield from (key for key, _ in itertools.groupby(heapq.merge(written, provided)))
+
+
+class StandIn:
+    """The server's state: objects, behaviour, and the counters of requests since they were reset."""
+
+    def __init__(self, provider: Provider | None = None, behaviour: Behaviour | None = None) -> None:
+        self.objects = Objects(provider)
+        self.set_behaviour(behaviour or Behaviour())
+
+    def set_behaviour(self, behaviour: Behaviour) -> None:
+        """Also sets the counters to zero."""
+        self.behaviour = behaviour
+        self.counters: Counter[str] = Counter()
+        self.arrivals: list[float] = []
+        self._refuse_until = time.monotonic() + behaviour.refuse_s
+        self._allowance, self._allowed_at = 1.0, time.monotonic()
+
+    def admits(self) -> bool:
+        """Whether a request that arrives now is carried out: the rate allows it, and there is no outage."""
+        now, rate = time.monotonic(), self.behaviour.requests_per_s
+        if self.behaviour.log_arrivals:
+            self.arrivals.append(now)
+        if now < self._refuse_until:
+            return False
+        if rate is None:
+            return True
+        self._allowance = min(max(1.0, rate / 10), self._allowance + (now - self._allowed_at) * rate)
+        self._allowed_at = now
+        if self._allowance < 1:
+            return False
+        self._allowance -= 1
+        return True
+
+    async def handle(self, request: web.BaseRequest) -> web.Response:
+        path, _, query_text = request.raw_path.partition("?")
+        body = await request.content.read()
+        if path == CONTROL:
+            return self._control(body)
+        query = dict(parse_qsl(query_text, keep_blank_values=True))
+        matched = _OBJECT.fullmatch(path)
+        if matched is None:
+            return _json({"error": {"code": 404, "message": f"no such path: {path}"}}, 404)
+        bucket, name = matched[1], unquote(matched[2] or "")
+        kind = _kind(request.method, name)
+        is_admitted = self.admits()
+        self.counters[kind] += 1
+        if self.behaviour.latency_s:
+            await asyncio.sleep(self.behaviour.latency_s)
+        if not is_admitted:
+            self.counters["refused"] += 1
+            return _json({"error": {"code": 429, "message": "rate limit"}}, 429)
+        response = self._answer(kind, bucket, name, query, request, body)
+        num_bytes = len(body) + (response.content_length or 0)
+        self.counters["bytes"] += num_bytes
+        if self.behaviour.bytes_per_s:
+            await asyncio.sleep(num_bytes / self.behaviour.bytes_per_s)
+        return response
+
+    def _answer(
+        self, kind: str, bucket: str, name: str, query: Mapping[str, str], request: web.BaseRequest, body: bytes
+    ) -> web.Response:
+        if kind == "list":
+            return _json(self._page(bucket, query))
+        if kind == "put":
+            name, content = _uploaded(query, request.headers.get("Content-Type", ""), body)
+            if failed := self._failed_condition(f"{bucket}/{name}", query):
+                return failed
+            return _json(_resource(bucket, name, len(content), self.objects.put(f"{bucket}/{name}", content)))
+        key = f"{bucket}/{name}"
+        stored = self.objects.get(key)
+        if failed := self._failed_condition(key, query):
+            return failed
+        if stored is None:
+            return _json({"error": {"code": 404, "message": f"no such object: {key}"}}, 404)
+        content, generation = stored
+        if kind == "delete":
+            self.objects.delete(key)
+            return web.Response(status=204)
+        if query.get("ifGenerationNotMatch") == str(generation):
+            return web.Response(status=304)
+        if query.get("alt") != "media":
+            return _json(_resource(bucket, name, len(content), generation))
+        return _content(content, request.headers.get("Range"), generation)
+
+    def _failed_condition(self, key: str, query: Mapping[str, str]) -> web.Response | None:
+        wanted = query.get("ifGenerationMatch")
+        if wanted is None:
+            return None
+        stored = self.objects.get(key)
+        if wanted == str(0 if stored is None else stored[1]):
+            return None
+        self.counters["conditions failed"] += 1
+        return _json({"error": {"code": 412, "message": f"{key} does not have generation {wanted}"}}, 412)
+
+    def _page(self, bucket: str, query: Mapping[str, str]) -> dict[str, Any]:
+        """One page of a listing: at most PAGE_KEYS objects and common prefixes, and where the next page begins."""
+        prefix, delimiter, end = query.get("prefix", ""), query.get("delimiter"), query.get("endOffset")
+        limit = min(int(query.get("maxResults", PAGE_KEYS)), PAGE_KEYS)
+        token = query.get("pageToken")
+        start = max(prefix, query.get("startOffset", "") if token is None else _decode_token(token))
+        items, prefixes = [], []
+        root = f"{bucket}/"
+        keys = self.objects.keys_from(root + start)
+        while (key := next(keys, None)) is not None:
+            name = key.removeprefix(root)
+            if not key.startswith(root + prefix) or (end and name >= end):
+                break
+            if len(items) + len(prefixes) == limit:
+                return {**_listed(items, prefixes), "nextPageToken": _encode_token(name)}
+            rest, is_below, _ = name[len(prefix) :].partition(delimiter) if delimiter else ("", "", "")
+            if is_below:
+                prefixes.append(prefix + rest + delimiter)
+                keys = self.objects.keys_from(root + prefix + rest + chr(ord(delimiter) + 1))
+            else:
+                items.append(_resource(bucket, name, self.objects.size(key), None))
+        return _listed(items, prefixes)
+
+    def _control(self, body: bytes) -> web.Response:
+        report = {"counters": dict(self.counters), "arrivals": self.arrivals}
+        if body:
+            self.set_behaviour(replace(self.behaviour, **json.loads(body)))
+        return _json(report)
+
+
+def _kind(method: str, name: str) -> str:
+    if method == "GET":
+        return "get" if name else "list"
+    return "delete" if method == "DELETE" else "put"
+
+
+def _uploaded(query: Mapping[str, str], content_type: str, body: bytes) -> tuple[str, bytes]:
+    """Name and content of an uploaded object. Raises ValueError for a kind of upload that is not spoken here."""
+    if query.get("uploadType") == "media":
+        return query["name"], body
+    if query.get("uploadType") != "multipart":
+        raise ValueError(f"uploadType={query.get('uploadType')}: expected media or multipart")
+    boundary = content_type.partition("boundary=")[2].strip("\"'").encode()
+    _, described, content = body.split(b"--" + boundary)[:3]
+    name = json.loads(_part(described))["name"]
+    return name, _part(content)
+
+
+def _part(part: bytes) -> bytes:
+    """The content of one part of a multipart body."""
+    newline = b"\r\n" if part.startswith(b"\r\n") else b"\n"
+    content = part.partition(newline * 2)[2]
+    return content[: -len(newline)]
+
+
+def _content(content: bytes, wanted: str | None, generation: int) -> web.Response:
+    headers = {"x-goog-generation": str(generation), "Content-Type": "application/octet-stream"}
+    matched = _RANGE.fullmatch(wanted or "")
+    if matched is None:
+        return web.Response(body=content, headers=headers)
+    first, last = matched.groups()
+    start = int(first) if first else max(0, len(content) - int(last))
+    stop = min(int(last) + 1, len(content)) if first and last else len(content)
+    if start >= len(content):
+        return web.Response(status=416)
+    headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+    return web.Response(status=206, body=content[start:stop], headers=headers)
+
+
+def _resource(bucket: str, name: str, size: int | None, generation: int | None) -> dict[str, Any]:
+    resource = {"kind": "storage#object", "bucket": bucket, "name": name}
+    if size is not None:
+        resource["size"] = str(size)
+    if generation is not None:
+        resource |= {"generation": str(generation), "metageneration": "1"}
+    return resource
+
+
+def _listed(items: list[dict[str, Any]], prefixes: list[str]) -> dict[str, Any]:
+    return {"kind": "storage#objects", "items": items, "prefixes": prefixes}
+
+
+def _encode_token(name: str) -> str:
+    return base64.urlsafe_b64encode(name.encode()).decode()
+
+
+def _decode_token(token: str) -> str:
+    return base64.urlsafe_b64decode(token).decode()
+
+
+def _json(content: Any, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=json.dumps(content).encode(), content_type="application/json")
+
+
+async def _start(stand_in: StandIn, port: int) -> tuple[web.ServerRunner, str]:
+    runner = web.ServerRunner(web.Server(stand_in.handle, access_log=None))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port, backlog=4096)
+    await site.start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+@contextmanager
+def serving(stand_in: StandIn) -> Iterator[str]:
+    """The URL of the server, which runs in a thread of this process."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="gcs-stand-in")
+    thread.start()
+    try:
+        runner, url = asyncio.run_coroutine_threadsafe(_start(stand_in, 0), loop).result()
+        yield url
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def serve_process(provider: Provider | None, behaviour: Behaviour, ready: Connection) -> None:
+    """The body of a process that serves until it is ended; sends its URL through `ready`."""
+
+    async def serve() -> None:
+        _, url = await _start(StandIn(provider, behaviour), 0)
+        ready.send(url)
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+def control(url: str, **behaviour: Any) -> dict[str, Any]:
+    """Counters (and arrivals, in seconds) since the last change of the behaviour, which `behaviour` makes, if given."""
+    unknown = behaviour.keys() - {field.name for field in fields(Behaviour)}
+    if unknown:
+        raise ValueError(f"the stand-in has no {sorted(unknown)}")
+    body = json.dumps(behaviour).encode() if behaviour else None
+    with urlopen(Request(url + CONTROL, body, method="POST" if body else "GET"), timeout=60) as answer:
+        return json.load(answer)
+
+
+def environment(url: str) -> dict[str, str]:
+    """The variables that lead TensorStore and gcsfs to the server. TensorStore reads its own once in a process."""
+    return {
+        "TENSORSTORE_GCS_HTTP_URL": url,
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
+        "STORAGE_EMULATOR_HOST": url,
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        "FSSPEC_GCS_TOKEN": "anon",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, default=9000)
+    for name, default in asdict(Behaviour()).items():
+        if name != "log_arrivals":
+            parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=default)
+    options = vars(parser.parse_args())
+    port = options.pop("port")
+
+    async def serve() -> None:
+        _, url = await _start(StandIn(behaviour=Behaviour(**options)), port)
+        print(" ".join(f"{name}={value}" for name, value in environment(url).items()), flush=True)
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main()

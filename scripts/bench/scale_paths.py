@@ -1,0 +1,237 @@
+"""What `bench_scale` measures: each path of a store's bookkeeping, in a process of its own, against `gcs_standin`.
+
+A path is set up without latency; only what it then does is measured. Run by `bench_scale`, which starts the server.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline import delete as delete_command
+from pipeline.extraction.claiming import ClaimedStreams
+from pipeline.extraction.job_run import complete, open_store
+from pipeline.inspection.report import inspect
+from pipeline.job.metrics import Metrics
+from pipeline.store import ActivationStore
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.format.layout import MIB, SIDE_ARRAYS
+from pipeline.store.read import batches
+from pipeline.store.write.claims import Claims
+from scripts.bench.gcs_standin import control
+from scripts.bench.scale_store import BLOCK_TOKENS, LENGTH, ROWS, URL, WIDTH, State, StoreShape, open_bench_job
+
+PROCESSES = 64
+# Of a store with d=2048 in bfloat16 and blocks of 64 MiB: blocks whose side arrays a shuffled reader holds, and blocks
+# of activations in one of its buffers.
+WINDOW_BLOCKS, BUFFER_BLOCKS = 200, 4
+Measured = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class MeasuredPath:
+    """One measured path.
+
+    title: for the table. state: of the store. prepare: does what comes before, and returns what is measured; it is
+    given B and S. stored: the share of the B blocks that the store has. wanted: its target, as a multiple of B blocks.
+    """
+
+    title: str
+    state: State
+    prepare: Callable[[int, int], Measured]
+    stored: float = 1.0
+    wanted: float = 1.0
+
+
+def prepare_start(blocks: int, streams: int, wanted: float) -> Measured:
+    """What `pipeline.run` does before its first step: reads the store, and what is left of its own streams."""
+    job = open_bench_job(streams, int(wanted * blocks) * BLOCK_TOKENS, worker_index=0, worker_count=PROCESSES)
+
+    def start() -> None:
+        store = open_store(job)
+        assert job.work(store.records, store.target)
+
+    return start
+
+
+def prepare_finish(blocks: int, streams: int) -> Measured:
+    """The last process of a job completes the store; it has read the records before."""
+    job = open_bench_job(streams, blocks * BLOCK_TOKENS)
+    store = open_store(job)
+
+    def finish() -> None:
+        complete(job, store)
+        assert store.complete
+
+    return finish
+
+
+def prepare_open(blocks: int, streams: int) -> Measured:
+    def open_reader() -> None:
+        assert ActivationStore.open(URL).num_tokens == blocks * BLOCK_TOKENS
+
+    return open_reader
+
+
+def prepare_document(blocks: int, streams: int) -> Measured:
+    """One document in the middle of the store, by its number."""
+    store, number = ActivationStore.open(URL), blocks * ROWS // 2
+    return lambda: store.document(number)
+
+
+def prepare_batches(blocks: int, streams: int) -> Measured:
+    """To the first batch of an epoch in random order, with as many blocks in memory as with blocks of real sizes."""
+    store = ActivationStore.open(URL)
+    side_bytes = sum(spec.position_bytes for spec in SIDE_ARRAYS)
+    batches.WINDOW_MIB = WINDOW_BLOCKS * BLOCK_TOKENS * side_bytes / MIB
+    buffer_mib = BUFFER_BLOCKS * BLOCK_TOKENS * WIDTH * 2 / MIB
+
+    def first_batch() -> None:
+        with closing(store.batches(store.keys, 64, shuffle=True, seed=0, buffer_mib=buffer_mib)) as reader:
+            next(reader)
+
+    return first_batch
+
+
+def prepare_claim(blocks: int, streams: int, wanted: int) -> Measured:
+    """With `run.claim`: until this process has its first block to compute, or sees that no stream needs it."""
+    job = open_bench_job(streams, wanted * blocks * BLOCK_TOKENS, claim="true")
+    store = open_store(job)
+
+    def claim() -> None:
+        metrics = Metrics(total_tokens=job.plan.streams.max_tokens, stored_tokens=0, progress=False, interval_s=1e9)
+        with closing(metrics), closing(Claims(store.storage, job.config.run.lease_s)) as claims:
+            block = next(ClaimedStreams(job, store, claims, metrics).blocks(lambda: False), None)
+            assert (block is None) == (wanted == 1)
+
+    return claim
+
+
+def prepare_verify(blocks: int, streams: int) -> Measured:
+    def verify() -> None:
+        assert verify_store(URL) == []
+
+    return verify
+
+
+def prepare_inspect(blocks: int, streams: int) -> Measured:
+    """A sample of 64 rows."""
+
+    def inspect_quietly() -> None:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            inspect(URL, html=None, png=None, num_tokens=64 * LENGTH, seed=0, tokenizer=None)
+
+    return inspect_quietly
+
+
+def prepare_delete(blocks: int, streams: int) -> Measured:
+    def delete() -> None:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            delete_command.delete(delete_command.Settings(URL, confirm=True))
+
+    return delete
+
+
+PATHS: Mapping[str, MeasuredPath] = {
+    "start": MeasuredPath(
+        "start of one process, B of 2B blocks done",
+        State.unfinished,
+        lambda b, s: prepare_start(b, s, 2),
+        wanted=2,
+    ),
+    "resume": MeasuredPath(
+        "start of one process, half of B blocks done",
+        State.unfinished,
+        lambda b, s: prepare_start(b, s, 1),
+        stored=0.5,
+    ),
+    "extend": MeasuredPath(
+        "start of one process, B blocks complete",
+        State.complete,
+        lambda b, s: prepare_start(b, s, 2),
+    ),
+    "finish": MeasuredPath("finish", State.unfinished, prepare_finish),
+    "open": MeasuredPath("reader: open", State.complete, prepare_open),
+    "open unfinished": MeasuredPath("reader: open, unfinished", State.unfinished, prepare_open),
+    "document": MeasuredPath("reader: document(number)", State.complete, prepare_document),
+    "batches": MeasuredPath("reader: first batch", State.complete, prepare_batches),
+    "claim": MeasuredPath(
+        "claim a stream, B of 2B blocks done",
+        State.unfinished,
+        lambda b, s: prepare_claim(b, s, 2),
+        wanted=2,
+    ),
+    "claim none": MeasuredPath("claim, no stream needs work", State.unfinished, lambda b, s: prepare_claim(b, s, 1)),
+    "verify": MeasuredPath("verify", State.complete, prepare_verify),
+    "inspect": MeasuredPath("inspect", State.complete, prepare_inspect),
+    "delete": MeasuredPath("delete", State.complete, prepare_delete),
+}
+
+
+def shape_and_target(name: str, blocks: int, streams: int) -> tuple[StoreShape, int]:
+    """The store that a path is measured on, and its target in tokens."""
+    path = PATHS[name]
+    stored = int(path.stored * blocks) // streams * streams
+    return StoreShape(stored, streams, path.state), int(path.wanted * blocks) * BLOCK_TOKENS
+
+
+class Measurement:
+    """Seconds, CPU seconds, growth of the peak memory and requests since it was made."""
+
+    def __init__(self, server: str, latency_s: float) -> None:
+        self._server = server
+        control(server, latency_s=latency_s)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins anew
+        self._resident_mib = _status_mib("VmRSS")
+        self._began, self._cpu = time.perf_counter(), time.process_time()
+
+    def results(self, is_over_limit: bool) -> dict[str, Any]:
+        return {
+            "seconds": round(time.perf_counter() - self._began, 2),
+            "is_over_limit": is_over_limit,
+            "cpu_s": round(time.process_time() - self._cpu, 2),
+            "peak_mib": round(_status_mib("VmHWM") - self._resident_mib),
+            "requests": control(self._server)["counters"],
+        }
+
+
+def _status_mib(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=PATHS)
+    parser.add_argument("server")
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--blocks", type=int, required=True)
+    parser.add_argument("--streams", type=int, required=True)
+    parser.add_argument("--latency-s", type=float, default=0.05)
+    parser.add_argument("--limit-s", type=float, default=300)
+    options = parser.parse_args()
+    run = PATHS[options.name].prepare(options.blocks, options.streams)
+    measurement = Measurement(options.server, options.latency_s)
+    is_written = threading.Lock()
+
+    def end(is_over_limit: bool) -> None:
+        with is_written:
+            options.result.write_text(json.dumps(measurement.results(is_over_limit)))
+            os._exit(0)  # the limit: other threads wait for requests
+
+    limit = threading.Timer(options.limit_s, end, [True])
+    limit.daemon = True
+    limit.start()
+    run()
+    end(False)
+
+
+if __name__ == "__main__":
+    main()

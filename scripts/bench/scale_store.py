@@ -1,0 +1,307 @@
+"""Stores of any number of blocks for `gcs_standin`: the project's encoders make an object when it is read.
+
+All blocks hold the same tiny activations, one document per row; only numbers differ. So a store of a million blocks is
+an array of digests, and its objects are those that `StoreWriter` would write (`tests/scripts/test_scale_store.py`
+compares them). What a change of the store's format touches is in `SyntheticStore.record`, `content` and `make_store`.
+"""
+
+import bisect
+import heapq
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cache, cached_property
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.config.composing import compose
+from pipeline.data.documents import DOCUMENT_SCHEMA
+from pipeline.job.opening import Job, open_job
+from pipeline.store.format.arrays import set_rows
+from pipeline.store.format.commits import CONSOLIDATED_KEY, CommitRecord, commit_key, consolidate, consolidated_digest
+from pipeline.store.format.layout import ArraySpec, StoreLayout
+from pipeline.store.format.metadata import change_root
+from pipeline.store.format.statistics import (
+    Statistics,
+    encode_merged,
+    encode_statistics,
+    merge,
+    merged_digest,
+    statistics_key,
+    token_statistics,
+)
+from pipeline.store.format.tables import encode_table, table_digest, table_key
+from pipeline.store.io.digests import ValuesDigest, values_digest
+from pipeline.store.io.shard_files import encode_shard
+from pipeline.store.io.storage import Storage
+from pipeline.store.write.store_writer import StoreWriter
+
+BUILD = Path("build/bench-scale")
+PLACE = "bench-scale/store"  # bucket and store
+URL = f"gs://{PLACE}"
+ROWS, LENGTH, WIDTH = 4, 8, 128  # the bundled model's width
+BLOCK_TOKENS = ROWS * LENGTH
+SOURCE, DOCUMENTS = "part-{:05d}.parquet", 64  # of a stream: its file, and the documents in it
+
+
+class State(StrEnum):
+    unfinished = "unfinished"
+    complete = "complete"
+
+
+@dataclass(frozen=True)
+class StoreShape:
+    """B blocks in S streams, which all have the same number."""
+
+    blocks: int
+    streams: int
+    state: State
+
+    @property
+    def stream_blocks(self) -> int:
+        return self.blocks // self.streams
+
+    @property
+    def tokens(self) -> int:
+        return self.blocks * BLOCK_TOKENS
+
+
+class SyntheticStore:
+    """The objects of a store: a `gcs_standin.Provider`. Keys are relative to the store, but for `content`, `keys_from`.
+
+    layout: of its arrays. table_digests: sha256 of each block's document table, by stream and block. fixed: the objects
+    that are there once, by key.
+    """
+
+    def __init__(
+        self, shape: StoreShape, layout: StoreLayout, table_digests: Sequence[str], fixed: Mapping[str, bytes]
+    ) -> None:
+        self.shape = shape
+        self.layout = layout
+        self._table_digests = table_digests
+        self._fixed = {f"{PLACE}/{key}": content for key, content in fixed.items()}
+        self._fixed_keys = sorted(self._fixed)
+
+    # The Provider.
+
+    def content(self, key: str) -> bytes | None:
+        """The bytes of an object, `bucket/store/key`."""
+        if key in self._fixed:
+            return self._fixed[key]
+        kind = next((kind for kind in self._kinds if key.startswith(f"{PLACE}/{kind}")), None)
+        i = (
+            None
+            if kind is None
+            else bisect.bisect_left(range(self.shape.blocks), key, key=lambda i: self._key(kind, i))
+        )
+        if i is None or i == self.shape.blocks or self._key(kind, i) != key:
+            return None
+        place = self._place(kind, i)
+        if kind == "_commits/":
+            return self.record(*place).to_json()
+        if kind == "_documents/":
+            return encode_table(table(self.shape, *place))
+        if kind == "_stats/":
+            return self._statistics
+        [spec] = (spec for spec in self.layout.all_arrays if spec.name == kind.removesuffix("/c/"))
+        return self._shard(spec, *place)
+
+    def keys_from(self, start: str) -> Iterator[str]:
+        fixed = itertools.islice(self._fixed_keys, bisect.bisect_left(self._fixed_keys, start), None)
+        return heapq.merge(fixed, itertools.chain.from_iterable(self._kind_keys(kind, start) for kind in self._kinds))
+
+    def _kind_keys(self, kind: str, start: str) -> Iterator[str]:
+        count = self.shape.blocks
+        first = bisect.bisect_left(range(count), start, key=lambda i: self._key(kind, i))
+        return (self._key(kind, i) for i in range(first, count))
+
+    @cached_property
+    def _kinds(self) -> list[str]:
+        """The prefixes of the objects that each block has one of, ascending."""
+        return sorted(["_commits/", "_documents/", "_stats/", *(f"{spec.name}/c/" for spec in self.layout.all_arrays)])
+
+    def _key(self, kind: str, i: int) -> str:
+        """The i-th of the sorted keys of one kind."""
+        stream, block = self._place(kind, i)
+        per_block = {"_commits/": commit_key, "_documents/": table_key, "_stats/": statistics_key}
+        if kind in per_block:
+            return f"{PLACE}/{per_block[kind](stream, block)}"
+        [spec] = (spec for spec in self.layout.all_arrays if spec.name == kind.removesuffix("/c/"))
+        return f"{PLACE}/{self.layout.shard_key(spec, stream, block)}"
+
+    def _place(self, kind: str, i: int) -> tuple[int, int]:
+        """Stream and block of the i-th of the sorted keys of one kind."""
+        if kind.startswith("_"):
+            return divmod(i, self.shape.stream_blocks)
+        block, stream = divmod(int(self._shard_order[i]), self.shape.streams)
+        return stream, block
+
+    @cached_property
+    def _shard_order(self) -> np.ndarray:
+        """The numbers of the store shards in the order of their keys: "/" comes before any digit."""
+        return np.array(sorted(range(self.shape.blocks), key=str), np.int32)
+
+    # What the blocks hold.
+
+    def record(self, stream: int, block: int) -> CommitRecord:
+        """A block's commit record."""
+        documents = arrays(self.shape, self.layout, stream, block)["documents"]
+        digests = self._digests | {
+            "documents": values_digest(documents, self.layout.chunk_shape(_documents(self.layout)))
+        }
+        return replace(
+            record(block, stream),
+            table_sha256=self._table_digests[stream * self.shape.stream_blocks + block],
+            statistics_sha256=self._statistics_digest,
+            digests=digests,
+        )
+
+    def records(self) -> dict[int, list[CommitRecord]]:
+        streams, blocks = range(self.shape.streams), range(self.shape.stream_blocks)
+        return {stream: [self.record(stream, block) for block in blocks] for stream in streams}
+
+    def merged_statistics(self) -> dict[str, Statistics]:
+        """Of all blocks."""
+        [(name, block)] = statistics(self.layout).items()
+        return {name: merge(itertools.repeat(block, self.shape.blocks))}
+
+    @cached_property
+    def _statistics(self) -> bytes:
+        return encode_statistics(statistics(self.layout))
+
+    @cached_property
+    def _statistics_digest(self) -> str:
+        return table_digest(self._statistics)
+
+    @cached_property
+    def _digests(self) -> dict[str, str]:
+        """The digests of a block's arrays: all blocks have the same, but for `documents`."""
+        block = arrays(self.shape, self.layout, 0, 0)
+        return {s.name: values_digest(block[s.name], self.layout.chunk_shape(s)) for s in self.layout.all_arrays}
+
+    def _shard(self, spec: ArraySpec, stream: int, block: int) -> bytes:
+        values, chunk_shape = arrays(self.shape, self.layout, stream, block)[spec.name], self.layout.chunk_shape(spec)
+        return b"".join(encode_shard(values, chunk_shape, spec.fill, ValuesDigest(1)))
+
+
+def _documents(layout: StoreLayout) -> ArraySpec:
+    return next(spec for spec in layout.all_arrays if spec.name == "documents")
+
+
+def arrays(shape: StoreShape, layout: StoreLayout, stream: int, block: int) -> dict[str, np.ndarray]:
+    """A block's arrays by name: each row is one document of LENGTH tokens."""
+    numbers = (np.arange(ROWS) + block * ROWS) * shape.streams + stream
+    return _common_arrays(layout.arrays[0].name) | {
+        "documents": np.broadcast_to(numbers[:, None].astype(np.int64), (ROWS, LENGTH))
+    }
+
+
+@cache
+def _common_arrays(name: str) -> dict[str, np.ndarray]:
+    position = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH))
+    activations = np.arange(ROWS * LENGTH * WIDTH).reshape(ROWS, LENGTH, WIDTH) % 61 - 30
+    return {
+        "tokens": position + 1,
+        "segments": np.ones((ROWS, LENGTH), np.int32),
+        "positions": position,
+        name: activations.astype("bfloat16"),
+    }
+
+
+def statistics(layout: StoreLayout) -> dict[str, Statistics]:
+    """Of each block."""
+    name = layout.arrays[0].name
+    return {name: token_statistics(_common_arrays(name)[name].reshape(-1, WIDTH).astype(np.float32))}
+
+
+def table(shape: StoreShape, stream: int, block: int) -> pa.Table:
+    """A block's document table."""
+    index = np.arange(block * ROWS, (block + 1) * ROWS)
+    columns = [
+        index * shape.streams + stream,
+        [f"{stream}/{i}" for i in index],
+        [SOURCE.format(stream)] * ROWS,
+        index,
+        *(np.full(ROWS, value) for value in (LENGTH, 0, 0, LENGTH)),
+    ]
+    return pa.table(columns, schema=DOCUMENT_SCHEMA)
+
+
+def record(block: int, stream: int) -> CommitRecord:
+    """A block's record as the job hands it to the writer, which fills in the digests."""
+    start, after = (
+        {"shard": 0, "document": (block + k) * ROWS, "token": 0, "ordinal": (block + k) * ROWS} for k in (0, 1)
+    )
+    return CommitRecord(stream, block, ROWS, BLOCK_TOKENS, ROWS, 0, (), start, after, False, False)
+
+
+def open_bench_job(streams: int, max_tokens: int, path: str = URL, **run: object) -> Job:
+    """The job whose store this is. `run`: keys of the configuration's `run`."""
+    folder = BUILD / f"data-{streams}"
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        documents = {"id": [str(i) for i in range(DOCUMENTS)], "text": ["Some text."] * DOCUMENTS}
+        for stream in range(streams):
+            pq.write_table(pa.table(documents), folder / SOURCE.format(stream))
+    overrides = [
+        f"data.path={folder}",
+        f"data.num_streams={streams}",
+        f"store.path={path}",
+        "store.shard_mib=0.001",
+        "capture.layers=[0]",
+        f"batch.rows={ROWS}",
+        f"batch.length={LENGTH}",
+        f"run.max_tokens={max_tokens}",
+        "run.progress=false",
+        *(f"run.{name}={value}" for name, value in run.items()),
+    ]
+    return open_job(compose(overrides))
+
+
+def make_store(shape: StoreShape, target: int) -> SyntheticStore:
+    """A store whose root says that it is to hold `target` tokens."""
+    if shape.blocks % shape.streams:
+        raise ValueError(f"{shape.blocks} blocks do not divide into {shape.streams} streams")
+    path = f"memory://bench-scale-{shape.blocks}-{shape.streams}-{shape.state}"
+    job = open_bench_job(shape.streams, target, path)
+    StoreWriter.open(job.storage, job.metadata, job.layout)
+    storage, layout, digests = job.storage, job.layout, _table_digests(shape)
+    if shape.state is State.complete:
+        _complete(storage, SyntheticStore(shape, layout, digests, {}))
+    fixed = {key: storage.read(key) for key in storage.list_keys()}
+    for key in fixed:
+        storage.write(key, None)
+    return SyntheticStore(shape, layout, digests, fixed)
+
+
+def _complete(storage: Storage, store: SyntheticStore) -> None:
+    """Writes what `finish_store` would, without reading the blocks' objects."""
+    text = consolidate(store.records())
+    merged = encode_merged(store.merged_statistics())
+    for key, content in {CONSOLIDATED_KEY: text, **merged}.items():
+        storage.write(key, content)
+    shape, layout = store.shape, store.layout
+    digests = {spec.name: merged_digest(merged, spec.name) for spec in layout.arrays}
+    blocks = (shape.stream_blocks,) * shape.streams
+    summary = {"blocks": blocks, "commits_sha256": consolidated_digest(text), "statistics_digests": digests}
+    change_root(storage, lambda root: replace(root, complete=True, **summary))
+    set_rows(storage, [spec.name for spec in layout.all_arrays], shape.blocks * ROWS)
+
+
+def _table_digests(shape: StoreShape) -> list[str]:
+    """The sha256 of every block's document table, by stream and block. Kept in a file, since a million take minutes."""
+    first = table_digest(encode_table(table(shape, 0, 0)))
+    file = BUILD / f"tables-{shape.blocks}-{shape.streams}-{first[:16]}"
+    if not file.exists():
+        places = itertools.product(range(shape.streams), range(shape.stream_blocks))
+        digests = (table_digest(encode_table(table(shape, *place))) for place in places)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        partial.write_text("\n".join(digests))
+        partial.rename(file)
+    return file.read_text().split("\n")
