@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote
@@ -35,6 +36,19 @@ CONTROL = "/control"
 _OBJECT = re.compile(r"(?:/download|/upload)?/storage/v1/b/([^/]+)/o(?:/(.+))?")
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 _PROVIDED_GENERATION = 1
+
+
+_SAME_METADATA = {
+    "contentType": "application/octet-stream",
+    "storageClass": "STANDARD",
+    "md5Hash": "1B2M2Y8AsgTpgAmY7PhCfg==",
+    "crc32c": "AAAAAA==",
+    "etag": "CICAgICAgICAgICAgA==",
+    "timeCreated": "2025-01-01T00:00:00.000Z",
+    "updated": "2025-01-01T00:00:00.000Z",
+    "timeStorageClassUpdated": "2025-01-01T00:00:00.000Z",
+    "timeFinalized": "2025-01-01T00:00:00.000Z",
+}
 
 
 class Provider(Protocol):
@@ -272,7 +286,16 @@ def _content(content: bytes, wanted: str | None, generation: int) -> web.Respons
 
 
 def _resource(bucket: str, name: str, size: int | None, generation: int | None) -> dict[str, Any]:
-    resource = {"kind": "storage#object", "bucket": bucket, "name": name}
+    """An object's metadata, with the fields that make a page of the real service about 0.8 MB."""
+    resource = {
+        "kind": "storage#object",
+        "id": f"{bucket}/{name}/1700000000000000",
+        "selfLink": f"https://www.googleapis.com/storage/v1/b/{bucket}/o/{name}",
+        "mediaLink": f"https://storage.googleapis.com/download/storage/v1/b/{bucket}/o/{name}?generation=1&alt=media",
+        "bucket": bucket,
+        "name": name,
+        **_SAME_METADATA,
+    }
     if size is not None:
         resource["size"] = str(size)
     if generation is not None:
@@ -321,12 +344,14 @@ def serving(stand_in: StandIn) -> Iterator[str]:
 
 
 def serve_process(provider: Provider | None, behaviour: Behaviour, ready: Connection) -> None:
-    """The body of a process that serves until it is ended; sends its URL through `ready`."""
+    """The body of a process that serves as long as the one that started it; sends its URL through `ready`."""
 
     async def serve() -> None:
         _, url = await _start(StandIn(provider, behaviour), 0)
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(parent_process().sentinel, ended.set)
         ready.send(url)
-        await asyncio.Event().wait()
+        await ended.wait()
 
     asyncio.run(serve())
 

@@ -10,8 +10,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pipeline.job.metrics import Metrics
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.layout import MIB, SIDE_ARRAYS
+from pipeline.store.io.storage import Storage, StorageOptions
 from pipeline.store.read import batches
 from pipeline.store.write.claims import Claims
 from scripts.bench.gcs_standin import control
@@ -59,6 +61,19 @@ def prepare_start(blocks: int, streams: int, wanted: float) -> Measured:
         assert job.work(store.records, store.target)
 
     return start
+
+
+def prepare_starts(blocks: int, streams: int, wanted: float) -> Measured:
+    """What PROCESSES processes do at the same time, each with requests of its own; here they are threads."""
+    job = open_bench_job(streams, int(wanted * blocks) * BLOCK_TOKENS)
+    options = StorageOptions(concurrency=32)
+    jobs = [replace(job, storage=Storage.open(URL, options)) for _ in range(PROCESSES)]
+
+    def start_all() -> None:
+        with ThreadPoolExecutor(PROCESSES) as pool:
+            assert all(not store.complete for store in pool.map(open_store, jobs))
+
+    return start_all
 
 
 def prepare_finish(blocks: int, streams: int) -> Measured:
@@ -156,6 +171,11 @@ PATHS: Mapping[str, MeasuredPath] = {
         "start of one process, B blocks complete",
         State.complete,
         lambda b, s: prepare_start(b, s, 2),
+    ),
+    "extend together": MeasuredPath(
+        f"start of {PROCESSES} processes, B blocks complete",
+        State.complete,
+        lambda b, s: prepare_starts(b, s, 2),
     ),
     "finish": MeasuredPath("finish", State.unfinished, prepare_finish),
     "open": MeasuredPath("reader: open", State.complete, prepare_open),

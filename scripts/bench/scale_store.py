@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
@@ -263,6 +263,7 @@ def open_bench_job(streams: int, max_tokens: int, path: str = URL, **run: object
     return open_job(compose(overrides))
 
 
+@lru_cache(maxsize=4)
 def make_store(shape: StoreShape, target: int) -> SyntheticStore:
     """A store whose root says that it is to hold `target` tokens."""
     if shape.blocks % shape.streams:
