@@ -6,15 +6,114 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from pipeline.core.errors import StoreError
 from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import StreamWork
 from pipeline.job.metrics import Metrics, Stage
 from pipeline.job.opening import Job
-from pipeline.store.write.claims import Claims
+from pipeline.store.format.target import has_share
+from pipeline.store.write.claims import Claims, Vacancy, delete_marks, list_streams
 from pipeline.store.write.store_writer import StoreWriter
 
 _POLLS_PER_LEASE = 8
 _STOP_POLL_S = 0.2
+_CLAIMS_AT_ONCE = 64  # read before one of them is tried
+
+
+class UnfinishedStreams:
+    """The streams that hold less than this run wants, as far as this process knows, and its claims on them.
+
+    Streams are claimed in a random order, so that workers that join at the same time rarely try the same one, and by
+    the names in a listing: claims are read only when every stream that is left has one. Which streams others have
+    finished is known from the marks in the listing; whether these are right is seen when the store is completed.
+    """
+
+    def __init__(self, job: Job, store: StoreWriter, claims: Claims) -> None:
+        self._job = job
+        self._store = store
+        self._claims = claims
+        self._random = random.Random(claims.owner)
+        self._left = set(range(job.plan.streams.count))
+        self._lock = threading.Lock()  # of `_left`: streams are released by another thread than claims them
+        self._free: list[int] = []
+        self._claimed: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def claim_next(self, should_stop: Callable[[], bool]) -> StreamWork | None:
+        """Claims a stream and returns its work; None where others hold all that are left, or `should_stop` says so,
+        which is asked every few requests. Raises StoreError.
+        """
+        tried: set[int] = set()
+        if not self._free:
+            self._list()
+        while self._free and not should_stop():
+            stream = self._free.pop()
+            if stream in tried:
+                continue
+            if work := self._claim(Vacancy(stream)):
+                return work
+            tried.add(stream)
+            self._list()  # another process was faster: the listing is out of date
+        for first in range(0, len(self._claimed), _CLAIMS_AT_ONCE):
+            if should_stop():
+                return None
+            for vacancy in self._claims.vacancies(self._claimed[first : first + _CLAIMS_AT_ONCE]):
+                if work := self._claim(vacancy):
+                    return work
+        return None
+
+    def release(self, stream: int) -> None:
+        """Lets go of a claimed stream, of which no block is under way."""
+        if not self._is_finished(stream):
+            self._claims.release(stream)
+            return
+        with self._lock:
+            self._left.discard(stream)
+        self._claims.release(stream, finished_for=self._job.plan.streams.target)
+
+    def _claim(self, vacancy: Vacancy) -> StreamWork | None:
+        """The work in a stream that is now this process's; None where another was faster, or nothing is left in it."""
+        stream = vacancy.stream
+        if not self._claims.claim(vacancy):
+            return None
+        # Read once it is claimed: nobody else commits to it.
+        work = self._job.stream_work(stream, self._store.streams.read_again(stream), self._store.target)
+        if work is None:
+            self.release(stream)
+        return work
+
+    def _list(self) -> None:
+        listed = self._claims.list_streams(self._job.plan.streams.target)
+        with self._lock:
+            self._left -= listed.finished
+            free, claimed = sorted(self._left - listed.claimed), sorted(self._left & listed.claimed)
+        self._free = self._random.sample(free, len(free))
+        self._claimed = self._random.sample(claimed, len(claimed))
+
+    def _is_finished(self, stream: int) -> bool:
+        return has_share(self._store.streams[stream].table, self._job.plan.streams.budget(stream))
+
+
+def require_right_marks(job: Job, store: StoreWriter) -> None:
+    """Raises StoreError where streams are marked as finished that are not, because their records were deleted to have
+    them computed again. These marks are deleted, so that the next run computes the streams.
+    """
+    marked = list_streams(store.storage, job.plan.streams.target).finished
+    wrong = [
+        stream
+        for stream in sorted(marked)
+        if not has_share(store.streams[stream].table, job.plan.streams.budget(stream))
+        and not has_share(store.streams.read_again(stream).table, job.plan.streams.budget(stream))
+    ]
+    for stream in wrong:
+        delete_marks(store.storage, stream)
+    if wrong:
+        raise StoreError(
+            f"{store.path}: streams {', '.join(map(str, wrong))} were finished, but have lost commit records since. Run "
+            "the same command again, which computes them."
+        )
 
 
 class ClaimedStreams:
@@ -27,11 +126,9 @@ class ClaimedStreams:
 
     def __init__(self, job: Job, store: StoreWriter, claims: Claims, metrics: Metrics) -> None:
         self._job = job
-        self._store = store
         self._claims = claims
         self._metrics = metrics
-        first = random.Random(claims.owner).randrange(job.plan.streams.count)  # so that workers do not all try the same
-        self._left = [*range(first, job.plan.streams.count), *range(first)]
+        self._streams = UnfinishedStreams(job, store, claims)
         self._reading: int | None = None
         self._under_way: Counter[int] = Counter()
         self._changed = threading.Condition()
@@ -39,11 +136,11 @@ class ClaimedStreams:
 
     def blocks(self, should_stop: Callable[[], bool]) -> Iterator[TokenBlock]:
         """What the feed hands out. Ends when no stream is left, or `should_stop` says so."""
-        while self._left and not should_stop():
+        while self._streams and not should_stop():
             num_released = self._num_released
-            work = self._claim_next()
+            work = self._claim_next(should_stop)
             if work is None:
-                self._wait(lambda before=num_released: should_stop() or not self._left or self._num_released != before)
+                self._wait(lambda before=num_released: should_stop() or self._num_released != before)
                 continue
             stream = self._reading = work.stream.stream
             for block in work.blocks(lambda stream=stream: should_stop() or not self.holds(stream)):
@@ -69,26 +166,28 @@ class ClaimedStreams:
             self._release(stream)
 
     def _release(self, stream: int) -> None:
-        self._claims.release(stream)
+        self._streams.release(stream)
         with self._changed:
             self._num_released += 1
             self._changed.notify_all()
 
-    def _claim_next(self) -> StreamWork | None:
-        for vacancy in self._claims.vacancies(self._left):
-            stream = vacancy.stream
-            work = self._job.stream_work(stream, self._store.streams.read_again(stream), self._store.target)
-            if work is None:
-                self._left.remove(stream)
-            elif self._claims.claim(vacancy):  # so nobody has committed to it since it was found vacant
-                return work
-        return None
+    def _claim_next(self, should_stop: Callable[[], bool]) -> StreamWork | None:
+        def report_and_ask() -> bool:
+            self._report_progress()
+            return should_stop()
+
+        with self._metrics.stage(Stage.FEED_CLAIM):
+            return self._streams.claim_next(report_and_ask)
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         """Until it is worth looking for a stream again: for a moment, or until one is released here."""
         deadline = time.monotonic() + self._claims.lease_s / _POLLS_PER_LEASE
         with self._metrics.stage(Stage.FEED_CLAIM), self._changed:
-            while time.monotonic() < deadline and not is_over():
+            while time.monotonic() < deadline and self._streams and not is_over():
                 self._changed.wait(_STOP_POLL_S)
-                if self._job.plan.mesh.processes == 1:  # several go on stepping, and their watchdogs watch the steps
-                    self._metrics.last_step = time.monotonic()
+                self._report_progress()
+
+    def _report_progress(self) -> None:
+        """Tells the watchdog. With several processes it watches the steps, which go on meanwhile."""
+        if self._job.plan.mesh.processes == 1:
+            self._metrics.last_step = time.monotonic()

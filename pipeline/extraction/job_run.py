@@ -11,7 +11,7 @@ from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
 from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.extraction import int8_probe
 from pipeline.extraction.block_writer import BlockWriter
-from pipeline.extraction.claiming import ClaimedStreams
+from pipeline.extraction.claiming import ClaimedStreams, require_right_marks
 from pipeline.extraction.loaded_step import LoadedStep, ModelWeights
 from pipeline.extraction.loop import ExtractionLoop
 from pipeline.extraction.profiling import ProfileWindow
@@ -170,6 +170,8 @@ def complete(job: Job, store: StoreWriter) -> None:
     is_complete = store.finish()
     streams = [blocks.table for blocks in store.streams.all().values()]
     if not job.is_done(streams):
+        if job.config.run.claim:
+            require_right_marks(job, store)
         return
     if missing := job.shortfall(streams):
         log.warning("%s: %s", store.path, missing)

@@ -90,8 +90,14 @@ def test_only_objects_with_the_exact_names_of_a_store_are_deleted(tmp_path, caps
     write_store(str(path))
     own = ["_metrics/20261122T150044Z-a-host-28071.jsonl", "_metrics/20261122T150044Z-h-1-generate.json"]
     own += ["_generated/stream-00001/group-000003.embed.activations", "_generated/stream-00001/group-000003.parquet"]
-    own += ["_claims/stream-123456.json", "_claims_test/a-host-12-0123abcd", "zarr.json.__lock", "tokens/c/7/0.__lock"]
-    own += ["_data/manifest.json"]
+    own += [
+        "_claims/stream-123456.json",
+        "_claims/stream-00001.done-1000",
+        "_claims_test/a-host-12-0123abcd",
+        "_data/manifest.json",
+        "zarr.json.__lock",
+        "tokens/c/7/0.__lock",
+    ]
     for key in (*FOREIGN, *own):
         (path / key).parent.mkdir(parents=True, exist_ok=True)
         (path / key).write_text("mine")

@@ -21,6 +21,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.documents import TokenBlock
 from pipeline.extraction import job_run
 from pipeline.extraction.block_writer import commit_record
+from pipeline.extraction.claiming import UnfinishedStreams
 from pipeline.job.opening import Job, open_job
 from pipeline.store.format.statistics import token_statistics
 from pipeline.store.io.storage import KeyValueStore
@@ -152,21 +153,19 @@ def _fill(job: Job, store: StoreWriter) -> None:
 
 
 def _fill_claimed(job: Job, store: StoreWriter) -> None:
-    left = list(range(job.plan.streams.count))
     with closing(Claims(store.path, lease_s=600)) as claims:
-        while left:
-            for vacancy in claims.vacancies(left):
-                stream = vacancy.stream
-                work = job.stream_work(stream, store.streams.read_again(stream), store.target)
-                if work is None:
-                    left.remove(stream)
-                elif claims.claim(vacancy):
-                    for block in work.blocks(lambda stream=stream: not claims.holds(stream)):
-                        pending = _begin(job, store, block)
-                        pending.wait()
-                        if claims.holds(stream):
-                            store.commit(pending, commit_record(block))
-                    claims.release(stream)
+        streams = UnfinishedStreams(job, store, claims)
+        while streams:
+            work = streams.claim_next(lambda: False)
+            if work is None:
+                continue
+            stream = work.stream.stream
+            for block in work.blocks(lambda stream=stream: not claims.holds(stream)):
+                pending = _begin(job, store, block)
+                pending.wait()
+                if claims.holds(stream):
+                    store.commit(pending, commit_record(block))
+            streams.release(stream)
 
 
 def _begin(job: Job, store: StoreWriter, block: TokenBlock) -> PendingBlock:

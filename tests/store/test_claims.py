@@ -169,6 +169,34 @@ def test_deleting_claims_takes_them_from_their_owners_unless_these_have_renewed_
     assert storage.list_keys("_claims/") == []
 
 
+def test_finished_streams_are_known_by_their_marks_until_these_are_deleted(store_path):
+    storage = Storage.open(store_path)
+    with claims(store_path) as a, claims(store_path) as b:
+        assert all(claim(a, stream) for stream in range(4))
+        for stream, target in enumerate((1000, 2000, "all")):
+            a.release(stream, finished_for=target)
+        assert [b.list_streams(target) for target in (1000, 1001, 2001, "all")] == [
+            ({3}, finished) for finished in ({0, 1, 2}, {1, 2}, {2}, {2})
+        ]
+        assert not a.holds(0)
+        assert held_claims(store_path) == {3: a.owner}
+        a.release(3)
+        before = read_claims(storage)
+        assert claim(b, 3)
+        delete_claims(storage, before)
+        assert storage.list_keys("_claims/") == [claim_key(3)]
+
+
+def test_a_stream_that_another_has_taken_over_keeps_its_claim_when_it_is_marked(tmp_path):
+    with claims(str(tmp_path), lease_s=60) as a, claims(str(tmp_path), lease_s=60) as b:
+        assert claim(a, 0)
+        Storage.open(tmp_path).write(claim_key(0), None)
+        assert claim(b, 0)
+        a.release(0, finished_for="all")
+        assert held_claims(str(tmp_path)) == {0: b.owner}
+        assert b.list_streams("all") == ({0}, {0})
+
+
 def test_what_is_no_claim_is_named(store_path):
     Storage.open(store_path).write(claim_key(2), b"{}")
     with (

@@ -65,7 +65,12 @@ def test_a_place_with_something_else_is_refused(tmp_path, names, create):
         [],
         ["zarr.json.__lock"],
         ["empty/", "tokens/c/"],
-        ["_claims/stream-00000.json", "_claims_test/h-1-0123abcd", "_metrics/20261122T150044Z-h-1.jsonl"],
+        [
+            "_claims/stream-00000.json",
+            "_claims/stream-00001.done-all",
+            "_claims_test/h-1-0123abcd",
+            "_metrics/20261122T150044Z-h-1.jsonl",
+        ],
         ["_data/manifest.json"],
         [".DS_Store", ".hydra/config.yaml", ".nfs0123", "lost+found/"],
     ],

@@ -13,7 +13,7 @@ MANIFEST_KEY = "_data/manifest.json"  # what footers of input files say; made ag
 
 _RUN = r"\d{8}T\d{6}Z-[^/]+-\d+"
 _WORKER_KEYS = (
-    r"_claims/stream-\d{5,}\.json",
+    r"_claims/stream-\d{5,}\.(json|done-(\d+|all))",
     r"_claims_test/[^/]+-\d+-[0-9a-f]{8}",
     rf"_metrics/{_RUN}(\.jsonl|-generate\.json)",
     re.escape(MANIFEST_KEY),

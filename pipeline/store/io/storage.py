@@ -42,7 +42,7 @@ _LOCAL_REREAD_DELAYS_S = (0.0,)
 
 T = TypeVar("T")
 
-_NO_OBJECT = b"\2"  # the storage generation of an object that does not exist
+NO_OBJECT = b"\2"  # the storage generation of an object that does not exist
 
 _NOT_FILES = {
     "folder": stat.S_ISDIR,
@@ -155,7 +155,7 @@ class KeyValueStore:
 
     def write_if_absent(self, key: str, value: bytes) -> bool:
         """Writes an object unless there is one; says whether it did. Of several processes, one succeeds."""
-        return self.write_if_unchanged(key, value, _NO_OBJECT) is not None
+        return self.write_if_unchanged(key, value, NO_OBJECT) is not None
 
     def write_if_unchanged(self, key: str, value: bytes | None, generation: bytes) -> bytes | None:
         """Writes an object (None deletes it) if it still has this generation; returns the new one, or None.

@@ -3,14 +3,19 @@
 `_claims/stream-00003.json` names the stream's owner. The owner renews its claim by writing it again, on the condition
 that nobody else has written it since. Another process may take a claim over that it has seen unchanged for the length
 of the lease, on the same condition. Each process measures with its own clock; clocks are never compared. An owner that
-could not renew its claim for half of the lease gives it up, before another process may take it over. A released claim
-is marked as such, not deleted, since S3 has no conditional deletion.
+could not renew its claim for half of the lease gives it up, before another process may take it over. The claim on a
+stream that has work left is released by marking it as such, not by deletion: S3 has no conditional deletion.
+
+`_claims/stream-00003.done-1000000` says that the stream holds its share of a target of 1,000,000 tokens (`all`: of all
+tokens). So one listing, a request per 1,000 keys, tells finished, claimed and free streams apart. A mark replaces the
+stream's claim, and only saves requests: the commit records say what the store contains.
 """
 
 import itertools
 import json
 import logging
 import os
+import random
 import re
 import socket
 import threading
@@ -21,15 +26,20 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.store.format.target import ALL, Target, larger
 from pipeline.store.io.parsing import parse_json
-from pipeline.store.io.storage import Storage, StorageLike
+from pipeline.store.io.storage import NO_OBJECT, Storage, StorageLike
 
 log = logging.getLogger("pipeline")
 
 CLAIMS_PREFIX = "_claims/"
 TEST_PREFIX = "_claims_test/"  # apart from the claims, which another worker may be deleting
 _KEY = re.compile(r"_claims/stream-(\d{5,})\.json")
+_MARK = re.compile(rf"_claims/stream-(\d{{5,}})\.done-(\d+|{ALL})")
 _RENEWALS_PER_LEASE = 6  # two may fail before the owner gives up
+_RENEWAL_REQUESTS = 4  # at once, so that renewals wait neither behind the blocks nor behind the search for a stream
+_SEARCH_REQUESTS = 16
+_DELETED_AT_ONCE = 256
 
 
 class _Claim(NamedTuple):
@@ -66,8 +76,15 @@ class Vacancy(NamedTuple):
     """A stream that may be claimed while its claim has this generation. `expired`: its owner, if that has died."""
 
     stream: int
-    generation: bytes
-    expired: str | None
+    generation: bytes = NO_OBJECT
+    expired: str | None = None
+
+
+class ListedStreams(NamedTuple):
+    """What the names of the objects in `_claims/` say: streams that have a claim, held or not, and finished ones."""
+
+    claimed: set[int]
+    finished: set[int]
 
 
 @dataclass
@@ -91,7 +108,9 @@ class Claims:
         """Raises StoreInvalid for storage that ignores the conditions of a write, and StoreError."""
         self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.lease_s = lease_s
-        self._storage = Storage.open(place).with_own_requests(4)  # renewals do not wait behind the blocks
+        storage = Storage.open(place)
+        self._storage = storage.with_own_requests(_RENEWAL_REQUESTS)
+        self._search_storage = storage.with_own_requests(_SEARCH_REQUESTS)
         self._numbers = itertools.count()
         self._seen: dict[int, tuple[bytes, float]] = {}  # of others' claims: the generation, and since when
         self._leases: dict[int, _Lease] = {}
@@ -101,17 +120,21 @@ class Claims:
         self._thread = threading.Thread(target=self._renew, name="claims", daemon=True)
         self._thread.start()
 
+    def list_streams(self, target: Target) -> ListedStreams:
+        """`list_streams` of the store."""
+        return list_streams(self._search_storage, target)
+
     def vacancies(self, streams: Sequence[int]) -> list[Vacancy]:
         """The streams that no process holds, not this one either. A dead owner is noticed by two calls that are at
         least its lease apart.
         """
         streams = [stream for stream in streams if stream not in self._leases]
-        claims = self._storage.retry_read(lambda: self._read(streams))
+        claims = self._search_storage.retry_read(lambda: self._read(streams))
         now = time.monotonic()
         vacant = []
         for stream, (claim, generation) in zip(streams, claims, strict=True):
             if claim is None or not claim.held or claim.owner == self.owner:
-                vacant.append(Vacancy(stream, generation, expired=None))
+                vacant.append(Vacancy(stream, generation))
                 continue
             seen, since = self._seen.get(stream, (None, now))
             if seen != generation:
@@ -125,7 +148,7 @@ class Claims:
         keys = [claim_key(stream) for stream in streams]
         return [
             (None if text is None else _Claim.from_json(text, f"{self._storage.path}/{key}"), generation)
-            for key, (text, generation) in zip(keys, self._storage.read_with_generations(keys), strict=True)
+            for key, (text, generation) in zip(keys, self._search_storage.read_with_generations(keys), strict=True)
         ]
 
     def claim(self, vacancy: Vacancy) -> bool:
@@ -152,15 +175,20 @@ class Claims:
             self._lose(stream, lease, f"could not be renewed for {self.lease_s / 2:g} s")
         return not lease.is_lost
 
-    def release(self, stream: int) -> None:
-        """Gives the stream up: another process may claim it, at once if this one still held it."""
+    def release(self, stream: int, finished_for: Target | None = None) -> None:
+        """Gives the stream up: another process may claim it, at once if this one still held it. With `finished_for`
+        the stream holds its share of this target, and is marked as finished."""
         with self._lock:
             lease = self._leases.pop(stream, None)
         if lease is None:
             return
         try:
             with lease.lock:
-                self._write(stream, lease.generation, held=False)
+                if finished_for is None:
+                    self._write(stream, lease.generation, held=False)
+                else:
+                    self._storage.write(_mark_key(stream, finished_for), f"{self.owner}\n".encode())
+                    self._storage.write_if_unchanged(claim_key(stream), None, lease.generation)
         except StoreError as error:
             log.warning("the claim on stream %d could not be released, and will expire: %s", stream, error)
 
@@ -210,6 +238,27 @@ def claim_key(stream: int) -> str:
     return f"{CLAIMS_PREFIX}stream-{stream:05d}.json"
 
 
+def _mark_key(stream: int, target: Target) -> str:
+    return f"{CLAIMS_PREFIX}stream-{stream:05d}.done-{target}"
+
+
+def list_streams(storage: Storage, target: Target) -> ListedStreams:
+    """The streams that have a claim, and those that are marked as finished for this target, or for a larger one.
+
+    Takes one request per 1,000 claims and marks, however many streams there are. Raises StoreError.
+    """
+    keys = storage.list_keys(CLAIMS_PREFIX)
+    marks = [(int(match[1]), match[2]) for key in keys if (match := _MARK.fullmatch(key))]
+    finished = {stream for stream, marked in marks if marked == ALL or larger(int(marked), target) == int(marked)}
+    return ListedStreams({int(match[1]) for key in keys if (match := _KEY.fullmatch(key))}, finished)
+
+
+def delete_marks(storage: Storage, stream: int) -> None:
+    """Deletes the marks that say that a stream is finished. Raises StoreError."""
+    for key in storage.list_keys(f"{CLAIMS_PREFIX}stream-{stream:05d}.done-"):
+        storage.write(key, None)
+
+
 def held_claims(place: StorageLike) -> dict[int, str]:
     """The owners of claimed streams, alive or not. Raises StoreError."""
     storage = Storage.open(place)
@@ -227,17 +276,28 @@ def named_holders(holders: Mapping[int, str]) -> str:
     return ", ".join(f"{stream} by {owner}" for stream, owner in holders.items())
 
 
-def read_claims(storage: Storage) -> dict[str, bytes]:
-    """The generation of every claim, by key, for `delete_claims`. Raises StoreError."""
+def read_claims(storage: Storage) -> dict[str, bytes | None]:
+    """The generation of every claim (of a mark: None), by key, for `delete_claims`. Raises StoreError."""
     keys = storage.list_keys(CLAIMS_PREFIX)
-    claims = zip(keys, storage.read_with_generations(keys), strict=True)
-    return {key: generation for key, (text, generation) in claims if text is not None}
+    marks = [key for key in keys if _MARK.fullmatch(key)]
+    others = sorted({*keys} - {*marks})
+    claims = zip(others, storage.read_with_generations(others), strict=True)
+    return dict.fromkeys(marks) | {key: generation for key, (text, generation) in claims if text is not None}
 
 
-def delete_claims(storage: Storage, claims: Mapping[str, bytes]) -> None:
-    """Deletes the claims that no process has renewed since they were read. Raises StoreError."""
-    for key, generation in claims.items():
-        storage.write_if_unchanged(key, None, generation)
+def delete_claims(storage: Storage, claims: Mapping[str, bytes | None]) -> None:
+    """Deletes the marks, and the claims that no process has renewed since they were read. Raises StoreError.
+
+    Several processes that do so at once each begin with other objects, and leave out what the others have deleted.
+    """
+    left = random.sample(sorted(claims), len(claims))
+    while left and (listed := set(storage.list_keys(CLAIMS_PREFIX))):
+        left = [key for key in left if key in listed]
+        batch, left = left[:_DELETED_AT_ONCE], left[_DELETED_AT_ONCE:]
+        deletions = {key: storage.start_write(key, None, claims[key]) for key in batch}
+        for key, deletion in deletions.items():
+            with storage.errors(key):
+                deletion.result()
 
 
 def _require_conditional_writes(storage: Storage, owner: str) -> None:

@@ -1,0 +1,159 @@
+"""Many workers claim from many streams: each stream is computed once, for a few requests, and no claim is lost."""
+
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tensorstore as ts
+
+from pipeline.config import composing
+from pipeline.extraction.block_writer import commit_record
+from pipeline.extraction.claiming import ClaimedStreams, UnfinishedStreams
+from pipeline.job.metrics import Metrics
+from pipeline.job.opening import Job, open_job, open_storage
+from pipeline.store.format.commits import commit_key
+from pipeline.store.write.claims import Claims, held_claims
+from pipeline.store.write.store_writer import StoreWriter
+from tests.conftest import MEASURED
+
+SETTINGS = ("batch.rows=1", "batch.length=32", "capture.layers=[0]", "run.claim=true", "data.id_column=null")
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    return make_text(tmp_path / "text", 80)
+
+
+def make_text(folder: Path, num_files: int) -> Path:
+    folder.mkdir()
+    for number in range(num_files):
+        pq.write_table(pa.table({"text": [f"document {number}"]}), folder / f"{number:06}.parquet")
+    return folder
+
+
+def make_job(text: Path, path: str, *overrides: str) -> Job:
+    """One stream for each file, of one block with one row."""
+    num_streams = f"data.num_streams={len(list(text.iterdir()))}"
+    return open_job(composing.compose([f"data.path={text}", f"store.path={path}", num_streams, *SETTINGS, *overrides]))
+
+
+def open_store(job: Job) -> StoreWriter:
+    return StoreWriter.open(job.storage, job.metadata, job.layout)
+
+
+class Workers:
+    """Threads that claim streams of a job as processes do. Their steps compute nothing: blocks are committed as soon as
+    they are read. `computed`: how often each worker has computed which stream."""
+
+    def __init__(self, job: Job, count: int, lease_s: float = 60.0) -> None:
+        self._job = job
+        self._lease_s = lease_s
+        self._barrier = threading.Barrier(count)
+        self.computed: list[Counter[int]] = [Counter() for _ in range(count)]
+
+    def run(self) -> None:
+        """Returns when all blocks are committed."""
+        open_store(self._job)
+        with ThreadPoolExecutor(len(self.computed)) as pool:
+            for worker in [pool.submit(self._extract, counter) for counter in self.computed]:
+                worker.result()
+
+    def _are_done(self) -> bool:
+        return sum(map(len, self.computed)) >= self._job.plan.streams.count
+
+    def _extract(self, computed: Counter[int]) -> None:
+        job = replace(self._job, storage=open_storage(self._job.config.store))
+        store = open_store(job)
+        self._barrier.wait(300)
+        with (
+            closing(Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=3600)) as metrics,
+            closing(Claims(job.storage, self._lease_s)) as claims,
+        ):
+            claimed = ClaimedStreams(job, store, claims, metrics)
+            for block in claimed.blocks(self._are_done):
+                store.commit_written(commit_record(block))
+                assert claimed.holds(block.stream), "lost"
+                computed[block.stream] += 1
+                claimed.finished(block.stream)
+
+
+def num_requests() -> int:
+    """How many requests this process has made so far to local files; a listing counts as one."""
+    prefix = "/tensorstore/kvstore/file/"
+    kinds = {f"{prefix}{kind}" for kind in ("read", "write", "list")}
+    metrics = ts.experimental_collect_matching_metrics(prefix)
+    return sum(metric["values"][0]["value"] for metric in metrics if metric["name"] in kinds)
+
+
+def test_every_stream_is_computed_once_and_takes_few_requests(text, tmp_path):
+    job = make_job(text, str(tmp_path / "store"))
+    workers = Workers(job, 2)
+    before = num_requests()
+    workers.run()
+    requests, num_streams = num_requests() - before, job.plan.streams.count
+    assert sum(workers.computed, Counter()) == dict.fromkeys(range(num_streams), 1)
+    assert not held_claims(job.storage)
+    # Claim, look at the records, commit, mark and delete the claim; the claim renewed, where the disk is slow; for each
+    # claim that the other worker has made first a write, a read and a listing; and 60 to open and create the store.
+    assert requests <= num_streams * (6 + 3) + 60
+
+
+def finish_streams(streams: UnfinishedStreams, store: StoreWriter, count: int) -> list[int]:
+    """Claims and computes as many streams, and returns them."""
+    finished = []
+    for _ in range(count):
+        [block] = streams.claim_next(lambda: False).blocks(lambda: False)
+        store.commit_written(commit_record(block))
+        streams.release(block.stream)
+        finished.append(block.stream)
+    return finished
+
+
+def test_what_others_have_finished_takes_no_request_each(text, tmp_path):
+    job = make_job(text, str(tmp_path / "store"))
+    stores = [open_store(job) for _ in range(3)]
+    with ExitStack() as stack:
+        claims = [stack.enter_context(closing(Claims(job.storage, 60))) for _ in range(3)]
+        first, second, third = map(UnfinishedStreams, [job] * 3, stores, claims)
+        assert second.claim_next(lambda: True) is None, "it has only listed the streams"
+        finish_streams(first, stores[0], 79)
+        held = first.claim_next(lambda: False).stream.stream
+        # The listing and the claim that is held. The second first tries a stream that was free before;
+        # the third lists them for the first time, and so all records, and reads these.
+        for late, requests in ((second, 2 + 5), (third, 2 + 1 + 79)):
+            before = num_requests()
+            assert late.claim_next(lambda: False) is None
+            assert num_requests() - before == requests
+        first.release(held)
+        assert second.claim_next(lambda: False).stream.stream == held
+
+
+def test_a_stream_whose_records_were_deleted_is_computed_again_although_it_is_marked(text, tmp_path):
+    job = make_job(text, str(tmp_path / "store"))
+    with closing(Claims(job.storage, 60)) as claims:
+        store = open_store(job)
+        [stream] = finish_streams(UnfinishedStreams(job, store, claims), store, 1)
+        assert claims.list_streams("all").finished == {stream}
+        job.storage.write(commit_key(stream, 0), None)
+        store = open_store(job)
+        assert sorted(finish_streams(UnfinishedStreams(job, store, claims), store, 80)) == list(range(80))
+
+
+@pytest.mark.slow
+def test_64_workers_on_10_000_streams(tmp_path, record_property):
+    """Each is given a stream within seconds, and no lease of 30 s is lost."""
+    job = make_job(make_text(tmp_path / "text", 10_000), str(tmp_path / "store"))
+    workers = Workers(job, 64, lease_s=30)
+    before, began = num_requests(), time.monotonic()
+    workers.run()
+    requests, seconds = num_requests() - before, time.monotonic() - began
+    assert sum(workers.computed, Counter()) == dict.fromkeys(range(10_000), 1)
+    assert requests <= 10_000 * 15
+    record_property(MEASURED, f"64 workers, 10,000 streams: {requests} requests, {seconds:.0f} s")
