@@ -68,6 +68,7 @@ def test_a_place_with_something_else_is_refused(tmp_path, names, create):
         [
             "_claims/stream-00000.json",
             "_claims/stream-00001.done-all",
+            "_claims/stream-00000.json.__lock",
             "_claims_test/h-1-0123abcd",
             "_metrics/20261122T150044Z-h-1.jsonl",
         ],

@@ -47,7 +47,7 @@ def _may_stay(key: str) -> bool:
     if not key or key.endswith("/"):  # a console's or a mounted bucket's sign for an empty folder
         return True
     first, *rest = key.split("/")
-    if is_worker_key(key) or first.startswith(".") or first == "lost+found":
+    if is_worker_key(key.removesuffix(LOCK_SUFFIX)) or first.startswith(".") or first == "lost+found":
         return True
     if not rest:
         return key in (ROOT_KEY, ROOT_KEY + LOCK_SUFFIX)
