@@ -19,13 +19,15 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from pipeline.store.io.storage import num_retries
+
 
 class Stage(Enum):
     """What a thread does or waits for: the names of the thread and of the stage."""
 
     FEED_WORK = "feed", "work"  # reads, tokenises, packs
     FEED_FULL = "feed", "full"  # waits for the loop to take a block
-    FEED_CLAIM = "feed", "claim"  # waits for a stream that no other worker holds
+    FEED_CLAIM = "feed", "claim"  # looks for a stream that no other worker holds, or waits for one
     LOOP_DATA = "loop", "data"  # waits for the feed
     LOOP_BUDGET = "loop", "budget"  # waits until another step may be in flight
     LOOP_DISPATCH = "loop", "dispatch"
@@ -70,6 +72,7 @@ class Metrics:
         self.stages: dict[str, str] = {}  # what each thread is doing now
         self.last_step = time.monotonic()
         self._lines: list[str] = []
+        self._retries_before = num_retries()
         self._interval_s = interval_s
         self.name = f"{run_name()}.jsonl"
         self._started = self._emitted = time.monotonic()
@@ -110,6 +113,11 @@ class Metrics:
         return (self._ended or time.monotonic()) - self._started
 
     @property
+    def storage_retries(self) -> int:
+        """Requests to object storage that were sent again, since the run began."""
+        return num_retries() - self._retries_before
+
+    @property
     def tokens_per_s(self) -> float:
         return self.tokens / max(self.elapsed_s, 1e-9)
 
@@ -136,6 +144,7 @@ class Metrics:
             "tokens_per_s": round(self.tokens_per_s, 1),
             "blocks": self.blocks,
             "stored_bytes": self.stored_bytes,
+            "storage_retries": self.storage_retries,
             "peak_rss_mib": peak_rss_mib(),
             "seconds": {
                 thread: {label: round(seconds, 3) for label, seconds in self.thread_seconds(thread).items()}
@@ -173,6 +182,8 @@ class Metrics:
             f"{self.blocks} blocks, {self.stored_bytes / (1 << 20):,.1f} MiB stored",
             f"The run was bound by {label}, which the others waited for {share:.0%} of the time.",
         ]
+        if retries := self.storage_retries:
+            lines.append(f"{retries} requests to storage failed and were sent again.")
         for thread in ("feed", "loop", "writer"):
             stages = ", ".join(f"{name} {value:.2f}" for name, value in self.thread_seconds(thread).items())
             lines.append(f"seconds of the {thread} thread: {stages}")

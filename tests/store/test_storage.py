@@ -10,22 +10,36 @@ from pipeline.core.errors import ConfigError, StoreError, StoreInvalid
 from pipeline.store.format.arrays import open_or_create
 from pipeline.store.io.failures import storage_errors
 from pipeline.store.io.shard_files import ShardFiles
-from pipeline.store.io.storage import Storage, StorageOptions
+from pipeline.store.io.storage import Storage, StorageOptions, num_retries
 from tests.store.emulators import new_bucket
 from tests.store.example_store import layout
-from tests.store.fault_proxy import CONTENT_FAULTS
+from tests.store.fault_proxy import CONTENT_FAULTS, Fault
 
 
 def test_the_settings_reach_tensorstore():
     storage = Storage.open("memory://settings", StorageOptions(3, 0.5, concurrency=7, copy_threads=2))
     spec = storage.context.spec.to_json()
-    assert spec["gcs_request_retries"] == {"max_retries": 3, "initial_delay": "500ms", "max_delay": "16s"}
+    assert spec["gcs_request_retries"]["max_retries"] == 3
     assert spec["s3_request_retries"] == spec["gcs_request_retries"]
     assert {spec[f"{kind}_concurrency"]["limit"] for kind in ("gcs_request", "s3_request", "file_io")} == {7}
     assert spec["data_copy_concurrency"] == {"limit": 2}
     assert storage.file_threads._max_workers == 7
     storage.write("key", b"value")
     assert Storage.open("memory://settings").read("key") == b"value"
+
+
+def test_the_delays_of_no_two_processes_are_the_same():
+    """Those that were refused at the same time must not return at the same time."""
+    specs = [StorageOptions(16, 2.0).context().spec.to_json()["gcs_request_retries"] for _ in range(64)]
+    assert len({spec["initial_delay"] for spec in specs}) == len({spec["max_delay"] for spec in specs}) == 64
+
+
+def test_requests_that_were_sent_again_are_counted(gcs):
+    storage = Storage.open(f"{new_bucket('gs', gcs.backend)}/store", StorageOptions(retries=100, retry_delay_s=0.001))
+    gcs.reset(rate=0.5, kinds=[Fault.too_many_requests])
+    before = num_retries()
+    assert [storage.read(f"{number}") for number in range(20)] == [None] * 20
+    assert num_retries() - before == gcs.faults[Fault.too_many_requests] > 0
 
 
 @pytest.mark.parametrize("wrong", [{"retries": -1}, {"retry_delay_s": -1}, {"concurrency": 0}, {"copy_threads": 0}])

@@ -5,6 +5,7 @@ Whatever can fail while reading or writing is raised as a StoreError.
 
 import itertools
 import os
+import random
 import stat
 import time
 from collections import deque
@@ -31,6 +32,7 @@ _TIMEOUTS = {
 }
 
 _RETRIES = ("gcs_request_retries", "s3_request_retries")
+_DELAY_FACTORS = (0.75, 1.5)  # the sixth attempts of many processes are spread over 23 s, the seventh ones over 47 s
 _CONCURRENCY = ("gcs_request_concurrency", "s3_request_concurrency", "file_io_concurrency")
 
 # Reads of small objects to start ahead. TensorStore has fewer requests under way; the rest wait inside it.
@@ -203,7 +205,9 @@ class StorageOptions:
     """How a process treats storage.
 
     retries: how often a request that fails is sent again. retry_delay_s: seconds before the first retry; the delay
-    doubles with each retry, up to 32 times the first. concurrency: requests (of local paths: files) under way at once;
+    doubles with each retry, up to 32 times the first. TensorStore has no jitter at that limit, and processes that a
+    server refused at the same time would return at the same time, again and again: so each context multiplies its
+    delays by a random factor. concurrency: requests (of local paths: files) under way at once;
     None: 32, or as many files as there are cores and at least 4. copy_threads: threads that encode and decode chunks;
     None: the cores. Local store shards without compression are encoded by the threads that write them.
     """
@@ -215,7 +219,8 @@ class StorageOptions:
 
     def context(self) -> ts.Context:
         """Raises ConfigError for a value that is out of range."""
-        delays = {"initial_delay": f"{self.retry_delay_s}s", "max_delay": f"{32 * self.retry_delay_s}s"}
+        delay_s = self.retry_delay_s * random.uniform(*_DELAY_FACTORS)
+        delays = {"initial_delay": f"{delay_s:.9f}s", "max_delay": f"{32 * delay_s:.9f}s"}
         spec: dict[str, Any] = {name: {"max_retries": self.retries, **delays} for name in _RETRIES}
         if self.concurrency is not None:
             spec |= {name: {"limit": self.concurrency} for name in _CONCURRENCY}
@@ -285,6 +290,12 @@ def set_request_timeouts() -> None:
     """Makes TensorStore give up a server that does not answer. What the environment says already stays."""
     for name, value in _TIMEOUTS.items():
         os.environ.setdefault(name, value)
+
+
+def num_retries() -> int:
+    """How many requests of this process to `gs://` and `s3://` have failed so far, and were sent again."""
+    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/")
+    return sum(metric["values"][0]["value"] for metric in metrics if metric["name"].endswith("/retries"))
 
 
 @cache
