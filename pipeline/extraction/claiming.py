@@ -103,7 +103,7 @@ def require_right_marks(job: Job, store: StoreWriter) -> None:
     marked = list_streams(store.storage, job.plan.streams.target).finished
     wrong = [
         stream
-        for stream in sorted(marked)
+        for stream in sorted(marked & {*range(job.plan.streams.count)})
         if not has_share(store.streams[stream].table, job.plan.streams.budget(stream))
         and not has_share(store.streams.read_again(stream).table, job.plan.streams.budget(stream))
     ]
@@ -111,8 +111,8 @@ def require_right_marks(job: Job, store: StoreWriter) -> None:
         delete_marks(store.storage, stream)
     if wrong:
         raise StoreError(
-            f"{store.path}: streams {', '.join(map(str, wrong))} were finished, but have lost commit records since. Run "
-            "the same command again, which computes them."
+            f"{store.path}: streams {', '.join(map(str, wrong))} were finished, but have lost commit records since. "
+            "Run the same command again, which computes them."
         )
 
 

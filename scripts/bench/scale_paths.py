@@ -18,7 +18,7 @@ from typing import Any
 
 from pipeline import delete as delete_command
 from pipeline.extraction.claiming import ClaimedStreams
-from pipeline.extraction.job_run import complete, open_store
+from pipeline.extraction.job_run import complete, open_store, work_left
 from pipeline.inspection.report import inspect
 from pipeline.job.metrics import Metrics
 from pipeline.store import ActivationStore
@@ -58,7 +58,7 @@ def prepare_start(blocks: int, streams: int, wanted: float) -> Measured:
 
     def start() -> None:
         store = open_store(job)
-        assert job.work(store.records, store.target)
+        assert work_left(job, store)
 
     return start
 

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, reduce
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
@@ -23,14 +23,23 @@ from pipeline.config.composing import compose
 from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.job.opening import Job, open_job
 from pipeline.store.format.arrays import set_rows
-from pipeline.store.format.commits import CONSOLIDATED_KEY, CommitRecord, commit_key, consolidate, consolidated_digest
+from pipeline.store.format.block_table import (
+    INDEX_EVERY,
+    TABLE_KEY,
+    BlockTable,
+    StreamBlocks,
+    index_key,
+    join_streams,
+    table_sha256,
+)
+from pipeline.store.format.commits import CommitRecord, commit_key
 from pipeline.store.format.layout import ArraySpec, StoreLayout
 from pipeline.store.format.metadata import change_root
 from pipeline.store.format.statistics import (
-    Statistics,
+    BlockStatistics,
     encode_merged,
     encode_statistics,
-    merge,
+    merge_arrays,
     merged_digest,
     statistics_key,
     token_statistics,
@@ -107,7 +116,7 @@ class SyntheticStore:
         if kind == "_documents/":
             return encode_table(table(self.shape, *place))
         if kind == "_stats/":
-            return self._statistics
+            return self._statistics.encoded(place[1])
         [spec] = (spec for spec in self.layout.all_arrays if spec.name == kind.removesuffix("/c/"))
         return self._shard(spec, *place)
 
@@ -157,26 +166,25 @@ class SyntheticStore:
         return replace(
             record(block, stream),
             table_sha256=self._table_digests[stream * self.shape.stream_blocks + block],
-            statistics_sha256=self._statistics_digest,
+            statistics_sha256=self._statistics.sha256(block),
             digests=digests,
+            tokens_before=block * BLOCK_TOKENS,
         )
 
-    def records(self) -> dict[int, list[CommitRecord]]:
-        streams, blocks = range(self.shape.streams), range(self.shape.stream_blocks)
-        return {stream: [self.record(stream, block) for block in blocks] for stream in streams}
+    def stream_table(self, stream: int, num_blocks: int) -> BlockTable:
+        """The block table of a stream's first blocks."""
+        values = np.repeat(BlockTable.from_records([self.record(stream, 0)]).values, num_blocks)
+        values["block"] = np.arange(num_blocks)
+        values["first_document"] = values["block"] * ROWS
+        return BlockTable(values)
 
-    def merged_statistics(self) -> dict[str, Statistics]:
+    def merged_statistics(self) -> BlockStatistics:
         """Of all blocks."""
-        [(name, block)] = statistics(self.layout).items()
-        return {name: merge(itertools.repeat(block, self.shape.blocks))}
+        return reduce(merge_arrays, [self._statistics.running(self.shape.stream_blocks - 1)] * self.shape.streams)
 
     @cached_property
-    def _statistics(self) -> bytes:
-        return encode_statistics(statistics(self.layout))
-
-    @cached_property
-    def _statistics_digest(self) -> str:
-        return table_digest(self._statistics)
+    def _statistics(self) -> "_RunningStatistics":
+        return _RunningStatistics(statistics(self.layout))
 
     @cached_property
     def _digests(self) -> dict[str, str]:
@@ -187,6 +195,25 @@ class SyntheticStore:
     def _shard(self, spec: ArraySpec, stream: int, block: int) -> bytes:
         values, chunk_shape = arrays(self.shape, self.layout, stream, block)[spec.name], self.layout.chunk_shape(spec)
         return b"".join(encode_shard(values, chunk_shape, spec.fill, ValuesDigest(1)))
+
+
+class _RunningStatistics:
+    """The statistics files of a stream's blocks, which are the same in each stream."""
+
+    def __init__(self, own: BlockStatistics) -> None:
+        self._own = own
+        self._last = (0, own)  # a block, and the running statistics through it
+        self.sha256 = cache(lambda block: table_digest(self.encoded(block)))
+
+    def running(self, block: int) -> BlockStatistics:
+        at, running = self._last if self._last[0] <= block else (0, self._own)
+        for _ in range(block - at):
+            running = merge_arrays(running, self._own)
+        self._last = (block, running)
+        return running
+
+    def encoded(self, block: int) -> bytes:
+        return encode_statistics(self._own, block, self.running(block) if block else None)
 
 
 def _documents(layout: StoreLayout) -> ArraySpec:
@@ -213,7 +240,7 @@ def _common_arrays(name: str) -> dict[str, np.ndarray]:
     }
 
 
-def statistics(layout: StoreLayout) -> dict[str, Statistics]:
+def statistics(layout: StoreLayout) -> BlockStatistics:
     """Of each block."""
     name = layout.arrays[0].name
     return {name: token_statistics(_common_arrays(name)[name].reshape(-1, WIDTH).astype(np.float32))}
@@ -272,8 +299,12 @@ def make_store(shape: StoreShape, target: int) -> SyntheticStore:
     job = open_bench_job(shape.streams, target, path)
     StoreWriter.open(job.storage, job.metadata, job.layout)
     storage, layout, digests = job.storage, job.layout, _table_digests(shape)
+    store = SyntheticStore(shape, layout, digests, {})
+    indexed = shape.stream_blocks if shape.state is State.complete else shape.stream_blocks // INDEX_EVERY * INDEX_EVERY
+    for stream in range(shape.streams if indexed else 0):
+        storage.write(index_key(stream), store.stream_table(stream, indexed).encode())
     if shape.state is State.complete:
-        _complete(storage, SyntheticStore(shape, layout, digests, {}))
+        _complete(storage, store)
     fixed = {key: storage.read(key) for key in storage.list_keys()}
     for key in fixed:
         storage.write(key, None)
@@ -282,14 +313,16 @@ def make_store(shape: StoreShape, target: int) -> SyntheticStore:
 
 def _complete(storage: Storage, store: SyntheticStore) -> None:
     """Writes what `finish_store` would, without reading the blocks' objects."""
-    text = consolidate(store.records())
-    merged = encode_merged(store.merged_statistics())
-    for key, content in {CONSOLIDATED_KEY: text, **merged}.items():
-        storage.write(key, content)
     shape, layout = store.shape, store.layout
+    streams = range(shape.streams)
+    tables = (StreamBlocks(store.stream_table(stream, shape.stream_blocks), None) for stream in streams)
+    blocks_table = join_streams(dict(zip(streams, tables, strict=True))).encode()
+    merged = encode_merged(store.merged_statistics())
+    for key, content in {TABLE_KEY: blocks_table, **merged}.items():
+        storage.write(key, content)
     digests = {spec.name: merged_digest(merged, spec.name) for spec in layout.arrays}
     blocks = (shape.stream_blocks,) * shape.streams
-    summary = {"blocks": blocks, "commits_sha256": consolidated_digest(text), "statistics_digests": digests}
+    summary = {"blocks": blocks, "blocks_sha256": table_sha256(blocks_table), "statistics_digests": digests}
     change_root(storage, lambda root: replace(root, complete=True, **summary))
     set_rows(storage, [spec.name for spec in layout.all_arrays], shape.blocks * ROWS)
 

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from typing import NamedTuple
 
 import pytest
 
@@ -12,27 +11,12 @@ from pipeline.store.check.verifying import verify_store
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
 from scripts.bench import scale_store
-from scripts.bench.scale_growth import BLOCKS, MEASURED
+from scripts.bench.scale_growth import MEASURED
 from scripts.bench.scale_store import PLACE, State, StoreShape, arrays, make_store, record, statistics, table
 from tests.jobs import ROOT
 
-
-class Bound(NamedTuple):
-    """At most `fixed` + `per_block` * B requests, for B blocks in 10 streams."""
-
-    fixed: int
-    per_block: float
-
-
-# Tighten these where a change saves requests.
-BOUNDS = {
-    "start": Bound(fixed=30, per_block=1),
-    "extend": Bound(fixed=50, per_block=0),
-    "finish": Bound(fixed=30, per_block=1),
-    "open": Bound(fixed=12, per_block=0),
-    "open unfinished": Bound(fixed=12, per_block=1),
-    "document": Bound(fixed=12, per_block=1),
-}
+# Requests, whatever the number of blocks, in 10 streams. Tighten these where a change saves requests.
+BOUNDS = {"start": 30, "extend": 50, "finish": 70, "open": 13, "open unfinished": 45, "document": 13}
 
 
 @pytest.mark.parametrize("state", State)
@@ -69,7 +53,7 @@ def test_a_synthetic_store_has_no_other_objects(tmp_path, monkeypatch):
     assert list(synthetic.keys_from(keys[17] + "x")) == keys[18:]
 
 
-def test_the_bookkeeping_of_a_growing_store_takes_no_more_requests_than_before(tmp_path):
+def test_the_bookkeeping_of_a_growing_store_takes_no_more_requests(tmp_path):
     """In a process of its own: TensorStore keeps the first address of Google Cloud Storage that it is given."""
     command = [sys.executable, "-m", "scripts.bench.scale_growth"]
     done = subprocess.run(
@@ -78,11 +62,5 @@ def test_the_bookkeeping_of_a_growing_store_takes_no_more_requests_than_before(t
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout.splitlines()[-1])
     assert set(counts) == set(MEASURED) == set(BOUNDS)
-    allowed = {name: {b: bound.fixed + bound.per_block * b for b in BLOCKS} for name, bound in BOUNDS.items()}
-    too_many = {
-        (name, blocks): f"{counts[name][str(blocks)]} requests, at most {most:g} are allowed"
-        for name, limits in allowed.items()
-        for blocks, most in limits.items()
-        if counts[name][str(blocks)] > most
-    }
-    assert too_many == {}
+    assert {name: counts[name] for name in BOUNDS if max(counts[name].values()) > BOUNDS[name]} == {}
+    assert {name: by_blocks for name, by_blocks in counts.items() if len(set(by_blocks.values())) > 1} == {}

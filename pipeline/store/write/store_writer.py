@@ -78,7 +78,7 @@ class PendingBlock:
 
 
 class StoreWriter:
-    """The writing side of one store. Not thread-safe: one thread per writer, but for `refresh_stream`.
+    """The writing side of one store. Not thread-safe: one thread per writer, but for `streams.read_again`.
 
     storage: where the store's objects are. layout: of its arrays. root: as it was read or written last. streams: their
     committed blocks.
