@@ -14,8 +14,10 @@ import pytest
 import tensorstore as ts
 
 from pipeline.config import composing
+from pipeline.core.errors import StoreError
 from pipeline.extraction.block_writer import commit_record
 from pipeline.extraction.claiming import ClaimedStreams, UnfinishedStreams
+from pipeline.extraction.job_run import complete
 from pipeline.job.metrics import Metrics
 from pipeline.job.opening import Job, open_job, open_storage
 from pipeline.store.format.commits import commit_key
@@ -125,9 +127,8 @@ def test_what_others_have_finished_takes_no_request_each(text, tmp_path):
         assert second.claim_next(lambda: True) is None, "it has only listed the streams"
         finish_streams(first, stores[0], 79)
         held = first.claim_next(lambda: False).stream.stream
-        # The listing and the claim that is held. The second first tries a stream that was free before;
-        # the third lists them for the first time, and so all records, and reads these.
-        for late, requests in ((second, 2 + 5), (third, 2 + 1 + 79)):
+        # The listing and the claim that is held. The second first tries a stream that was free before.
+        for late, requests in ((second, 2 + 6), (third, 2)):
             before = num_requests()
             assert late.claim_next(lambda: False) is None
             assert num_requests() - before == requests
@@ -143,7 +144,17 @@ def test_a_stream_whose_records_were_deleted_is_computed_again_although_it_is_ma
         assert claims.list_streams("all").finished == {stream}
         job.storage.write(commit_key(stream, 0), None)
         store = open_store(job)
-        assert sorted(finish_streams(UnfinishedStreams(job, store, claims), store, 80)) == list(range(80))
+        others = UnfinishedStreams(job, store, claims)
+        finish_streams(others, store, 79)
+        assert not others
+        with pytest.raises(StoreError, match=f"streams {stream} were finished, but have lost commit records") as caught:
+            complete(job, store)
+        assert caught.value.exit_code == 1
+        assert claims.list_streams("all").finished == {*range(80)} - {stream}
+        store = open_store(job)
+        assert finish_streams(UnfinishedStreams(job, store, claims), store, 1) == [stream]
+        complete(job, store)
+        assert store.complete
 
 
 @pytest.mark.slow
