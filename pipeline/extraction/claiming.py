@@ -1,22 +1,29 @@
 """With `run.claim`: which stream a process works on next, and when it lets go of one."""
 
+import logging
 import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
+from pipeline.cluster.preemption import StopRequest
 from pipeline.core.errors import StoreError
 from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import StreamWork
 from pipeline.job.metrics import Metrics, Stage
 from pipeline.job.opening import Job
+from pipeline.store.format.metadata import require_root
 from pipeline.store.format.target import has_share
 from pipeline.store.write.claims import Claims, Vacancy, delete_marks, list_streams
 from pipeline.store.write.store_writer import StoreWriter
 
+log = logging.getLogger("pipeline")
+
 _POLLS_PER_LEASE = 8
 _STOP_POLL_S = 0.2
+_COMPLETION_POLL_S = 1.0
 _CLAIMS_AT_ONCE = 64  # read before one of them is tried
 
 
@@ -114,6 +121,24 @@ def require_right_marks(job: Job, store: StoreWriter) -> None:
             f"{store.path}: streams {', '.join(map(str, wrong))} were finished, but have lost commit records since. "
             "Run the same command again, which computes them."
         )
+
+
+def complete_by_one(job: Job, store: StoreWriter, stop: StopRequest, complete: Callable[[], None]) -> None:
+    """Calls `complete` on one of the workers that have come to the end of the streams; the others wait until the store
+    is complete, or that worker falls silent. The worker's claim has the number after the last stream's.
+
+    Raises Interrupted after a stop request, and StoreError.
+    """
+    number = job.plan.streams.count
+    with closing(Claims(store.storage, job.config.run.lease_s)) as claims:
+        while not any(map(claims.claim, claims.vacancies([number]))):
+            time.sleep(_COMPLETION_POLL_S)
+            stop.check()
+            if require_root(store.storage).complete:
+                log.info("%s is completed by another worker", store.path)
+                return
+        complete()
+        claims.withdraw(number)
 
 
 class ClaimedStreams:

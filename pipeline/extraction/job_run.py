@@ -11,7 +11,7 @@ from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
 from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.extraction import int8_probe
 from pipeline.extraction.block_writer import BlockWriter
-from pipeline.extraction.claiming import ClaimedStreams, require_right_marks
+from pipeline.extraction.claiming import ClaimedStreams, complete_by_one, require_right_marks
 from pipeline.extraction.loaded_step import LoadedStep, ModelWeights
 from pipeline.extraction.loop import ExtractionLoop
 from pipeline.extraction.profiling import ProfileWindow
@@ -59,7 +59,10 @@ def run(config: RunConfig) -> None:
             log.info("%s has all that was asked of this worker: nothing to do", config.store.path)
         processes.wait_for_all()  # so that all processes end with 0, or none does
         if processes.is_first():
-            complete(job, store)
+            if config.run.claim:
+                complete_by_one(job, store, stop, lambda: complete(job, store))
+            else:
+                complete(job, store)
         processes.wait_for_all()
 
 

@@ -13,15 +13,17 @@ import pyarrow.parquet as pq
 import pytest
 import tensorstore as ts
 
+from pipeline.cluster.preemption import StopRequest
 from pipeline.config import composing
 from pipeline.core.errors import StoreError
 from pipeline.extraction.block_writer import commit_record
-from pipeline.extraction.claiming import ClaimedStreams, UnfinishedStreams
+from pipeline.extraction.claiming import ClaimedStreams, UnfinishedStreams, complete_by_one
 from pipeline.extraction.job_run import complete
 from pipeline.job.metrics import Metrics
 from pipeline.job.opening import Job, open_job, open_storage
 from pipeline.store.format.commits import commit_key
-from pipeline.store.write.claims import Claims, held_claims
+from pipeline.store.format.metadata import require_root
+from pipeline.store.write.claims import Claims, _Claim, claim_key, held_claims
 from pipeline.store.write.store_writer import StoreWriter
 from tests.conftest import MEASURED
 
@@ -168,3 +170,37 @@ def test_64_workers_on_10_000_streams(tmp_path, record_property):
     assert sum(workers.computed, Counter()) == dict.fromkeys(range(10_000), 1)
     assert requests <= 10_000 * 15
     record_property(MEASURED, f"64 workers, 10,000 streams: {requests} requests, {seconds:.0f} s")
+
+
+def test_one_of_the_workers_that_end_together_completes_the_store(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.extraction.claiming._COMPLETION_POLL_S", 0.01)
+    job = make_job(text, str(tmp_path / "store"))
+    store = open_store(job)
+    with closing(Claims(job.storage, 60)) as claims:
+        finish_streams(UnfinishedStreams(job, store, claims), store, 80)
+    workers, barrier, completed = 4, threading.Barrier(4), []
+
+    def end() -> bool:
+        late = open_store(job)
+        barrier.wait(300)
+        complete_by_one(job, late, StopRequest(), lambda: completed.append(late.finish()))
+        return require_root(job.storage).complete
+
+    with ThreadPoolExecutor(workers) as pool:
+        assert all(worker.result() for worker in [pool.submit(end) for _ in range(workers)])
+    assert completed == [True]
+    assert job.storage.list_keys("_claims/") == []
+
+
+def test_a_worker_that_dies_while_it_completes_the_store_is_replaced(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.extraction.claiming._COMPLETION_POLL_S", 0.01)
+    job = make_job(text, str(tmp_path / "store"), "run.lease_s=1")
+    store = open_store(job)
+    number = job.plan.streams.count
+    with closing(Claims(job.storage, 60)) as claims:
+        finish_streams(UnfinishedStreams(job, store, claims), store, 80)
+    dead = _Claim("a dead worker", held=True, lease_s=0.2, number=0)
+    job.storage.write(claim_key(number), dead.to_json())
+    complete_by_one(job, store, StopRequest(), lambda: complete(job, store))
+    assert store.complete
+    assert job.storage.list_keys("_claims/") == []

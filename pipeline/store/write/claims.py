@@ -175,6 +175,14 @@ class Claims:
             self._lose(stream, lease, f"could not be renewed for {self.lease_s / 2:g} s")
         return not lease.is_lost
 
+    def withdraw(self, stream: int) -> None:
+        """Gives the stream up, and leaves no claim on it behind."""
+        with self._lock:
+            lease = self._leases.pop(stream, None)
+        if lease is not None:
+            with lease.lock:
+                self._storage.write_if_unchanged(claim_key(stream), None, lease.generation)
+
     def release(self, stream: int, finished_for: Target | None = None) -> None:
         """Gives the stream up: another process may claim it, at once if this one still held it. With `finished_for`
         the stream holds its share of this target, and is marked as finished."""
