@@ -15,7 +15,7 @@ from pipeline.planning.generation_plan import GenerationPlan, plan_generation
 from pipeline.planning.host_memory import HostMemoryPlan, plan_host_memory, plan_rows_per_block
 from pipeline.planning.mesh import MeshPlan, plan_mesh
 from pipeline.planning.model_facts import ModelFacts
-from pipeline.planning.streams import StreamPlan, plan_streams
+from pipeline.planning.streams import StreamPlan, plan_streams, require_rows
 from pipeline.planning.weights import WeightsPlan, plan_weights
 from pipeline.step.spec import StepSpec
 from pipeline.store.format.layout import MIB, SIDE_BYTES
@@ -98,13 +98,15 @@ def make_plan(
     weights = plan_weights(config.model.weights, *model_bytes, mesh.data, mesh.tensor, topology.device_bytes)
     generation = plan_generation(config, model, sum(step.widths), mesh.data, mesh.tensor, topology)
     rows_per_block = plan_rows_per_block(config.store, step, mesh.process_rows, geometry.rows_per_block)
+    streams = plan_streams(config, num_source_shards, topology, geometry.num_streams)
+    require_rows(streams, rows_per_block, step.length)
     return Plan(
         step=step,
         checks=plan_checks(config),
         mesh=mesh,
         weights=weights,
         rows_per_block=rows_per_block,
-        streams=plan_streams(config, num_source_shards, topology, geometry.num_streams),
+        streams=streams,
         memory=plan_host_memory(config, step, mesh.process_rows, rows_per_block, topology),
         generation=generation,
     )

@@ -1,10 +1,12 @@
 """The streams of a store: how many it has, which of them this process works on, and how many tokens each receives."""
 
+import math
 from dataclasses import dataclass
 
 from pipeline.cluster.topology import Topology
 from pipeline.config.schema import RunConfig, RunOptions
 from pipeline.core.errors import ConfigError
+from pipeline.store.format.layout import MAX_ROWS
 from pipeline.store.format.target import ALL, Target, stream_share
 
 MAX_AUTO_STREAMS = 64
@@ -39,6 +41,23 @@ def plan_streams(config: RunConfig, num_source_shards: int, topology: Topology, 
         max_tokens=config.run.max_tokens,
         notes=_notes(config, count, num_source_shards, topology),
     )
+
+
+def require_rows(plan: StreamPlan, rows_per_block: int, length: int) -> None:
+    """Raises ConfigError where `max_tokens`, in rows of `length` tokens without padding, exceed the rows of a store."""
+    if plan.max_tokens is None:
+        return
+    block_tokens = rows_per_block * length
+    num_rows = plan.count * rows_per_block * math.ceil(plan.budget(0) / block_tokens)
+    if num_rows > MAX_ROWS:
+        most_tokens = MAX_ROWS // (plan.count * rows_per_block) * plan.count * block_tokens
+        least_length = 1 << math.ceil(math.log2(plan.max_tokens / MAX_ROWS))
+        raise ConfigError(
+            f"run.max_tokens = {plan.max_tokens:,} takes at least {num_rows:,} rows of batch.length = {length} tokens, "
+            f"but a store has at most {MAX_ROWS:,}. For a new store set batch.length to at least {least_length}, if "
+            f"the model has as many positions; or set run.max_tokens to at most {most_tokens}, and divide the data "
+            "among several stores."
+        )
 
 
 def _count(config: RunConfig, num_source_shards: int, topology: Topology, stored: int | None) -> int:
@@ -89,4 +108,16 @@ def _notes(config: RunConfig, count: int, num_source_shards: int, topology: Topo
         )
     if count < topology.count:
         notes.append(f"{topology.count - count} of {topology.count} processes have no stream; set data.num_streams")
+    elif not config.run.claim and count % topology.count:
+        notes.append(_uneven_note(count, num_source_shards, topology.count))
     return tuple(notes)
+
+
+def _uneven_note(count: int, num_source_shards: int, processes: int) -> str:
+    most = math.ceil(count / processes)
+    even = next((n * processes for n in (most, count // processes) if n * processes <= num_source_shards), None)
+    remedy = f"; for a new store set data.num_streams={even}" if even else ""
+    return (
+        f"{count} streams on {processes} processes: some work on {most}, others on {count // processes} and wait at "
+        f"the end, so that processes are busy for {count / (most * processes):.0%} of the time{remedy}"
+    )
