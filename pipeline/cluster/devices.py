@@ -7,9 +7,11 @@ from pathlib import Path
 
 import jax
 
+from pipeline.cluster import processes
 from pipeline.cluster.topology import Topology
 from pipeline.config.schema import RunOptions
 from pipeline.core.cores import num_cores
+from pipeline.core.errors import ConfigError
 
 _FEW_CORES = 2  # with so many, a second step in flight did not help when measured
 
@@ -31,7 +33,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def topology(run: RunOptions) -> Topology:
-    """The topology of this run: JAX's processes and devices, and this worker's index among the workers."""
+    """The topology of this run: JAX's processes and devices, and this worker's index among the workers.
+
+    Raises ConfigError where the devices belong to several processes that have not joined.
+    """
+    if jax.process_count() != processes.count():
+        raise ConfigError(
+            f"the devices belong to {jax.process_count()} processes, which have not joined. Set "
+            f"distributed.coordinator, num_processes and process_id."
+        )
     return Topology(
         devices=jax.device_count(),
         device_bytes=_device_bytes(),

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import jax
 from jax.experimental import multihost_utils
 
+from pipeline.cluster import processes
 from pipeline.core.errors import Interrupted
 
 log = logging.getLogger("pipeline")
@@ -27,7 +27,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._event = threading.Event()
-        self._shared = jax.process_count() > 1
+        self._shared = processes.count() > 1
         self.signal_name = "SIGTERM"
 
     @property
@@ -61,7 +61,7 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """Turns SIGTERM and SIGINT into a StopRequest; with several processes, JAX handles SIGTERM."""
     stop = StopRequest()
-    numbers = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGTERM, signal.SIGINT)
+    numbers = (signal.SIGINT,) if processes.count() > 1 else (signal.SIGTERM, signal.SIGINT)
     previous = {number: signal.signal(number, stop.on_signal) for number in numbers}
     try:
         yield stop

@@ -13,21 +13,22 @@ from pipeline.config.schema import DistributedConfig, RunConfig
 from pipeline.core.errors import ConfigError
 
 
+def count() -> int:
+    """The processes of this worker. Only where they have joined is JAX asked, which then initialises the devices: a
+    mistake in the configuration of one process shows without them."""
+    return jax.process_count() if jax.distributed.is_initialized() else 1
+
+
 def is_first() -> bool:
     """Whether this is the process that acts for all processes of the worker."""
-    return is_alone() or jax.process_index() == 0
-
-
-def is_alone() -> bool:
-    """Whether the worker has one process. Initialises the devices only where it may have more."""
-    return not jax.distributed.is_initialized() or jax.process_count() == 1
+    return count() == 1 or jax.process_index() == 0
 
 
 def is_loss_of_a_process(error: BaseException) -> bool:
     """Whether a collective failed because one of its processes is gone. On TPUs JAX itself ends the process."""
     return (
         isinstance(error, jax.errors.JaxRuntimeError)
-        and jax.process_count() > 1
+        and count() > 1
         and any(sign in str(error) for sign in ("Gloo", "UNAVAILABLE", "NCCL"))
     )
 
@@ -35,7 +36,7 @@ def is_loss_of_a_process(error: BaseException) -> bool:
 def require_same_config(config: RunConfig, *derived: str) -> None:
     """Waits for all processes. Raises ConfigError on each of them unless all have the same configuration, and the same
     strings `derived` from it."""
-    if is_alone():
+    if count() == 1:
         return
     shared = asdict(replace(config, distributed=DistributedConfig()))
     digest = hashlib.sha256(json.dumps([shared, derived], sort_keys=True).encode()).digest()
@@ -53,7 +54,7 @@ def from_first_process(make: Callable[[], str]) -> str:
 
     If `make` raises on the first process, every other process calls it too, and most likely raises the same error.
     """
-    if is_alone():
+    if count() == 1:
         return make()
     content = b""
     try:
@@ -68,14 +69,14 @@ def from_first_process(make: Callable[[], str]) -> str:
 
 def largest_of_all(*values: int) -> tuple[int, ...]:
     """The maximum of each value over all processes. Waits for all of them."""
-    if is_alone():
+    if count() == 1:
         return values
     return tuple(int(value) for value in multihost_utils.process_allgather(np.array(values)).max(axis=0))
 
 
 def total_of_all(value: int) -> int:
     """The sum of a value, below 2^55, over all processes. Waits for all of them."""
-    if jax.process_count() == 1:
+    if count() == 1:
         return value
     parts = multihost_utils.process_allgather(np.array(divmod(value, 1 << 24), np.int32))  # JAX has no int64 here
     high, low = np.asarray(parts, np.int64).sum(axis=0)

@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Callable
 
+import jax
 import pytest
 
-from pipeline.cluster import joining
-from pipeline.config.schema import DistributedConfig
-from pipeline.core.errors import PipelineError
+from pipeline.cluster import devices, joining
+from pipeline.config.schema import DistributedConfig, RunOptions
+from pipeline.core.errors import ConfigError, PipelineError
 from tests.jobs import ROOT, command, committed, free_port, has_loaded, run, wait_until, write_text
 
 COMMANDS = ["run", "plan", "verify", "finalize", "merge", "inspect", "export", "delete"]
@@ -154,6 +155,12 @@ def test_a_coordinators_port_that_is_taken_is_a_message():
         options = DistributedConfig(f"localhost:{server.getsockname()[1]}", num_processes=1, process_id=0)
         with pytest.raises(PipelineError, match="cannot be used on this machine: Address already in use. End what"):
             joining.initialise(options)
+
+
+def test_processes_that_have_not_joined_are_a_message(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)  # as on a slice whose cluster JAX does not detect
+    with pytest.raises(ConfigError, match=r"belong to 2 processes, which have not joined. Set distributed.coordinator"):
+        devices.topology(RunOptions())
 
 
 @pytest.mark.slow
