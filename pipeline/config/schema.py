@@ -278,7 +278,8 @@ class RunOptions:
     )
     compilation_cache: str | None = key(
         None,
-        "directory or `gs://` URL that keeps compiled programs between runs (on CPUs only small steps'); null: none",
+        "directory, `gs://` or `s3://` URL that keeps compiled programs between runs (on CPUs only small steps'); "
+        "null: none",
     )
     profile: str | None = key(None, "local directory for a `jax.profiler` trace; null: none")
     profile_after: int = key(10, "steps before the trace")

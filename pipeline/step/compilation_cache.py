@@ -11,7 +11,7 @@ from pipeline.core.errors import ConfigError
 
 
 def use_compilation_cache(path: str | None) -> None:
-    """Makes JAX look for every program of this process in `path`, a directory or gs:// URL, before it compiles it.
+    """Makes JAX look for every program of this process in `path`, a directory or URL, before it compiles it.
 
     Several processes need a path that all of them see: the first alone writes. None: as JAX's own environment variables
     say. What cannot be read or written is a warning by JAX; a CPU's steps with oneDNN's products are never kept, and
@@ -22,7 +22,7 @@ def use_compilation_cache(path: str | None) -> None:
     is_url = "://" in path
     if is_url and path.partition("://")[0] not in ("gs", "s3"):  # etils raises a KeyError for others
         raise ConfigError(
-            f"run.compilation_cache={path} is neither a local directory nor a gs:// URL. Give one of them."
+            f"run.compilation_cache={path} is neither a local directory nor a gs:// or s3:// URL. Give one of them."
         )
     if is_url and not (find_spec("etils") and find_spec("etils.epath")):
         raise ConfigError(

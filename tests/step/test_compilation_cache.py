@@ -96,5 +96,5 @@ def test_a_url_without_what_reads_it_is_refused(overrides, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("path", ["://", "://x", "http://x/cache", "nope://x"])
 def test_another_url_is_one_message(path: str) -> None:
-    with pytest.raises(ConfigError, match="neither a local directory nor a gs:// URL"):
+    with pytest.raises(ConfigError, match="neither a local directory nor a gs:// or s3:// URL"):
         use_compilation_cache(path)
