@@ -45,6 +45,12 @@ def is_linked(path: str | Path, root: str | Path) -> bool:
     return False
 
 
+def raise_unless_gone(error: OSError) -> None:
+    """For `onerror` of os.walk: passes over a directory that another process has removed or replaced meanwhile."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
 def sync_directory(path: str | Path) -> None:
     """Returns when the directory's entries are on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)

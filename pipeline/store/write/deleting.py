@@ -12,6 +12,7 @@ from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.commits import COMMITS_PREFIX, CONSOLIDATED_KEY
 from pipeline.store.format.keys import LOCK_SUFFIX, StoreKeys
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
+from pipeline.store.io.directories import raise_unless_gone
 from pipeline.store.io.storage import Storage, StorageLike
 
 _DELETIONS_AHEAD = 256
@@ -84,7 +85,7 @@ def _delete_folder(folder: str, name: str, keys: StoreKeys) -> None:
 
     By descriptors of the folders: one that is exchanged for a link meanwhile is not followed.
     """
-    for at, folders, files, descriptor in os.fwalk(folder + name, topdown=False, onerror=_raise_unless_absent):
+    for at, folders, files, descriptor in os.fwalk(folder + name, topdown=False, onerror=raise_unless_gone):
         inner = os.path.relpath(at, folder)
         for file in files:
             if keys.is_own(f"{inner}/{file}") and not _is_link(file, descriptor):
@@ -99,11 +100,6 @@ def _delete_folder(folder: str, name: str, keys: StoreKeys) -> None:
 
 def _is_link(file: str, descriptor: int) -> bool:
     return stat.S_ISLNK(os.stat(file, dir_fd=descriptor, follow_symlinks=False).st_mode)
-
-
-def _raise_unless_absent(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
-        raise error
 
 
 def _files_in(folder: str) -> Iterator[str]:

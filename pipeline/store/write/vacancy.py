@@ -8,6 +8,7 @@ from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.commits import COMMITS_PREFIX
 from pipeline.store.format.keys import LOCK_SUFFIX, is_array_name, is_worker_key
 from pipeline.store.format.metadata import ROOT_KEY
+from pipeline.store.io.directories import raise_unless_gone
 from pipeline.store.io.storage import Storage
 
 _NAMED = 3  # foreign files, in the message
@@ -66,7 +67,7 @@ def _keys(storage: Storage) -> Iterator[str]:
 def _files(folder: str) -> Iterator[str]:
     """The files and links in a folder and in the folders below it, the deepest last."""
     try:
-        for at, folders, files in os.walk(folder, onerror=_raise_unless_absent):
+        for at, folders, files in os.walk(folder, onerror=raise_unless_gone):
             inner = os.path.relpath(at, folder)
             if inner == ".":
                 folders[:] = sorted(
@@ -82,8 +83,3 @@ def _files(folder: str) -> Iterator[str]:
 
 def _may_have_foreign(top_folder: str) -> bool:
     return not _may_stay(f"{top_folder}/x")
-
-
-def _raise_unless_absent(error: OSError) -> None:
-    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        raise error
