@@ -1,6 +1,7 @@
 """Finding and reading input files: a file, a directory or a glob, local or on any file system that fsspec knows."""
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -44,26 +45,34 @@ def input_errors(where: str, key: str = "data.path") -> Iterator[None]:
 class InputStream:
     """A file that was opened for reading, whose errors name it: a reader cannot take them for damage."""
 
-    def __init__(self, stream: BinaryIO, name: str) -> None:
+    def __init__(self, stream: BinaryIO, name: str, lock: "threading.Lock | None" = None) -> None:
         self._stream = stream
         self._name = name
+        self._lock = lock or threading.Lock()
+        self._position = 0
+
+    def another(self) -> "InputStream":
+        """The same open file with a position of its own, for another thread."""
+        return InputStream(self._stream, self._name, self._lock)
 
     def read(self, size: int = -1) -> bytes:
-        begin = self._stream.tell()
-
         def read() -> bytes:
-            self._stream.seek(begin)
+            self._stream.seek(self._position)
             return self._stream.read(size)
 
-        with input_errors(self._name):
-            return repeated(self._name, read)
+        with self._lock, input_errors(self._name):
+            content = repeated(self._name, read)
+        self._position += len(content)
+        return content
 
-    def seek(self, offset: int, whence: int = 0) -> int:
-        with input_errors(self._name):
-            return self._stream.seek(offset, whence)
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        with self._lock, input_errors(self._name):
+            self._stream.seek(self._position)
+            self._position = self._stream.seek(offset, whence)
+        return self._position
 
     def tell(self) -> int:
-        return self._stream.tell()
+        return self._position
 
     def close(self) -> None:
         self._stream.close()

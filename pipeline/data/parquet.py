@@ -19,7 +19,7 @@ from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.files import InputFile, find_files
 from pipeline.data.manifest import FileEntry, KnownFooters, Manifest, require_unchanged
-from pipeline.data.parquet_file import ParquetDamage, open_parquet, row_batches
+from pipeline.data.parquet_file import ParquetDamage, open_parquet, open_readers, read_row_groups
 
 _PART_BYTES = 16 << 20
 _FOOTER_THREADS = 16  # on remote storage each footer is a round trip
@@ -79,14 +79,20 @@ class ParquetSource:
         """The shard's documents from its file's row `start` on; row groups before it are not read."""
         place = self._shards[shard]
         try:
-            with open_parquet(place.file) as parquet:
+            with open_readers(place.file) as readers:
+                parquet, _ = readers
                 require_unchanged(place.file, place.entry, parquet.num_row_groups, parquet.metadata.num_rows)
                 _check_columns(self._config, place.file, parquet.schema_arrow)
                 sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
                 begins = [0, *accumulate(sizes)]
-                for group in range(parquet.num_row_groups)[place.first : place.stop]:
-                    if start < begins[group + 1]:
-                        yield from self._read_group(place.file, parquet, group, begins[group], start)
+                groups = [
+                    (group, begins[group])
+                    for group in range(parquet.num_row_groups)[place.first : place.stop]
+                    if start < begins[group + 1]
+                ]
+                for batches in read_row_groups(place.file, readers, groups, self._columns(parquet)):
+                    for index, batch in batches:
+                        yield from self._batch(place.file, batch, index, start)
         except ParquetDamage as damage:
             if self._config.on_error is OnError.fail:
                 raise
@@ -105,17 +111,18 @@ class ParquetSource:
             "files_sha256": hashlib.sha256(listing.encode()).hexdigest(),
         }
 
-    def _read_group(
-        self, file: InputFile, parquet: pq.ParquetFile, group: int, first: int, start: int
-    ) -> Iterator[Document | SkippedDocument]:
-        """The documents of one row group, whose first row is the file's row `first`, from the file's row `start` on."""
+    def _columns(self, parquet: pq.ParquetFile) -> list[str]:
         wanted = [self._config.text_column, self._config.id_column, *self.info_schema.names]
-        columns = [name for name in dict.fromkeys(wanted) if name in parquet.schema_arrow.names]
-        for index, batch in row_batches(file, parquet, group, first, columns):
-            row = max(start, index)
-            for part in _parts(batch.slice(row - index)):
-                yield from self._documents(file, part, row)
-                row += part.num_rows
+        return [name for name in dict.fromkeys(wanted) if name in parquet.schema_arrow.names]
+
+    def _batch(
+        self, file: InputFile, batch: pa.RecordBatch, index: int, start: int
+    ) -> Iterator[Document | SkippedDocument]:
+        """The documents of a batch, whose first row is the file's row `index`, from the file's row `start` on."""
+        row = max(start, index)
+        for part in _parts(batch.slice(row - index)):
+            yield from self._documents(file, part, row)
+            row += part.num_rows
 
     def _documents(self, file: InputFile, batch: pa.RecordBatch, index: int) -> Iterator[Document | SkippedDocument]:
         texts = _values(batch[self._config.text_column])

@@ -1,8 +1,13 @@
 """One parquet file: opened, its row groups read in batches, and damage told from everything else that fails."""
 
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain, islice
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +17,9 @@ from pipeline.data.files import InputFile
 
 _ROWS_PER_READ = 512
 _BYTES_PER_READ = 64 << 20  # of rows so large that 512 of them would be more: fewer are read at once
+_MAX_BYTES_AHEAD = 64 << 20  # of a row group, decoded, that is read while the one before it is used
+
+T = TypeVar("T")
 
 
 class ParquetDamage(InputError):
@@ -33,6 +41,13 @@ class ParquetDamage(InputError):
 def open_parquet(file: InputFile) -> Iterator[pq.ParquetFile]:
     """The file with its footer read. Raises ParquetDamage, InputError for no file or one of another size than it was
     listed with, PipelineError for no access."""
+    with open_readers(file) as (parquet, _):
+        yield parquet
+
+
+@contextmanager
+def open_readers(file: InputFile) -> Iterator[tuple[pq.ParquetFile, pq.ParquetFile]]:
+    """Two readers of one open file, for two threads. See `open_parquet`."""
     with file.open() as stream:
         if file.size is not None and (size := stream.seek(0, os.SEEK_END)) != file.size:
             raise InputError(
@@ -42,7 +57,50 @@ def open_parquet(file: InputFile) -> Iterator[pq.ParquetFile]:
         with _damage_named(file, "footer", 0):
             # Without pre_buffer every column of a row group is a request of its own.
             parquet = pq.ParquetFile(stream, pre_buffer=True)
-        yield parquet
+        yield parquet, pq.ParquetFile(stream.another(), metadata=parquet.metadata, pre_buffer=True)
+
+
+def read_row_groups(
+    file: InputFile,
+    readers: tuple[pq.ParquetFile, pq.ParquetFile],
+    groups: Sequence[tuple[int, int]],
+    columns: Sequence[str],
+) -> Iterator[Iterator[tuple[int, pa.RecordBatch]]]:
+    """The batches of each of the row groups, given by their numbers and first rows. Raises ParquetDamage where its turn
+    comes.
+
+    While one is used the next is fetched and its first batch decoded, in a thread, unless it is large. The `readers`
+    take turns, since each keeps the bytes of the row group that it read last.
+    """
+    metadata = readers[0].metadata
+
+    def begin(position: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        batches = row_batches(file, readers[position % 2], *groups[position], columns)
+        return chain(list(islice(batches, 1)), batches)
+
+    current = partial(begin, 0)
+    for position in range(len(groups)):
+        batches = current()
+        if position + 1 < len(groups):
+            current = partial(begin, position + 1)
+            if metadata.row_group(groups[position + 1][0]).total_byte_size <= _MAX_BYTES_AHEAD:
+                current = _in_background(current)
+        yield batches
+
+
+def _in_background(call: Callable[[], T]) -> Callable[[], T]:
+    """Calls a function in a thread, which does not keep the process from ending; waits for what it returns or
+    raises."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="read-ahead", daemon=True).start()
+    return future.result
 
 
 def row_batches(
