@@ -1,6 +1,7 @@
 """What every test may use: object stores, a store of real activations, the real material beside the checkout."""
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -18,6 +19,16 @@ os.environ["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "3"
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jobs have it so, and what they start
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The stores of tests are in memory where there is room: on a disk, TensorStore would wait for it with every object.
+MEMORY = Path("/dev/shm")
+if (
+    not {"PYTEST_DEBUG_TEMPROOT", "TMPDIR"} & os.environ.keys()
+    and os.access(MEMORY, os.W_OK)
+    and shutil.disk_usage(MEMORY).free >= 4 << 30
+    and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC  # tests start programs that they write
+):
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(MEMORY)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SECRET = "ya29.nobody-may-see-this"

@@ -3,6 +3,15 @@ from pathlib import Path
 import pytest
 
 from pipeline.store.io.storage import Storage
+from tests.store.example_store import copy_store
+
+
+@pytest.fixture(scope="session", params=["local", "memory"])
+def read_only(request, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where a complete example store is, on each kind of storage that needs no network. Many tests open it."""
+    path = str(tmp_path_factory.mktemp("read-only")) if request.param == "local" else "memory://read-only"
+    copy_store(path)
+    return path
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -5,6 +5,7 @@ Shapes: R rows of a block, T positions of a row.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,7 @@ from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import ArraySpec, StoreLayout
 from pipeline.store.format.metadata import StoreMetadata
-from pipeline.store.io.storage import StorageLike
+from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.write.store_writer import StoreWriter
 
 VOCAB_SIZE = 97
@@ -121,6 +122,25 @@ def write_store(
     if finish:
         writer.finish()
     return writer
+
+
+def copy_store(
+    path: str, finish: bool = True, max_rows: int | None = None, compression: str = "none", dtype: str = "bfloat16"
+) -> None:
+    """What `write_store` makes at an empty place, copied from such a store: a tenth of the time that writing takes."""
+    storage = Storage.open(path)
+    for write in [storage.start_write(*item) for item in _objects(finish, max_rows, compression, dtype)]:
+        write.result()
+
+
+@cache
+def _objects(finish: bool, max_rows: int | None, compression: str, dtype: str) -> list[tuple[str, bytes]]:
+    """The objects of a store, by key."""
+    path = f"memory://example-{finish}-{max_rows}-{compression}-{dtype}"
+    write_store(path, finish, max_rows, compression, dtype)
+    storage = Storage.open(path)
+    keys = storage.list_keys()
+    return list(zip(keys, storage.read_many(keys), strict=True))
 
 
 def stored_tokens(max_rows: int | None = None) -> int:

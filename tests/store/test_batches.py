@@ -14,19 +14,18 @@ from tests.store.example_store import (
     NUM_STREAMS,
     activation,
     all_tokens,
+    copy_store,
     layout,
     stored_tokens,
     token_ids,
-    write_store,
 )
 
 TINY_MIB = 2 * LENGTH * 4 * 6 * 2 / 2**20  # two blocks of rows of the example's widest array
 
 
 @pytest.fixture
-def store(store_path) -> ActivationStore:
-    write_store(store_path)
-    return ActivationStore.open(store_path)
+def store(read_only) -> ActivationStore:
+    return ActivationStore.open(read_only)
 
 
 def tokens_of(batch: Batch) -> list[tuple[int, int]]:
@@ -95,7 +94,7 @@ def test_an_abandoned_iterator_ends_its_thread(store):
 
 
 def test_damage_reaches_the_caller(store_path):
-    write_store(store_path)
+    copy_store(store_path)
     storage = Storage.open(store_path)
     key = layout().shard_key(layout().arrays[0], 0, 1)
     content = bytearray(storage.read(key))
@@ -312,7 +311,7 @@ def test_batches_of_a_framework_hold_what_numpys_do(store, framework):
 def test_a_remote_store_gives_the_batches_of_a_local_one(request, tmp_path, kind, server):
     remote = f"{new_bucket(kind, request.getfixturevalue(server).backend)}/store"
     for path in (remote, str(tmp_path)):
-        write_store(path)
+        copy_store(path)
     options = {"batch_size": 7, "epochs": 2, "token_filter": TokenFilter(skip_first=1), **SHUFFLED}
     expected = list(ActivationStore.open(tmp_path).batches(NAME, **options))
     reader = ActivationStore.open(remote).batches(NAME, **options)

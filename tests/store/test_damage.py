@@ -20,6 +20,7 @@ from tests.store.example_store import (
     VOCAB_SIZE,
     WIDTHS,
     blocks,
+    copy_store,
     layout,
     metadata,
     write_blocks,
@@ -112,7 +113,7 @@ def test_a_block_without_rows_is_sound(store_path):
 
 
 def test_progress_counts_blocks(tmp_path):
-    write_store(str(tmp_path))
+    copy_store(str(tmp_path))
     calls = []
     verify_store(str(tmp_path), lambda done, total: calls.append((done, total)))
     total = sum(len(list(blocks(stream))) for stream in range(NUM_STREAMS))
@@ -122,7 +123,7 @@ def test_progress_counts_blocks(tmp_path):
 @pytest.mark.parametrize("spec", EVERY_ARRAY, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("offset", [0, 37, -1, -17])
 def test_a_flipped_byte_anywhere_in_a_shard(store_path, spec, offset):
-    write_store(store_path)
+    copy_store(store_path)
     flip(store_path, shard(spec), offset)
     problems = found(store_path)
     assert len(problems) == 1
@@ -132,7 +133,7 @@ def test_a_flipped_byte_anywhere_in_a_shard(store_path, spec, offset):
 
 @pytest.mark.parametrize("spec", EVERY_ARRAY, ids=lambda spec: spec.name)
 def test_a_truncated_shard(store_path, spec):
-    write_store(store_path)
+    copy_store(store_path)
     storage = Storage.open(store_path)
     storage.write(shard(spec), storage.read(shard(spec))[:-8])
     assert any(problem.startswith(f"{shard(spec)}: ") for problem in found(store_path))
@@ -140,13 +141,13 @@ def test_a_truncated_shard(store_path, spec):
 
 @pytest.mark.parametrize("spec", [TOKENS, SEGMENTS, DOCUMENTS, *layout().arrays], ids=lambda spec: spec.name)
 def test_a_deleted_shard(store_path, spec):
-    write_store(store_path)
+    copy_store(store_path)
     Storage.open(store_path).write(shard(spec), None)
     assert found(store_path) == [f"{shard(spec)}: is missing, although the block is committed"]
 
 
 def test_deleted_positions(store_path):
-    write_store(store_path)
+    copy_store(store_path)
     Storage.open(store_path).write(shard(POSITIONS), None)
     digest, rule = found(store_path)
     assert digest.startswith(f"{shard(POSITIONS)}: the values have the digest")
@@ -155,13 +156,13 @@ def test_deleted_positions(store_path):
 
 @pytest.mark.parametrize("offset", [0, 40, 200, -1, -30, -300])
 def test_a_flipped_byte_in_a_document_table(store_path, offset):
-    write_store(store_path)
+    copy_store(store_path)
     flip(store_path, table_key(STREAM, BLOCK), offset)
     assert any(problem.startswith(table_key(STREAM, BLOCK)) for problem in found(store_path))
 
 
 def test_a_deleted_document_table(store_path):
-    write_store(store_path)
+    copy_store(store_path)
     Storage.open(store_path).write(table_key(STREAM, BLOCK), None)
     (problem,) = found(store_path)
     assert problem.startswith(f"{table_key(STREAM, BLOCK)}: ")
@@ -180,20 +181,20 @@ def test_a_deleted_document_table(store_path):
     ],
 )
 def test_an_edited_document_table(store_path, name, row, value, message):
-    write_store(store_path)
+    copy_store(store_path)
     edit_table(store_path, set_column(name, row, value))
     assert any(message in problem for problem in found(store_path))
 
 
 def test_a_document_table_that_lacks_a_document(store_path):
-    write_store(store_path)
+    copy_store(store_path)
     edit_table(store_path, lambda table: table[:-1])
     assert any("the table has" in problem for problem in found(store_path))
 
 
 @pytest.mark.parametrize("offset", [5, 60, 150, -3, -50])
 def test_a_flipped_byte_in_a_record(store_path, offset):
-    write_store(store_path)
+    copy_store(store_path)
     flip(store_path, commit_key(STREAM, BLOCK), offset)
     assert any(problem.startswith(commit_key(STREAM, BLOCK)) for problem in found(store_path))
 
@@ -213,7 +214,7 @@ def test_a_flipped_byte_in_a_record(store_path, offset):
     ],
 )
 def test_an_edited_record(store_path, changes, message):
-    write_store(store_path)
+    copy_store(store_path)
     edit_record(store_path, **changes)
     assert any(message in problem for problem in found(store_path))
 
@@ -221,13 +222,13 @@ def test_an_edited_record(store_path, changes, message):
 @pytest.mark.parametrize("block", range(3))
 def test_a_deleted_record(store_path, block):
     """Also the last one of its stream, since the complete store knows how many there were."""
-    write_store(store_path)
+    copy_store(store_path)
     Storage.open(store_path).write(commit_key(STREAM, block), None)
     assert any(f"stream-{STREAM:05d}" in problem for problem in found(store_path))
 
 
 def test_something_else_among_the_records(store_path):
-    write_store(store_path)
+    copy_store(store_path)
     Storage.open(store_path).write("_commits/stream-00000/notes.txt", b"")
     assert found(store_path) == ["_commits/stream-00000/notes.txt: is not a commit record"]
 
@@ -302,7 +303,7 @@ def edit_root(path: str, edit: Callable[[dict], None], sealed: bool) -> None:
     ],
 )
 def test_an_edited_root(store_path, edit, message):
-    write_store(store_path)
+    copy_store(store_path)
     edit_root(store_path, edit, sealed=True)
     assert any("own checksum" in problem or message in problem for problem in found(store_path))
     edit_root(store_path, lambda root: None, sealed=False)
@@ -311,7 +312,7 @@ def test_an_edited_root(store_path, edit, message):
 
 @pytest.mark.parametrize("name", ["tokens", "blocks.1.resid_post"])
 def test_a_deleted_or_edited_array(store_path, name):
-    write_store(store_path)
+    copy_store(store_path)
     storage, key = Storage.open(store_path), f"{name}/zarr.json"
     zarr_json = json.loads(storage.read(key))
     zarr_json["shape"][0] -= 1
@@ -327,8 +328,8 @@ def test_a_deleted_or_edited_array(store_path, name):
 def test_a_repaired_store_is_the_store_that_was_never_damaged(tmp_path):
     """As the remedy says: delete the records from the damaged block on, run again."""
     path, whole = str(tmp_path / "repaired"), str(tmp_path / "whole")
-    write_store(path)
-    write_store(whole)
+    copy_store(path)
+    copy_store(whole)
     flip(path, shard(ACTIVATIONS), 5)
     storage = Storage.open(path)
     for key in storage.list_keys(f"_commits/stream-{STREAM:05d}/")[BLOCK:]:

@@ -17,7 +17,7 @@ from pipeline.store.format.commits import commit_key
 from pipeline.store.format.layout import POSITIONS
 from pipeline.store.format.tables import table_key
 from pipeline.verify import main
-from tests.store.example_store import WIDTHS, layout, write_store
+from tests.store.example_store import WIDTHS, copy_store, layout, write_store
 
 EMBED = next(spec for spec in layout().arrays if spec.name == "embed")
 SHARDS = [layout().shard_key(spec, 0, 1) for spec in (EMBED, POSITIONS)]
@@ -74,7 +74,7 @@ def read_everything(path: Path) -> None:
 @pytest.mark.parametrize("kind", PLACED)
 @pytest.mark.parametrize("key", KEYS)
 def test_verify_names_it_and_a_reader_refuses_it(tmp_path, key, kind, cleanup, capsys):
-    write_store(str(tmp_path))
+    copy_store(str(tmp_path))
     put(tmp_path, key, kind, cleanup)
     assert main([f"store.path={tmp_path}"]) == EXIT_FAILED
     unlisted = {commit_key(0, 1): "^_commits/stream-00000: the store", SHARDS[0]: f"^{key}: is missing"}
@@ -88,7 +88,7 @@ def test_verify_names_it_and_a_reader_refuses_it(tmp_path, key, kind, cleanup, c
 @pytest.mark.parametrize("kind", PLACED)
 @pytest.mark.parametrize("key", OPENED)
 def test_a_job_that_resumes_the_store_refuses_it(tmp_path, key, kind, cleanup):
-    write_store(str(tmp_path), finish=False)
+    copy_store(str(tmp_path), finish=False)
     last = commit_key(0, 3) if key == commit_key(0, 1) else key
     put(tmp_path, last, kind, cleanup)
     with pytest.raises(StoreInvalid, match=f"/{last} is a {kind}, expected a file") as caught:
@@ -97,7 +97,7 @@ def test_a_job_that_resumes_the_store_refuses_it(tmp_path, key, kind, cleanup):
 
 
 def test_a_link_to_a_file_is_an_object(tmp_path, capsys):
-    write_store(str(tmp_path / "store"))
+    copy_store(str(tmp_path / "store"))
     for number, key in enumerate(KEYS):
         elsewhere = tmp_path / str(number)
         (tmp_path / "store" / key).rename(elsewhere)

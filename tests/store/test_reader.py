@@ -17,6 +17,7 @@ from tests.store.example_store import (
     WIDTHS,
     activation,
     blocks,
+    copy_store,
     layout,
     metadata,
     stored_tokens,
@@ -28,9 +29,8 @@ NAME = "blocks.3.resid_post"
 
 
 @pytest.fixture
-def store(store_path) -> ActivationStore:
-    write_store(store_path)
-    return ActivationStore.open(store_path)
+def store(read_only) -> ActivationStore:
+    return ActivationStore.open(read_only)
 
 
 def committed_rows() -> list[int]:
@@ -210,7 +210,7 @@ def test_a_store_without_blocks(store_path):
 
 @pytest.mark.parametrize("name", ["tokens", "segments", "documents", NAME])
 def test_a_deleted_object_is_never_read_as_zeros(store_path, name):
-    write_store(store_path)
+    copy_store(store_path)
     spec = next(spec for spec in layout().all_arrays if spec.name == name)
     Storage.open(store_path).write(layout().shard_key(spec, 1, 0), None)
     store = ActivationStore.open(store_path)

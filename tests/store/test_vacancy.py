@@ -11,7 +11,7 @@ from pipeline.store.io.storage import Storage
 from pipeline.store.write.merging import merge_stores
 from pipeline.store.write.vacancy import require_vacant
 from tests.store.emulators import new_bucket
-from tests.store.example_store import write_store
+from tests.store.example_store import copy_store, write_store
 
 
 def make(folder: Path, names: list[str]) -> None:
@@ -48,7 +48,7 @@ FOREIGN = (
 )
 def test_a_place_with_something_else_is_refused(tmp_path, names, create):
     path = tmp_path / "store"
-    write_store(f"{path}-source")
+    copy_store(f"{path}-source")
     make(path, names)
     before = contents(path)
     with pytest.raises(
@@ -85,7 +85,7 @@ def test_what_an_interruption_or_a_file_system_leaves_is_not_in_the_way(tmp_path
 
 def test_a_merge_that_was_interrupted_before_the_root_goes_on(tmp_path):
     source, path = str(tmp_path / "source"), str(tmp_path / "store")
-    write_store(source)
+    copy_store(source)
     merge_stores([source], path)
     for key in ("blocks.1.resid_post/zarr.json", "tokens/zarr.json", "embed/zarr.json"):
         Storage.open(path + "2").write(key, Storage.open(path).read(key))
@@ -107,7 +107,7 @@ def test_links_in_it_are_in_the_way_and_a_link_to_it_is_not(tmp_path):
 
 
 def test_a_root_that_another_process_has_written_meanwhile(tmp_path):
-    write_store(str(tmp_path))
+    copy_store(str(tmp_path))
     assert not require_vacant(Storage.open(str(tmp_path)))
 
 

@@ -32,6 +32,7 @@ from tests.store.example_store import (
     ROWS,
     WIDTHS,
     blocks,
+    copy_store,
     layout,
     metadata,
     stored_tokens,
@@ -239,7 +240,7 @@ def test_extending_a_truncated_store_gives_the_store_that_was_never_truncated(tm
 
 def test_a_store_whose_completion_was_interrupted_is_healed(store_path):
     """Completed or reopened half-way, it is marked complete and its arrays are not trimmed."""
-    write_store(store_path, max_rows=ROWS + 2)
+    copy_store(store_path, max_rows=ROWS + 2)
     names = [spec.name for spec in layout().all_arrays]
     set_rows(Storage.open(store_path), names, MAX_ROWS)
     assert verify_store(store_path)
@@ -286,7 +287,7 @@ NUM_ARRAYS = len(layout().all_arrays)
 def test_finish_and_reopen_interrupted_between_any_two_writes(store_path, call, writes, longer):
     """The consolidated records, the root and each array's zarr.json are written one after the other."""
     max_rows = ROWS + 2
-    write_store(store_path, finish=call == "reopen", max_rows=max_rows)
+    copy_store(store_path, finish=call == "reopen", max_rows=max_rows)
     writer = StoreWriter.open(store_path, metadata(), layout())
     with stopped_after(writes) as done, pytest.raises(KeyboardInterrupt):
         getattr(writer, call)()
@@ -323,7 +324,7 @@ def write_shorter_table(path: str, key: str) -> None:
 
 @pytest.mark.parametrize("spoil", [delete_table, damage_table, write_shorter_table])
 def test_a_block_table_that_is_not_that_of_the_root_is_not_used(store_path, spoil):
-    write_store(store_path)
+    copy_store(store_path)
     expected = objects(store_path)
     spoil(store_path, TABLE_KEY)
     assert ActivationStore.open(store_path).num_tokens == stored_tokens()
@@ -357,7 +358,7 @@ def test_the_block_table_of_another_stream_is_not_used(store_path):
 
 def test_a_run_believes_the_records_and_not_the_block_tables(store_path):
     """Someone deleted records, as pipeline.verify says for repairing a store, and nothing else."""
-    write_store(store_path)
+    copy_store(store_path)
     expected = objects(store_path)
     for block in list(blocks(0))[1:]:
         Storage.open(store_path).write(block.record.key, None)
@@ -419,7 +420,7 @@ def test_finishing_takes_nothing_from_a_worker_that_still_writes(store_path):
 
 
 def test_while_a_truncated_block_is_written_again_it_is_not_in_the_store(store_path):
-    write_store(store_path, max_rows=ROWS + 2)
+    copy_store(store_path, max_rows=ROWS + 2)
     writer = StoreWriter.open(store_path, metadata(), layout())
     writer.reopen()
     longer = list(blocks(0))[1]
@@ -432,7 +433,7 @@ def test_while_a_truncated_block_is_written_again_it_is_not_in_the_store(store_p
 
 def test_two_writers_share_a_store(store_path):
     """As two processes do: each its own streams, both reopen, either finishes."""
-    write_store(store_path, max_rows=ROWS)
+    copy_store(store_path, max_rows=ROWS)
     writers = [open_and_read(store_path) for _ in range(2)]
     for stream, writer in enumerate(writers):
         writer.reopen()
