@@ -80,6 +80,12 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An override, for processes that may leave compiled steps to each other. Steps of few tokens are kept."""
+    return f"run.compilation_cache={tmp_path_factory.mktemp('compilation-cache')}"
+
+
+@pytest.fixture(scope="session")
 def real_store(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The path of a store that the main job has made of English prose with the bundled model, for reading.
 

@@ -8,13 +8,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from pipeline.store.format.commits import commit_key
+from pipeline.store.io.shard_files import _lock
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -49,7 +52,7 @@ def run_here(*overrides: str) -> None:
     from pipeline.config import composing  # not above: conftest sets JAX's variables first
     from pipeline.extraction import job_run
 
-    job_run.run(composing.compose([*overrides, "run.progress=false"]))
+    job_run.run(composing.compose([*overrides, "run.progress=false", "run.compilation_cache=null"]))
 
 
 def start(*overrides: str) -> subprocess.Popen:
@@ -57,11 +60,43 @@ def start(*overrides: str) -> subprocess.Popen:
     return subprocess.Popen(command(*overrides), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def run_and_signal(number: signal.Signals, store: Path, blocks: int, *overrides: str) -> subprocess.CompletedProcess:
-    """Runs the job and sends it a signal when the store has so many blocks."""
-    process = start(*overrides, f"store.path={store}")
-    wait_for_blocks(process, store, blocks)
-    process.send_signal(number)
+@contextmanager
+def commits_held(store: Path, blocks: Iterable[tuple[int, int]], *overrides: str) -> Iterator[Callable[[], None]]:
+    """While entered, whoever commits one of these blocks (stream, index) waits: TensorStore locks the file that it
+    writes a record to. The writer of a process commits one block at a time, so none of its later ones is committed.
+
+    The store is created before, as the job with these overrides does. Gives a function that ends the waiting.
+    """
+    create_store(*overrides, f"store.path={store}")
+    with ExitStack() as stack:
+        for stream, block in blocks:
+            file = store / f"{commit_key(stream, block)}.__lock"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            _lock(stack.enter_context(file.open("ab")))
+        yield stack.close
+
+
+def create_store(*overrides: str) -> None:
+    """Creates the job's store, without any block."""
+    from pipeline.config import composing  # not above: conftest sets JAX's variables first
+    from pipeline.job.opening import open_job
+    from pipeline.store.write.store_writer import StoreWriter
+
+    job = open_job(composing.compose([*overrides]))
+    StoreWriter.open(job.config.store.path, job.metadata, job.layout)
+
+
+def run_and_signal(
+    number: signal.Signals, store: Path, blocks: int, held: tuple[int, int], *overrides: str
+) -> subprocess.CompletedProcess:
+    """Runs the job and sends it a signal when the store has so many blocks, and the next, `held`, is to be committed.
+
+    Blocks that are already computed may follow.
+    """
+    with commits_held(store, [held], *overrides):
+        process = start(*overrides, f"store.path={store}")
+        wait_for_blocks(process, store, blocks)
+        process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from pipeline.store.check.verifying import verify_store
 from pipeline.store.write.claims import Claims
 from tests.jobs import (
     assert_same_store,
+    commits_held,
     committed,
     free_port,
     killed_after,
@@ -28,23 +28,25 @@ from tests.jobs import (
 )
 
 LEASE_S = 3
-MIN_BLOCKS = 50
+MIN_BLOCKS = 40
+HELD = [(stream, 3) for stream in range(6)]  # a worker that has claimed a stream commits three blocks of it
 
 
 @pytest.fixture(scope="module")
-def overrides(tmp_path_factory) -> list[str]:
-    text = write_text(tmp_path_factory.mktemp("text"), files=6, documents=35)
+def overrides(tmp_path_factory, compilation_cache) -> list[str]:
+    text = write_text(tmp_path_factory.mktemp("text"), files=6, documents=15)
     return [
         f"data.path={text}",
         "batch.rows=4",
-        "batch.length=128",
+        "batch.length=64",
         "capture.layers=[1,3]",
         "capture.sites=[resid_post,attn_out]",
-        "store.shard_mib=0.25",
+        "store.shard_mib=0.125",
         "run.metrics_interval_s=0.2",
         "run.progress=false",
         "run.claim=true",
         f"run.lease_s={LEASE_S}",
+        compilation_cache,
     ]
 
 
@@ -128,14 +130,15 @@ def finish(worker: subprocess.Popen) -> str:
 def test_four_workers_two_killed_one_joining_late(overrides, reference, tmp_path):
     store = tmp_path / "store"
     overrides = [*overrides, f"store.path={store}"]
-    with workers(4, *overrides) as started:
+    with commits_held(store, HELD, *overrides) as release, workers(4, *overrides) as started:
         victims = list(wait_for_owners(store, 2, *started))[:2]
-        wait_for_blocks(started[0], store, committed(store) + 3)
+        wait_for_blocks(started[0], store, 3)
         for worker in started:
             if worker.pid in victims:
                 worker.kill()
         records = {file: file.stat() for file in store.glob("_commits/*/*.json")}  # not one under way
         assert 0 < len(records) < committed(reference)
+        release()
         with workers(1, *overrides) as late:
             survivors = [worker for worker in started if worker.pid not in victims]
             outputs = [finish(worker) for worker in (*survivors, *late)]
@@ -149,10 +152,11 @@ def test_four_workers_two_killed_one_joining_late(overrides, reference, tmp_path
 def test_a_worker_that_slept_while_its_stream_was_taken_over_drops_what_it_had(overrides, reference, tmp_path):
     store = tmp_path / "store"
     overrides = [*overrides, f"store.path={store}"]
-    with workers(1, *overrides) as [sleeper]:
+    with commits_held(store, HELD, *overrides) as release, workers(1, *overrides) as [sleeper]:
         wait_for_owners(store, 1, sleeper)
         wait_for_blocks(sleeper, store, 3)
         sleeper.send_signal(signal.SIGSTOP)
+        release()
         with workers(1, *overrides) as [other]:
             wait_until(lambda: not owners(store) & {sleeper.pid}, other, "the sleeper's stream taken over")
             assert not owners(store) & {sleeper.pid}
@@ -164,10 +168,12 @@ def test_a_worker_that_slept_while_its_stream_was_taken_over_drops_what_it_had(o
 
 def test_sigterm_releases_the_claims_at_once(overrides, reference, tmp_path):
     store = tmp_path / "store"
-    with workers(1, *overrides, f"store.path={store}", "run.lease_s=600") as [worker]:
+    launched = workers(1, *overrides, f"store.path={store}", "run.lease_s=600")
+    with commits_held(store, HELD, *overrides) as release, launched as [worker]:
         wait_for_owners(store, 1, worker)
         wait_for_blocks(worker, store, 3)
         worker.send_signal(signal.SIGTERM)
+        release()
         output, _ = worker.communicate(timeout=60)
         assert worker.returncode == 42, output
     assert not owners(store)
@@ -195,14 +201,15 @@ def test_a_worker_that_has_joined_alone_stops_while_it_waits_for_a_stream(overri
     """As on a single TPU host: JAX's handler would keep SIGTERM to itself until the next step, which never comes."""
     store = tmp_path / "store"
     holder = hold_all_streams(store)
+    tried = store / "_claims_test"  # where whoever is about to claim tries conditional writes
+    tried.rmdir()
     alone = [
         f"distributed.coordinator=localhost:{free_port()}",
         "distributed.num_processes=1",
         "distributed.process_id=0",
     ]
     with workers(1, *overrides, f"store.path={store}", *alone) as [worker]:
-        wait_until_compiling(worker)
-        time.sleep(3)
+        wait_until(tried.exists, worker, "a worker that is about to look for a stream")
         assert worker.poll() is None
         worker.send_signal(signal.SIGTERM)
         output, _ = worker.communicate(timeout=20)

@@ -239,7 +239,7 @@ def test_two_processes_killed_and_resumed_make_the_same_store(overrides, tmp_pat
     more = ["capture.positions=last", "capture.per_row=4", "store.shard_mib=0.01"]
     reference = made(tmp_path / "reference", overrides, *more)
     path = tmp_path / "store"
-    run_and_signal(signal.SIGKILL, path, 2, *overrides, *more)
+    run_and_signal(signal.SIGKILL, path, 2, (0, 1), *overrides, *more)
     assert 2 <= committed(path) < committed(Path(reference.path))
     result = run_processes(2, 1, *overrides, *more, f"store.path={path}")
     assert result.returncode == 0, result.stdout

@@ -16,6 +16,7 @@ from pipeline.store.check.verifying import verify_store
 from tests.jobs import (
     assert_same_store,
     children,
+    commits_held,
     committed,
     free_port,
     has_loaded,
@@ -31,22 +32,23 @@ from tests.jobs import (
     write_text,
 )
 
-MIN_BLOCKS = 60
+MIN_BLOCKS = 40
+HELD = (0, 2)  # of the first process, which has committed four blocks before
 EXIT_S = 30  # within which all processes end when one has failed
 
 
 @pytest.fixture(scope="module")
-def overrides(tmp_path_factory) -> list[str]:
-    text = write_text(tmp_path_factory.mktemp("text"), files=4, documents=60)
-    return [f"data.path={text}", "data.num_streams=3", *SMALL]
+def overrides(tmp_path_factory, compilation_cache) -> list[str]:
+    text = write_text(tmp_path_factory.mktemp("text"), files=4, documents=20)
+    return [f"data.path={text}", "data.num_streams=3", *SMALL, compilation_cache]
 
 
 SMALL = [
     "batch.rows=4",
-    "batch.length=128",
+    "batch.length=64",
     "capture.layers=[1,3]",
     "capture.sites=[resid_post,attn_out]",
-    "store.shard_mib=0.25",
+    "store.shard_mib=0.125",
     "run.metrics_interval_s=0.2",
     "run.progress=false",
 ]
@@ -70,9 +72,11 @@ def test_two_processes_with_two_devices_each_make_the_same_store_as_one(override
 def test_sigterm_to_one_stops_all_at_once_and_four_processes_resume_what_two_began(overrides, reference, tmp_path):
     """Four processes have three streams between them: one has nothing to do, and keeps the others company."""
     store = tmp_path / "store"
-    with local_processes(2, 1, *overrides, f"store.path={store}") as launcher:
+    launched = local_processes(2, 1, *overrides, f"store.path={store}")
+    with commits_held(store, [HELD], *overrides) as release, launched as launcher:
         wait_for_blocks(launcher, store, 5)
         children(launcher)[1].send_signal(signal.SIGTERM)
+        release()
         output, _ = launcher.communicate(timeout=EXIT_S)
     assert launcher.returncode == 42, output
     for process in (0, 1):
@@ -87,9 +91,11 @@ def test_sigterm_to_one_stops_all_at_once_and_four_processes_resume_what_two_beg
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_takes_the_others_with_it_and_the_next_start_resumes(overrides, reference, tmp_path, victim):
     store = tmp_path / "store"
-    with local_processes(2, 1, *overrides, f"store.path={store}") as launcher:
+    launched = local_processes(2, 1, *overrides, f"store.path={store}")
+    with commits_held(store, [HELD], *overrides) as release, launched as launcher:
         wait_for_blocks(launcher, store, 3)
         children(launcher)[victim].kill()
+        release()
         output, _ = launcher.communicate(timeout=EXIT_S)
     assert launcher.returncode == 1, output
     assert f"[{victim}] ended with SIGKILL" in output
@@ -100,9 +106,9 @@ def test_a_killed_process_takes_the_others_with_it_and_the_next_start_resumes(ov
 
 def test_an_error_in_one_process_ends_all_with_its_exit_code_and_its_message(overrides, tmp_path):
     """Stream 1, the second process's, meets a row without text in the middle of its file."""
-    text = write_text(tmp_path / "text", files=3, documents=150)
+    text = write_text(tmp_path / "text", files=3, documents=60)
     table = pq.read_table(text / "001.parquet").to_pydict()
-    table["text"][70] = None
+    table["text"][40] = None
     pq.write_table(pa.table(table), text / "001.parquet", row_group_size=16)
     store = tmp_path / "store"
     with local_processes(2, 1, *overrides, f"data.path={text}", f"store.path={store}") as launcher:
@@ -190,10 +196,11 @@ def test_half_a_place_among_processes_is_refused(overrides, tmp_path):
 def test_a_process_that_hangs_is_reported_and_then_given_up(overrides, tmp_path):
     store = tmp_path / "store"
     job = [*overrides, f"store.path={store}", "run.stall_timeout_s=3", "distributed.heartbeat_timeout_s=300"]
-    with local_processes(2, 1, *job) as launcher:
+    with commits_held(store, [HELD], *overrides) as release, local_processes(2, 1, *job) as launcher:
         wait_for_blocks(launcher, store, 3)
         first, second = children(launcher)
         second.suspend()
+        release()
         first.wait(timeout=EXIT_S)
         second.kill()
         output, _ = launcher.communicate(timeout=EXIT_S)
