@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.io.storage import Storage
 from tests.conftest import SECRET
-from tests.jobs import ROOT, children, local_processes, objects, run, run_processes, start, write_text
+from tests.jobs import ROOT, children, local_processes, objects, run, run_processes, start, wait_until, write_text
 from tests.store.emulators import new_bucket
 from tests.store.fault_proxy import FaultProxy
 
@@ -63,15 +62,14 @@ def wait_for_commits(blocks: int, proxy: FaultProxy, process: subprocess.Popen) 
     def committed() -> int:
         return sum("_commits/stream" in key and method in ("POST", "PUT") for method, key in list(proxy.requests))
 
-    while committed() < blocks and process.poll() is None:
-        time.sleep(0.01)
+    wait_until(lambda: committed() >= blocks, process, f"{blocks} commits", poll_s=0.01)
 
 
 def kill_after(blocks: int, proxy: FaultProxy, *overrides: str) -> None:
     process = start(*overrides)
     wait_for_commits(blocks, proxy, process)
     process.kill()
-    output, _ = process.communicate()
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL, output
     assert SECRET not in output
 
