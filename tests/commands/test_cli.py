@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import hydra
@@ -65,22 +66,71 @@ def damaged_model(tmp_path: Path, name: str) -> Path:
     return model
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ("missing weights", "safetensors"),
-        ("missing config", "config.json"),
-        ("truncated weights", "model.safetensors"),
-        ("garbled header", "model.safetensors"),
-        ("missing tokenizer", "tokenizer.json"),
-    ],
-)
-def test_a_damaged_model_ends_with_code_2_and_its_file_named(text, tmp_path, damage, message):
-    result = run(*base(text, tmp_path / "store"), f"model.path={damaged_model(tmp_path, damage)}")
+DAMAGES = {
+    "missing weights": "safetensors",
+    "missing config": "config.json",
+    "truncated weights": "model.safetensors",
+    "garbled header": "model.safetensors",
+    "missing tokenizer": "tokenizer.json",
+}
+WRONG_VALUES = {
+    "capture.layers=[99]": "layers 0..5",
+    "capture.sites=[resid_past]": "resid_post",
+    "capture.dtype=float99": "float99",
+    "model.path=no/such/model": "no/such/model",
+    "nonsense=1": "nonsense",
+    "batch.rows=three": "Set batch.rows to a whole number of at least 1",
+    "data=3": "data=3 names no choice",
+    "+run.foo=1": "run.foo is not a key of the configuration",
+    "data.path=/no/such/place": "/no/such/place",
+}
+COMMAND_LINES = """
+import json, os, sys
+from pipeline.cli.main import main
+from pipeline.extraction.job_run import join_and_run
+
+for overrides in json.loads(sys.argv[1]):
+    sys.argv[1:] = overrides
+    os.environ.pop("HYDRA_FULL_ERROR", None)  # which the command sets
+    try:
+        main(join_and_run, "")
+    except SystemExit as end:
+        print("exit code", end.code, file=sys.stderr)
+    print("next command line", file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module")
+def refused(text, tmp_path_factory) -> dict[str, tuple[Path, str]]:
+    """Of each command line that is wrong where its store would be, and what it said: one process has run them all."""
+    folders = {name: tmp_path_factory.mktemp("refused") for name in (*DAMAGES, *WRONG_VALUES)}
+    wrong = {name: f"model.path={damaged_model(folders[name], name)}" for name in DAMAGES}
+    wrong |= {override: override for override in WRONG_VALUES}
+    lines = [[*base(text, folders[name] / "store"), override] for name, override in wrong.items()]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND_LINES, json.dumps(lines)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    *said, end = done.stderr.split("next command line\n")
+    assert not end
+    return {name: (folders[name] / "store", each) for name, each in zip(wrong, said, strict=True)}
+
+
+def test_a_damaged_model_ends_a_process_with_code_2_and_its_file_named(text, tmp_path):
+    result = run(*base(text, tmp_path / "store"), f"model.path={damaged_model(tmp_path, 'missing weights')}")
     assert result.returncode == 2, result.stderr
-    assert message in result.stderr
+    assert "safetensors" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.items())
+def test_a_damaged_model_ends_with_code_2_and_its_file_named(refused, damage, message):
+    store, said = refused[damage]
+    assert said.endswith("exit code 2\n"), said
+    assert message in said
+    assert "Traceback" not in said
+    assert not store.exists()
 
 
 def test_a_token_beyond_the_vocabulary_names_its_document(text, tmp_path):
@@ -91,26 +141,20 @@ def test_a_token_beyond_the_vocabulary_names_its_document(text, tmp_path):
     assert "100" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("capture.layers=[99]", "layers 0..5"),
-        ("capture.sites=[resid_past]", "resid_post"),
-        ("capture.dtype=float99", "float99"),
-        ("model.path=no/such/model", "no/such/model"),
-        ("nonsense=1", "nonsense"),
-        ("batch.rows=three", "Set batch.rows to a whole number of at least 1"),
-        ("data=3", "data=3 names no choice"),
-        ("+run.foo=1", "run.foo is not a key of the configuration"),
-        ("data.path=/no/such/place", "/no/such/place"),
-    ],
-)
-def test_a_wrong_value_ends_with_code_2_and_is_named(text, tmp_path, override, message, monkeypatch):
-    if "capture.layers" not in override and "capture.sites" not in override:  # which are compared with the model's
-        monkeypatch.setenv("JAX_PLATFORMS", "nonsense")  # the mistake is named before JAX looks for devices
+@pytest.mark.parametrize(("override", "message"), WRONG_VALUES.items())
+def test_a_wrong_value_ends_with_code_2_and_is_named(refused, override, message):
+    _, said = refused[override]
+    assert said.endswith("exit code 2\n"), said
+    assert message in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("override", ["nonsense=1", "data.path=/no/such/place"])
+def test_a_wrong_value_ends_a_process_with_code_2_before_jax_looks_for_devices(text, tmp_path, override, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "none-such")
     result = run(*base(text, tmp_path / "store"), override)
     assert result.returncode == 2, result.stderr
-    assert message in result.stderr
+    assert WRONG_VALUES[override] in result.stderr
     assert "Traceback" not in result.stderr
 
 
