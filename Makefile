@@ -45,6 +45,9 @@ $(VENV)/.setup-train: $(VENV)/.setup
 demo: setup  ## the main job on text and on ARC tasks, with the bundled model: CPU, no network
 	$(BIN)/python scripts/demo/run_demo.py
 
+# Also where it is set: the suite starts some 200 processes, and each would compile the package's modules again.
+test test-fast: export PYTHONDONTWRITEBYTECODE =
+
 test: setup-test  ## the test suite, in two processes: many tests wait for jobs that they start
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 

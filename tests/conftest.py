@@ -39,9 +39,10 @@ LONGEST = (
     *("test_claiming.py", "test_resume.py", "test_generator.py", "test_cli.py", "test_compilation_cache.py"),
     *("test_weights_error.py", "test_positions.py", "test_compiled_step.py", "test_generation_mesh.py"),
 )
-COMPILING = (  # many programs, or large ones, or whole jobs
+SLOW = (  # what compiles many programs, or large ones, or runs whole jobs
     *("extraction/test_alignment.py", "extraction/test_guards.py", "extraction/test_resume.py"),
     *("extraction/test_run.py", "extraction/test_writer.py", "models/test_bfloat16.py", "store/test_begun_before.py"),
+    *("extraction/test_claiming.py", "extraction/test_processes.py", "step/test_mesh.py"),
     *("extraction/test_positions.py", "extraction/test_real_inputs.py", "generation/test_generate.py"),
     *("generation/test_generation_tpu.py", "planning/test_compile_check.py", "store/test_damage_fuzzer.py"),
     *("generation/test_generator.py", "generation/test_sampling.py", "models/test_families.py", "models/test_int8.py"),
@@ -54,14 +55,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="leave out tests that start processes or compile much")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --fast, the files that are left out are not imported either."""
+    return True if config.getoption("--fast") and collection_path.as_posix().endswith(SLOW) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first: no process of the suite is to be left with one while the other has nothing to do."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if config.getoption("--fast"):
         subprocess.Popen.__init__ = lambda *_, **__: pytest.skip("it starts a process")
-        left_out = [item for item in items if item.path.as_posix().endswith(COMPILING)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

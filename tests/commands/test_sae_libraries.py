@@ -12,9 +12,9 @@ import pytest
 from pipeline.export import main as export
 from pipeline.store import ActivationStore
 
-torch = pytest.importorskip("torch")
 if not any(map(find_spec, ("sae_lens", "dictionary_learning"))):
     pytest.skip("neither sae-lens nor dictionary-learning is installed", allow_module_level=True)
+torch = pytest.importorskip("torch")
 STEPS, BATCH_SIZE = 300, 256
 KEY = "blocks.2.resid_post"
 
