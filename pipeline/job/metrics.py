@@ -52,7 +52,7 @@ class Stage(Enum):
 
 BINDING = {
     Stage.LOOP_DATA: "reading and tokenising",
-    Stage.FEED_CLAIM: "other workers, which hold the remaining streams",
+    Stage.FEED_CLAIM: "claiming streams, or waiting for those that other workers hold",
     Stage.WRITER_RESULTS: "compute and device-to-host copies",
     Stage.WRITER_COPY: "copying into host buffers",
     Stage.WRITER_STATISTICS: "merging row statistics",

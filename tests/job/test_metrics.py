@@ -1,13 +1,17 @@
 """The log of a run: its name, and what it counts."""
 
 import json
+from contextlib import closing
 
 from pipeline.config.composing import compose
 from pipeline.extraction.job_run import run
-from pipeline.job.metrics import run_name
+from pipeline.job.metrics import Metrics, run_name
 from pipeline.store import ActivationStore
 from pipeline.store.format.keys import is_worker_key
+from pipeline.store.io.storage import Storage, StorageOptions
 from tests.jobs import write_text
+from tests.store.emulators import new_bucket
+from tests.store.fault_proxy import Fault
 
 
 def test_run_names_are_unique():
@@ -30,3 +34,13 @@ def test_a_partial_block_counts_only_the_rows_that_it_has(tmp_path):
     [log] = (tmp_path / "store" / "_metrics").iterdir()
     counted = json.loads(log.read_text().splitlines()[-1])
     assert (counted["blocks"], counted["stored_bytes"]) == (len(rows), sum(rows) * row_bytes)
+
+
+def test_requests_that_were_sent_again_are_counted_from_the_runs_beginning(gcs):
+    storage = Storage.open(f"{new_bucket('gs', gcs.backend)}/store", StorageOptions(retries=100, retry_delay_s=0.001))
+    for _ in range(2):
+        with closing(Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=3600)) as metrics:
+            gcs.reset(rate=0.5, kinds=[Fault.too_many_requests])
+            assert [storage.read(f"{number}") for number in range(20)] == [None] * 20
+            assert metrics.snapshot()["storage_retries"] == gcs.faults[Fault.too_many_requests] > 0
+            assert f"{gcs.faults[Fault.too_many_requests]} requests to storage failed" in metrics.summary()

@@ -10,10 +10,10 @@ from pipeline.core.errors import ConfigError, StoreError, StoreInvalid
 from pipeline.store.format.arrays import open_or_create
 from pipeline.store.io.failures import storage_errors
 from pipeline.store.io.shard_files import ShardFiles
-from pipeline.store.io.storage import Storage, StorageOptions, num_retries
+from pipeline.store.io.storage import Storage, StorageOptions
 from tests.store.emulators import new_bucket
 from tests.store.example_store import layout
-from tests.store.fault_proxy import CONTENT_FAULTS, Fault
+from tests.store.fault_proxy import CONTENT_FAULTS
 
 
 def test_the_settings_reach_tensorstore():
@@ -32,14 +32,6 @@ def test_the_delays_of_no_two_processes_are_the_same():
     """Those that were refused at the same time must not return at the same time."""
     specs = [StorageOptions(16, 2.0).context().spec.to_json()["gcs_request_retries"] for _ in range(64)]
     assert len({spec["initial_delay"] for spec in specs}) == len({spec["max_delay"] for spec in specs}) == 64
-
-
-def test_requests_that_were_sent_again_are_counted(gcs):
-    storage = Storage.open(f"{new_bucket('gs', gcs.backend)}/store", StorageOptions(retries=100, retry_delay_s=0.001))
-    gcs.reset(rate=0.5, kinds=[Fault.too_many_requests])
-    before = num_retries()
-    assert [storage.read(f"{number}") for number in range(20)] == [None] * 20
-    assert num_retries() - before == gcs.faults[Fault.too_many_requests] > 0
 
 
 @pytest.mark.parametrize("wrong", [{"retries": -1}, {"retry_delay_s": -1}, {"concurrency": 0}, {"copy_threads": 0}])

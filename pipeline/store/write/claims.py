@@ -8,7 +8,8 @@ stream that has work left is released by marking it as such, not by deletion: S3
 
 `_claims/stream-00003.done-1000000` says that the stream holds its share of a target of 1,000,000 tokens (`all`: of all
 tokens). So one listing, a request per 1,000 keys, tells finished, claimed and free streams apart. A mark replaces the
-stream's claim, and only saves requests: the commit records say what the store contains.
+stream's claim (on S3 without a condition: nothing is left to do there that two owners could both begin), and only saves
+requests: the commit records say what the store contains.
 """
 
 import itertools
