@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import get_session, httpx, parse_ratelimit_headers, set_client_factory
+from huggingface_hub.utils import WeakFileLock, get_session, httpx, parse_ratelimit_headers, set_client_factory
 
 from pipeline.core.errors import InputError, PipelineError
 from pipeline.core.retries import ATTEMPTS, Attempts, brief_cause, is_transient_status
@@ -145,16 +145,24 @@ class Repository:
 
     def file(self, name: str) -> Path | None:
         """A file in the cache; None where the repository has none of that name."""
-        known = huggingface_hub.try_to_load_from_cache(self.id, name, revision=self.commit)
-        if known is not None:
-            return Path(known) if isinstance(known, str) else None
         with _named_errors(self.id, self.commit, self.key, self.invalid):
-            try:
-                return _download(self.id, name, self.commit)
-            except EntryNotFoundError as error:
-                if _is_absent(error):
-                    return None
-                raise
+            if (known := self._cached(name)) is None:
+                with _alone_on_host(self.id, name):  # another process may have fetched it meanwhile
+                    known = self._cached(name) or self._fetch(name)
+        return known if isinstance(known, Path) else None
+
+    def _cached(self, name: str) -> Path | object | None:
+        """A path; another object where the cache knows that there is no such file; None where it does not know."""
+        known = huggingface_hub.try_to_load_from_cache(self.id, name, revision=self.commit)
+        return Path(known) if isinstance(known, str) else known
+
+    def _fetch(self, name: str) -> Path | None:
+        try:
+            return _download(self.id, name, self.commit)
+        except EntryNotFoundError as error:
+            if _is_absent(error):
+                return None
+            raise
 
     def names(self) -> list[str]:
         """The repository's files; in offline mode, those in the cache."""
@@ -175,7 +183,8 @@ def open_repository(
     """
     with _named_errors(repo, revision, key, invalid):
         try:
-            downloaded = _download(repo, file, revision)
+            with _alone_on_host(repo, file):
+                downloaded = _download(repo, file, revision)
         except EntryNotFoundError as error:
             if isinstance(error.__cause__, OfflineModeIsEnabled):
                 raise PipelineError(
@@ -192,6 +201,15 @@ def open_repository(
             downloaded = Path(cached)
             log.warning("%s Using commit %s of %s from the Hub's cache.", error, downloaded.parent.name, repo)
     return Repository(repo, downloaded.parent.name, key, invalid)  # the cache keeps files under snapshots/<commit>/
+
+
+@contextmanager
+def _alone_on_host(repo: str, name: str) -> Iterator[None]:
+    """Processes that share a cache fetch a file one after the other: all but the first find it there."""
+    folder = Path(huggingface_hub.constants.HF_HUB_CACHE) / ".locks" / "activation-pipeline"
+    folder.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(folder / f"{hashlib.sha256(f'{repo}/{name}'.encode()).hexdigest()}.lock"):
+        yield
 
 
 def _download(repo: str, name: str, revision: str | None) -> Path:

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import logging
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -172,6 +174,22 @@ def everything() -> dict[str, object]:
         "files": [(file.name, file.size) for file in find_files("hf://datasets/owner/text/data", ".parquet")],
         "source": source.fingerprint() | {"shards": source.shards, "first": next(source.read(0, 0)).text},
     }
+
+
+def test_processes_of_a_host_fetch_each_file_once(server: Hub) -> None:
+    (commit,) = server.refs.values()
+    arrived = threading.Barrier(4)
+
+    def start() -> None:
+        arrived.wait()
+        open_model("owner/tiny", revision=commit).checkpoint.generation_config  # noqa: B018
+        load_tokenizer("owner/tiny", revision=commit)
+
+    with ThreadPoolExecutor(4) as pool:
+        for started in [pool.submit(start) for _ in range(4)]:
+            started.result()
+    requests = [request for request in server.requests if "/resolve/" in request]
+    assert len(requests) == len({*requests}), sorted(requests)
 
 
 def test_attempts_are_bounded(server: Hub, waits) -> None:
