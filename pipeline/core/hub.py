@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import cache
@@ -207,7 +207,11 @@ def open_repository(
 def _alone_on_host(repo: str, name: str) -> Iterator[None]:
     """Processes that share a cache fetch a file one after the other: all but the first find it there."""
     folder = Path(huggingface_hub.constants.HF_HUB_CACHE) / ".locks" / "activation-pipeline"
-    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):  # a cache that is only read
+        yield
+        return
     with WeakFileLock(folder / f"{hashlib.sha256(f'{repo}/{name}'.encode()).hexdigest()}.lock"):
         yield
 

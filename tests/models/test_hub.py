@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -190,6 +191,15 @@ def test_processes_of_a_host_fetch_each_file_once(server: Hub) -> None:
             started.result()
     requests = [request for request in server.requests if "/resolve/" in request]
     assert len(requests) == len({*requests}), sorted(requests)
+
+
+def test_a_cache_that_cannot_be_written_is_read(server: Hub) -> None:
+    commit = open_model("owner/tiny").checkpoint.commit
+    locks = Path(huggingface_hub.constants.HF_HUB_CACHE) / ".locks"
+    shutil.rmtree(locks)
+    locks.touch()  # root may write into any folder
+    for revision in (None, commit):
+        assert open_model("owner/tiny", revision=revision).checkpoint.config["model_type"] == "qwen2"
 
 
 def test_attempts_are_bounded(server: Hub, waits) -> None:
