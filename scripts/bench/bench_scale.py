@@ -3,8 +3,10 @@
     python -m scripts.bench.bench_scale [--blocks 10000 100000] [--streams 100] [--paths start finish ...]
 
 Each path runs in a process of its own against `gcs_standin` with 50 ms per request, on stores that `scale_store` makes.
-All processes of a job do what "start of one process" does; the other paths run once. A path is ended after `--limit-s`.
-The exponent is that of requests and seconds in B, between neighbouring sizes. Writes build/bench-scale.json.
+All processes of a job do what "start of one process" does; the other paths run once. A path is ended after `--limit-s`;
+its line then has the requests until then. The exponents in B are those of requests and seconds, against the size
+before. All of it takes an hour, and of a million blocks the stores alone take minutes, once. Writes
+build/bench-scale.json.
 """
 
 import argparse
@@ -52,7 +54,7 @@ def measure(name: str, blocks: int, streams: int, latency_s: float = 0.05, limit
         arguments = [str(part) for option in options.items() for part in option]
         command = [sys.executable, "-m", "scripts.bench.scale_paths", name, url, str(result), *arguments]
         variables = {**os.environ, **environment(url), "JAX_PLATFORMS": "cpu"}
-        subprocess.run(command, check=True, env=variables, stderr=subprocess.PIPE, text=True)
+        subprocess.run(command, check=True, env=variables)
     return {"path": name, "blocks": blocks, "streams": streams} | json.loads(result.read_text())
 
 
@@ -73,8 +75,8 @@ def _cost(cell: dict[str, Any], key: str) -> float:
 def markdown(cells: Sequence[dict[str, Any]]) -> str:
     """The table: one line for each path and size, with the exponents against the size before."""
     lines = [
-        "| path | B | S | seconds | list | get | put | delete | MB | CPU s | peak MiB | requests ~ B^ | seconds ~ B^ |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| path | B | S | seconds | list | get | put | delete | CPU s | peak MiB | requests ~ B^ | seconds ~ B^ |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     before = {id(later): earlier for earlier, later in pairwise(cells) if earlier["path"] == later["path"]}
     for cell in cells:
@@ -88,7 +90,6 @@ def markdown(cells: Sequence[dict[str, Any]]) -> str:
             f"{cell['streams']:,}",
             seconds,
             *(f"{requests.get(kind, 0):,}" for kind in KINDS),
-            f"{requests.get('bytes', 0) / 1e6:.1f}",
             f"{cell['cpu_s']:.1f}",
             str(cell["peak_mib"]),
             *("" if x is None else f"{x:.2f}" for x in exponents),
@@ -111,7 +112,7 @@ def main() -> None:
         streams = CLAIM_STREAMS if name.startswith("claim") else options.streams
         cells.append(measure(name, blocks, streams, options.latency_s, options.limit_s))
         print(json.dumps(cells[-1]), file=sys.stderr, flush=True)
-    RESULTS.write_text(json.dumps(cells, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(cells, indent=1) + "\n")
     print(markdown(cells))
 
 
