@@ -345,7 +345,7 @@ class ActivationStore:
         try:
             parsed = _parse_key(key)
         except (TypeError, ValueError) as error:
-            raise StoreError(f"{key!r} names no activation: {error}.") from error
+            raise StoreError(f"{key!r} names no activation ({error}); {self.path} has {self._key_names()}.") from error
         if parsed not in self.keys:
             raise StoreError(f"the store {self.path} has no {parsed.name}; it has {self._key_names()}.")
         return parsed
