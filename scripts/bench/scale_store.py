@@ -8,7 +8,7 @@ compares them). What a change of the store's format touches is in `SyntheticStor
 import bisect
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, cached_property, lru_cache, reduce
@@ -83,16 +83,12 @@ class StoreShape:
 class SyntheticStore:
     """The objects of a store: a `gcs_standin.Provider`. Keys are relative to the store, but for `content`, `keys_from`.
 
-    layout: of its arrays. table_digests: sha256 of each block's document table, by stream and block. fixed: the objects
-    that are there once, by key.
+    layout: of its arrays. fixed: the objects that are there once, by key.
     """
 
-    def __init__(
-        self, shape: StoreShape, layout: StoreLayout, table_digests: Sequence[str], fixed: Mapping[str, bytes]
-    ) -> None:
+    def __init__(self, shape: StoreShape, layout: StoreLayout, fixed: Mapping[str, bytes]) -> None:
         self.shape = shape
         self.layout = layout
-        self._table_digests = table_digests
         self._fixed = {f"{PLACE}/{key}": content for key, content in fixed.items()}
         self._fixed_keys = sorted(self._fixed)
 
@@ -165,7 +161,7 @@ class SyntheticStore:
         }
         return replace(
             record(block, stream),
-            table_sha256=self._table_digests[stream * self.shape.stream_blocks + block],
+            table_sha256=table_digest(encode_table(table(self.shape, stream, block))),
             statistics_sha256=self._statistics.sha256(block),
             digests=digests,
             tokens_before=block * BLOCK_TOKENS,
@@ -298,8 +294,8 @@ def make_store(shape: StoreShape, target: int) -> SyntheticStore:
     path = f"memory://bench-scale-{shape.blocks}-{shape.streams}-{shape.state}"
     job = open_bench_job(shape.streams, target, path)
     StoreWriter.open(job.storage, job.metadata, job.layout)
-    storage, layout, digests = job.storage, job.layout, _table_digests(shape)
-    store = SyntheticStore(shape, layout, digests, {})
+    storage, layout = job.storage, job.layout
+    store = SyntheticStore(shape, layout, {})
     indexed = shape.stream_blocks if shape.state is State.complete else shape.stream_blocks // INDEX_EVERY * INDEX_EVERY
     for stream in range(shape.streams if indexed else 0):
         storage.write(index_key(stream), store.stream_table(stream, indexed).encode())
@@ -308,7 +304,7 @@ def make_store(shape: StoreShape, target: int) -> SyntheticStore:
     fixed = {key: storage.read(key) for key in storage.list_keys()}
     for key in fixed:
         storage.write(key, None)
-    return SyntheticStore(shape, layout, digests, fixed)
+    return SyntheticStore(shape, layout, fixed)
 
 
 def _complete(storage: Storage, store: SyntheticStore) -> None:
@@ -325,17 +321,3 @@ def _complete(storage: Storage, store: SyntheticStore) -> None:
     summary = {"blocks": blocks, "blocks_sha256": table_sha256(blocks_table), "statistics_digests": digests}
     change_root(storage, lambda root: replace(root, complete=True, **summary))
     set_rows(storage, [spec.name for spec in layout.all_arrays], shape.blocks * ROWS)
-
-
-def _table_digests(shape: StoreShape) -> list[str]:
-    """The sha256 of every block's document table, by stream and block. Kept in a file, since a million take minutes."""
-    first = table_digest(encode_table(table(shape, 0, 0)))
-    file = BUILD / f"tables-{shape.blocks}-{shape.streams}-{first[:16]}"
-    if not file.exists():
-        places = itertools.product(range(shape.streams), range(shape.stream_blocks))
-        digests = (table_digest(encode_table(table(shape, *place))) for place in places)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
-        partial.write_text("\n".join(digests))
-        partial.rename(file)
-    return file.read_text().split("\n")
