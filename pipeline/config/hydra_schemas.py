@@ -1,5 +1,6 @@
 """Registers the schemas with Hydra."""
 
+from functools import cache
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -39,6 +40,7 @@ def _prepared(node: DictConfig) -> DictConfig:
     return node
 
 
+@cache  # Hydra copies what it takes from its store
 def register() -> None:
     """Stores the schemas under the names that `defaults` in the YAML files use."""
     store = ConfigStore.instance()
