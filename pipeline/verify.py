@@ -1,5 +1,15 @@
 """Checks a store: `python -m pipeline.verify store.path=...` reads every committed block.
 
+Several processes share the work on a large store: `verify.world=W` of them, each with its `verify.rank`, from 0 to
+W - 1. A process checks every W-th stream; the store is sound if all of them find nothing. `verify.sample=0.01` reads
+the objects of one block in 100, the same ones at each run with the same `verify.seed`. `verify.level` says how much is
+checked; each level includes those before it:
+
+  records    the root, the commit records and the block tables
+  objects    every object that a record needs exists, and a complete store has no others; nothing else is read
+  checksums  the checksums of document tables, statistics and chunks, and the records' digests of the values
+  all        the values agree with each other, with the document tables and with the statistics
+
 Exit codes: 0 the store is sound; 1 problems were found, which are listed, or the store cannot be reached; 2 there is no
 store; 42 interrupted.
 """
@@ -12,19 +22,36 @@ if __name__ == "__main__":
 import sys
 from dataclasses import dataclass
 
-from pipeline.cli.settings import store_path
+from pipeline.cli.settings import fraction, one_of, setting, store_path, whole_number
 from pipeline.cli.store_command import run_command
+from pipeline.core.errors import ConfigError
 from pipeline.store.check.reporting import verify_and_print
+from pipeline.store.check.scope import Level, Scope
 
 
 @dataclass(frozen=True)
 class Settings:
     path: str = store_path()
+    rank: int = setting("verify.rank", "which share of the streams to check, from 0", whole_number(0), default=0)
+    world: int = setting("verify.world", "the number of shares", whole_number(1), default=1)
+    sample: float = setting("verify.sample", "the part of the blocks to read", fraction, default=1.0)
+    seed: int = setting("verify.seed", "selects the sample", whole_number(0), default=0)
+    level: str = setting(
+        "verify.level",
+        "how much to check: records, objects, checksums or all",
+        one_of(*Level.__members__),
+        default="all",
+    )
 
 
 def verify(settings: Settings) -> int:
     """Prints the store's problems. Returns the exit code."""
-    return verify_and_print(settings.path)
+    if settings.rank >= settings.world:
+        raise ConfigError(
+            f"verify.rank={settings.rank}: expected a number below verify.world={settings.world}. Ranks count from 0."
+        )
+    scope = Scope(settings.rank, settings.world, settings.sample, settings.seed, Level[settings.level])
+    return verify_and_print(settings.path, scope)
 
 
 def main(arguments: list[str]) -> int:

@@ -50,6 +50,17 @@ def whole_number(least: int) -> Callable[[str, str], int]:
     return parse
 
 
+def fraction(value: str, key: str) -> float:
+    """A number above 0, at most 1."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= 1:
+        raise ConfigError(f"{key}={shortened(value, 80)}: expected a number above 0, at most 1.")
+    return number
+
+
 def local_path(value: str, key: str) -> str:
     """A path to write to; `~` in it is not expanded yet."""
     if reason := unusable_path(value, key):

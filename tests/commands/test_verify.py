@@ -68,4 +68,30 @@ def test_no_store(tmp_path, capsys):
 )
 def test_usage(arguments, problem, capsys):
     assert main(arguments) == 2
-    assert capsys.readouterr().err == f"usage: python -m pipeline.verify store.path=...\n{problem}\n"
+    settings = "store.path=... [verify.rank=0] [verify.world=1] [verify.sample=1.0] [verify.seed=0] [verify.level=all]"
+    assert capsys.readouterr().err == f"usage: python -m pipeline.verify {settings}\n{problem}\n"
+
+
+@pytest.mark.parametrize(
+    ("argument", "problem"),
+    [
+        ("verify.rank=1", "verify.rank=1: expected a number below verify.world=1. Ranks count from 0."),
+        ("verify.world=0", "verify.world=0: expected a whole number, at least 1."),
+        ("verify.sample=0", "verify.sample=0: expected a number above 0, at most 1."),
+        ("verify.sample=nan", "verify.sample=nan: expected a number above 0, at most 1."),
+        ("verify.level=some", "verify.level=some: expected records or objects or checksums or all."),
+    ],
+)
+def test_settings_that_are_not_allowed(argument, problem, capsys):
+    assert main(["store.path=/x", argument]) == 2
+    assert capsys.readouterr().err == f"{problem}\n"
+
+
+def test_a_part_of_a_sound_store(tmp_path, capsys):
+    write_store(str(tmp_path))
+    part = ["verify.rank=1", "verify.world=2", "verify.sample=0.5", "verify.level=checksums"]
+    assert main([f"store.path={tmp_path}", *part]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in printed[:-1]] == ["note"] * 3
+    assert "rank 1 of 2 checks 1 of 2 streams; rank 0 also checks" in printed[0]
+    assert printed[-1] == f"{tmp_path}: no problem found"

@@ -6,18 +6,19 @@ from collections.abc import Callable
 from tqdm import tqdm
 
 from pipeline.core.errors import EXIT_FAILED, EXIT_OK
+from pipeline.store.check.scope import EVERYTHING, Scope
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.problems import Problem
 
 
-def verify_and_print(path: str) -> int:
+def verify_and_print(path: str, scope: Scope = EVERYTHING) -> int:
     """Verifies a store with a progress bar, prints what is wrong, and returns the exit code. Raises StoreError."""
     notes: list[str] = []
-    problems = verify_with_progress(path, notes.append)
+    problems = verify_with_progress(path, notes.append, scope)
     for note in notes:
         print(f"note: {note}")
     if not problems:
-        print(f"{path}: sound")
+        print(f"{path}: {'sound' if scope.is_everything else 'no problem found'}")
         return EXIT_OK
     for problem in problems:
         print(problem)
@@ -26,7 +27,7 @@ def verify_and_print(path: str) -> int:
     return EXIT_FAILED
 
 
-def verify_with_progress(path: str, note: Callable[[str], None]) -> list[Problem]:
+def verify_with_progress(path: str, note: Callable[[str], None], scope: Scope = EVERYTHING) -> list[Problem]:
     """`verify_store` with a progress bar on stderr, in blocks."""
     with tqdm(unit="block", desc="verify", file=sys.stderr) as bar:
 
@@ -34,4 +35,4 @@ def verify_with_progress(path: str, note: Callable[[str], None]) -> list[Problem
             bar.total = total
             bar.update(done - bar.n)
 
-        return verify_store(path, progress, note)
+        return verify_store(path, progress, note, scope)

@@ -21,7 +21,7 @@ from pipeline.store.check.block_checks import (
 )
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.int8 import scale_name
-from pipeline.store.format.layout import POSITIONS, SIDE_ARRAYS, StoreLayout
+from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.metadata import StoreRoot
 from pipeline.store.format.problems import Problem, Remedy
 from pipeline.store.format.statistics import (
@@ -47,7 +47,6 @@ class OpenStore:
     layout: StoreLayout
     arrays: Mapping[str, ts.TensorStore]
     num_rows: int  # of the shortest array: an interruption leaves some trimmed, others not
-    objects: Mapping[str, frozenset[str]]  # by array, the keys of its store shards
     vocab_size: int | None
 
     @property
@@ -67,14 +66,23 @@ class CheckedBlock:
     running: BlockStatistics | None
 
 
-def check_block(store: OpenStore, record: CommitRecord) -> CheckedBlock:
+def check_block(
+    store: OpenStore, record: CommitRecord, missing: frozenset[str] = frozenset(), only_checksums: bool = False
+) -> CheckedBlock:
     """Reads and checks a block; in remote storage one with a problem twice, since a service may answer with half an
-    object, or with none, and be right the next time."""
-    first = _check_block_once(store, record)
-    return _check_block_once(store, record) if first.problems and store.storage.is_remote else first
+    object, or with none, and be right the next time.
+
+    `missing` arrays have no object of the block, which is known already. With `only_checksums` it is not checked
+    whether the values of the arrays agree with each other.
+    """
+    first = _check_block_once(store, record, missing, only_checksums)
+    is_doubtful = first.problems and store.storage.is_remote
+    return _check_block_once(store, record, missing, only_checksums) if is_doubtful else first
 
 
-def _check_block_once(store: OpenStore, record: CommitRecord) -> CheckedBlock:
+def _check_block_once(
+    store: OpenStore, record: CommitRecord, missing: frozenset[str], only_checksums: bool
+) -> CheckedBlock:
     problems: list[Problem] = []
     table, statistics, running = None, {}, None
     try:
@@ -88,22 +96,36 @@ def _check_block_once(store: OpenStore, record: CommitRecord) -> CheckedBlock:
         except StoreError as error:
             problems.append(Problem(key, str(error)))
             statistics = None
-    problems += _check_objects(store, record, table, statistics or {})
+    if only_checksums:
+        problems += _check_checksums(store, record, missing)
+    else:
+        problems += _check_arrays(store, record, missing, table, statistics or {})
     return CheckedBlock(record, problems, table, statistics, running)
 
 
-def _check_objects(
-    store: OpenStore, record: CommitRecord, table: pa.Table | None, statistics: Mapping[str, Statistics]
-) -> Iterator[Problem]:
-    """The problems of a block's arrays."""
-    keys = {spec.name: store.layout.shard_key(spec, record.stream, record.block) for spec in store.layout.all_arrays}
-    # Zarr stores no object for a shard of zeros, which `positions` may be, and everything is in a block without rows.
-    sides_of_tokens = {spec.name for spec in SIDE_ARRAYS}
-    held = {name: record.tokens if name in sides_of_tokens else record.activations for name in keys}
-    missing = {name for name, key in keys.items() if key not in store.objects[name] and held[name]}
-    missing.discard(POSITIONS.name)
-    yield from (Problem(keys[name], "is missing, although the block is committed") for name in sorted(missing))
+def _check_checksums(store: OpenStore, record: CommitRecord, missing: frozenset[str]) -> Iterator[Problem]:
+    """The problems of the chunks' checksums, and of the digests of a block's arrays."""
+    for spec in store.layout.all_arrays:
+        if spec.name in missing:
+            continue
+        key, digest = store.layout.shard_key(spec, record.stream, record.block), _digest(store, spec.name)
+        try:
+            deque(_read_block(store, spec.name, record, digest), maxlen=0)
+        except StoreError as error:
+            yield Problem(key, str(error))
+            continue
+        yield from (Problem(key, what) for what in _compare_digest(record, spec.name, digest))
 
+
+def _check_arrays(
+    store: OpenStore,
+    record: CommitRecord,
+    missing: frozenset[str],
+    table: pa.Table | None,
+    statistics: Mapping[str, Statistics],
+) -> Iterator[Problem]:
+    """The problems of a block's arrays, and of how they agree with each other."""
+    keys = {spec.name: store.layout.shard_key(spec, record.stream, record.block) for spec in store.layout.all_arrays}
     sides: dict[str, np.ndarray] = {}
     for name in (spec.name for spec in store.layout.side_arrays if spec.name not in missing):
         digest = _digest(store, name)

@@ -1,0 +1,93 @@
+"""A stream's running statistics, and the merged ones of a store, compared with those of the blocks."""
+
+from collections.abc import Iterator
+
+from pipeline.core.errors import StoreError
+from pipeline.store.check.block_checks import check_statistics
+from pipeline.store.check.stored_blocks import CheckedBlock, OpenStore
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.problems import Problem, Remedy
+from pipeline.store.format.statistics import (
+    MERGED_GROUP,
+    MERGED_GROUP_KEY,
+    BlockStatistics,
+    decode_merged,
+    merge_arrays,
+    merged_digest,
+    merged_keys,
+    read_running,
+    statistics_key,
+)
+from pipeline.store.io.storage import Storage
+
+
+class StreamStatistics:
+    """The merged statistics of the blocks of one stream that were checked.
+
+    `total` is None once those of a block cannot be read, and {} once a block has none. After blocks that were not
+    read, the running statistics of the next one count.
+    """
+
+    def __init__(self) -> None:
+        self.total: BlockStatistics | None = {}
+        self._next = 0
+
+    def add(self, block: CheckedBlock) -> Iterator[Problem]:
+        """The problems of the block's running statistics."""
+        own, number = block.statistics, block.record.block
+        if number == 0:
+            self.total = own
+        elif number == self._next:
+            self.total = merged(self.total, own)
+        else:
+            self.total = own and block.running
+        self._next = number + 1
+        if self.total and block.running:
+            for name, expected in self.total.items():
+                for what in check_statistics(block.running[name], expected):
+                    yield Problem(statistics_key(block.record.stream, number), f"running, {name}: {what}")
+
+
+def merged(first: BlockStatistics | None, second: BlockStatistics | None) -> BlockStatistics | None:
+    """Both together; None where one is, and {} where they are not of the same arrays."""
+    if first is None or second is None:
+        return None
+    return merge_arrays(first, second) if set(first) == set(second) else {}
+
+
+def stored_total(storage: Storage, last: CommitRecord) -> BlockStatistics | None:
+    """The statistics of a stream as its last block's file has them; {} where a block has none, None where they cannot
+    be read."""
+    try:
+        return read_running(storage, last) or {}
+    except StoreError:
+        return None
+
+
+def check_merged(store: OpenStore, total: BlockStatistics | None) -> Iterator[Problem]:
+    """The problems of a complete store's `stats/`, which must agree with the blocks' statistics and the root."""
+    if not store.root.complete or total is None:
+        return
+    digests = store.root.statistics_digests
+    keys = [MERGED_GROUP_KEY, *(key for spec in store.layout.arrays for key in merged_keys(spec.name))]
+    wrong = [Problem(key, what, Remedy.merge_again) for key in keys if (what := store.storage.file_problem(key))]
+    if wrong:
+        yield from wrong
+        return
+    objects = dict(zip(keys, store.storage.read_many(keys), strict=True))
+    for name, expected in total.items():
+        where = merged_keys(name)[0].removesuffix("zarr.json")
+        if merged_digest(objects, name) is None:
+            yield Problem(where, "is missing, although the store is complete", Remedy.merge_again)
+        elif digests is not None and digests.get(name) != merged_digest(objects, name):
+            yield Problem(where, "does not have the digest that the root names", Remedy.merge_again)
+        else:
+            try:
+                stored = decode_merged(objects, name)
+            except StoreError as error:
+                yield Problem(where, str(error), Remedy.merge_again)
+                continue
+            for what in check_statistics(stored, expected):
+                yield Problem(where, what, Remedy.merge_again)
+    if total and objects[MERGED_GROUP_KEY] != MERGED_GROUP:
+        yield Problem(MERGED_GROUP_KEY, "is missing or was edited", Remedy.merge_again)

@@ -1,0 +1,150 @@
+"""Which objects a store has, by listings: those that its blocks need, and others."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import tensorstore as ts
+from jaxtyping import Bool, Int64
+
+from pipeline.store.check.ahead import map_ahead
+from pipeline.store.check.scope import Level, Scope
+from pipeline.store.check.stored_records import StreamRecords, is_in_stream, join_tables, stream_prefix
+from pipeline.store.format.block_table import BlockTable
+from pipeline.store.format.layout import POSITIONS, SIDE_ARRAYS, ArraySpec, StoreLayout
+from pipeline.store.format.problems import Problem, Remedy
+from pipeline.store.format.statistics import STATISTICS_PREFIX, statistics_key
+from pipeline.store.format.tables import TABLES_PREFIX, table_key
+from pipeline.store.io.storage import Storage
+
+_LISTINGS_AT_ONCE = 8
+_MANY = 20_000  # keys of an array, which are listed in parts
+_DIGITS = "0123456789"  # followed by ":"
+_MISSING = "is missing, although the block is committed"
+
+MissingArrays = Mapping[tuple[int, int], frozenset[str]]  # by stream and block, the arrays whose object is missing
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The blocks of the scope. listed: the numbers of the store shards of those that have a record, ascending.
+    readable: those whose record can be read."""
+
+    listed: Int64[np.ndarray, " n"]
+    readable: BlockTable
+
+
+def check_objects(
+    storage: Storage,
+    layout: StoreLayout,
+    scope: Scope,
+    streams: Mapping[int, StreamRecords],
+    is_complete: bool,
+) -> tuple[MissingArrays, list[Problem]]:
+    """The objects that the scope's blocks lack and, in a complete store, those that belong to no block."""
+    problems: list[Problem] = []
+    if is_complete or scope.level is Level.objects or scope.sample < 1:
+        problems += _check_files(storage, layout.num_streams, scope, streams, is_complete)
+    listed = [records.listed * layout.num_streams + stream for stream, records in streams.items()]
+    blocks = _Blocks(np.sort(np.concatenate([np.empty(0, np.int64), *listed])), join_tables(streams))
+    missing: dict[tuple[int, int], set[str]] = {}
+    for spec in layout.all_arrays:
+        is_present, others = _list_shards(storage, layout, scope, spec, blocks.listed)
+        if is_complete:
+            problems += map(_leftover, others)
+        for stream, block in _lacking(spec, layout, blocks, is_present):
+            missing.setdefault((stream, block), set()).add(spec.name)
+            problems.append(Problem(layout.shard_key(spec, stream, block), _MISSING))
+    return {place: frozenset(names) for place, names in missing.items()}, problems
+
+
+def _leftover(key: str) -> Problem:
+    return Problem(key, "belongs to no committed block, although the store is complete", Remedy.discard)
+
+
+def _lacking(
+    spec: ArraySpec, layout: StoreLayout, blocks: _Blocks, is_present: Bool[np.ndarray, " n"]
+) -> Iterator[tuple[int, int]]:
+    """The readable blocks that lack their object of an array.
+
+    Zarr stores no object for a shard of zeros, which `positions` may be, and everything is in a block without rows.
+    """
+    if spec.name == POSITIONS.name:
+        return
+    held = blocks.readable.column("tokens" if spec in SIDE_ARRAYS else "activations")
+    stream, block = blocks.readable.column("stream"), blocks.readable.column("block")
+    at = np.searchsorted(blocks.listed, block * layout.num_streams + stream)
+    lacks = (held > 0) & ~is_present[at]
+    yield from zip(stream[lacks].tolist(), block[lacks].tolist(), strict=True)
+
+
+def _list_shards(
+    storage: Storage, layout: StoreLayout, scope: Scope, spec: ArraySpec, listed: Int64[np.ndarray, " n"]
+) -> tuple[Bool[np.ndarray, " n"], list[str]]:
+    """Which of the `listed` store shards an array has; and the scope's keys that are of none of them."""
+    is_present, others = np.zeros(len(listed), bool), []
+    prefix, tail = f"{spec.name}/c/", "/0" * (len(spec.dimension_names) - 1)
+    num_keys = int(listed[-1]) + 1 if len(listed) else 0
+    for keys in _list_in_parts(storage, prefix, num_keys > _MANY):
+        numbers = np.array([_shard_number(key, prefix, tail) for key in keys], np.int64)
+        at = np.searchsorted(listed, numbers)
+        is_listed = np.zeros(len(keys), bool)
+        in_range = at < len(listed)
+        is_listed[in_range] = listed[at[in_range]] == numbers[in_range]
+        is_present[at[is_listed]] = True
+        owners = np.where(numbers < 0, 0, numbers % layout.num_streams % scope.world)
+        others += (keys[k] for k in np.flatnonzero(~is_listed & (owners == scope.rank)))
+    return is_present, sorted(others)
+
+
+def _shard_number(key: str, prefix: str, tail: str) -> int:
+    """The number in the key of a store shard; -1 for any other key."""
+    digits = key[len(prefix) : -len(tail)]
+    is_number = digits.isascii() and digits.isdecimal() and len(digits) < 19
+    return int(digits) if is_number and key == f"{prefix}{int(digits)}{tail}" else -1
+
+
+def _list_in_parts(storage: Storage, prefix: str, in_parts: bool) -> Iterator[list[str]]:
+    """All keys with this prefix, at once or by the character that follows it."""
+    if not in_parts:
+        yield storage.list_keys(prefix)
+        return
+    digits = tuple(prefix + digit for digit in _DIGITS)
+    yield from map_ahead(storage.list_keys, digits, _LISTINGS_AT_ONCE)
+    end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+    for first, stop in ((prefix, digits[0]), (prefix + ":", end)):
+        with storage.errors(prefix):
+            keys = storage.kvstore.list(ts.KvStore.KeyRange(first, stop)).result()
+        names = (key.decode(errors="replace") for key in keys)
+        yield [key for key in names if key.startswith(prefix) and not key.startswith(digits)]
+
+
+def _check_files(
+    storage: Storage, num_streams: int, scope: Scope, streams: Mapping[int, StreamRecords], is_complete: bool
+) -> Iterator[Problem]:
+    """The problems of the document tables' and the statistics' keys."""
+    kinds = ((TABLES_PREFIX, table_key), (STATISTICS_PREFIX, statistics_key))
+
+    def list_stream(kind_and_stream: tuple[tuple, int]) -> tuple[tuple, int, list[str]]:
+        kind, stream = kind_and_stream
+        return kind, stream, storage.list_keys(stream_prefix(kind[0], stream))
+
+    for (prefix, key_of), stream, keys in map_ahead(list_stream, product(kinds, streams), _LISTINGS_AT_ONCE):
+        records = streams[stream]
+        needed = records.table if prefix == TABLES_PREFIX else records.table[records.table.has_statistics]
+        unread = (block.block for block in needed if not scope.reads_block(stream, block.block))
+        yield from _absent((key_of(stream, block) for block in unread), keys)
+        if is_complete:
+            own = {key_of(stream, block) for block in records.listed.tolist()}
+            yield from (_leftover(key) for key in keys if key not in own)
+    if is_complete and scope.is_first:
+        for prefix, _ in kinds:
+            keys = storage.list_keys(prefix)
+            yield from (_leftover(key) for key in keys if not is_in_stream(prefix, key, num_streams))
+
+
+def _absent(needed: Iterable[str], keys: Iterable[str]) -> Iterator[Problem]:
+    """Those that no later check reads."""
+    stored = frozenset(keys)
+    yield from (Problem(key, _MISSING) for key in needed if key not in stored)

@@ -1,0 +1,248 @@
+"""The commit records of a store, one stream at a time, and what repeats them: block tables, consolidated records."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from jaxtyping import Int64
+
+from pipeline.core.errors import StoreError
+from pipeline.store.check.ahead import map_ahead
+from pipeline.store.check.block_checks import check_chain
+from pipeline.store.check.scope import Scope
+from pipeline.store.format.block_table import DTYPE, TABLE_KEY, BlockTable, index_key, table_sha256
+from pipeline.store.format.commits import (
+    COMMITS_PREFIX,
+    CONSOLIDATED_KEY,
+    CommitRecord,
+    commit_key,
+    consolidated_digest,
+    parse_commit_key,
+)
+from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
+from pipeline.store.format.problems import Problem, Remedy
+from pipeline.store.io.storage import Storage
+
+_STREAMS_AT_ONCE = 8
+_KEYS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class StreamRecords:
+    """What is kept of a stream's records.
+
+    listed: the blocks that have a record, readable or not. table: those that are readable. last: the last of these.
+    num_digests: records with digests. lines: all records as they are in the consolidated ones, if these are asked for.
+    """
+
+    stream: int
+    listed: Int64[np.ndarray, " n"]
+    table: BlockTable
+    last: CommitRecord | None
+    num_digests: int
+    problems: tuple[Problem, ...]
+    lines: bytes = b""
+
+
+def stream_prefix(prefix: str, stream: int) -> str:
+    """Of a stream's keys under a prefix like `_commits/`."""
+    return f"{prefix}stream-{stream:05d}/"
+
+
+def check_records(storage: Storage, root: StoreRoot, scope: Scope) -> tuple[dict[int, StreamRecords], list[Problem]]:
+    """What the records of the scope's streams hold, and everything that is wrong with these and their block tables."""
+    own = scope.streams(root.metadata.num_streams)
+    problems: list[Problem] = []
+    whole, table_problems = _read_whole_table(storage, root)
+    consolidated = _Consolidated(storage, root) if scope.is_first and root.commits_sha256 is not None else None
+    wanted = own if consolidated is None else range(root.metadata.num_streams)
+    check = partial(_check_stream, storage, root, consolidated is not None)
+    streams: dict[int, StreamRecords] = {}
+    agrees = True
+    for records in map_ahead(check, wanted, _STREAMS_AT_ONCE):
+        if consolidated is not None:
+            consolidated.add(records.lines)
+        if records.stream in own:
+            problems += records.problems
+            streams[records.stream] = records
+            if whole is not None:
+                stored = whole.values[whole.values["stream"] == records.stream]
+                agrees = agrees and np.array_equal(stored, records.table.values)
+    if scope.is_first:
+        problems += _check_root(root)
+        problems += _check_others(storage, root)
+    if consolidated is not None:
+        problems += consolidated.problems()
+    problems += table_problems
+    if whole is not None and not (agrees and _is_in_order(whole, root.metadata.num_streams)):
+        problems.append(Problem(TABLE_KEY, "does not agree with the commit records", Remedy.tabulate))
+    return streams, problems
+
+
+def read_last(storage: Storage, stream: int) -> CommitRecord | None:
+    """The last record of a stream that can be read."""
+    keys = [key for key in storage.list_keys(stream_prefix(COMMITS_PREFIX, stream)) if parse_commit_key(key)]
+    for key in sorted(keys, key=parse_commit_key, reverse=True):
+        record = None if storage.file_problem(key) else _parse(key, storage.read(key))
+        if isinstance(record, CommitRecord):
+            return record
+    return None
+
+
+def read_again(storage: Storage, places: Sequence[tuple[int, int]], problems: list[Problem]) -> Iterator[CommitRecord]:
+    """The records of these blocks, but for those that were withdrawn meanwhile. Adds what is wrong to `problems`."""
+    for start in range(0, len(places), _KEYS_AT_ONCE):
+        keys = [commit_key(*place) for place in places[start : start + _KEYS_AT_ONCE]]
+        for key, text in zip(keys, storage.read_many(keys), strict=True):
+            result = _parse(key, text)
+            if isinstance(result, CommitRecord):
+                yield result
+            elif result is not None:
+                problems.append(result)
+
+
+def _parse(key: str, text: bytes | None) -> CommitRecord | Problem | None:
+    if text is None:  # withdrawn since it was listed: a worker is writing the block again
+        return None
+    if parse_commit_key(key) is None:
+        return Problem(key, "is not a commit record")
+    try:
+        record = CommitRecord.from_json(text, "it")
+    except StoreError as error:
+        return Problem(key, str(error))
+    if record.key != key:
+        return Problem(key, f"is the record of block {record.block} of stream {record.stream}")
+    return record
+
+
+def _check_stream(storage: Storage, root: StoreRoot, with_lines: bool, stream: int) -> StreamRecords:
+    listed = storage.list_keys(stream_prefix(COMMITS_PREFIX, stream))
+    no_files = {key: what for key in listed if (what := storage.file_problem(key))}
+    problems = [Problem(key, what) for key, what in no_files.items()]
+    keys = [key for key in listed if key not in no_files]
+    parsed = [_parse(key, text) for key, text in zip(keys, storage.read_many(keys), strict=True)]
+    problems += [result for result in parsed if isinstance(result, Problem)]
+    records = [result for result in parsed if isinstance(result, CommitRecord)]
+    records.sort(key=lambda record: record.block)
+    problems += [Problem(record.key, what) for record, what in check_chain(records)]
+    problems += _check_count(root, stream, len(records))
+    table = BlockTable.from_records(records)
+    problems += _check_index(storage, stream, table)
+    blocks = sorted(place[1] for place in map(parse_commit_key, listed) if place is not None and place[1] < 2**40)
+    return StreamRecords(
+        stream=stream,
+        listed=np.array(blocks, np.int64),
+        table=table,
+        last=records[-1] if records else None,
+        num_digests=sum(record.digests is not None for record in records),
+        problems=tuple(problems),
+        lines=b"".join(record.to_line() for record in records) if with_lines else b"",
+    )
+
+
+def _check_count(root: StoreRoot, stream: int, num_records: int) -> Iterator[Problem]:
+    if stream < len(root.blocks or ()) and num_records != (expected := root.blocks[stream]):
+        where = stream_prefix(COMMITS_PREFIX, stream).rstrip("/")
+        what = f"the store was completed with {expected} blocks of this stream, {num_records} have a record"
+        yield Problem(where, what)
+
+
+def _check_root(root: StoreRoot) -> Iterator[Problem]:
+    if root.complete != (root.blocks is not None):
+        what = f"complete is {root.complete}, but the number of blocks is {root.blocks}"
+        yield Problem(ROOT_KEY, what, Remedy.restore)
+    for stream in range(root.metadata.num_streams, len(root.blocks or ())):
+        yield from _check_count(root, stream, 0)
+
+
+def _check_others(storage: Storage, root: StoreRoot) -> Iterator[Problem]:
+    """What is among the records, but in none of the store's streams."""
+    num_streams = root.metadata.num_streams
+    seen: set[int] = set()
+    for key in storage.list_keys(COMMITS_PREFIX):
+        place = parse_commit_key(key)
+        if key == CONSOLIDATED_KEY or is_in_stream(COMMITS_PREFIX, key, num_streams):
+            continue
+        if place is None:
+            yield Problem(key, storage.file_problem(key) or "is not a commit record")
+        elif place[0] not in seen:
+            seen.add(place[0])
+            yield Problem(key, f"the store has streams 0..{num_streams - 1}")
+
+
+def is_in_stream(prefix: str, key: str, num_streams: int) -> bool:
+    """Whether a key is among those of one of the store's streams."""
+    number = key.removeprefix(f"{prefix}stream-").partition("/")[0]
+    is_number = number.isascii() and number.isdecimal() and len(number) < 20
+    return is_number and int(number) < num_streams and key.startswith(stream_prefix(prefix, int(number)))
+
+
+class _Consolidated:
+    """Compares the consolidated records, which only stores of earlier programs have, with those of each stream."""
+
+    def __init__(self, storage: Storage, root: StoreRoot) -> None:
+        self._problem: str | None = storage.file_problem(CONSOLIDATED_KEY)
+        text = None if self._problem else storage.read(CONSOLIDATED_KEY)
+        if text is None:
+            self._problem = self._problem or "is missing, although the store is complete"
+        elif consolidated_digest(text) != root.commits_sha256:
+            self._problem = f"does not have the sha256 that {ROOT_KEY} names"
+        self._rest = memoryview(text or b"")
+        self._agrees = True
+
+    def add(self, lines: bytes) -> None:
+        """The next stream's."""
+        self._agrees = self._agrees and self._rest[: len(lines)] == lines
+        self._rest = self._rest[len(lines) :]
+
+    def problems(self) -> Iterator[Problem]:
+        agrees = self._agrees and not len(self._rest)
+        problem = self._problem or (None if agrees else "does not agree with the commit records")
+        if problem is not None:
+            yield Problem(CONSOLIDATED_KEY, problem, Remedy.consolidate)
+
+
+def _read_whole_table(storage: Storage, root: StoreRoot) -> tuple[BlockTable | None, list[Problem]]:
+    """The table of a complete store's blocks and what is wrong with it; a store that was finished by an earlier program
+    has none."""
+    if root.blocks_sha256 is None:
+        return None, []
+    what, table = storage.file_problem(TABLE_KEY), None
+    content = None if what else storage.read(TABLE_KEY)
+    if content is None:
+        what = what or "is missing, although the store is complete"
+    elif table_sha256(content) != root.blocks_sha256:
+        what = f"does not have the sha256 that {ROOT_KEY} names"
+    elif (table := BlockTable.decode(content)) is None or table.encode() != content:
+        what, table = "does not agree with the commit records", None
+    return table, [Problem(TABLE_KEY, what, Remedy.tabulate)] if what else []
+
+
+def _is_in_order(table: BlockTable, num_streams: int) -> bool:
+    """Whether a table has blocks of the store's streams only, in the order of their rows."""
+    is_ordered = np.array_equal(table.in_row_order(num_streams).values, table.values)
+    return is_ordered and bool((table.values["stream"] < num_streams).all())
+
+
+def _check_index(storage: Storage, stream: int, records: BlockTable) -> Iterator[Problem]:
+    """A stream's own block table agrees with the records. It may lack the last blocks, or have blocks whose records
+    were deleted to have them computed again."""
+    key = index_key(stream)
+    if what := storage.file_problem(key):
+        yield Problem(key, what, Remedy.tabulate)
+        return
+    content = storage.read(key)
+    table = None if content is None else BlockTable.decode(content)
+    if content is not None and (table is None or not _agree(table, records)):
+        yield Problem(key, "does not agree with the commit records", Remedy.tabulate)
+
+
+def _agree(table: BlockTable, expected: BlockTable) -> bool:
+    num_blocks = min(len(table), len(expected))
+    return np.array_equal(table[:num_blocks].values, expected[:num_blocks].values)
+
+
+def join_tables(streams: Mapping[int, StreamRecords]) -> BlockTable:
+    """The readable blocks of all streams, by stream."""
+    return BlockTable(np.concatenate([np.empty(0, DTYPE), *(records.table.values for records in streams.values())]))

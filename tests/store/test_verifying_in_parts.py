@@ -1,0 +1,161 @@
+"""Shares, samples and levels of a verification: the shares of all ranks find what one run finds."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from pipeline.core.errors import PipelineError
+from pipeline.store.check import stored_objects
+from pipeline.store.check.scope import Level, Scope
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.format.block_table import TABLE_KEY, index_key
+from pipeline.store.format.commits import COMMITS_PREFIX, CommitRecord, commit_key
+from pipeline.store.format.statistics import statistics_key
+from pipeline.store.format.tables import table_key
+from pipeline.store.io.storage import Storage
+from tests.store.damage_fuzzer import damaged
+from tests.store.damage_stores import Specimen, in_memory, make_specimen
+from tests.store.example_store import blocks, write_store
+
+EVERY_KIND = ("legacy", "bf16", "decode_unfinished")
+SHARD = "embed/c/1/0/0"  # of the example store: block 0 of stream 1
+RESID = "blocks.1.resid_post/c"  # of the others
+
+
+def found(path: str, **scope) -> set[tuple[str, str]]:
+    """What one verification finds, an error included."""
+    try:
+        return {(problem.where, problem.what) for problem in verify_store(path, scope=Scope(**scope))}
+    except PipelineError as error:
+        return {(type(error).__name__, str(error))}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("parts")
+
+
+@cache
+def make_specimen_once(kind: str, folder: Path) -> Specimen:
+    return make_specimen(kind, folder, is_resumable=False)
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_all_shares_together_find_what_one_run_finds(kind, folder):
+    """Also with more ranks than streams."""
+    specimen = make_specimen_once(kind, folder)
+    with in_memory(specimen.image) as path:
+        assert [found(path, rank=rank, world=3) for rank in range(3)] == [set()] * 3
+    for seed in range(12):
+        operator, damage, image = damaged(random.Random(f"parts {kind} {seed}"), specimen)
+        with in_memory(image) as path:
+            shares = [found(path, rank=rank, world=3) for rank in range(3)]
+            assert set.union(*shares) == found(path), f"{operator}: {damage.what}"
+
+
+def flip(key: str) -> Callable[[Storage], None]:
+    def damage(storage: Storage) -> None:
+        content = bytearray(storage.read(key))
+        content[-1] ^= 0xFF
+        storage.write(key, bytes(content))
+
+    return damage
+
+
+def delete(key: str) -> Callable[[Storage], None]:
+    return lambda storage: storage.write(key, None)
+
+
+def copy(source: str, target: str) -> Callable[[Storage], None]:
+    return lambda storage: storage.write(target, storage.read(source))
+
+
+def edit_record(storage: Storage) -> None:
+    """With a checksum that is right."""
+    key = commit_key(1, 0)
+    storage.write(key, replace(CommitRecord.from_json(storage.read(key), key), rows=1).to_json())
+
+
+# What was done, where it is noticed (perhaps also elsewhere), and the first level that notices it.
+DAMAGE = {
+    "record": (flip(commit_key(1, 0)), commit_key(1, 0), Level.records),
+    "deleted record": (delete(commit_key(1, 0)), f"{COMMITS_PREFIX}stream-00001", Level.records),
+    "record of no stream": (copy(commit_key(1, 0), commit_key(7, 0)), commit_key(7, 0), Level.records),
+    "no record": (copy(TABLE_KEY, f"{COMMITS_PREFIX}notes"), f"{COMMITS_PREFIX}notes", Level.records),
+    "block table": (flip(TABLE_KEY), TABLE_KEY, Level.records),
+    "stream's table": (flip(index_key(1)), index_key(1), Level.records),
+    "deleted shard": (delete(f"{RESID}/1/0/0"), f"{RESID}/1/0/0", Level.objects),
+    "deleted document table": (delete(table_key(1, 0)), table_key(1, 0), Level.objects),
+    "deleted statistics": (delete(statistics_key(1, 0)), statistics_key(1, 0), Level.objects),
+    "shard of no block": (copy(f"{RESID}/1/0/0", f"{RESID}/77/0/0"), f"{RESID}/77/0/0", Level.objects),
+    "no shard": (copy(f"{RESID}/1/0/0", f"{RESID}/notes"), f"{RESID}/notes", Level.objects),
+    "table of no block": (copy(f"{RESID}/1/0/0", table_key(1, 9)), table_key(1, 9), Level.objects),
+    "table of no stream": (copy(f"{RESID}/1/0/0", table_key(9, 0)), table_key(9, 0), Level.objects),
+    "array": (delete("blocks.1.resid_post/zarr.json"), "blocks.1.resid_post/zarr.json", Level.objects),
+    "shard": (flip(f"{RESID}/1/0/0"), f"{RESID}/1/0/0", Level.checksums),
+    "exchanged shard": (copy(f"{RESID}/0/0/0", f"{RESID}/1/0/0"), f"{RESID}/1/0/0", Level.checksums),
+    "document table": (flip(table_key(1, 0)), table_key(1, 0), Level.checksums),
+    "statistics": (flip(statistics_key(1, 0)), statistics_key(1, 0), Level.checksums),
+    "merged statistics": (delete("stats/blocks.1.resid_post/c/0/0"), "stats/blocks.1.resid_post/", Level.checksums),
+    "record of other rows": (edit_record, commit_key(1, 0), Level.all),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_levels(name, folder):
+    damage, where, first = DAMAGE[name]
+    with in_memory(make_specimen_once("bf16", folder).image) as path:
+        damage(Storage.open(path))
+        for level in Level:
+            places = {place for place, _ in found(path, level=level)}
+            assert (where in places) == (level >= first), level
+
+
+def test_the_ranks_that_do_not_have_the_stream_do_not_name_its_damage(store_path):
+    write_store(store_path)
+    flip(SHARD)(Storage.open(store_path))
+    assert found(store_path, rank=0, world=2) == set()
+    assert {where for where, _ in found(store_path, rank=1, world=2)} == {SHARD}
+
+
+def test_a_sample_is_the_same_at_every_run_and_finds_what_is_missing_anywhere(store_path):
+    write_store(store_path)
+    places = [(s, block.record.block) for s in range(2) for block in blocks(s)]
+    counts = set()
+    for seed in range(8):
+        calls: list[tuple[int, int]] = []
+        scope = Scope(sample=0.5, seed=seed)
+        assert verify_store(store_path, lambda done, total, calls=calls: calls.append((done, total)), scope=scope) == []
+        expected = [place for place in places if scope.reads_block(*place)]
+        assert calls == [(k, len(expected)) for k in range(1, len(expected) + 1)]
+        counts.add(tuple(expected))
+    assert len(counts) > 1
+    for key in (SHARD, table_key(0, 1)):
+        Storage.open(store_path).write(key, None)
+    assert {where for where, _ in found(store_path, sample=1e-9)} == {SHARD, table_key(0, 1)}
+
+
+def test_a_sampled_block_is_checked_as_a_whole(store_path):
+    write_store(store_path)
+    seeds = {Scope(sample=0.5, seed=seed).reads_block(1, 0): seed for seed in range(16)}
+    flip(SHARD)(Storage.open(store_path))
+    assert found(store_path, sample=0.5, seed=seeds[False]) == set()
+    assert {where for where, _ in found(store_path, sample=0.5, seed=seeds[True])} == {SHARD}
+
+
+def test_keys_that_are_listed_in_parts(store_path, monkeypatch):
+    """As those of arrays with many store shards are."""
+    write_store(store_path)
+    storage = Storage.open(store_path)
+    others = ["embed/c/-1", "embed/c/notes", "embed/c/9/0/0", "embed/c/07/0/0"]
+    for key in others:
+        storage.write(key, b"")
+    delete(SHARD)(storage)
+    expected = found(store_path, level=Level.objects)
+    assert {where for where, _ in expected} == {SHARD, *others}
+    monkeypatch.setattr(stored_objects, "_MANY", 1)
+    assert found(store_path, level=Level.objects) == expected
