@@ -1,6 +1,6 @@
 """The commit records of a store, one stream at a time, and what repeats them: block tables, consolidated records."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -90,10 +90,10 @@ def read_last(storage: Storage, stream: int) -> CommitRecord | None:
     return None
 
 
-def read_again(storage: Storage, places: Sequence[tuple[int, int]], problems: list[Problem]) -> Iterator[CommitRecord]:
-    """The records of these blocks, but for those that were withdrawn meanwhile. Adds what is wrong to `problems`."""
+def read_again(storage: Storage, places: Int64[np.ndarray, "n 2"], problems: list[Problem]) -> Iterator[CommitRecord]:
+    """The records of these blocks (stream, block), but for those that were withdrawn meanwhile. Adds to `problems`."""
     for start in range(0, len(places), _KEYS_AT_ONCE):
-        keys = [commit_key(*place) for place in places[start : start + _KEYS_AT_ONCE]]
+        keys = [commit_key(*place) for place in places[start : start + _KEYS_AT_ONCE].tolist()]
         for key, text in zip(keys, storage.read_many(keys), strict=True):
             result = _parse(key, text)
             if isinstance(result, CommitRecord):

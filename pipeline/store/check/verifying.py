@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 
+import numpy as np
 import pyarrow as pa
 import tensorstore as ts
 
@@ -107,8 +108,9 @@ class _BlockChecks:
         `others` are the last records of the streams that are not in the scope.
         """
         storage = self._store.storage
-        places = [(block.stream, block.block) for block in join_tables(self._streams)]
-        places = [place for place in places if self._scope.reads_block(*place)]
+        table = join_tables(self._streams)
+        places = np.stack([table.column("stream"), table.column("block")], axis=1)
+        places = places[np.fromiter((self._scope.reads_block(*place) for place in places), bool, len(places))]
         changed: list[Problem] = []  # records that were readable before
         blocks = map_ahead(self._check_block, read_again(storage, places, changed), BLOCKS_AT_ONCE)
         blocks = _with_progress(blocks, len(places), progress)
