@@ -7,7 +7,10 @@ import pytest
 
 from pipeline.store import ActivationStore, Batch, BatchOptions, BatchReader, TokenFilter
 from pipeline.store.format.norms import norms_of
-from pipeline.store.io.storage import Storage
+from pipeline.store.io.storage import Storage, StorageOptions
+from pipeline.store.read import rows
+from pipeline.store.read.reader import REMOTE_REQUESTS
+from pipeline.store.read.rows import READS_AHEAD
 from tests.store.emulators import new_bucket
 from tests.store.example_store import (
     LENGTH,
@@ -321,3 +324,32 @@ def test_a_remote_store_gives_the_batches_of_a_local_one(request, tmp_path, kind
     found += ActivationStore.open(remote).batches(NAME, **options, state=state)
     assert len(found) == len(expected)
     assert all(map(same, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("is_remote", "pieces_allowed", "under_way"), [(False, 10, READS_AHEAD), (True, 10, 10), (True, 2, READS_AHEAD)]
+)
+def test_of_remote_storage_as_many_reads_are_under_way_as_their_bytes_allow(
+    store, monkeypatch, is_remote, pieces_allowed, under_way
+):
+    array, num_rows = store.arrays["tokens"], len(store.rows)
+    out = np.empty((3 * num_rows, LENGTH), np.int32)
+    monkeypatch.setattr(rows, "REMOTE_BYTES_AHEAD", pieces_allowed * out[0].nbytes)
+    reads, counts = rows.ReadsAhead(is_remote), []
+    for at, row in enumerate(np.tile(store.rows, 3).tolist()):
+        reads.add(rows.RowRead(array, row, out[at : at + 1]))
+        counts.append(len(reads))
+    assert counts == [min(n, under_way) for n in range(1, len(out) + 1)]
+    reads.wait()
+    assert len(reads) == 0
+    np.testing.assert_array_equal(out, np.tile(store.read_tokens(store.rows).tokens, (3, 1)))
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"), [(None, REMOTE_REQUESTS), (StorageOptions(concurrency=7), 7)], ids=["default", "options"]
+)
+def test_a_reader_has_more_requests_under_way_unless_it_is_told_how_many(request, options, limit):
+    path = f"{new_bucket('gs', request.getfixturevalue('gcs').backend)}/store"
+    write_store(path)
+    store = ActivationStore.open(path if options is None else Storage.open(path, options))
+    assert store.storage.context["gcs_request_concurrency"].to_json() == {"limit": limit}

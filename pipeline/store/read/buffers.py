@@ -3,7 +3,6 @@
 Shapes: S slots (row, slot of it) of a buffer, T positions of a row, K keys, D features.
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
@@ -21,7 +20,7 @@ from pipeline.store.read.filters import COMPLETIONS, TokenFilter
 from pipeline.store.read.frameworks import aligned_empty
 from pipeline.store.read.order import Buffer, ReadingOrder
 from pipeline.store.read.rows import (
-    READS_AHEAD,
+    ReadsAhead,
     RowRead,
     counts_positions,
     require_selected,
@@ -51,6 +50,10 @@ class StoredBlocks:
         self.blocks = blocks
         # By block: its window, and [rows, slots] by name.
         self._side_arrays: dict[int, tuple[int, dict[str, np.ndarray]]] = {}
+
+    @property
+    def is_remote(self) -> bool:
+        return self._storage.is_remote
 
     def retry_read(self, read: Callable[[], None]) -> None:
         """Calls `read`, and again while it finds something damaged or missing; see `KeyValueStore.retry_read`."""
@@ -159,25 +162,21 @@ class TokenMemory:
         self._blocks.retry_read(lambda: self._fill(buffer, order, token_filter))
 
     def _fill(self, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter) -> None:
-        side_arrays = self._blocks.side_arrays(buffer, token_filter.side_arrays)
-        filter_inputs = self._side_arrays | {COMPLETIONS: self._completions}
-        reads: deque[RowRead] = deque()
+        reads = ReadsAhead(self._blocks.is_remote)
         row_numbers: list[np.ndarray] = []
         row = 0
-        for piece, sides in zip(buffer.pieces, side_arrays, strict=True):
-            rows = slice(row, row + piece.num_rows)
+        for piece in buffer.pieces:
             first = self._blocks.first_row(piece.block) + piece.first
             for name, target in self._targets.items():
-                reads.append(RowRead(self._blocks.arrays[name], first, target[rows]))
-            for name, values in sides.items():
-                filter_inputs[name][rows] = values
+                reads.add(RowRead(self._blocks.arrays[name], first, target[row : row + piece.num_rows]))
             row_numbers.append(np.arange(first, first + piece.num_rows))
-            row = rows.stop
-            while len(reads) > READS_AHEAD:
-                reads.popleft().wait()
+            row += piece.num_rows
+        filter_inputs = self._side_arrays | {COMPLETIONS: self._completions}
+        side_arrays = self._blocks.side_arrays(buffer, token_filter.side_arrays)  # while activations are under way
+        for name in side_arrays[0]:
+            np.concatenate([sides[name] for sides in side_arrays], out=filter_inputs[name][:row])
         slots = np.flatnonzero(token_filter.keeps({name: side[:row] for name, side in filter_inputs.items()}))
-        while reads:
-            reads.popleft().wait()
+        reads.wait()
         has_any = self._side_arrays["segments"][:row, 0] > 0
         for name, target in self._targets.items():
             stored_rows = np.concatenate(row_numbers)[has_any]

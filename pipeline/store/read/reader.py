@@ -50,6 +50,9 @@ Key = ActivationKey | tuple[SupportsIndex | None, Site | str] | str
 # MiB of activations that a sample's tokens are drawn from.
 SAMPLE_BUFFER_MIB = 64.0
 
+# Requests to a remote store that a reader has under way: side arrays of many blocks, while activations are read.
+REMOTE_REQUESTS = 128
+
 
 @dataclass(frozen=True)
 class TokenRows:
@@ -123,12 +126,14 @@ class ActivationStore:
 
     @classmethod
     def open(cls, place: StorageLike) -> "ActivationStore":
-        """Opens the store at a local path, `gs://`, `s3://` or `memory://`, or in a Storage.
+        """Opens the store at a local path, `gs://`, `s3://` or `memory://`, or in a Storage, whose options then hold.
 
         Raises StoreInvalid where there is no store, or one that is damaged or of another version, and StoreError where
         it cannot be reached.
         """
         storage = Storage.open(place)
+        if storage.is_remote and storage is not place:
+            storage = storage.with_own_requests(REMOTE_REQUESTS)
         return storage.retry_read(lambda: cls._open(storage))
 
     @classmethod

@@ -1,5 +1,6 @@
 """Reading rows of an array into memory of the caller."""
 
+from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
@@ -8,14 +9,18 @@ from jaxtyping import Bool, Int32, Int64, Shaped
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.block_table import Block
-from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
+from pipeline.store.format.layout import MIB, SELECTED, SIDE_ARRAYS
 from pipeline.store.io.failures import VERIFY_REMEDY
 from pipeline.store.io.storage import KeyValueStore
 from pipeline.store.read.selected import at_selected
 
-# Pieces under way at once. Enough to keep an object store busy; with more, TensorStore's own buffers no longer
-# come from what was freed just before (measured: 30 pieces take 20 to 40 times the page faults of 6).
+# Pieces under way at once. Enough for a local disk; with more, TensorStore's own buffers no longer come from what was
+# freed just before (measured: 30 pieces take 20 to 40 times the page faults of 6).
 READS_AHEAD = 6
+
+# Of remote storage as many more as this allows. A piece of 8 MiB takes two requests, for the shard's index and for its
+# chunks: with 50 ms each, and 100 MB/s, 184 ms. 1 GiB/s then needs 24 pieces under way.
+REMOTE_BYTES_AHEAD = 256 * MIB
 
 # Reads of an object that is listed, but was read as if it were missing: a service may err twice in a row.
 _REREADS = 4
@@ -53,6 +58,10 @@ class RowRead:
         self._out = out
         self._under_way: ts.WriteFutures | None = self._start()
 
+    @property
+    def num_bytes(self) -> int:
+        return self._out.nbytes
+
     def _start(self) -> ts.WriteFutures:
         return ts.array(self._out).write(self._rows)
 
@@ -65,6 +74,35 @@ class RowRead:
         read, self._under_way = self._under_way or self._start(), None
         with self._objects.errors(""):
             read.result()
+
+
+class ReadsAhead:
+    """Reads that are under way, in order: READS_AHEAD of them, and of remote storage more."""
+
+    def __init__(self, is_remote: bool) -> None:
+        self._max_bytes = REMOTE_BYTES_AHEAD if is_remote else 0
+        self._bytes = 0
+        self._reads: deque[RowRead] = deque()
+
+    def __len__(self) -> int:
+        return len(self._reads)
+
+    def add(self, read: RowRead) -> None:
+        """Takes a read that was started, and waits for the oldest ones where too many are under way."""
+        self._reads.append(read)
+        self._bytes += read.num_bytes
+        while len(self._reads) > READS_AHEAD and self._bytes > self._max_bytes:
+            self._wait_for_oldest()
+
+    def wait(self) -> None:
+        """Waits for all. Raises StoreError."""
+        while self._reads:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        read = self._reads.popleft()
+        self._bytes -= read.num_bytes
+        read.wait()
 
 
 def require_stored(
