@@ -172,7 +172,13 @@ def test_the_state_of_a_finished_reader_has_nothing_left(store):
 
 @pytest.mark.parametrize(
     "change",
-    [{"batch_size": 8}, {"seed": 6}, {"shuffle": False}, {"token_filter": TokenFilter(skip_first=1)}, {"world": 2}],
+    [
+        {"batch_size": 8},
+        {"seed": 6},
+        {"shuffle": False},
+        {"token_filter": TokenFilter(skip_first=1)},
+        {"buffer_mib": 1.0},
+    ],
 )
 def test_a_state_of_another_reading_is_refused(store, change):
     state = store.batches(NAME, **{"batch_size": 7, "seed": 5, "shuffle": True}).state()
@@ -192,6 +198,47 @@ def test_a_state_of_an_earlier_version_is_refused_where_the_order_was_another(st
             store.batches(NAME, 7, shuffle=True, state=state)
     else:
         assert all(map(same, store.batches(NAME, 7, state=state), expected))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"world": 2, "rank": 1}, {"world": 3, "rank": 2}),
+        ({"world": 3, "rank": 1}, {"world": 3, "rank": 0}),
+        ({"world": 2, "epochs": None}, {"world": 3}),
+        ({"world": 2, "token_filter": TokenFilter(skip_first=1)}, {"world": 1}),
+        ({"world": 1}, {"world": 2}),
+        ({"world": 1, "drop_last": True}, {"world": 2, "rank": 1}),
+    ],
+)
+def test_readers_of_another_world_go_on_between_epochs(store, before, after):
+    before = {"batch_size": 3, "epochs": 2, "rank": 0, **SHUFFLED, **before}
+    after = {**before, "rank": 0, **after}
+
+    def batches(options: dict, state: dict[str, int]) -> list[Batch]:
+        return list(itertools.islice(store.batches(NAME, **options, state=state), 30))
+
+    def from_epoch(epoch: int) -> list[Batch]:
+        return batches(after, {**store.batches(NAME, **after).state(), "epoch": epoch})
+
+    reader = store.batches(NAME, **before)
+    states = [reader.state()]
+    while (states[-1]["epoch"], states[-1]["batch"]) != (1, 1):
+        next(reader)
+        states.append(reader.state())
+    begin, within, end = states[0], states[1], states[-2]
+    again = {**within, "batch": 0, "buffer": 0, "token": 0}
+    for state, epoch in ((begin, 0), (again, 0), (end, 1)):
+        assert len(batches(after, state)) == len(from_epoch(epoch)) > 0
+        assert all(map(same, batches(after, state), from_epoch(epoch)))
+    with pytest.raises(
+        ValueError, match="within epoch 0, after 1 batches.*Finish the epoch with the old rank and world"
+    ):
+        store.batches(NAME, **after, state=within)
+    of_earlier = {name: value for name, value in within.items() if name not in ("rank", "world")}
+    assert all(map(same, batches(before, of_earlier), batches(before, within)))
+    with pytest.raises(ValueError, match="state is of another reading"):
+        store.batches(NAME, **after, state=of_earlier)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -8,7 +8,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from typing import Any, NoReturn, Self
@@ -124,29 +124,47 @@ class BatchReader(Iterator[Batch]):
         return batch
 
     def state(self) -> dict[str, int]:
-        """The reader's position, as JSON: epoch, batch, buffer, token, and a checksum of what the order depends on."""
-        return asdict(self._position) | {"order": self._checksum}
+        """The reader's position, as JSON: epoch, batch, buffer, token, a checksum of what the order depends on, and the
+        reader's rank and world. At the beginning and the end of an epoch it holds for readers of any rank and world."""
+        own = {"order": self._own_checksum, "rank": self._order.rank, "world": self._order.world}
+        return asdict(self._position) | own
 
     def close(self) -> None:
         """Ends the reader's threads after their present reads, as dropping the reader does."""
         self._batches.close()
 
     @cached_property
-    def _checksum(self) -> int:
-        """A checksum of everything that the order of tokens depends on."""
+    def _own_checksum(self) -> int:
+        return self._checksum(self._order)
+
+    def _checksum(self, order: ReadingOrder) -> int:
+        """A checksum of everything that the order of tokens depends on, in this `order` of pieces."""
         blocks = self._blocks.blocks.values[["stream", "block", "rows", "tokens"]].tolist()
         filtered = (self._options.token_filter, self._reading.batch_size, self._options.drop_last)
         version = () if self._reading.seed is None else (VERSION,)  # the order of storage has one version
-        return zlib.crc32(repr((self._order, blocks, filtered, *version)).encode())
+        return zlib.crc32(repr((order, blocks, filtered, *version)).encode())
 
     def _restored(self, state: dict[str, int]) -> Position:
-        if state.pop("order") != self._checksum:
+        rank, world = state.pop("rank", self._order.rank), state.pop("world", self._order.world)  # earlier: not stored
+        order = replace(self._order, rank=rank, world=world)
+        if state.pop("order") != self._checksum(order):
             raise ValueError(
                 "the state is of another reading: the order of tokens depends on the store's blocks, keys, batch_size, "
                 "seed, rank, world, filter and buffer_mib. Use those of the reader that the state came from. A "
                 "shuffled reading of an earlier version of this program had another order: start again without a state."
             )
-        return Position(**state)
+        position = Position(**state)
+        if order == self._order:
+            return position
+        if not position.batch:
+            return Position(position.epoch)
+        if self._ends_epoch(position, order):
+            return Position(position.epoch + 1)
+        raise ValueError(
+            f"the state is of rank {rank} of {world} within epoch {position.epoch}, after {position.batch} batches; this "
+            f"reader is rank {self._order.rank} of {self._order.world}, with another share of the epoch. Finish the "
+            "epoch with the old rank and world, or start it again: set batch, buffer and token of the state to 0."
+        )
 
     def _read(self) -> Iterator[tuple[Batch, Position]]:
         gatherers = ThreadPoolExecutor(GATHERING_THREADS, thread_name_prefix="gather")
@@ -167,7 +185,7 @@ class BatchReader(Iterator[Batch]):
         self, gatherers: ThreadPoolExecutor, filled: Iterator[tuple[Buffer, TokenMemory, bool]]
     ) -> Iterator[tuple[Future[Batch], Position]]:
         """Batches that are being gathered, each with the position after it."""
-        size, drop_last = self._reading.batch_size, self._options.drop_last or self._options.world > 1
+        size, drop_last = self._reading.batch_size, self._drops_last(self._order)
         finish = self._finisher()
         batch, start = self._position.batch, self._position.token
         limit = self._limit(self._position.epoch)
@@ -232,10 +250,24 @@ class BatchReader(Iterator[Batch]):
         """How many batches every rank has in an epoch; None where there is no need to agree on it."""
         if self._options.world == 1 or self._options.epochs is None:
             return None
-        tokens = min(self._order.tokens_of_ranks(epoch, self._block_tokens, self._count_tokens))
+        tokens = self._num_tokens(epoch, self._order)
         if tokens < self._reading.batch_size:
             self._refuse(tokens)
         return tokens // self._reading.batch_size
+
+    def _num_tokens(self, epoch: int, order: ReadingOrder) -> int:
+        """How many tokens of an epoch a reader with this `order` may yield: those of the rank that has fewest, and its
+        own where there is no end. A filter of norms may drop some of them."""
+        tokens = order.tokens_of_ranks(epoch, self._block_tokens, self._count_tokens)
+        return tokens[order.rank] if self._options.epochs is None else min(tokens)
+
+    def _ends_epoch(self, position: Position, order: ReadingOrder) -> bool:
+        """Whether no batch of the epoch is left to a reader with this `order`."""
+        left = self._num_tokens(position.epoch, order) - position.batch * self._reading.batch_size
+        return left <= 0 or (left < self._reading.batch_size and self._drops_last(order))
+
+    def _drops_last(self, order: ReadingOrder) -> bool:
+        return self._options.drop_last or order.world > 1
 
     def _refuse(self, tokens: int) -> NoReturn:
         raise ValueError(
