@@ -161,9 +161,9 @@ class BatchReader(Iterator[Batch]):
         if self._ends_epoch(position, order):
             return Position(position.epoch + 1)
         raise ValueError(
-            f"the state is of rank {rank} of {world} within epoch {position.epoch}, after {position.batch} batches; this "
-            f"reader is rank {self._order.rank} of {self._order.world}, with another share of the epoch. Finish the "
-            "epoch with the old rank and world, or start it again: set batch, buffer and token of the state to 0."
+            f"the state is of rank {rank} of {world} within epoch {position.epoch}, after {position.batch} batches; "
+            f"this reader is rank {self._order.rank} of {self._order.world}, with another share of the epoch. Finish "
+            "the epoch with the old rank and world, or start it again: set batch, buffer and token of the state to 0."
         )
 
     def _read(self) -> Iterator[tuple[Batch, Position]]:
