@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 import zlib
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from pipeline.store import ActivationStore, Batch, BatchOptions, BatchReader, TokenFilter
 from pipeline.store.format.norms import norms_of
 from pipeline.store.io.storage import Storage, StorageOptions
-from pipeline.store.read import rows
+from pipeline.store.read import batches, rows
 from pipeline.store.read.reader import REMOTE_REQUESTS
 from pipeline.store.read.rows import READS_AHEAD
 from tests.store.emulators import new_bucket
@@ -139,6 +140,27 @@ def test_options_are_given_by_name_or_as_a_whole(store):
     assert not all_same(store.batches(NAME, 7, options, seed=6), store.batches(NAME, 7, options))
     with pytest.raises(TypeError, match="shuffel"):
         store.batches(NAME, 7, shuffel=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "warns"),
+    [
+        (NAME, {"buffer_mib": TINY_MIB}, True),
+        (NAME, {"buffer_mib": TINY_MIB, "shuffle": False}, False),
+        (NAME, {}, False),  # the buffer holds the whole store
+        (NAME, {"buffer_mib": TINY_MIB, "world": 100, "epochs": None}, False),
+        ([NAME, "embed"], {"buffer_mib": TINY_MIB}, True),
+    ],
+)
+def test_a_buffer_that_mixes_few_places_is_warned_of(store, monkeypatch, caplog, keys, options, warns):
+    monkeypatch.setattr(batches, "MIN_PLACES", 4)
+    store.batches(keys, 7, **{"shuffle": True, **options})
+    assert len(caplog.records) == warns
+    if warns:
+        assert f"a buffer of {TINY_MIB:g} MiB mixes the tokens of" in caplog.text
+        assert re.search(r"buffer_mib=\d+ would mix 4 \(", caplog.text)
+    store.sample(keys)
+    assert len(caplog.records) == warns
 
 
 def test_every_epoch_has_every_token_in_another_order(store):

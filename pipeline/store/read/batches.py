@@ -4,6 +4,8 @@ While one buffer is emptied the next is read. Threads gather `AHEAD` batches bef
 of a batch, K keys, D features of an activation.
 """
 
+import logging
+import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +29,8 @@ from pipeline.store.read.buffers import STACKED, StoredBlocks, TokenMemory
 from pipeline.store.read.frameworks import converter
 from pipeline.store.read.order import VERSION, Buffer, ReadingOrder
 
+log = logging.getLogger(__name__)
+
 AHEAD = 4  # batches
 GATHERING_THREADS = 2
 
@@ -35,6 +39,9 @@ WINDOW_MIB = 64.0
 
 # Without shuffling, reading ahead needs no larger buffer.
 SEQUENTIAL_BUFFER_MIB = 64.0
+
+# A shuffled reader warns where a buffer holds fewer pieces, each from one place in the store.
+MIN_PLACES = 32
 
 # Blocks whose side arrays are read at a time while tokens are counted.
 BLOCKS_COUNTED_AT_ONCE = 64
@@ -128,6 +135,18 @@ class BatchReader(Iterator[Batch]):
         reader's rank and world. At the beginning and the end of an epoch it holds for readers of any rank and world."""
         own = {"order": self._own_checksum, "rank": self._order.rank, "world": self._order.world}
         return asdict(self._position) | own
+
+    def warn_of_few_places(self) -> None:
+        """Logs a warning where shuffling mixes the tokens of few places in the store."""
+        places, options = self._order.pieces_per_buffer, self._options
+        num_pieces = self._num_pieces() // options.world
+        if options.shuffle and places < min(MIN_PLACES, num_pieces):
+            piece_mib = _piece_mib(self._blocks.layout, self._reading.names)
+            log.warning(
+                "a buffer of %g MiB mixes the tokens of %d places in the store, of %.0f MiB each, so batches hold few "
+                "documents. buffer_mib=%d would mix %d (there are two buffers); fewer keys at a time need less.",
+                *(options.buffer_mib, places, piece_mib, math.ceil(MIN_PLACES * piece_mib), MIN_PLACES),
+            )
 
     def close(self) -> None:
         """Ends the reader's threads after their present reads, as dropping the reader does."""
@@ -243,8 +262,10 @@ class BatchReader(Iterator[Batch]):
             yield from self._order.buffers(epoch, start.buffer if epoch == start.epoch else 0)
 
     def _memory_rows(self) -> int:
-        pieces = -(-np.asarray(self._order.block_rows) // self._order.piece_rows)
-        return self._order.piece_rows * min(self._order.pieces_per_buffer, int(pieces.sum()))
+        return self._order.piece_rows * min(self._order.pieces_per_buffer, self._num_pieces())
+
+    def _num_pieces(self) -> int:
+        return int((-(-np.asarray(self._order.block_rows) // self._order.piece_rows)).sum())
 
     def _limit(self, epoch: int) -> int | None:
         """How many batches every rank has in an epoch; None where there is no need to agree on it."""
@@ -327,17 +348,21 @@ def _done(under_way: tuple[Future[Batch], Position]) -> tuple[Batch, Position]:
     return under_way[0].result(), under_way[1]
 
 
+def _piece_mib(layout: StoreLayout, names: Sequence[str]) -> float:
+    """MiB of a piece of all of the named arrays, with their scales."""
+    stored = {*names, *map(scale_name, names)}
+    row_bytes = sum(layout.row_bytes(spec) for spec in layout.all_arrays if spec.name in stored)
+    return row_bytes * layout.piece_rows(names) / MIB
+
+
 def _reading_order(layout: StoreLayout, blocks: BlockTable, reading: Reading) -> ReadingOrder:
     options = reading.options
-    piece_rows = layout.piece_rows(reading.names)
-    names = {*reading.names, *map(scale_name, reading.names)}
-    piece_mib = sum(layout.row_bytes(spec) for spec in layout.all_arrays if spec.name in names) * piece_rows / MIB
     mib = options.buffer_mib if options.shuffle else min(options.buffer_mib, SEQUENTIAL_BUFFER_MIB)
     side_arrays_mib = sum(spec.position_bytes for spec in SIDE_ARRAYS) * layout.slots * layout.rows_per_block / MIB
     return ReadingOrder(
         block_rows=tuple(blocks.column("rows").tolist()),
-        piece_rows=piece_rows,
-        pieces_per_buffer=max(1, int(mib / piece_mib)),
+        piece_rows=layout.piece_rows(reading.names),
+        pieces_per_buffer=max(1, int(mib / _piece_mib(layout, reading.names))),
         window_blocks=max(1, int(WINDOW_MIB / side_arrays_mib)),
         seed=reading.seed,
         rank=options.rank,

@@ -302,17 +302,28 @@ class ActivationStore:
 
         keys: one activation, e.g. (5, "resid_post"), or a list of them, aligned: see `Batch`. options, fields: see
         `BatchOptions`; its fields can be given by name, as in `shuffle=True, seed=1`. state: `BatchReader.state()` of
-        an equal reader, to go on from there.
+        an equal reader, or at the beginning or end of an epoch of one with another rank and world, to go on from there.
+        Logs a warning where shuffling mixes the tokens of few places in the store.
 
         Raises StoreError for a damaged block and when `keys` is empty, ValueError for options that contradict each
         other or the state, TypeError for a field that `BatchOptions` lacks, and ImportError when the framework is not
         installed.
         """
+        reader = self._reader(keys, batch_size, replace(options, **fields), state)
+        reader.warn_of_few_places()
+        return reader
+
+    def _reader(
+        self,
+        keys: Key | Sequence[Key],
+        batch_size: int,
+        options: BatchOptions,
+        state: Mapping[str, int] | None = None,
+    ) -> BatchReader:
         single = _is_key(keys)
         names = [self._key(key).name for key in ([keys] if single else keys)]
         if not names:
             raise StoreError(f"no activations of the store {self.path} are asked for; it has {self._key_names()}.")
-        options = replace(options, **fields)
         if options.stack and len({(self.arrays[name].shape[2], self.arrays[name].dtype) for name in names}) > 1:
             sizes = {name: (self.arrays[name].shape[2], self.arrays[name].dtype.name) for name in names}
             raise ValueError(f"stack=True needs one width and dtype, got {sizes}. Leave it out to get them by name.")
@@ -332,9 +343,8 @@ class ActivationStore:
         """
         keys = [keys] if _is_key(keys) else keys
         names = [self._key(key).name for key in keys]
-        batches = self.batches(
-            names, 4096, shuffle=True, seed=seed, token_filter=token_filter, buffer_mib=SAMPLE_BUFFER_MIB
-        )
+        options = BatchOptions(shuffle=True, seed=seed, token_filter=token_filter, buffer_mib=SAMPLE_BUFFER_MIB)
+        batches = self._reader(names, 4096, options)
         parts: list[dict[str, Statistics]] = []
         left = num_tokens
         for batch in batches:
