@@ -27,7 +27,7 @@ from pipeline.job.revisions import model_revision, with_commit
 from pipeline.models.leaves import num_params
 from pipeline.models.registry import Model, open_model
 from pipeline.planning.plan import Plan, StoredGeometry, make_plan
-from pipeline.store.format.block_table import BlockTable, StreamBlocks
+from pipeline.store.format.block_table import NO_BLOCKS, BlockTable, StreamBlocks
 from pipeline.store.format.layout import SELECTED, TOKENS, ArraySpec, StoreLayout, scale_spec
 from pipeline.store.format.metadata import StoreMetadata, read_metadata
 from pipeline.store.format.target import Target, has_share, larger, stream_share
@@ -59,6 +59,11 @@ class Job:
     def metadata(self) -> StoreMetadata:
         """Reads the model's weights, to record their identity. Raises CheckpointError for damaged weights."""
         return store_metadata(self.config, self.plan, self.model, self.tokenizer, self.data_identity, self.stored)
+
+    def work(self) -> list[StreamWork]:
+        """The work in this process's streams where nothing is committed."""
+        work = (self.stream_work(stream, NO_BLOCKS) for stream in self.plan.streams.local)
+        return [item for item in work if item is not None]
 
     def stream_work(self, stream: int, blocks: StreamBlocks, target: Target | None = None) -> StreamWork | None:
         """The work that is left in one stream, whose committed blocks are `blocks`; None if there is none.

@@ -105,7 +105,7 @@ def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
         make_partition(job.plan.mesh.tensor, job.plan.weights.sharding),
     )
     by_rows = sharding.row_sharding(compiled.mesh)
-    blocks = [block for item in job.work({}) for block in item.blocks(lambda: False)]
+    blocks = [block for item in job.work() for block in item.blocks(lambda: False)]
     firsts = [(block, row) for block in blocks for row in range(0, block.num_rows, rows)]
     batches = [
         sharding.put_rows(by_rows, step_inputs(block, slice(row, row + rows), job.plan.step)) for block, row in firsts
@@ -123,7 +123,7 @@ def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
         shutil.rmtree(BUILD / "store", ignore_errors=True)
         store = StoreWriter.open(of.config.store.path, of.metadata, of.layout)
         with preemption.stop_on_signals() as stop:
-            metrics = fill(of, store, of.work({}), stop, step)
+            metrics = fill(of, store, of.work(), stop, step)
         return metrics.tokens / metrics.elapsed_s
 
     def facts() -> dict:

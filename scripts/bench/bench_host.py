@@ -172,7 +172,7 @@ def stages(job: Job) -> list[Stage]:
     texts = [item.text for shard in shards for item in job.source.read(shard, 0) if isinstance(item, Document)]
     num_tokens = sum(len(tokens) for tokens in job.tokenizer.encode(texts))
     library = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
-    blocks = [block for block in job.work({})[0].blocks(lambda: False) if block.num_rows == plan.rows_per_block]
+    blocks = [block for block in job.work()[0].blocks(lambda: False) if block.num_rows == plan.rows_per_block]
     stored_tokens = sum(block.num_tokens for block in blocks)
     num_steps = len(blocks) * plan.rows_per_block // ROWS
 
@@ -203,7 +203,7 @@ def stages(job: Job) -> list[Stage]:
         Stage("TensorStore alone", lambda: write_arrays(job, len(blocks), buffers), stored_tokens, num_bytes),
         Stage("read documents", lambda: [list(job.source.read(shard, 0)) for shard in shards], num_tokens),
         Stage("tokenise", lambda: job.tokenizer.encode(texts), num_tokens, 0, "tokenizers alone"),
-        Stage("feed", lambda: list(whole_text.work({})[0].blocks(lambda: False)), num_tokens, 0, "tokenizers alone"),
+        Stage("feed", lambda: list(whole_text.work()[0].blocks(lambda: False)), num_tokens, 0, "tokenizers alone"),
         Stage("device to buffers", copy_steps, stored_tokens, num_bytes, "memcpy"),
         Stage(
             "write and commit",

@@ -103,7 +103,7 @@ def open_case(name: str, layers: str, max_tokens: int) -> Case:
 def bare_forward(case: Case) -> float:
     """Valid tokens per second of the forward pass alone, over the job's own batches, results left on the device."""
     by_rows = sharding.row_sharding(case.step.compiled.mesh)
-    blocks = [block for item in case.job.work({}) for block in item.blocks(lambda: False)]
+    blocks = [block for item in case.job.work() for block in item.blocks(lambda: False)]
     batches = [
         sharding.put_rows(by_rows, step_inputs(block, slice(row, row + ROWS), case.job.plan.step))
         for block in blocks

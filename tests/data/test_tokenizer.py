@@ -90,6 +90,7 @@ def test_storage_out_of_reach_may_be_tried_again(monkeypatch):
         raise TimeoutError
 
     monkeypatch.setattr(MemoryFileSystem, "info", fail)
+    monkeypatch.setattr("pipeline.core.retries._DELAY_S", 0.0)
     with pytest.raises(PipelineError, match="memory://out/of/reach cannot be read: TimeoutError.*try again") as caught:
         load_tokenizer("memory://out/of/reach")
     assert caught.value.exit_code == 1

@@ -44,7 +44,7 @@ def test_the_host_does_little_per_step(tmp_path):
         step = load_step(job)
         writer = StoreWriter.open(str(store), job.metadata, job.layout)
         with preemption.stop_on_signals() as stop, python_calls() as calls:
-            metrics = fill(job, writer, job.work({}), stop, step)
+            metrics = fill(job, writer, job.work(), stop, step)
         found[metrics.steps] = calls
     few, many = sorted(found)
     per_step = {name: (found[many][name] - found[few][name]) / (many - few) for name in ("MainThread", "writer")}

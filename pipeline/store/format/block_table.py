@@ -166,6 +166,9 @@ class StreamBlocks(NamedTuple):
         return StreamBlocks(self.table[:-1], None, self.num_indexed)
 
 
+NO_BLOCKS = StreamBlocks(BlockTable(), None)
+
+
 def index_key(stream: int) -> str:
     """The key, relative to the store, of a stream's own block table."""
     return f"{PREFIX}stream-{stream:05d}.npy"

@@ -373,10 +373,10 @@ def _read_blocks(storage: Storage, root: StoreRoot) -> tuple[BlockTable, list[Co
     """All blocks, in the order of their rows; and of an unfinished store the last record of each stream that has one.
 
     An earlier program's complete store has its records in one object."""
-    table = read_table(storage, root.blocks_sha256)
+    table = read_table(storage, root.blocks_sha256) if root.complete else None
     if table is not None:
         return table, []
-    consolidated = read_consolidated(storage, root.commits_sha256)
+    consolidated = read_consolidated(storage, root.commits_sha256) if root.complete else None
     if consolidated is not None:
         records = [record for stream in consolidated.values() for record in stream]
         return BlockTable.from_records(records).in_row_order(root.metadata.num_streams), []
