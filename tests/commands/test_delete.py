@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import shutil
+import threading
 
 import pytest
 
@@ -164,20 +165,23 @@ def test_crafted_names_of_arrays_are_refused_before_anything_is_deleted(tmp_path
 
 
 def test_a_deletion_that_was_killed_anywhere_can_be_repeated(tmp_path, monkeypatch, capsys):
-    """Killed before the n-th file or folder is removed, for every n."""
+    """Killed before the n-th file or folder is removed, for every n: the threads remove no more."""
 
     class Killed(BaseException):
         pass
 
     left = -1
+    one_at_a_time, is_dead = threading.Lock(), threading.Event()
 
     def counted(remove):
         def instead(*arguments, **options):
             nonlocal left
-            left -= 1
-            if left == 0:
-                raise Killed
-            return remove(*arguments, **options)
+            with one_at_a_time:
+                left -= 1
+                if left == 0 or is_dead.is_set():
+                    is_dead.set()
+                    raise Killed
+                return remove(*arguments, **options)
 
         return instead
 
@@ -186,13 +190,17 @@ def test_a_deletion_that_was_killed_anywhere_can_be_repeated(tmp_path, monkeypat
     path = tmp_path / "store"
     write_store(str(path))
     shutil.copytree(path, tmp_path / "copy")
+    num_of_embed = len(list((path / "embed").rglob("*")))
     for kill in itertools.count(1):
         left = kill
         try:
             main([f"store.path={path}", "confirm=true"])
         except Killed:
             left = -1
+            is_dead.clear()
             if (path / "zarr.json").exists():
+                records = list((path / "_commits").rglob("*.json"))
+                assert not records or len(list((path / "embed").rglob("*"))) == num_of_embed
                 assert main([f"store.path={path}", "confirm=true"]) == 0
                 assert not path.exists()
             else:

@@ -3,8 +3,11 @@
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
+from threading import Event
 
 import tensorstore as ts
 
@@ -15,7 +18,9 @@ from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.io.directories import raise_unless_gone
 from pipeline.store.io.storage import Storage, StorageLike
 
-_DELETIONS_AHEAD = 256
+_DELETIONS_AT_ONCE = 128
+_LISTINGS_AT_ONCE = 2  # a listing holds the keys of one array
+_FOLDERS_AT_ONCE = 8
 
 
 def delete_store(place: StorageLike, root: StoreRoot) -> Iterator[str]:
@@ -45,18 +50,37 @@ def delete_store(place: StorageLike, root: StoreRoot) -> Iterator[str]:
 
 
 def _delete_objects(storage: Storage, keys: StoreKeys) -> Iterator[str]:
+    deleting = storage.with_own_requests(_DELETIONS_AT_ONCE)
     storage.write(CONSOLIDATED_KEY, None)
-    for prefix in keys.prefixes:
-        own = [key for key in storage.list_keys(prefix) if keys.is_own(key)]
-        under_way: deque[tuple[str, ts.Future]] = deque()
-        for key in own:
-            under_way.append((key, storage.start_write(key, None)))
-            if len(under_way) > _DELETIONS_AHEAD:
-                _wait(storage, *under_way.popleft())
-        while under_way:
-            _wait(storage, *under_way.popleft())
+    _delete_in_turn(partial(_delete_prefix, deleting, keys), keys.prefixes, _LISTINGS_AT_ONCE)
     storage.write(ROOT_KEY, None)
     return iter(storage.list_keys())
+
+
+def _delete_in_turn(delete: Callable[[str, Event], None], prefixes: Sequence[str], at_once: int) -> None:
+    """Deletes what is under the first prefix, then what is under the others, several at once. After an error, or an
+    interruption, `delete` finds its event set, and ends."""
+    is_over = Event()
+    delete(prefixes[0], is_over)
+    with ThreadPoolExecutor(at_once, thread_name_prefix="delete") as pool:
+        try:
+            for future in [pool.submit(delete, prefix, is_over) for prefix in prefixes[1:]]:
+                future.result()
+        finally:
+            is_over.set()
+
+
+def _delete_prefix(storage: Storage, keys: StoreKeys, prefix: str, is_over: Event) -> None:
+    under_way: deque[tuple[str, ts.Future]] = deque()
+    own = [] if is_over.is_set() else filter(keys.is_own, storage.list_keys(prefix))
+    for key in own:
+        if is_over.is_set():
+            return
+        under_way.append((key, storage.start_write(key, None)))
+        if len(under_way) > _DELETIONS_AT_ONCE:
+            _wait(storage, *under_way.popleft())
+    while under_way:
+        _wait(storage, *under_way.popleft())
 
 
 def _wait(storage: Storage, key: str, deletion: ts.Future) -> None:
@@ -68,10 +92,7 @@ def _delete_files(folder: str, keys: StoreKeys) -> Iterator[str]:
     with suppress(FileNotFoundError):
         if not os.path.islink(folder + COMMITS_PREFIX.rstrip("/")):
             os.unlink(folder + CONSOLIDATED_KEY)
-    for prefix in keys.prefixes:
-        name = prefix.rstrip("/")
-        if os.path.isdir(folder + name) and not os.path.islink(folder + name):
-            _delete_folder(folder, name, keys)
+    _delete_in_turn(partial(_delete_folder, folder, keys), keys.prefixes, _FOLDERS_AT_ONCE)
     for name in (ROOT_KEY, ROOT_KEY + LOCK_SUFFIX):
         with suppress(FileNotFoundError):
             os.unlink(folder + name)
@@ -80,13 +101,18 @@ def _delete_files(folder: str, keys: StoreKeys) -> Iterator[str]:
     return _files_in(folder)
 
 
-def _delete_folder(folder: str, name: str, keys: StoreKeys) -> None:
+def _delete_folder(folder: str, keys: StoreKeys, prefix: str, is_over: Event) -> None:
     """Deletes the store's files in one of its folders, and the folders that are then empty.
 
     By descriptors of the folders: one that is exchanged for a link meanwhile is not followed.
     """
+    name = prefix.rstrip("/")
+    if not os.path.isdir(folder + name) or os.path.islink(folder + name):
+        return
     for at, folders, files, descriptor in os.fwalk(folder + name, topdown=False, onerror=raise_unless_gone):
         inner = os.path.relpath(at, folder)
+        if is_over.is_set():
+            return
         for file in files:
             if keys.is_own(f"{inner}/{file}") and not _is_link(file, descriptor):
                 os.unlink(file, dir_fd=descriptor)
