@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from pipeline.core.errors import StoreInvalid
 from pipeline.extraction.job_run import run
 from pipeline.merge import main
 from pipeline.store import ActivationStore
-from pipeline.store.write.merging import merge_stores
+from pipeline.store.format.layout import MIB, ArraySpec
+from pipeline.store.write.merging import _num_copies, merge_stores
 from pipeline.store.write.store_writer import StoreWriter
 from tests.jobs import ROOT, assert_same_store, write_text
 from tests.store.emulators import new_bucket
-from tests.store.example_store import ROWS, blocks, layout, metadata, stored_tokens, write_blocks, write_store
+from tests.store.example_store import LENGTH, ROWS, blocks, layout, metadata, stored_tokens, write_blocks, write_store
 
 
 def write_streams(path: Path | str, streams: Sequence[int], **changes) -> StoreWriter:
@@ -79,6 +81,25 @@ def test_an_interrupted_merge_goes_on_and_may_be_repeated(tmp_path, halves, whol
     assert main([*halves, f"store.path={merged}"]) == 0
     assert_same_store(merged, whole)
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("interrupted_after", [1, 3, 5])
+def test_blocks_are_committed_in_order_although_several_are_copied_at_once(tmp_path, whole, interrupted_after):
+    def interrupt(done: int, _total: int) -> None:
+        if done == interrupted_after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        merge_stores([str(whole)], str(tmp_path / "merged"), interrupt)
+    keys = [block.record.key for stream in range(2) for block in blocks(stream)]
+    stored = [key for key in keys if (tmp_path / "merged" / key).exists()]
+    assert stored == keys[:interrupted_after]
+
+
+@pytest.mark.parametrize(("shard_mib", "copies"), [(512, 4), (64, 16), (1, 32)])
+def test_the_copies_at_once_fit_into_the_memory_for_them(shard_mib, copies):
+    wide = ArraySpec("embed", "float32", width=shard_mib * MIB // (4 * ROWS * LENGTH))
+    assert _num_copies(replace(layout(), arrays=(wide,))) == copies
 
 
 def test_one_store_after_the_other_into_the_first(tmp_path, halves, whole, capsys):

@@ -156,7 +156,7 @@ def _run(*overrides: str) -> None:
 
 
 def _interrupted_merge(whole: Path, path: Path) -> Image:
-    """All but the last two blocks of a store, as an interrupted merge leaves it."""
+    """All but the last two blocks of a store, as an interrupted merge leaves it that has not begun to copy these."""
 
     def interrupt(done: int, total: int) -> None:
         if done == total - 2:
@@ -164,7 +164,11 @@ def _interrupted_merge(whole: Path, path: Path) -> Image:
 
     with suppress(KeyboardInterrupt):
         merge_stores([str(whole)], str(path), interrupt)
-    return read_image(str(path))
+    merged, source = read_image(str(path)), StoreWriter.open_existing(str(whole))
+    places = [(stream, block.block) for stream in range(2) for block in source.streams[stream].table]
+    under_way = [place for place in places if block_keys(source.layout, *place)[-1] not in merged]
+    others = {key for place in under_way for key in block_keys(source.layout, *place)}
+    return {key: content for key, content in merged.items() if key not in others}
 
 
 def _without_blocks(image: Image, first: int) -> Image:

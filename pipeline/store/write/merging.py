@@ -4,13 +4,15 @@ A block has the same place in every store of a fingerprint, so objects keep thei
 """
 
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from functools import reduce
 
 from pipeline.core.errors import StoreError, StoreMismatch
 from pipeline.store.format.commits import CommitRecord, read_records
-from pipeline.store.format.layout import MAX_ROWS
+from pipeline.store.format.layout import MAX_ROWS, MIB, StoreLayout
 from pipeline.store.format.metadata import ROOT_KEY
 from pipeline.store.format.statistics import statistics_key
 from pipeline.store.format.tables import table_key
@@ -21,14 +23,18 @@ from pipeline.store.write.claims import held_claims, named_holders
 from pipeline.store.write.store_writer import StoreWriter, create_root
 from pipeline.store.write.vacancy import require_vacant
 
-COPIES = 4  # objects under way at once: each is held in memory whole
+# Objects under way at once, each of which is held in memory whole: as many as this memory has room for.
+COPIES_MIB = 1024
+MIN_COPIES, MAX_COPIES = 4, 32
+BLOCKS_AHEAD = 8  # of the one that is committed next
 
 
 def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int], None] | None = None) -> StoreWriter:
     """Copies the committed blocks of the `sources` that the store at `path` lacks into it; it is created where absent.
 
-    Blocks are copied in the order of their streams and committed one by one, so an interrupted merge goes on where it
-    was. The store is not finished. `progress` is called with the number of blocks that are copied and of all to copy.
+    Several blocks are copied at once, and committed one by one in the order of their streams, so an interrupted merge
+    goes on where it was. The store is not finished. `progress` is called with the number of blocks that are committed
+    and of all to copy.
 
     Raises StoreMismatch when a store was made by another configuration, or two hold different versions of a block;
     then nothing is copied. Raises StoreInvalid for a source that is none, or damaged, and StoreError, also where
@@ -58,9 +64,8 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
         missing = [(source, record) for source, record in missing if not _is_cut_short(source, record, target)]
     if missing:
         target.reopen(reduce(larger, (source.target for source in opened)))
-    with ThreadPoolExecutor(COPIES, thread_name_prefix="copy") as pool:
-        for done, (source, record) in enumerate(missing, 1):
-            _copy_block(source, target, record, pool)
+    with closing(_copy_blocks(missing, target)) as committed:
+        for done, _ in enumerate(committed, 1):
             if progress is not None:
                 progress(done, len(missing))
     for source in opened:
@@ -120,32 +125,57 @@ def _create(storage: Storage, like: StoreWriter) -> StoreWriter:
     return StoreWriter.open(storage, like.metadata, like.layout)
 
 
-def _copy_block(source: StoreWriter, target: StoreWriter, record: CommitRecord, pool: ThreadPoolExecutor) -> None:
-    if target.storage.read(record.key) is not None:  # a job on the target was faster
-        target.commit_written(record, is_committed=True)
-        return
+def _num_copies(layout: StoreLayout) -> int:
+    largest = layout.rows_per_block * max(layout.row_bytes(spec) for spec in layout.all_arrays)
+    return min(max(COPIES_MIB * MIB // largest, MIN_COPIES), MAX_COPIES)
+
+
+def _copy_blocks(missing: Sequence[tuple[StoreWriter, CommitRecord]], target: StoreWriter) -> Iterator[None]:
+    """Copies and commits the blocks; yields after each. Those after it may be under way."""
+    under_way: deque[tuple[CommitRecord, list[Future[None]] | None]] = deque()
+
+    def commit_first() -> None:
+        record, copies = under_way.popleft()
+        for copy in copies or ():
+            copy.result()
+        target.commit_written(record, is_committed=copies is None)
+
+    with ThreadPoolExecutor(_num_copies(target.layout), thread_name_prefix="copy") as pool:
+        try:
+            for source, record in missing:
+                under_way.append((record, _start_block(source, target, record, pool)))
+                if len(under_way) > BLOCKS_AHEAD:
+                    commit_first()
+                    yield
+            while under_way:
+                commit_first()
+                yield
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _start_block(
+    source: StoreWriter, target: StoreWriter, record: CommitRecord, pool: ThreadPoolExecutor
+) -> list[Future[None]] | None:
+    """Starts copying a block's objects. None where the target has the block: a job on it was faster.
+
+    An object that the source lacks (zeros, in an array) is deleted in the target, where an earlier job may have left
+    another. Raises StoreInvalid for a symbolic link, whose target need not be the store's.
+    """
+    if target.storage.read(record.key) is not None:
+        return None
     stream, block = record.stream, record.block
     keys = [target.layout.shard_key(spec, stream, block) for spec in target.layout.all_arrays]
     keys.append(table_key(stream, block))
     if record.statistics_sha256:
         keys.append(statistics_key(stream, block))
-    _copy(source.storage, target.storage, keys, pool)
-    target.commit_written(record)
-
-
-def _copy(source: Storage, target: Storage, keys: Sequence[str], pool: ThreadPoolExecutor) -> None:
-    """Copies the objects. One that the source lacks (zeros, in an array) is deleted in the target, where an earlier job
-    may have left another.
-
-    Raises StoreInvalid for a symbolic link, whose target need not be the store's.
-    """
-    source.require_no_links(keys)
+    source.storage.require_no_links(keys)
 
     def copy(key: str) -> None:
-        content = source.read(key)
-        target.write(key, source.read(key) if content is None else content)  # a service may be wrong once
+        content = source.storage.read(key)
+        target.storage.write(key, source.storage.read(key) if content is None else content)  # it may be wrong once
 
-    list(pool.map(copy, keys))
+    return [pool.submit(copy, key) for key in keys]
 
 
 def _copy_metrics_and_groups(source: StoreWriter, target: StoreWriter) -> None:
