@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipeline import verify
+from pipeline.cli.settings import parse
 from tests.jobs import ROOT
 from tests.launch.conftest import HERE, JOB, Recorded
 
@@ -186,3 +188,37 @@ def test_slurm_does_not_queue_again_where_one_process_exits_with_2_and_the_other
     assert result.returncode == 2, result.stderr
     assert "requeued" not in result.stdout
     assert not (tmp_path / "wrong-7").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"}, "verify.rank=3 verify.world=8"),
+        (
+            {"SLURM_ARRAY_TASK_ID": "17", "SLURM_ARRAY_TASK_COUNT": "1", "WORLD": "100"},
+            "verify.rank=17 verify.world=100",
+        ),
+    ],
+)
+def test_a_task_of_slurm_verifies_its_share(recorded: Recorded, variables, expected):
+    result = recorded.run("launch/verify.sbatch", "store.path=/shared/store", "verify.level=objects", **variables)
+    assert result.returncode == 0, result.stderr
+    assert recorded.commands() == [
+        f"python -m pipeline.verify {expected} store.path=/shared/store verify.level=objects"
+    ]
+
+
+def test_the_pods_of_the_indexed_job_verify_all_shares():
+    spec = yaml.safe_load((ROOT / "launch/verify-job.yaml").read_text())["spec"]
+    [container] = spec["template"]["spec"]["containers"]
+    assert container["command"] == ["python", "-m", "pipeline.verify"]
+    shares = []
+    for index in range(spec["completions"]):
+        arguments = [argument.replace("$(JOB_COMPLETION_INDEX)", str(index)) for argument in container["args"]]
+        settings = parse(verify.Settings, arguments)
+        shares.append((settings.rank, settings.world))
+    assert shares == [(rank, spec["completions"]) for rank in range(spec["completions"])]
+    # What Kubernetes demands of these two together.
+    assert (spec["completionMode"], spec["template"]["spec"]["restartPolicy"]) == ("Indexed", "Never")
+    actions = {rule["onExitCodes"]["values"][0]: rule["action"] for rule in spec["podFailurePolicy"]["rules"][:2]}
+    assert actions == {2: "FailJob", 42: "Ignore"}
