@@ -6,10 +6,18 @@ A store of three layers, d=768, bfloat16, rows of 256 tokens, written first. num
 whole and unchecked (`np.fromfile`); the reader reads, checks crc32c, shuffles and gathers. They alternate in one
 process, because a shared machine drifts; the ratio is the median over neighbours. On a machine that others load, the
 CPU seconds tell more than the speed. Writes build/bench-reader.json.
+
+    PYTHONPATH=. python scripts/bench/bench_reader.py --slowdown 20
+
+instead reads the store from `gcs_standin`, where a request takes 50 ms and has 100 MB/s, and prints MiB/s. The server
+does both 20 times more slowly, since a small machine could not serve this speed; what is printed is 20 times what was
+measured.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
 import shutil
 import statistics
 import time
@@ -28,18 +36,19 @@ from pipeline.store.write.store_writer import StoreWriter
 
 PATH = Path("build/bench-reader/store")
 LAYERS, WIDTH, LENGTH, ROWS = (2, 6, 10), 768, 256, 40
+REMOTE = "gs://bench-reader/store"
 BATCH_SIZE = 4096
 GIB = 1 << 30
 
 
-def write_store(num_tokens: int) -> None:
+def write_store(num_tokens: int, path: str = str(PATH)) -> None:
     """A store of random activations. A block of a layer has 15 MiB, 3 % of its slots are padding."""
     shutil.rmtree(PATH, ignore_errors=True)
     hooks = {f"blocks.{layer}.resid_post": f"blocks.{layer}.hook_resid_post" for layer in LAYERS}
     arrays = tuple(ArraySpec(name, "bfloat16", WIDTH, {"hook_name": hook, "d": WIDTH}) for name, hook in hooks.items())
     layout = StoreLayout(1, ROWS, LENGTH, arrays)
     metadata = StoreMetadata({}, {}, {}, {}, {}, {}, num_streams=1, rows_per_block=ROWS)
-    writer = StoreWriter.open(str(PATH), metadata, layout)
+    writer = StoreWriter.open(path, metadata, layout)
     rng = np.random.default_rng(0)
     valid = np.arange(LENGTH) < LENGTH * 97 // 100
     activations = rng.standard_normal((ROWS, LENGTH, WIDTH), np.float32).astype(ml_dtypes.bfloat16)
@@ -82,12 +91,36 @@ def timed(read: Callable[[], int]) -> tuple[float, float]:
     return gib / (time.perf_counter() - began), (time.process_time() - cpu) / gib
 
 
+def read_remote(num_tokens: int, slowdown: float) -> None:
+    """Prints the speed of one epoch of each case, and how many requests it took."""
+    from scripts.bench.gcs_standin import Behaviour, control, environment, serve_process
+
+    spawn = multiprocessing.get_context("spawn")
+    receiver, ready = spawn.Pipe()
+    spawn.Process(target=serve_process, args=(None, Behaviour(latency_s=0), ready), daemon=True).start()
+    server = receiver.recv()
+    os.environ.update(environment(server))
+    write_store(num_tokens, REMOTE)
+    store = ActivationStore.open(REMOTE)
+    for layers in (LAYERS[:1], LAYERS):
+        control(server, latency_s=0.05 * slowdown, bytes_per_s=1e8 / slowdown)
+        began = time.perf_counter()
+        mib = reader_bytes(store, layers, epochs=1, stack=False) / (1 << 20)
+        seconds = (time.perf_counter() - began) / slowdown
+        counters = control(server, latency_s=0)["counters"]
+        print(f"{len(layers)} layers: {mib / seconds:.0f} MiB/s, {mib:.0f} MiB, {counters['get']} requests")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=300_000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=12, help="of one layer; a third of it of three")
+    parser.add_argument("--slowdown", type=float, help="read from a bucket, this much slower than a real one")
     options = parser.parse_args()
+    if options.slowdown is not None:
+        read_remote(options.tokens, options.slowdown)
+        return
     write_store(options.tokens)
 
     store = ActivationStore.open(PATH)
