@@ -14,9 +14,10 @@ from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import StreamWork
 from pipeline.job.metrics import Metrics, Stage
 from pipeline.job.opening import Job
+from pipeline.store.format.block_table import StreamBlocks
 from pipeline.store.format.metadata import require_root
-from pipeline.store.format.target import has_share
-from pipeline.store.write.claims import Claims, Vacancy, delete_marks, list_streams
+from pipeline.store.format.target import has_share, larger
+from pipeline.store.write.claims import Claims, Vacancy, delete_marks
 from pipeline.store.write.store_writer import StoreWriter
 
 log = logging.getLogger("pipeline")
@@ -100,45 +101,52 @@ class UnfinishedStreams:
         self._claimed = self._random.sample(claimed, len(claimed))
 
     def _is_finished(self, stream: int) -> bool:
-        return has_share(self._store.streams[stream].table, self._job.plan.streams.budget(stream))
+        return _has_share(self._job, stream, self._store.streams[stream])
 
 
-def require_right_marks(job: Job, store: StoreWriter) -> None:
-    """Raises StoreError where streams are marked as finished that are not, because their records were deleted to have
-    them computed again. These marks are deleted, so that the next run computes the streams.
+def require_finished_streams(job: Job, store: StoreWriter) -> None:
+    """Raises StoreError where a stream that was taken for finished is not, because its records were deleted to have
+    them computed again. Its marks are deleted, so that the next run computes it. A store that a longer run is extending
+    is left alone.
     """
-    marked = list_streams(store.storage, job.plan.streams.target).finished
-    wrong = [
-        stream
-        for stream in sorted(marked & {*range(job.plan.streams.count)})
-        if not has_share(store.streams[stream].table, job.plan.streams.budget(stream))
-        and not has_share(store.streams.read_again(stream).table, job.plan.streams.budget(stream))
-    ]
-    for stream in wrong:
+    own = job.plan.streams.target
+    if larger(require_root(store.storage).target, own) != own:
+        return
+    streams = [stream for stream in range(job.plan.streams.count) if not _has_share(job, stream, store.streams[stream])]
+    lacking = [stream for stream in streams if not _has_share(job, stream, store.streams.read_again(stream))]
+    for stream in lacking:
         delete_marks(store.storage, stream)
-    if wrong:
+    if lacking:
         raise StoreError(
-            f"{store.path}: streams {', '.join(map(str, wrong))} were finished, but have lost commit records since. "
+            f"{store.path}: streams {', '.join(map(str, lacking))} were finished, but have lost commit records since. "
             "Run the same command again, which computes them."
         )
 
 
+def _has_share(job: Job, stream: int, blocks: StreamBlocks) -> bool:
+    return has_share(blocks.table, job.plan.streams.budget(stream))
+
+
 def complete_by_one(job: Job, store: StoreWriter, stop: StopRequest, complete: Callable[[], None]) -> None:
-    """Calls `complete` on one of the workers that have come to the end of the streams; the others wait until the store
-    is complete, or that worker falls silent. The worker's claim has the number after the last stream's.
+    """Calls `complete` on one of the workers that have come to the end of the streams; the others wait until it has
+    ended, or falls silent: then another one calls it. The worker's claim has the number after the last stream's.
 
     Raises Interrupted after a stop request, and StoreError.
     """
-    number = job.plan.streams.count
+    number, has_waited = job.plan.streams.count, False
     with closing(Claims(store.storage, job.config.run.lease_s)) as claims:
-        while not any(map(claims.claim, claims.vacancies([number]))):
+        while True:
+            for vacancy in claims.vacancies([number]):
+                if has_waited and vacancy.expired is None and require_root(store.storage).complete:
+                    log.info("%s is completed by another worker", store.path)
+                    return
+                if claims.claim(vacancy):
+                    complete()
+                    claims.withdraw(number)
+                    return
+            has_waited = True
             time.sleep(_COMPLETION_POLL_S)
             stop.check()
-            if require_root(store.storage).complete:
-                log.info("%s is completed by another worker", store.path)
-                return
-        complete()
-        claims.withdraw(number)
 
 
 class ClaimedStreams:

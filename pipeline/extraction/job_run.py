@@ -11,7 +11,7 @@ from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
 from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.extraction import int8_probe
 from pipeline.extraction.block_writer import BlockWriter
-from pipeline.extraction.claiming import ClaimedStreams, complete_by_one, require_right_marks
+from pipeline.extraction.claiming import ClaimedStreams, complete_by_one, require_finished_streams
 from pipeline.extraction.loaded_step import LoadedStep, ModelWeights
 from pipeline.extraction.loop import ExtractionLoop
 from pipeline.extraction.profiling import ProfileWindow
@@ -22,6 +22,7 @@ from pipeline.job.opening import Job, open_job
 from pipeline.job.watchdog import Watchdog
 from pipeline.step.compilation_cache import use_compilation_cache
 from pipeline.step.compiled_step import compile_step, compile_storing, make_partition
+from pipeline.store.format.target import has_share
 from pipeline.store.write.claims import Claims
 from pipeline.store.write.store_writer import StoreWriter
 
@@ -81,11 +82,18 @@ def open_store(job: Job) -> StoreWriter:
         raise StoreError(
             f"the store {path} was not there when this job was planned, and is now. Run the same command again."
         ) from error
-    if not (store.complete and job.is_done(store.streams.tables(store.root))):
+    if not (store.complete and has_own_share(job, store)):
         store.reopen(job.plan.streams.target)
         if not job.plan.checks.fail_on_not_finite:
             store.allow_not_finite()
     return store
+
+
+def has_own_share(job: Job, store: StoreWriter) -> bool:
+    """Whether this process's streams hold their share of `run.max_tokens`, as their records say: some may have been
+    deleted, to have their blocks computed again."""
+    streams = store.streams.some(job.plan.streams.local)
+    return all(has_share(blocks.table, job.plan.streams.budget(stream)) for stream, blocks in streams.items())
 
 
 def work_left(job: Job, store: StoreWriter) -> list[StreamWork]:
@@ -174,7 +182,7 @@ def complete(job: Job, store: StoreWriter) -> None:
     streams = [blocks.table for blocks in store.streams.all().values()]
     if not job.is_done(streams):
         if job.config.run.claim:
-            require_right_marks(job, store)
+            require_finished_streams(job, store)
         return
     if missing := job.shortfall(streams):
         log.warning("%s: %s", store.path, missing)

@@ -164,12 +164,13 @@ class SyntheticStore:
             table_sha256=table_digest(encode_table(table(self.shape, stream, block))),
             statistics_sha256=self._statistics.sha256(block),
             digests=digests,
-            tokens_before=block * BLOCK_TOKENS,
+            blocks_before=self.stream_table(stream, block).digest(),
         )
 
     def stream_table(self, stream: int, num_blocks: int) -> BlockTable:
         """The block table of a stream's first blocks."""
-        values = np.repeat(BlockTable.from_records([self.record(stream, 0)]).values, num_blocks)
+        first = replace(record(0, stream), statistics_sha256=self._statistics.sha256(0))
+        values = np.repeat(BlockTable.from_records([first]).values, num_blocks)
         values["block"] = np.arange(num_blocks)
         values["first_document"] = values["block"] * ROWS
         return BlockTable(values)

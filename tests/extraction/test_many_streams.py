@@ -21,7 +21,9 @@ from pipeline.extraction.claiming import ClaimedStreams, UnfinishedStreams, comp
 from pipeline.extraction.job_run import complete
 from pipeline.job.metrics import Metrics
 from pipeline.job.opening import Job, open_job, open_storage
+from pipeline.store.format.arrays import open_existing, set_rows
 from pipeline.store.format.commits import commit_key
+from pipeline.store.format.layout import MAX_ROWS
 from pipeline.store.format.metadata import require_root
 from pipeline.store.write.claims import Claims, _Claim, claim_key, held_claims
 from pipeline.store.write.store_writer import StoreWriter
@@ -172,6 +174,19 @@ def test_64_workers_on_10_000_streams(tmp_path, record_property):
     record_property(MEASURED, f"64 workers, 10,000 streams: {requests} requests, {seconds:.0f} s")
 
 
+def test_a_shorter_run_leaves_the_streams_of_an_extension_alone(text, tmp_path):
+    job = make_job(text, str(tmp_path / "store"), "run.max_tokens=80")
+    with closing(Claims(job.storage, 60)) as claims:
+        store = open_store(job)
+        finish_streams(UnfinishedStreams(job, store, claims), store, 80)
+        late = open_store(job)
+        late.reopen("all")
+        job.storage.write(commit_key(3, 0), None)  # as a longer run does, which computes the block again
+        complete(job, store)
+        assert claims.list_streams(80).finished == {*range(80)}
+        assert not require_root(job.storage).complete
+
+
 def test_one_of_the_workers_that_end_together_completes_the_store(text, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.extraction.claiming._COMPLETION_POLL_S", 0.01)
     job = make_job(text, str(tmp_path / "store"))
@@ -199,8 +214,11 @@ def test_a_worker_that_dies_while_it_completes_the_store_is_replaced(text, tmp_p
     number = job.plan.streams.count
     with closing(Claims(job.storage, 60)) as claims:
         finish_streams(UnfinishedStreams(job, store, claims), store, 80)
-    dead = _Claim("a dead worker", held=True, lease_s=0.2, number=0)
-    job.storage.write(claim_key(number), dead.to_json())
-    complete_by_one(job, store, StopRequest(), lambda: complete(job, store))
-    assert store.complete
-    assert job.storage.list_keys("_claims/") == []
+    for has_written_the_root in (False, True):
+        dead = _Claim("a dead worker", held=True, lease_s=0.2, number=int(has_written_the_root))
+        job.storage.write(claim_key(number), dead.to_json())
+        set_rows(job.storage, ["tokens"], MAX_ROWS)
+        complete_by_one(job, store, StopRequest(), lambda: complete(job, store))
+        assert store.complete
+        assert job.storage.list_keys("_claims/") == []
+        assert open_existing(job.storage, ["tokens"])["tokens"].shape[0] == job.layout.first_row(number - 1, 0) + 1

@@ -137,6 +137,20 @@ def test_idle_is_what_no_interval_covers():
     assert idle_fraction([(0, 4), (1, 3), (3, 5), (9, 10)]) == pytest.approx(0.4)
 
 
+@pytest.mark.parametrize("claim", [False, True])
+def test_a_complete_store_computes_the_blocks_again_whose_records_were_deleted(text, tmp_path, claim):
+    config = job_config(text, tmp_path / "store", "run.max_tokens=6000", f"run.claim={claim}")
+    run(config)
+    before = objects(tmp_path / "store")
+    (*_, last) = sorted((tmp_path / "store/_commits/stream-00000").iterdir())
+    last.unlink()
+    run(config)
+    after = objects(tmp_path / "store")
+    metrics = {key for key in after if key.startswith("_metrics/")}
+    assert {key: after[key] for key in after.keys() - metrics} == {key: before[key] for key in before.keys() - metrics}
+    assert verify_store(config.store.path) == []
+
+
 def test_a_stream_without_documents_is_done_and_stays_done(tmp_path):
     """Its block has no rows, only a record, so that the store completes and a second run finds nothing to do."""
     text = write_text(tmp_path / "text", files=1, documents=20)

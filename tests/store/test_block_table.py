@@ -18,7 +18,7 @@ from pipeline.store.format.block_table import (
     read_stream,
     split_streams,
 )
-from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.commits import CommitRecord, read_stream_records
 from pipeline.store.format.statistics import (
     Statistics,
     encode_statistics,
@@ -40,8 +40,16 @@ def record(stream: int, block: int, **changes) -> CommitRecord:
     """Block after block of 7 tokens; every second begins within a document."""
     start, stop = ({**CURSOR, "token": b % 2, "ordinal": 3 * b} for b in (block, block + 1))
     counts = {"rows": 2, "tokens": 7, "documents": 3, "tokens_cut": 1 << 40, "skipped": ({"index": 1},)}
-    fixed = {"start": start, "next": stop, "exhausted": False, "truncated": False, "tokens_before": 7 * block}
+    fixed = {"start": start, "next": stop, "exhausted": False, "truncated": False}
     return CommitRecord(stream, block, **(counts | fixed | changes))
+
+
+def stream_records(count: int) -> list[CommitRecord]:
+    """Of stream 3, each with the digest of those before it."""
+    records: list[CommitRecord] = []
+    for block in range(count):
+        records.append(record(3, block, blocks_before=BlockTable.from_records(records).digest()))
+    return records
 
 
 def write_records(storage: Storage, *records: CommitRecord) -> None:
@@ -78,7 +86,10 @@ def crafted(dtype=DTYPE, shape=(2,), fortran_order=False, values: bytes = bytes(
     file = io.BytesIO()
     header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": fortran_order, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
-    payload = file.getvalue() + values
+    return sealed(file.getvalue() + values)
+
+
+def sealed(payload: bytes) -> bytes:
     return payload + hashlib.sha256(payload).digest()
 
 
@@ -97,6 +108,8 @@ def crafted(dtype=DTYPE, shape=(2,), fortran_order=False, values: bytes = bytes(
         crafted(dtype="<i8"),
         crafted(dtype=[("stream", "O")]),
         crafted(dtype="O"),
+        sealed(b"\x93NUMPY\x01\x00\x10\x00" + b"{'descr': [(((((("),
+        sealed(b"\x93NUMPY\x01\x00\xff\xff"),
     ],
 )
 def test_another_file_is_no_table(content):
@@ -126,7 +139,7 @@ def test_streams_are_joined_in_the_order_of_rows_and_split_again():
 def test_a_stream_is_read_from_its_table_and_the_later_records(tmp_path, indexed):
     """A table longer than the stream is what a deletion of records leaves: it is not used."""
     storage = Storage.open(str(tmp_path))
-    records = [record(3, block) for block in range(9)]
+    records = stream_records(9)
     write_records(storage, *records[:6])
     storage.write(index_key(3), BlockTable.from_records(records[:indexed]).encode())
     known = range(indexed - 1 if 0 < indexed <= 6 else 0)
@@ -139,16 +152,34 @@ def test_a_stream_is_read_from_its_table_and_the_later_records(tmp_path, indexed
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"tokens": 8}, {"exhausted": True}, {"selected": 1}, {"tokens_before": 6}],
+    [{"tokens": 8}, {"exhausted": True}, {"selected": 1}, {"blocks_before": "other"}],
 )
 def test_a_table_that_does_not_agree_with_the_records_is_not_used(tmp_path, wrong):
     storage = Storage.open(str(tmp_path))
-    records = [record(3, block) for block in range(4)]
+    records = stream_records(4)
     write_records(storage, *records[:2], replace(records[2], **wrong), records[3])
     storage.write(index_key(3), BlockTable.from_records(records[:3]).encode())
     table, *_ = read_stream(storage, 3)
     expected = [*records[:2], replace(records[2], **wrong), records[3]]
     np.testing.assert_array_equal(table.values, BlockTable.from_records(expected).values)
+
+
+def test_a_crafted_table_is_not_used(tmp_path):
+    """Its last block and its sums are those of the records."""
+    storage = Storage.open(str(tmp_path))
+    records = stream_records(6)
+    write_records(storage, *records)
+    table = BlockTable.from_records(records[:4])
+    table.values["rows"][0] += 1
+    storage.write(index_key(3), table.encode())
+    np.testing.assert_array_equal(read_stream(storage, 3).table.values, BlockTable.from_records(records).values)
+
+
+def test_records_beyond_a_million_blocks_are_seen(tmp_path):
+    storage = Storage.open(str(tmp_path))
+    for block in (10**6 - 1, 10**6, 10**6 + 1):
+        write_records(storage, record(3, block))
+    assert [r.block for r in read_stream_records(storage, 3, 10**6 - 1, list_all=False)] == [999999, 1000000, 1000001]
 
 
 def test_a_table_is_written_now_and_then_and_at_the_end(tmp_path):

@@ -67,6 +67,12 @@ def test_damaged_and_edited_records_are_refused(text):
         CommitRecord.from_json(text, "the record")
 
 
+@pytest.mark.parametrize("changes", [{"rows": 1 << 32}, {"tokens_cut": 1 << 63}, {"selected": 1 << 40}])
+def test_counts_beyond_any_block_are_refused(changes):
+    with pytest.raises(StoreInvalid, match="the record"):
+        CommitRecord.from_json(replace(RECORD, **changes).to_json(), "the record")
+
+
 def test_a_later_version_is_refused():
     with pytest.raises(StoreInvalid, match="has version 2; this program reads version 1"):
         CommitRecord.from_json(replace(RECORD, version=2).to_json(), "it")

@@ -168,7 +168,7 @@ def test_several_blocks_of_a_stream_may_be_under_way(store_path):
         writer.commit(p, block.record)
         assert p.done
     bare = [
-        replace(record, table_sha256="", digests=None, tokens_before=None)
+        replace(record, table_sha256="", digests=None, blocks_before=None)
         for record in read_stream_records(writer.storage, 0)
     ]
     assert bare == [block.record for block in expected]

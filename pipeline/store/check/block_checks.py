@@ -4,12 +4,14 @@ Pure functions: each yields a sentence for everything that is wrong. Shapes: R r
 K slots of a row for selected tokens, S slots for activations (T or K), D features of an activation.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
 from jaxtyping import Bool, Int32, Int64
 
+from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.statistics import Statistics
 
@@ -22,7 +24,7 @@ _RELATIVE = 1e-3
 
 def check_chain(records: Sequence[CommitRecord]) -> Iterator[tuple[CommitRecord, str]]:
     """One stream's records in the order of their blocks: none is missing, and each starts where the last one ended."""
-    before, tokens = None, 0
+    before, blocks_before = None, hashlib.sha256()
     for record in records:
         expected = 0 if before is None else before.block + 1
         if record.block != expected:
@@ -31,14 +33,15 @@ def check_chain(records: Sequence[CommitRecord]) -> Iterator[tuple[CommitRecord,
             yield record, f"the stream's first block starts at {dict(record.start)}, not at its first document"
         elif before is not None and before.next != record.start:
             yield record, f"starts at {dict(record.start)}, but the block before ends at {dict(before.next)}"
-        if record.tokens_before not in (None, tokens):
-            yield record, f"says that {record.tokens_before} tokens are in the stream before it; there are {tokens}"
+        if record.blocks_before not in (None, blocks_before.hexdigest()):
+            yield record, "does not have the digest of the blocks before it"
         if before is not None and (before.exhausted or before.truncated):
             end = "exhausted" if before.exhausted else "truncated"
             yield before, f"is {end}, but the stream has block {record.block}"
         if record.exhausted and record.truncated:
             yield record, "is both exhausted and truncated"
-        before, tokens = record, tokens + record.tokens
+        before = record
+        blocks_before.update(BlockTable.from_records([record]).values.tobytes())
 
 
 def check_side_arrays(

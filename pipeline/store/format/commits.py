@@ -24,8 +24,9 @@ from pipeline.store.io.storage import Storage
 COMMITS_PREFIX = "_commits/"
 CONSOLIDATED_KEY = COMMITS_PREFIX + "consolidated.jsonl"
 _KEY = re.compile(r"_commits/stream-(\d{5,})/block-(\d{6,})\.json")
-_KEYS_IN_ORDER = 10**6  # blocks whose keys sort like their numbers, of six digits
-_COUNTS = ("version", "stream", "block", "rows", "tokens", "documents", "tokens_cut")
+_KEYS_IN_ORDER = 900_000  # of later blocks all keys are listed: those of seven digits sort before those of six
+_COUNTS = ("version", "stream", "block", "rows", "tokens", "documents")
+_MAX_COUNT, _MAX_CURSOR = 1 << 32, 1 << 63
 _CURSOR = {"shard", "document", "token", "ordinal"}
 
 
@@ -46,7 +47,7 @@ class CommitRecord:
     The writer fills in the rest:
     table_sha256, statistics_sha256: of the files of the document table and the statistics (empty: no statistics).
     digests: by array, of its values in this block, see `ValuesDigest`.
-    tokens_before: valid tokens of the stream's earlier blocks.
+    blocks_before: the digest of the block table of the stream's earlier blocks.
     Both are None (and not in the JSON) in records of earlier programs.
     """
 
@@ -65,7 +66,7 @@ class CommitRecord:
     table_sha256: str = ""
     statistics_sha256: str = ""
     digests: Mapping[str, str] | None = None
-    tokens_before: int | None = None
+    blocks_before: str | None = None
     version: int = 1
 
     @property
@@ -80,7 +81,7 @@ class CommitRecord:
     def is_same_block(self, other: "CommitRecord") -> bool:
         """Whether the two are of the same rows and values. Where both have digests, these tell: the bytes of parquet
         files depend on pyarrow's version. A record of an earlier program has none."""
-        optional = ("digests", "tokens_before")
+        optional = ("digests", "blocks_before")
         ignored = {name: None for name in optional if None in (getattr(self, name), getattr(other, name))}
         if "digests" not in ignored:
             ignored |= {"table_sha256": "", "statistics_sha256": ""}
@@ -104,18 +105,18 @@ class CommitRecord:
         content = {"version": self.version, **{f.name: getattr(self, f.name) for f in fields(self)}}
         content["skipped"] = [dict(entry) for entry in self.skipped]
         content["start"], content["next"] = dict(self.start), dict(self.next)
-        for name in ("selected", "digests", "tokens_before"):
+        for name in ("selected", "digests", "blocks_before"):
             if content[name] is None:
                 del content[name]
         return content
 
     def _has_right_types(self) -> bool:
-        counts = [getattr(self, name) for name in _COUNTS]
-        counts += [count for count in (self.selected, self.tokens_before) if count is not None]
-        counts += [value for cursor in (self.start, self.next) for value in cursor.values()]
-        texts = [self.table_sha256, self.statistics_sha256, *(self.digests or {}).values()]
+        counts = [getattr(self, name) for name in _COUNTS] + ([] if self.selected is None else [self.selected])
+        cursors = [value for cursor in (self.start, self.next) for value in cursor.values()]
+        texts = [self.table_sha256, self.statistics_sha256, self.blocks_before or "", *(self.digests or {}).values()]
         return (
-            all(type(count) is int and count >= 0 for count in counts)
+            all(type(count) is int and 0 <= count < _MAX_COUNT for count in counts)
+            and all(type(value) is int and 0 <= value < _MAX_CURSOR for value in (*cursors, self.tokens_cut))
             and all(type(flag) is bool for flag in (self.exhausted, self.truncated))
             and all(type(text) is str for text in texts)
             and _CURSOR == set(self.start) == set(self.next)

@@ -4,16 +4,12 @@ from collections.abc import Sequence
 
 from pipeline.store.format.block_table import (
     INDEX_EVERY,
-    BlockTable,
     StreamBlocks,
     index_key,
     read_stream,
     read_streams,
-    read_table,
-    split_streams,
 )
 from pipeline.store.format.commits import CommitRecord, read_commit_records
-from pipeline.store.format.metadata import StoreRoot
 from pipeline.store.format.statistics import BlockStatistics, merge_arrays, read_running
 from pipeline.store.io.storage import Storage
 
@@ -52,13 +48,6 @@ class CommittedStreams:
         """All streams as they are stored now; each record is looked for, so that a gap is noticed."""
         self._read = read_streams(self._storage, self._all, list_all=True)
         return self.all()
-
-    def tables(self, root: StoreRoot) -> list[BlockTable]:
-        """Each stream's blocks: those of a complete store from its block table, if it has one."""
-        table = read_table(self._storage, root.blocks_sha256)
-        if table is not None:
-            return split_streams(table, len(self._all))
-        return [blocks.table for blocks in self.all().values()]
 
     def append(self, record: CommitRecord) -> None:
         """A block has been committed, the next one of its stream. Writes the stream's own block table now and then."""

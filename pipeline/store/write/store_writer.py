@@ -202,7 +202,7 @@ class StoreWriter:
             table_sha256=pending.table_sha256,
             statistics_sha256=pending.statistics_sha256,
             digests={name: digest.result() for name, digest in pending.digests.items()} or None,
-            tokens_before=self.streams[record.stream].tokens,
+            blocks_before=self.streams[record.stream].table.digest(),
         )
         self.commit_written(record, is_committed=not pending.futures)
 
