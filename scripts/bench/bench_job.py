@@ -24,7 +24,7 @@ from pipeline.cluster import preemption, sharding
 from pipeline.config import composing
 from pipeline.config.schema import RunConfig
 from pipeline.extraction.job_run import fill, load_step, work_left
-from pipeline.extraction.loaded_step import step_inputs
+from pipeline.extraction.loaded_step import LoadedStep, step_inputs
 from pipeline.job.metrics import peak_rss_mib
 from pipeline.job.opening import Job, open_job
 from pipeline.step.compiled_step import CompiledStep, compile_step, make_partition

@@ -419,6 +419,6 @@ def test_of_remote_storage_as_many_reads_are_under_way_as_their_bytes_allow(
 )
 def test_a_reader_has_more_requests_under_way_unless_it_is_told_how_many(request, options, limit):
     path = f"{new_bucket('gs', request.getfixturevalue('gcs').backend)}/store"
-    write_store(path)
+    copy_store(path)
     store = ActivationStore.open(path if options is None else Storage.open(path, options))
     assert store.storage.context["gcs_request_concurrency"].to_json() == {"limit": limit}
