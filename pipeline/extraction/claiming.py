@@ -14,9 +14,8 @@ from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import StreamWork
 from pipeline.job.metrics import Metrics, Stage
 from pipeline.job.opening import Job
-from pipeline.store.format.block_table import StreamBlocks
 from pipeline.store.format.metadata import require_root
-from pipeline.store.format.target import has_share, larger
+from pipeline.store.format.target import larger
 from pipeline.store.write.claims import Claims, Vacancy, delete_marks
 from pipeline.store.write.store_writer import StoreWriter
 
@@ -101,7 +100,7 @@ class UnfinishedStreams:
         self._claimed = self._random.sample(claimed, len(claimed))
 
     def _is_finished(self, stream: int) -> bool:
-        return _has_share(self._job, stream, self._store.streams[stream])
+        return self._job.has_share(stream, self._store.streams[stream].table)
 
 
 def require_finished_streams(job: Job, store: StoreWriter) -> None:
@@ -112,8 +111,8 @@ def require_finished_streams(job: Job, store: StoreWriter) -> None:
     own = job.plan.streams.target
     if larger(require_root(store.storage).target, own) != own:
         return
-    streams = [stream for stream in range(job.plan.streams.count) if not _has_share(job, stream, store.streams[stream])]
-    lacking = [stream for stream in streams if not _has_share(job, stream, store.streams.read_again(stream))]
+    streams = [stream for stream, blocks in store.streams.all().items() if not job.has_share(stream, blocks.table)]
+    lacking = [stream for stream in streams if not job.has_share(stream, store.streams.read_again(stream).table)]
     for stream in lacking:
         delete_marks(store.storage, stream)
     if lacking:
@@ -121,10 +120,6 @@ def require_finished_streams(job: Job, store: StoreWriter) -> None:
             f"{store.path}: streams {', '.join(map(str, lacking))} were finished, but have lost commit records since. "
             "Run the same command again, which computes them."
         )
-
-
-def _has_share(job: Job, stream: int, blocks: StreamBlocks) -> bool:
-    return has_share(blocks.table, job.plan.streams.budget(stream))
 
 
 def complete_by_one(job: Job, store: StoreWriter, stop: StopRequest, complete: Callable[[], None]) -> None:

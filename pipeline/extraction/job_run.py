@@ -22,7 +22,6 @@ from pipeline.job.opening import Job, open_job
 from pipeline.job.watchdog import Watchdog
 from pipeline.step.compilation_cache import use_compilation_cache
 from pipeline.step.compiled_step import compile_step, compile_storing, make_partition
-from pipeline.store.format.target import has_share
 from pipeline.store.write.claims import Claims
 from pipeline.store.write.store_writer import StoreWriter
 
@@ -93,7 +92,7 @@ def has_own_share(job: Job, store: StoreWriter) -> bool:
     """Whether this process's streams hold their share of `run.max_tokens`, as their records say: some may have been
     deleted, to have their blocks computed again."""
     streams = store.streams.some(job.plan.streams.local)
-    return all(has_share(blocks.table, job.plan.streams.budget(stream)) for stream, blocks in streams.items())
+    return all(job.has_share(stream, blocks.table) for stream, blocks in streams.items())
 
 
 def work_left(job: Job, store: StoreWriter) -> list[StreamWork]:

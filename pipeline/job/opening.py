@@ -80,7 +80,11 @@ class Job:
 
     def is_done(self, streams: Sequence[BlockTable]) -> bool:
         """Whether every stream of the store, of all processes, holds its share of `run.max_tokens`."""
-        return all(has_share(blocks, self.plan.streams.budget(stream)) for stream, blocks in enumerate(streams))
+        return all(self.has_share(stream, blocks) for stream, blocks in enumerate(streams))
+
+    def has_share(self, stream: int, blocks: BlockTable) -> bool:
+        """Whether a stream, whose committed blocks are `blocks`, holds its share of `run.max_tokens`."""
+        return has_share(blocks, self.plan.streams.budget(stream))
 
     def shortfall(self, streams: Sequence[BlockTable]) -> str | None:
         """How far a store that is done falls short of `run.max_tokens` because its data ended; None if it does not."""
