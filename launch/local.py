@@ -89,9 +89,16 @@ def say(text: str) -> None:
 
 
 def wait(processes: list[subprocess.Popen]) -> int:
-    """The worst exit code, once all have ended; those that outlive a failed one by GRACE_S are killed."""
+    """The worst exit code, once all have ended; those that outlive a failed one by GRACE_S are killed.
+
+    An interrupted process has told the others, unless it had not joined them yet: then they would wait for it.
+    """
+    told = False
     failed_at = None
     while any(process.poll() is None for process in processes):
+        if not told and any(process.returncode == 42 for process in processes):
+            told = True
+            send(processes, signal.SIGTERM)
         if failed_at is None and any(process.returncode not in (None, 0, 42) for process in processes):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > GRACE_S:

@@ -104,6 +104,18 @@ def test_a_killed_process_takes_the_others_with_it_and_the_next_start_resumes(ov
     assert_same_store(store, reference)
 
 
+def test_a_process_that_is_stopped_before_it_has_joined_stops_the_others(overrides, tmp_path):
+    """They would wait for it as long as distributed.join_timeout_s."""
+    with local_processes(2, 1, *overrides, f"store.path={tmp_path / 'store'}") as launcher:
+        wait_until(lambda: len(children(launcher)) == 2, launcher, "two processes")
+        first = children(launcher)[0]
+        wait_until(lambda: has_loaded(first.pid, "numpy"), launcher, "the imports")
+        first.send_signal(signal.SIGTERM)
+        output, _ = launcher.communicate(timeout=EXIT_S)
+    assert launcher.returncode == 42, output
+    assert output.count("Interrupted: stopped by SIGTERM") == 2
+
+
 def test_an_error_in_one_process_ends_all_with_its_exit_code_and_its_message(overrides, tmp_path):
     """Stream 1, the second process's, meets a row without text in the middle of its file."""
     text = write_text(tmp_path / "text", files=3, documents=60)
