@@ -96,6 +96,19 @@ def test_blocks_are_committed_in_order_although_several_are_copied_at_once(tmp_p
     assert stored == keys[:interrupted_after]
 
 
+@pytest.mark.parametrize("done_before", [1, 3])
+def test_blocks_that_another_run_commits_during_a_merge_are_taken_as_they_are(tmp_path, halves, whole, done_before):
+    merged, sources = tmp_path / "merged", [half.removeprefix("from=") for half in halves]
+
+    def merge_too(done: int, _total: int) -> None:
+        if done == done_before:
+            merge_stores([str(whole)], str(merged))
+
+    store = merge_stores(sources, str(merged), merge_too)
+    assert store.finish()
+    assert_same_store(merged, whole)
+
+
 @pytest.mark.parametrize(("shard_mib", "copies"), [(512, 4), (64, 16), (1, 32)])
 def test_the_copies_at_once_fit_into_the_memory_for_them(shard_mib, copies):
     wide = ArraySpec("embed", "float32", width=shard_mib * MIB // (4 * ROWS * LENGTH))

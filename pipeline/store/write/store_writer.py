@@ -209,7 +209,10 @@ class StoreWriter:
     def commit_written(self, record: CommitRecord, is_committed: bool = False) -> None:
         """Commits a block whose objects are durable. `is_committed`: it has its record. Raises as `commit` does."""
         num_blocks = len(self.streams[record.stream].table)
-        if record.block != num_blocks:
+        if record.block < num_blocks:  # by another run, before this one read the stream
+            self._require_committed(record)
+            return
+        if record.block > num_blocks:
             raise ValueError(f"stream {record.stream} has {num_blocks} blocks; {record.block} is not the next")
         if is_committed or not self.storage.write_if_absent(record.key, record.to_json()):
             record = self._require_committed(record)
