@@ -51,4 +51,6 @@ class CachedLayer:
 
 def put_at(slots: Array, new: Array, positions: Int32[Array, " B"], axis: int) -> Array:
     """`slots` [B, ..., S, ...] with each row of `new` [B, ..., 1, ...] at its position along S, a row's axis `axis`."""
-    return jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=axis))(slots, new, positions)
+    place = (jnp.arange(len(positions)), *[slice(None)] * axis, positions)
+    options = {"unique_indices": True, "indices_are_sorted": True, "mode": "promise_in_bounds"}
+    return slots.at[place].set(jnp.squeeze(new, axis + 1), **options)
