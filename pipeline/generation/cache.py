@@ -6,8 +6,6 @@ Slots after a row's position are masked, so attention never sees padding or an e
 Letters: B rows, T = 1 position, S slots, N heads, K key-value heads, G = N / K, H head dim.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
@@ -51,6 +49,7 @@ class CachedLayer:
 
 def put_at(slots: Array, new: Array, positions: Int32[Array, " B"], axis: int) -> Array:
     """`slots` [B, ..., S, ...] with each row of `new` [B, ..., 1, ...] at its position along S, a row's axis `axis`."""
-    place = (jnp.arange(len(positions)), *[slice(None)] * axis, positions)
+    outer = slots.shape[: axis + 1]
+    place = (*jnp.indices(outer, sparse=True), positions.reshape(-1, *[1] * axis))
     options = {"unique_indices": True, "indices_are_sorted": True, "mode": "promise_in_bounds"}
     return slots.at[place].set(jnp.squeeze(new, axis + 1), **options)

@@ -76,7 +76,7 @@ def _compile(job: Job) -> Generator:
     """Loads all layers and the head onto the devices, and compiles prefill and decoding."""
     config, plan, generation = job.config, job.plan, job.plan.generation
     options, keys = config.data, plan.step.keys if plan.keeps_activations else ()
-    partition = make_partition(plan.mesh.tensor, generation.weights.sharding)
+    partition = make_partition(generation.tensor, generation.weights.sharding)
     params = job.model.load_leaves(
         job.model.generation.leaves(keys),
         str(config.model.dtype),

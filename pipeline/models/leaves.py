@@ -93,18 +93,35 @@ def num_params(leaves: LeafTree) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(leaves))
 
 
-def weight_bytes(leaves: LeafTree, dtype: str, with_int8: bool) -> tuple[int, int]:
-    """Bytes of the layers' matrices, which may be int8, and of all other leaves."""
+@dataclass(frozen=True)
+class WeightBytes:
+    """Bytes of some leaves, by how a mesh divides them."""
+
+    matrices: int  # of layers
+    vocabulary: int  # embedding and head
+    others: int
+    vocab_size: int
+
+    def on_device(self, tensor: int = 1, fsdp: int = 1) -> int:
+        """Bytes on each device when matrices are divided by `tensor` and `fsdp`, the vocabulary by `tensor`."""
+        vocabulary = self.vocabulary if self.vocab_size % tensor else self.vocabulary // tensor
+        return self.matrices // (tensor * fsdp) + vocabulary + self.others
+
+
+def weight_bytes(arch: Architecture, leaves: LeafTree, dtype: str, with_int8: bool) -> WeightBytes:
+    """Bytes of the leaves; the layers' matrices may be int8."""
     itemsize = jnp.dtype(dtype).itemsize
-    matrices = others = 0
+    matrices = vocabulary = others = 0
     for leaf in jax.tree.leaves(leaves):
-        if leaf.num_inputs == 0:
+        if Axis.vocab in leaf.spec.logical_axes:
+            vocabulary += leaf.size * itemsize
+        elif leaf.num_inputs == 0:
             others += leaf.size * itemsize
         elif with_int8:
             matrices += leaf.size + 4 * math.prod(leaf.shape[: -leaf.num_inputs])  # with the float32 scales
         else:
             matrices += leaf.size * itemsize
-    return matrices, others
+    return WeightBytes(matrices, vocabulary, others, arch.vocab_size)
 
 
 def flops_per_token(arch: Architecture, table: KeyTable, keys: Sequence[ActivationKey], length: int) -> int:

@@ -17,7 +17,7 @@ from pipeline.models.checkpoints.loading import Placement, check_tensors, load_p
 from pipeline.models.checkpoints.random_weights import random_params
 from pipeline.models.decoder import Batch, ForwardSpec, Params, forward
 from pipeline.models.head import Head, head_leaf
-from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves, weight_bytes
+from pipeline.models.leaves import LeafTree, WeightBytes, flops_per_token, needed_leaves, weight_bytes
 from pipeline.models.partition import TENSOR_AXES, Partition
 from pipeline.models.weight_specs import is_post_norm, weight_spec
 
@@ -103,9 +103,9 @@ class Model:
             return identity | {"commit": self.checkpoint.commit}
         return identity | {"weights": self.checkpoint.digest}
 
-    def weight_bytes(self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool = False) -> tuple[int, int]:
-        """Bytes that `load` takes, each array counted once: of the layers' matrices, and of all other weights."""
-        return weight_bytes(self.leaves(keys), dtype, with_int8)
+    def weight_bytes(self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool = False) -> WeightBytes:
+        """Bytes that `load` takes, each array counted once."""
+        return weight_bytes(self.arch, self.leaves(keys), dtype, with_int8)
 
     @property
     def tensor_dims(self) -> dict[str, int]:
@@ -186,9 +186,9 @@ class Generation:
         """What `load_leaves` puts on the devices to generate, and to capture `keys` at the same time."""
         return self.model.leaves(self.keys(keys)) | head_leaf(self.head, self.model.arch)
 
-    def weight_bytes(self, dtype: str, with_int8: bool = False) -> tuple[int, int]:
+    def weight_bytes(self, dtype: str, with_int8: bool = False) -> WeightBytes:
         """Bytes of the leaves, as `Model.weight_bytes` counts them."""
-        return weight_bytes(self.leaves(), dtype, with_int8)
+        return weight_bytes(self.model.arch, self.leaves(), dtype, with_int8)
 
     def check_head(self) -> None:
         """Raises CheckpointError where the head is missing or has another shape. A checkpoint on the Hub is checked by

@@ -2,8 +2,9 @@
 
 Along `tensor` a layer's matrices are divided by heads and by neurons (Shoeybi et al., arXiv 1909.08053), also while the
 layer computes. With fsdp they are divided along `data` too, and each layer gathers its weights before it computes
-(Rajbhandari et al., arXiv 1910.02054). Embeddings, norms and most biases are replicated: norms and biases are small,
-and gathering an embedding would take the memory that dividing it saves.
+(Rajbhandari et al., arXiv 1910.02054), but for embeddings, since gathering one would take the memory that dividing it
+saves. Along `tensor`, embedding and head are divided by vocabulary where it is a multiple: a lookup adds up what each
+device has. All other weights are small, and replicated.
 """
 
 from collections.abc import Mapping
@@ -37,6 +38,8 @@ class Partition:
     def leaf_sharding(self, leaf: Leaf) -> NamedSharding:
         """The sharding of a leaf. The axis of a stack of layers is never divided."""
         axes = self._tensor_axes(leaf.spec, len(leaf.layer_shape))
+        if Axis.vocab in leaf.spec.logical_axes and leaf.shape[0] % self.mesh.shape["tensor"] == 0:
+            axes[0] = "tensor"
         fsdp_axis = self._fsdp_axis(leaf, axes)
         if fsdp_axis is not None:
             axes[fsdp_axis] = "data"

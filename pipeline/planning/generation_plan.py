@@ -1,14 +1,15 @@
 """What generation adds to a plan: rows, lengths, and the memory that it takes on each device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.cluster.topology import Topology
-from pipeline.config.choices import WeightsDtype, When
+from pipeline.config.choices import Weights, WeightsDtype, When
 from pipeline.config.schema import GenerateData, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.models.architecture import Architecture
+from pipeline.planning.mesh import largest_tensor
 from pipeline.planning.model_facts import ModelFacts
-from pipeline.planning.weights import WeightsPlan, plan_weights
+from pipeline.planning.weights import MAX_WEIGHTS_SHARE, WeightsPlan, plan_weights
 from pipeline.store.format.layout import ITEM_BYTES, MIB
 
 
@@ -17,6 +18,7 @@ class GenerationPlan:
     """Bytes are of each device."""
 
     rows: int  # documents that are generated at once, over all processes of the worker
+    tensor: int  # devices that share heads, neurons and vocabulary, which may be more than the extraction's
     prompt_length: int
     max_new_tokens: int
     weights: WeightsPlan  # of all layers and the head
@@ -28,19 +30,19 @@ class GenerationPlan:
     def describe(self) -> str:
         """One line, for people."""
         return (
-            f"generate  {self.rows} rows of {self.prompt_length} + {self.max_new_tokens} tokens; on each device "
-            f"{self.weights.device_bytes / MIB:.0f} MiB of weights ({self.weights.sharding}), "
+            f"generate  {self.rows} rows of {self.prompt_length} + {self.max_new_tokens} tokens; tensor {self.tensor}; "
+            f"on each device {self.weights.device_bytes / MIB:.0f} MiB of weights ({self.weights.sharding}), "
             f"{self.cache_bytes / MIB:.1f} MiB of keys and values, {self.logits_bytes / MIB:.1f} MiB of logits"
             + ("" if self.kept_bytes is None else f", {self.kept_bytes / MIB:.1f} MiB of activations")
         )
 
 
 def plan_generation(
-    config: RunConfig, model: ModelFacts, width: int, data: int, tensor: int, topology: Topology
+    config: RunConfig, model: ModelFacts, width: int, tensor: int, topology: Topology
 ) -> GenerationPlan | None:
     """The plan of `data=generate`; None for other data.
 
-    `width` is the number of features captured per token; `data` and `tensor` are the axes of the mesh. Raises
+    `width` is the number of features captured per token; `tensor` that axis of the extraction's mesh. Raises
     ConfigError for a configuration that cannot work, or that does not fit into a device.
     """
     options, keeps_activations = config.data, config.capture.when is When.decode
@@ -48,10 +50,9 @@ def plan_generation(
         if keeps_activations:
             raise ConfigError("capture.when is decode, which is for data=generate. Set it to document.")
         return None
+    tensor, weights = _divide_weights(config, model, tensor, topology)
+    data = topology.devices // tensor
     _require_valid(config, model, data)
-    with_int8 = config.model.weights_dtype is WeightsDtype.int8
-    model_bytes = model.generation.weight_bytes(str(config.model.dtype), with_int8)
-    weights = plan_weights(config.model.weights, *model_bytes, data, tensor, topology.device_bytes)
     length = options.prompt_length + options.max_new_tokens
     itemsize = ITEM_BYTES[config.model.dtype]
     cache = cache_bytes(model.arch, options.rows, length, itemsize) // (data * tensor)
@@ -72,6 +73,7 @@ def plan_generation(
         )
     return GenerationPlan(
         rows=options.rows,
+        tensor=tensor,
         prompt_length=options.prompt_length,
         max_new_tokens=options.max_new_tokens,
         weights=weights,
@@ -80,6 +82,29 @@ def plan_generation(
         kept_bytes=kept,
         notes=notes,
     )
+
+
+def _divide_weights(config: RunConfig, model: ModelFacts, tensor: int, topology: Topology) -> tuple[int, WeightsPlan]:
+    """The devices along `tensor`, and the division of the weights.
+
+    A decoding step reads every weight for a few tokens, so fsdp would gather the whole model for each token.
+    """
+    with_int8, notes = config.model.weights_dtype is WeightsDtype.int8, ()
+    sizes, memory = model.generation.weight_bytes(str(config.model.dtype), with_int8), topology.device_bytes
+    most = largest_tensor(topology, model.tensor_dims)
+    is_auto = config.model.weights is Weights.auto and memory is not None
+    if is_auto and tensor < most and sizes.on_device(tensor) > MAX_WEIGHTS_SHARE * memory:
+        tensor = most
+        notes = (f"generation divides its weights over {tensor} devices along tensor: they are large",)
+    plan = plan_weights(config.model.weights, sizes, topology.devices // tensor, tensor, memory)
+    if plan.sharding is Weights.fsdp:
+        remedy = "" if with_int8 else ", or model.weights_dtype=int8"
+        gathered = sizes.matrices // tensor
+        notes += (
+            f"with fsdp, each decoding step gathers {gathered / MIB:.0f} MiB of weights on each device, which is slow: "
+            f"use devices with more memory, more of them for each process{remedy}",
+        )
+    return tensor, replace(plan, notes=plan.notes + notes)
 
 
 def cache_bytes(arch: Architecture, rows: int, length: int, itemsize: int) -> int:

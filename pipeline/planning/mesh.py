@@ -1,5 +1,6 @@
 """The mesh that the devices form, and the rows of a step that each process computes."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,6 +30,11 @@ def plan_mesh(options: MeshConfig, rows: int, topology: Topology, tensor_dims: M
         )
     process_rows = rows // topology.processes
     return MeshPlan(data, tensor, topology.processes, process_rows, topology.process * process_rows)
+
+
+def largest_tensor(topology: Topology, tensor_dims: Mapping[str, int]) -> int:
+    """The most devices along `tensor` that the processes and the model allow."""
+    return math.gcd(topology.devices // topology.processes, *tensor_dims.values())
 
 
 def mesh_shape(options: MeshConfig, topology: Topology, tensor_dims: Mapping[str, int]) -> tuple[int, int]:

@@ -5,11 +5,12 @@ from typing import Protocol
 
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture
+from pipeline.models.leaves import WeightBytes
 
 
 class GenerationFacts(Protocol):
-    def weight_bytes(self, dtype: str, with_int8: bool) -> tuple[int, int]:
-        """Bytes of the layers' matrices, and of all other weights, of all layers and the head."""
+    def weight_bytes(self, dtype: str, with_int8: bool) -> WeightBytes:
+        """Bytes of all layers and the head."""
 
 
 class ModelFacts(Protocol):
@@ -24,5 +25,5 @@ class ModelFacts(Protocol):
 
     def width(self, site: Site) -> int: ...
 
-    def weight_bytes(self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool) -> tuple[int, int]:
-        """Bytes of the layers' matrices, and of all other weights, that capturing `keys` needs."""
+    def weight_bytes(self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool) -> WeightBytes:
+        """Bytes of the weights that capturing `keys` needs."""

@@ -95,8 +95,8 @@ def make_plan(
     mesh = plan_mesh(config.mesh, step.rows, topology, model.tensor_dims)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
     model_bytes = model.weight_bytes(step.keys, str(config.model.dtype), with_int8)
-    weights = plan_weights(config.model.weights, *model_bytes, mesh.data, mesh.tensor, topology.device_bytes)
-    generation = plan_generation(config, model, sum(step.widths), mesh.data, mesh.tensor, topology)
+    weights = plan_weights(config.model.weights, model_bytes, mesh.data, mesh.tensor, topology.device_bytes)
+    generation = plan_generation(config, model, sum(step.widths), mesh.tensor, topology)
     rows_per_block = plan_rows_per_block(config.store, step, mesh.process_rows, geometry.rows_per_block)
     streams = plan_streams(config, num_source_shards, topology, geometry.num_streams)
     require_rows(streams, rows_per_block, step.length)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from pipeline.config.choices import Weights
 from pipeline.core.errors import ConfigError
+from pipeline.models.leaves import WeightBytes
 from pipeline.store.format.layout import MIB
 
 MAX_WEIGHTS_SHARE = 0.6  # of a device's memory before model.weights=auto chooses fsdp: activations need the rest
@@ -19,17 +20,17 @@ class WeightsPlan:
 
 
 def plan_weights(
-    wanted: Weights, matrices: int, others: int, data: int, tensor: int, device_memory: int | None
+    wanted: Weights, weights: WeightBytes, data: int, tensor: int, device_memory: int | None
 ) -> WeightsPlan:
     """Divides the weights over a mesh of `data` * `tensor` devices.
 
-    `matrices` and `others` are the bytes of the layers' matrices and of all other weights. `device_memory` is in bytes;
-    None if it is not known. Raises ConfigError if `wanted` contradicts the mesh, or the weights do not fit.
+    `device_memory` is in bytes; None if it is not known. Raises ConfigError if `wanted` contradicts the mesh, or the
+    weights do not fit.
     """
     sizes = {
-        Weights.replicated: matrices + others,
-        Weights.tensor: matrices // tensor + others,
-        Weights.fsdp: matrices // (tensor * data) + others,
+        Weights.replicated: weights.on_device(),
+        Weights.tensor: weights.on_device(tensor),
+        Weights.fsdp: weights.on_device(tensor, fsdp=data),
     }
     if (wanted is Weights.tensor and tensor == 1) or (wanted is Weights.replicated and tensor > 1):
         raise ConfigError(

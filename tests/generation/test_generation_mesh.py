@@ -18,7 +18,7 @@ CONFIG = {
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
-    "vocab_size": 101,
+    "vocab_size": 102,
 }
 
 PROGRAM = """

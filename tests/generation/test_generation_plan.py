@@ -1,5 +1,7 @@
 """What a plan says of generation, for the bundled model."""
 
+import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,7 +20,9 @@ from pipeline.config.schema import (
 )
 from pipeline.core.errors import ConfigError
 from pipeline.models.registry import open_model
-from pipeline.planning.generation_plan import plan_generation
+from pipeline.planning.generation_plan import GenerationPlan, plan_generation
+from pipeline.planning.slice.chips import CHIPS
+from scripts.bench.published_shapes import SHAPES
 
 MODEL = open_model(str(PACKAGE / "assets" / "tiny-qwen2"))
 CONFIG = RunConfig(
@@ -29,42 +33,74 @@ CONFIG = RunConfig(
 
 
 def test_memory_of_each_device():
-    plan = plan_generation(CONFIG, MODEL, width=0, data=4, tensor=2, topology=Topology(devices=8))
+    plan = plan_generation(CONFIG, MODEL, width=0, tensor=2, topology=Topology(devices=8))
     layers, kv_heads, head_dim, vocabulary = 6, 2, 32, 2048
     assert plan.cache_bytes == 2 * layers * kv_heads * head_dim * 2 * 16 * 128 // 8
     assert plan.logits_bytes == 4 * vocabulary * 16 // 4
     assert plan.weights.sharding is Weights.tensor
     assert plan.notes == ()
-    whole = plan_generation(CONFIG, MODEL, width=0, data=1, tensor=1, topology=Topology(devices=1))
-    assert whole.weights.device_bytes == sum(MODEL.generation.weight_bytes("bfloat16"))
+    whole = plan_generation(CONFIG, MODEL, width=0, tensor=1, topology=Topology(devices=1))
+    assert whole.weights.device_bytes == MODEL.generation.weight_bytes("bfloat16").on_device()
     assert whole.cache_bytes == 8 * plan.cache_bytes
     assert f"{whole.cache_bytes / 2**20:.1f} MiB of keys and values" in whole.describe()
 
 
+def planned_on_v5e(tmp_path, shape: str, **model) -> GenerationPlan:
+    """On 64 chips, four to a process."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
+    config = replace(
+        CONFIG,
+        model=ModelConfig(dtype=ComputeDtype.bfloat16, **model),
+        data=GenerateData(source="generate", rows=256, prompt_length=1024, max_new_tokens=1024),
+        batch=BatchConfig(length=2048),
+    )
+    topology = Topology(devices=64, processes=16, device_bytes=CHIPS["v5e"].hbm_bytes)
+    return plan_generation(config, open_model(str(tmp_path), init="random"), width=0, tensor=1, topology=topology)
+
+
+@pytest.mark.parametrize(
+    ("shape", "model", "tensor", "weights", "note"),
+    [
+        ("Qwen2.5-0.5B", {}, 1, "replicated", None),
+        ("Qwen2.5-7B", {}, 4, "tensor", "generation divides its weights over 4 devices along tensor"),
+        ("Qwen2.5-7B", {"weights_dtype": WeightsDtype.int8}, 1, "replicated", None),
+        ("Llama-3-70B", {}, 4, "fsdp", "each decoding step gathers 32640 MiB of weights .*weights_dtype=int8"),
+        ("Qwen2.5-7B", {"weights": Weights.fsdp}, 1, "fsdp", "each decoding step gathers 12446 MiB of weights"),
+    ],
+)
+def test_generation_gathers_no_weights_where_it_can_divide_them_along_tensor(
+    tmp_path, shape, model, tensor, weights, note
+):
+    plan = planned_on_v5e(tmp_path, shape, **model)
+    assert (plan.tensor, str(plan.weights.sharding)) == (tensor, weights)
+    assert bool(plan.notes) == (note is not None)
+    assert note is None or re.search(note, " ".join(plan.notes))
+
+
 def test_rows_that_are_shorter_than_documents_may_be_are_noted():
     config = replace(CONFIG, batch=BatchConfig(length=64))
-    (note,) = plan_generation(config, MODEL, width=0, data=1, tensor=1, topology=Topology(devices=1)).notes
+    (note,) = plan_generation(config, MODEL, width=0, tensor=1, topology=Topology(devices=1)).notes
     assert "up to 128 tokens: those longer than batch.length=64 are stored in windows" in note
 
 
 def test_what_does_not_fit_is_refused():
     topology = Topology(devices=1, device_bytes=4 << 20)
     with pytest.raises(ConfigError, match="weights, keys and values, and logits take 3 . 3 . 0 MiB .* Lower data.rows"):
-        plan_generation(CONFIG, MODEL, width=0, data=1, tensor=1, topology=topology)
+        plan_generation(CONFIG, MODEL, width=0, tensor=1, topology=topology)
 
 
 def test_activations_that_are_kept_take_memory_and_a_model_that_writes():
     config = replace(CONFIG, capture=CaptureConfig(when=When.decode))
-    plan = plan_generation(config, MODEL, width=256, data=4, tensor=2, topology=Topology(devices=8))
+    plan = plan_generation(config, MODEL, width=256, tensor=2, topology=Topology(devices=8))
     assert plan.kept_bytes == 256 * 2 * 16 * 128 // 4
     assert f"{plan.kept_bytes / 2**20:.1f} MiB of activations" in plan.describe()
     with pytest.raises(ConfigError, match="capture.when is decode, which is for data=generate"):
         plan_generation(
-            replace(config, data=ParquetData(source="parquet")), MODEL, width=0, data=1, tensor=1, topology=Topology(1)
+            replace(config, data=ParquetData(source="parquet")), MODEL, width=0, tensor=1, topology=Topology(1)
         )
 
 
 def test_rounded_weights_are_measured_by_one_worker():
     config = replace(CONFIG, model=ModelConfig(weights_dtype=WeightsDtype.int8), run=RunOptions(worker_count=2))
     with pytest.raises(ConfigError, match="several workers: the rounding's error is measured on the first stream"):
-        plan_generation(config, MODEL, width=0, data=1, tensor=1, topology=Topology(devices=1))
+        plan_generation(config, MODEL, width=0, tensor=1, topology=Topology(devices=1))

@@ -6,11 +6,13 @@ from pipeline.cluster.topology import Topology
 from pipeline.config.choices import Weights
 from pipeline.config.schema import MeshConfig
 from pipeline.core.errors import ConfigError
+from pipeline.models.leaves import WeightBytes
 from pipeline.planning.mesh import MeshPlan, plan_mesh
 from pipeline.planning.weights import plan_weights
 from pipeline.store.format.layout import MIB
 
 TENSOR_DIMS = {"attention heads": 14, "key-value heads": 2, "MLP neurons": 4864}
+WEIGHTS = WeightBytes(matrices=4000 * MIB, vocabulary=180 * MIB, others=20 * MIB, vocab_size=50_000)
 
 MESHES = {
     "heads": (4, 8, r"does not divide the model's 14 attention heads: 14 = 3 \* 4 \+ 2"),
@@ -38,18 +40,18 @@ def test_each_process_has_consecutive_rows():
         ("auto", 1, 8000, "replicated", 4200, False),
         ("auto", 1, 6000, "fsdp", 1200, True),
         ("fsdp", 1, None, "fsdp", 1200, False),
-        ("auto", 2, 6000, "tensor", 2200, False),
-        ("auto", 2, 3000, "fsdp", 1200, True),
+        ("auto", 2, 6000, "tensor", 2110, False),
+        ("auto", 2, 3000, "fsdp", 1110, True),
     ],
 )
 def test_weights_are_divided_if_they_would_not_fit(wanted, tensor, device_mib, weights, weights_mib, noted):
-    """4000 MiB of matrices and 200 MiB of embeddings and norms, on 4 devices."""
+    """On 4 devices."""
     device_memory = device_mib and device_mib * MIB
-    plan = plan_weights(Weights(wanted), 4000 * MIB, 200 * MIB, 4 // tensor, tensor, device_memory)
+    plan = plan_weights(Weights(wanted), WEIGHTS, 4 // tensor, tensor, device_memory)
     assert (plan.sharding, plan.device_bytes) == (weights, weights_mib * MIB)
     assert any("weights are divided" in note for note in plan.notes) == noted
 
 
 def test_weights_that_do_not_fit_however_divided_are_refused():
     with pytest.raises(ConfigError, match=r"fsdp, take 1200 MiB on each device, which has 1000 MiB\. Use more devices"):
-        plan_weights(Weights.auto, 4000 * MIB, 200 * MIB, data=4, tensor=1, device_memory=1000 * MIB)
+        plan_weights(Weights.auto, WEIGHTS, data=4, tensor=1, device_memory=1000 * MIB)

@@ -20,6 +20,7 @@ from pipeline.config.schema import (
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.extraction.buffers import BlockBuffers
+from pipeline.models.leaves import WeightBytes
 from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK
 from pipeline.planning.plan import StoredGeometry, make_plan
 from pipeline.store.format.layout import MIB
@@ -33,8 +34,8 @@ class Facts:
     sites: tuple[Site, ...] = tuple(Site)
     tensor_dims = MappingProxyType({"attention heads": 14, "key-value heads": 2, "MLP neurons": 4864})
 
-    def weight_bytes(self, keys, dtype, with_int8) -> tuple[int, int]:
-        return (1000 if with_int8 else 4000) * MIB, 200 * MIB
+    def weight_bytes(self, keys, dtype, with_int8) -> WeightBytes:
+        return WeightBytes((1000 if with_int8 else 4000) * MIB, 190 * MIB, 10 * MIB, self.vocab_size)
 
     def hook_name(self, key: ActivationKey) -> str:
         return key.hook_name()
