@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := scripts/constraints.txt
 
 .PHONY: help setup setup-test demo test test-fast test-slow lint docs readme train-demo-model clean \
-	bench bench-reader bench-writer bench-host bench-startup bench-gpu bench-peers bench-scale
+	audit-tpu bench bench-reader bench-writer bench-host bench-startup bench-gpu bench-peers bench-scale
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -70,6 +70,9 @@ DOCUMENTED := pipeline '!pipeline\..*' pipeline.store '!pipeline\.store\..*' pip
 docs: $(VENV)/.setup-docs  ## the API reference, from docstrings: build/docs/index.html
 	rm -rf build/docs
 	$(BIN)/python -W error::UserWarning -m pdoc --no-show-source -o build/docs $(DOCUMENTED)
+
+audit-tpu: setup-test  ## what the compiled programs do on TPU slices, against docs/audit-tpu.json; no TPU is needed
+	$(BIN)/python -m scripts.audit.audit_tpu $(AUDIT_TPU)
 
 bench: setup  ## the job against its own bare forward pass; writes build/bench.json
 	$(BIN)/python scripts/bench/bench_job.py

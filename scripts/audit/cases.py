@@ -1,0 +1,179 @@
+"""Compiles the programs of one audited case for its slice: what a run with these settings would compile.
+
+    python -m scripts.audit.cases CASE DIRECTORY
+
+One process per case: libtpu is loaded once, and memory returns to the machine. Writes each program's optimised HLO to
+`DIRECTORY/PROGRAM.txt` and its memory, with the bytes that it could not do without, to `DIRECTORY/PROGRAM.json`.
+"""
+
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pipeline.config import composing
+from pipeline.config.choices import WeightsDtype
+from pipeline.config.sampling import Sampling
+from pipeline.config.schema import RunConfig
+from pipeline.generation.decode import compile_programs
+from pipeline.generation.spec import GenerationSpec
+from pipeline.models.checkpoints.loading import abstract_params
+from pipeline.models.partition import Partition
+from pipeline.models.registry import Model, open_model
+from pipeline.planning.plan import Plan
+from pipeline.planning.slice.chips import parse_slice
+from pipeline.planning.slice.compile_check import slice_devices
+from pipeline.planning.slice.slice_plan import plan_job
+from pipeline.step.compiled_step import compile_step, make_partition
+from pipeline.store.format.layout import ITEM_BYTES
+from scripts.bench.published_shapes import SHAPES
+
+_INPUT_BYTES = 3 * 4  # of a token slot: token, segment, position
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's published shape and the settings of its run; `layers` replaces the number of layers."""
+
+    shape: str
+    overrides: tuple[str, ...]
+    layers: int | None = None
+
+
+def _extract(shape: str, topology: str, rows: int, length: int, captured: str, layers: int | None = None) -> Case:
+    sizes = (f"batch.rows={rows}", f"batch.length={length}")
+    return Case(shape, (f"topology={topology}", *sizes, *captured.split()), layers)
+
+
+def _generate(*mesh: str) -> Case:
+    """256 rows of 1024 + 1024 tokens."""
+    data = ("data=generate", "data.path=/nowhere", "data.rows=256", "data.prompt_length=1024")
+    sizes = ("data.max_new_tokens=1024", "batch.rows=256", "batch.length=2048", "capture.layers=[0]")
+    return Case("Qwen2.5-7B", ("topology=v5e:8x8", *data, *sizes, *mesh))
+
+
+_SIX_ARRAYS = "capture.layers=[6,12,18] capture.sites=[resid_mid,resid_post]"
+CASES: Mapping[str, Case] = {
+    "0.5B 16x1024 v5e-64": _extract("Qwen2.5-0.5B", "v5e-64", 1024, 1024, "capture.layers=[12]"),
+    "0.5B 16x1024 v5e-64, 6 arrays": _extract("Qwen2.5-0.5B", "v5e-64", 1024, 1024, _SIX_ARRAYS),
+    "0.5B 1x8192 v5e-64": _extract("Qwen2.5-0.5B", "v5e-64", 64, 8192, "capture.layers=[12]"),
+    "7B 4x2048 v5e-64": _extract("Qwen2.5-7B", "v5e-64", 256, 2048, "capture.layers=[7,14,21]"),
+    "8B 4x2048 v5e-64": _extract("Llama-3-8B", "v5e-64", 256, 2048, "capture.layers=[8,16,24]"),
+    "70B 2x2048 v5e-256": _extract("Llama-3-70B", "v5e-256", 512, 2048, "capture.layers=[20,40,60]"),
+    "Gemma-2-9B 1x8192 v6e-64": _extract("Gemma-2-9B", "v6e-64", 64, 8192, "capture.layers=[20]"),
+    "7B generate 4 rows v5e:8x8, auto": _generate(),
+    "7B generate 16 rows v5e:8x8, tensor 4": _generate("mesh.tensor=4", "model.weights=tensor"),
+    "0.5B, 2 layers, fsdp, 2x512 v5e-4": _extract(
+        "Qwen2.5-0.5B", "v5e-4", 8, 512, "capture.layers=[1] model.weights=fsdp", layers=2
+    ),
+}
+"""By name: rows x length per chip, and the slice. Those that generate have 256 rows of 1024 + 1024 tokens in all. The
+last one is small, for the tests."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a compiled program besides its text. Bytes are of one chip."""
+
+    chip: str
+    mesh: str
+    weights: str
+    attention: str
+    argument_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+    peak_bytes: int
+    ideal_hbm_bytes: int  # weights read once, rows in and outputs out; of a decoding step, weights and caches
+
+
+def compile_case(case: Case, extra: tuple[str, ...] = ()) -> Iterator[tuple[str, str, Facts]]:
+    """Of each program of the case its name, its optimised HLO and its facts. Raises ConfigError."""
+    with tempfile.TemporaryDirectory() as path:
+        shape = SHAPES[case.shape] | ({} if case.layers is None else {"num_hidden_layers": case.layers})
+        Path(path, "config.json").write_text(json.dumps(shape))
+        common = (f"model.path={path}", "model.init=random", "model.dtype=bfloat16", "store.path=gs://bucket/store")
+        config = composing.compose([*common, "run.max_inflight_mib=40000", *case.overrides, *extra])
+        model = open_model(path, init="random")
+        plan = plan_job(config, model, parse_slice(config.topology))
+        yield from (_generation if plan.generation else _extraction)(config, model, plan)
+
+
+def _extraction(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[str, str, Facts]]:
+    tpu_slice, step = parse_slice(config.topology), plan.step
+    partition = make_partition(plan.mesh.tensor, plan.weights.sharding, slice_devices(tpu_slice))
+    with_int8 = config.model.weights_dtype is WeightsDtype.int8
+    leaves, dtype = model.leaves(step.keys), str(config.model.dtype)
+    compiled = compile_step(model, step, abstract_params(leaves, dtype, partition.leaf_sharding, with_int8), partition)
+    matrices, others = model.weight_bytes(step.keys, dtype, with_int8)
+    weights = matrices // plan.mesh.tensor + others - leaves["embed"].size * ITEM_BYTES[dtype]
+    rows = step.rows // plan.mesh.data * (step.length * _INPUT_BYTES + step.row_bytes // plan.mesh.tensor)
+    described = _described(partition, config, str(plan.weights.sharding), compiled.attention.name)
+    yield "step", compiled.executable.as_text(), _facts(compiled.executable, weights + rows, described)
+
+
+def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[str, str, Facts]]:
+    tpu_slice, generation, dtype = parse_slice(config.topology), plan.generation, str(config.model.dtype)
+    partition = make_partition(plan.mesh.tensor, generation.weights.sharding, slice_devices(tpu_slice))
+    with_int8 = config.model.weights_dtype is WeightsDtype.int8
+    leaves = model.generation.leaves()
+    spec = GenerationSpec(
+        rows=generation.rows,
+        max_prompt=generation.prompt_length,
+        max_new_tokens=generation.max_new_tokens,
+        end_tokens=(0,),
+        sampling=Sampling(),
+        dtype=dtype,
+        attention=plan.step.attention,
+    )
+    programs = compile_programs(
+        model, abstract_params(leaves, dtype, partition.leaf_sharding, with_int8), partition, spec
+    )
+    described = _described(partition, config, str(generation.weights.sharding), programs.attention.name)
+    matrices, others = model.generation.weight_bytes(dtype, with_int8)
+    embedding = leaves["embed"].size * ITEM_BYTES[dtype]  # the head's bytes, too
+    norms = others - embedding * (2 if "head" in leaves else 1)
+    weights = (matrices + embedding) // plan.mesh.tensor + norms
+    prefilled = generation.cache_bytes * spec.prefill_rows(plan.mesh.data) // spec.rows
+    yield "prefill", programs.prefill.as_text(), _facts(programs.prefill, weights + prefilled, described)
+    yield "decode", programs.segment.as_text(), _facts(programs.segment, weights + generation.cache_bytes, described)
+
+
+def _described(partition: Partition, config: RunConfig, weights: str, attention: str) -> dict[str, Any]:
+    """The facts that the programs of one case share."""
+    return {
+        "chip": parse_slice(config.topology).chip.name,
+        "mesh": " ".join(f"{name} {size}" for name, size in partition.mesh.shape.items()),
+        "weights": weights,
+        "attention": attention,
+    }
+
+
+def _facts(program: jax.stages.Compiled, ideal_hbm_bytes: int, described: dict[str, Any]) -> Facts:
+    memory = program.memory_analysis()
+    return Facts(
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
+        ideal_hbm_bytes=ideal_hbm_bytes,
+        **described,
+    )
+
+
+def main() -> None:
+    """Called by `audit_tpu`, once per case."""
+    name, directory = sys.argv[1], Path(sys.argv[2])
+    directory.mkdir(parents=True, exist_ok=True)
+    for program, text, facts in compile_case(CASES[name], tuple(sys.argv[3:])):
+        (directory / f"{program}.txt").write_text(text)
+        (directory / f"{program}.json").write_text(json.dumps(dataclasses.asdict(facts)))
+
+
+if __name__ == "__main__":
+    main()

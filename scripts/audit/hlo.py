@@ -1,0 +1,186 @@
+"""Reads the text of an optimised HLO module: computations, instructions, arrays. Nothing is interpreted here."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+_HEADER = re.compile(r"^(ENTRY )?%(\S+) \(.*\) -> .* \{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*)$")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
+_NAME = re.compile(r"%([\w.\-]+)")
+_BITS = re.compile(r"[a-z]+?(\d+)")
+
+
+@dataclass(frozen=True)
+class Array:
+    """The type and layout of one array. Its memory is HBM unless the layout names another, such as S(1), VMEM."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    minor_to_major: tuple[int, ...]
+    tiling: str  # with the memory, e.g. T(8,128)(2,1)S(1)
+
+    @property
+    def is_in_hbm(self) -> bool:
+        return "S(" not in self.tiling
+
+    @property
+    def num_bytes(self) -> int:
+        """With the padding of the first tile."""
+        physical = [self.shape[axis] for axis in reversed(self.minor_to_major)]
+        tile = re.match(r"T\(([\d,]+)\)", self.tiling)
+        sizes = [int(size) for size in tile[1].split(",")] if tile and physical else []
+        for axis, size in zip(range(-len(sizes), 0), sizes, strict=True):
+            if -axis <= len(physical):
+                physical[axis] = -(-physical[axis] // size) * size
+        return math.prod(physical) * _bits(self.dtype) // 8
+
+    @property
+    def data_bytes(self) -> int:
+        """Without padding."""
+        return math.prod(self.shape) * _bits(self.dtype) // 8
+
+
+def _bits(dtype: str) -> int:
+    if dtype == "pred":
+        return 8
+    match = _BITS.match(dtype)
+    return int(match[1]) if match else 0  # a token has none
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line. `arrays` are those of the result; a tuple's are in order, nested ones flattened."""
+
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]
+    argument: str  # the text between the parentheses
+    attributes: str  # the text after them
+    is_root: bool
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        return tuple(_NAME.findall(self.argument))
+
+    def attribute(self, pattern: str) -> str | None:
+        """The first group of a regular expression in the attributes."""
+        match = re.search(pattern, self.attributes)
+        return match and match[1]
+
+    def called(self, attribute: str) -> str | None:
+        """The computation that an attribute such as `body` names."""
+        return self.attribute(rf"\b{attribute}=%([\w.\-]+)")
+
+    @property
+    def op_name(self) -> str:
+        """Where in the traced program it comes from."""
+        return self.attribute(r'op_name="([^"]*)"') or ""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.num_bytes for array in self.arrays)
+
+    @property
+    def data_bytes(self) -> int:
+        return sum(array.data_bytes for array in self.arrays)
+
+    @property
+    def hbm_bytes(self) -> int:
+        return sum(array.num_bytes for array in self.arrays if array.is_in_hbm)
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Instructions by name, in the order in which they run."""
+
+    name: str
+    instructions: Mapping[str, Instruction]
+
+    @cached_property
+    def root(self) -> Instruction:
+        return next(each for each in self.instructions.values() if each.is_root)
+
+    @cached_property
+    def parameters(self) -> tuple[Instruction, ...]:
+        parameters = [each for each in self.instructions.values() if each.opcode == "parameter"]
+        return tuple(sorted(parameters, key=lambda each: int(each.argument)))
+
+    @cached_property
+    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """Of each instruction those that take its result."""
+        users: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            for name in dict.fromkeys(instruction.operands):
+                users.setdefault(name, []).append(instruction)
+        return {name: tuple(each) for name, each in users.items()}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A program."""
+
+    entry: Computation
+    computations: Mapping[str, Computation]
+
+
+def parse(text: str) -> Module:
+    """The module. Raises ValueError for a text that has no entry computation."""
+    computations: dict[str, Computation] = {}
+    entry = None
+    for is_entry, name, lines in _blocks(text):
+        parsed = (_instruction(line) for line in lines)
+        computations[name] = Computation(name, {each.name: each for each in parsed})
+        entry = computations[name] if is_entry else entry
+    if entry is None:
+        raise ValueError("the text has no line `ENTRY %name (...) -> ... {`: expected an HLO module")
+    return Module(entry, computations)
+
+
+def _blocks(text: str) -> Iterator[tuple[bool, str, list[str]]]:
+    """Of each computation whether it is the entry, its name, and its instructions, each in one line."""
+    header, lines = None, []
+    for line in text.splitlines():
+        if header is None:
+            header, lines = _HEADER.match(line), []
+        elif line == "}":
+            yield bool(header[1]), header[2], lines
+            header = None
+        elif _INSTRUCTION.match(line):
+            lines.append(line)
+        else:
+            lines[-1] += line  # an attribute of several lines, such as a kernel's metadata
+
+
+def _instruction(line: str) -> Instruction:
+    match = _INSTRUCTION.match(line)
+    shape_end = _closing(match[3], 0) + 1 if match[3].startswith("(") else match[3].index(" ")
+    shape, rest = match[3][:shape_end], match[3][shape_end:].lstrip()
+    opening = rest.index("(")
+    closing = _closing(rest, opening)
+    return Instruction(
+        name=match[2],
+        opcode=rest[:opening],
+        arrays=tuple(_array(*each) for each in _ARRAY.findall(shape)),
+        argument=rest[opening + 1 : closing],
+        attributes=rest[closing + 1 :],
+        is_root=bool(match[1]),
+    )
+
+
+def _closing(text: str, opening: int) -> int:
+    """The index of the parenthesis that closes the one at `opening`."""
+    depth = 0
+    for match in re.compile(r"[()]").finditer(text, opening):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.start()
+    raise ValueError(f"a parenthesis is not closed: {text[:200]}")
+
+
+def _array(dtype: str, shape: str, minor_to_major: str, tiling: str) -> Array:
+    sizes = tuple(int(size) for size in shape.split(",") if size)
+    order = tuple(int(axis) for axis in minor_to_major.split(",") if axis) or tuple(reversed(range(len(sizes))))
+    return Array(dtype, sizes, order, tiling)
