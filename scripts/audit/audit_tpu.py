@@ -60,8 +60,8 @@ def records(name: str, directory: Path) -> Records:
 
 
 def record(facts: Record, analysis: Analysis) -> Record:
-    """What the table has of one program. Equal loops are one entry."""
-    known = asdict(analysis)
+    """What the table has of one program, as JSON has it. Equal loops are one entry."""
+    known = json.loads(json.dumps(asdict(analysis)))
     loops = Counter(
         (re.sub(r"\d+_to_\d+", "N", each.op_name), each.trips, each.runs, each.cycles) for each in analysis.loops
     )
@@ -131,21 +131,22 @@ def _place(part: Record) -> str:
 
 
 def differences(before: Record, after: Record, path: str = "") -> Iterator[str]:
-    """The lines that differ between two records, with their change in per cent where they are numbers."""
+    """The values that differ between two records, with their change in per cent where they are numbers; of lists, the
+    elements that only one has."""
     for key in dict.fromkeys([*before, *after]):
         old, new, place = before.get(key), after.get(key), f"{path}{key}"
         if isinstance(old, dict) and isinstance(new, dict):
             yield from differences(old, new, f"{place}.")
+        elif isinstance(old, list) and isinstance(new, list):
+            yield from (f"{place}: no longer {json.dumps(each)}" for each in old if each not in new)
+            yield from (f"{place}: now {json.dumps(each)}" for each in new if each not in old)
         elif old != new:
             is_ratio = all(isinstance(each, int | float) for each in (old, new)) and old
-            yield f"{place}: {_short(old)} -> {_short(new)}" + (f" ({new / old - 1:+.1%})" if is_ratio else "")
+            yield f"{place}: {_shown(old)} -> {_shown(new)}" + (f" ({new / old - 1:+.1%})" if is_ratio else "")
 
 
-def _short(value: Any) -> str:
-    if isinstance(value, int | float):
-        return f"{value:,}"
-    text = json.dumps(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int | float) else json.dumps(value)
 
 
 def compare(before: Record, after: Record) -> str:
@@ -171,7 +172,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     programs: Record = {}
     for name in options.cases:
-        programs |= audit(name)
+        try:
+            programs |= audit(name)
+        except subprocess.CalledProcessError as error:
+            sys.exit(f"{name} does not compile, for the reason above. Exit code {error.returncode}.")
     print(table(programs), *details(programs), sep="\n")
     before = json.loads(TABLE.read_text()) if TABLE.exists() else {"versions": {}, "programs": {}}
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}

@@ -21,6 +21,7 @@ from pipeline.config import composing
 from pipeline.config.choices import WeightsDtype
 from pipeline.config.sampling import Sampling
 from pipeline.config.schema import RunConfig
+from pipeline.core.errors import ConfigError
 from pipeline.generation.decode import compile_programs
 from pipeline.generation.spec import GenerationSpec
 from pipeline.models.checkpoints.loading import abstract_params
@@ -67,8 +68,8 @@ CASES: Mapping[str, Case] = {
     "8B 4x2048 v5e-64": _extract("Llama-3-8B", "v5e-64", 256, 2048, "capture.layers=[8,16,24]"),
     "70B 2x2048 v5e-256": _extract("Llama-3-70B", "v5e-256", 512, 2048, "capture.layers=[20,40,60]"),
     "Gemma-2-9B 1x8192 v6e-64": _extract("Gemma-2-9B", "v6e-64", 64, 8192, "capture.layers=[20]"),
-    "7B generate 4 rows v5e:8x8, auto": _generate(),
-    "7B generate 16 rows v5e:8x8, tensor 4": _generate("mesh.tensor=4", "model.weights=tensor"),
+    "7B generate v5e:8x8, auto": _generate(),
+    "7B generate v5e:8x8, tensor 4": _generate("mesh.tensor=4", "model.weights=tensor"),
     "0.5B, 2 layers, fsdp, 2x512 v5e-4": _extract(
         "Qwen2.5-0.5B", "v5e-4", 8, 512, "capture.layers=[1] model.weights=fsdp", layers=2
     ),
@@ -92,13 +93,13 @@ class Facts:
     ideal_hbm_bytes: int  # weights read once, rows in and outputs out; of a decoding step, weights and caches
 
 
-def compile_case(case: Case, extra: tuple[str, ...] = ()) -> Iterator[tuple[str, str, Facts]]:
+def compile_case(case: Case) -> Iterator[tuple[str, str, Facts]]:
     """Of each program of the case its name, its optimised HLO and its facts. Raises ConfigError."""
     with tempfile.TemporaryDirectory() as path:
         shape = SHAPES[case.shape] | ({} if case.layers is None else {"num_hidden_layers": case.layers})
         Path(path, "config.json").write_text(json.dumps(shape))
         common = (f"model.path={path}", "model.init=random", "model.dtype=bfloat16", "store.path=gs://bucket/store")
-        config = composing.compose([*common, "run.max_inflight_mib=40000", *case.overrides, *extra])
+        config = composing.compose([*common, "run.max_inflight_mib=40000", *case.overrides])
         model = open_model(path, init="random")
         plan = plan_job(config, model, parse_slice(config.topology))
         yield from (_generation if plan.generation else _extraction)(config, model, plan)
@@ -110,9 +111,10 @@ def _extraction(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
     leaves, dtype = model.leaves(step.keys), str(config.model.dtype)
     compiled = compile_step(model, step, abstract_params(leaves, dtype, partition.leaf_sharding, with_int8), partition)
+    mesh = partition.mesh.shape
     matrices, others = model.weight_bytes(step.keys, dtype, with_int8)
-    weights = matrices // plan.mesh.tensor + others - leaves["embed"].size * ITEM_BYTES[dtype]
-    rows = step.rows // plan.mesh.data * (step.length * _INPUT_BYTES + step.row_bytes // plan.mesh.tensor)
+    weights = matrices // mesh["tensor"] + others - leaves["embed"].size * ITEM_BYTES[dtype]
+    rows = step.rows // mesh["data"] * (step.length * _INPUT_BYTES + step.row_bytes // mesh["tensor"])
     described = _described(partition, config, str(plan.weights.sharding), compiled.attention.name)
     yield "step", compiled.executable.as_text(), _facts(compiled.executable, weights + rows, described)
 
@@ -138,8 +140,8 @@ def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
     matrices, others = model.generation.weight_bytes(dtype, with_int8)
     embedding = leaves["embed"].size * ITEM_BYTES[dtype]  # the head's bytes, too
     norms = others - embedding * (2 if "head" in leaves else 1)
-    weights = (matrices + embedding) // plan.mesh.tensor + norms
-    prefilled = generation.cache_bytes * spec.prefill_rows(plan.mesh.data) // spec.rows
+    weights = (matrices + embedding) // partition.mesh.shape["tensor"] + norms
+    prefilled = generation.cache_bytes * spec.prefill_rows(partition.mesh.shape["data"]) // spec.rows
     yield "prefill", programs.prefill.as_text(), _facts(programs.prefill, weights + prefilled, described)
     yield "decode", programs.segment.as_text(), _facts(programs.segment, weights + generation.cache_bytes, described)
 
@@ -166,14 +168,18 @@ def _facts(program: jax.stages.Compiled, ideal_hbm_bytes: int, described: dict[s
     )
 
 
-def main() -> None:
-    """Called by `audit_tpu`, once per case."""
-    name, directory = sys.argv[1], Path(sys.argv[2])
+def main(name: str, directory: Path) -> int:
+    """Called by `audit_tpu`, once per case. Returns the exit code."""
     directory.mkdir(parents=True, exist_ok=True)
-    for program, text, facts in compile_case(CASES[name], tuple(sys.argv[3:])):
-        (directory / f"{program}.txt").write_text(text)
-        (directory / f"{program}.json").write_text(json.dumps(dataclasses.asdict(facts)))
+    try:
+        for program, text, facts in compile_case(CASES[name]):
+            (directory / f"{program}.txt").write_text(text)
+            (directory / f"{program}.json").write_text(json.dumps(dataclasses.asdict(facts)))
+    except ConfigError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

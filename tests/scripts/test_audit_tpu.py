@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,66 @@ def test_arrays_have_the_bytes_of_their_layout(array: str, num_bytes: int, is_in
     assert [(each.num_bytes, each.is_in_hbm) for each in module.entry.root.arrays] == [(num_bytes, is_in_hbm)]
 
 
+FUSED = """
+%update (x: bf16[64,1024], new: bf16[1,1024], place: s32[]) -> bf16[64,1024] {
+  %x = bf16[64,1024]{1,0} parameter(0)
+  %new = bf16[1,1024]{1,0} parameter(1)
+  %place = s32[]{:S(2)} parameter(2)
+  %changed = bf16[64,1024]{1,0} dynamic-update-slice(%x, %new, %place, %place)
+  ROOT %same = bf16[64,1024]{1,0} bitcast(%changed)
+}
+%view (y: bf16[64,1024]) -> bf16[64,1024] {
+  %y = bf16[64,1024]{1,0} parameter(0)
+  ROOT %seen = bf16[64,1024]{1,0} bitcast(%y)
+}
+%product (z: bf16[64,1024]) -> bf16[64,64] {
+  %z = bf16[64,1024]{1,0} parameter(0)
+  %fusion.1 = bf16[64,1024]{1,0} fusion(%z), kind=kLoop, calls=%view
+  ROOT %dot = bf16[64,64]{1,0:S(1)} convolution(%fusion.1, %fusion.1), dim_labels=bf_oi->bf
+}
+%copies (w: bf16[64,1024]) -> bf16[64,1024] {
+  %w = bf16[64,1024]{1,0} parameter(0)
+  ROOT %copied = bf16[64,1024]{0,1} copy(%w)
+}
+%keeps (v: bf16[64,1024]) -> bf16[64,1024] {
+  ROOT %v = bf16[64,1024]{1,0} parameter(0)
+}
+ENTRY %main (a: bf16[64,1024], b: bf16[1,1024], at: s32[]) -> bf16[64,1024] {
+  %a = bf16[64,1024]{1,0} parameter(0)
+  %b = bf16[1,1024]{1,0} parameter(1)
+  %at = s32[]{:S(2)} parameter(2)
+  INSTRUCTION
+}
+"""
+ARRAY, ROW = 2 * 64 * 1024, 2 * 1024
+TRAFFIC = {
+    "a fusion that updates a row in place": ("bf16[64,1024]{1,0} fusion(%a, %b, %at), calls=%update", 2 * ROW),
+    "an update in place": ("bf16[64,1024]{1,0} dynamic-update-slice(%a, %b, %at, %at)", 2 * ROW),
+    "a scatter": ("bf16[64,1024]{1,0} scatter(%a, %at, %b), to_apply=%keeps", 2 * ROW),
+    "a product of an array that a fusion in it views": ("bf16[64,64]{1,0:S(1)} fusion(%a), calls=%product", ARRAY),
+    "a slice": ("bf16[1,1024]{1,0} dynamic-slice(%a, %at, %at)", 2 * ROW),
+    "a slice to VMEM": ("((bf16[64,1024]{1,0}), bf16[1,1024]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%a)", ROW),
+    "a copy to VMEM": ("(bf16[64,1024]{1,0:S(1)}, bf16[64,1024]{1,0}, u32[]{:S(2)}) copy-start(%a)", ARRAY),
+    "a copy": ("bf16[64,1024]{0,1} copy(%a)", 2 * ARRAY),
+    "bookkeeping": ('bf16[64,1024]{1,0} custom-call(%a), custom_call_target="ConcatBitcast"', 0),
+    "one of two branches": (
+        "bf16[64,1024]{1,0} conditional(%at, %a, %a), branch_computations={%copies, %keeps}",
+        2 * ARRAY // 2,
+    ),
+    "one of two, by a condition": (
+        "bf16[64,1024]{1,0} conditional(%at, %a, %a), true_computation=%keeps, false_computation=%copies",
+        2 * ARRAY // 2,
+    ),
+    "a call": ("bf16[64,1024]{1,0} call(%a), to_apply=%copies", 2 * ARRAY),
+}
+
+
+@pytest.mark.parametrize(("instruction", "num_bytes"), TRAFFIC.values(), ids=TRAFFIC.keys())
+def test_hbm_traffic(instruction: str, num_bytes: int) -> None:
+    """Reads and writes together. An array is 64 rows."""
+    assert analyse(FUSED.replace("INSTRUCTION", f"ROOT %r = {instruction}")).hbm_bytes == num_bytes
+
+
 SMALL = "0.5B, 2 layers, fsdp, 2x512 v5e-4"
 
 
@@ -150,19 +211,22 @@ def test_a_compiled_program_agrees_with_arithmetic(tmp_path: Path) -> None:
     assert program["hbm_bytes"] > program["ideal_hbm_bytes"]
     # The products alone, at the chip's peak.
     assert program["estimated_ms"] > matrices * tokens / 197e12 * 1e3
+    stored = {"versions": {}, "programs": json.loads(json.dumps(programs))}
+    assert compare(stored, {"versions": {}, "programs": programs}) == "no differences"
     assert SMALL in table(programs)
     assert "all-gather" in "\n".join(details(programs))
 
 
 def test_every_difference_is_shown() -> None:
-    before = {"versions": {"libtpu": "1"}, "programs": {"a": {"bytes": 100, "loops": [1], "of": {"x": 1}}}}
+    before = {"versions": {"libtpu": "1"}, "programs": {"a": {"bytes": 100, "loops": [1, 3], "of": {"x": 1}}}}
     assert compare(before, copy.deepcopy(before)) == "no differences"
-    after = {"versions": {"libtpu": "2"}, "programs": {"a": {"bytes": 110, "loops": [], "of": {"y": 1}}, "b": {}}}
+    after = {"versions": {"libtpu": "2"}, "programs": {"a": {"bytes": 110, "loops": [2, 3], "of": {"y": 1}}, "b": {}}}
     assert compare(before, after).splitlines() == [
         'libtpu: "1" -> "2"',
         "a",
         "    bytes: 100 -> 110 (+10.0%)",
-        "    loops: [1] -> []",
+        "    loops: no longer 1",
+        "    loops: now 2",
         "    of.x: 1 -> null",
         "    of.y: null -> 1",
         "b: new",
