@@ -3,7 +3,7 @@
     python -m scripts.audit.audit_tpu [--cases NAME ...] [--write]
 
 Compiles the step of each case, or its prefill and decoding, in a process of its own. Prints what the optimised programs
-do, and every difference from docs/audit-tpu.json; `--write` writes that file. Needs libtpu (the extra `tpu`) and some 5
+do, and every difference from docs/audit-tpu.json; `--write` writes that file. Needs libtpu (the extra `tpu`) and 6
 minutes of two cores. The programs' texts stay in build/audit.
 
 Memory is the compiler's. The rest is counted in the program's text, per chip: `received` is what it gets from the
