@@ -9,8 +9,8 @@ minutes of two cores. The programs' texts stay in build/audit.
 Memory is the compiler's. The rest is counted in the program's text, per chip: `received` is what it gets from the
 others; `HBM` what instructions read and write, in bytes and at the chip's published rate; `ideal` weights read once,
 rows in and outputs out (of decoding, weights and caches). E is XLA's own estimate (`estimated_cycles`), which lacks
-collectives and Pallas kernels (attention). Neither time is a measurement. Figures of decoding are those of one step for
-all rows: one token of each.
+collectives and Pallas kernels (attention). Neither time is a measurement; LLO bundles are not counted.
+Figures of decoding are those of one step for all rows: one token of each.
 """
 
 import argparse
