@@ -256,7 +256,7 @@ def group_size(attributes: str) -> int:
         return len(lists[1].split(","))
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
         return int(iota[1])
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\S+)? \{([^}]*)\}", attributes):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
         axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])
         return math.prod(int(part or sizes[name]) for name, part in axes)

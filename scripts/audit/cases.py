@@ -25,6 +25,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.generation.decode import compile_programs
 from pipeline.generation.spec import GenerationSpec
 from pipeline.models.checkpoints.loading import abstract_params
+from pipeline.models.leaves import LeafTree
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
 from pipeline.planning.plan import Plan
@@ -69,7 +70,7 @@ CASES: Mapping[str, Case] = {
     "70B 2x2048 v5e-256": _extract("Llama-3-70B", "v5e-256", 512, 2048, "capture.layers=[20,40,60]"),
     "Gemma-2-9B 1x8192 v6e-64": _extract("Gemma-2-9B", "v6e-64", 64, 8192, "capture.layers=[20]"),
     "7B generate v5e:8x8, auto": _generate(),
-    "7B generate v5e:8x8, tensor 4": _generate("mesh.tensor=4", "model.weights=tensor"),
+    "7B generate v5e:8x8, fsdp": _generate("model.weights=fsdp"),
     "0.5B, 2 layers, fsdp, 2x512 v5e-4": _extract(
         "Qwen2.5-0.5B", "v5e-4", 8, 512, "capture.layers=[1] model.weights=fsdp", layers=2
     ),
@@ -112,16 +113,16 @@ def _extraction(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
     leaves, dtype = model.leaves(step.keys), str(config.model.dtype)
     compiled = compile_step(model, step, abstract_params(leaves, dtype, partition.leaf_sharding, with_int8), partition)
     mesh = partition.mesh.shape
-    matrices, others = model.weight_bytes(step.keys, dtype, with_int8)
-    weights = matrices // mesh["tensor"] + others - leaves["embed"].size * ITEM_BYTES[dtype]
+    weights = model.weight_bytes(step.keys, dtype, with_int8)
+    read = weights.on_device(mesh["tensor"]) - _embedding_bytes(leaves, dtype, mesh["tensor"])
     rows = step.rows // mesh["data"] * (step.length * _INPUT_BYTES + step.row_bytes // mesh["tensor"])
     described = _described(partition, config, str(plan.weights.sharding), compiled.attention.name)
-    yield "step", compiled.executable.as_text(), _facts(compiled.executable, weights + rows, described)
+    yield "step", compiled.executable.as_text(), _facts(compiled.executable, read + rows, described)
 
 
 def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[str, str, Facts]]:
     tpu_slice, generation, dtype = parse_slice(config.topology), plan.generation, str(config.model.dtype)
-    partition = make_partition(plan.mesh.tensor, generation.weights.sharding, slice_devices(tpu_slice))
+    partition = make_partition(generation.tensor, generation.weights.sharding, slice_devices(tpu_slice))
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
     leaves = model.generation.leaves()
     spec = GenerationSpec(
@@ -137,13 +138,17 @@ def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
         model, abstract_params(leaves, dtype, partition.leaf_sharding, with_int8), partition, spec
     )
     described = _described(partition, config, str(generation.weights.sharding), programs.attention.name)
-    matrices, others = model.generation.weight_bytes(dtype, with_int8)
-    embedding = leaves["embed"].size * ITEM_BYTES[dtype]  # the head's bytes, too
-    norms = others - embedding * (2 if "head" in leaves else 1)
-    weights = (matrices + embedding) // partition.mesh.shape["tensor"] + norms
+    weights = model.generation.weight_bytes(dtype, with_int8).on_device(generation.tensor)
+    if "head" in leaves:
+        weights -= _embedding_bytes(leaves, dtype, generation.tensor)
     prefilled = generation.cache_bytes * spec.prefill_rows(partition.mesh.shape["data"]) // spec.rows
     yield "prefill", programs.prefill.as_text(), _facts(programs.prefill, weights + prefilled, described)
     yield "decode", programs.segment.as_text(), _facts(programs.segment, weights + generation.cache_bytes, described)
+
+
+def _embedding_bytes(leaves: LeafTree, dtype: str, tensor: int) -> int:
+    """Bytes of the embedding on a chip: a lookup reads few of them."""
+    return leaves["embed"].size * ITEM_BYTES[dtype] // tensor
 
 
 def _described(partition: Partition, config: RunConfig, weights: str, attention: str) -> dict[str, Any]:

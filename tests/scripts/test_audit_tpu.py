@@ -102,6 +102,7 @@ def test_an_asynchronous_collective_has_its_operand_in_its_result() -> None:
         ("replica_groups=mesh['axis_0'=64,'axis_1'=1] {'axis_0'}", 64),
         ("replica_groups=mesh['a'=8,'b'=4] {'a','b'}", 32),
         ("replica_groups=mesh['a'=64] {'a':(4)2}", 2),
+        ("replica_groups=mesh['a'=4,'b'=1,'c'=16], device_ids=([16,4]T(1,0)) {'a'}", 4),
         ("source_target_pairs={{0,1},{1,0}}", 2),
     ],
 )
