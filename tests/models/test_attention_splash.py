@@ -3,16 +3,20 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 
+from pipeline.data.packing import fill, pack
 from pipeline.models.attention.spec import AttentionSpec
-from pipeline.models.attention.splash import attend_splash, block_size
+from pipeline.models.attention.splash import attend_blocks, attend_splash, block_size, blocks_to_run, skips_blocks
 from pipeline.models.attention.xla import attend_xla
 
 LENGTH = 256
@@ -79,10 +83,69 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "size"), [(128, 128), (256, 256), (384, 384), (640, 128), (1024, 512), (1152, 384), (8192, 512)]
+    ("length", "item_bytes", "size"),
+    [
+        *((128, 2, 128), (256, 2, 256), (384, 2, 384), (640, 2, 128), (1024, 2, 512), (1152, 2, 384), (4096, 2, 512)),
+        *((8192, 2, 1024), (8192, 4, 512), (8320, 2, 640), (131072, 2, 1024)),
+    ],
 )
-def test_block_sizes(length: int, size: int) -> None:
-    assert block_size(length) == size
+def test_block_sizes(length: int, item_bytes: int, size: int) -> None:
+    assert block_size(length, item_bytes) == size
+
+
+LONG, BLOCK = 512, 128  # stands for rows of 2048 and more, which take minutes to interpret
+HEADS = {"causal": (4, 2), "capped": (2, 2), "window": (2, 1), "window and cap": (3, 1), "full": (2, 2)}
+
+
+@st.composite
+def packings(draw: st.DrawFn) -> np.ndarray:
+    """Segments [2, LONG] as a job packs them. A row may be of padding alone."""
+    sizes = draw(st.lists(st.integers(1, LONG) | st.integers(1, BLOCK), max_size=12))
+    placement = pack(np.array(sizes, np.int64), 2, LONG)
+    tokens = [np.ones(size, np.int32) for size in sizes[: placement.num_pieces]]
+    rows = fill(placement, tokens, np.arange(placement.num_pieces), LONG).segments
+    return np.pad(rows, ((0, 2 - len(rows)), (0, 0)))
+
+
+@pytest.mark.parametrize(("rule", "heads"), HEADS.items(), ids=HEADS.keys())
+def test_skipping_blocks_changes_no_bit(rule: str, heads: tuple[int, int]) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, LONG, n, 16)), "float32") for n in (heads[0], heads[1], heads[1]))
+    attend = partial(attend_blocks, spec=AttentionSpec(**RULES[rule], scale=1), block=BLOCK, interpret=True)
+    attend_all, attend_some = (jax.jit(partial(attend, skips=skips)) for skips in (False, True))
+
+    @settings(max_examples=10, deadline=None)
+    @given(segments=packings())
+    def check(segments: np.ndarray) -> None:
+        expected, got = np.asarray(attend_all(q, k, v, segments)), np.asarray(attend_some(q, k, v, segments))
+        np.testing.assert_array_equal(got[segments != 0], expected[segments != 0])
+        assert np.isfinite(got).all()
+
+    check()
+
+
+@settings(max_examples=50, deadline=None)
+@given(segments=packings(), causal=st.booleans())
+def test_blocks_run_where_a_query_sees_a_key(segments: np.ndarray, causal: bool) -> None:
+    visible = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] != 0)
+    visible |= np.eye(LONG, dtype=bool)
+    num_blocks = LONG // BLOCK
+    allowed = np.tri(num_blocks, dtype=bool) if causal else np.ones((num_blocks, num_blocks), bool)
+    needed = visible.reshape(2, num_blocks, BLOCK, num_blocks, BLOCK).any(axis=(2, 4)) & allowed
+    key_blocks = np.broadcast_to(np.arange(num_blocks, dtype=np.int8), allowed.shape)
+    runs, fetched = (np.asarray(each) for each in blocks_to_run(jnp.asarray(segments), allowed, key_blocks, BLOCK))
+    np.testing.assert_array_equal(runs, needed)
+    of_all_rows = key_blocks + np.arange(2)[:, None, None] * num_blocks
+    np.testing.assert_array_equal(fetched[runs], of_all_rows[runs])
+    assert np.count_nonzero(np.diff(fetched.ravel())) < runs.sum()  # no fetch for a step that does not run
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "length", "skips"),
+    [(1, 1920, False), (1, 2048, True), (192, 2048, True), (193, 2048, False), (4, 131072, True), (9, 131072, False)],
+)
+def test_long_rows_skip_blocks_unless_the_scalar_memory_is_too_small(num_rows: int, length: int, skips: bool) -> None:
+    assert skips_blocks(num_rows, length, block_size(length, item_bytes=2)) == skips
 
 
 FOUR_DEVICES = """

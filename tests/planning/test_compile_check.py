@@ -141,15 +141,18 @@ for name in ("v4-8", "v5e-4", "v5p-8", "v6e-4"):
         (12, 12, 64, 512, "float32", {"causal": False}),
         (8, 4, 256, 1152, "bfloat16", {"causal": True, "softcap": 50.0, "window": 300}),
         (8, 2, 80, 640, "bfloat16", {"causal": True}),
+        (8, 2, 128, 2048, "bfloat16", {"causal": True}),  # from here on with blocks of each row's own
+        *[(8, 4, 256, 8192, "bfloat16", {"causal": True, "softcap": 50.0})] * (name == "v5e-4"),
     ):
         def shape(*sizes, dtype=dtype, spec=PartitionSpec("data")):
             return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
         heads = PartitionSpec("data", None, "tensor")
-        qkv = [shape(2, length, number, head_dim, spec=heads) for number in (num_heads, num_kv_heads, num_kv_heads)]
+        qkv = [shape(4, length, number, head_dim, spec=heads) for number in (num_heads, num_kv_heads, num_kv_heads)]
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
             attend = jax.jit(lambda *x: attend_splash(*x, AttentionSpec(scale=0.1, **rule), mesh=mesh))
-            text = attend.lower(*qkv, shape(2, length, dtype="int32")).compile().as_text()
-        assert "tpu_custom_call" in text
+            text = attend.lower(*qkv, shape(4, length, dtype="int32")).compile().as_text()
+        assert text.count('custom_call_target="tpu_custom_call"') == 1
+        assert " while(" not in text  # over rows
         assert "all-" not in text
 """
 

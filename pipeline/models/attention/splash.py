@@ -1,15 +1,22 @@
-"""Attention on a TPU: splash attention, the Pallas kernel that comes with JAX. It skips blocks that are masked."""
+"""Attention on a TPU: splash attention, the Pallas kernel that comes with JAX. It skips blocks that are masked.
+
+In long rows it also skips blocks of keys that no query's segment reaches: `blocks_to_run`.
+"""
+
+import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from pipeline.models.architecture import Architecture
 from pipeline.models.attention.spec import AttentionSpec
 
 _LANES = 128  # the kernel takes keys in multiples of this
-_MAX_BLOCK = 512
+_SKIPPING_LENGTH = 2048  # of a row; a shorter one has few blocks
+_MAX_SCALAR_BYTES = 3 << 18  # of the 1 MiB of scalar memory, where the kernel keeps two numbers of each step
 
 
 def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | None:
@@ -22,9 +29,21 @@ def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | N
     return None
 
 
-def block_size(length: int) -> int:
-    """Queries and keys of one step of the kernel: the largest multiple of 128 up to 512 that divides the row."""
-    return max(size for size in range(_LANES, _MAX_BLOCK + 1, _LANES) if length % size == 0)
+def block_size(length: int, item_bytes: int) -> int:
+    """Queries and keys of one step of the kernel: the largest multiple of 128 up to 512 that divides the row.
+
+    Up to 1,024 in rows of 8,192 and more, where steps that are skipped would take as long as the others; float32 heads
+    of 256 do not fit in a chip's vector memory then.
+    """
+    largest = 1024 if length >= 8192 and item_bytes == 2 else 512
+    return max(size for size in range(_LANES, largest + 1, _LANES) if length % size == 0)
+
+
+def skips_blocks(num_rows: int, length: int, block: int) -> bool:
+    """Whether a chip's rows are long enough for `blocks_to_run`, and its scalar memory large enough."""
+    num_blocks = length // block
+    scalar_bytes = 2 * 4 * num_rows * num_blocks * math.ceil(num_blocks / _LANES) * _LANES
+    return length >= _SKIPPING_LENGTH and scalar_bytes <= _MAX_SCALAR_BYTES
 
 
 @jax.named_scope("splash")
@@ -42,32 +61,94 @@ def attend_splash(
 
     The kernel does not scale: queries are scaled first, in their dtype. `interpret` runs it on a CPU, for tests.
     """
+    heads, rows = PartitionSpec("data", None, "tensor"), PartitionSpec("data")
+    # check_vma=False: JAX does not track the mesh axes over which a Pallas kernel's output varies.
+    attend = jax.shard_map(
+        partial(_attend_on_device, spec=spec, interpret=interpret),
+        mesh=mesh,
+        in_specs=(heads, heads, heads, rows),
+        out_specs=heads,
+        check_vma=False,
+    )
+    return attend(q * jnp.asarray(spec.scale, q.dtype), k, v, segments)
+
+
+def _attend_on_device(q: Array, k: Array, v: Array, segments: Array, *, spec: AttentionSpec, interpret: bool) -> Array:
+    num_rows, length = segments.shape
+    block = block_size(length, q.dtype.itemsize)
+    skips = skips_blocks(num_rows, length, block)
+    return attend_blocks(q, k, v, segments, spec, block=block, skips=skips, interpret=interpret)
+
+
+def attend_blocks(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segments: Int32[Array, "B T"],
+    spec: AttentionSpec,
+    *,
+    block: int,
+    skips: bool,
+    interpret: bool,
+) -> Float[Array, "B T N H"]:
+    """The kernel, for queries already scaled, over the blocks that the causal mask or the window leaves.
+
+    With `skips` only over those that `blocks_to_run` names. Where segments are not 0 the result is the same to the bit;
+    at padding it is another, also finite.
+    """
     # Here, so that machines without a TPU do not import Pallas.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    length, block = q.shape[1], block_size(q.shape[1])
+    num_rows, length, num_heads, head_dim = q.shape
     if spec.window is not None:
         mask = splash.LocalMask((length, length), (spec.window - 1, 0), offset=0)
     elif spec.causal:
         mask = splash.CausalMask((length, length))
     else:
         mask = splash.FullMask((length, length))
-
-    def attend_on_device(q: Array, k: Array, v: Array, segments: Array) -> Array:
-        kernel = splash.make_splash_mha(
-            splash.MultiHeadMask([mask] * q.shape[1]),
-            block_sizes=splash.BlockSizes(block_q=block, block_kv=block),
-            attn_logits_soft_cap=spec.softcap,
-            head_shards=1,
-            q_seq_shards=1,
-            interpret=interpret,
-        )
-        return jax.vmap(kernel)(q, k, v, splash.SegmentIds(segments, segments))
-
-    heads, rows = PartitionSpec("data", "tensor"), PartitionSpec("data")
-    # check_vma=False: JAX does not track the mesh axes over which a Pallas kernel's output varies.
-    attend = jax.shard_map(
-        attend_on_device, mesh=mesh, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * num_heads),
+        block_sizes=splash.BlockSizes(block_q=block, block_kv=block),
+        attn_logits_soft_cap=spec.softcap,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
     )
-    q, k, v = (jnp.einsum("BTNH->BNTH", x) for x in (q * jnp.asarray(spec.scale, q.dtype), k, v))
-    return jnp.einsum("BNTH->BTNH", attend(q, k, v, segments))
+    if not skips:
+        q, k, v = (jnp.einsum("BTNH->BNTH", x) for x in (q, k, v))
+        return jnp.einsum("BNTH->BTNH", jax.vmap(kernel)(q, k, v, splash.SegmentIds(segments, segments)))
+
+    # With vmap, JAX would make a loop over rows with different blocks. Instead the kernel sees one row of S = B * T.
+    info = kernel.fwd_mask_info
+    runs, key_blocks = blocks_to_run(segments, info.block_mask[0] != 0, info.data_next[0], block)
+    kernel.fwd_mask_info = info._replace(
+        block_mask=runs.reshape(1, -1, runs.shape[2]).astype(jnp.int32),
+        data_next=key_blocks.reshape(1, -1, runs.shape[2]),
+        q_sequence=None if info.q_sequence is None else jnp.arange(num_rows * length, dtype=jnp.int32),
+    )
+    q, k, v = (jnp.einsum("SNH->NSH", x.reshape(-1, *x.shape[2:])) for x in (q, k, v))
+    z = kernel(q, k, v, splash.SegmentIds(segments.reshape(-1), segments.reshape(-1)))
+    return jnp.einsum("NSH->SNH", z).reshape(num_rows, length, num_heads, head_dim)
+
+
+def blocks_to_run(
+    segments: Int32[Array, "B T"], allowed: Bool[Array, "Q S"], key_blocks: Integer[Array, "Q S"], block: int
+) -> tuple[Bool[Array, "B Q S"], Int32[Array, "B Q S"]]:
+    """Which steps of the kernel run, and the block of keys of each step, counted over all rows.
+
+    A row has Q = T / block blocks of queries. Step s of block q is `allowed` by the mask, and reads the row's block
+    `key_blocks[q, s]` of keys. It runs if the two blocks' ranges of segments overlap: always if a query and a key are
+    of one segment, and not otherwise where segments do not decrease along the row, as in packed ones. A padding
+    position counts as a segment of its own, so that a block of padding sees itself only. A step that does not run
+    names the keys of the next one that does: the kernel then fetches them early, and once.
+    """
+    num_rows, length = segments.shape
+    key_blocks = key_blocks.astype(jnp.int32)
+    numbers = jnp.where(segments == 0, length + jnp.arange(length), segments).reshape(num_rows, -1, block)
+    first, last = numbers.min(axis=2), numbers.max(axis=2)  # [B, Q]
+    runs = allowed & (first[:, key_blocks] <= last[:, :, None]) & (first[:, :, None] <= last[:, key_blocks])
+
+    order = jnp.arange(runs.size)
+    next_run = jax.lax.cummin(jnp.where(runs.reshape(-1), order, runs.size), reverse=True)  # the last step always runs
+    row_starts = jnp.arange(num_rows)[:, None, None] * (length // block)
+    return runs, (row_starts + key_blocks).reshape(-1)[next_run].reshape(runs.shape)
