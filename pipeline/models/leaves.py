@@ -124,13 +124,25 @@ def weight_bytes(arch: Architecture, leaves: LeafTree, dtype: str, with_int8: bo
     return WeightBytes(matrices, vocabulary, others, arch.vocab_size)
 
 
-def flops_per_token(arch: Architecture, table: KeyTable, keys: Sequence[ActivationKey], length: int) -> int:
+def flops_per_token(
+    arch: Architecture, table: KeyTable, keys: Sequence[ActivationKey], length: int, counts_masked: bool = True
+) -> int:
     """Floating-point operations of the forward pass per token slot, in rows of `length`.
 
-    Two per weight of a matrix product, and attention over all of the row's positions (causal masking, windows and
-    packing are not subtracted, as in PaLM, arXiv 2204.02311, appendix B). Norms, softmax and rotations do not count.
+    Two per weight of a matrix product, and attention over all of the row's positions, as in PaLM (arXiv 2204.02311,
+    appendix B); without `counts_masked` over those that causal masks and windows leave, in a row of one document.
+    Norms, softmax and rotations do not count.
     """
     matrices = sum(leaf.size for leaf in jax.tree.leaves(needed_leaves(arch, table, keys)["runs"]) if leaf.num_inputs)
     runs = layer_runs(keys, arch.num_layers)
-    num_attentions = sum(len(run) for run in runs if Step.z in run.steps(arch.parallel))
-    return 2 * matrices + num_attentions * 4 * length * arch.num_heads * arch.head_dim
+    layers = [layer for run in runs if Step.z in run.steps(arch.parallel) for layer in run.layers]
+    attended = sum(length if counts_masked else _mean_keys(arch, layer, length) for layer in layers)
+    return round(2 * matrices + attended * 4 * arch.num_heads * arch.head_dim)
+
+
+def _mean_keys(arch: Architecture, layer: int, length: int) -> float:
+    """The positions that a query attends to, on average over a row."""
+    if not arch.causal:
+        return length
+    window = min(arch.local.window, length) if arch.is_local(layer) else length
+    return window * (2 * length - window + 1) / (2 * length)

@@ -112,9 +112,10 @@ class Model:
         """The sizes that the mesh's `tensor` axis divides, by their names in messages."""
         return {name: self.arch.axis_size(axis) for axis, name in TENSOR_AXES.items()}
 
-    def flops_per_token(self, keys: Sequence[ActivationKey], length: int) -> int:
-        """Floating-point operations per token slot to capture `keys` in rows of `length`."""
-        return flops_per_token(self.arch, self.table, keys, length)
+    def flops_per_token(self, keys: Sequence[ActivationKey], length: int, counts_masked: bool = True) -> int:
+        """Floating-point operations per token slot to capture `keys` in rows of `length`, masked attention included or
+        not."""
+        return flops_per_token(self.arch, self.table, keys, length, counts_masked)
 
     def load(
         self,

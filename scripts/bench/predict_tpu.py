@@ -26,11 +26,12 @@ def rows() -> list[str]:
             depth = model.num_layers
             for label, layers in {"3": (depth // 4, depth // 2, 3 * depth // 4), "all": tuple(range(depth))}.items():
                 keys = activation_keys(layers, (Site.resid_post,))
-                cost = Cost(model.flops_per_token(keys, LENGTH), 2 * len(keys) * model.width(Site.resid_post), FILL)
+                flops = model.flops_per_token(keys, LENGTH, counts_masked=False)
+                cost = Cost(flops, 2 * len(keys) * model.width(Site.resid_post), FILL)
                 for topology in ("v5e-64", "v6e-64"):
                     bytes_per_s = BUCKET_WRITES_PER_S * SHARD_BYTES
                     limit = throughput_limits(cost, parse_slice(topology), MFU, bytes_per_s)
-                    rates = " | ".join(f"{rate / 1e3:,.0f}" for rate in vars(limit).values())
+                    rates = " | ".join(f"{rate / 1e3:,.0f}" for rate in limit.rates.values())
                     lines.append(
                         f"| {name} | {label} | {topology} | {cost.flops / 1e9:.2f} | {cost.stored_bytes / 1e3:.1f} | "
                         f"{rates} | {limit.binding.replace('_', ' ')} | {limit.tokens_per_s / 1e3:,.0f} |"
@@ -41,6 +42,6 @@ def rows() -> list[str]:
 if __name__ == "__main__":
     header = (
         *("model", "layers", "slice", "GFLOP/slot", "TB per 10^9 tokens"),
-        *("compute", "to host", "network", "store", "bound by", "at the limit"),
+        *("compute", "to host", "host copy", "network", "store", "bound by", "at the limit"),
     )
     print("\n".join([f"| {' | '.join(header)} |", "|---" * len(header) + "|", *rows()]))

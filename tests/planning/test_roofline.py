@@ -6,15 +6,16 @@ from dataclasses import replace
 import pytest
 
 from pipeline.config import composing
-from pipeline.config.choices import Packing
+from pipeline.config.choices import Packing, Weights
 from pipeline.config.schema import BatchConfig, ParquetData, RunConfig, StoreConfig
-from pipeline.core.sites import Site
-from pipeline.models.architecture import Architecture
+from pipeline.core.sites import Site, activation_keys
+from pipeline.models.architecture import Architecture, LocalAttention
+from pipeline.models.leaves import flops_per_token
 from pipeline.models.registry import open_model
 from pipeline.planning.slice.advice import advise
 from pipeline.planning.slice.chips import CHIPS, GIB, parse_slice
 from pipeline.planning.slice.compile_check import Program
-from pipeline.planning.slice.roofline import Cost, Limits, bill, throughput_limits, traffic
+from pipeline.planning.slice.roofline import Cost, Limits, bill, decoding, received_bytes, throughput_limits, traffic
 from pipeline.planning.slice.slice_plan import make_slice_plan, plan_job
 
 V5E_64 = parse_slice("v5e-64")
@@ -25,15 +26,49 @@ def test_each_limit() -> None:
     limits = throughput_limits(COST, V5E_64, mfu=0.4, store_bytes_per_s=21.6e9)
     assert limits.compute == pytest.approx(64 * 197e12 * 0.4 / 2e9)  # a valid token costs two slots
     assert limits.device_to_host == pytest.approx(64 * 16e9 / (2 * 5380))
+    assert limits.interconnect is None
+    assert limits.host_copy == pytest.approx(16 * 7.7e9 / (2 * 5380))
     assert limits.network == pytest.approx(64 * 3.125e9 / (2 * 5400))
     assert limits.store == pytest.approx(21.6e9 / 10800)
     assert (limits.binding, limits.tokens_per_s) == ("store", pytest.approx(2e6))
 
 
-@pytest.mark.parametrize("name", ["compute", "device_to_host", "network", "store"])
+@pytest.mark.parametrize("name", ["compute", "interconnect", "device_to_host", "host_copy", "network", "store"])
 def test_the_lowest_binds(name: str) -> None:
-    limits = Limits(**{"compute": 2.0, "device_to_host": 3.0, "network": 4.0, "store": 5.0} | {name: 1.0})
+    others = {"compute": 2.0, "interconnect": None, "device_to_host": 3.0, "host_copy": 3.0, "network": 4.0}
+    limits = Limits(**others | {"store": 5.0} | {name: 1.0})
     assert (limits.binding, limits.tokens_per_s) == (name, 1.0)
+
+
+def test_the_interconnect_of_meshes_and_tori() -> None:
+    """With fsdp on 8x8 chips of v5e, a step computes for as long as it gathers from 1,970 tokens a chip on, at peak."""
+    assert parse_slice("v5e:8x8").interconnect_bytes_per_s == 2 * 50e9
+    assert parse_slice("v5e:16x16").interconnect_bytes_per_s == 4 * 50e9
+    assert parse_slice("v5p:4x4x4").interconnect_bytes_per_s == 6 * 100e9
+    assert parse_slice("v4:2x2x1").interconnect_bytes_per_s == 2 * 50e9
+    received = received_bytes(8000, Weights.fsdp, data=8, tensor=2, summed=600)
+    assert received == 4000 * 7 // 8 + 600
+    assert received_bytes(8000, Weights.replicated, data=8, tensor=1, summed=600) == 0
+    matrices, tokens = 2 * 10**9, 64 * 1970  # bytes, of 10^9 numbers
+    cost = Cost(2 * 10**9, 1.0, fill=1.0, received_bytes=matrices / tokens)
+    limits = throughput_limits(cost, V5E_64, mfu=1.0, store_bytes_per_s=1e30)
+    assert limits.interconnect == pytest.approx(limits.compute, rel=1e-3)
+
+
+def test_a_decoding_step_takes_as_long_as_its_bytes() -> None:
+    assert decoding(256, 4_095_000_000, 0, V5E_64).step_s == pytest.approx(5e-3)
+    gathering = decoding(256, 819_000_000, 1_000_000_000, V5E_64)
+    assert (gathering.step_s, gathering.tokens_per_s) == (pytest.approx(10e-3), pytest.approx(25_600))
+
+
+@pytest.mark.parametrize(("window", "keys"), [(None, 4.5), (4, 3.25)])
+def test_masked_attention_is_not_computed(window: int | None, keys: float) -> None:
+    """In a row of 8 positions: 1 + 2 + ... + 8 keys, or at most 4 for each."""
+    local = window and LocalAttention(pattern="L" * ARCH.num_layers, window=window, rope=None)
+    arch, layer = replace(ARCH, local=local), activation_keys((0,), (Site.resid_post,))
+    flops = [flops_per_token(arch, {}, layer, 8, counts_masked) for counts_masked in (True, False)]
+    assert flops == [4 * 8 * 512, 4 * keys * 512]
+    assert flops_per_token(replace(arch, causal=False, local=None), {}, layer, 8, counts_masked=False) == flops[0]
 
 
 def test_traffic_and_bill() -> None:
@@ -59,7 +94,7 @@ ARCH = Architecture(
     rope=None,
 )
 CONFIG = RunConfig(data=ParquetData(source="parquet"), store=StoreConfig(path="gs://bucket/store"))
-COMPUTE_BOUND = Limits(compute=1.0, device_to_host=2.0, network=2.0, store=2.0)
+COMPUTE_BOUND = Limits(compute=1.0, interconnect=2.0, device_to_host=2.0, host_copy=2.0, network=2.0, store=2.0)
 MIB = 1 << 20
 
 
@@ -76,6 +111,7 @@ POOR = {
     "full hosts": (dict(host_bytes=150 * GIB), "150 GiB of a host's 179; lower batch.rows"),
     "few tokens": (dict(tokens_per_chip=128), "128 tokens per chip.* 241 .*raise batch.rows"),
     "odd widths": (dict(arch=replace(ARCH, d_mlp=1000)), "MLP width 1000: not a multiple of 128"),
+    "exchange": (dict(limits=replace(COMPUTE_BOUND, interconnect=0.25)), "4.0 times as long.*raise batch.rows"),
     "bound by the network": (dict(limits=replace(COMPUTE_BOUND, network=0.25)), "network limits.*25%.*fewer layers"),
 }
 

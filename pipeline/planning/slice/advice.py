@@ -61,7 +61,16 @@ def advise(
     ]
     if unaligned:
         yield f"{', '.join(unaligned)}: not a multiple of {_LANES}, so matrices are padded and mfu will be lower"
-    if limits.binding != "compute":
+    yield from _about_limits(config, limits)
+
+
+def _about_limits(config: RunConfig, limits: Limits) -> Iterator[str]:
+    if limits.binding == "interconnect":
+        yield (
+            f"to exchange weights or activations between chips takes {limits.compute / limits.tokens_per_s:.1f} times "
+            f"as long as to compute; raise batch.rows (fsdp gathers the weights once a step), or take larger chips"
+        )
+    elif limits.binding != "compute":
         yield (
             f"{limits.binding.replace('_', ' ')} limits this job to {limits.tokens_per_s / limits.compute:.0%} of what "
             f"the chips could compute: capture fewer layers or sites, fewer tokens (capture.positions), or take fewer "

@@ -20,9 +20,11 @@ class Chip:
     hbm_bytes_per_s: float
     host_bytes_per_s: float  # from the device to the host, over PCIe
     network_bytes_per_s: float
+    link_bytes_per_s: float  # from one neighbour; a chip has two neighbours along each dimension of its slice
     usd_per_hour: float  # list price on demand, in the cheapest region of the United States
     host_memory_bytes: float  # of a virtual machine with four chips
     num_dims: int  # of a slice's shape
+    torus_multiple: int  # sizes of which all dimensions must be multiples to be rings
     cores_per_chip: int  # names like v4-32 count cores
 
     @property
@@ -34,15 +36,20 @@ class Chip:
 # Peak and HBM bandwidth: docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. Usable HBM: from the compiler's
 # message when a program exceeds it. Memory of a VM with four chips: "VM types" of the same pages (ct5lp-hightpu-4t and
 # ct6e-standard-4t; those of v4 and v5p are assumed). PCIe and network of a chip: "How to Scale Your Model",
-# jax-ml.github.io/scaling-book/tpus: 16 and 6.25 GB/s, v6e 32 and 12.5, v5e 3.125 (its pod's 6.4 Tbps / 256).
+# jax-ml.github.io/scaling-book/tpus: 16 and 6.25 GB/s, v6e 32 and 12.5, v5e 3.125 (its pod's 6.4 Tbps / 256). Links
+# between chips: half of the same pages' bidirectional rate per chip, over its ports (v5e 400 GB/s over 4, v6e 800 over
+# 4, v5p 1200 over 6); v4: table 4 of arXiv 2304.01433. Slices are a torus where all dimensions are multiples of 4 (v4,
+# v5p: the same pages), and only as a whole pod of 16x16 (v5e, v6e: the same book).
 # Prices: cloud.google.com/tpu/pricing in 2025, assumed to hold; plan.usd_per_chip_hour overrides them.
+_TORUS_2D = {"num_dims": 2, "torus_multiple": 16, "cores_per_chip": 1}
+_TORUS_3D = {"num_dims": 3, "torus_multiple": 4, "cores_per_chip": 2}
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 275e12, int(30.75 * GIB), 1200e9, 16e9, 6.25e9, 3.22, 407e9, num_dims=3, cores_per_chip=2),
-        Chip("v5e", 197e12, int(15.75 * GIB), 819e9, 16e9, 3.125e9, 1.20, 192e9, num_dims=2, cores_per_chip=1),
-        Chip("v5p", 459e12, int(95.73 * GIB), 2765e9, 16e9, 6.25e9, 4.20, 448e9, num_dims=3, cores_per_chip=2),
-        Chip("v6e", 918e12, int(31.24 * GIB), 1638e9, 32e9, 12.5e9, 2.70, 720e9, num_dims=2, cores_per_chip=1),
+        Chip("v4", 275e12, int(30.75 * GIB), 1200e9, 16e9, 6.25e9, 50e9, 3.22, 407e9, **_TORUS_3D),
+        Chip("v5e", 197e12, int(15.75 * GIB), 819e9, 16e9, 3.125e9, 50e9, 1.20, 192e9, **_TORUS_2D),
+        Chip("v5p", 459e12, int(95.73 * GIB), 2765e9, 16e9, 6.25e9, 100e9, 4.20, 448e9, **_TORUS_3D),
+        Chip("v6e", 918e12, int(31.24 * GIB), 1638e9, 32e9, 12.5e9, 100e9, 2.70, 720e9, **_TORUS_2D),
     )
 }
 _ALIASES = {"v5litepod": "v5e"}
@@ -62,6 +69,13 @@ class Slice:
     @property
     def num_hosts(self) -> int:
         return math.ceil(self.num_chips / CHIPS_PER_HOST)
+
+    @property
+    def interconnect_bytes_per_s(self) -> float:
+        """Bytes that each chip receives from its neighbours when all gather the same: along a ring from both sides,
+        else the chips at the ends from one."""
+        is_torus = all(size % self.chip.torus_multiple == 0 for size in self.shape)
+        return sum(size > 1 for size in self.shape) * (1 + is_torus) * self.chip.link_bytes_per_s
 
     @property
     def name(self) -> str:

@@ -1,14 +1,16 @@
-"""How fast a job can be on a TPU slice: four limits, of which the lowest binds.
+"""How fast a job can be on a TPU slice: the limits of its parts, of which the lowest binds.
 
 Rates count valid tokens. Rows are computed and stored with their padding, so a token costs 1 / fill slots.
 """
 
 from dataclasses import dataclass
 
+from pipeline.config.choices import Weights
 from pipeline.planning.slice.chips import Slice
 from pipeline.store.format.layout import SIDE_BYTES
 
 BUCKET_WRITES_PER_S = 1000  # initial limit of a Cloud Storage bucket (cloud.google.com/storage/docs/request-rate)
+HOST_COPY_BYTES_PER_S = 7.7e9  # of the thread that gathers blocks: measured on a Xeon; that of a TPU VM is not known
 HOST_MEMORY_PASSES = 6  # DMA writes; the block's buffer: read, write; the encoded shard: read, write; the socket reads
 
 
@@ -19,6 +21,7 @@ class Cost:
     flops: int
     activation_bytes: float  # copied from the device, and stored
     fill: float  # the fraction of slots that hold a valid token
+    received_bytes: float = 0.0  # by each chip from the others in a step, for each of the step's slots
 
     @property
     def stored_bytes(self) -> float:
@@ -31,29 +34,65 @@ class Limits:
     """Valid tokens per second that each part of the system could process if the others were infinitely fast."""
 
     compute: float
+    interconnect: float | None  # None: chips exchange nothing
     device_to_host: float
+    host_copy: float
     network: float
     store: float
 
     @property
     def binding(self) -> str:
         """The name of the lowest limit."""
-        return min(vars(self), key=vars(self).__getitem__)
+        rates = self.rates
+        return min(rates, key=rates.__getitem__)
 
     @property
     def tokens_per_s(self) -> float:
-        return min(vars(self).values())
+        return min(self.rates.values())
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The limits that there are, by name."""
+        return {name: rate for name, rate in vars(self).items() if rate is not None}
 
 
 def throughput_limits(cost: Cost, tpu_slice: Slice, mfu: float, store_bytes_per_s: float) -> Limits:
     """`mfu` is the fraction of the chips' peak FLOPs that the forward pass reaches."""
     chip, num_chips = tpu_slice.chip, tpu_slice.num_chips
+    interconnect = tpu_slice.interconnect_bytes_per_s * cost.fill
     return Limits(
         compute=num_chips * chip.flops_per_s * mfu * cost.fill / cost.flops,
+        interconnect=interconnect / cost.received_bytes if cost.received_bytes else None,
         device_to_host=num_chips * chip.host_bytes_per_s * cost.fill / cost.activation_bytes,
+        host_copy=tpu_slice.num_hosts * HOST_COPY_BYTES_PER_S * cost.fill / cost.activation_bytes,
         network=num_chips * chip.network_bytes_per_s / cost.stored_bytes,
         store=store_bytes_per_s / cost.stored_bytes,
     )
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A decoding step of generation, as the bytes allow that each chip reads or receives: it computes little."""
+
+    hbm_bytes: int  # weights, keys and values
+    received_bytes: int  # from other chips
+    step_s: float
+    tokens_per_s: float
+
+
+def decoding(rows: int, hbm_bytes: int, received_bytes: int, tpu_slice: Slice) -> Decoding:
+    """`rows` are those of all chips, bytes those of one."""
+    seconds = hbm_bytes / tpu_slice.chip.hbm_bytes_per_s
+    if received_bytes:
+        seconds = max(seconds, received_bytes / tpu_slice.interconnect_bytes_per_s)
+    return Decoding(hbm_bytes, received_bytes, seconds, rows / seconds)
+
+
+def received_bytes(matrices: int, sharding: Weights, data: int, tensor: int, summed: int) -> int:
+    """Bytes that a chip receives from others in a step: with fsdp the layers' `matrices` (bytes over all chips), and
+    along `tensor` the sums of all parts of `summed` bytes of activations."""
+    gathered = matrices // tensor * (data - 1) // data if sharding is Weights.fsdp else 0
+    return gathered + 2 * summed * (tensor - 1) // tensor
 
 
 @dataclass(frozen=True)

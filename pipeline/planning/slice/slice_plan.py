@@ -8,10 +8,12 @@ import logging
 from dataclasses import asdict, dataclass, replace
 
 from pipeline.cluster.topology import Topology
+from pipeline.config.choices import WeightsDtype
 from pipeline.config.schema import PlanConfig, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.models.leaves import num_params
 from pipeline.models.registry import Model, open_model
+from pipeline.models.runs import layer_runs
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.slice.advice import advise
 from pipeline.planning.slice.chips import GIB, Slice, parse_slice
@@ -20,9 +22,12 @@ from pipeline.planning.slice.roofline import (
     BUCKET_WRITES_PER_S,
     Bill,
     Cost,
+    Decoding,
     Limits,
     Traffic,
     bill,
+    decoding,
+    received_bytes,
     throughput_limits,
     traffic,
 )
@@ -67,6 +72,8 @@ class SlicePlan:
     slots_per_block: int
     num_tokens: int | None  # run.max_tokens
     bill: Bill | None  # None without run.max_tokens
+    decoding: Decoding | None  # of data=generate
+    usd_per_chip_hour: float
     notes: tuple[str, ...]
     advice: tuple[str, ...]
 
@@ -74,7 +81,7 @@ class SlicePlan:
         """The plan in a few lines, for people."""
         program, limits, traffic = self.program, self.limits, self.traffic
         collectives = ", ".join(f"{count} {name}" for name, count in sorted(program.collectives.items())) or "none"
-        rates = ", ".join(f"{name.replace('_', ' ')} {rate:,.0f}" for name, rate in vars(limits).items())
+        rates = ", ".join(f"{name.replace('_', ' ')} {rate:,.0f}" for name, rate in limits.rates.items())
         axes = ", ".join(f"{name} {size}" for name, size in self.mesh.items())
         lines = [
             f"model     {self.family}, {self.num_layers} layers; the capture needs {self.num_params:,} parameters",
@@ -102,6 +109,13 @@ class SlicePlan:
                 f"job       {self.num_tokens:,} tokens: {self.bill.hours:,.2f} hours, {self.bill.terabytes:,.2f} TB, "
                 f"{self.bill.chips_usd:,.0f} USD for the chips, {self.bill.store_usd_per_month:,.0f} a month for the "
                 f"store"
+            )
+        if self.decoding is not None:
+            usd = self.num_chips * self.usd_per_chip_hour / 3600 / self.decoding.tokens_per_s * 1e6
+            lines.append(
+                f"decoding  a step reads {self.decoding.hbm_bytes / 1e9:.2f} GB on each chip and receives "
+                f"{self.decoding.received_bytes / 1e9:.2f}: at least {self.decoding.step_s * 1e3:.1f} ms, at most "
+                f"{self.decoding.tokens_per_s:,.0f} tokens/s, {usd:.2f} USD for a million"
             )
         lines += [f"note      {line}" for line in self.notes]
         return "\n".join([*lines, *(f"advice    {line}" for line in self.advice)])
@@ -177,7 +191,12 @@ def _compile(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> Pr
 def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, program: Program) -> SlicePlan:
     """What the compiled program means for the job. Pure arithmetic."""
     options, step, memory = config.plan, job.step, job.memory
-    cost = Cost(model.flops_per_token(step.keys, step.length), step.row_bytes / step.length, options.fill)
+    cost = Cost(
+        model.flops_per_token(step.keys, step.length, counts_masked=False),
+        step.row_bytes / step.length,
+        options.fill,
+        _received_bytes(config, model, job) / (step.rows * step.length),
+    )
     limits = throughput_limits(cost, tpu_slice, options.mfu, _store_bytes_per_s(options, cost, job))
     num_data = tpu_slice.num_chips // job.mesh.tensor
     rows_per_chip = step.rows // num_data
@@ -213,6 +232,8 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
         slots_per_block=job.rows_per_block * step.length,
         num_tokens=job.streams.max_tokens,
         bill=_bill(options, cost, tpu_slice, job, limits),
+        decoding=_decoding(config, model, tpu_slice, job),
+        usd_per_chip_hour=_usd_per_chip_hour(options, tpu_slice),
         notes=_notes(job, program),
         advice=tuple(
             advise(
@@ -220,6 +241,32 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
             )
         ),
     )
+
+
+def _received_bytes(config: RunConfig, model: Model, job: Plan) -> int:
+    """By each chip from the others, in a step."""
+    step, mesh, dtype = job.step, job.mesh, str(config.model.dtype)
+    matrices = model.weight_bytes(step.keys, dtype, config.model.weights_dtype is WeightsDtype.int8).matrices
+    num_layers = sum(map(len, layer_runs(step.keys, model.num_layers)))
+    summed = _summed_bytes(model, num_layers, step.rows // mesh.data * step.length, dtype)
+    return received_bytes(matrices, job.weights.sharding, mesh.data, mesh.tensor, summed)
+
+
+def _decoding(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> Decoding | None:
+    generation, dtype = job.generation, str(config.model.dtype)
+    if generation is None:
+        return None
+    weights = model.generation.weight_bytes(dtype, config.model.weights_dtype is WeightsDtype.int8)
+    data = tpu_slice.num_chips // generation.tensor
+    summed = _summed_bytes(model, model.num_layers, generation.rows // data, dtype)
+    received = received_bytes(weights.matrices, generation.weights.sharding, data, generation.tensor, summed)
+    read = weights.on_device(generation.tensor) + generation.cache_bytes
+    return decoding(generation.rows, read, received, tpu_slice)
+
+
+def _summed_bytes(model: Model, num_layers: int, num_tokens: int, dtype: str) -> int:
+    """Of the activations that are summed along `tensor`: the embedding, and two for each layer."""
+    return (1 + 2 * num_layers) * num_tokens * model.arch.d_model * ITEM_BYTES[dtype]
 
 
 def _output_bytes(job: Plan, tpu_slice: Slice) -> int:
@@ -243,14 +290,18 @@ def _store_bytes_per_s(options: PlanConfig, cost: Cost, job: Plan) -> float:
 def _bill(options: PlanConfig, cost: Cost, tpu_slice: Slice, job: Plan, limits: Limits) -> Bill | None:
     if job.streams.max_tokens is None:
         return None
-    price = tpu_slice.chip.usd_per_hour if options.usd_per_chip_hour is None else options.usd_per_chip_hour
+    price = _usd_per_chip_hour(options, tpu_slice)
     return bill(cost, tpu_slice, job.streams.max_tokens, limits.tokens_per_s, price, options.usd_per_tb_month)
+
+
+def _usd_per_chip_hour(options: PlanConfig, tpu_slice: Slice) -> float:
+    return tpu_slice.chip.usd_per_hour if options.usd_per_chip_hour is None else options.usd_per_chip_hour
 
 
 def _notes(job: Plan, program: Program) -> tuple[str, ...]:
     notes = job.notes
     if job.generation:
-        notes += (job.generation.describe(), "these figures do not include the time and money that generation takes")
+        notes += (job.generation.describe(), "hours, USD and tokens/s do not include generation, but for its own line")
     if program.attention_note:
         notes += (program.attention_note,)
     return notes
