@@ -156,9 +156,31 @@ def _attend(
 
 @jax.named_scope("mlp")
 def mlp_block(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict[Site, Array]:
-    """The sites of an MLP that there are weights for; with a gate (Shazeer, arXiv 2002.05202) or without."""
+    """The sites of an MLP that there are weights for; with a gate (Shazeer, arXiv 2002.05202) or without.
+
+    Parts of very long rows are computed one after another: a TPU has no room for all neurons of such a row, and XLA
+    would compute them twice. Of Qwen2.5-7B's shape, 1 x 131,072 on v5e: 11.0 -> 2.8 GiB of temporary memory, 479 -> 457
+    ms a layer by XLA's estimate, without attention.
+    """
     if "up" not in weights:
         return {}
+    num_parts = mlp_parts(x.shape[1])
+    if num_parts == 1:
+        return _mlp(x, weights, arch)
+    parts = jnp.moveaxis(x.reshape(x.shape[0], num_parts, -1, x.shape[2]), 1, 0)
+    sites = jax.lax.map(partial(_mlp, weights=weights, arch=arch), parts)
+    return {site: jnp.moveaxis(value, 0, 1).reshape(*x.shape[:2], -1) for site, value in sites.items()}
+
+
+def mlp_parts(length: int) -> int:
+    """The number of equal parts in which an MLP takes a row: 1 up to 32,768 positions, then parts of 4,096 to 16,384
+    where there are such."""
+    if length <= 32768:
+        return 1
+    return next((n for n in range(2, length // 4096 + 1) if length % n == 0 and length // n <= 16384), 1)
+
+
+def _mlp(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict[Site, Array]:
     x = norm_if_any(x, weights, "norm", arch)
     activation = _ACTIVATIONS[arch.activation]
     neurons = project(x, weights, "up")
