@@ -25,6 +25,7 @@ class StorageDtype(StrEnum):
 class Attention(StrEnum):
     auto = "auto"
     xla = "xla"
+    xla_segments = "xla_segments"
     splash = "splash"
     cudnn = "cudnn"
 

@@ -54,7 +54,9 @@ class ModelConfig:
         WeightsDtype.same,
         "the layers' matrices: `same` as `model.dtype`, or `int8` with scales: a half or a quarter of the memory",
     )
-    attention: Attention = key(Attention.auto, "`splash` on a TPU, `cudnn` on a GPU, `xla`, or `auto`: see Limits")
+    attention: Attention = key(
+        Attention.auto, "`splash` (TPU), `cudnn` (GPU), `xla`, `xla_segments`, or `auto`: see Limits"
+    )
     weights: Weights = key(Weights.auto, "`replicated`, `tensor`, `fsdp`, or `auto`: what fits into the devices")
     init: Init = key(Init.checkpoint, "`checkpoint`, or `random`: reads only config.json and the tokenizer")
     seed: int = key(0, "of `model.init=random`")

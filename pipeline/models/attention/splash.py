@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from pipeline.models.architecture import Architecture
+from pipeline.models.attention.segment_blocks import reached_blocks
 from pipeline.models.attention.spec import AttentionSpec
 
 _LANES = 128  # the kernel takes keys in multiples of this
@@ -137,16 +138,13 @@ def blocks_to_run(
     """Which steps of the kernel run, and the block of keys of each step, counted over all rows.
 
     A row has Q = T / block blocks of queries. Step s of block q is `allowed` by the mask, and reads the row's block
-    `key_blocks[q, s]` of keys. It runs if the two blocks' ranges of segments overlap: always if a query and a key are
-    of one segment, and not otherwise where segments do not decrease along the row, as in packed ones. A padding
-    position counts as a segment of its own, so that a block of padding sees itself only. A step that does not run
+    `key_blocks[q, s]` of keys. It runs if the queries' segments reach them (`reached_blocks`). One that does not run
     names the keys of the next one that does: the kernel then fetches them early, and once.
     """
     num_rows, length = segments.shape
     key_blocks = key_blocks.astype(jnp.int32)
-    numbers = jnp.where(segments == 0, length + jnp.arange(length), segments).reshape(num_rows, -1, block)
-    first, last = numbers.min(axis=2), numbers.max(axis=2)  # [B, Q]
-    runs = allowed & (first[:, key_blocks] <= last[:, :, None]) & (first[:, :, None] <= last[:, key_blocks])
+    reached = reached_blocks(segments, block)
+    runs = allowed & jnp.take_along_axis(reached, key_blocks[None], axis=2)
 
     order = jnp.arange(runs.size)
     next_run = jax.lax.cummin(jnp.where(runs.reshape(-1), order, runs.size), reverse=True)  # the last step always runs

@@ -1,0 +1,127 @@
+"""Attention in matrix products over the keys that a query's segment reaches: for packed rows on CPUs.
+
+Rounds otherwise than `attend_xla`, so `auto` does not choose it: a store is resumed with the values it was begun with.
+
+Letters: B rows, T positions, N heads, K key-value heads, G = N / K, H head dim, Q blocks of a row, P = 256 positions.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int32
+
+from pipeline.models.architecture import Architecture
+from pipeline.models.attention.segment_blocks import reached_blocks
+from pipeline.models.attention.spec import AttentionSpec
+
+_BLOCK = 256
+_MASKED = jnp.finfo(jnp.float32).min / 2  # half of it: the sum with a score is finite
+
+
+def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | None:
+    """Why the model cannot use it, and what would change that; None if it can."""
+    tensor = mesh.shape["tensor"]
+    if length % _BLOCK:
+        return f"it takes rows in multiples of {_BLOCK} tokens and batch.length is {length}"
+    if arch.num_heads % tensor or arch.num_kv_heads % tensor:
+        return f"mesh.tensor={tensor} does not divide {arch.num_heads} heads and {arch.num_kv_heads} key-value heads"
+    return None
+
+
+@jax.named_scope("xla_segments")
+def attend_xla_segments(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segments: Int32[Array, "B T"],
+    spec: AttentionSpec,
+    *,
+    mesh: Mesh,
+) -> Float[Array, "B T N H"]:
+    """`Attend` with rows divided along the mesh's `data` axis and heads along `tensor`."""
+    heads, rows = PartitionSpec("data", None, "tensor"), PartitionSpec("data")
+    # check_vma=False: the loops begin with constants, which are equal on all devices, and end with what is not.
+    attend = jax.shard_map(
+        partial(_attend_on_device, spec=spec),
+        mesh=mesh,
+        in_specs=(heads, heads, heads, rows),
+        out_specs=heads,
+        check_vma=False,
+    )
+    return attend(q, k, v, segments)
+
+
+def _attend_on_device(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segments: Int32[Array, "B T"],
+    *,
+    spec: AttentionSpec,
+) -> Float[Array, "B T N H"]:
+    """One block of queries after the other, each with the blocks of keys from the first to the last that it sees."""
+    num_rows, length, num_heads, head_dim = q.shape
+    num_blocks, num_kv_heads = length // _BLOCK, k.shape[2]
+    blocks = jnp.arange(num_blocks)
+    distances = blocks[:, None] - blocks
+    seen = reached_blocks(segments, _BLOCK)
+    if spec.causal:
+        seen &= distances >= 0
+    if spec.window is not None:
+        seen &= distances * _BLOCK < spec.window + _BLOCK - 1
+    first, last = jnp.argmax(seen, axis=2), num_blocks - 1 - jnp.argmax(seen[:, :, ::-1], axis=2)
+
+    q = q.reshape(num_rows, num_blocks, _BLOCK, num_kv_heads, -1, head_dim)
+    q = jnp.einsum("BQPKGH->BQKGPH", q).reshape(num_rows * num_blocks, num_kv_heads, -1, head_dim)
+    k, v = (jnp.einsum("BTKH->BKTH", x) for x in (k, v))
+
+    def attend_block(block: tuple[Array, ...]) -> Array:
+        q, row, number, first, last = block
+        return _attend_block(q, number, (first, last), (k[row], v[row], segments[row]), spec)
+
+    rows, numbers = (x.reshape(-1) for x in jnp.mgrid[:num_rows, :num_blocks])
+    z = jax.lax.map(attend_block, (q, rows, numbers, first.reshape(-1), last.reshape(-1)))
+    z = z.reshape(num_rows, num_blocks, num_kv_heads, -1, _BLOCK, head_dim)
+    return jnp.einsum("BQKGPH->BQPKGH", z).reshape(num_rows, length, num_heads, head_dim)
+
+
+def _attend_block(
+    q: Float[Array, "K GP H"],
+    number: Int32[Array, ""],
+    limits: tuple[Int32[Array, ""], Int32[Array, ""]],
+    row: tuple[Float[Array, "K T H"], Float[Array, "K T H"], Int32[Array, " T"]],
+    spec: AttentionSpec,
+) -> Float[Array, "K GP H"]:
+    """Block `number` of the row's queries, over the row's keys, values and segments, from block to block (both
+    included) by an online softmax (Milakov and Gimelshein, arXiv 1805.02867)."""
+    k, v, segments = row
+    order = jnp.arange(_BLOCK)
+
+    def block_of(x: Array, number: Array, axis: int) -> Array:
+        return jax.lax.dynamic_slice_in_dim(x, number * _BLOCK, _BLOCK, axis)
+
+    def step(keys: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        highest, total, z = carry
+        scores = jnp.einsum("KQH,KSH->KQS", q, block_of(k, keys, 1), preferred_element_type=jnp.float32) * spec.scale
+        if spec.softcap is not None:
+            scores = jnp.tanh(scores / spec.softcap) * spec.softcap
+        distances = (number - keys) * _BLOCK + order[:, None] - order
+        visible = block_of(segments, number, 0)[:, None] == block_of(segments, keys, 0)
+        if spec.causal:
+            visible &= distances >= 0
+        if spec.window is not None:
+            visible &= distances < spec.window
+        scores += jnp.tile(jnp.where(visible, 0, _MASKED), (q.shape[1] // _BLOCK, 1))
+        new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
+        weights, decay = jnp.exp(scores - new_highest), jnp.exp(highest - new_highest)
+        added = jnp.einsum(
+            "KQS,KSH->KQH", weights.astype(v.dtype), block_of(v, keys, 1), preferred_element_type=jnp.float32
+        )
+        return new_highest, decay * total + jnp.sum(weights, axis=-1, keepdims=True), decay * z + added
+
+    nothing = jnp.zeros((*q.shape[:2], 1), jnp.float32)
+    start = (nothing + jnp.finfo(jnp.float32).min, nothing, jnp.zeros(q.shape, jnp.float32))
+    _, total, z = jax.lax.fori_loop(limits[0], limits[1] + 1, step, start)
+    return (z / total).astype(v.dtype)

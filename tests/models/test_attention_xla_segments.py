@@ -1,0 +1,76 @@
+"""Attention by segments against the reference, over rows of several blocks of 256."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+
+from pipeline.data.packing import fill, pack
+from pipeline.models.attention.spec import AttentionSpec
+from pipeline.models.attention.xla import attend_xla
+from pipeline.models.attention.xla_segments import attend_xla_segments
+
+LENGTH = 1024
+RULES = {
+    "causal": ({"causal": True}, (4, 2)),
+    "full": ({"causal": False}, (2, 2)),
+    "window": ({"causal": True, "window": 257}, (2, 1)),
+    "window of one": ({"causal": True, "window": 1}, (1, 1)),
+    "window and cap": ({"causal": True, "window": 300, "softcap": 1.0}, (3, 1)),
+}
+
+
+def inputs(num_heads: int, num_kv_heads: int, dtype: str) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=(2, LENGTH, n, 8)), dtype) for n in (num_heads, num_kv_heads, num_kv_heads)]
+
+
+def compiled(spec: AttentionSpec) -> list[Callable[..., jax.Array]]:
+    """Attention by segments, and the reference."""
+    mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    return [jax.jit(partial(each, spec=spec)) for each in (partial(attend_xla_segments, mesh=mesh), attend_xla)]
+
+
+@st.composite
+def packings(draw: st.DrawFn) -> np.ndarray:
+    """Segments [2, LENGTH] as a job packs them. A row may be of padding alone."""
+    sizes = draw(st.lists(st.integers(1, LENGTH) | st.integers(1, 300), max_size=12))
+    placement = pack(np.array(sizes, np.int64), 2, LENGTH)
+    tokens = [np.ones(size, np.int32) for size in sizes[: placement.num_pieces]]
+    rows = fill(placement, tokens, np.arange(placement.num_pieces), LENGTH).segments
+    return np.pad(rows, ((0, 2 - len(rows)), (0, 0)))
+
+
+@pytest.mark.parametrize(("rule", "heads"), RULES.values(), ids=RULES.keys())
+def test_equals_the_reference(rule: dict, heads: tuple[int, int]) -> None:
+    spec = AttentionSpec(**rule, scale=0.3)
+    attend, reference = compiled(spec)
+    q, k, v = inputs(*heads, "float32")
+
+    @settings(max_examples=10, deadline=None)
+    @given(segments=packings())
+    def check(segments: np.ndarray) -> None:
+        got, expected = np.asarray(attend(q, k, v, segments)), np.asarray(reference(q, k, v, segments))
+        np.testing.assert_allclose(got[segments != 0], expected[segments != 0], atol=2e-6)
+        assert np.isfinite(got).all()
+
+    check()
+
+
+def test_bfloat16_is_as_exact_as_the_reference() -> None:
+    q, k, v = inputs(4, 2, "bfloat16")
+    segments = jnp.asarray(np.repeat([[1] * 700 + [2] * 300 + [0] * 24], 2, axis=0), "int32")
+    spec = AttentionSpec(causal=True, scale=0.3)
+    attend, reference = compiled(spec)
+    got, exact = attend(q, k, v, segments), reference(*(x.astype(jnp.float32) for x in (q, k, v)), segments)
+    assert got.dtype == jnp.bfloat16
+    error, reference_error = (
+        np.abs(np.asarray(z, np.float32) - exact)[:, :1000].mean() for z in (got, reference(q, k, v, segments))
+    )
+    assert error <= 1.1 * reference_error < 1e-3
