@@ -129,7 +129,7 @@ def test_small_shards_on_local_disks_get_no_advice() -> None:
 
 def test_few_selected_tokens_cost_less_than_a_byte_a_slot() -> None:
     """256 bytes for each row of 512 tokens."""
-    program = Program("xla", None, 0, 0, 0, 0, {}, 0.0)
+    program = Program("xla", None, 0, 0, 0, 0, {}, 0.0, computed_twice=3)
     last = ["capture.positions=last", "capture.per_row=1", "capture.layers=[1]", "batch.length=512"]
     config = composing.compose(["topology=v5e-4", "data.path=/nowhere", "store.path=/nowhere", *last])
     model = open_model(config.model.path, revision=None, init="random", seed=0)
@@ -137,3 +137,4 @@ def test_few_selected_tokens_cost_less_than_a_byte_a_slot() -> None:
     plan = make_slice_plan(config, model, tpu_slice, plan_job(config, model, tpu_slice), program)
     assert plan.activation_bytes_per_slot == 2 * model.width(Site.resid_post) / 512
     assert "bytes a slot" in plan.describe()
+    assert "the compiler computes 3 results twice, for want of memory; lower batch.rows" in plan.describe()

@@ -29,6 +29,8 @@ _COLLECTIVE = re.compile(
     r".* channel_id=(\d+)"
 )
 
+_REMATERIALISED = re.compile(r"^ *(?:ROOT )?%\S*\.remat\S* = ", re.MULTILINE)
+
 _LIBTPU_OPTIONS = {
     # Otherwise libtpu asks the metadata server of a TPU VM for these, and logs errors where there is none.
     **{"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1"},
@@ -60,6 +62,7 @@ class Program:
     peak_bytes: int  # while one step runs, without the outputs of other steps
     collectives: dict[str, int]  # by kind; one in the loop over layers counts once
     compile_s: float
+    computed_twice: int = 0  # instructions that the compiler repeats, since their results do not fit
 
     def resident_bytes(self, steps_in_flight: int) -> int:
         """Bytes that a chip holds while one step runs and the outputs of the others wait to be copied to the host."""
@@ -102,7 +105,7 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
             f"the step of {plan.step.rows} rows of {plan.step.length} tokens does not fit: ran out of memory{reason} "
             f"{_REMEDY}"
         ) from error
-    memory = step.executable.memory_analysis()
+    memory, text = step.executable.memory_analysis(), step.executable.as_text()
     return Program(
         attention=step.attention.name,
         attention_note=step.attention.note,
@@ -110,8 +113,9 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
         output_bytes=memory.output_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes,
-        collectives=_collectives(step.executable.as_text()),
+        collectives=_collectives(text),
         compile_s=time.perf_counter() - began,
+        computed_twice=len(_REMATERIALISED.findall(text)),
     )
 
 

@@ -304,4 +304,9 @@ def _notes(job: Plan, program: Program) -> tuple[str, ...]:
         notes += (job.generation.describe(), "hours, USD and tokens/s do not include generation, but for its own line")
     if program.attention_note:
         notes += (program.attention_note,)
+    if program.computed_twice:
+        notes += (
+            f"the compiler computes {program.computed_twice} results twice, for want of memory; lower batch.rows or "
+            f"batch.length, or divide the weights (model.weights=fsdp)",
+        )
     return notes
