@@ -13,6 +13,11 @@ class WeightsDtype(StrEnum):
     int8 = "int8"
 
 
+class ActivationsDtype(StrEnum):
+    same = "same"
+    int8 = "int8"
+
+
 class StorageDtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"

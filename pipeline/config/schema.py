@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.config.choices import (
+    ActivationsDtype,
     Attention,
     Compression,
     ComputeDtype,
@@ -53,6 +54,10 @@ class ModelConfig:
     weights_dtype: WeightsDtype = key(
         WeightsDtype.same,
         "the layers' matrices: `same` as `model.dtype`, or `int8` with scales: a half or a quarter of the memory",
+    )
+    activations_dtype: ActivationsDtype = key(
+        ActivationsDtype.same,
+        "what int8 matrices multiply: `same` as `model.dtype`, or `int8`, scaled per token: fast on TPUs, less exact",
     )
     attention: Attention = key(
         Attention.auto, "`splash` (TPU), `cudnn` (GPU), `xla`, `xla_segments`, or `auto`: see Limits"

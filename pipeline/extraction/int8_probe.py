@@ -8,6 +8,7 @@ figures do not depend on the devices of the job.
 import logging
 import math
 
+from pipeline.config.choices import ActivationsDtype
 from pipeline.job.opening import Job
 from pipeline.step.weights_error import int8_errors
 
@@ -26,7 +27,8 @@ def measure(job: Job) -> dict[str, float | None]:
     if rows is None:
         return {}
     options = job.config.model
-    errors_by_key = int8_errors(job.model, job.plan.step.keys, rows, str(options.dtype))
+    with_inputs = options.activations_dtype is ActivationsDtype.int8
+    errors_by_key = int8_errors(job.model, job.plan.step.keys, rows, str(options.dtype), with_inputs)
     errors = {key.name: float(f"{e:.{_DIGITS}g}") if math.isfinite(e) else None for key, e in errors_by_key.items()}
     log.info("int8 weights, relative error: %s", ", ".join(f"{name} {error}" for name, error in errors.items()))
     return errors

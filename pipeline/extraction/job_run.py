@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from pipeline.cluster import joining, preemption, processes
-from pipeline.config.choices import WeightsDtype
+from pipeline.config.choices import ActivationsDtype, WeightsDtype
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
 from pipeline.data.feed import Feed, InTurn, StreamWork
@@ -20,6 +20,7 @@ from pipeline.generation.kept_rows import KeptRows
 from pipeline.job.metrics import Metrics
 from pipeline.job.opening import Job, open_job
 from pipeline.job.watchdog import Watchdog
+from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.step.compilation_cache import use_compilation_cache
 from pipeline.step.compiled_step import compile_step, compile_storing, make_partition
 from pipeline.store.write.claims import Claims
@@ -140,6 +141,8 @@ def load_step(job: Job) -> LoadedStep:
         progress=config.run.progress and processes.is_first(),
         with_int8=config.model.weights_dtype is WeightsDtype.int8,
     )
+    if config.model.activations_dtype is ActivationsDtype.int8:
+        params = with_int8_inputs(params)
     compiled = compile_step(job.model, plan.step, params, partition)
     return LoadedStep(compiled, ModelWeights(params), plan.mesh.process_rows)
 

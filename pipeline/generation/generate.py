@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 
 from pipeline.cluster import preemption, processes
-from pipeline.config.choices import WeightsDtype
+from pipeline.config.choices import ActivationsDtype, WeightsDtype
 from pipeline.config.schema import ArcData
 from pipeline.core.errors import Interrupted
 from pipeline.data.arc.encoders import grid_encoder
@@ -21,6 +21,7 @@ from pipeline.job.end_tokens import end_tokens
 from pipeline.job.identity import sampling
 from pipeline.job.opening import Job, work_left
 from pipeline.job.watchdog import Watchdog
+from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.step.compiled_step import make_partition
 from pipeline.store.format.block_table import StreamBlocks
 from pipeline.store.write.store_writer import StoreWriter
@@ -84,6 +85,8 @@ def _compile(job: Job) -> Generator:
         progress=config.run.progress and processes.is_first(),
         with_int8=config.model.weights_dtype is WeightsDtype.int8,
     )
+    if config.model.activations_dtype is ActivationsDtype.int8:
+        params = with_int8_inputs(params)
     spec = GenerationSpec(
         rows=generation.rows,
         max_prompt=generation.prompt_length,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from pipeline.config.choices import WeightsDtype
+from pipeline.config.choices import ActivationsDtype, WeightsDtype
 from pipeline.config.sampling import Sampling
 from pipeline.config.schema import DataConfig, GenerateData, RunConfig
 from pipeline.data.documents import Source
@@ -77,6 +77,8 @@ def _model_identity(config: RunConfig, model: Model, stored: StoreMetadata | Non
     identity = model.identity(by_commit) | {"dtype": str(config.model.dtype), "vocab_size": model.vocab_size}
     if config.model.weights_dtype is not WeightsDtype.same:
         identity["weights_dtype"] = str(config.model.weights_dtype)
+    if config.model.activations_dtype is not ActivationsDtype.same:
+        identity["activations_dtype"] = str(config.model.activations_dtype)
     return identity
 
 

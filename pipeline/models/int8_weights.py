@@ -1,15 +1,16 @@
-"""Weight-only int8: a layer's matrices as integers, with a scale per output channel.
+"""int8: a layer's matrices as integers, with a scale per output channel; on request also the activations that they
+multiply, with a scale per token.
 
 Symmetric: w = values * scale, with the scale that takes the channel's largest |w| to 127. Norms, biases and embeddings
 stay in the compute dtype: norms and biases are small, and a rounded embedding would put its error into the residual
 stream before any layer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float32, Int8
+from jaxtyping import Array, Float32, Int8, PyTree
 
 from pipeline.models.leaves import Leaf
 
@@ -21,6 +22,16 @@ class Int8Weight:
 
     values: Int8[Array, "*outputs_inputs"]
     scale: Float32[Array, "*outputs"]
+    rounds_inputs: bool = field(default=False, metadata={"static": True})  # what it multiplies is made int8, too
+
+
+def with_int8_inputs(params: PyTree[Array | Int8Weight]) -> PyTree[Array | Int8Weight]:
+    """The same weights, of which the int8 ones also round what they multiply."""
+
+    def rounding(leaf: Array | Int8Weight) -> Array | Int8Weight:
+        return replace(leaf, rounds_inputs=True) if isinstance(leaf, Int8Weight) else leaf
+
+    return jax.tree.map(rounding, params, is_leaf=lambda node: isinstance(node, Int8Weight))
 
 
 def is_int8(leaf: Leaf) -> bool:

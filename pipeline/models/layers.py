@@ -18,13 +18,13 @@ from typing import TypedDict
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Num
 
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Activation, Architecture, Norm
 from pipeline.models.attention.choosing import Attend
 from pipeline.models.attention.spec import AttentionSpec
-from pipeline.models.int8_weights import Int8Weight
+from pipeline.models.int8_weights import Int8Weight, quantise
 from pipeline.models.rope import RopeTable, apply_rope, choose_table
 
 Weights = Mapping[str, Array | Int8Weight]
@@ -74,7 +74,11 @@ def norm_if_any(x: Array, weights: Weights, key: str, arch: Architecture) -> Arr
 def project(x: Float[Array, "B T *inputs"], weights: Weights, key: str) -> Float[Array, "B T *outputs"]:
     """A linear map by `weights[key]`, [*outputs, *inputs], with its bias where there is one."""
     weight, bias = weights[key], weights.get(f"{key}_bias")
-    if isinstance(weight, Int8Weight):  # int8 values are exact in every float dtype; the scale is float32
+    if isinstance(weight, Int8Weight) and weight.rounds_inputs:
+        values, scale = quantise(x, x.ndim - 2)  # a scale per token
+        y = _product(values, weight.values, jnp.int32).astype(jnp.float32) * weight.scale
+        y = (y * jnp.expand_dims(scale, tuple(range(2, y.ndim)))).astype(x.dtype)
+    elif isinstance(weight, Int8Weight):  # int8 values are exact in every float dtype; the scale is float32
         y = (_product(x, weight.values.astype(x.dtype), jnp.float32) * weight.scale).astype(x.dtype)
     else:
         y = _product(x, weight)
@@ -82,8 +86,8 @@ def project(x: Float[Array, "B T *inputs"], weights: Weights, key: str) -> Float
 
 
 def _product(
-    x: Float[Array, "B T *inputs"], weight: Float[Array, "*outputs_inputs"], dtype: DTypeLike | None = None
-) -> Float[Array, "B T *outputs"]:
+    x: Num[Array, "B T *inputs"], weight: Num[Array, "*outputs_inputs"], dtype: DTypeLike | None = None
+) -> Num[Array, "B T *outputs"]:
     """A product of two matrices: with more axes, XLA's CPU backend transposes the weight in every layer of every step.
     Measured on two cores, GPT-2's shape: 1.02 times as fast, decoding 8 rows 1.4 times."""
     outputs = weight.shape[: weight.ndim - (x.ndim - 2)]

@@ -8,7 +8,7 @@ device has. All other weights are small, and replicated.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -52,7 +52,7 @@ class Partition:
 
         def gathered(spec: WeightSpec, weight: Array | Int8Weight) -> Array | Int8Weight:
             if isinstance(weight, Int8Weight):
-                return Int8Weight(gathered(spec, weight.values), gathered(spec, weight.scale))
+                return replace(weight, values=gathered(spec, weight.values), scale=gathered(spec, weight.scale))
             sharding = NamedSharding(self.mesh, PartitionSpec(*self._tensor_axes(spec, weight.ndim)))
             return jax.lax.with_sharding_constraint(weight, sharding)
 

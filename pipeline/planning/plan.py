@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.cluster.topology import Topology
-from pipeline.config.choices import WeightsDtype
+from pipeline.config.choices import ActivationsDtype, WeightsDtype
 from pipeline.config.schema import RunConfig
+from pipeline.core.errors import ConfigError
 from pipeline.planning.capture import CheckPlan, plan_checks, plan_step
 from pipeline.planning.generation_plan import GenerationPlan, plan_generation
 from pipeline.planning.host_memory import HostMemoryPlan, plan_host_memory, plan_rows_per_block
@@ -91,6 +92,7 @@ def make_plan(
     Raises ConfigError for a configuration that cannot work.
     """
     geometry = stored or StoredGeometry()
+    _require_int8_weights(config)
     step = plan_step(config, model)
     mesh = plan_mesh(config.mesh, step.rows, topology, model.tensor_dims)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
@@ -110,3 +112,12 @@ def make_plan(
         memory=plan_host_memory(config, step, mesh.process_rows, rows_per_block, topology),
         generation=generation,
     )
+
+
+def _require_int8_weights(config: RunConfig) -> None:
+    options = config.model
+    if options.activations_dtype is ActivationsDtype.int8 and options.weights_dtype is not WeightsDtype.int8:
+        raise ConfigError(
+            "model.activations_dtype=int8 with model.weights_dtype=same: integers are multiplied by integers. Set "
+            "model.weights_dtype=int8, or model.activations_dtype=same."
+        )

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.attention.xla import attend_xla
 from pipeline.models.decoder import LayerWeights, embed, layer_sites, rope_tables
+from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.models.layers import norm
 from pipeline.models.registry import Model
 from pipeline.models.runs import layer_runs, residual_index
@@ -23,8 +24,10 @@ def int8_errors(
     keys: Sequence[ActivationKey],
     rows: Mapping[str, Int32[np.ndarray, "B T"]],
     dtype: str,
+    with_inputs: bool = False,
 ) -> dict[ActivationKey, float]:
-    """The relative error of each key; `rows` are tokens, segments and positions, and `dtype` is of computing."""
+    """The relative error of each key; `rows` are tokens, segments and positions, and `dtype` is of computing.
+    `with_inputs`: what the int8 weights multiply is int8, too."""
     device = SingleDeviceSharding(jax.local_devices()[0])
     last = max((run.stop for run in layer_runs(keys, model.num_layers)), default=0)
     single = (*keys, *(ActivationKey(layer, Site.resid_pre) for layer in range(last)))  # every layer is a run
@@ -44,9 +47,8 @@ def int8_errors(
         for run, leaves_of_run in zip(layer_runs(single, model.num_layers), run_leaves, strict=True):
             is_local = model.arch.is_local(run.first)
             x, sites = layer(x, model.load_leaves(leaves_of_run, dtype, device), is_local)
-            x_int8, sites_int8 = layer(
-                x_int8, model.load_leaves(leaves_of_run, dtype, device, with_int8=True), is_local
-            )
+            weights = model.load_leaves(leaves_of_run, dtype, device, with_int8=True)
+            x_int8, sites_int8 = layer(x_int8, with_int8_inputs(weights) if with_inputs else weights, is_local)
             residuals.append(float(_relative_error(x_int8, x, segments != 0)))
             for site in sites:
                 error = _relative_error(sites_int8[site], sites[site], segments != 0)

@@ -1,6 +1,8 @@
 """Weight-only int8: what is quantised, how exactly, and that the forward pass is that of the rounded weights."""
 
 import json
+import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,8 @@ from pipeline.config.composing import PACKAGE
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.checkpoints import leaf_reading
 from pipeline.models.checkpoints.leaf_reading import read_int8, read_leaf
-from pipeline.models.int8_weights import Int8Weight, quantise
+from pipeline.models.int8_weights import Int8Weight, quantise, with_int8_inputs
+from pipeline.models.layers import project
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
 from pipeline.step.compiled_step import compile_step
@@ -106,6 +109,40 @@ def test_forward_is_that_of_the_rounded_weights(family: str, tmp_path) -> None:
     for key, expected in apply(dequantised(params), tokens, *rest, keys=keys).items():
         largest = float(jnp.abs(expected).max())
         np.testing.assert_allclose(got[key], expected, rtol=0, atol=1e-5 * largest, err_msg=key.name)
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_product_of_integers(length: int) -> None:
+    """With a scale for each token and each output."""
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(2, length, 3, 8)).astype(np.float32), rng.normal(size=(4, 6, 3, 8)).astype(np.float32)
+    x[1, 0] *= 1000  # another token's scale is its own
+    weights = with_int8_inputs({"o": Int8Weight(*map(jnp.asarray, quantise(w, 2)))})
+    (x_values, x_scale), (w_values, w_scale) = quantise(x, 2), quantise(w, 2)
+    exact = np.einsum("btnh,ijnh->btij", x_values.astype(np.int64), w_values.astype(np.int64))
+    expected = exact * w_scale * x_scale[:, :, None, None]
+    lowered = jax.jit(partial(project, key="o")).lower(x, weights)
+    np.testing.assert_allclose(lowered.compile()(x, weights), expected, rtol=1e-6)
+    [product] = re.findall(r"dot_general .*", lowered.as_text())
+    assert re.search(r"\(tensor<[x0-9]+xi8>, tensor<[x0-9]+xi8>\) -> tensor<[x0-9]+xi32>", product)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_product_with_a_matrix_is_of_integers(family: str, tmp_path) -> None:
+    save_random(family, tmp_path)
+    model = open_model(str(tmp_path))
+    keys = every_key(model)
+    exact, params = model.load(keys, "float32", DEVICE), model.load(keys, "float32", DEVICE, with_int8=True)
+    params = with_int8_inputs(params)
+    tokens = jnp.array(np.random.default_rng(1).integers(0, 199, (2, 24)), jnp.int32)
+    rest = jnp.ones_like(tokens), jnp.tile(jnp.arange(24, dtype=jnp.int32), (2, 1))
+    apply = jax.jit(model.apply, static_argnames="keys")
+    text = apply.lower(params, tokens, *rest, keys=keys).as_text()
+    num_matrices = sum(map(is_quantised, jax.tree.leaves(params, is_leaf=is_quantised)))
+    assert len(re.findall(r"dot_general .*xi8>, tensor<[x0-9]+xi8>\) -> tensor<[x0-9]+xi32>", text)) == num_matrices
+    for key, expected in apply(exact, tokens, *rest, keys=keys).items():
+        got = apply(params, tokens, *rest, keys=keys)[key]
+        assert 0 <= jnp.linalg.norm(got - expected) < 0.15 * jnp.linalg.norm(expected), key.name
 
 
 @pytest.mark.parametrize(

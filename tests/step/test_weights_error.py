@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from pipeline.config import composing
-from pipeline.core.errors import StoreMismatch
+from pipeline.core.errors import ConfigError, StoreMismatch
 from pipeline.core.sites import ActivationKey
 from pipeline.extraction import int8_probe
 from pipeline.extraction.job_run import run
 from pipeline.inspection.summary import summarise
 from pipeline.job.opening import open_job
+from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.step.weights_error import int8_errors
 from pipeline.store import ActivationStore
 from tests.jobs import assert_same_store, write_text
@@ -32,12 +33,13 @@ def job_config(text, store, *overrides):
     )
 
 
-def direct_errors(job, rows, dtype: str) -> dict[ActivationKey, float]:
+def direct_errors(job, rows, dtype: str, *, with_inputs: bool = False) -> dict[ActivationKey, float]:
     """Two whole models, two forward passes."""
     keys, (tokens, segments, positions) = job.plan.step.keys, rows.values()
     captured = []
     for with_int8 in (False, True):
         params = job.model.load(keys, dtype, DEVICE, with_int8=with_int8)
+        params = with_int8_inputs(params) if with_inputs else params
         captured.append(
             jax.jit(job.model.apply, static_argnames="keys")(params, tokens, segments, positions, keys=keys)
         )
@@ -76,6 +78,20 @@ def test_a_store_tells_the_error_and_remembers_the_dtype(text, tmp_path) -> None
 
     with pytest.raises(StoreMismatch, match=r"model\.weights_dtype: the store has 'int8', this run asks for None"):
         run(job_config(text, tmp_path / "whole", *options, "model.weights_dtype=same"))
+
+
+def test_int8_activations_are_measured_too_and_are_another_store(text, tmp_path) -> None:
+    config = job_config(text, tmp_path / "both", "capture.layers=[2]", "model.activations_dtype=int8")
+    run(config)
+    store, job = ActivationStore.open(tmp_path / "both"), open_job(config)
+    exact = direct_errors(job, job.first_rows(1024), "float32", with_inputs=True)
+    weights_only = direct_errors(job, job.first_rows(1024), "float32")
+    assert store.weights_error == pytest.approx({key.name: error for key, error in exact.items()}, rel=0.02)
+    assert all(exact[key] > 1.1 * error > 0 for key, error in weights_only.items())
+    with pytest.raises(StoreMismatch, match=r"model\.activations_dtype: the store has 'int8', this run asks for None"):
+        run(job_config(text, tmp_path / "both", "capture.layers=[2]"))
+    with pytest.raises(ConfigError, match="integers are multiplied by integers. Set model.weights_dtype=int8"):
+        run(job_config(text, tmp_path / "c", "model.activations_dtype=int8", "model.weights_dtype=same"))
 
 
 def test_the_error_is_measured_once(text, tmp_path, monkeypatch) -> None:

@@ -15,10 +15,11 @@ import jax
 from jax.experimental import topologies
 
 from pipeline.cluster.devices import is_out_of_memory
-from pipeline.config.choices import WeightsDtype
+from pipeline.config.choices import ActivationsDtype, WeightsDtype
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.models.checkpoints.loading import abstract_params
+from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.models.registry import Model
 from pipeline.planning.plan import Plan
 from pipeline.planning.slice.chips import GIB, Slice
@@ -94,6 +95,8 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
     partition = make_partition(plan.mesh.tensor, plan.weights.sharding, devices)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
     params = abstract_params(model.leaves(plan.step.keys), str(config.model.dtype), partition.leaf_sharding, with_int8)
+    if config.model.activations_dtype is ActivationsDtype.int8:
+        params = with_int8_inputs(params)
     began = time.perf_counter()
     try:
         step = compile_step(model, plan.step, params, partition)
