@@ -255,13 +255,6 @@ def chaos(overrides: list[str], store: Path, num_blocks: int, rounds: int, seed:
     return seen
 
 
-def test_short_chaos(overrides, reference, tmp_path):
-    chaos(overrides, tmp_path / "store", committed(reference), rounds=3, seed=1)
-    result = run_processes(2, 2, *overrides, f"store.path={tmp_path / 'store'}")
-    assert result.returncode == 0, result.stdout
-    assert_same_store(tmp_path / "store", reference)
-
-
 @pytest.mark.slow
 def test_twenty_rounds_of_chaos(overrides, reference, tmp_path):
     """Until the store is complete, again and again, so that every round disturbs a run."""

@@ -127,7 +127,7 @@ def test_a_product_of_integers(length: int) -> None:
     assert re.search(r"\(tensor<[x0-9]+xi8>, tensor<[x0-9]+xi8>\) -> tensor<[x0-9]+xi32>", product)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["bert", "gemma2", "gpt_neox"])
 def test_every_product_with_a_matrix_is_of_integers(family: str, tmp_path) -> None:
     save_random(family, tmp_path)
     model = open_model(str(tmp_path))
