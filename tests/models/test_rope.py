@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -5,7 +6,7 @@ from hf_reference import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from pipeline.models.architecture import Rope, RopeKind
-from pipeline.models.rope import apply_rope, inverse_frequencies, rope_table
+from pipeline.models.rope import _rotate_by_product, apply_rope, inverse_frequencies, rope_table
 
 torch = pytest.importorskip("torch")
 HEAD_DIM = 64
@@ -54,3 +55,24 @@ def test_rotation_at_near_and_far_positions(case: str) -> None:
     expected = apply_rotary_pos_emb(per_head, per_head, cos, sin)[0].transpose(1, 2).numpy()
     np.testing.assert_allclose(got, expected, atol=2e-6)
     np.testing.assert_array_equal(np.asarray(got)[positions == 0], x[positions == 0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rotating", [HEAD_DIM, 16])
+def test_the_product_for_tpus_is_exact(rotating: int, dtype: str) -> None:
+    """Not compiled: a compiler may round a product and a sum once, of either of the two products."""
+    positions = jnp.array([[0, 1, 2, 77, 131071]], jnp.int32)
+    table = rope_table(CASES["default"][0], rotating, positions)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 5, 2, HEAD_DIM)), dtype)
+    np.testing.assert_array_equal(_rotate_by_product(x, table), apply_rope(x, table))
+
+
+def test_only_tpus_multiply() -> None:
+    """The bits of stores made on CPUs depend on it."""
+    table = rope_table(CASES["default"][0], HEAD_DIM, jnp.zeros((1, 5), jnp.int32))
+    traced = jax.jit(apply_rope).trace(jnp.zeros((1, 5, 2, HEAD_DIM)), table)
+    multiplies = {
+        platform: "dot_general" in traced.lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cpu", "cuda", "tpu")
+    }
+    assert multiplies == {"cpu": False, "cuda": False, "tpu": True}
