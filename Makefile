@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := scripts/constraints.txt
 
 .PHONY: help setup setup-test demo test test-fast test-slow lint docs readme train-demo-model clean \
-	audit-tpu bench bench-reader bench-writer bench-host bench-startup bench-gpu bench-peers bench-scale
+	audit-tpu first-day bench bench-reader bench-writer bench-host bench-startup bench-gpu bench-peers bench-scale
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -88,6 +88,9 @@ bench-host: setup  ## everything but the model, per core, against its floors; wr
 
 bench-gpu: setup $(VENV)-peers/.setup  ## on a GPU, against torch; writes build/bench-gpu.json
 	$(BIN)/python scripts/bench/bench_gpu.py
+
+first-day: setup  ## on a new TPU or GPU machine: is the job right, how fast is it; writes build/first-day/report.md
+	$(BIN)/python scripts/first_day.py $(FIRST_DAY)
 
 bench-startup: setup  ## seconds to the first committed block; writes build/bench-startup.json
 	$(BIN)/python scripts/bench/bench_startup.py

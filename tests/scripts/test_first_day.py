@@ -1,0 +1,22 @@
+"""The report of a first day on an accelerator, on CPU devices."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.jobs import ROOT
+
+
+@pytest.mark.slow
+def test_the_report_of_a_cpu() -> None:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    command = [sys.executable, "scripts/first_day.py", "--smoke"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = (ROOT / "build" / "first-day" / "report.md").read_text()
+    assert report in done.stdout
+    assert "2 x cpu" in report
+    assert (report.count("| right |"), report.count("WRONG")) == (3, 0)
+    assert "| Qwen2.5-0.5B |" in report
