@@ -88,8 +88,20 @@ def project(x: Float[Array, "B T *inputs"], weights: Weights, key: str) -> Float
 def _product(
     x: Num[Array, "B T *inputs"], weight: Num[Array, "*outputs_inputs"], dtype: DTypeLike | None = None
 ) -> Num[Array, "B T *outputs"]:
-    """A product of two matrices: with more axes, XLA's CPU backend transposes the weight in every layer of every step.
-    Measured on two cores, GPT-2's shape: 1.02 times as fast, decoding 8 rows 1.4 times."""
+    """On TPUs heads stay axes: joined to one, z would be copied to another layout first.
+
+    Elsewhere a product of two matrices: with more axes, XLA's CPU backend transposes the weight in every layer of every
+    step. Measured on two cores, GPT-2's shape: 1.02 times as fast, decoding 8 rows 1.4 times.
+    """
+    if x.ndim == 3:
+        return _matrix_product(x, weight, dtype)
+    by_heads = partial(jnp.einsum, "BTNH,DNH->BTD", preferred_element_type=dtype)
+    return jax.lax.platform_dependent(x, weight, tpu=by_heads, default=partial(_matrix_product, dtype=dtype))
+
+
+def _matrix_product(
+    x: Num[Array, "B T *inputs"], weight: Num[Array, "*outputs_inputs"], dtype: DTypeLike | None
+) -> Num[Array, "B T *outputs"]:
     outputs = weight.shape[: weight.ndim - (x.ndim - 2)]
     matrix, x = weight.reshape(math.prod(outputs), -1), x.reshape(*x.shape[:2], -1)
     # With one position per row the weight comes first, and is read once. [3072, 768] by 8 rows: 1.09 -> 0.38 ms.
