@@ -104,7 +104,8 @@ def wait(processes: list[subprocess.Popen]) -> int:
         if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
             send(processes, signal.SIGKILL)
         time.sleep(0.05)
-    return worst([process.returncode for process in processes])
+    codes = [process.returncode for process in processes]
+    return worst([42 if told and code == -signal.SIGTERM else code for code in codes])  # told before it could say so
 
 
 def worst(codes: list[int]) -> int:

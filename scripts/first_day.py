@@ -1,12 +1,12 @@
 """The first day on an accelerator: is the job right here, how fast is it, and does the prediction hold?
 
-    python scripts/first_day.py [--models Qwen2.5-0.5B] [--tokens 2000000]      # also: make first-day
+    python scripts/first_day.py [--models Qwen2.5-0.5B,Llama-3-8B] [--steps 100]      # also: make first-day
     python scripts/first_day.py --smoke        # tiny shapes, to see on a CPU that it works; the speed means nothing
 
-One machine, all of its devices. Writes build/first-day/report.md. Exit code 1 if a store is wrong.
+One machine, all of its devices. Writes build/first-day/report.md. Exit code 1 if a store is wrong, or a job failed.
 
 * Right: the bundled model's activations of every layer, in float32 and in bfloat16, against float32 on this machine's
-  CPU; and rows of 2,048 tokens with the device's attention kernel against `model.attention=xla`.
+  CPU; and rows of 2,048 tokens with the kernel for the device (splash, cuDNN, `xla_segments`) against plain XLA.
 * Fast: models of published shapes with random weights, from text to a durable store: tokens/s, MFU, idle devices, and
   what the run waited for. For a TPU also what `pipeline.plan` predicts for this slice.
 
@@ -15,6 +15,7 @@ Each job is a process of its own, as users start it.
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
@@ -45,12 +46,17 @@ BUNDLED = PACKAGE / "assets" / "tiny-qwen2"
 TINY_QWEN = {name: size for name, size in TINY.items() if name in SHAPES["Qwen2.5-0.5B"]}
 BOUNDS = {"float32": 1e-4, "bfloat16": 3e-2, "kernel": 3e-2}  # relative error of a layer's activations
 TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
+KERNELS = {"tpu": "splash", "gpu": "cudnn", "cpu": "xla_segments"}
 DEVICES = """
 import jax, json
 device = jax.devices()[0]
 print(json.dumps({"platform": device.platform, "kind": device.device_kind, "devices": jax.device_count(),
                   "jax": jax.__version__, "memory": (device.memory_stats() or {}).get("bytes_limit")}))
 """
+
+
+class Failed(Exception):
+    """A job has ended with another exit code than 0; its messages."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Run:
 
 
 def run_job(name: str, *overrides: str, platforms: str | None = None) -> Run:
-    """Runs a job to its end. Exits if it fails; its messages are then above."""
+    """Runs a job to its end. Raises Failed."""
     store = BUILD / name
     environment = os.environ | ({"JAX_PLATFORMS": platforms} if platforms else {})
     common = ["data=fineweb", f"data.path={BUILD / 'text'}", "data.num_streams=1", f"store.path={store}"]
@@ -74,7 +80,8 @@ def run_job(name: str, *overrides: str, platforms: str | None = None) -> Run:
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if done.returncode:
-        sys.exit(f"{done.stdout}\n{name} ended with exit code {done.returncode}: {' '.join(command)}")
+        print(f"{done.stdout}\n{' '.join(command)}")
+        raise Failed(f"{name} ended with exit code {done.returncode}: {done.stdout.strip().rpartition(chr(10))[2]}")
     [log] = (store / "_metrics").glob("*.jsonl")
     return Run(store, json.loads(log.read_text().splitlines()[-1]), time.perf_counter() - began)
 
@@ -106,9 +113,10 @@ def check(machine: Mapping[str, object], smoke: bool) -> list[tuple[str, float, 
     model = write_model("kernel", SHAPES["Qwen2.5-0.5B"] | (TINY_QWEN if smoke else {}) | {"num_hidden_layers": 4})
     long = [*model, "capture.layers=all", "capture.dtype=float32", f"run.max_tokens={tokens}", f"batch.rows={rows}"]
     long += ["batch.length=2048", "model.dtype=bfloat16"]
-    kernels = [run_job(f"attention-{kind}", *long, f"model.attention={kind}").store for kind in ("auto", "xla")]
-    what = "model.attention=auto, and xla: Qwen2.5-0.5B's shape, bfloat16, rows of 2,048"
-    compared.append((what, max(errors(*kernels).values()), BOUNDS["kernel"]))
+    kernel = KERNELS[machine["platform"]]
+    stores = [run_job(f"attention-{kind}", *long, f"model.attention={kind}").store for kind in (kernel, "xla")]
+    what = f"attention {kernel}, and xla: Qwen2.5-0.5B's shape, bfloat16, rows of 2,048"
+    compared.append((what, max(errors(*stores).values()), BOUNDS["kernel"]))
     return compared
 
 
@@ -120,12 +128,14 @@ def write_model(name: str, shape: Mapping[str, object]) -> list[str]:
     return [f"model.path={path}", "model.init=random", f"model.tokenizer={BUNDLED}"]
 
 
-def measure(name: str, machine: Mapping[str, object], num_tokens: int, smoke: bool) -> dict[str, object]:
-    """The speed of one model, and what was predicted for it."""
+def measure(name: str, machine: Mapping[str, object], num_steps: int, smoke: bool) -> dict[str, object]:
+    """The speed of one model, and what was predicted for it. Raises Failed."""
     shape = SHAPES[name] | (TINY_QWEN if smoke else {})
     model = write_model(name, shape)
     rows, length = (2, 256) if smoke else (16, 1024)
     layer = 2 * shape["num_hidden_layers"] // 3
+    num_tokens = num_steps * rows * machine["devices"] * length
+    add_text(num_tokens)
     job = [*model, f"capture.layers=[{layer}]", f"run.max_tokens={num_tokens}"]
     job += [f"batch.rows={rows * machine['devices']}", f"batch.length={length}"]
     profile = [f"run.profile={BUILD / 'trace' / name}", "run.profile_after=3", "run.profile_steps=5"]
@@ -151,6 +161,15 @@ def measure(name: str, machine: Mapping[str, object], num_tokens: int, smoke: bo
     }
 
 
+def add_text(num_tokens: int) -> None:
+    """Repeats the text until it holds so many tokens, of three characters each or fewer."""
+    files = sorted((BUILD / "text").glob("*.parquet"))
+    num_copies = math.ceil(3 * num_tokens / sum(file.stat().st_size for file in files))
+    for copy in range(1, num_copies):
+        for file in files:
+            shutil.copy(file, file.with_name(f"{copy:03d}-{file.name}"))
+
+
 def peak_flops(kind: str) -> float | None:
     """Of one device in bfloat16; None where it is not known."""
     if kind in TPU_KINDS:
@@ -168,7 +187,7 @@ def predict(job: list[str], machine: Mapping[str, object]) -> str | None:
     command = [sys.executable, "-m", "pipeline.plan", *job, *settings]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        return f"no plan: {done.stderr.splitlines()[-1]}"
+        return f"no plan: {done.stderr.strip().rpartition(chr(10))[2]}"
     plan = json.loads(done.stdout)
     return f"{plan['tokens_per_s']:,.0f} tokens/s, bound by {plan['binding'].replace('_', ' ')} (at MFU 0.4)"
 
@@ -187,6 +206,9 @@ def report(machine: Mapping[str, object], compared: list[tuple[str, float, float
         *header("model", "tokens/s", "MFU", "device idle", "longest stages", "start", "predicted"),
     ]
     for speed in speeds:
+        if "failed" in speed:
+            lines.append(row(speed["model"], *["-"] * 5, speed["failed"]))
+            continue
         mfu = "-" if speed["mfu"] is None else f"{speed['mfu']:.1%}"
         idle, start = f"{speed['device_idle']:.1%}", f"{speed['start_s']:.0f} s"
         predicted = speed["predicted"] or "-"
@@ -207,7 +229,7 @@ def row(*cells: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="Qwen2.5-0.5B", help="names of scripts/bench/published_shapes.py")
-    parser.add_argument("--tokens", type=int, default=2_000_000, help="of each run that is timed")
+    parser.add_argument("--steps", type=int, default=100, help="of each run that is timed")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     shutil.rmtree(BUILD, ignore_errors=True)
@@ -216,12 +238,16 @@ def main() -> int:
     found = subprocess.run([sys.executable, "-c", DEVICES], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     machine = json.loads(found.stdout.splitlines()[-1])
     compared = check(machine, options.smoke)
-    tokens = 8_000 if options.smoke else options.tokens
-    speeds = [measure(name, machine, tokens, options.smoke) for name in options.models.split(",")]
-    text = report(machine, compared, speeds)
-    (BUILD / "report.md").write_text(text)
-    print(text)
-    return int(any(error > bound for _, error, bound in compared))
+    speeds: list[dict] = []
+    for name in [None, *options.models.split(",")]:
+        if name is not None:
+            try:
+                speeds.append(measure(name, machine, 12 if options.smoke else options.steps, options.smoke))
+            except Failed as error:
+                speeds.append({"model": name, "failed": str(error)})
+        (BUILD / "report.md").write_text(report(machine, compared, speeds))
+    print((BUILD / "report.md").read_text())
+    return int(any(error > bound for _, error, bound in compared) or any("failed" in speed for speed in speeds))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ def plan_generation(
 ) -> GenerationPlan | None:
     """The plan of `data=generate`; None for other data.
 
-    `width` is the number of features captured per token; `tensor` that axis of the extraction's mesh. Raises
+    `width` is the number of features captured per token; `tensor` that axis of the extraction's mesh, at least as large
+    as which generation's is. Raises
     ConfigError for a configuration that cannot work, or that does not fit into a device.
     """
     options, keeps_activations = config.data, config.capture.when is When.decode
@@ -95,7 +96,7 @@ def _divide_weights(config: RunConfig, model: ModelFacts, tensor: int, topology:
     is_auto = config.model.weights is Weights.auto and memory is not None
     if is_auto and tensor < most and sizes.on_device(tensor) > MAX_WEIGHTS_SHARE * memory:
         tensor = most
-        notes = (f"generation divides its weights over {tensor} devices along tensor: they are large",)
+        notes = (f"generation divides its weights over {tensor} devices along tensor, since they are large",)
     plan = plan_weights(config.model.weights, sizes, topology.devices // tensor, tensor, memory)
     if plan.sharding is Weights.fsdp:
         remedy = "" if with_int8 else ", or model.weights_dtype=int8"

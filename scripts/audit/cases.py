@@ -18,13 +18,14 @@ from typing import Any
 import jax
 
 from pipeline.config import composing
-from pipeline.config.choices import WeightsDtype
+from pipeline.config.choices import ActivationsDtype, WeightsDtype
 from pipeline.config.sampling import Sampling
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.generation.decode import compile_programs
 from pipeline.generation.spec import GenerationSpec
 from pipeline.models.checkpoints.loading import abstract_params
+from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.models.leaves import LeafTree
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
@@ -111,7 +112,10 @@ def _extraction(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
     partition = make_partition(plan.mesh.tensor, plan.weights.sharding, slice_devices(tpu_slice))
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
     leaves, dtype = model.leaves(step.keys), str(config.model.dtype)
-    compiled = compile_step(model, step, abstract_params(leaves, dtype, partition.leaf_sharding, with_int8), partition)
+    params = abstract_params(leaves, dtype, partition.leaf_sharding, with_int8)
+    if config.model.activations_dtype is ActivationsDtype.int8:
+        params = with_int8_inputs(params)
+    compiled = compile_step(model, step, params, partition)
     mesh = partition.mesh.shape
     weights = model.weight_bytes(step.keys, dtype, with_int8)
     read = weights.on_device(mesh["tensor"]) - _embedding_bytes(leaves, dtype, mesh["tensor"])
@@ -134,9 +138,10 @@ def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
         dtype=dtype,
         attention=plan.step.attention,
     )
-    programs = compile_programs(
-        model, abstract_params(leaves, dtype, partition.leaf_sharding, with_int8), partition, spec
-    )
+    params = abstract_params(leaves, dtype, partition.leaf_sharding, with_int8)
+    if config.model.activations_dtype is ActivationsDtype.int8:
+        params = with_int8_inputs(params)
+    programs = compile_programs(model, params, partition, spec)
     described = _described(partition, config, str(generation.weights.sharding), programs.attention.name)
     weights = model.generation.weight_bytes(dtype, with_int8).on_device(generation.tensor)
     if "head" in leaves:

@@ -1,4 +1,4 @@
-"""Weight-only int8: what is quantised, how exactly, and that the forward pass is that of the rounded weights."""
+"""int8: what is quantised, how exactly, and that the forward pass is that of the rounded weights."""
 
 import json
 import re

@@ -68,7 +68,8 @@ def _about_limits(config: RunConfig, limits: Limits) -> Iterator[str]:
     if limits.binding == "interconnect":
         yield (
             f"to exchange weights or activations between chips takes {limits.compute / limits.tokens_per_s:.1f} times "
-            f"as long as to compute; raise batch.rows (fsdp gathers the weights once a step), or take larger chips"
+            f"as long as to compute; raise batch.rows where weights are gathered (fsdp), lower mesh.tensor where it is "
+            f"more than 1, or take larger chips"
         )
     elif limits.binding != "compute":
         yield (

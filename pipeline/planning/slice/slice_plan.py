@@ -248,7 +248,7 @@ def _received_bytes(config: RunConfig, model: Model, job: Plan) -> int:
     step, mesh, dtype = job.step, job.mesh, str(config.model.dtype)
     matrices = model.weight_bytes(step.keys, dtype, config.model.weights_dtype is WeightsDtype.int8).matrices
     num_layers = sum(map(len, layer_runs(step.keys, model.num_layers)))
-    summed = _summed_bytes(model, num_layers, step.rows // mesh.data * step.length, dtype)
+    summed = _summed_bytes(config, model, num_layers, step.rows // mesh.data * step.length)
     return received_bytes(matrices, job.weights.sharding, mesh.data, mesh.tensor, summed)
 
 
@@ -258,15 +258,20 @@ def _decoding(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> D
         return None
     weights = model.generation.weight_bytes(dtype, config.model.weights_dtype is WeightsDtype.int8)
     data = tpu_slice.num_chips // generation.tensor
-    summed = _summed_bytes(model, model.num_layers, generation.rows // data, dtype)
+    summed = _summed_bytes(config, model, model.num_layers, generation.rows // data)
     received = received_bytes(weights.matrices, generation.weights.sharding, data, generation.tensor, summed)
-    read = weights.on_device(generation.tensor) + generation.cache_bytes
+    embedding = 0 if model.head.tensor is None else weights.vocabulary // 2  # a step reads few of its rows
+    read = replace(weights, vocabulary=weights.vocabulary - embedding).on_device(generation.tensor)
+    read += generation.cache_bytes
     return decoding(generation.rows, read, received, tpu_slice)
 
 
-def _summed_bytes(model: Model, num_layers: int, num_tokens: int, dtype: str) -> int:
-    """Of the activations that are summed along `tensor`: the embedding, and two for each layer."""
-    return (1 + 2 * num_layers) * num_tokens * model.arch.d_model * ITEM_BYTES[dtype]
+def _summed_bytes(config: RunConfig, model: Model, num_layers: int, num_tokens: int) -> int:
+    """Of the activations that are summed along `tensor`: the embedding, and two for each layer, of int8 matrices before
+    they are rounded."""
+    item_bytes = ITEM_BYTES[config.model.dtype]
+    product_bytes = 4 if config.model.weights_dtype is WeightsDtype.int8 else item_bytes
+    return (item_bytes + 2 * num_layers * product_bytes) * num_tokens * model.arch.d_model
 
 
 def _output_bytes(job: Plan, tpu_slice: Slice) -> int:
@@ -307,6 +312,6 @@ def _notes(job: Plan, program: Program) -> tuple[str, ...]:
     if program.computed_twice:
         notes += (
             f"the compiler computes {program.computed_twice} results twice, for want of memory; lower batch.rows or "
-            f"batch.length, or divide the weights (model.weights=fsdp)",
+            f"batch.length",
         )
     return notes
