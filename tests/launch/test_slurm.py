@@ -1,0 +1,128 @@
+"""`launch/slurm.sbatch` and `launch/verify.sbatch` on a real Slurm of one node, in two processes on CPUs."""
+
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.jobs import (
+    ROOT,
+    assert_same_store,
+    commits_held,
+    run_here,
+    wait_for_blocks,
+    wait_until,
+    write_text,
+)
+from tests.launch.one_node_slurm import OneNodeSlurm, SlurmJob, missing_programs, one_node_slurm
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        bool(missing_programs()),
+        reason=f"{', '.join(missing_programs())} not installed: apt-get install slurm-wlm munge",
+    ),
+]
+
+SIZE = ("--nodes=1", "--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=1")
+HELD = (0, 2)  # of the first process, which has committed four blocks before
+STREAMS = 3
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> Iterator[OneNodeSlurm]:
+    variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    with one_node_slurm(tmp_path_factory.mktemp("slurm"), **variables) as slurm:
+        yield slurm
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory, compilation_cache) -> list[str]:
+    text = write_text(tmp_path_factory.mktemp("text"), files=4, documents=20)
+    return [
+        f"data.path={text}",
+        f"data.num_streams={STREAMS}",
+        "batch.rows=4",
+        "batch.length=64",
+        "capture.layers=[1,3]",
+        "store.shard_mib=0.125",
+        compilation_cache,
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(overrides, tmp_path_factory) -> Path:
+    """The store of one process that nothing disturbed."""
+    path = tmp_path_factory.mktemp("reference") / "store"
+    run_here(*overrides, f"store.path={path}")
+    return path
+
+
+def submit(slurm: OneNodeSlurm, log: Path, *overrides: str) -> SlurmJob:
+    return slurm.submit(*SIZE, f"--output={log}", "launch/slurm.sbatch", *overrides)
+
+
+def requeue(slurm: OneNodeSlurm, job: SlurmJob) -> None:
+    slurm.call("scontrol", "requeue", job.number)
+
+
+def preempt(slurm: OneNodeSlurm, job: SlurmJob) -> None:
+    """What Slurm sends before a job's time is up, and before it is preempted: to the processes, not to the script."""
+    slurm.call("scancel", "--signal=TERM", job.number)
+
+
+def kill_one(slurm: OneNodeSlurm, job: SlurmJob) -> None:
+    place = {"SLURM_JOB_ID": job.number, "SLURM_PROCID": "1"}
+    [victim] = [
+        process.pid
+        for process in psutil.process_iter(["environ", "cmdline"])
+        if place.items() <= (process.info["environ"] or {}).items() and process.info["cmdline"][0] == sys.executable
+    ]
+    os.kill(victim, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("disturb", "says"), [(requeue, None), (preempt, 42), (kill_one, 137)])
+def test_a_disturbed_job_is_queued_again_and_resumes(slurm, overrides, reference, tmp_path, disturb, says):
+    """A job that `scontrol` queues again is ended together with its script, which then says nothing."""
+    store, log = tmp_path / "store", tmp_path / "log"
+    with commits_held(store, [HELD], *overrides):
+        job = submit(slurm, log, *overrides, f"store.path={store}")
+        wait_for_blocks(job, store, 5)
+        assert job.poll() is None, log.read_text()
+        disturb(slurm, job)
+        if disturb is not kill_one:
+            wait_until(lambda: log.read_text().count("SIGTERM caught") == 2, job, "SIGTERM in both processes")
+    assert job.wait() == 0, log.read_text()
+    codes = re.findall(r"exit code (\d+), after (\d+) restarts", log.read_text())
+    assert codes == [*([] if says is None else [(str(says), "0")]), ("0", "1")], log.read_text()
+    assert_same_store(store, reference)
+
+
+def test_a_wrong_configuration_is_not_queued_again(slurm, overrides, tmp_path):
+    log = tmp_path / "log"
+    job = submit(slurm, log, *overrides, f"store.path={tmp_path / 'store'}", "capture.layers=[99]")
+    assert job.wait() == 2, log.read_text()
+    assert "exit code 2, after 0 restarts" in log.read_text()
+    assert not list(ROOT.glob("wrong-*"))
+
+
+def test_an_array_verifies_a_store_in_shares_and_one_task_can_be_repeated(slurm, reference, tmp_path):
+    store = tmp_path / "store"
+    shutil.copytree(reference, store)
+    damaged = store / "blocks.1.resid_post/c/1/0/0"  # the first block of stream 1
+    content = damaged.read_bytes()
+    damaged.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    arguments = (f"--output={tmp_path}/%a.log", "--cpus-per-task=1", "launch/verify.sbatch", f"store.path={store}")
+    array = slurm.submit(f"--array=0-{STREAMS - 1}", *arguments)
+    codes = [SlurmJob(f"{array.number}_{rank}", slurm.environment).wait() for rank in range(STREAMS)]
+    assert codes == [0, 1, 0]
+    assert "blocks.1.resid_post/c/1/0/0" in (tmp_path / "1.log").read_text()
+    damaged.write_bytes(content)
+    again = slurm.submit("--array=1", f"--export=ALL,WORLD={STREAMS}", *arguments)
+    assert SlurmJob(f"{again.number}_1", slurm.environment).wait() == 0, (tmp_path / "1.log").read_text()
