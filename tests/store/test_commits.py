@@ -9,7 +9,6 @@ from pipeline.store.format.commits import (
     CONSOLIDATED_KEY,
     CommitRecord,
     commit_key,
-    consolidate,
     consolidated_digest,
     parse_commit_key,
     read_consolidated,
@@ -100,7 +99,7 @@ def test_a_record_under_another_name_is_refused(tmp_path):
 def test_consolidated_records_survive(tmp_path):
     storage = Storage.open(str(tmp_path))
     records = {0: [replace(RECORD, stream=0, block=0)], 3: [replace(RECORD, block=block) for block in range(3)]}
-    text = consolidate(records)
+    text = b"".join(record.to_line() for stream in records.values() for record in stream)
     assert text.count(b"\n") == 4
     storage.write(CONSOLIDATED_KEY, text)
     assert read_consolidated(storage, consolidated_digest(text)) == records

@@ -10,7 +10,7 @@ of an earlier program has all records a second time in one object, the consolida
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -186,7 +186,7 @@ def read_stream_records(storage: Storage, stream: int, first: int = 0, list_all:
         blocks = _list_blocks(storage, stream, begin)
         gap = next((index for index, block in enumerate(blocks, begin) if block != index), None)
         keys = [commit_key(stream, block) for block in blocks if block >= first and gap is None]
-        records = dict(zip(keys, storage.read_checked(keys, partial(_parse, storage)), strict=True))
+        records = dict(zip(keys, storage.read_checked(keys, partial(parse_record, storage)), strict=True))
         absent = [key for key, record in records.items() if record is None]
         if gap is None and not absent:
             return list(records.values())
@@ -206,7 +206,7 @@ def read_commit_records(storage: Storage, places: Iterable[tuple[int, int]]) -> 
     StoreError."""
 
     def check(key: str, text: bytes | None) -> CommitRecord:
-        record = _parse(storage, key, text)
+        record = parse_record(storage, key, text)
         if record is None:
             raise StoreInvalid(f"{storage.path}/{key} is missing, although the block is committed. {VERIFY_REMEDY}")
         return record
@@ -221,16 +221,12 @@ def _list_blocks(storage: Storage, stream: int, first: int) -> list[int]:
     return sorted(block for _, block in places if block >= first)
 
 
-def _parse(storage: Storage, key: str, text: bytes | None) -> CommitRecord | None:
+def parse_record(storage: Storage, key: str, text: bytes | None) -> CommitRecord | None:
+    """The record at this key; None where there is none. Raises StoreInvalid for one that is damaged, or another's."""
     record = None if text is None else CommitRecord.from_json(text, f"{storage.path}/{key}")
     if record is not None and record.key != key:
         raise StoreInvalid(f"{storage.path}/{key} is the record of block {record.block} of stream {record.stream}.")
     return record
-
-
-def consolidate(records: Mapping[int, Sequence[CommitRecord]]) -> bytes:
-    """One line per record, by stream and block."""
-    return b"".join(record.to_line() for stream in sorted(records) for record in records[stream])
 
 
 def consolidated_digest(text: bytes) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import tensorstore as ts
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.arrays import open_existing, open_or_create, read_array_digests, require_layout, set_rows
-from pipeline.store.format.commits import CONSOLIDATED_KEY, CommitRecord, commit_key
+from pipeline.store.format.commits import CONSOLIDATED_KEY, CommitRecord, commit_key, parse_record
 from pipeline.store.format.layout import MAX_ROWS, ArraySpec, StoreLayout, is_plain_files
 from pipeline.store.format.metadata import (
     ROOT_KEY,
@@ -220,16 +221,13 @@ class StoreWriter:
 
     def _require_committed(self, record: CommitRecord) -> CommitRecord:
         """The stored record, which another run wrote. Raises StoreError unless it says the same."""
-        [stored] = self.storage.read_checked([record.key], self._parse)
+        [stored] = self.storage.read_checked([record.key], partial(parse_record, self.storage))
         if stored is None or not (stored.is_same_block(record) and stored.names_same_files(record)):
             raise StoreError(
                 f"{self.path}/{record.key} was written meanwhile, with another content, by another run on this store. "
                 f"It stays. Run the same command again, with the same configuration as the other."
             )
         return stored
-
-    def _parse(self, key: str, text: bytes | None) -> CommitRecord | None:
-        return None if text is None else CommitRecord.from_json(text, f"{self.path}/{key}")
 
     def reopen(self, target: Target | None = None) -> None:
         """Opens a store, complete or not, for more blocks: no process completes it before it holds `target` tokens."""
@@ -287,7 +285,7 @@ class StoreWriter:
 
         def read() -> tuple[CommitRecord | None, bytes]:
             [(text, generation)] = self.storage.read_with_generations([record.key])
-            return self._parse(record.key, text), generation
+            return parse_record(self.storage, record.key, text), generation
 
         stored, generation = self.storage.retry_read(read)
         is_same = stored is None or stored == record
