@@ -123,14 +123,15 @@ def test_a_setting_is_true_or_false(capsys):
     assert capsys.readouterr().err == "force=yes: expected true or false.\n"
 
 
-def test_a_store_that_a_worker_still_holds_is_left_to_it(tmp_path, capsys):
+@pytest.mark.parametrize(("number", "named"), [(1, "1"), (2, "the completion of the store")])
+def test_a_store_that_a_worker_still_holds_is_left_to_it(tmp_path, capsys, number, named):
     path = str(tmp_path / "store")
     write_store(path, finish=False)
     claims = Claims(path, lease_s=60)
-    [vacancy, *_] = claims.vacancies([1])
+    [vacancy] = claims.vacancies([number])
     assert claims.claim(vacancy)
     assert main([f"store.path={path}"]) == 1
-    assert f"workers hold streams (1 by {claims.owner})" in capsys.readouterr().err
+    assert f"workers hold streams ({named} by {claims.owner})" in capsys.readouterr().err
     assert not is_complete(tmp_path / "store")
     claims.close()
     assert main([f"store.path={path}"]) == 0

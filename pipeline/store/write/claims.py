@@ -280,9 +280,13 @@ def held_claims(place: StorageLike) -> dict[int, str]:
     return {stream: claim.owner for stream, claim in claims if claim is not None and claim.held}
 
 
-def named_holders(holders: Mapping[int, str]) -> str:
-    """What `held_claims` found, for messages: "0 by host-1-..., 3 by host-2-..."."""
-    return ", ".join(f"{stream} by {owner}" for stream, owner in holders.items())
+def named_holders(holders: Mapping[int, str], num_streams: int) -> str:
+    """What `held_claims` returned, for messages: "0 by host-1-..., 3 by host-2-...". The claim with the number after
+    the last stream's is that of the worker that completes the store."""
+    return ", ".join(
+        f"{stream if stream < num_streams else 'the completion of the store'} by {owner}"
+        for stream, owner in holders.items()
+    )
 
 
 def read_claims(storage: Storage) -> dict[str, bytes | None]:

@@ -48,7 +48,7 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
     for store in existing:
         _require_fit(opened[0], store)
     if holders := held_claims(storage):
-        held = named_holders(holders)
+        held = named_holders(holders, opened[0].metadata.num_streams)
         raise StoreError(
             f"{path} is not merged into: workers hold streams of it ({held}). Let them end first, or delete its "
             "_claims/ if they are dead."
