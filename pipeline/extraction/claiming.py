@@ -6,10 +6,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
+from pipeline.cluster import processes
 from pipeline.cluster.preemption import StopRequest
-from pipeline.core.errors import StoreError
+from pipeline.core.errors import Interrupted, StoreError
 from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import StreamWork
 from pipeline.job.metrics import Metrics, Stage
@@ -126,22 +127,45 @@ def complete_by_one(job: Job, store: StoreWriter, stop: StopRequest, complete: C
     """Calls `complete` on one of the workers that have come to the end of the streams; the others wait until it has
     ended, or falls silent: then another one calls it. The worker's claim has the number after the last stream's.
 
-    Raises Interrupted after a stop request, and StoreError.
+    All processes of a worker call this, and all stop together; the first one claims. Raises Interrupted after a stop
+    request, and StoreError.
     """
-    number, has_waited = job.plan.streams.count, False
-    with closing(Claims(store.storage, job.config.run.lease_s)) as claims:
-        while True:
-            for vacancy in claims.vacancies([number]):
-                if has_waited and vacancy.expired is None and require_root(store.storage).complete:
-                    log.info("%s is completed by another worker", store.path)
-                    return
-                if claims.claim(vacancy):
-                    complete()
-                    claims.withdraw(number)
-                    return
-            has_waited = True
+    completion = None
+    with ExitStack() as stack:
+        if processes.is_first():
+            claims = stack.enter_context(closing(Claims(store.storage, job.config.run.lease_s)))
+            completion = _Completion(store, claims, job.plan.streams.count, complete)
+        while not processes.any_process(completion is not None and completion.is_over()):
             time.sleep(_COMPLETION_POLL_S)
-            stop.check()
+            if stop.before_step():
+                raise Interrupted(
+                    f"stopped by {stop.signal_name} while another worker completes {store.path}. Run the same command "
+                    "again."
+                )
+
+
+class _Completion:
+    """Completing the store, by this worker or another."""
+
+    def __init__(self, store: StoreWriter, claims: Claims, number: int, complete: Callable[[], None]) -> None:
+        self._store = store
+        self._claims = claims
+        self._number = number
+        self._complete = complete
+        self._has_waited = False
+
+    def is_over(self) -> bool:
+        """Whether the store is completed; calls `complete` where no other worker does."""
+        for vacancy in self._claims.vacancies([self._number]):
+            if self._has_waited and vacancy.expired is None and require_root(self._store.storage).complete:
+                log.info("%s is completed by another worker", self._store.path)
+                return True
+            if self._claims.claim(vacancy):
+                self._complete()
+                self._claims.withdraw(self._number)
+                return True
+        self._has_waited = True
+        return False
 
 
 class ClaimedStreams:

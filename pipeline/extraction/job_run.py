@@ -59,11 +59,10 @@ def run(config: RunConfig) -> None:
         else:
             log.info("%s has all that was asked of this worker: nothing to do", config.store.path)
         processes.wait_for_all()  # so that all processes end with 0, or none does
-        if processes.is_first():
-            if config.run.claim:
-                complete_by_one(job, store, stop, lambda: complete(job, store))
-            else:
-                complete(job, store)
+        if config.run.claim:
+            complete_by_one(job, store, stop, lambda: complete(job, store))
+        elif processes.is_first():
+            complete(job, store)
         processes.wait_for_all()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pipeline.store.check.verifying import verify_store
 from pipeline.store.write.claims import Claims
 from tests.jobs import (
     assert_same_store,
+    children,
     commits_held,
     committed,
     free_port,
@@ -195,6 +197,27 @@ def test_a_worker_of_two_processes_beside_one_of_one(overrides, reference, tmp_p
         finish(single)
         finish(pair)
     assert_same_store(store, reference)
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_process_ends_a_worker_that_waits_for_another_to_complete_the_store(
+    overrides, reference, tmp_path
+):
+    """The store has all blocks; who completes it does not end."""
+    store = tmp_path / "store"
+    shutil.copytree(reference, store)
+    with closing(Claims(str(store), lease_s=60)) as other:
+        [vacancy] = other.vacancies([6])
+        assert other.claim(vacancy)
+        tried = store / "_claims_test"  # where whoever is about to claim tries conditional writes
+        tried.rmdir()
+        with local_processes(2, 1, *overrides, f"store.path={store}") as pair:
+            wait_until(tried.exists, pair, "a worker that is about to complete the store")
+            assert pair.poll() is None
+            children(pair)[1].send_signal(signal.SIGTERM)
+            output, _ = pair.communicate(timeout=60)
+        assert pair.returncode == 42, output
+        assert output.count("Interrupted: stopped by SIGTERM") == 2
 
 
 def test_a_worker_that_has_joined_alone_stops_while_it_waits_for_a_stream(overrides, tmp_path):
