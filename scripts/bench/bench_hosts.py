@@ -1,0 +1,267 @@
+"""Many hosts that are killed at random fill one store: is it, at the end, the store of one that nothing disturbed?
+
+    python -m scripts.bench.bench_hosts [--blocks 100000] [--streams 1000] [--hosts 64] [--kills 200]
+
+Each host is a process that claims streams. It reads, tokenises and packs real documents; only the step is fake: the
+activations are a function of the tokens. Everything after it is the job's: blocks, statistics, records, claims, and
+completing the store. A host that was killed, or failed, is started again. At the end the table of all blocks and the
+merged statistics are compared, byte for byte, with those that one process computes from the documents without any
+store. Writes build/bench-hosts.json.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from functools import partial, reduce
+from multiprocessing import connection, get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.cluster.preemption import StopRequest
+from pipeline.config.composing import compose
+from pipeline.core.errors import EXIT_FAILED, StoreError
+from pipeline.data.documents import TokenBlock
+from pipeline.extraction.block_contents import commit_record, side_arrays
+from pipeline.extraction.claiming import ClaimedStreams, complete_by_one
+from pipeline.extraction.job_run import complete, open_store
+from pipeline.job.metrics import Metrics
+from pipeline.job.opening import Job, open_job
+from pipeline.store.format.block_table import NO_BLOCKS, TABLE_KEY, BlockTable, StreamBlocks, join_streams
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.metadata import require_root
+from pipeline.store.format.statistics import (
+    BlockStatistics,
+    encode_merged,
+    encode_statistics,
+    merge_arrays,
+    statistics_key,
+    token_statistics,
+)
+from pipeline.store.format.tables import table_digest
+from pipeline.store.write.claims import Claims
+from pipeline.store.write.store_writer import StoreWriter
+
+RESULTS = Path("build/bench-hosts.json")
+LENGTH = 8  # tokens of a row, which is a block: room for one document
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How much is to be done: `blocks` in `streams`, by `hosts`, of which `kills` are killed.
+
+    only_records: blocks have statistics and a commit record, but neither arrays nor a document table: a million of them
+    take 14 GB instead of 50, in memory.
+    """
+
+    blocks: int
+    streams: int
+    hosts: int
+    kills: int
+    lease_s: float = 20.0
+    only_records: bool = False
+
+
+@dataclass
+class Figures:
+    """What it took. computed: blocks, those that were computed twice counted twice. killed, failed: hosts."""
+
+    seconds: float
+    killed: int = 0
+    failed: int = 0
+    computed: int = 0
+
+
+def make_text(folder: Path, shape: Shape) -> None:
+    """A file for each stream, with a document for each of its blocks: five to eight words."""
+    folder.mkdir(parents=True)
+    numbers = np.arange(shape.blocks // shape.streams)
+    for stream in range(shape.streams):
+        texts = [" ".join(["the"] * (5 + (stream + number * 7) % 4)) for number in numbers.tolist()]
+        pq.write_table(pa.table({"text": texts}), folder / f"{stream:06}.parquet")
+
+
+def open_hosts_job(folder: Path, path: Path, shape: Shape) -> Job:
+    """The job whose documents `make_text` has written."""
+    overrides = {
+        "data.path": folder,
+        "data.num_streams": shape.streams,
+        "data.id_column": "null",
+        "store.path": path,
+        "store.shard_mib": 0.001,
+        "capture.layers": "[0]",
+        "batch.rows": 1,
+        "batch.length": LENGTH,
+        "run.claim": "true",
+        "run.lease_s": shape.lease_s,
+        "run.progress": "false",
+    }
+    return open_job(compose([f"{key}={value}" for key, value in overrides.items()]))
+
+
+def fake_step(job: Job, block: TokenBlock) -> tuple[dict[str, np.ndarray], BlockStatistics]:
+    """All arrays of a block, and the statistics of its activations, which are a function of its tokens."""
+    [spec] = job.layout.arrays
+    shape = job.layout.shard_shape(spec)
+    features = np.arange(spec.width) % 61 - 30
+    activations = np.zeros(shape, spec.dtype)
+    valid = block.segments != 0
+    activations[: block.num_rows] = np.where(valid, block.tokens + block.positions, 0)[..., None] * features / 64
+    stored = activations[: block.num_rows][valid].astype(np.float32)
+    arrays = {spec.name: activations} | side_arrays(block, job.layout.rows_per_block)
+    return arrays, {spec.name: token_statistics(stored)}
+
+
+def run_host(folder: Path, path: Path, shape: Shape, computed: Sequence[int], number: int) -> None:
+    """One host, to its end. Counts its blocks in its place of `computed`. Exits with 1 after an error."""
+    try:
+        job = open_hosts_job(folder, path, shape)
+        store = open_store(job)
+        metrics = Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=3600)
+        with closing(metrics), closing(Claims(store.storage, shape.lease_s)) as claims:
+            claimed = ClaimedStreams(job, store, claims, metrics)
+            for block in claimed.blocks(lambda: False):
+                _write(job, store, claimed, block, shape.only_records)
+                computed[number] += 1
+        complete_by_one(job, store, StopRequest(), partial(complete, job, store))
+    except StoreError as error:
+        print(f"host {number}: {error}", flush=True)
+        os._exit(EXIT_FAILED)
+
+
+def _write(job: Job, store: StoreWriter, claimed: ClaimedStreams, block: TokenBlock, only_records: bool) -> None:
+    """As the job's writer does: nothing of a stream that this host holds no more."""
+    arrays, statistics = fake_step(job, block)
+    if claimed.holds(block.stream):
+        if only_records:
+            record = _write_statistics(store, block, statistics)
+            if claimed.holds(block.stream):
+                store.commit_written(record)
+        else:
+            pending = store.begin_block(block.stream, block.index, arrays, block.table, statistics)
+            pending.wait()
+            if claimed.holds(block.stream):
+                store.commit(pending, commit_record(block))
+    claimed.finished(block.stream)
+
+
+def _write_statistics(store: StoreWriter, block: TokenBlock, statistics: BlockStatistics) -> CommitRecord:
+    stream, index = block.stream, block.index
+    running = store.streams.add_statistics(stream, index, statistics)
+    content = encode_statistics(statistics, index, running if index else None)
+    store.storage.write(statistics_key(stream, index), content)
+    before = store.streams[stream].table.digest()
+    return replace(commit_record(block), statistics_sha256=table_digest(content), blocks_before=before)
+
+
+def run_hosts(folder: Path, path: Path, shape: Shape, seed: int = 0) -> Figures:
+    """Starts the hosts, and starts each again that ends before the store is complete.
+
+    One of those that run is killed whenever they have computed so many more blocks: the numbers are random.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    computed = context.RawArray("q", shape.hosts)  # no lock, which a host that is killed might hold
+    rng = random.Random(seed)
+    kill_at = sorted(rng.sample(range(1, shape.blocks * 9 // 10), shape.kills), reverse=True)
+    hosts: dict[int, BaseProcess] = {}
+    doomed: set[int] = set()
+    began, figures = time.monotonic(), Figures(0)
+
+    def start(number: int) -> None:
+        hosts[number] = context.Process(target=run_host, args=(folder, path, shape, computed, number))
+        hosts[number].start()
+
+    try:
+        for number in range(shape.hosts):
+            start(number)
+        while hosts:
+            connection.wait([host.sentinel for host in hosts.values()], POLL_S)
+            if kill_at and sum(computed) >= kill_at[-1] and (alive := sorted(hosts.keys() - doomed)):
+                kill_at.pop()
+                doomed.add(number := rng.choice(alive))
+                hosts[number].kill()
+            for number in [number for number, host in hosts.items() if host.exitcode is not None]:
+                code = hosts.pop(number).exitcode
+                if number in doomed:
+                    doomed.remove(number)
+                    kill_at += [0] * (code != -signal.SIGKILL)  # it was faster: another one is killed
+                if code not in (0, EXIT_FAILED, -signal.SIGKILL):
+                    raise RuntimeError(f"host {number} has ended with exit code {code}")
+                figures.killed += code < 0
+                figures.failed += code > 0
+                if code:
+                    start(number)
+    finally:
+        for host in hosts.values():
+            host.kill()
+    figures.seconds, figures.computed = time.monotonic() - began, sum(computed)
+    return figures
+
+
+def differences(job: Job) -> list[str]:
+    """The summaries of the store that are not those of one run without a store, by key."""
+    storage, root = job.storage, require_root(job.storage)
+    streams, statistics = {}, []
+    for stream in range(job.plan.streams.count):
+        table, total = _expected_stream(job, stream)
+        streams[stream] = StreamBlocks(table, None)
+        statistics.append(total)
+    expected = {TABLE_KEY: join_streams(streams).encode(), **encode_merged(reduce(merge_arrays, statistics))}
+    wrong = [key for key, content in expected.items() if storage.read(key) != content]
+    is_counted = root.complete and root.blocks == tuple(len(blocks.table) for blocks in streams.values())
+    return wrong if is_counted else ["zarr.json", *wrong]
+
+
+def _expected_stream(job: Job, stream: int) -> tuple[BlockTable, BlockStatistics]:
+    records, statistics = [], []
+    for block in _blocks(job, stream):
+        records.append(replace(commit_record(block), statistics_sha256="some"))
+        statistics.append(fake_step(job, block)[1])
+    return BlockTable.from_records(records), reduce(merge_arrays, statistics)
+
+
+def _blocks(job: Job, stream: int) -> Iterator[TokenBlock]:
+    work = job.stream_work(stream, NO_BLOCKS)
+    return iter(()) if work is None else work.blocks(lambda: False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"blocks": 100_000, "streams": 1000, "hosts": 64, "kills": 200}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--lease-s", type=float, default=Shape.lease_s)
+    parser.add_argument("--only-records", action="store_true", help="without arrays and document tables")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="for the store, which is deleted")
+    options = vars(parser.parse_args())
+    os.environ["JAX_PLATFORMS"] = "cpu"  # for the hosts
+    jax.config.update("jax_platforms", "cpu")
+    folder = options.pop("folder")
+    shape = Shape(**options)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        text, store = Path(name, "text"), Path(name, "store")
+        make_text(text, shape)
+        figures = run_hosts(text, store, shape)
+        wrong = differences(open_hosts_job(text, store, shape))
+        result = asdict(shape) | asdict(figures) | {"different": wrong}
+        print(json.dumps(result))
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+        shutil.rmtree(store)
+
+
+if __name__ == "__main__":
+    main()
