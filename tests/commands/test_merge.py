@@ -83,6 +83,15 @@ def test_an_interrupted_merge_goes_on_and_may_be_repeated(tmp_path, halves, whol
     capsys.readouterr()
 
 
+def test_blocks_that_are_taken_from_several_stores_in_turn(tmp_path, whole, monkeypatch):
+    """The first block of each stream from one, the others from another, a few records at a time."""
+    monkeypatch.setattr("pipeline.store.write.merging._RECORDS_AT_ONCE", 2)
+    write_store(str(tmp_path / "first"), finish=False, max_rows=ROWS)
+    store = merge_stores([str(tmp_path / "first"), str(whole)], str(tmp_path / "merged"))
+    assert store.finish()
+    assert_same_store(tmp_path / "merged", whole)
+
+
 @pytest.mark.parametrize("interrupted_after", [1, 3, 5])
 def test_blocks_are_committed_in_order_although_several_are_copied_at_once(tmp_path, whole, interrupted_after):
     def interrupt(done: int, _total: int) -> None:

@@ -15,7 +15,7 @@ from pipeline.data.text.tokenizer import load_tokenizer
 from pipeline.extraction.job_run import run as run_here
 from pipeline.store import ActivationStore, TokenFilter
 from pipeline.store.check.verifying import verify_store
-from pipeline.store.format.commits import read_records
+from pipeline.store.format.commits import read_stream_records
 from pipeline.store.format.metadata import read_root
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.deleting import delete_store
@@ -67,7 +67,7 @@ def test_documents_are_prompts_and_completions(reference):
     store = ActivationStore.open(reference)
     rows = store.documents.group_by(["document", "n_tokens", "n_prompt", "n_completion", "finish_reason"])
     rows = rows.aggregate([]).to_pylist()
-    records = [record for stream in read_records(store.storage).values() for record in stream]
+    records = [record for stream in range(3) for record in read_stream_records(store.storage, stream)]
     assert len(rows) == sum(record.next["ordinal"] for record in records if record.exhausted) > 100
     assert {row["finish_reason"] for row in rows} == {"stop", "length"}
     for row in rows:

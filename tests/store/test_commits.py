@@ -12,7 +12,7 @@ from pipeline.store.format.commits import (
     consolidated_digest,
     parse_commit_key,
     read_consolidated,
-    read_records,
+    read_stream_records,
 )
 from pipeline.store.io.storage import Storage
 
@@ -82,18 +82,18 @@ def test_records_are_read_in_order_and_gaps_are_named(tmp_path):
     first, second = (replace(RECORD, block=block) for block in (0, 1))
     for record in (second, first, replace(RECORD, stream=0, block=0)):
         storage.write(record.key, record.to_json())
-    records = read_records(storage)
+    records = {stream: read_stream_records(storage, stream) for stream in (0, 3)}
     assert {stream: [record.block for record in found] for stream, found in records.items()} == {0: [0], 3: [0, 1]}
     storage.write(first.key, None)
     with pytest.raises(StoreInvalid, match=rf"stream 3 of {tmp_path} has a record of block 1, but none of block 0"):
-        read_records(storage)
+        read_stream_records(storage, 3)
 
 
 def test_a_record_under_another_name_is_refused(tmp_path):
     storage = Storage.open(str(tmp_path))
     storage.write(commit_key(0, 0), RECORD.to_json())
     with pytest.raises(StoreInvalid, match="is the record of block 12 of stream 3"):
-        read_records(storage)
+        read_stream_records(storage, 0)
 
 
 def test_consolidated_records_survive(tmp_path):
@@ -105,7 +105,7 @@ def test_consolidated_records_survive(tmp_path):
     assert read_consolidated(storage, consolidated_digest(text)) == records
     assert read_consolidated(storage, "0" * 64) is None
     assert read_consolidated(storage, None) is None
-    assert read_records(storage) == {}
+    assert read_stream_records(storage, 3) == []
 
 
 def before_each_read(monkeypatch, act: Callable[[], None]) -> None:
@@ -126,7 +126,7 @@ def test_a_record_that_is_withdrawn_while_they_are_read(tmp_path, monkeypatch):
     for record in (first, second):
         storage.write(record.key, record.to_json())
     before_each_read(monkeypatch, lambda: storage.write(second.key, None))
-    assert read_records(storage) == {3: [first]}
+    assert read_stream_records(storage, 3) == [first]
 
 
 def test_a_record_that_was_listed_before_an_earlier_one_was_written(tmp_path, monkeypatch):
@@ -134,7 +134,7 @@ def test_a_record_that_was_listed_before_an_earlier_one_was_written(tmp_path, mo
     first, second = (replace(RECORD, block=block) for block in (0, 1))
     storage.write(second.key, second.to_json())
     before_each_read(monkeypatch, lambda: storage.write(first.key, first.to_json()))
-    assert read_records(storage) == {3: [first, second]}
+    assert read_stream_records(storage, 3) == [first, second]
 
 
 def test_records_that_keep_disappearing_end_the_reading(tmp_path, monkeypatch):
@@ -144,7 +144,7 @@ def test_records_that_keep_disappearing_end_the_reading(tmp_path, monkeypatch):
         storage.write(record.key, record.to_json())
     before_each_read(monkeypatch, lambda: storage.write(left.pop().key, None))
     with pytest.raises(StoreError, match="disappeared while it was being read, twice") as caught:
-        read_records(storage)
+        read_stream_records(storage, 3)
     assert caught.value.exit_code == 1
     assert len(left) == 2
 

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
-from pipeline.store.format.commits import read_records
+from pipeline.store.format.commits import read_stream_records
 from tests.jobs import run
 
 STORES = Path(__file__).with_name("stores_of_0_1_0.zip")
@@ -60,5 +60,5 @@ def test_it_is_extended(stores):
     np.testing.assert_array_equal(store.read_tokens(before.rows).tokens, tokens)
     assert verify_store(str(path)) == []
     assert attributes(path)["target"] == target
-    records = [record for stream in read_records(store.storage).values() for record in stream]
+    records = [record for stream in range(2) for record in read_stream_records(store.storage, stream)]
     assert [record.digests is None for record in records].count(True) == sum(not r.truncated for r in before.blocks)

@@ -168,18 +168,11 @@ def parse_commit_key(key: str) -> tuple[int, int] | None:
 Records = dict[int, list[CommitRecord]]  # by stream, in the order of their blocks
 
 
-def read_records(storage: Storage) -> Records:
-    """All committed blocks. Raises StoreInvalid for a damaged record, and for a stream with a gap, and StoreError."""
-    keys = map(parse_commit_key, storage.list_keys(COMMITS_PREFIX))
-    streams = sorted({place[0] for place in keys if place is not None})
-    return {stream: read_stream_records(storage, stream) for stream in streams}
-
-
 def read_stream_records(storage: Storage, stream: int, first: int = 0, list_all: bool = True) -> list[CommitRecord]:
     """The records of a stream's committed blocks, from block `first` on.
 
-    Without `list_all` the keys of earlier blocks are not listed, so that a gap among them is not noticed. Raises as
-    `read_records` does.
+    Without `list_all` the keys of earlier blocks are not listed, so that a gap among them is not noticed. Raises
+    StoreInvalid for a damaged record, and for a gap, and StoreError.
     """
     begin = 0 if list_all else first
     for _ in range(2):  # another worker may have committed, or withdrawn a truncated record, since the keys were listed

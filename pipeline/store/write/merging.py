@@ -5,13 +5,18 @@ A block has the same place in every store of a fingerprint, so objects keep thei
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from functools import reduce
+from functools import partial, reduce
+from itertools import groupby
+from operator import itemgetter
+
+import numpy as np
+from jaxtyping import Int64
 
 from pipeline.core.errors import StoreError, StoreMismatch
-from pipeline.store.format.commits import CommitRecord, read_records
+from pipeline.store.format.commits import CommitRecord, read_commit_records, read_stream_records
 from pipeline.store.format.layout import MAX_ROWS, MIB, StoreLayout
 from pipeline.store.format.metadata import ROOT_KEY
 from pipeline.store.format.statistics import statistics_key
@@ -27,6 +32,8 @@ from pipeline.store.write.vacancy import require_vacant
 COPIES_MIB = 1024
 MIN_COPIES, MAX_COPIES = 4, 32
 BLOCKS_AHEAD = 8  # of the one that is committed next
+_STREAMS_AT_ONCE = 8  # whose records are compared
+_RECORDS_AT_ONCE = 256
 
 
 def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int], None] | None = None) -> StoreWriter:
@@ -60,11 +67,9 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
         target.record_weights_error(measured[0])
     if any(source.root.allows_not_finite for source in opened):
         target.allow_not_finite()
-    if existing and not target.complete:
-        missing = [(source, record) for source, record in missing if not _is_cut_short(source, record, target)]
-    if missing:
+    if len(missing):
         target.reopen(reduce(larger, (source.target for source in opened)))
-    with closing(_copy_blocks(missing, target)) as committed:
+    with closing(_copy_blocks(_read_records(opened, missing), target)) as committed:
         for done, _ in enumerate(committed, 1):
             if progress is not None:
                 progress(done, len(missing))
@@ -76,8 +81,10 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
 def _is_cut_short(source: StoreWriter, record: CommitRecord, target: StoreWriter) -> bool:
     """Whether a truncated block is not the last one of its stream in a store that a longer run is extending: that run
     computes the whole block, and may be writing it."""
+    if target.complete or not record.truncated:
+        return False
     share = stream_share(target.target, target.metadata.num_streams, record.stream)
-    return record.truncated and not has_share(source.streams[record.stream].table[: record.block + 1], share)
+    return not has_share(source.streams[record.stream].table[: record.block + 1], share)
 
 
 def _require_fit(first: StoreWriter, other: StoreWriter) -> None:
@@ -102,18 +109,50 @@ def _formats(store: StoreWriter) -> dict[str, dict]:
     return zarr_jsons
 
 
-def _missing(existing: Sequence[StoreWriter], sources: Sequence[StoreWriter]) -> list[tuple[StoreWriter, CommitRecord]]:
-    """The blocks to copy, each with the first source that has it, by stream and block."""
-    holders: dict[tuple[int, int], tuple[StoreWriter, CommitRecord]] = {}
-    for store in (*existing, *sources):
-        for record in (record for stream in read_records(store.storage).values() for record in stream):
-            holder, held = holders.setdefault((record.stream, record.block), (store, record))
+def _missing(existing: Sequence[StoreWriter], sources: Sequence[StoreWriter]) -> Int64[np.ndarray, "n 3"]:
+    """The blocks to copy, by stream and block: stream, block, and the number of the first source that has it.
+
+    Records are read for a few streams at a time, and again when their blocks are copied.
+    """
+    parts, num_streams = [np.empty((0, 3), np.int64)], sources[0].metadata.num_streams
+    with ThreadPoolExecutor(_STREAMS_AT_ONCE, thread_name_prefix="records") as pool:
+        for first in range(0, num_streams, _STREAMS_AT_ONCE):
+            streams = range(first, min(first + _STREAMS_AT_ONCE, num_streams))
+            parts += pool.map(partial(_missing_in_stream, existing, sources), streams)
+    return np.concatenate(parts)
+
+
+def _missing_in_stream(
+    existing: Sequence[StoreWriter], sources: Sequence[StoreWriter], stream: int
+) -> Int64[np.ndarray, "n 3"]:
+    stores = [*existing, *sources]
+    holders: dict[int, tuple[int, CommitRecord]] = {}
+    for number, store in enumerate(stores):
+        for record in read_stream_records(store.storage, stream):
+            holder, held = holders.setdefault(record.block, (number, record))
             if not held.is_same_block(record):
                 raise StoreMismatch(
-                    f"block {record.block} of stream {record.stream} is in {holder.path} and in {store.path}, and not "
+                    f"block {record.block} of stream {stream} is in {stores[holder].path} and in {store.path}, and not "
                     f"the same. Stores can be merged where each stream was computed in one of them. Leave one out."
                 )
-    return [holders[place] for place in sorted(holders) if holders[place][0] not in existing]
+    blocks = [
+        (stream, block, number - len(existing))
+        for block, (number, record) in sorted(holders.items())
+        if number >= len(existing) and not any(_is_cut_short(stores[number], record, target) for target in existing)
+    ]
+    return np.array(blocks, np.int64).reshape(-1, 3)
+
+
+def _read_records(
+    sources: Sequence[StoreWriter], missing: Int64[np.ndarray, "n 3"]
+) -> Iterator[tuple[StoreWriter, CommitRecord]]:
+    """The source and the record of each block to copy, read a little ahead."""
+    for first in range(0, len(missing), _RECORDS_AT_ONCE):
+        part = missing[first : first + _RECORDS_AT_ONCE].tolist()
+        for number, blocks in groupby(part, key=itemgetter(2)):
+            source = sources[number]
+            places = [(stream, block) for stream, block, _ in blocks]
+            yield from ((source, record) for record in read_commit_records(source.storage, places))
 
 
 def _create(storage: Storage, like: StoreWriter) -> StoreWriter:
@@ -130,7 +169,7 @@ def _num_copies(layout: StoreLayout) -> int:
     return min(max(COPIES_MIB * MIB // largest, MIN_COPIES), MAX_COPIES)
 
 
-def _copy_blocks(missing: Sequence[tuple[StoreWriter, CommitRecord]], target: StoreWriter) -> Iterator[None]:
+def _copy_blocks(missing: Iterable[tuple[StoreWriter, CommitRecord]], target: StoreWriter) -> Iterator[None]:
     """Copies and commits the blocks; yields after each. Those after it may be under way."""
     under_way: deque[tuple[CommitRecord, list[Future[None]] | None]] = deque()
 
