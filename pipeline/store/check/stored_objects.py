@@ -82,7 +82,11 @@ def _lacking(
 def _list_shards(
     storage: Storage, layout: StoreLayout, scope: Scope, spec: ArraySpec, listed: Int64[np.ndarray, " n"]
 ) -> tuple[Bool[np.ndarray, " n"], list[str]]:
-    """Which of the `listed` store shards an array has; and the scope's keys that are of none of them."""
+    """Which of the `listed` store shards an array has; and the scope's keys that are of none of them.
+
+    All keys are listed, whatever the scope: the store shards of a stream have every `num_streams`-th number, so that no
+    prefix selects them.
+    """
     is_present, others = np.zeros(len(listed), bool), []
     prefix, tail = f"{spec.name}/c/", "/0" * (len(spec.dimension_names) - 1)
     num_keys = int(listed[-1]) + 1 if len(listed) else 0
