@@ -2,12 +2,14 @@ import itertools
 import json
 import re
 import zlib
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pipeline.store import ActivationStore, Batch, BatchOptions, BatchReader, TokenFilter
 from pipeline.store.format.norms import norms_of
+from pipeline.store.io.shard_files import read_chunks
 from pipeline.store.io.storage import Storage, StorageOptions
 from pipeline.store.read import batches, rows
 from pipeline.store.read.reader import REMOTE_REQUESTS
@@ -128,6 +130,26 @@ SHUFFLED = {"shuffle": True, "seed": 5, "buffer_mib": TINY_MIB}
 
 def same(left: Batch, right: Batch) -> bool:
     return all(np.array_equal(vars(left)[name], vars(right)[name]) for name in vars(left))
+
+
+@pytest.mark.parametrize(("compression", "reads_files"), [("none", True), ("zstd", False)])
+@pytest.mark.parametrize(("keys", "stack"), [(NAME, False), ([(1, "resid_post"), (3, "resid_post")], True)])
+def test_local_shards_without_compression_are_files(tmp_path, monkeypatch, compression, reads_files, keys, stack):
+    """With the same batches as by TensorStore."""
+    copy_store(str(tmp_path), compression=compression)
+    store, are_read = ActivationStore.open(tmp_path), []
+
+    def read(*arguments: Any) -> bool:
+        are_read.append(read_chunks(*arguments))
+        return are_read[-1]
+
+    monkeypatch.setattr(rows, "read_chunks", read)
+    read_first = list(store.batches(keys, 8, shuffle=True, stack=stack))
+    assert bool(are_read) == reads_files
+    assert all(are_read)
+    monkeypatch.setattr(rows, "read_chunks", lambda *_: False)
+    again = store.batches(keys, 8, shuffle=True, stack=stack)
+    assert all(same(*pair) for pair in zip(read_first, again, strict=True))
 
 
 def test_options_are_given_by_name_or_as_a_whole(store):

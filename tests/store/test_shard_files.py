@@ -1,6 +1,6 @@
 import itertools
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +11,8 @@ import pytest
 
 from pipeline.store.format.arrays import open_or_create
 from pipeline.store.format.layout import SIDE_ARRAYS, ArraySpec, StoreLayout
-from pipeline.store.io.shard_files import ShardFiles
+from pipeline.store.io.digests import chunk_checksum
+from pipeline.store.io.shard_files import ShardFiles, read_chunks
 from pipeline.store.io.storage import Storage
 
 ROWS = 8
@@ -41,6 +42,81 @@ def test_the_same_bytes_as_tensorstore(tmp_path: Path, length: int) -> None:
         assert (tmp_path / "files" / key).read_bytes() == (tmp_path / "tensorstore" / key).read_bytes(), spec.name
         chunks.add(layout.chunk_shape(spec)[1] == length)
     assert chunks == ({True} if length == 64 else {True, False})
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> tuple[Path, np.ndarray]:
+    """A shard of eight rows, a chunk of 2 x 6 x 5 values each two rows, and these values."""
+    values = np.random.default_rng(0).integers(1, 100, (ROWS, 6, 5)).astype(np.int16)
+    ShardFiles(tmp_path, ThreadPoolExecutor(1)).write("shard", values, (2, 6, 5), fill=0).result()
+    return tmp_path / "shard", values
+
+
+@pytest.mark.parametrize(("first_row", "num_rows"), [(0, 8), (2, 4), (6, 2)])
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_chunks_are_read_into_memory_of_the_caller(shard, first_row: int, num_rows: int, is_stacked: bool) -> None:
+    path, values = shard
+    out = np.zeros((num_rows, 6, 3, 5), np.int16)[:, :, 1] if is_stacked else np.zeros((num_rows, 6, 5), np.int16)
+    assert read_chunks(str(path), 4, first_row // 2, out, (2, 6, 5))
+    np.testing.assert_array_equal(out, values[first_row : first_row + num_rows])
+
+
+def test_parts_of_a_row_are_read(tmp_path: Path) -> None:
+    values = np.arange(2 * 6 * 5, dtype=np.float32).reshape(2, 6, 5) + 1
+    ShardFiles(tmp_path, ThreadPoolExecutor(1)).write("shard", values, (1, 3, 5), fill=0).result()
+    for out in (np.zeros((1, 6, 5), np.float32), np.zeros((1, 6, 2, 5), np.float32)[:, :, 0]):
+        assert read_chunks(str(tmp_path / "shard"), 4, 2, out, (1, 3, 5))
+        np.testing.assert_array_equal(out, values[1:])
+
+
+def absent(content: bytes) -> None:
+    return None
+
+
+def cut(content: bytes) -> bytes:
+    return content[:-1]
+
+
+def empty(content: bytes) -> bytes:
+    return b""
+
+
+def changed_at(position: int) -> Callable[[bytes], bytes]:
+    def change(content: bytes) -> bytes:
+        changed = bytearray(content)
+        changed[position] ^= 1
+        return bytes(changed)
+
+    return change
+
+
+def with_index_beyond_the_end(content: bytes) -> bytes:
+    index = np.full(8, 1 << 63, "<u8")
+    index[1::2] = 2 * 6 * 5 * 2 + 4
+    return content[:-68] + index.tobytes() + chunk_checksum(index.tobytes())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [absent, cut, empty, changed_at(0), changed_at(120), changed_at(-1), changed_at(-68), with_index_beyond_the_end],
+)
+def test_what_is_damaged_or_absent_is_left_to_tensorstore(shard, damage: Callable[[bytes], bytes | None]) -> None:
+    path, _ = shard
+    content = damage(path.read_bytes())
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    assert not read_chunks(str(path), 4, 0, np.zeros((2, 6, 5), np.int16), (2, 6, 5))
+
+
+def test_a_chunk_of_fill_values_and_a_shard_of_other_chunks_are_left_to_tensorstore(tmp_path: Path) -> None:
+    values = np.ones((4, 6, 5), np.int16)
+    values[2:] = 0
+    ShardFiles(tmp_path, ThreadPoolExecutor(1)).write("shard", values, (2, 6, 5), fill=0).result()
+    path, out = str(tmp_path / "shard"), np.zeros((2, 6, 5), np.int16)
+    assert read_chunks(path, 2, 0, out, (2, 6, 5))
+    assert not read_chunks(path, 2, 1, out, (2, 6, 5))
+    assert not read_chunks(path, 4, 0, out, (1, 6, 5))
 
 
 def test_a_block_of_fill_values_alone_is_no_object(tmp_path: Path) -> None:

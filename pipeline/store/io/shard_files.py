@@ -1,7 +1,9 @@
-"""Store shards as files: encoded from the job's buffers and written to a local disk, without a copy in between.
+"""Store shards as files: encoded from the job's buffers and written to a local disk, without a copy in between, and
+read into the memory that a reader gathers from.
 
-TensorStore writes the same bytes at 0.6 to 0.7 of this speed and with a copy of every block in memory
-(docs/performance.md); it writes all else, compressed chunks and every other kind of storage.
+TensorStore writes the same bytes at 0.6 to 0.7 of this speed and with a copy of every block in memory, and takes more
+CPU time to read them (docs/performance.md). It writes and reads all else: compressed chunks and every other kind of
+storage.
 """
 
 import fcntl
@@ -20,6 +22,8 @@ from jaxtyping import Shaped
 from pipeline.store.io.digests import ValuesDigest, chunk_checksum
 from pipeline.store.io.directories import make_directories, sync_directory
 
+_CHECKSUM_BYTES = 4
+_INDEX_ENTRY_BYTES = 16  # offset and size
 _ABSENT = (1 << 64) - 1  # in a shard's index: of a chunk that holds the fill value alone, which is not written
 
 
@@ -80,6 +84,50 @@ def encode_shard(
     encoded_index = struct.pack(f"<{len(index)}Q", *index)
     yield encoded_index
     yield chunk_checksum(encoded_index)
+
+
+def read_chunks(
+    path: str, num_chunks: int, first: int, out: Shaped[np.ndarray, "R ..."], chunk_shape: Sequence[int]
+) -> bool:
+    """Reads chunks of a shard file that has `num_chunks`, from chunk `first` on, into `out`, and checks their crc32c.
+
+    `out` has the shape of whole chunks, which are as `encode_shard` has them; its rows may be apart in memory. Returns
+    False, with anything in `out`, where there is no such file, where a chunk is absent, since it holds the fill value,
+    and where anything is damaged: TensorStore gives these values, or says what is wrong.
+    """
+    rows, positions, *_ = chunk_shape
+    values = out.view(f"u{out.itemsize}")
+    own = np.empty(chunk_shape, values.dtype)  # for chunks that are not contiguous in `out`
+    places = [(row, position) for row in range(0, out.shape[0], rows) for position in range(0, out.shape[1], positions)]
+    size, checksum = own.nbytes, bytearray(_CHECKSUM_BYTES)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            index = _read_index(file, num_chunks)[first : first + len(places)]
+            for (row, position), (offset, stored_size) in zip(places, index, strict=True):
+                target = values[row : row + rows, position : position + positions]
+                chunk = target if target.flags.c_contiguous else own
+                if stored_size != size + _CHECKSUM_BYTES:
+                    return False
+                file.seek(offset)
+                if file.readinto(chunk) != size or file.readinto(checksum) != _CHECKSUM_BYTES:
+                    return False
+                if chunk_checksum(chunk) != checksum:
+                    return False
+                if chunk is own:
+                    target[...] = own
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def _read_index(file: BinaryIO, num_chunks: int) -> list[list[int]]:
+    """Offset and size of each chunk of a shard. Raises ValueError where it is damaged, and OSError."""
+    size = _INDEX_ENTRY_BYTES * num_chunks
+    file.seek(-size - _CHECKSUM_BYTES, os.SEEK_END)
+    encoded = file.read(size + _CHECKSUM_BYTES)
+    if chunk_checksum(encoded[:size]) != encoded[size:]:
+        raise ValueError("the index of the shard is damaged")
+    return np.frombuffer(encoded, "<u8", 2 * num_chunks).reshape(-1, 2).tolist()
 
 
 def _write_durably(root: Path, key: str, parts: Iterator[memoryview | bytes]) -> None:

@@ -198,6 +198,7 @@ class BatchReader(Iterator[Batch]):
                 yield _done(ahead.popleft())
         finally:  # without waiting: a reader that is dropped may be collected in one of these threads
             filler.shutdown(wait=False, cancel_futures=True)
+            self._blocks.close()
             gatherers.shutdown(wait=False, cancel_futures=True)
 
     def _submitted(

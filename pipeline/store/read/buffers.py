@@ -4,7 +4,7 @@ Shapes: S slots (row, slot of it) of a buffer, T positions of a row, K keys, D f
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import tensorstore as ts
@@ -23,6 +23,7 @@ from pipeline.store.read.rows import (
     ReadsAhead,
     RowRead,
     counts_positions,
+    has_plain_chunks,
     require_selected,
     require_stored,
     slot_side_arrays,
@@ -30,6 +31,8 @@ from pipeline.store.read.rows import (
 
 # MiB of side arrays of whole rows to read at once, before the slots of selected tokens are taken out of them.
 WHOLE_MIB = 64.0
+
+FILES_AT_ONCE = 4  # local store shards that are read, each by a thread
 
 STACKED = "stacked"  # the name of the memory [S, K, D] that several arrays of one width share
 
@@ -48,6 +51,8 @@ class StoredBlocks:
         self.layout = layout
         self.arrays = arrays
         self.blocks = blocks
+        self._plain = frozenset(name for name, array in arrays.items() if has_plain_chunks(array))
+        self._threads = ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="read") if self._plain else None
         # By block: its window, and [rows, slots] by name.
         self._side_arrays: dict[int, tuple[int, dict[str, np.ndarray]]] = {}
 
@@ -58,6 +63,15 @@ class StoredBlocks:
     def retry_read(self, read: Callable[[], None]) -> None:
         """Calls `read`, and again while it finds something damaged or missing; see `KeyValueStore.retry_read`."""
         self._storage.retry_read(read)
+
+    def close(self) -> None:
+        """Ends the threads after their present reads."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+
+    def start(self, name: str, first_row: int, out: np.ndarray) -> RowRead:
+        """A read of rows of an array, which is under way."""
+        return RowRead(self.arrays[name], first_row, out, self._threads if name in self._plain else None)
 
     def first_row(self, block: int) -> int:
         return self.layout.first_row(*self.blocks[block][:2])
@@ -168,7 +182,7 @@ class TokenMemory:
         for piece in buffer.pieces:
             first = self._blocks.first_row(piece.block) + piece.first
             for name, target in self._targets.items():
-                reads.add(RowRead(self._blocks.arrays[name], first, target[row : row + piece.num_rows]))
+                reads.add(self._blocks.start(name, first, target[row : row + piece.num_rows]))
             row_numbers.append(np.arange(first, first + piece.num_rows))
             row += piece.num_rows
         filter_inputs = self._side_arrays | {COMPLETIONS: self._completions}

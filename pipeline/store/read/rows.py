@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Executor, Future
 
 import numpy as np
 import tensorstore as ts
@@ -11,6 +12,7 @@ from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.block_table import Block
 from pipeline.store.format.layout import MIB, SELECTED, SIDE_ARRAYS
 from pipeline.store.io.failures import VERIFY_REMEDY
+from pipeline.store.io.shard_files import read_chunks
 from pipeline.store.io.storage import KeyValueStore
 from pipeline.store.read.selected import at_selected
 
@@ -45,10 +47,12 @@ def read_runs(array: ts.TensorStore, rows: Int64[np.ndarray, " n"]) -> np.ndarra
 class RowRead:
     """A read of consecutive rows of an array into `out`, which is under way.
 
-    Raises StoreInvalid where something else than a file is in the place of a store shard.
+    With `threads` the file is read by one of them, where the rows are whole chunks of one local store shard without
+    compression. TensorStore reads all else, and what proves damaged or absent. Raises StoreInvalid where something
+    else than a file is in the place of a store shard.
     """
 
-    def __init__(self, array: ts.TensorStore, first_row: int, out: np.ndarray) -> None:
+    def __init__(self, array: ts.TensorStore, first_row: int, out: np.ndarray, threads: Executor | None = None) -> None:
         self._objects = KeyValueStore(array.kvstore)
         rows_per_shard = array.chunk_layout.write_chunk.shape[0]
         for shard in range(first_row // rows_per_shard, -(-(first_row + len(out)) // rows_per_shard)):
@@ -56,7 +60,8 @@ class RowRead:
         rows = array[first_row : first_row + len(out)]
         self._rows = rows[ts.d[0].translate_to[0]]
         self._out = out
-        self._under_way: ts.WriteFutures | None = self._start()
+        self._file = None if threads is None else _start_file(array, first_row, out, self._objects.directory, threads)
+        self._under_way: ts.WriteFutures | None = None if self._file else self._start()
 
     @property
     def num_bytes(self) -> int:
@@ -71,6 +76,9 @@ class RowRead:
 
     def _finish(self) -> None:
         """Waits; when called again, reads again."""
+        file, self._file = self._file, None
+        if file is not None and file.result():
+            return
         read, self._under_way = self._under_way or self._start(), None
         with self._objects.errors(""):
             read.result()
@@ -103,6 +111,34 @@ class ReadsAhead:
         read = self._reads.popleft()
         self._bytes -= read.num_bytes
         read.wait()
+
+
+def has_plain_chunks(array: ts.TensorStore) -> bool:
+    """Whether the chunks of a store shard are its values as they lie in memory, one after the other, and in a file."""
+    sharding, *_ = array.codec.to_json()["codecs"]
+    codecs = sharding.get("configuration", {}).get("codecs", [])
+    endian = {codec["name"]: codec.get("configuration", {}).get("endian", "little") for codec in codecs}
+    rows, positions, *features = array.chunk_layout.read_chunk.shape
+    _, all_positions, *all_features = array.chunk_layout.write_chunk.shape
+    return (
+        list(endian.items()) == [("bytes", "little"), ("crc32c", "little")]
+        and (rows == 1 or positions == all_positions)
+        and features == all_features
+        and KeyValueStore(array.kvstore).directory is not None
+    )
+
+
+def _start_file(
+    array: ts.TensorStore, first_row: int, out: np.ndarray, directory: str, threads: Executor
+) -> Future[bool] | None:
+    """`read_chunks` of an array that `has_plain_chunks`; None where the rows are not whole chunks of one shard."""
+    shard_shape, chunk_shape = array.chunk_layout.write_chunk.shape, array.chunk_layout.read_chunk.shape
+    shard, row = divmod(first_row, shard_shape[0])
+    if row % chunk_shape[0] or len(out) % chunk_shape[0] or row + len(out) > shard_shape[0]:
+        return None
+    row_chunks = shard_shape[1] // chunk_shape[1]
+    num_chunks, first = shard_shape[0] // chunk_shape[0] * row_chunks, row // chunk_shape[0] * row_chunks
+    return threads.submit(read_chunks, directory + _shard_key(array, shard), num_chunks, first, out, chunk_shape)
 
 
 def require_stored(
