@@ -1,21 +1,26 @@
 """Sites: the named places of a transformer whose activations can be captured.
 
-The names are TransformerLens' hook names without the `hook_` prefix. For a pre-norm decoder (Qwen2, LLaMA):
+The names are TransformerLens' hook names without the `hook_` prefix, but for `attn_in` and `mlp_in`. For a pre-norm
+decoder (Qwen2, LLaMA):
 
-| site         | meaning                                                       | width | TransformerLens            |
-|--------------|---------------------------------------------------------------|-------|----------------------------|
-| `embed`      | residual stream entering layer 0                              | D     | `hook_embed`               |
-| `resid_pre`  | residual stream before the layer                              | D     | `blocks.L.hook_resid_pre`  |
-| `q`          | heads' queries as they meet the keys: biased, normed, rotated | N * H | `blocks.L.attn.hook_rot_q` |
-| `k`          | key-value heads' keys, likewise                               | K * H | `blocks.L.attn.hook_rot_k` |
-| `v`          | key-value heads' values                                       | K * H | `blocks.L.attn.hook_v`     |
-| `attn_z`     | heads' outputs before the output projection                   | N * H | `blocks.L.attn.hook_z`     |
-| `attn_out`   | what attention adds to the residual stream                    | D     | `blocks.L.hook_attn_out`   |
-| `resid_mid`  | residual stream between attention and MLP                     | D     | `blocks.L.hook_resid_mid`  |
-| `mlp_post`   | the MLP's neurons: what the down projection multiplies        | F     | `blocks.L.mlp.hook_post`   |
-| `mlp_out`    | what the MLP adds to the residual stream                      | D     | `blocks.L.hook_mlp_out`    |
-| `resid_post` | residual stream after the layer, before any final norm        | D     | `blocks.L.hook_resid_post` |
-| `final_norm` | output of the last norm; needs every layer                    | D     | `ln_final.hook_normalized` |
+| site             | meaning                                                | width | TransformerLens                |
+|------------------|--------------------------------------------------------|-------|--------------------------------|
+| `embed`          | residual stream entering layer 0                       | D     | `hook_embed`                   |
+| `resid_pre`      | residual stream before the layer                       | D     | `blocks.L.hook_resid_pre`      |
+| `attn_in`        | what attention reads: the stream after the norm        | D     | `blocks.L.attn.hook_in`        |
+| `q`              | queries as they meet the keys: biased, normed, rotated | N * H | `blocks.L.attn.hook_rot_q`     |
+| `k`              | key-value heads' keys, likewise                        | K * H | `blocks.L.attn.hook_rot_k`     |
+| `v`              | key-value heads' values                                | K * H | `blocks.L.attn.hook_v`         |
+| `attn_z`         | heads' outputs before the output projection            | N * H | `blocks.L.attn.hook_z`         |
+| `attn_out`       | what attention adds to the residual stream             | D     | `blocks.L.hook_attn_out`       |
+| `resid_mid`      | residual stream between attention and MLP              | D     | `blocks.L.hook_resid_mid`      |
+| `mlp_in`         | what the MLP reads: the stream after the norm          | D     | `blocks.L.mlp.hook_in`         |
+| `mlp_pre`        | the activation function's input (a gated MLP's gate)   | F     | `blocks.L.mlp.hook_pre`        |
+| `mlp_pre_linear` | what a gated MLP multiplies by its activated gate      | F     | `blocks.L.mlp.hook_pre_linear` |
+| `mlp_post`       | the MLP's neurons: what the down projection multiplies | F     | `blocks.L.mlp.hook_post`       |
+| `mlp_out`        | what the MLP adds to the residual stream               | D     | `blocks.L.hook_mlp_out`        |
+| `resid_post`     | residual stream after the layer, before any final norm | D     | `blocks.L.hook_resid_post`     |
+| `final_norm`     | output of the last norm; needs every layer             | D     | `ln_final.hook_normalized`     |
 
 D features of the residual stream, N heads of H features, K key-value heads, F neurons. The heads of `q`, `k`, `v` and
 `attn_z` lie side by side in one axis: head n of a site is [n * H, (n + 1) * H).
@@ -23,15 +28,24 @@ D features of the residual stream, N heads of H features, K key-value heads, F n
 HF's `hidden_states[-1]` is `final_norm`, not the last layer's `resid_post`. TransformerLens' `ln_final.hook_normalized`
 is before the norm's weight; `final_norm` here is after it, as in HF.
 
+`attn_in` and `mlp_in` are after the norm's weight and bias: `attn.hook_in` and `mlp.hook_in` of TransformerLens 3. Its
+similar names mean something else: `hook_attn_in` and `hook_mlp_in` are the stream before the norm, and
+`ln1.hook_normalized` and `ln2.hook_normalized` are before the norm's weights (before 3.0, after those of a LayerNorm).
+`mlp_pre` and `mlp_pre_linear` include their projections' biases, as in HF.
+
 Other families mean the same by these names, but for:
 
-* Norms after a block (OLMo 2, Gemma): `attn_out` and `mlp_out` are what is added, so after those norms.
-* Parallel residual (GPT-NeoX, Pythia): attention and MLP both read `resid_pre`, so there is no `resid_mid`.
+* Norms after a block (OLMo 2, Gemma): `attn_out` and `mlp_out` are what is added, so after those norms. OLMo 2 has no
+  norms before its blocks: `attn_in` is `resid_pre`, and `mlp_in` is `resid_mid`.
+* Parallel residual (GPT-NeoX, Pythia): attention and MLP both read `resid_pre`, each after its own norm, so there is no
+  `resid_mid`.
+* MLP without gate (GPT-2, GPT-NeoX, BERT): there is no `mlp_pre_linear`.
 * No rotation (GPT-2, BERT): `q` and `k` are `attn.hook_q` and `attn.hook_k`. `embed` includes the learned positions:
   it is `blocks.0.hook_resid_pre` of GPT-2 and, after the embeddings' LayerNorm, `hook_full_embed` of BERT.
 * Post-norm (BERT): the stream itself is normed after each addition. `resid_mid` and `resid_post` are after those norms,
   as in HF, where the latter is a layer's output: `hook_mlp_in` and `hook_normalized_resid_post`. `attn_out` and
-  `mlp_out` are before the addition. There is no `final_norm`.
+  `mlp_out` are before the addition. What a block reads is the stream: `attn_in` is `resid_pre`, `mlp_in` is
+  `resid_mid`. There is no `final_norm`.
 """
 
 from collections.abc import Mapping
@@ -45,12 +59,16 @@ class Site(StrEnum):
 
     embed = "embed"
     resid_pre = "resid_pre"
+    attn_in = "attn_in"
     q = "q"
     k = "k"
     v = "v"
     attn_z = "attn_z"
     attn_out = "attn_out"
     resid_mid = "resid_mid"
+    mlp_in = "mlp_in"
+    mlp_pre = "mlp_pre"
+    mlp_pre_linear = "mlp_pre_linear"
     mlp_post = "mlp_post"
     mlp_out = "mlp_out"
     resid_post = "resid_post"
@@ -62,10 +80,14 @@ class Site(StrEnum):
 
 
 _HOOKS = {
+    Site.attn_in: "attn.hook_in",
     Site.q: "attn.hook_rot_q",
     Site.k: "attn.hook_rot_k",
     Site.v: "attn.hook_v",
     Site.attn_z: "attn.hook_z",
+    Site.mlp_in: "mlp.hook_in",
+    Site.mlp_pre: "mlp.hook_pre",
+    Site.mlp_pre_linear: "mlp.hook_pre_linear",
     Site.mlp_post: "mlp.hook_post",
     Site.final_norm: "ln_final.hook_normalized",
 }

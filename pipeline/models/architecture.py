@@ -89,6 +89,7 @@ class Architecture:
     activation: Activation = Activation.silu
     causal: bool = True
     parallel: bool = False  # attention and MLP read the same residual stream
+    gated: bool = True  # the MLP multiplies its activated gate by a linear projection
     rotary_dim: int | None = None  # dimensions of a head that rotate; None: all
     attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     softcap: float | None = None  # of the scaled scores: softcap * tanh(scores / softcap)

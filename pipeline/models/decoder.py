@@ -39,7 +39,7 @@ class Params(TypedDict, total=False):
     head: Float[Array, "V D"]  # for generation only; absent where the embedding is also the head
 
 
-STREAM_SITES = (Site.attn_out, Site.resid_mid, Site.mlp_out)
+STREAM_SITES = (Site.attn_in, Site.attn_out, Site.resid_mid, Site.mlp_in, Site.mlp_out)
 """The sites inside a layer that are as wide as the residual stream. A tuple, since all processes must trace them in one
 order, and that of a set of strings changes from process to process."""
 
@@ -166,7 +166,8 @@ def layer_sites(
     if Site.attn_out in sites:  # not where the capture ends earlier
         stream = norm_if_any(x + sites[Site.attn_out], attention, "sum_norm", arch)
         sites[Site.resid_mid] = stream
-    sites |= mlp_block(x if arch.parallel else stream, mlp, arch)
+    if arch.parallel or Site.attn_out in sites:
+        sites |= mlp_block(x if arch.parallel else stream, mlp, arch)
     if Site.mlp_out in sites:
         stream = norm_if_any(stream + sites[Site.mlp_out], mlp, "sum_norm", arch)
     return stream, sites

@@ -123,7 +123,8 @@ def attention_block(
 
     `ropes` are the tables of global and local layers; in a scan over both kinds of layers, `is_local` is data.
     """
-    sites = _heads(norm_if_any(x, weights, "norm", arch), weights)
+    x = norm_if_any(x, weights, "norm", arch)
+    sites = {Site.attn_in: x} | _heads(x, weights)
     for site, key in ((Site.q, "q_norm"), (Site.k, "k_norm")):
         if site in sites:
             sites[site] = norm_if_any(sites[site], weights, key, arch)
@@ -178,8 +179,6 @@ def mlp_block(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) ->
     would compute them twice. Of Qwen2.5-7B's shape, 1 x 131,072 on v5e: 11.0 -> 2.8 GiB of temporary memory, 479 -> 457
     ms a layer by XLA's estimate, without attention.
     """
-    if "up" not in weights:
-        return {}
     num_parts = mlp_parts(x.shape[1])
     if num_parts == 1:
         return _mlp(x, weights, arch)
@@ -198,11 +197,15 @@ def mlp_parts(length: int) -> int:
 
 def _mlp(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict[Site, Array]:
     x = norm_if_any(x, weights, "norm", arch)
-    activation = _ACTIVATIONS[arch.activation]
-    neurons = project(x, weights, "up")
-    neurons = activation(project(x, weights, "gate")) * neurons if "gate" in weights else activation(neurons)
-    sites = {Site.mlp_post: neurons}
+    sites = {Site.mlp_in: x}
+    if "up" in weights:
+        sites[Site.mlp_pre_linear if arch.gated else Site.mlp_pre] = project(x, weights, "up")
+    if "gate" in weights:
+        sites[Site.mlp_pre] = project(x, weights, "gate")
+    if sites.keys() >= ({Site.mlp_pre, Site.mlp_pre_linear} if arch.gated else {Site.mlp_pre}):
+        activated = _ACTIVATIONS[arch.activation](sites[Site.mlp_pre])
+        sites[Site.mlp_post] = activated * sites[Site.mlp_pre_linear] if arch.gated else activated
     if "down" in weights:
-        mlp_out = project(neurons, weights, "down")
+        mlp_out = project(sites[Site.mlp_post], weights, "down")
         sites[Site.mlp_out] = norm_if_any(mlp_out, weights, "post_norm", arch)
     return sites

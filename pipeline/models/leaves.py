@@ -56,7 +56,7 @@ def needed_leaves(arch: Architecture, table: KeyTable, keys: Sequence[Activation
     """The parameters that `keys` need, not yet read. Raises KeyError for a weight that `WEIGHTS` does not have."""
     trunk_steps = {Step.embed, *(Step.final_norm for key in keys if key.site is Site.final_norm)}
     trunk: dict[str, Leaf] = {}
-    runs = [(run, run.steps(arch.parallel)) for run in layer_runs(keys, arch.num_layers)]
+    runs = [(run, run.steps(arch)) for run in layer_runs(keys, arch.num_layers)]
     layers: list[dict[str, dict[str, Leaf]]] = [{} for _ in runs]
     for hf_key, entry in table.items():
         key, hf_axes = (entry, None) if isinstance(entry, str) else entry
@@ -135,7 +135,7 @@ def flops_per_token(
     """
     matrices = sum(leaf.size for leaf in jax.tree.leaves(needed_leaves(arch, table, keys)["runs"]) if leaf.num_inputs)
     runs = layer_runs(keys, arch.num_layers)
-    layers = [layer for run in runs if Step.z in run.steps(arch.parallel) for layer in run.layers]
+    layers = [layer for run in runs if Step.z in run.steps(arch) for layer in run.layers]
     attended = sum(length if counts_masked else _mean_keys(arch, layer, length) for layer in layers)
     return round(2 * matrices + attended * 4 * arch.num_heads * arch.head_dim)
 

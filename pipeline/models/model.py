@@ -65,6 +65,8 @@ class Model:
         lacking = set()
         if self.arch.parallel:
             lacking.add(Site.resid_mid)
+        if not self.arch.gated:
+            lacking.add(Site.mlp_pre_linear)
         if "final_norm" not in self._weight_keys:
             lacking.add(Site.final_norm)
         return tuple(site for site in Site if site not in lacking)
@@ -76,7 +78,7 @@ class Model:
                 return self.arch.num_heads * self.arch.head_dim
             case Site.k | Site.v:
                 return self.arch.num_kv_heads * self.arch.head_dim
-            case Site.mlp_post:
+            case Site.mlp_pre | Site.mlp_pre_linear | Site.mlp_post:
                 return self.arch.d_mlp
         return self.arch.d_model
 
@@ -200,10 +202,14 @@ class Generation:
 
 
 def _spelled_out(arch: Architecture) -> dict[str, object]:
-    """Without fields at their default, so that a field added for one family does not change the others' identity."""
+    """Without fields at their default, so that a field added for one family does not change the others' identity.
+
+    `gated` follows from the family, and older stores do not have it.
+    """
     everything = dataclasses.asdict(arch)
     return {
         field.name: everything[field.name]
         for field in dataclasses.fields(arch)
         if field.default is dataclasses.MISSING or getattr(arch, field.name) != field.default
+        if field.name != "gated"
     }

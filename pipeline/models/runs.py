@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pipeline.core.sites import ActivationKey, Site
+from pipeline.models.architecture import Architecture
 from pipeline.models.weight_specs import LAYER_STEPS, Step, required_steps
 
 
@@ -29,9 +30,9 @@ class LayerRun:
     def layers(self) -> range:
         return range(self.first, self.stop)
 
-    def steps(self, parallel: bool) -> frozenset[Step]:
-        """The steps that each layer of the run computes, in a model with or without parallel residual."""
-        return required_steps(self.ends_at, parallel) if self.ends_at else frozenset(LAYER_STEPS)
+    def steps(self, arch: Architecture) -> frozenset[Step]:
+        """The steps that each layer of the run computes."""
+        return required_steps(self.ends_at, arch) if self.ends_at else frozenset(LAYER_STEPS)
 
 
 def residual_index(key: ActivationKey, num_layers: int) -> int | None:

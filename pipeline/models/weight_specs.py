@@ -9,19 +9,23 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from pipeline.core.sites import Site
-from pipeline.models.architecture import Axis
+from pipeline.models.architecture import Architecture, Axis
 
 
 class Step(StrEnum):
     """A step of the forward pass. All but the first and the last two belong to a layer."""
 
     embed = "embed"
+    attn_in = "attn_in"
     q = "q"
     k = "k"
     v = "v"
     z = "z"  # attention proper
     o = "o"
+    mlp_in = "mlp_in"
+    gate = "gate"
     up = "up"
+    neurons = "neurons"
     down = "down"
     final_norm = "final_norm"
     head = "head"
@@ -36,21 +40,30 @@ class LayerStep:
 
 
 LAYER_STEPS: Mapping[Step, LayerStep] = {
-    Step.q: LayerStep(frozenset({Site.q})),
-    Step.k: LayerStep(frozenset({Site.k})),
-    Step.v: LayerStep(frozenset({Site.v})),
+    Step.attn_in: LayerStep(frozenset({Site.attn_in})),
+    Step.q: LayerStep(frozenset({Site.q}), reads=(Step.attn_in,)),
+    Step.k: LayerStep(frozenset({Site.k}), reads=(Step.attn_in,)),
+    Step.v: LayerStep(frozenset({Site.v}), reads=(Step.attn_in,)),
     Step.z: LayerStep(frozenset({Site.attn_z}), reads=(Step.q, Step.k, Step.v)),
     Step.o: LayerStep(frozenset({Site.attn_out, Site.resid_mid}), reads=(Step.z,)),
-    Step.up: LayerStep(frozenset({Site.mlp_post}), reads=(Step.o,)),  # a parallel MLP reads the layer's input
-    Step.down: LayerStep(frozenset({Site.mlp_out}), reads=(Step.up,)),
+    Step.mlp_in: LayerStep(frozenset({Site.mlp_in}), reads=(Step.o,)),
+    Step.gate: LayerStep(frozenset({Site.mlp_pre}), reads=(Step.mlp_in,)),
+    Step.up: LayerStep(frozenset({Site.mlp_pre_linear}), reads=(Step.mlp_in,)),
+    Step.neurons: LayerStep(frozenset({Site.mlp_post}), reads=(Step.gate, Step.up)),
+    Step.down: LayerStep(frozenset({Site.mlp_out}), reads=(Step.neurons,)),
 }
+"""The steps of a sequential layer with a gated MLP."""
 
 
-def required_steps(sites: Collection[Site], parallel: bool) -> frozenset[Step]:
-    """The steps of a layer that its `sites` require, in a model with or without parallel residual."""
+def required_steps(sites: Collection[Site], arch: Architecture) -> frozenset[Step]:
+    """The steps of a layer that its `sites` require."""
 
     def with_inputs(step: Step) -> set[Step]:
-        reads = () if parallel and step is Step.up else LAYER_STEPS[step].reads
+        reads = LAYER_STEPS[step].reads
+        if step is Step.mlp_in and arch.parallel:
+            reads = ()  # the layer's input
+        if step is Step.gate and not arch.gated:
+            reads = (Step.up,)  # whose output is then the pre-activation
         return {step}.union(*map(with_inputs, reads))
 
     return frozenset().union(*(with_inputs(step) for step, spec in LAYER_STEPS.items() if spec.sites & set(sites)))
@@ -105,7 +118,7 @@ WEIGHTS: Mapping[str, WeightSpec] = {
     "position_embed": _embedding("P D", Step.embed),
     "type_embed": _embedding("Y D", Step.embed),
     "embed_norm": _norm("D", Step.embed),
-    "attention.norm": _norm("D", Step.q, Step.k, Step.v),
+    "attention.norm": _norm("D", Step.attn_in),
     "attention.qkv": _matrix("NCH D", Step.q, Step.k, Step.v),
     "attention.q": _matrix("NH D", Step.q),
     "attention.q_norm": _norm("H", Step.q),
@@ -115,8 +128,8 @@ WEIGHTS: Mapping[str, WeightSpec] = {
     "attention.o": _matrix("D NH", Step.o),
     "attention.post_norm": _norm("D", Step.o),
     "attention.sum_norm": _norm("D", Step.o),
-    "mlp.norm": _norm("D", Step.up),
-    "mlp.gate": _matrix("F D", Step.up),
+    "mlp.norm": _norm("D", Step.mlp_in),
+    "mlp.gate": _matrix("F D", Step.gate),
     "mlp.up": _matrix("F D", Step.up),
     "mlp.down": _matrix("D F", Step.down),
     "mlp.post_norm": _norm("D", Step.down),

@@ -51,8 +51,9 @@ def int8_errors(
             x_int8, sites_int8 = layer(x_int8, with_int8_inputs(weights) if with_inputs else weights, is_local)
             residuals.append(float(_relative_error(x_int8, x, segments != 0)))
             for site in sites:
-                error = _relative_error(sites_int8[site], sites[site], segments != 0)
-                inner[ActivationKey(run.first, site)] = float(error)
+                key = ActivationKey(run.first, site)
+                if key in keys:
+                    inner[key] = float(_relative_error(sites_int8[site], sites[site], segments != 0))
         if "final_norm" in params:
             normed = (norm(stream, params, "final_norm", model.arch) for stream in (x_int8, x))
             inner[ActivationKey(-1, Site.final_norm)] = float(_relative_error(*normed, segments != 0))

@@ -27,7 +27,12 @@ def edit_config(path: Path, edit) -> None:
     file.write_text(json.dumps(config))
 
 
-LACKING = {"gpt_neox": {"resid_mid"}, "bert": {"final_norm"}, "gpt2": set(), "gemma2": set()}
+LACKING = {
+    "gpt_neox": {"resid_mid", "mlp_pre_linear"},
+    "bert": {"final_norm", "mlp_pre_linear"},
+    "gpt2": {"mlp_pre_linear"},
+    "gemma2": set(),
+}
 
 
 @pytest.mark.parametrize("family", LACKING)
@@ -36,13 +41,21 @@ def test_a_site_that_a_family_lacks_is_refused_with_those_it_has(family: str, tm
     model = open_model(str(tmp_path))
     assert set(Site) - set(model.sites) == LACKING[family]
     for site in LACKING[family]:
-        with pytest.raises(ConfigError, match=rf"{site}.*the model has embed, resid_pre, q, .*, resid_post"):
+        with pytest.raises(ConfigError, match=rf"{site}.*the model has embed, resid_pre, attn_in, q, .*, resid_post"):
             captured_keys(CaptureConfig(layers=[1], sites=[site]), model)
 
 
 def test_sequential_gpt_neox_has_a_middle(tmp_path) -> None:
     save_random("gpt_neox", tmp_path, use_parallel_residual=False)
-    assert open_model(str(tmp_path)).sites == tuple(Site)
+    assert set(Site) - set(open_model(str(tmp_path)).sites) == {"mlp_pre_linear"}
+
+
+def test_an_mlp_without_gate_does_not_change_the_identity_of_a_model(tmp_path) -> None:
+    """Stores of earlier programs do not know the field."""
+    save_random("gpt2", tmp_path)
+    model = open_model(str(tmp_path))
+    assert not model.arch.gated
+    assert "gated" not in model.identity()["architecture"]
 
 
 HOOKS = [
@@ -50,10 +63,12 @@ HOOKS = [
     ("gpt2", "blocks.1.q", "blocks.1.attn.hook_q"),
     ("gpt2", "blocks.1.resid_post", "blocks.1.hook_resid_post"),
     ("gpt2", "embed", "blocks.0.hook_resid_pre"),
+    ("gpt2", "blocks.1.mlp_pre", "blocks.1.mlp.hook_pre"),
     ("bert", "blocks.1.k", "blocks.1.attn.hook_k"),
     ("bert", "blocks.1.resid_mid", "blocks.1.hook_mlp_in"),
     ("bert", "blocks.1.resid_post", "blocks.1.hook_normalized_resid_post"),
     ("bert", "embed", "hook_full_embed"),
+    ("bert", "blocks.1.mlp_in", "blocks.1.mlp.hook_in"),
 ]
 
 

@@ -11,6 +11,7 @@ from pipeline.models.architecture import Architecture
 from pipeline.models.layers import _mlp, mlp_block, mlp_parts
 
 D, F = 8, 16
+SITES = {Site.mlp_in, Site.mlp_pre, Site.mlp_pre_linear, Site.mlp_post, Site.mlp_out}
 ARCH = Architecture(
     num_layers=1,
     vocab_size=10,
@@ -40,7 +41,7 @@ def test_a_row_in_parts_has_the_same_values() -> None:
     weights = {name: rng.normal(size=shape).astype(np.float32) for name, shape in weights.items()}
     x = rng.normal(size=(2, 36864, D)).astype(np.float32)
     in_parts, whole = (jax.jit(partial(mlp, weights=weights, arch=ARCH))(x) for mlp in (mlp_block, _mlp))
-    assert in_parts.keys() == whole.keys() == {Site.mlp_post, Site.mlp_out}
+    assert in_parts.keys() == whole.keys() == SITES
     for site, values in whole.items():
         np.testing.assert_array_equal(in_parts[site], values)
-    assert mlp_block(x, {}, ARCH) == {}
+    assert mlp_block(x, {"norm": weights["norm"]}, ARCH).keys() == {Site.mlp_in}

@@ -1,9 +1,13 @@
 """What follows from the description of each weight: int8, the division along `tensor`, and the steps of a site."""
 
+from dataclasses import replace
+
 import pytest
 
+from pipeline.config.composing import PACKAGE
 from pipeline.core.sites import Site
 from pipeline.models.partition import TENSOR_AXES
+from pipeline.models.registry import open_model
 from pipeline.models.weight_specs import LAYER_STEPS, WEIGHTS, Kind, Step, required_steps, weight_spec
 
 DIVIDED_AXIS = {
@@ -17,15 +21,21 @@ DIVIDED_AXIS = {
     "mlp.down": 1,
 }
 NUM_INPUTS = dict.fromkeys(DIVIDED_AXIS, 1) | {"attention.o": 2}
-ATTENTION = {Step.q, Step.k, Step.v, Step.z, Step.o}
+ATTENTION = {Step.attn_in, Step.q, Step.k, Step.v, Step.z, Step.o}
+MLP = {Step.mlp_in, Step.gate, Step.up, Step.neurons, Step.down}
+ARCH = open_model(str(PACKAGE / "assets" / "tiny-qwen2")).arch
 STEPS = {
-    Site.q: {Step.q},
-    Site.v: {Step.v},
+    Site.attn_in: {Step.attn_in},
+    Site.q: {Step.attn_in, Step.q},
+    Site.v: {Step.attn_in, Step.v},
     Site.attn_z: ATTENTION - {Step.o},
     Site.attn_out: ATTENTION,
     Site.resid_mid: ATTENTION,
-    Site.mlp_post: ATTENTION | {Step.up},
-    Site.mlp_out: ATTENTION | {Step.up, Step.down},
+    Site.mlp_in: ATTENTION | {Step.mlp_in},
+    Site.mlp_pre: ATTENTION | {Step.mlp_in, Step.gate},
+    Site.mlp_pre_linear: ATTENTION | {Step.mlp_in, Step.up},
+    Site.mlp_post: ATTENTION | MLP - {Step.down},
+    Site.mlp_out: ATTENTION | MLP,
 }
 
 
@@ -51,11 +61,16 @@ def test_another_name_is_an_error() -> None:
 
 @pytest.mark.parametrize("site", STEPS)
 def test_steps_that_a_site_requires(site: Site) -> None:
-    assert required_steps({site}, parallel=False) == STEPS[site]
-    needs_mlp = STEPS[site] & {Step.up, Step.down}
-    assert required_steps({site}, parallel=True) == (needs_mlp or STEPS[site])
+    assert required_steps({site}, ARCH) == STEPS[site]
+    assert required_steps({site}, replace(ARCH, parallel=True)) == (STEPS[site] & MLP or STEPS[site])
 
 
 def test_several_sites_require_the_steps_of_each() -> None:
-    assert required_steps({Site.k, Site.mlp_out}, parallel=True) == {Step.k, Step.up, Step.down}
-    assert required_steps({Site.mlp_out}, parallel=False) == LAYER_STEPS.keys()
+    assert required_steps({Site.k, Site.mlp_out}, replace(ARCH, parallel=True)) == {Step.attn_in, Step.k} | MLP
+    assert required_steps({Site.mlp_out}, ARCH) == LAYER_STEPS.keys()
+
+
+def test_without_gate_the_pre_activation_is_the_up_projection() -> None:
+    ungated = replace(ARCH, gated=False)
+    assert required_steps({Site.mlp_pre}, ungated) == ATTENTION | {Step.mlp_in, Step.gate, Step.up}
+    assert required_steps({Site.mlp_out}, ungated) == LAYER_STEPS.keys()

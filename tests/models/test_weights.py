@@ -16,7 +16,8 @@ from pipeline.models.registry import Model, open_model
 DEVICE = SingleDeviceSharding(jax.devices()[0])
 EVERYTHING = activation_keys(tuple(range(NUM_LAYERS)), tuple(Site))
 ATTENTION = {f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")} | {"input_layernorm"}
-MLP = {f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")} | {"post_attention_layernorm"}
+MLP_IN = {"post_attention_layernorm"}
+MLP = {f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")} | MLP_IN
 
 
 def key(name: str) -> ActivationKey:
@@ -34,8 +35,12 @@ def layers(*numbers: int, parts: set[str] = ATTENTION | MLP) -> set[str]:
         ("blocks.0.resid_pre", set()),
         ("blocks.2.resid_pre", layers(0, 1)),
         ("blocks.2.attn_out", layers(0, 1) | layers(2, parts=ATTENTION)),
+        ("blocks.2.attn_in", layers(0, 1) | layers(2, parts={"input_layernorm"})),
         ("blocks.2.q", layers(0, 1) | layers(2, parts={"input_layernorm", "self_attn.q_proj"})),
         ("blocks.2.attn_z", layers(0, 1) | layers(2, parts=ATTENTION - {"self_attn.o_proj"})),
+        ("blocks.2.mlp_in", layers(0, 1) | layers(2, parts=ATTENTION | MLP_IN)),
+        ("blocks.2.mlp_pre", layers(0, 1) | layers(2, parts=ATTENTION | MLP_IN | {"mlp.gate_proj"})),
+        ("blocks.2.mlp_pre_linear", layers(0, 1) | layers(2, parts=ATTENTION | MLP_IN | {"mlp.up_proj"})),
         ("blocks.2.mlp_post", layers(0, 1) | layers(2, parts=(ATTENTION | MLP) - {"mlp.down_proj"})),
         ("blocks.2.mlp_out", layers(0, 1, 2)),
         ("blocks.1.resid_post", layers(0, 1)),
@@ -112,9 +117,11 @@ def test_parts_of_leaves_with_other_axes_than_the_files(family: str, name: str, 
 def test_parallel_mlp_needs_no_attention_of_its_layer(tmp_path) -> None:
     save_random("gpt_neox", tmp_path)
     model = open_model(str(tmp_path))
-    runs = needed_leaves(model.arch, model.table, (key("blocks.2.mlp_post"),))["runs"]
-    assert set(runs[-1]) == {"mlp"}
-    assert set(runs[-1]["mlp"]) == {"norm", "norm_bias", "up", "up_bias"}
+    norm, up = {"norm", "norm_bias"}, {"up", "up_bias"}
+    for site, names in {"mlp_in": norm, "mlp_pre": norm | up, "mlp_post": norm | up}.items():
+        runs = needed_leaves(model.arch, model.table, (key(f"blocks.2.{site}"),))["runs"]
+        assert set(runs[-1]) == {"mlp"}
+        assert set(runs[-1]["mlp"]) == names
 
 
 def test_many_files_equal_one(tmp_path) -> None:

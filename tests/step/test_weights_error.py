@@ -18,7 +18,7 @@ from pipeline.store import ActivationStore
 from tests.jobs import assert_same_store, write_text
 
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-SITES = "capture.sites=[embed,resid_pre,q,attn_z,attn_out,mlp_post,resid_post]"
+SITES = "capture.sites=[embed,resid_pre,q,attn_z,attn_out,mlp_in,mlp_post,resid_post]"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The architecture of GPT-2, GPT-NeoX and BERT: LayerNorm, and as many key-value heads as heads."""
+"""The architecture of GPT-2, GPT-NeoX and BERT: LayerNorm, an MLP without gate, as many key-value heads as heads."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -42,5 +42,6 @@ def read_multi_head(
         norm_eps=config.positive_float(name("layer_norm_eps"), eps),
         rope=rope,
         norm=Norm.layer,
+        gated=False,
         activation=config.activation(name("hidden_act"), activation),
     )
