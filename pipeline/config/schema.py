@@ -223,6 +223,11 @@ class CaptureConfig:
         "store as `bfloat16`, `float16`, `float32`, `int8` with a scale per token, `float8_e4m3fn` or `float8_e5m2`",
     )
     int8_group: int | None = key(None, "of `int8`: neighbouring features that share a scale; null: all of a token's")
+    outputs: list[str] = list_key(
+        (),
+        "list of `loss entropy top_logprobs`: what the model's head says of each stored token; needs all layers",
+    )
+    top_logprobs: int = key(8, "of `outputs`: the number of likeliest next tokens")
     statistics: bool = key(True, "mean, variance and norms of every array, computed on the devices")
     on_not_finite: OnNotFinite = key(
         OnNotFinite.fail, "`fail`, or `warn` and keep values that are NaN or too large for `capture.dtype`"

@@ -13,11 +13,11 @@ log = logging.getLogger("pipeline")
 
 
 def check_finite(plan: Plan, block: TokenBlock | None, counts: Sequence[int]) -> None:
-    """`counts`: of each key, the tokens of a step with a value that is not finite, over all processes.
+    """`counts`: of each counted array, the tokens of a step with a value that is not finite, over all processes.
 
     Raises NotFiniteError, on each process, or warns, as capture.on_not_finite says.
     """
-    arrays = [f"{key.name} ({count} tokens)" for key, count in zip(plan.step.keys, counts, strict=True) if count]
+    arrays = [f"{name} ({count} tokens)" for name, count in zip(plan.step.counted_names, counts, strict=True) if count]
     if not arrays:
         return
     blocks = [f"block {block.index} of stream {block.stream}"] if block else []

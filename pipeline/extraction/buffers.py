@@ -13,11 +13,12 @@ from pipeline.store.format.int8 import scale_name
 
 
 class BlockBuffers(NamedTuple):
-    """Arrays of R rows: a block's. The fields, and so the leaves, are those of StepOutputs without its counts."""
+    """Arrays of R rows: a block's. The leaves are those of `StepOutputs.stored`."""
 
     activations: tuple[Shaped[np.ndarray, "R S D"], ...]  # in the order of the plan's keys
     scales: tuple[Float32[np.ndarray, "R S G"], ...]  # of int8; else none
     statistics: RowStatistics | None
+    outputs: tuple[Shaped[np.ndarray, "R S *k"], ...] = ()  # in the order of the plan's
 
     @classmethod
     def allocate(cls, plan: Plan) -> "BlockBuffers":
@@ -25,15 +26,19 @@ class BlockBuffers(NamedTuple):
         spec, rows = plan.step, plan.rows_per_block
         activations = tuple(np.empty((rows, spec.slots, width), spec.dtype) for width in spec.widths)
         scales = tuple(np.empty((rows, spec.slots, count), np.float32) for count in spec.scale_counts)
+        outputs = tuple(
+            np.empty((rows, spec.slots, *([] if array.width is None else [array.width])), array.dtype)
+            for array in spec.outputs
+        )
         if not spec.statistics:
-            return cls(activations, scales, None)
+            return cls(activations, scales, None, outputs)
         keys = len(spec.keys)
         statistics = RowStatistics(
             moments=np.empty((rows, 2, sum(spec.widths)), np.float32),
             norms=np.empty((rows, keys, spec.slots), np.float32),
             squared_errors=np.empty((rows, keys), np.float32) if spec.measures_error else None,
         )
-        return cls(activations, scales, statistics)
+        return cls(activations, scales, statistics, outputs)
 
     def leaves(self) -> list[np.ndarray]:
         """In the order of `HostBlock.output`."""
@@ -45,7 +50,8 @@ class BlockBuffers(NamedTuple):
             buffer[num_rows:] = 0
 
     def arrays(self, plan: Plan) -> dict[str, np.ndarray]:
-        """The store's arrays of activations and scales, by name."""
+        """The store's arrays of activations, scales and outputs, by name."""
         names = [key.name for key in plan.step.keys]
         scales = zip(map(scale_name, names), self.scales, strict=False)  # none but for int8
-        return dict(zip(names, self.activations, strict=True)) | dict(scales)
+        outputs = zip((array.name for array in plan.step.outputs), self.outputs, strict=True)
+        return dict(zip(names, self.activations, strict=True)) | dict(scales) | dict(outputs)

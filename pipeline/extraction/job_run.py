@@ -134,11 +134,12 @@ def load_step(job: Job) -> LoadedStep:
         compiled = compile_storing(plan.step, partition.mesh, str(config.model.dtype))
         return LoadedStep(compiled, KeptRows(job, partition.mesh), plan.mesh.process_rows)
     params = job.model.load(
-        plan.step.keys,
+        plan.step.forward_keys,
         dtype=str(config.model.dtype),
         sharding=partition.leaf_sharding,
         progress=config.run.progress and processes.is_first(),
         with_int8=config.model.weights_dtype is WeightsDtype.int8,
+        with_head=bool(plan.step.outputs),
     )
     if config.model.activations_dtype is ActivationsDtype.int8:
         params = with_int8_inputs(params)

@@ -22,7 +22,7 @@ class HostBlock:
     `rows` are those of the process's part of the output that it belongs to, `rest` its place along the other axes.
     """
 
-    output: int  # its place among the leaves of (activations, scales, statistics), as in BlockBuffers
+    output: int  # its place among the leaves of `StepOutputs.stored`, as in BlockBuffers
     rows: slice
     rest: tuple[slice, ...]
     data: jax.Array
@@ -59,8 +59,7 @@ class StepInFlight:
 def start_transfer(outputs: StepOutputs, block: TokenBlock | None, first_row: int, plan: Plan) -> StepInFlight:
     """Starts the copies of a step's outputs to the host; of padding, only of its counts."""
     outputs.counts.copy_to_host_async()
-    stored = (outputs.activations, outputs.scales, outputs.statistics)
-    copies = start_copies(jax.tree.leaves(stored), plan.mesh.first_row) if block else []
+    copies = start_copies(jax.tree.leaves(outputs.stored), plan.mesh.first_row) if block else []
     return StepInFlight(block, first_row, plan.mesh.process_rows, copies, outputs.counts)
 
 

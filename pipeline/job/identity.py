@@ -12,6 +12,7 @@ from pipeline.data.text.tokenizer import TextTokenizer
 from pipeline.job.end_tokens import end_tokens
 from pipeline.models.registry import Model
 from pipeline.planning.plan import Plan
+from pipeline.store.format.layout import OUTPUTS
 from pipeline.store.format.metadata import StoreMetadata
 
 
@@ -39,7 +40,7 @@ def store_metadata(
             "packing": str(config.batch.packing),
             "long_documents": str(config.batch.long_documents),
         },
-        capture=_capture_identity(config, plan),
+        capture=_capture_identity(config, plan, model),
         store={"compression": str(config.store.compression)},
         num_streams=plan.streams.count,
         rows_per_block=plan.rows_per_block,
@@ -82,7 +83,7 @@ def _model_identity(config: RunConfig, model: Model, stored: StoreMetadata | Non
     return identity
 
 
-def _capture_identity(config: RunConfig, plan: Plan) -> dict[str, object]:
+def _capture_identity(config: RunConfig, plan: Plan, model: Model) -> dict[str, object]:
     step = plan.step
     identity: dict[str, object] = {"arrays": [key.name for key in step.keys], "dtype": step.dtype}
     if step.int8_group is not None:
@@ -91,6 +92,11 @@ def _capture_identity(config: RunConfig, plan: Plan) -> dict[str, object]:
         identity["statistics"] = False
     if plan.keeps_activations:
         identity["when"] = "decode"
+    if step.outputs:
+        identity["outputs"] = [name for name in OUTPUTS if name in config.capture.outputs]
+        identity["head"] = asdict(model.head)
+    if step.num_top:
+        identity["top_logprobs"] = step.num_top
     return identity | selection_identity(config.capture, step.length)
 
 

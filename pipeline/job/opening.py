@@ -196,10 +196,10 @@ def open_job(config: RunConfig) -> Job:
     source = open_source(config.data, tokenizer, stored.data if stored else None, manifest.agree)
     geometry = StoredGeometry(stored.num_streams, stored.rows_per_block) if stored else None
     plan = make_plan(config, model, len(source.shards), topology(config.run), geometry)
-    if plan.generation:
+    if plan.generation or plan.step.outputs:
         model.generation.check_head()
-        if reserved := sorted({*source.info_schema.names} & RESERVED_COLUMNS):
-            raise ConfigError(f"the prompts have a column {reserved[0]}, which data=generate writes. Leave it out.")
+    if plan.generation and (reserved := sorted({*source.info_schema.names} & RESERVED_COLUMNS)):
+        raise ConfigError(f"the prompts have a column {reserved[0]}, which data=generate writes. Leave it out.")
     return Job(
         config=config,
         model=model,
@@ -226,8 +226,9 @@ def print_plan(config: RunConfig) -> None:
     """Prints what a run would do on this machine's devices. Reads only headers, and writes nothing."""
     job = open_job(config)
     sites = ", ".join(f"{site} {job.model.width(site)}" for site in job.model.sites)
-    parameters = num_params(job.model.leaves(job.plan.step.keys))
-    flops = job.model.flops_per_token(job.plan.step.keys, job.plan.step.length)
+    step = job.plan.step
+    parameters = num_params(job.model.leaves(step.forward_keys, with_head=bool(step.outputs)))
+    flops = job.model.flops_per_token(step.forward_keys, step.length, head_share=step.head_share)
     print(f"model     {job.model.family}, {job.model.num_layers} layers; the capture needs {parameters:,} parameters")
     print(f"sites     {sites}")
     print(f"compute   {flops:,} FLOPs per token")
@@ -236,7 +237,7 @@ def print_plan(config: RunConfig) -> None:
 
 
 def store_layout(plan: Plan, model: Model, compression: str) -> StoreLayout:
-    """The arrays of the store: one per captured key, and its scales if it has any."""
+    """The arrays of the store: one per captured key, its scales if it has any, and the outputs."""
     activations = tuple(
         ArraySpec(
             name=key.name,
@@ -249,5 +250,12 @@ def store_layout(plan: Plan, model: Model, compression: str) -> StoreLayout:
     )
     scales = tuple(map(scale_spec, activations, plan.step.scale_counts)) if plan.step.scale_counts else ()
     return StoreLayout(
-        plan.streams.count, plan.rows_per_block, plan.step.length, activations, compression, plan.step.selected, scales
+        num_streams=plan.streams.count,
+        rows_per_block=plan.rows_per_block,
+        length=plan.step.length,
+        arrays=activations,
+        compression=compression,
+        selected=plan.step.selected,
+        scales=scales,
+        outputs=plan.step.outputs,
     )

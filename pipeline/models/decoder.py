@@ -11,7 +11,7 @@ from typing import NamedTuple, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture
@@ -59,15 +59,15 @@ class ForwardSpec:
     keys: tuple[ActivationKey, ...]
     attend: Attend | Sequence[Attend]  # one for each layer is possible where the keys make each layer a run
     partition: Partition
-    finish: Callable[[Float[Array, "B T width"]], Array]  # from an activation to what the pass returns of it
+    finish: Callable[[ActivationKey, Float[Array, "B T width"]], PyTree]  # from an activation to what is returned of it
 
 
-def forward(arch: Architecture, params: Params, batch: Batch, spec: ForwardSpec) -> dict[ActivationKey, Array]:
+def forward(arch: Architecture, params: Params, batch: Batch, spec: ForwardSpec) -> dict[ActivationKey, PyTree]:
     """What `spec.finish` returns for each key's activation, in the weights' dtype; values at padding mean nothing.
 
     Pure, to be jitted. Params must be those loaded for the same keys, sharded as `spec.partition` says.
     """
-    captured: dict[ActivationKey, Array] = {}
+    captured: dict[ActivationKey, PyTree] = {}
 
     def capture(x: Array, activations: dict[ActivationKey, Array]) -> Array:
         x, finished = _finish_first(x, activations, spec.finish)
@@ -96,8 +96,8 @@ def forward(arch: Architecture, params: Params, batch: Batch, spec: ForwardSpec)
 def _finish_first(
     x: Float[Array, "B T D"],
     activations: dict[ActivationKey, Array],
-    finish: Callable[[Float[Array, "B T width"]], Array],
-) -> tuple[Float[Array, "B T D"], dict[ActivationKey, Array]]:
+    finish: Callable[[ActivationKey, Float[Array, "B T width"]], PyTree],
+) -> tuple[Float[Array, "B T D"], dict[ActivationKey, PyTree]]:
     """Finishes activations before the next layers use x: else the compiler may hold them together with the results.
 
     Compiled for v5e, 16 rows of 1024 of Qwen2.5-0.5B's shape: 225 -> 154 MiB of temporary memory with three layers
@@ -105,7 +105,8 @@ def _finish_first(
     """
     if not activations:
         return x, {}
-    finished = {key: finish(value.reshape(*x.shape[:2], -1)) for key, value in activations.items()}  # heads in one axis
+    heads_joined = {key: value.reshape(*x.shape[:2], -1) for key, value in activations.items()}
+    finished = {key: finish(key, value) for key, value in heads_joined.items()}
     return jax.lax.optimization_barrier((x, finished))
 
 

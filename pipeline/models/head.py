@@ -1,4 +1,7 @@
-"""The language-model head: logits of the next token, from the output of the last norm. Only generation needs it."""
+"""The language-model head: logits of the next token, from the output of the last norm.
+
+Generation and `capture.outputs` need it.
+"""
 
 from dataclasses import dataclass
 
@@ -43,6 +46,14 @@ def head_leaf(head: Head, arch: Architecture) -> dict[str, Leaf]:
 @jax.named_scope("head")
 def logits(head: Head, params: Params, x: Float[Array, "B D"]) -> Float32[Array, "B V"]:
     """The logits for the last norm's output x at one position of each row."""
-    weight = params["head"] if head.tensor else params["embed"]
-    scores = jnp.einsum("BD,VD->BV", x, weight, preferred_element_type=jnp.float32)
-    return scores if head.softcap is None else jnp.tanh(scores / head.softcap) * head.softcap
+    return scores(head, x, head_weight(head, params))
+
+
+def head_weight(head: Head, params: Params) -> Float[Array, "V D"]:
+    return params["head"] if head.tensor else params["embed"]
+
+
+def scores(head: Head, x: Float[Array, "B D"], weight: Float[Array, "V D"]) -> Float32[Array, "B V"]:
+    """The logits of the tokens whose part of the head `weight` is."""
+    products = jnp.einsum("BD,VD->BV", x, weight, preferred_element_type=jnp.float32)
+    return products if head.softcap is None else jnp.tanh(products / head.softcap) * head.softcap

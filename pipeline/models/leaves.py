@@ -126,7 +126,7 @@ def weight_bytes(arch: Architecture, leaves: LeafTree, dtype: str, with_int8: bo
 
 def flops_per_token(
     arch: Architecture, table: KeyTable, keys: Sequence[ActivationKey], length: int, counts_masked: bool = True
-) -> int:
+) -> float:
     """Floating-point operations of the forward pass per token slot, in rows of `length`.
 
     Two per weight of a matrix product, and attention over all of the row's positions, as in PaLM (arXiv 2204.02311,
@@ -137,7 +137,7 @@ def flops_per_token(
     runs = layer_runs(keys, arch.num_layers)
     layers = [layer for run in runs if Step.z in run.steps(arch) for layer in run.layers]
     attended = sum(length if counts_masked else _mean_keys(arch, layer, length) for layer in layers)
-    return round(2 * matrices + attended * 4 * arch.num_heads * arch.head_dim)
+    return 2 * matrices + attended * 4 * arch.num_heads * arch.head_dim
 
 
 def _mean_keys(arch: Architecture, layer: int, length: int) -> float:

@@ -105,19 +105,24 @@ class Model:
             return identity | {"commit": self.checkpoint.commit}
         return identity | {"weights": self.checkpoint.digest}
 
-    def weight_bytes(self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool = False) -> WeightBytes:
+    def weight_bytes(
+        self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool = False, with_head: bool = False
+    ) -> WeightBytes:
         """Bytes that `load` takes, each array counted once."""
-        return weight_bytes(self.arch, self.leaves(keys), dtype, with_int8)
+        return weight_bytes(self.arch, self.leaves(keys, with_head), dtype, with_int8)
 
     @property
     def tensor_dims(self) -> dict[str, int]:
         """The sizes that the mesh's `tensor` axis divides, by their names in messages."""
         return {name: self.arch.axis_size(axis) for axis, name in TENSOR_AXES.items()}
 
-    def flops_per_token(self, keys: Sequence[ActivationKey], length: int, counts_masked: bool = True) -> int:
+    def flops_per_token(
+        self, keys: Sequence[ActivationKey], length: int, counts_masked: bool = True, head_share: float = 0.0
+    ) -> int:
         """Floating-point operations per token slot to capture `keys` in rows of `length`, masked attention included or
-        not."""
-        return flops_per_token(self.arch, self.table, keys, length, counts_masked)
+        not. `head_share`: the share of the slots for which the head is computed."""
+        layers = flops_per_token(self.arch, self.table, keys, length, counts_masked)
+        return round(layers + 2 * self.arch.vocab_size * self.arch.d_model * head_share)
 
     def load(
         self,
@@ -126,13 +131,15 @@ class Model:
         sharding: Sharding | Placement,
         progress: bool = False,
         with_int8: bool = False,
+        with_head: bool = False,
     ) -> Params:
-        """The parameters that `keys` need, on the devices, in `dtype` (float32 or bfloat16); `with_int8`, the layers'
-        matrices in int8. `sharding` is that of every array, or a function of the leaf: `Partition.leaf_sharding`.
+        """The parameters that `keys` need, and the head, on the devices, in `dtype` (float32 or bfloat16); `with_int8`,
+        the layers' matrices in int8. `sharding` is that of every array, or a function of the leaf:
+        `Partition.leaf_sharding`.
 
         Raises CheckpointError, naming every tensor that is missing, wrongly shaped or unexpected.
         """
-        return self.load_leaves(self.leaves(keys), dtype, sharding, progress, with_int8)
+        return self.load_leaves(self.leaves(keys, with_head), dtype, sharding, progress, with_int8)
 
     def load_leaves(
         self,
@@ -158,16 +165,17 @@ class Model:
         keys: Sequence[ActivationKey],
         attend: Attend | Sequence[Attend] = attend_xla,
         partition: Partition = Partition(),  # noqa: B008  frozen
-        finish: Callable[[Float[Array, "B T width"]], Array] = lambda activation: activation,
-    ) -> dict[ActivationKey, Array]:
-        """What `finish` returns for the activation of each of `keys`. Pure, to be jitted; values at padding (segment 0)
-        mean nothing."""
+        finish: Callable[[ActivationKey, Float[Array, "B T width"]], PyTree] = lambda key, activation: activation,
+    ) -> dict[ActivationKey, PyTree]:
+        """What `finish` returns for each of `keys` and its activation. Pure, to be jitted; values at padding (segment
+        0) mean nothing."""
         spec = ForwardSpec(tuple(keys), attend, partition, finish)
         return forward(self.arch, params, Batch(tokens, segments, positions), spec)
 
-    def leaves(self, keys: Sequence[ActivationKey]) -> LeafTree:
+    def leaves(self, keys: Sequence[ActivationKey], with_head: bool = False) -> LeafTree:
         """The arrays that `load` puts on the devices, described and not yet read."""
-        return needed_leaves(self.arch, self.table, keys)
+        head = head_leaf(self.head, self.arch) if with_head else {}
+        return needed_leaves(self.arch, self.table, keys) | head
 
 
 @dataclass(frozen=True)
@@ -187,7 +195,7 @@ class Generation:
 
     def leaves(self, keys: Sequence[ActivationKey] = ()) -> LeafTree:
         """What `load_leaves` puts on the devices to generate, and to capture `keys` at the same time."""
-        return self.model.leaves(self.keys(keys)) | head_leaf(self.head, self.model.arch)
+        return self.model.leaves(self.keys(keys), with_head=True)
 
     def weight_bytes(self, dtype: str, with_int8: bool = False) -> WeightBytes:
         """Bytes of the leaves, as `Model.weight_bytes` counts them."""

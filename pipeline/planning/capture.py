@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.config.choices import OnNotFinite, Packing, Positions, StorageDtype
+from pipeline.config.choices import OnNotFinite, Packing, Positions, StorageDtype, When
 from pipeline.config.limits import shown
 from pipeline.config.schema import CaptureConfig, RunConfig
 from pipeline.core.errors import ConfigError
@@ -12,6 +12,7 @@ from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.data.selection import slots_per_row
 from pipeline.planning.model_facts import ModelFacts
 from pipeline.step.spec import StepSpec
+from pipeline.store.format.layout import OUTPUTS, SELECTED, TOKENS, ArraySpec, output_specs
 
 _POSITIONS_WITH_PER_ROW = (Positions.last, Positions.token, Positions.regex)  # which have capture.per_row slots
 
@@ -39,6 +40,7 @@ def plan_step(config: RunConfig, model: ModelFacts) -> StepSpec:
     """The specification of a run's step. Raises ConfigError for a site, layer or length that the model lacks."""
     capture, batch = config.capture, config.batch
     keys = captured_keys(capture, model)
+    selected = slots_per_row(capture, batch.length)
     if not 1 <= batch.length <= model.max_positions:
         raise ConfigError(
             f"batch.length is {batch.length}, but the model has {model.max_positions} positions. "
@@ -53,9 +55,38 @@ def plan_step(config: RunConfig, model: ModelFacts) -> StepSpec:
         dtype=str(capture.dtype),
         attention=str(config.model.attention),
         statistics=capture.statistics,
-        selected=slots_per_row(capture, batch.length),
+        selected=selected,
         int8_group=_int8_group(capture, keys, widths),
+        outputs=_outputs(capture, model, (TOKENS if selected is None else SELECTED).slots),
     )
+
+
+def _outputs(capture: CaptureConfig, model: ModelFacts, slots: str) -> tuple[ArraySpec, ...]:
+    """The arrays of `capture.outputs`. Raises ConfigError for others, and for a model that has no head."""
+    if not capture.outputs:
+        return ()
+    if unknown := [name for name in capture.outputs if name not in OUTPUTS]:
+        raise ConfigError(
+            f"capture.outputs contains {shown(unknown)}. Set it to a subset of [{','.join(OUTPUTS)}], or to []."
+        )
+    if repeated := _first_repeated(capture.outputs):
+        raise ConfigError(f"capture.outputs names {repeated} twice. Name each output once.")
+    if model.head is None:
+        raise ConfigError(
+            f"capture.outputs is {shown(capture.outputs)}, but the model is an encoder ({model.family}), which "
+            "predicts no next token. Set capture.outputs=[], or use a causal model."
+        )
+    if capture.when is When.decode:
+        raise ConfigError(
+            f"capture.outputs is {shown(capture.outputs)} with capture.when=decode, whose activations are kept while "
+            "decoding, without what the head says. Set capture.when=document, or capture.outputs=[]."
+        )
+    if capture.top_logprobs > model.arch.vocab_size:
+        raise ConfigError(
+            f"capture.top_logprobs is {capture.top_logprobs}, but the model's vocabulary has {model.arch.vocab_size} "
+            f"tokens. Set it to at most {model.arch.vocab_size}."
+        )
+    return output_specs(capture.outputs, capture.top_logprobs, slots)
 
 
 def captured_keys(capture: CaptureConfig, model: ModelFacts) -> tuple[ActivationKey, ...]:

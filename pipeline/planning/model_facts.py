@@ -5,6 +5,7 @@ from typing import Protocol
 
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture
+from pipeline.models.head import Head
 from pipeline.models.leaves import WeightBytes
 
 
@@ -16,7 +17,9 @@ class GenerationFacts(Protocol):
 class ModelFacts(Protocol):
     """Sizes that config.json determines; `pipeline.models.model.Model` implements them."""
 
+    family: str
     arch: Architecture
+    head: Head | None  # None: an encoder
     generation: GenerationFacts  # raises ConfigError for an encoder
     num_layers: int
     max_positions: int
@@ -25,5 +28,7 @@ class ModelFacts(Protocol):
 
     def width(self, site: Site) -> int: ...
 
-    def weight_bytes(self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool) -> WeightBytes:
-        """Bytes of the weights that capturing `keys` needs."""
+    def weight_bytes(
+        self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool, with_head: bool = False
+    ) -> WeightBytes:
+        """Bytes of the weights that capturing `keys` needs, and of the head."""

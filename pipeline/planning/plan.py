@@ -58,6 +58,7 @@ class Plan:
         step, streams, memory = self.step, self.streams, self.memory
         names = [key.name for key in step.keys]
         shown = ", ".join(names if len(names) <= 6 else [*names[:3], f"... {len(names) - 4} more ...", names[-1]])
+        outputs = "".join(f", {array.name}" for array in step.outputs)
         selected = "" if step.selected is None else f", of up to {step.selected} selected tokens of each row"
         gigabytes = (step.row_bytes / step.length + SIDE_BYTES) * (streams.max_tokens or 1_000_000) / 1e9
         size = f"{gigabytes:,.2f} GB without padding or compression"
@@ -65,11 +66,11 @@ class Plan:
         if streams.max_tokens is not None:
             wanted = f"{streams.max_tokens:,} tokens, {size}"
         lines = [
-            f"capture   {shown}: {step.row_bytes // step.slots:,} bytes per token as {step.dtype}{selected}",
+            f"capture   {shown}{outputs}: {step.row_bytes // step.slots:,} bytes per token as {step.dtype}{selected}",
             f"step      {step.rows} rows of {step.length} tokens, {memory.step_bytes / MIB:.1f} MiB to the host, "
             f"{memory.inflight_steps} in flight",
             f"block     {self.rows_per_block} rows, {memory.block_bytes / MIB:.1f} MiB in "
-            f"{len(step.keys) + len(step.scale_counts)} store shards",
+            f"{len(step.keys) + len(step.scale_counts) + len(step.outputs)} store shards",
             f"store     {wanted}",
             f"streams   {streams.count}, {len(streams.local)} of them here",
             f"memory    up to {memory.host_bytes / MIB:.0f} MiB of activations on the host",
@@ -96,7 +97,7 @@ def make_plan(
     step = plan_step(config, model)
     mesh = plan_mesh(config.mesh, step.rows, topology, model.tensor_dims)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
-    model_bytes = model.weight_bytes(step.keys, str(config.model.dtype), with_int8)
+    model_bytes = model.weight_bytes(step.forward_keys, str(config.model.dtype), with_int8, bool(step.outputs))
     weights = plan_weights(config.model.weights, model_bytes, mesh.data, mesh.tensor, topology.device_bytes)
     generation = plan_generation(config, model, sum(step.widths), mesh.tensor, topology)
     rows_per_block = plan_rows_per_block(config.store, step, mesh.process_rows, geometry.rows_per_block)

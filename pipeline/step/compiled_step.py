@@ -18,17 +18,19 @@ from pipeline.config.choices import Weights
 from pipeline.core.sites import ActivationKey
 from pipeline.models.attention.choosing import Attention, choose_attention
 from pipeline.models.decoder import Params
+from pipeline.models.head import Head
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
 from pipeline.step.compiler import compiler_options, matmul_precision
+from pipeline.step.head_outputs import StoredTokens, head_outputs
 from pipeline.step.row_statistics import RowStatistics, row_statistics
-from pipeline.step.spec import StepSpec
+from pipeline.step.spec import FINAL_NORM, StepSpec
 from pipeline.step.storage_dtypes import Stored, as_stored, is_finite
 
 log = logging.getLogger("pipeline")
 
-Captured = dict[ActivationKey, Array]
-Finish = Callable[[Array], Stored]
+Captured = dict[ActivationKey, PyTree]
+Finish = Callable[[ActivationKey, Array], PyTree]
 
 
 class StepOutputs(NamedTuple):
@@ -37,7 +39,20 @@ class StepOutputs(NamedTuple):
     activations: tuple[Shaped[Array, "B S D"], ...]  # in the order of the keys; 0 where there is no token
     scales: tuple[Float32[Array, "B S G"], ...]  # of int8; else none
     statistics: RowStatistics | None
-    counts: Int32[Array, " 1+keys"]  # over all processes: valid tokens, then of each key those that are not finite
+    counts: Int32[Array, " 1+names"]  # over all processes: valid tokens, then of each counted array those not finite
+    outputs: tuple[Shaped[Array, "B S *k"], ...] = ()  # in the order of the specification's; 0 where there is no token
+
+    @property
+    def stored(self) -> PyTree:
+        """All but the counts."""
+        return self.activations, self.scales, self.statistics, self.outputs
+
+
+class _Finished(NamedTuple):
+    """What is stored of a captured activation, and what the head makes of the last norm's output."""
+
+    stored: Stored | None
+    outputs: PyTree | None
 
 
 @dataclass(frozen=True)
@@ -79,11 +94,12 @@ def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partit
     log.info("%s", chosen.describe())
 
     def capture(params: Params, tokens: Array, segments: Array, positions: Array, finish: Finish) -> Captured:
-        return model.apply(params, tokens, segments, positions, spec.keys, chosen.attend, partition, finish)
+        return model.apply(params, tokens, segments, positions, spec.forward_keys, chosen.attend, partition, finish)
 
     with jax.default_matmul_precision(matmul_precision(params["embed"].dtype)):
-        executable = _compile(capture, params, spec, partition.mesh)
-    flops = model.flops_per_token(spec.keys, spec.length) * spec.rows * spec.length
+        executable = _compile(capture, params, spec, partition.mesh, model.head)
+    flops = model.flops_per_token(spec.forward_keys, spec.length, head_share=spec.head_share)
+    flops *= spec.rows * spec.length
     return CompiledStep(partition.mesh, spec, chosen, flops, executable)
 
 
@@ -96,32 +112,42 @@ def compile_storing(spec: StepSpec, mesh: Mesh, dtype: str) -> CompiledStep:
     }
 
     def capture(captured: Captured, tokens: Array, segments: Array, positions: Array, finish: Finish) -> Captured:
-        return {key: finish(activation) for key, activation in captured.items()}
+        return {key: finish(key, activation) for key, activation in captured.items()}
 
     return CompiledStep(mesh, spec, None, 0, _compile(capture, captured, spec, mesh))
 
 
-def _compile(capture: Callable[..., Captured], params: PyTree, spec: StepSpec, mesh: Mesh) -> jax.stages.Compiled:
+def _compile(
+    capture: Callable[..., Captured], params: PyTree, spec: StepSpec, mesh: Mesh, head: Head | None = None
+) -> jax.stages.Compiled:
+    """`head`: that of the model, for a specification with outputs."""
+
     def step(params: Params, tokens: Array, segments: Array, positions: Array, *selected: Array) -> StepOutputs:
-        valid = segments != 0
-        stored = selected[0] >= 0 if selected else valid
+        stored = StoredTokens(tokens, segments, selected)
 
         @jax.named_scope("store")
-        def finish(activation: Array) -> Stored:
+        def store(activation: Array) -> Stored:
             """As it is stored. Counted below, or a TPU would keep it in another layout until the step's end."""
-            for places in selected:
-                activation = jnp.take_along_axis(activation, jnp.maximum(places, 0)[:, :, None], axis=1)
-            masked = jnp.where(stored[:, :, None], activation, 0)
+            masked = jnp.where(stored.exist[:, :, None], stored.take(activation), 0)
             return as_stored(masked, spec.dtype, spec.int8_group, spec.measures_error)
 
+        def finish(key: ActivationKey, activation: Array) -> _Finished:
+            has_outputs = bool(spec.outputs) and key == FINAL_NORM
+            return _Finished(
+                store(activation) if key in spec.keys else None,
+                head_outputs(spec, head, params, activation, stored, mesh) if has_outputs else None,
+            )
+
         captured = capture(params, tokens, segments, positions, finish)
-        finished = [captured[key] for key in spec.keys]
+        finished = [captured[key].stored for key in spec.keys]
         finite = [is_finite(each) for each in finished]
-        counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in (valid, *(~each for each in finite))])
+        outputs, not_finite = captured[FINAL_NORM].outputs if spec.outputs else ((), ())
+        counted = (stored.valid, *(~each for each in finite), *not_finite)
+        counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in counted])
         with jax.named_scope("statistics"):
-            statistics = row_statistics(finished, stored, finite) if spec.statistics else None
+            statistics = row_statistics(finished, stored.exist, finite) if spec.statistics else None
         scales = tuple(each.scales for each in finished if each.scales is not None)
-        return StepOutputs(tuple(each.values for each in finished), scales, statistics, counts)
+        return StepOutputs(tuple(each.values for each in finished), scales, statistics, counts, outputs)
 
     jitted = jax.jit(step, out_shardings=_output_shardings(spec, mesh))
     return jitted.lower(params, *_inputs(spec, mesh)).compile(compiler_options(mesh, spec.rows * spec.length))
@@ -138,4 +164,4 @@ def _output_shardings(spec: StepSpec, mesh: Mesh) -> StepOutputs:
     activations = tuple(activation_sharding(mesh, width) for width in spec.widths)
     scales = (by_rows,) * len(spec.scale_counts)
     statistics = RowStatistics(by_rows, by_rows, by_rows if spec.measures_error else None) if spec.statistics else None
-    return StepOutputs(activations, scales, statistics, replicated(mesh))
+    return StepOutputs(activations, scales, statistics, replicated(mesh), (by_rows,) * len(spec.outputs))

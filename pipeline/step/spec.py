@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
-from pipeline.core.sites import ActivationKey
-from pipeline.store.format.layout import ITEM_BYTES
+from pipeline.core.sites import ActivationKey, Site
+from pipeline.store.format.layout import ITEM_BYTES, ArraySpec
+
+FINAL_NORM = ActivationKey(-1, Site.final_norm)  # what the head reads
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,34 @@ class StepSpec:
     statistics: bool = True  # whether the step computes them too
     selected: int | None = None  # K of a row; None: the activations of all tokens are stored
     int8_group: int | None = None  # of int8: features that share a scale; None: all of a token's
+    outputs: tuple[ArraySpec, ...] = ()  # what the model's head says of each slot's token
 
     @property
     def slots(self) -> int:
         """A row's slots for activations: T, or K."""
         return self.length if self.selected is None else self.selected
+
+    @property
+    def forward_keys(self) -> tuple[ActivationKey, ...]:
+        """The activations that the forward pass needs: those that are captured, and what the head reads."""
+        needs_more = self.outputs and FINAL_NORM not in self.keys
+        return (*self.keys, FINAL_NORM) if needs_more else self.keys
+
+    @property
+    def head_share(self) -> float:
+        """The share of the token slots for which the head is computed."""
+        return self.slots / self.length if self.outputs else 0.0
+
+    @property
+    def counted_names(self) -> tuple[str, ...]:
+        """The arrays whose tokens with a value that is not finite the step counts."""
+        outputs = (spec.name for spec in self.outputs if spec.dtype == "float32")
+        return (*(key.name for key in self.keys), *outputs)
+
+    @property
+    def num_top(self) -> int:
+        """How many of the likeliest next tokens are stored."""
+        return max((spec.width or 0 for spec in self.outputs), default=0)
 
     @property
     def scale_counts(self) -> tuple[int, ...]:
@@ -37,8 +62,9 @@ class StepSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row's activations, with their scales."""
+        """Of a row's activations, with their scales and outputs."""
         item_bytes = sum(self.widths) * ITEM_BYTES[self.dtype] + sum(self.scale_counts) * ITEM_BYTES["float32"]
+        item_bytes += sum(spec.position_bytes for spec in self.outputs)
         return self.slots * item_bytes
 
     @property

@@ -52,6 +52,8 @@ def overrides(tmp_path_factory) -> list[str]:
         "capture.sites=[resid_post,attn_out]",
         "capture.dtype=float32",
         "model.dtype=float32",
+        "capture.outputs=[loss,entropy,top_logprobs]",
+        "capture.top_logprobs=3",
         "store.shard_mib=1000",  # blocks, and so rows, are the same whatever is selected
         "run.progress=false",
     ]
@@ -106,6 +108,8 @@ def test_stored_activations_are_those_of_the_selected_tokens(overrides, of_all, 
                 np.testing.assert_array_equal(stored, computed)
             else:  # packed otherwise: sums over a row's tokens may be rounded otherwise
                 np.testing.assert_allclose(stored, computed, atol=1e-5, rtol=1e-4)
+        for array in ("loss", "entropy", "top_logprobs"):
+            np.testing.assert_allclose(some.outputs[array], whole.outputs[array][some.places], atol=1e-4)
         total += len(some.places)
     assert store.num_activations == total > 20
     assert store.num_tokens == of_all.num_tokens
@@ -219,6 +223,14 @@ def test_what_is_lost_or_left_out_is_said(overrides, tmp_path, caplog):
     row.write(np.full_like(before, 10**6)).result()
     assert any("name no token of their row" in problem.what for problem in verify_store(store.path))
     row.write(before).result()
+    loss = store.arrays["loss"][: len(store.rows)]
+    loss.write(np.full_like(loss.read().result(), np.nan)).result()
+    os.remove(Path(store.path) / "top_ids/c/0/0/0")
+    found = {problem.where: problem.what for problem in verify_store(store.path)}
+    assert "not those that were written" in found["loss/c/0/0"]
+    assert "top_ids/c/0/0/0" in found
+    with pytest.raises(StoreInvalid, match="top_ids"):
+        ActivationStore.open(store.path).read_outputs(store.rows)
     os.remove(Path(store.path) / "selected/c/0/0")
     assert any(problem.where == "selected/c/0/0" for problem in verify_store(store.path))
     with pytest.raises(StoreInvalid, match="selected"):

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import pytest
 
 from pipeline.cluster.topology import Topology
-from pipeline.config.choices import Compression, Positions, StorageDtype, Weights
+from pipeline.config.choices import Compression, Positions, StorageDtype, Weights, When
 from pipeline.config.schema import (
     BatchConfig,
     CaptureConfig,
@@ -20,10 +20,13 @@ from pipeline.config.schema import (
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.extraction.buffers import BlockBuffers
+from pipeline.models.head import Head
 from pipeline.models.leaves import WeightBytes
 from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK
 from pipeline.planning.plan import StoredGeometry, make_plan
 from pipeline.store.format.layout import MIB
+
+HEAD = Head(tensor=None, softcap=None)
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,17 @@ class Facts:
     vocab_size: int = 151_936
     max_positions: int = 32_768
     sites: tuple[Site, ...] = tuple(Site)
+    family: str = "qwen2"
+    head: Head | None = HEAD
     tensor_dims = MappingProxyType({"attention heads": 14, "key-value heads": 2, "MLP neurons": 4864})
 
-    def weight_bytes(self, keys, dtype, with_int8) -> WeightBytes:
-        return WeightBytes((1000 if with_int8 else 4000) * MIB, 190 * MIB, 10 * MIB, self.vocab_size)
+    @property
+    def arch(self) -> "Facts":
+        return self
+
+    def weight_bytes(self, keys, dtype, with_int8, with_head=False) -> WeightBytes:
+        vocabulary = (190 + 300 * with_head) * MIB
+        return WeightBytes((1000 if with_int8 else 4000) * MIB, vocabulary, 10 * MIB, self.vocab_size)
 
     def hook_name(self, key: ActivationKey) -> str:
         return key.hook_name()
@@ -53,8 +63,8 @@ BASE = RunConfig(
 ONE_DEVICE = Topology(devices=1)
 
 
-def planned(config=BASE, shards=8, topology=ONE_DEVICE, stored=None):
-    return make_plan(config, Facts(), shards, topology, stored)
+def planned(config=BASE, shards=8, topology=ONE_DEVICE, stored=None, facts=Facts()):
+    return make_plan(config, facts, shards, topology, stored)
 
 
 def test_bytes_of_a_step_and_of_a_block():
@@ -168,7 +178,45 @@ def test_a_job_that_exceeds_the_hosts_memory_is_refused():
         planned(config, topology=Topology(devices=1, host_memory=needed - 1))
 
 
+def test_outputs_count_the_head_and_their_bytes():
+    before = planned()
+    plan = planned(
+        replace(BASE, capture=replace(BASE.capture, outputs=["top_logprobs", "loss"], top_logprobs=5)),
+    )
+    assert [(spec.name, spec.dtype, spec.width) for spec in plan.step.outputs] == [
+        ("loss", "float32", None),
+        ("top_logprobs", "float32", 5),
+        ("top_ids", "int32", 5),
+    ]
+    assert plan.step.keys == before.step.keys
+    assert [key.name for key in plan.step.forward_keys] == ["blocks.12.resid_post", "final_norm"]
+    assert plan.weights.device_bytes == before.weights.device_bytes + 300 * MIB
+    assert plan.step.row_bytes == before.step.row_bytes + 256 * 4 * (1 + 5 + 5)
+    buffers = sum(buffer.nbytes for buffer in BlockBuffers.allocate(plan).leaves())
+    assert buffers == plan.memory.block_bytes + plan.rows_per_block * plan.step.row_statistics_bytes
+    assert "blocks.12.resid_post, loss, top_logprobs, top_ids: 1,836 bytes per token" in plan.describe()
+
+
+def test_an_encoder_has_no_outputs():
+    config = replace(BASE, capture=replace(BASE.capture, outputs=["loss"]))
+    with pytest.raises(ConfigError, match=r"capture.outputs is \['loss'\], but the model is an encoder \(bert\)"):
+        planned(config, facts=Facts(head=None, family="bert"))
+
+
 REFUSED = {
+    "unknown output": (
+        dict(capture=CaptureConfig(layers=[1], outputs=["losses"])),
+        r"capture.outputs contains \['losses'\]. Set it to a subset of \[loss,entropy,top_logprobs\]",
+    ),
+    "output twice": (dict(capture=CaptureConfig(layers=[1], outputs=["loss", "loss"])), "names loss twice. Name each"),
+    "more likeliest tokens than the vocabulary has": (
+        dict(capture=CaptureConfig(layers=[1], outputs=["top_logprobs"], top_logprobs=200_000)),
+        "capture.top_logprobs is 200000, but the model's vocabulary has 151936",
+    ),
+    "outputs of activations that decoding keeps": (
+        dict(capture=CaptureConfig(layers=[1], outputs=["loss"], when=When.decode)),
+        "capture.outputs is .* with capture.when=decode",
+    ),
     "layer out of range": (dict(capture=CaptureConfig(layers=[24])), "capture.layers contains 24.*layers 0..23"),
     "negative layer": (dict(capture=CaptureConfig(layers=[-1])), "capture.layers contains -1"),
     "layer that is not a number": (dict(capture=CaptureConfig(layers=["x"])), "capture.layers contains 'x'"),

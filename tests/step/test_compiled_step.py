@@ -97,7 +97,7 @@ def test_the_program_grows_with_the_captured_layers_not_with_depth(tmp_path: Pat
 def test_outputs(model: Model, dtype: str) -> None:
     step, params = compiled(model, dtype)
     inputs = batch()
-    activations, scales, _, counts = step(params, *on_devices(step, inputs))
+    activations, scales, _, counts, _ = step(params, *on_devices(step, inputs))
     assert scales == ()
     assert counts.dtype == np.int32
     assert np.asarray(counts).tolist() == [np.count_nonzero(inputs["segments"])] + [0] * len(KEYS)

@@ -26,10 +26,12 @@ CONFIG = {
 
 PROGRAM = """
 import json, sys
-import jax, numpy as np
+import jax, jax.numpy as jnp, numpy as np
 from pipeline.cluster.sharding import make_mesh, put_rows, row_sharding
 from pipeline.step.compiled_step import compile_step
 from tests.specs import step_spec
+from pipeline.models import token_outputs
+from pipeline.models.head import Head
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
 from pipeline.core.sites import Site, activation_keys
@@ -51,7 +53,7 @@ def outputs(tensor, fsdp, devices=None, with_int8=False):
     # without statistics where their sums along a tensor axis would be fused with those of the layers
     spec = step_spec(model, KEYS, rows=8, length=24, dtype="float32", statistics=tensor == 1)
     step = compile_step(model, spec, params, partition)
-    activations, _, _, counts = step(params, **put_rows(row_sharding(partition.mesh), batch))
+    activations, _, _, counts, _ = step(params, **put_rows(row_sharding(partition.mesh), batch))
     assert int(counts[0]) == 8 * 21
     whole = [np.full(array.shape, np.nan, np.float32) for array in activations]
     for copy in start_copies(activations, first_row=0):  # as the writer gathers them
@@ -70,6 +72,22 @@ for with_int8 in (False, True):
         report[f"{tensor} {fsdp} {with_int8}"] = {
             "error": max(errors), "share": first_bytes / all_bytes, "hlo": text if not with_int8 else ""
         }
+
+token_outputs.CHUNK = 24  # of 96 tokens per device, or 48: several chunks
+x, weight = (jnp.asarray(rng.integers(-2, 3, shape), "float32") for shape in ((8, 24, 8), (96, 8)))  # many are equal
+heads = {}
+for tensor in (0, 1, 2, 4):
+    mesh = make_mesh(tensor) if tensor else None
+    head = Head("lm_head.weight", softcap=None)
+    compute = jax.jit(lambda x, n, w: token_outputs.token_outputs(head, {"head": w}, x, n, 8, mesh))
+    if tensor:
+        weight = jax.device_put(weight, jax.NamedSharding(mesh, jax.P("tensor")))
+    compiled = compute.lower(x, batch["tokens"] % 96, weight).compile()
+    heads[tensor] = [np.asarray(values) for values in compiled(x, batch["tokens"] % 96, weight)]
+    report[f"head {tensor}"] = {
+        "errors": [float(np.abs(a - b).max()) for a, b in zip(heads[tensor], heads[0])],
+        "hlo": compiled.as_text(),
+    }
 json.dump(report, sys.stdout)
 """
 
@@ -96,6 +114,17 @@ def test_every_division_computes_the_same_and_holds_its_share_of_the_weights(rep
     found = report[f"{tensor} {fsdp} {with_int8}"]
     assert found["error"] < 1e-5
     assert share <= found["share"] < share + 0.2  # norms, biases and int8's scales are whole
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_a_divided_vocabulary_gives_the_same_outputs(report, tensor):
+    """Losses, entropies, log-probabilities and ids, of which only some per token are exchanged."""
+    found = report[f"head {tensor}"]
+    assert max(found["errors"]) < 1e-5
+    shapes = [shape for line in collectives(found["hlo"]) for shape in re.findall(r"\[([\d,]+)\]", line)]
+    exchanged = [math.prod(map(int, shape.split(","))) for shape in shapes]
+    num_tokens, num_candidates = 24 * tensor, 8 * tensor  # the tokens of a device
+    assert max(exchanged, default=0) == (num_tokens * num_candidates if tensor > 1 else 0)
 
 
 def collectives(hlo: str) -> list[str]:

@@ -94,7 +94,8 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
     """Compiles the step that a run of this plan would compile. Raises DoesNotFit."""
     partition = make_partition(plan.mesh.tensor, plan.weights.sharding, devices)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
-    params = abstract_params(model.leaves(plan.step.keys), str(config.model.dtype), partition.leaf_sharding, with_int8)
+    leaves = model.leaves(plan.step.forward_keys, with_head=bool(plan.step.outputs))
+    params = abstract_params(leaves, str(config.model.dtype), partition.leaf_sharding, with_int8)
     if config.model.activations_dtype is ActivationsDtype.int8:
         params = with_int8_inputs(params)
     began = time.perf_counter()

@@ -192,7 +192,7 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
     """What the compiled program means for the job. Pure arithmetic."""
     options, step, memory = config.plan, job.step, job.memory
     cost = Cost(
-        model.flops_per_token(step.keys, step.length, counts_masked=False),
+        model.flops_per_token(step.forward_keys, step.length, counts_masked=False, head_share=step.head_share),
         step.row_bytes / step.length,
         options.fill,
         _received_bytes(config, model, job) / (step.rows * step.length),
@@ -204,7 +204,7 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
     return SlicePlan(
         family=model.family,
         num_layers=model.num_layers,
-        num_params=num_params(model.leaves(step.keys)),
+        num_params=num_params(model.leaves(step.forward_keys, with_head=bool(step.outputs))),
         topology=tpu_slice.name,
         num_chips=tpu_slice.num_chips,
         num_hosts=tpu_slice.num_hosts,
@@ -246,8 +246,8 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
 def _received_bytes(config: RunConfig, model: Model, job: Plan) -> int:
     """By each chip from the others, in a step."""
     step, mesh, dtype = job.step, job.mesh, str(config.model.dtype)
-    matrices = model.weight_bytes(step.keys, dtype, config.model.weights_dtype is WeightsDtype.int8).matrices
-    num_layers = sum(map(len, layer_runs(step.keys, model.num_layers)))
+    matrices = model.weight_bytes(step.forward_keys, dtype, config.model.weights_dtype is WeightsDtype.int8).matrices
+    num_layers = sum(map(len, layer_runs(step.forward_keys, model.num_layers)))
     summed = _summed_bytes(config, model, num_layers, step.rows // mesh.data * step.length)
     return received_bytes(matrices, job.weights.sharding, mesh.data, mesh.tensor, summed)
 
@@ -280,7 +280,8 @@ def _output_bytes(job: Plan, tpu_slice: Slice) -> int:
 
 
 def _objects_per_block(job: Plan) -> int:
-    arrays = len(job.step.keys) + len(job.step.scale_counts) + len(SIDE_ARRAYS) + (job.step.selected is not None)
+    arrays = len(job.step.keys) + len(job.step.scale_counts) + len(job.step.outputs)
+    arrays += len(SIDE_ARRAYS) + (job.step.selected is not None)
     return arrays + job.step.statistics + _RECORDS_PER_BLOCK
 
 

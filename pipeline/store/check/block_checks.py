@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Bool, Float32, Int32, Int64
 
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.commits import CommitRecord
@@ -227,6 +227,37 @@ def check_padding(values: np.ndarray, valid: Bool[np.ndarray, "R S"]) -> Iterato
         padding = np.bitwise_and(padding.view(np.uint16), _WITHOUT_SIGN)
     if padding.any():
         yield "is not zero where padded"
+
+
+def next_in_window(segments: Int32[np.ndarray, "R T"]) -> Bool[np.ndarray, "R T"]:
+    """Whether the next position holds the next token of the same window of a document."""
+    has_next = np.zeros(segments.shape, bool)
+    has_next[:, :-1] = (segments[:, 1:] == segments[:, :-1]) & (segments[:, :-1] > 0)
+    return has_next
+
+
+def check_output(
+    values: Float32[np.ndarray, "R S k"],
+    valid: Bool[np.ndarray, "R S"],
+    is_defined: Bool[np.ndarray, "R S"],
+    may_be_not_finite: bool,
+) -> Iterator[str]:
+    """What the model's head says of tokens is finite where `is_defined`, and NaN for the others. Log-probabilities of
+    the likeliest tokens descend."""
+    bad = ~np.isfinite(values[is_defined]).all(axis=1)
+    if bad.any() and not may_be_not_finite:
+        yield f"{bad.sum()} tokens have values that are not finite"
+    if not np.isnan(values[valid & ~is_defined]).all():
+        yield "is not NaN for all tokens without a next one in their window"
+    if (np.diff(values, axis=2) > 0).any():
+        yield "the log-probabilities of a token are not in descending order"
+
+
+def check_ids(ids: Int32[np.ndarray, "R S k"], vocab_size: int | None) -> Iterator[str]:
+    """The likeliest tokens are in the vocabulary."""
+    bad = (ids < 0) | (ids >= (vocab_size or np.inf))
+    if bad.any():
+        yield f"{bad.sum()} ids are outside the vocabulary of {vocab_size}"
 
 
 def _ranges(filled: Bool[np.ndarray, " R"]) -> str:

@@ -12,12 +12,15 @@ import tensorstore as ts
 from pipeline.core.errors import StoreError
 from pipeline.store.check.block_checks import (
     check_finite,
+    check_ids,
+    check_output,
     check_padding,
     check_selected,
     check_selected_of_documents,
     check_side_arrays,
     check_statistics,
     check_table,
+    next_in_window,
 )
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.int8 import scale_name
@@ -36,6 +39,7 @@ from pipeline.store.format.tables import decode_table, table_key
 from pipeline.store.io.digests import ValuesDigest
 from pipeline.store.io.storage import Storage
 from pipeline.store.read.rows import READS_AHEAD, RowRead, slot_side_arrays
+from pipeline.store.read.selected import at_selected
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ def _check_arrays(
     if table is not None:
         for what in check_table(table, sides["documents"], record, store.layout.num_streams):
             yield Problem(table_key(record.stream, record.block), what)
-    valid = sides["segments"] > 0
+    valid, has_next = sides["segments"] > 0, next_in_window(sides["segments"])
     if store.layout.selected is not None:
         wrong = [Problem(keys["selected"], what) for what in check_selected(sides["selected"], valid, record)]
         yield from wrong
@@ -151,10 +155,13 @@ def _check_arrays(
             for what in check_selected_of_documents(table, slot_side_arrays(sides)["documents"]):
                 yield Problem(table_key(record.stream, record.block), what)
         valid = sides["selected"] >= 0
+        has_next = None if wrong else at_selected(has_next, sides["selected"], fill=0)
     covered = {scale_name(name) for name in statistics}  # statistics count values that are not finite, scales' too
     for name in (spec.name for spec in (*store.layout.arrays, *store.layout.scales) if spec.name not in missing):
         may_be_not_finite = store.root.allows_not_finite or name in covered
         yield from _check_activations(store, name, keys[name], record, valid, statistics.get(name), may_be_not_finite)
+    for name in (spec.name for spec in store.layout.outputs if spec.name not in missing):
+        yield from _check_output(store, name, keys[name], record, valid, has_next)
 
 
 def _check_activations(
@@ -191,6 +198,28 @@ def _check_activations(
         # On the way to float16, `lax.reduce_precision` makes zeros of what is smaller; the cast that follows does not.
         flushed = float(np.finfo(np.float16).smallest_normal) if store.arrays[name].dtype.name == "float16" else 0.0
         yield from (Problem(key, what) for what in check_statistics(statistics, merge(parts), flushed))
+
+
+def _check_output(
+    store: OpenStore, name: str, key: str, record: CommitRecord, valid: np.ndarray, has_next: np.ndarray | None
+) -> Iterator[Problem]:
+    """The problems of what the model's head says of a block's tokens. `has_next`: those with a next token; None where
+    that is not known."""
+    digest = _digest(store, name)
+    try:
+        values = np.concatenate(list(_read_block(store, name, record, digest)))
+    except StoreError as error:
+        yield Problem(key, str(error))
+        return
+    values = values if values.ndim == 3 else values[:, :, None]
+    yield from (Problem(key, what) for what in check_padding(values, valid))
+    if name == "top_ids":
+        yield from (Problem(key, what) for what in check_ids(values, store.vocab_size))
+    elif has_next is not None:
+        is_defined = has_next if name == "loss" else valid
+        wrong = check_output(values, valid, is_defined, store.root.allows_not_finite)
+        yield from (Problem(key, what) for what in wrong)
+    yield from (Problem(key, what) for what in _compare_digest(record, name, digest))
 
 
 def _scales(store: OpenStore, name: str, record: CommitRecord) -> np.ndarray | None:

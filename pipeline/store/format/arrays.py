@@ -126,7 +126,8 @@ def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> Stor
 
     Raises StoreInvalid where an array has another number of dimensions, or a dtype that no store has.
     """
-    capture, sides = root.metadata.capture, {spec.name: spec for spec in (*SIDE_ARRAYS, SELECTED)}
+    capture, outputs = root.metadata.capture, root.metadata.outputs
+    sides = {spec.name: spec for spec in (*SIDE_ARRAYS, SELECTED, *outputs)}
     for name, array in arrays.items():
         num_dimensions = len(sides[name].dimension_names) if name in sides else 3
         dtype = array.dtype.name
@@ -152,6 +153,7 @@ def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> Stor
         compression=root.metadata.store.get("compression", "none"),
         selected=selected,
         scales=tuple(scale_spec(spec, arrays[scale_name(spec.name)].shape[2]) for spec in scaled),
+        outputs=outputs,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from pipeline.core.sites import ActivationKey
 from pipeline.store.format.int8 import scale_name
-from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
+from pipeline.store.format.layout import OUTPUT_NAMES, SELECTED, SIDE_ARRAYS
 
 LOCK_SUFFIX = ".__lock"  # of the temporary file of a local object; a killed process leaves it behind
 
@@ -44,18 +44,19 @@ def is_activation_name(name: object) -> bool:
 
 def is_array_name(name: str) -> bool:
     """Whether an array of some store may have this name."""
-    sides = {spec.name for spec in (*SIDE_ARRAYS, SELECTED)}
+    sides = {*OUTPUT_NAMES, *(spec.name for spec in (*SIDE_ARRAYS, SELECTED))}
     return name in sides or is_activation_name(name) or is_activation_name(name.removesuffix(scale_name("")))
 
 
 class StoreKeys:
-    """The keys of a store with these arrays of activations. Raises ValueError for names that no such array has."""
+    """The keys of a store with these arrays of activations and outputs. Raises ValueError for names that no array of
+    activations has."""
 
-    def __init__(self, activations: Collection[str]) -> None:
+    def __init__(self, activations: Collection[str], outputs: Collection[str] = ()) -> None:
         wrong = [name for name in activations if not is_activation_name(name)]
         if wrong:
             raise ValueError(f"{wrong!r} are not names of activations")
-        sides = [spec.name for spec in (*SIDE_ARRAYS, SELECTED)]
+        sides = [*(spec.name for spec in (*SIDE_ARRAYS, SELECTED)), *outputs]
         arrays = "|".join(map(re.escape, [*sides, *activations, *map(scale_name, activations)]))
         of_activations = "|".join(map(re.escape, activations)) or "(?!)"
         patterns = (

@@ -7,7 +7,7 @@ A block of one array is one store shard, that is, one object; the chunks inside 
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipeline.store.format.int8 import scale_name
 
@@ -71,6 +71,30 @@ SELECTED = ArraySpec(
     slots="selection",
 )
 
+_TOP = {"width": 1, "features": "rank"}  # as many as `capture.top_logprobs`
+OUTPUTS: Mapping[str, tuple[ArraySpec, ...]] = {
+    "loss": (
+        ArraySpec(
+            "loss",
+            "float32",
+            attributes={"description": "cross entropy of the next token, nats; NaN: no next token in the window"},
+        ),
+    ),
+    "entropy": (ArraySpec("entropy", "float32", attributes={"description": "of the next token's distribution, nats"}),),
+    "top_logprobs": (
+        ArraySpec("top_logprobs", "float32", attributes={"description": "of the likeliest next tokens, nats"}, **_TOP),
+        ArraySpec("top_ids", "int32", attributes={"description": "the likeliest next tokens, in order"}, **_TOP),
+    ),
+}
+"""What the model's head says of each token, by its name in `capture.outputs`: the arrays that hold it."""
+OUTPUT_NAMES = tuple(spec.name for specs in OUTPUTS.values() for spec in specs)
+
+
+def output_specs(outputs: Collection[str], num_top: int, slots: str) -> tuple[ArraySpec, ...]:
+    """The arrays of `outputs`, with the slots that activations have."""
+    specs = (spec for name, specs in OUTPUTS.items() if name in outputs for spec in specs)
+    return tuple(replace(spec, slots=slots, width=None if spec.width is None else num_top) for spec in specs)
+
 
 def scale_spec(activation: ArraySpec, groups: int) -> ArraySpec:
     """The scales of an array of int8. Their chunks are of the same tokens, so that pieces of both are whole chunks."""
@@ -90,7 +114,8 @@ class StoreLayout:
     """The geometry of a store: row = (block * num_streams + stream) * rows_per_block + r.
 
     `arrays` are the activation arrays; the four side arrays that align them with the text belong to every store.
-    `selected` is None where activations of all tokens are stored. `scales` are of arrays of int8.
+    `selected` is None where activations of all tokens are stored. `scales` are of arrays of int8, `outputs` what the
+    model's head says of each token.
     """
 
     num_streams: int
@@ -100,6 +125,7 @@ class StoreLayout:
     compression: str = "none"
     selected: int | None = None
     scales: tuple[ArraySpec, ...] = ()
+    outputs: tuple[ArraySpec, ...] = ()
 
     @property
     def side_arrays(self) -> tuple[ArraySpec, ...]:
@@ -107,7 +133,7 @@ class StoreLayout:
 
     @property
     def all_arrays(self) -> tuple[ArraySpec, ...]:
-        return (*self.side_arrays, *self.arrays, *self.scales)
+        return (*self.side_arrays, *self.arrays, *self.scales, *self.outputs)
 
     @property
     def slots(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.store.format.int8 import DTYPE as INT8
 from pipeline.store.format.int8 import scale_name
-from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS, TOKENS
+from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS, TOKENS, ArraySpec, output_specs
 from pipeline.store.format.root_types import require_root_types
 from pipeline.store.format.target import Target
 from pipeline.store.io.digests import json_digest
@@ -71,6 +71,12 @@ class StoreMetadata:
     @property
     def has_scales(self) -> bool:
         return self.capture.get("dtype") == INT8
+
+    @property
+    def outputs(self) -> tuple[ArraySpec, ...]:
+        """The arrays of what the model's head says of each token."""
+        slots = SELECTED.slots if self.selects else TOKENS.slots
+        return output_specs(self.capture.get("outputs", ()), self.capture.get("top_logprobs", 0), slots)
 
     def content(self) -> dict[str, Any]:
         """Everything that the fingerprint covers."""
@@ -146,7 +152,8 @@ class StoreRoot:
         """The names of all arrays, the side arrays first."""
         sides = (*SIDE_ARRAYS, SELECTED) if self.metadata.selects else SIDE_ARRAYS
         scales = map(scale_name, self.arrays) if self.metadata.has_scales else ()
-        return (*(spec.name for spec in sides), *self.arrays, *scales)
+        outputs = (spec.name for spec in self.metadata.outputs)
+        return (*(spec.name for spec in sides), *self.arrays, *scales, *outputs)
 
     def to_json(self) -> bytes:
         """With a checksum of the attributes, so that an edited root is noticed."""

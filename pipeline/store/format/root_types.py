@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.keys import is_activation_name
-from pipeline.store.format.layout import ITEM_BYTES, MAX_ROWS
+from pipeline.store.format.layout import ITEM_BYTES, MAX_ROWS, OUTPUTS
 from pipeline.store.format.target import ALL
 
 MAX_STREAMS = 1 << 20  # the program does something for each
@@ -31,6 +31,10 @@ def _is_number(value: Any) -> bool:
 
 def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_activation_name, value)) and 0 < len(value) == len(set(value))
+
+
+def _are_outputs(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) and name in OUTPUTS for name in value)
 
 
 _ABSENT = object()
@@ -60,6 +64,8 @@ _RULES = (
     _Rule("weights_error", lambda v: isinstance(v, dict) and all(map(_is_number, v.values())), "numbers by array"),
     _Rule("batch.length", lambda v: _is_count(v, 1), f"1 to {MAX_ROWS}"),
     _Rule("capture.dtype", lambda v: isinstance(v, str) and v in ITEM_BYTES, f"one of {', '.join(ITEM_BYTES)}"),
+    _Rule("capture.outputs", _are_outputs, f"names among {', '.join(OUTPUTS)}", null=False),
+    _Rule("capture.top_logprobs", lambda v: _is_count(v, 1), f"1 to {MAX_ROWS}", null=False),
     _Rule("store.compression", lambda v: v in ("none", "zstd"), "none or zstd"),
     _Rule("config.run.max_tokens", lambda v: _is_count(v, 0, 1 << 62), "a count"),
     *(

@@ -72,6 +72,7 @@ class TokenRows:
 class DocumentActivations:
     """The n tokens of a document that have activations, in order, and these [n, D] by array name.
 
+    outputs: what the model's head says of them, [n] or [n, k] by array name (`capture.outputs`).
     text: all m stored tokens of the document. places: where the n stand among them.
     """
 
@@ -81,6 +82,7 @@ class DocumentActivations:
     positions: Int32[np.ndarray, " n"]
     rows: Int64[np.ndarray, " n"]
     activations: Mapping[str, np.ndarray]
+    outputs: Mapping[str, np.ndarray]
     text: Int32[np.ndarray, " m"]
     places: Int64[np.ndarray, " n"]
 
@@ -252,6 +254,16 @@ class ActivationStore:
             selected = np.where(segments > 0, np.arange(self.length, dtype=np.int32), np.int32(-1))
         return selected[0] if is_one_row(rows) else selected
 
+    def read_outputs(self, rows: Rows) -> dict[str, np.ndarray]:
+        """What the model's head says of the tokens of some rows, chosen as in `read`, by array name; {} for a store
+        without `capture.outputs`.
+
+        [n, S], or [n, S, k] of the k likeliest next tokens ([S], [S, k] for one row); 0 where there is no token.
+        """
+        wanted = self._rows.chosen(rows)
+        outputs = {spec.name: self._rows.read(spec.name, wanted) for spec in self._layout.outputs}
+        return {name: values[0] if is_one_row(rows) else values for name, values in outputs.items()}
+
     def document(self, id: str | SupportsIndex, keys: Sequence[Key] | None = None) -> DocumentActivations:
         """One document, by its id (str) or number (int), with the activations of `keys` (default: all).
 
@@ -285,6 +297,7 @@ class ActivationStore:
             positions=slots.positions[in_document],
             rows=np.repeat(rows, in_document.sum(axis=1)),
             activations={name: self._rows.activations(name, rows)[in_document] for name in names},
+            outputs={name: values[in_document] for name, values in self.read_outputs(rows).items()},
             text=whole.tokens[in_text],
             places=at_selected(places, self.read_selected(rows), -1)[in_document],
         )

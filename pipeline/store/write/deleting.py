@@ -33,7 +33,7 @@ def delete_store(place: StorageLike, root: StoreRoot) -> Iterator[str]:
     storage = Storage.open(place)
     path = storage.path
     try:
-        keys = StoreKeys(root.arrays)
+        keys = StoreKeys(root.arrays, [spec.name for spec in root.metadata.outputs])
     except ValueError as error:
         raise StoreInvalid(f"{path}/{ROOT_KEY} was edited: of its arrays {error}. Nothing is deleted.") from error
     folder = storage.directory
