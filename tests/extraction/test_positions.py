@@ -12,7 +12,7 @@ import pytest
 import zarr
 
 from pipeline.config import composing
-from pipeline.core.errors import StoreInvalid
+from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.data.text.tokenizer import load_tokenizer
 from pipeline.extraction.job_run import run as run_here
 from pipeline.inspect import main as inspect
@@ -161,10 +161,20 @@ def test_rows_batches_filters_and_statistics_are_aligned(every, of_all):
             assert any((activation == other).all() for other in in_place[tuple(map(int, token))])
 
     check(beside.documents[valid], beside.positions[valid], beside.tokens[valid], values[valid])
-    batches = list(every.batches(KEYS[0], 100, shuffle=True, seed=1, token_filter=TokenFilter(skip_first=8)))
+    names = ("top_ids", "loss")
+    skipping = TokenFilter(skip_first=8)
+    batches = list(every.batches(KEYS[0], 100, shuffle=True, seed=1, token_filter=skipping, outputs=names))
     assert sum(len(batch.tokens) for batch in batches) == (beside.positions[valid] >= 8).sum()
+    outputs = every.read_outputs(every.rows)
     for batch in batches:
         check(batch.documents, batch.positions, batch.tokens, batch.activations)
+        assert list(batch.outputs) == list(names)
+        for k, place in enumerate(zip(batch.documents, batch.positions, strict=True)):
+            slot = (beside.documents == place[0]) & (beside.positions == place[1])
+            for name in names:
+                assert any(np.array_equal(batch.outputs[name][k], v, equal_nan=True) for v in outputs[name][slot])
+    with pytest.raises(StoreError, match="has no outputs \\['losses'\\]"):
+        every.batches(KEYS[0], 100, outputs=["losses"])
     halves = [list(every.batches(KEYS, 64, rank=rank, world=2)) for rank in range(2)]
     assert len(halves[0]) == len(halves[1]) > 0
     statistics = every.statistics(*KEYS[0])

@@ -26,6 +26,7 @@ class BatchOptions:
     stack: activations of one width as one array [n, K, D].
     dtype: of the activations; None for the store's (of int8: float32).
     framework: of the arrays: numpy, jax or torch.
+    outputs: arrays of `capture.outputs` that batches hold too: loss, entropy, top_logprobs, top_ids.
     drop_last: drop the last batch of an epoch where it is short.
     buffer_mib: MiB of activations that one buffer holds; there are two.
 
@@ -42,11 +43,13 @@ class BatchOptions:
     stack: bool = False
     dtype: DTypeLike = None
     framework: Framework | str = Framework.numpy
+    outputs: tuple[str, ...] = ()
     drop_last: bool = False
     buffer_mib: float = 256.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "framework", Framework(self.framework))
+        object.__setattr__(self, "outputs", tuple(self.outputs))
         if self.epochs is not None and self.epochs < 1:
             raise ValueError(f"epochs is {self.epochs}, must be at least 1, or None for no end")
         if self.world > 1 and self.epochs is not None and self.token_filter.norms:

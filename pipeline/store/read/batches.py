@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 AHEAD = 4  # batches
 GATHERING_THREADS = 2
 
-# Memory for the side arrays (20 bytes per token) of the blocks that are mixed with each other.
+# Memory for the side arrays (20 bytes per token) and outputs of the blocks that are mixed with each other.
 WINDOW_MIB = 64.0
 
 # Without shuffling, reading ahead needs no larger buffer.
@@ -53,7 +53,8 @@ class Batch:
 
     activations: [n, D] when one activation was asked for; when a list was, by array name, or [n, K, D] if stacked.
     documents: the document's number; positions: from 0 in each document window; segments: the window's number in its
-    row. Arrays of numpy, JAX or torch; with JAX, documents stay numpy's (it has no int64 by default).
+    row. outputs: by array name, [n] or [n, k], those that `BatchOptions.outputs` names. Arrays of numpy, JAX or torch;
+    with JAX, documents stay numpy's (it has no int64 by default).
     """
 
     activations: Any
@@ -61,6 +62,7 @@ class Batch:
     segments: Int32[np.ndarray, " n"]
     positions: Int32[np.ndarray, " n"]
     documents: Int64[np.ndarray, " n"]
+    outputs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,7 @@ class BatchReader(Iterator[Batch]):
     def _filled(self, filler: ThreadPoolExecutor) -> Iterator[tuple[Buffer, TokenMemory, bool]]:
         """Filled buffers, and whether each is the epoch's last. Each is filled anew after the next was asked for."""
         reading, rows = self._reading, self._memory_rows()
-        free = [TokenMemory(self._blocks, reading.names, self._options.stack, rows) for _ in range(2)]
+        free = [TokenMemory(self._blocks, reading.names, self._options, rows) for _ in range(2)]
         filling: deque[tuple[Buffer, TokenMemory, Future[None]]] = deque()
         for buffer in self._buffers():
             memory = free.pop()
@@ -331,6 +333,7 @@ class BatchReader(Iterator[Batch]):
             for name in [name for name in out if scale_name(name) in out]:
                 out[name] = dequantised(out[name], out.pop(scale_name(name)))
             side_arrays = {spec.name: convert(out.pop(spec.name)) for spec in SIDE_ARRAYS}
+            side_arrays["outputs"] = {name: convert(out.pop(name)) for name in options.outputs}
             if not options.stack:
                 activations = {name: convert(normalised(name, values)) for name, values in out.items()}
                 return Batch(activations[reading.names[0]] if reading.single else activations, **side_arrays)
@@ -359,7 +362,8 @@ def _piece_mib(layout: StoreLayout, names: Sequence[str]) -> float:
 def _reading_order(layout: StoreLayout, blocks: BlockTable, reading: Reading) -> ReadingOrder:
     options = reading.options
     mib = options.buffer_mib if options.shuffle else min(options.buffer_mib, SEQUENTIAL_BUFFER_MIB)
-    side_arrays_mib = sum(spec.position_bytes for spec in SIDE_ARRAYS) * layout.slots * layout.rows_per_block / MIB
+    specs = (*SIDE_ARRAYS, *(spec for spec in layout.outputs if spec.name in options.outputs))
+    side_arrays_mib = sum(spec.position_bytes for spec in specs) * layout.slots * layout.rows_per_block / MIB
     return ReadingOrder(
         block_rows=tuple(blocks.column("rows").tolist()),
         piece_rows=layout.piece_rows(reading.names),

@@ -5,6 +5,7 @@ Shapes: S slots (row, slot of it) of a buffer, T positions of a row, K keys, D f
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 
 import numpy as np
 import tensorstore as ts
@@ -16,6 +17,7 @@ from pipeline.store.format.layout import DOCUMENTS, MIB, POSITIONS, SEGMENTS, SE
 from pipeline.store.format.tables import read_tables
 from pipeline.store.generated.completions import completion_slots
 from pipeline.store.io.storage import Storage
+from pipeline.store.read.batch_options import BatchOptions
 from pipeline.store.read.filters import COMPLETIONS, TokenFilter
 from pipeline.store.read.frameworks import aligned_empty
 from pipeline.store.read.order import Buffer, ReadingOrder
@@ -90,8 +92,8 @@ class StoredBlocks:
         ]
 
     def read_side_arrays(self, blocks: Sequence[int], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
-        """The named side arrays of some blocks, and `COMPLETIONS`, in the slots for activations:
-        [rows, slots] each.
+        """The named side arrays and outputs of some blocks, and `COMPLETIONS`, in the slots for activations: [rows,
+        slots], or [rows, slots, k].
 
         Raises StoreError for a damaged or missing one, and for completions where there are none.
         """
@@ -116,10 +118,11 @@ class StoredBlocks:
             first = self.first_row(block)
             if name == SELECTED.name:
                 require_selected(self.arrays[name], self.blocks[block], values)
-            elif name != POSITIONS.name:  # these may all be 0
+            elif name not in (POSITIONS.name, *self._output_names):  # these may all be 0
                 require_stored(self.arrays[name], np.arange(first, first + len(values)), values)
             side_arrays[block][name] = values
         for block, sides in side_arrays.items():
+            self._require_outputs(block, sides)
             if {POSITIONS.name, SEGMENTS.name} <= set(sides):
                 counting = counts_positions(sides[SEGMENTS.name])
                 rows = self.first_row(block) + np.flatnonzero(counting)
@@ -128,22 +131,37 @@ class StoredBlocks:
             tables = read_tables(self._storage, [self.blocks[b] for b in blocks])
             for sides, table in zip(side_arrays.values(), tables, strict=True):
                 sides[COMPLETIONS] = completion_slots(sides[DOCUMENTS.name], table)
-        return [slot_side_arrays(sides) for sides in side_arrays.values()]
+        return [
+            {name: sides.pop(name) for name in self._output_names if name in sides} | slot_side_arrays(sides)
+            for sides in side_arrays.values()
+        ]
+
+    @cached_property
+    def _output_names(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.layout.outputs)
+
+    def _require_outputs(self, block: int, sides: Mapping[str, np.ndarray]) -> None:
+        """Raises StoreInvalid where an object of outputs is missing: rows without a selected token have zeros."""
+        for name in (name for name in self._output_names if name in sides):
+            values = sides[name] if sides[name].ndim == 2 else sides[name][:, 0]
+            filled = sides[SELECTED.name][:, 0] >= 0 if SELECTED.name in sides else np.ones(len(values), bool)
+            require_stored(self.arrays[name], self.first_row(block) + np.flatnonzero(filled), values[filled])
 
     def _start(self, block: int, name: str) -> tuple[np.ndarray, RowRead]:
         array = self.arrays[name]
-        values = np.empty((self.blocks[block].rows, array.shape[1]), array.dtype.numpy_dtype)
+        values = np.empty((self.blocks[block].rows, *array.shape[1:]), array.dtype.numpy_dtype)
         return values, RowRead(array, self.first_row(block), values)
 
 
 class TokenMemory:
-    """Memory for whole pieces: [S, D] by array name, or [S, K, D] under `STACKED`, and [S] by side array.
+    """Memory for whole pieces: [S, D] by array name, or [S, K, D] under `STACKED`, [S] by side array, and [S] or [S, k]
+    by array of outputs.
 
     Beside activations of int8 stand their scales, likewise, under `scale_name` of these names.
     `order`: the slots, in the order in which batches take them. `users`: the tasks that still read the memory.
     """
 
-    def __init__(self, blocks: StoredBlocks, names: Sequence[str], stack: bool, rows: int) -> None:
+    def __init__(self, blocks: StoredBlocks, names: Sequence[str], options: BatchOptions, rows: int) -> None:
         self._blocks = blocks
         slots = blocks.layout.slots
         self._targets: dict[str, np.ndarray] = {}
@@ -154,7 +172,7 @@ class TokenMemory:
         for stacked, group in groups.items():
             arrays = {name: blocks.arrays[name] for name in group}
             dtype = arrays[group[0]].dtype.numpy_dtype
-            if stack:
+            if options.stack:
                 memory = np.empty((rows, slots, len(group), arrays[group[0]].shape[2]), dtype)
                 self._targets |= {name: memory[:, :, k] for k, name in enumerate(group)}
                 self._slots[stacked] = memory.reshape(-1, *memory.shape[2:])
@@ -163,7 +181,9 @@ class TokenMemory:
                 self._targets |= targets
                 self._slots |= {name: target.reshape(-1, target.shape[2]) for name, target in targets.items()}
         self._side_arrays = {spec.name: np.empty((rows, slots), spec.dtype) for spec in SIDE_ARRAYS}
-        self._slots |= {name: side.reshape(-1) for name, side in self._side_arrays.items()}
+        for spec in (spec for spec in blocks.layout.outputs if spec.name in options.outputs):
+            self._side_arrays[spec.name] = np.empty((rows, *blocks.layout.shard_shape(spec)[1:]), spec.dtype)
+        self._slots |= {name: side.reshape(-1, *side.shape[2:]) for name, side in self._side_arrays.items()}
         self._completions = np.zeros((rows, slots), bool)
         self.order: Int64[np.ndarray, " n"] = np.empty(0, np.int64)
         self.users: list[Future[None]] = []
@@ -186,7 +206,8 @@ class TokenMemory:
             row_numbers.append(np.arange(first, first + piece.num_rows))
             row += piece.num_rows
         filter_inputs = self._side_arrays | {COMPLETIONS: self._completions}
-        side_arrays = self._blocks.side_arrays(buffer, token_filter.side_arrays)  # while activations are under way
+        more = (*token_filter.side_arrays, *self._side_arrays)
+        side_arrays = self._blocks.side_arrays(buffer, more)  # while activations are under way
         for name in side_arrays[0]:
             np.concatenate([sides[name] for sides in side_arrays], out=filter_inputs[name][:row])
         slots = np.flatnonzero(token_filter.keeps({name: side[:row] for name, side in filter_inputs.items()}))

@@ -318,9 +318,9 @@ class ActivationStore:
         an equal reader, or at the beginning or end of an epoch of one with another rank and world, to go on from there.
         Logs a warning where shuffling mixes the tokens of few places in the store.
 
-        Raises StoreError for a damaged block and when `keys` is empty, ValueError for options that contradict each
-        other or the state, TypeError for a field that `BatchOptions` lacks, and ImportError when the framework is not
-        installed.
+        Raises StoreError for a damaged block, for outputs that the store lacks and when `keys` is empty, ValueError for
+        options that contradict each other or the state, TypeError for a field that `BatchOptions` lacks, and
+        ImportError when the framework is not installed.
         """
         reader = self._reader(keys, batch_size, replace(options, **fields), state)
         reader.warn_of_few_places()
@@ -340,6 +340,9 @@ class ActivationStore:
         if options.stack and len({(self.arrays[name].shape[2], self.arrays[name].dtype) for name in names}) > 1:
             sizes = {name: (self.arrays[name].shape[2], self.arrays[name].dtype.name) for name in names}
             raise ValueError(f"stack=True needs one width and dtype, got {sizes}. Leave it out to get them by name.")
+        stored = [spec.name for spec in self._layout.outputs]
+        if unknown := sorted(set(options.outputs) - set(stored)):
+            raise StoreError(f"the store {self.path} has no outputs {unknown}; it has {stored} (capture.outputs).")
         reading = Reading(tuple(names), batch_size, single, options)
         return BatchReader(self.storage, self._layout, self.arrays, self.blocks, reading, state)
 
