@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline.core.errors import ConfigError
 
@@ -23,6 +24,7 @@ class Chip:
     link_bytes_per_s: float  # from one neighbour; a chip has two neighbours along each dimension of its slice
     usd_per_hour: float  # list price on demand, in the cheapest region of the United States
     host_memory_bytes: float  # of a virtual machine with four chips
+    most_chips_of_a_host: int  # of one that is a slice by itself
     num_dims: int  # of a slice's shape
     torus_multiple: int  # sizes of which all dimensions must be multiples to be rings
     cores_per_chip: int  # names like v4-32 count cores
@@ -34,15 +36,15 @@ class Chip:
 
 
 # Peak and HBM bandwidth: docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. Usable HBM: from the compiler's
-# message when a program exceeds it. Memory of a VM with four chips: "VM types" of the same pages (ct5lp-hightpu-4t and
-# ct6e-standard-4t; those of v4 and v5p are assumed). PCIe and network of a chip: "How to Scale Your Model",
+# message when a program exceeds it. Chips and memory of a VM: "VM types" of the same pages (ct5lp-hightpu-4t, -8t,
+# ct6e-standard-4t, -8t; the memory of v4 and v5p is assumed). PCIe and network of a chip: "How to Scale Your Model",
 # jax-ml.github.io/scaling-book/tpus: 16 and 6.25 GB/s, v6e 32 and 12.5, v5e 3.125 (its pod's 6.4 Tbps / 256). Links
 # between chips: half of the same pages' bidirectional rate per chip, over its ports (v5e 400 GB/s over 4, v6e 800 over
 # 4, v5p 1200 over 6); v4: table 4 of arXiv 2304.01433. Slices are a torus where all dimensions are multiples of 4 (v4,
 # v5p: the same pages), and only as a whole pod of 16x16 (v5e, v6e: the same book).
 # Prices: cloud.google.com/tpu/pricing in 2025, assumed to hold; plan.usd_per_chip_hour overrides them.
-_TORUS_2D = {"num_dims": 2, "torus_multiple": 16, "cores_per_chip": 1}
-_TORUS_3D = {"num_dims": 3, "torus_multiple": 4, "cores_per_chip": 2}
+_TORUS_2D = {"most_chips_of_a_host": 8, "num_dims": 2, "torus_multiple": 16, "cores_per_chip": 1}
+_TORUS_3D = {"most_chips_of_a_host": 4, "num_dims": 3, "torus_multiple": 4, "cores_per_chip": 2}
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -68,7 +70,15 @@ class Slice:
 
     @property
     def num_hosts(self) -> int:
-        return math.ceil(self.num_chips / CHIPS_PER_HOST)
+        return 1 if self.num_chips <= self.chip.most_chips_of_a_host else math.ceil(self.num_chips / CHIPS_PER_HOST)
+
+    @property
+    def topology_options(self) -> dict[str, Any]:
+        """What libtpu must be told to describe this slice."""
+        if self.num_hosts == 1 and self.num_chips > CHIPS_PER_HOST:
+            return {"chips_per_host_bounds": [*self.shape, 1]}
+        # One device per chip: on v4, libtpu's default is one per core.
+        return {"chip_config_name": "megacore"} if self.chip.name == "v4" else {}
 
     @property
     def interconnect_bytes_per_s(self) -> float:

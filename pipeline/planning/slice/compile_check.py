@@ -79,10 +79,8 @@ def slice_devices(tpu_slice: Slice) -> Sequence[jax.Device]:
     for name, value in _LIBTPU_OPTIONS.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are not used
-    # One device per chip: on v4, libtpu's default is one per core.
-    options = {"chip_config_name": "megacore"} if tpu_slice.chip.name == "v4" else {}
     try:
-        description = topologies.get_topology_desc(tpu_slice.name, platform="tpu", **options)
+        description = topologies.get_topology_desc(tpu_slice.name, platform="tpu", **tpu_slice.topology_options)
     except jax.errors.JaxRuntimeError as error:
         raise ConfigError(
             f"topology {tpu_slice.name}: libtpu knows no such slice: {error}. Name another shape."
