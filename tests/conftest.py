@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import run, write_text
+from tests.jobs import ROOT, run, write_text
 from tests.store.emulators import gcs_emulator, s3_emulator
 from tests.store.fault_proxy import FaultProxy
 
@@ -39,6 +39,8 @@ LONGEST = (
     *("test_claiming.py", "test_resume.py", "test_generator.py", "test_cli.py", "test_compilation_cache.py"),
     *("test_weights_error.py", "test_positions.py", "test_compiled_step.py", "test_generation_mesh.py"),
 )
+# Whose programs LLVM would take longer to optimise than they then run. What XLA makes of them is the same without.
+HASTILY_COMPILED = ("tests/models/", "tests/step/", "tests/generation/test_generator.py")
 SLOW = (  # what compiles many programs, or large ones, or runs whole jobs
     *("extraction/test_alignment.py", "extraction/test_guards.py", "extraction/test_resume.py"),
     *("extraction/test_run.py", "extraction/test_writer.py", "models/test_bfloat16.py", "store/test_begun_before.py"),
@@ -72,6 +74,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, value in report.user_properties:
             if name == MEASURED:
                 terminalreporter.write_line(value)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How the programs of a module are compiled in this process."""
+    if not request.path.relative_to(ROOT).as_posix().startswith(HASTILY_COMPILED):
+        yield
+        return
+    import jax  # after the variables above, and only where it is used
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")
