@@ -26,12 +26,13 @@ from pipeline.store.write.deleting import delete_store
 from tests.jobs import assert_same_store, committed, run, run_and_signal, run_processes, write_text
 
 KEYS = [(1, "resid_post"), (3, "attn_out")]
+OUTPUTS = ["capture.outputs=[loss,entropy,top_logprobs]", "capture.top_logprobs=3"]
 
 TOKENIZER = load_tokenizer(str(composing.PACKAGE / "assets" / "tiny-qwen2"))
 PERIOD = TOKENIZER.token_id("", ".")
 
 SELECTIONS = {
-    "every": ["capture.positions=every", "capture.every=8"],
+    "every": ["capture.positions=every", "capture.every=8", *OUTPUTS],
     "sample": ["capture.positions=sample", "capture.rate=0.1", "capture.seed=5"],
     # With as many slots as tokens, rows are packed as those of all tokens are, and so are their activations' bits.
     "last": ["capture.positions=last", "capture.per_row=2"],
@@ -52,8 +53,6 @@ def overrides(tmp_path_factory) -> list[str]:
         "capture.sites=[resid_post,attn_out]",
         "capture.dtype=float32",
         "model.dtype=float32",
-        "capture.outputs=[loss,entropy,top_logprobs]",
-        "capture.top_logprobs=3",
         "store.shard_mib=1000",  # blocks, and so rows, are the same whatever is selected
         "run.progress=false",
     ]
@@ -61,7 +60,7 @@ def overrides(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def of_all(overrides, tmp_path_factory) -> ActivationStore:
-    return made(tmp_path_factory.mktemp("all"), overrides)
+    return made(tmp_path_factory.mktemp("all"), overrides, *OUTPUTS)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +107,7 @@ def test_stored_activations_are_those_of_the_selected_tokens(overrides, of_all, 
                 np.testing.assert_array_equal(stored, computed)
             else:  # packed otherwise: sums over a row's tokens may be rounded otherwise
                 np.testing.assert_allclose(stored, computed, atol=1e-5, rtol=1e-4)
-        for array in ("loss", "entropy", "top_logprobs"):
+        for array in some.outputs:
             np.testing.assert_allclose(some.outputs[array], whole.outputs[array][some.places], atol=1e-4)
         total += len(some.places)
     assert store.num_activations == total > 20
@@ -225,7 +224,7 @@ def test_a_selection_that_finds_nothing_is_stored_and_sound(overrides, tmp_path)
 
 
 def test_what_is_lost_or_left_out_is_said(overrides, tmp_path, caplog):
-    store = made(tmp_path, overrides, "capture.positions=token", "capture.token=.", "capture.per_row=1")
+    store = made(tmp_path, overrides, *OUTPUTS, "capture.positions=token", "capture.token=.", "capture.per_row=1")
     assert "activations of" in caplog.text
     assert "more than capture.per_row=1" in caplog.text
     row = store.arrays["selected"][int(store.rows[0])]
@@ -252,13 +251,13 @@ def test_what_is_lost_or_left_out_is_said(overrides, tmp_path, caplog):
 
 
 def test_another_selection_is_another_store(overrides, every):
-    result = run(*overrides, "capture.positions=every", "capture.every=4", f"store.path={every.path}")
+    result = run(*overrides, *OUTPUTS, "capture.positions=every", "capture.every=4", f"store.path={every.path}")
     assert result.returncode == 2
     assert "capture.every: the store has 8, this run asks for 4" in result.stderr
 
 
 def test_two_processes_killed_and_resumed_make_the_same_store(overrides, tmp_path):
-    more = ["capture.positions=last", "capture.per_row=4", "store.shard_mib=0.01"]
+    more = [*OUTPUTS, "capture.positions=last", "capture.per_row=4", "store.shard_mib=0.01"]
     reference = made(tmp_path / "reference", overrides, *more)
     path = tmp_path / "store"
     run_and_signal(signal.SIGKILL, path, 2, (0, 1), *overrides, *more)
