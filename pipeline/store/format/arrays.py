@@ -99,7 +99,7 @@ def open_existing(
         if name in digests and array_digest(zarr_json) != digests[name]:
             subject = storage.url(f"{name}/zarr.json")
             raise StoreInvalid(f"{subject} does not have the digest that the root names. {DAMAGE_REMEDY}")
-    return _open(storage, {name: {} for name in names}, resources=_MAPPED)
+    return _open(storage, {name: {} for name in names}, is_read_only=True)
 
 
 def _parse_zarr_json(content: bytes, subject: str) -> dict[str, Any]:
@@ -239,15 +239,18 @@ def _open(
     storage: Storage,
     wanted: Mapping[str, dict[str, Any]],
     create: Collection[str] = (),
-    resources: Mapping[str, Any] = MappingProxyType({}),
+    is_read_only: bool = False,
 ) -> dict[str, ts.TensorStore]:
     # Within one cache pool, arrays that are open lend their metadata to those that are opened later.
-    own_pool = ts.Context({"cache_pool": {"total_bytes_limit": 0}, **resources}, parent=storage.context)
+    resources = {"cache_pool": {"total_bytes_limit": 0}} | (_MAPPED if is_read_only else {})
+    own_pool = ts.Context(resources, parent=storage.context)
 
+    # Nothing is cached but what reads that are under way share: the index of a store shard. A reader need not ask
+    # before each such read whether it has changed, which takes a request's latency.
     def start(name: str) -> ts.Future:
         spec = {"driver": "zarr3", "kvstore": (storage.kvstore / name / "").spec().to_json()}
         spec |= {"metadata": wanted[name]} if wanted[name] else {}
-        return ts.open(spec, open=True, create=name in create, context=own_pool)
+        return ts.open(spec, open=True, create=name in create, context=own_pool, recheck_cached_data=not is_read_only)
 
     opening = {name: start(name) for name in wanted}
 
