@@ -7,9 +7,10 @@ whole and unchecked (`np.fromfile`); the reader reads, checks crc32c, shuffles a
 process, because a shared machine drifts; the ratio is the median over neighbours. On a machine that others load, the
 CPU seconds tell more than the speed. Writes build/bench-reader.json.
 
-    PYTHONPATH=. python scripts/bench/bench_reader.py --slowdown 20
+    PYTHONPATH=. python scripts/bench/bench_reader.py --slowdown 20 --tokens 600000
 
-instead reads the store from `gcs_standin`, where a request takes 50 ms and has 100 MB/s, and prints MiB/s. The server
+instead reads stores of 3 and of 26 layers from `gcs_standin`, where a request takes 50 ms and has 100 MB/s, and prints
+MiB/s. The server
 does both 20 times more slowly, since a small machine could not serve this speed; what is printed is 20 times what was
 measured.
 """
@@ -18,10 +19,11 @@ import argparse
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -36,15 +38,16 @@ from pipeline.store.write.store_writer import StoreWriter
 
 PATH = Path("build/bench-reader/store")
 LAYERS, WIDTH, LENGTH, ROWS = (2, 6, 10), 768, 256, 40
+MANY_LAYERS = tuple(range(26))
 REMOTE = "gs://bench-reader/store"
 BATCH_SIZE = 4096
 GIB = 1 << 30
 
 
-def write_store(num_tokens: int, path: str = str(PATH)) -> None:
+def write_store(num_tokens: int, path: str = str(PATH), layers: Sequence[int] = LAYERS) -> None:
     """A store of random activations. A block of a layer has 15 MiB, 3 % of its slots are padding."""
     shutil.rmtree(PATH, ignore_errors=True)
-    hooks = {f"blocks.{layer}.resid_post": f"blocks.{layer}.hook_resid_post" for layer in LAYERS}
+    hooks = {f"blocks.{layer}.resid_post": f"blocks.{layer}.hook_resid_post" for layer in layers}
     arrays = tuple(ArraySpec(name, "bfloat16", WIDTH, {"hook_name": hook, "d": WIDTH}) for name, hook in hooks.items())
     layout = StoreLayout(1, ROWS, LENGTH, arrays)
     metadata = StoreMetadata({}, {}, {}, {}, {}, {}, num_streams=1, rows_per_block=ROWS)
@@ -100,15 +103,25 @@ def read_remote(num_tokens: int, slowdown: float) -> None:
     spawn.Process(target=serve_process, args=(None, Behaviour(latency_s=0), ready), daemon=True).start()
     server = receiver.recv()
     os.environ.update(environment(server))
-    write_store(num_tokens, REMOTE)
-    store = ActivationStore.open(REMOTE)
-    for layers in (LAYERS[:1], LAYERS):
-        control(server, latency_s=0.05 * slowdown, bytes_per_s=1e8 / slowdown)
-        began = time.perf_counter()
-        mib = reader_bytes(store, layers, epochs=1, stack=False) / (1 << 20)
-        seconds = (time.perf_counter() - began) / slowdown
-        counters = control(server, latency_s=0)["counters"]
-        print(f"{len(layers)} layers: {mib / seconds:.0f} MiB/s, {mib:.0f} MiB, {counters['get']} requests")
+    for name, tokens, all_layers, cases in (
+        ("few", num_tokens, LAYERS, (LAYERS[:1], LAYERS)),
+        ("many", num_tokens // 3, MANY_LAYERS, (MANY_LAYERS,)),
+    ):
+        write_store(tokens, f"{REMOTE}-{name}", all_layers)
+        store = ActivationStore.open(f"{REMOTE}-{name}")
+        for layers in cases:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            control(server, latency_s=0.05 * slowdown, bytes_per_s=1e8 / slowdown)
+            began = time.perf_counter()
+            mib = reader_bytes(store, layers, epochs=1, stack=False) / (1 << 20)
+            seconds = (time.perf_counter() - began) / slowdown
+            counters = control(server, latency_s=0, bytes_per_s=None)["counters"]
+            peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
+            print(
+                f"{len(layers)} layers: {mib / seconds:.0f} MiB/s, {mib:.0f} MiB, {counters['get']} requests, peak of "
+                f"memory {peak} MiB higher",
+                flush=True,
+            )
 
 
 def main() -> None:
