@@ -66,8 +66,7 @@ CASES = {
 
 def run(model: Model, keys, tokens, segments, positions) -> dict[ActivationKey, np.ndarray]:
     params = model.load(keys, "float32", DEVICE)
-    # What is computed is decided before LLVM, whose optimisation takes 40 % of these tests' time.
-    apply = jax.jit(model.apply, static_argnames="keys", compiler_options={"xla_backend_optimization_level": 0})
+    apply = jax.jit(model.apply, static_argnames="keys")
     captured = apply(params, jnp.array(tokens), jnp.array(segments), jnp.array(positions), keys=keys)
     return {key: np.asarray(value, np.float32) for key, value in captured.items()}
 
