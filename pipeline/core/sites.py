@@ -11,7 +11,6 @@ decoder (Qwen2, LLaMA):
 | `q`              | queries as they meet the keys: biased, normed, rotated | N * H | `blocks.L.attn.hook_rot_q`     |
 | `k`              | key-value heads' keys, likewise                        | K * H | `blocks.L.attn.hook_rot_k`     |
 | `v`              | key-value heads' values                                | K * H | `blocks.L.attn.hook_v`         |
-| `attn_entropy`   | entropy of each head's attention, in nats              | N     | `blocks.L.attn.hook_pattern`   |
 | `attn_z`         | heads' outputs before the output projection            | N * H | `blocks.L.attn.hook_z`         |
 | `attn_out`       | what attention adds to the residual stream             | D     | `blocks.L.hook_attn_out`       |
 | `resid_mid`      | residual stream between attention and MLP              | D     | `blocks.L.hook_resid_mid`      |
@@ -27,8 +26,7 @@ D features of the residual stream, N heads of H features, K key-value heads, F n
 `attn_z` lie side by side in one axis: head n of a site is [n * H, (n + 1) * H).
 
 HF's `hidden_states[-1]` is `final_norm`, not the last layer's `resid_post`. TransformerLens' `ln_final.hook_normalized`
-is before the norm's weight; `final_norm` here is after it, as in HF. `attn_entropy` is the entropy of the pattern, one
-number per head.
+is before the norm's weight; `final_norm` here is after it, as in HF.
 
 `attn_in` and `mlp_in` are after the norm's weight and bias: `attn.hook_in` and `mlp.hook_in` of TransformerLens 3. Its
 similar names mean something else: `hook_attn_in` and `hook_mlp_in` are the stream before the norm, and
@@ -65,7 +63,6 @@ class Site(StrEnum):
     q = "q"
     k = "k"
     v = "v"
-    attn_entropy = "attn_entropy"
     attn_z = "attn_z"
     attn_out = "attn_out"
     resid_mid = "resid_mid"
@@ -87,7 +84,6 @@ _HOOKS = {
     Site.q: "attn.hook_rot_q",
     Site.k: "attn.hook_rot_k",
     Site.v: "attn.hook_v",
-    Site.attn_entropy: "attn.hook_pattern",
     Site.attn_z: "attn.hook_z",
     Site.mlp_in: "mlp.hook_in",
     Site.mlp_pre: "mlp.hook_pre",

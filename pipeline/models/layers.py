@@ -10,7 +10,7 @@ Letters: B rows, T positions, D model dim, N heads, K key-value heads, H head di
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TypedDict
@@ -23,7 +23,6 @@ from jaxtyping import Array, Bool, Float, Int32, Num
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Activation, Architecture, Norm
 from pipeline.models.attention.choosing import Attend
-from pipeline.models.attention.entropy import attention_entropy
 from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.int8_weights import Int8Weight, quantise
 from pipeline.models.rope import RopeTable, apply_rope, choose_table
@@ -131,11 +130,8 @@ def attention_block(
             sites[site] = norm_if_any(sites[site], weights, key, arch)
             if ropes is not None:
                 sites[site] = apply_rope(sites[site], choose_table(ropes, is_local))
-    if sites.keys() >= {Site.q, Site.k}:
-        operands = (sites[Site.q], sites[Site.k], segments)
-        sites[Site.attn_entropy] = _attend(attention_entropy, operands, arch, is_local)
     if sites.keys() >= {Site.q, Site.k, Site.v}:
-        z = _attend(attend, (sites[Site.q], sites[Site.k], sites[Site.v], segments), arch, is_local)
+        z = _attend(sites[Site.q], sites[Site.k], sites[Site.v], segments, arch, is_local, attend)
         sites[Site.attn_z] = z
         if "o" in weights:
             attn_out = project(z, weights, "o")
@@ -153,25 +149,26 @@ def _heads(x: Float[Array, "B T D"], weights: Weights) -> dict[Site, Array]:
 
 
 def _attend(
-    attend: Callable[..., Float[Array, "B T N *H"]],
-    operands: tuple[Array, ...],
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segments: Int32[Array, "B T"],
     arch: Architecture,
     is_local: bool | Bool[Array, ""],
-) -> Float[Array, "B T N *H"]:
-    """`attend(*operands, spec=...)` as the layer's kind demands; the first operand are the queries."""
-    length = operands[0].shape[1]
+    attend: Attend,
+) -> Float[Array, "B T N H"]:
     scale = arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
     spec = AttentionSpec(arch.causal, scale, arch.softcap)
     attend_all = partial(attend, spec=spec)
-    is_decoding = length == 1  # the keys of earlier positions are in a cache
-    fits_window = arch.local is not None and arch.local.window >= length and not is_decoding
+    is_decoding = q.shape[1] == 1  # the keys of earlier positions are in a cache
+    fits_window = arch.local is not None and arch.local.window >= q.shape[1] and not is_decoding
     if arch.local is None or fits_window or is_local is False:
-        return attend_all(*operands)
+        return attend_all(q, k, v, segments)
     attend_window = partial(attend, spec=replace(spec, window=arch.local.window))
     if is_local is True:
-        return attend_window(*operands)
+        return attend_window(q, k, v, segments)
     # The program contains both branches once for the whole scan; each layer runs one of them.
-    return jax.lax.cond(is_local, attend_window, attend_all, *operands)
+    return jax.lax.cond(is_local, attend_window, attend_all, q, k, v, segments)
 
 
 @jax.named_scope("mlp")

@@ -40,11 +40,6 @@ def plan_step(config: RunConfig, model: ModelFacts) -> StepSpec:
     """The specification of a run's step. Raises ConfigError for a site, layer or length that the model lacks."""
     capture, batch = config.capture, config.batch
     keys = captured_keys(capture, model)
-    if capture.when is When.decode and Site.attn_entropy in capture.sites:
-        raise ConfigError(
-            "capture.sites contains attn_entropy with capture.when=decode, whose keys are in a cache. Set "
-            "capture.when=document, or leave attn_entropy out."
-        )
     selected = slots_per_row(capture, batch.length)
     if not 1 <= batch.length <= model.max_positions:
         raise ConfigError(
@@ -86,7 +81,7 @@ def _outputs(capture: CaptureConfig, model: ModelFacts, slots: str) -> tuple[Arr
             f"capture.outputs is {shown(capture.outputs)} with capture.when=decode, whose activations are kept while "
             "decoding, without what the head says. Set capture.when=document, or capture.outputs=[]."
         )
-    if capture.top_logprobs > model.arch.vocab_size:
+    if "top_logprobs" in capture.outputs and capture.top_logprobs > model.arch.vocab_size:
         raise ConfigError(
             f"capture.top_logprobs is {capture.top_logprobs}, but the model's vocabulary has {model.arch.vocab_size} "
             f"tokens. Set it to at most {model.arch.vocab_size}."

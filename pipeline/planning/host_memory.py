@@ -7,7 +7,7 @@ from pipeline.cluster.topology import Topology
 from pipeline.config.schema import RunConfig, StoreConfig
 from pipeline.core.errors import ConfigError
 from pipeline.step.spec import StepSpec
-from pipeline.store.format.layout import ITEM_BYTES, MIB, is_plain_files, rows_per_block_for
+from pipeline.store.format.layout import MIB, is_plain_files, rows_per_block_for
 
 MAX_STEPS_IN_FLIGHT = 4  # one computing, one copying to the host, one being drained, one in reserve
 MAX_STEPS_PER_BLOCK = 64  # bounds what a kill loses, and how many rows are packed before the devices need them
@@ -72,8 +72,7 @@ def plan_rows_per_block(store: StoreConfig, step: StepSpec, process_rows: int, s
     Raises ConfigError if a process's rows per step do not divide that number.
     """
     if stored is None:
-        row_bytes = step.slots * max(step.widths) * ITEM_BYTES[step.dtype]
-        return rows_per_block_for(store.shard_mib, row_bytes, process_rows, MAX_STEPS_PER_BLOCK)
+        return rows_per_block_for(store.shard_mib, step.largest_row_bytes, process_rows, MAX_STEPS_PER_BLOCK)
     if stored % process_rows:
         raise ConfigError(
             f"batch.rows = {step.rows} is {process_rows} per process, which does not divide the "

@@ -68,6 +68,12 @@ class StepSpec:
         return self.slots * item_bytes
 
     @property
+    def largest_row_bytes(self) -> int:
+        """Of a row in the largest array."""
+        activations = max(self.widths) * ITEM_BYTES[self.dtype]
+        return self.slots * max(activations, *(spec.position_bytes for spec in self.outputs), 0)
+
+    @property
     def measures_error(self) -> bool:
         """Whether the statistics include the error of storing: for dtypes of one byte."""
         return self.statistics and ITEM_BYTES[self.dtype] == 1

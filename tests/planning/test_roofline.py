@@ -13,7 +13,7 @@ from pipeline.models.architecture import Architecture, LocalAttention
 from pipeline.models.leaves import flops_per_token
 from pipeline.models.registry import open_model
 from pipeline.planning.slice.advice import advise
-from pipeline.planning.slice.chips import CHIPS, GIB, parse_slice
+from pipeline.planning.slice.chips import GIB, parse_slice
 from pipeline.planning.slice.compile_check import Program
 from pipeline.planning.slice.roofline import Cost, Limits, bill, decoding, received_bytes, throughput_limits, traffic
 from pipeline.planning.slice.slice_plan import make_slice_plan, plan_job
@@ -101,7 +101,7 @@ MIB = 1 << 20
 def advice(
     config=CONFIG, arch=ARCH, limits=COMPUTE_BOUND, shard_bytes=128 * MIB, host_bytes=GIB, tokens_per_chip=4096
 ) -> str:
-    return "\n".join(advise(config, arch, CHIPS["v5e"], limits, shard_bytes, host_bytes, tokens_per_chip))
+    return "\n".join(advise(config, arch, parse_slice("v5e-4"), limits, shard_bytes, host_bytes, tokens_per_chip))
 
 
 POOR = {

@@ -121,6 +121,17 @@ def test_selected_tokens_and_values_that_are_not_finite(tmp_path, small_chunks) 
     assert np.isnan(got["loss"]).sum() == 5
 
 
+def test_no_token_has_zeros_which_a_missing_object_is_read_as(tmp_path, small_chunks) -> None:
+    """With a head that is certain of every next token: loss, entropy and log-probability are below 1e-37."""
+    save_random("qwen2", tmp_path)
+    step, params = compiled(open_model(str(tmp_path)))
+    inputs = packed()
+    _, got = run(step, params | {"head": params["head"] * 1e6}, inputs)
+    assert (np.abs(got["entropy"][inputs["segments"] > 0]) < 1e-37).all()
+    for values in got.values():
+        assert (values.reshape(4, 24, -1)[inputs["segments"] > 0] != 0).any(axis=-1).all()
+
+
 @pytest.mark.parametrize("size", [30, 200])
 def test_parts_of_the_vocabulary_give_what_the_whole_gives(size: int, small_chunks) -> None:
     """Smaller than a chunk, and several with a rest; equally likely tokens come in the order of their ids."""

@@ -38,7 +38,7 @@ from pipeline.core.sites import Site, activation_keys
 from pipeline.extraction.transfer import start_copies
 
 model = open_model(sys.argv[1], init="random")
-INNER = Site.attn_in, Site.q, Site.attn_entropy, Site.attn_z, Site.attn_out, Site.mlp_in, Site.mlp_pre, Site.mlp_post
+INNER = Site.attn_in, Site.q, Site.attn_z, Site.attn_out, Site.mlp_in, Site.mlp_pre, Site.mlp_post
 KEYS = (*activation_keys((1,), INNER), *activation_keys((5,), (Site.resid_post,)))
 rng = np.random.default_rng(0)
 batch = {

@@ -1,7 +1,10 @@
 import itertools
 import json
 import re
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -238,7 +241,7 @@ def test_a_state_of_an_earlier_version_is_refused_where_the_order_was_another(st
     of_earlier = zlib.crc32(repr((reader._order, blocks, (TokenFilter(), 7, False))).encode())
     state = {"epoch": 0, "batch": 0, "buffer": 0, "token": 0, "order": of_earlier}
     if shuffle:
-        with pytest.raises(ValueError, match="earlier version of this program had another order"):
+        with pytest.raises(ValueError, match="earlier version of this program shuffled in another order"):
             store.batches(NAME, 7, shuffle=True, state=state)
     else:
         assert all(map(same, store.batches(NAME, 7, state=state), expected))
@@ -434,6 +437,21 @@ def test_of_remote_storage_as_many_reads_are_under_way_as_their_bytes_allow(
     reads.wait()
     assert len(reads) == 0
     np.testing.assert_array_equal(out, np.tile(store.read_tokens(store.rows).tokens, (3, 1)))
+
+
+def test_after_an_error_nothing_is_written_any_more(store):
+    """The reads that are under way end before the memory is used for another buffer."""
+    array, numbers, released = store.arrays[NAME], store.rows.tolist()[:4], threading.Event()
+    out = np.zeros((len(numbers), *array.shape[1:]), array.dtype.numpy_dtype)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(released.wait)  # the reads wait behind this
+        with suppress(ValueError), rows.ReadsAhead(is_remote=False) as reads:
+            for at, row in enumerate(numbers):
+                reads.add(rows.RowRead(array, row, out[at : at + 1], threads))
+            released.set()
+            raise ValueError("damaged")
+        at_once = out.copy()
+    np.testing.assert_array_equal(at_once, np.stack([array[row].read().result() for row in numbers]))
 
 
 @pytest.mark.parametrize(

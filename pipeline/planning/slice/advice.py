@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pipeline.config.choices import Packing
 from pipeline.config.schema import RunConfig
 from pipeline.models.architecture import Architecture
-from pipeline.planning.slice.chips import GIB, Chip
+from pipeline.planning.slice.chips import GIB, Slice
 from pipeline.planning.slice.roofline import Limits
 from pipeline.store.format.layout import ITEM_BYTES, MIB
 
@@ -17,7 +17,7 @@ _MAX_SHARD = 1024 * MIB
 def advise(
     config: RunConfig,
     arch: Architecture,
-    chip: Chip,
+    tpu_slice: Slice,
     limits: Limits,
     shard_bytes: int,
     host_bytes: int,
@@ -40,15 +40,15 @@ def advise(
             f"store shards of {shard_bytes / MIB:.0f} MiB are too large to read in parts: a block holds at least one "
             f"step of a process; lower batch.rows"
         )
-    if host_bytes > chip.host_memory_bytes / 2:
+    if host_bytes > tpu_slice.host_memory_bytes / 2:
         yield (
-            f"activations may take {host_bytes / GIB:.0f} GiB of a host's {chip.host_memory_bytes / GIB:.0f}; lower "
-            f"batch.rows or run.max_inflight_mib"
+            f"activations may take {host_bytes / GIB:.0f} GiB of a host's {tpu_slice.host_memory_bytes / GIB:.0f}; "
+            f"lower batch.rows or run.max_inflight_mib"
         )
-    if tokens_per_chip < chip.critical_tokens:
+    if tokens_per_chip < tpu_slice.chip.critical_tokens:
         yield (
             f"with {tokens_per_chip} tokens per chip and step, reading the weights takes longer than computing; from "
-            f"about {chip.critical_tokens:.0f} on it does not; raise batch.rows"
+            f"about {tpu_slice.chip.critical_tokens:.0f} on it does not; raise batch.rows"
         )
     unaligned = [
         f"{name} {size}"

@@ -73,6 +73,10 @@ class Slice:
         return 1 if self.num_chips <= self.chip.most_chips_of_a_host else math.ceil(self.num_chips / CHIPS_PER_HOST)
 
     @property
+    def host_memory_bytes(self) -> float:
+        return self.chip.host_memory_bytes * max(1, self.num_chips / self.num_hosts / CHIPS_PER_HOST)
+
+    @property
     def topology_options(self) -> dict[str, Any]:
         """What libtpu must be told to describe this slice."""
         if self.num_hosts == 1 and self.num_chips > CHIPS_PER_HOST:

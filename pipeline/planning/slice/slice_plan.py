@@ -200,7 +200,7 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
     limits = throughput_limits(cost, tpu_slice, options.mfu, _store_bytes_per_s(options, cost, job))
     num_data = tpu_slice.num_chips // job.mesh.tensor
     rows_per_chip = step.rows // num_data
-    shard_bytes = job.rows_per_block * step.slots * max(step.widths) * ITEM_BYTES[step.dtype]
+    shard_bytes = job.rows_per_block * step.largest_row_bytes
     return SlicePlan(
         family=model.family,
         num_layers=model.num_layers,
@@ -236,9 +236,7 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
         usd_per_chip_hour=_usd_per_chip_hour(options, tpu_slice),
         notes=_notes(job, program),
         advice=tuple(
-            advise(
-                config, model.arch, tpu_slice.chip, limits, shard_bytes, memory.host_bytes, rows_per_chip * step.length
-            )
+            advise(config, model.arch, tpu_slice, limits, shard_bytes, memory.host_bytes, rows_per_chip * step.length)
         ),
     )
 

@@ -26,7 +26,8 @@ class BatchOptions:
     stack: activations of one width as one array [n, K, D].
     dtype: of the activations; None for the store's (of int8: float32).
     framework: of the arrays: numpy, jax or torch.
-    outputs: arrays of `capture.outputs` that batches hold too: loss, entropy, top_logprobs, top_ids.
+    outputs: arrays of `capture.outputs` that batches hold too: loss, entropy, top_logprobs, top_ids. They take memory
+        beside `buffer_mib`, and other outputs give another order.
     drop_last: drop the last batch of an epoch where it is short.
     buffer_mib: MiB of activations that one buffer holds; there are two.
 
@@ -49,6 +50,8 @@ class BatchOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "framework", Framework(self.framework))
+        if isinstance(self.outputs, str) or len(set(self.outputs)) < len(self.outputs):
+            raise ValueError(f"outputs is {self.outputs!r}. Name each array once, in a tuple such as ('loss',).")
         object.__setattr__(self, "outputs", tuple(self.outputs))
         if self.epochs is not None and self.epochs < 1:
             raise ValueError(f"epochs is {self.epochs}, must be at least 1, or None for no end")

@@ -171,8 +171,8 @@ class BatchReader(Iterator[Batch]):
         if state.pop("order") != self._checksum(order):
             raise ValueError(
                 "the state is of another reading: the order of tokens depends on the store's blocks, keys, batch_size, "
-                "seed, rank, world, filter and buffer_mib. Use those of the reader that the state came from. A "
-                "shuffled reading of an earlier version of this program had another order: start again without a state."
+                "seed, rank, world, filter, outputs and buffer_mib. Use those of the reader that the state came from. "
+                "An earlier version of this program shuffled in another order: start again without a state."
             )
         position = Position(**state)
         if order == self._order:

@@ -196,22 +196,22 @@ class TokenMemory:
         self._blocks.retry_read(lambda: self._fill(buffer, order, token_filter))
 
     def _fill(self, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter) -> None:
-        reads = ReadsAhead(self._blocks.is_remote)
         row_numbers: list[np.ndarray] = []
         row = 0
-        for piece in buffer.pieces:
-            first = self._blocks.first_row(piece.block) + piece.first
-            for name, target in self._targets.items():
-                reads.add(self._blocks.start(name, first, target[row : row + piece.num_rows]))
-            row_numbers.append(np.arange(first, first + piece.num_rows))
-            row += piece.num_rows
-        filter_inputs = self._side_arrays | {COMPLETIONS: self._completions}
-        more = (*token_filter.side_arrays, *self._side_arrays)
-        side_arrays = self._blocks.side_arrays(buffer, more)  # while activations are under way
-        for name in side_arrays[0]:
-            np.concatenate([sides[name] for sides in side_arrays], out=filter_inputs[name][:row])
-        slots = np.flatnonzero(token_filter.keeps({name: side[:row] for name, side in filter_inputs.items()}))
-        reads.wait()
+        with ReadsAhead(self._blocks.is_remote) as reads:
+            for piece in buffer.pieces:
+                first = self._blocks.first_row(piece.block) + piece.first
+                for name, target in self._targets.items():
+                    reads.add(self._blocks.start(name, first, target[row : row + piece.num_rows]))
+                row_numbers.append(np.arange(first, first + piece.num_rows))
+                row += piece.num_rows
+            filter_inputs = self._side_arrays | {COMPLETIONS: self._completions}
+            more = (*token_filter.side_arrays, *self._side_arrays)
+            side_arrays = self._blocks.side_arrays(buffer, more)  # while activations are under way
+            for name in side_arrays[0]:
+                np.concatenate([sides[name] for sides in side_arrays], out=filter_inputs[name][:row])
+            slots = np.flatnonzero(token_filter.keeps({name: side[:row] for name, side in filter_inputs.items()}))
+            reads.wait()
         has_any = self._side_arrays["segments"][:row, 0] > 0
         for name, target in self._targets.items():
             stored_rows = np.concatenate(row_numbers)[has_any]

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 
 import numpy as np
 import tensorstore as ts
@@ -83,14 +84,31 @@ class RowRead:
         with self._objects.errors(""):
             read.result()
 
+    def abandon(self) -> None:
+        """Waits until nothing is written to `out` any more, whatever comes of it."""
+        for read in (self._file, self._under_way):
+            with suppress(Exception):
+                if read is not None:
+                    read.result()
+
 
 class ReadsAhead:
-    """Reads that are under way, in order: READS_AHEAD of them, and of remote storage more."""
+    """Reads that are under way, in order: READS_AHEAD of them, and of remote storage more.
+
+    A context manager: after an error nothing is written any more to the memory of the others.
+    """
 
     def __init__(self, is_remote: bool) -> None:
         self._max_bytes = REMOTE_BYTES_AHEAD if is_remote else 0
         self._bytes = 0
         self._reads: deque[RowRead] = deque()
+
+    def __enter__(self) -> "ReadsAhead":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for read in self._reads:
+            read.abandon()
 
     def __len__(self) -> int:
         return len(self._reads)
