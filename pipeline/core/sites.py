@@ -133,6 +133,9 @@ class ActivationKey:
         return cls(-1, Site(name))
 
 
+FINAL_NORM = ActivationKey(-1, Site.final_norm)  # what the head reads
+
+
 def activation_keys(layers: tuple[int, ...], sites: tuple[Site, ...]) -> tuple[ActivationKey, ...]:
     """Every captured activation, in the order in which the forward pass produces them."""
     keys = {ActivationKey(layer, site) for site in sites if site.per_layer for layer in layers}

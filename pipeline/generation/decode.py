@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pipeline.cluster.sharding import activation_sharding, replicated, row_sharding
-from pipeline.core.sites import ActivationKey, Site
+from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.generation.cache import CachedLayer, put_at
 from pipeline.generation.sampling import document_keys, sample
 from pipeline.generation.spec import GenerationSpec
@@ -28,8 +28,6 @@ from pipeline.models.head import logits
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
 from pipeline.step.compiler import compiler_options, matmul_precision
-
-FINAL = ActivationKey(-1, Site.final_norm)
 
 
 class State(NamedTuple):
@@ -86,7 +84,7 @@ class Decoding:
             heads = captured[ActivationKey(layer, site)].reshape(*order.shape, arch.num_kv_heads, arch.head_dim)
             return jnp.pad(jnp.einsum("RPKH->RKPH", heads), ((0, 0), (0, 0), (0, spec.max_new_tokens), (0, 0)))
 
-        last = jnp.take_along_axis(captured[FINAL], jnp.maximum(new.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+        last = jnp.take_along_axis(captured[FINAL_NORM], jnp.maximum(new.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
         random = document_keys(spec.sampling.seed, new.numbers[:, 0], new.numbers[:, 1])
         counts = jnp.ones_like(new.lengths)
         tokens = sample(logits(self.model.head, params, last), random, counts - 1, spec.sampling)
@@ -124,7 +122,7 @@ class Decoding:
         tokens = state.tokens[:, None]
         captured = self._apply(params, tokens, jnp.ones_like(tokens), state.positions[:, None], layers)
         sampled = sample(
-            logits(self.model.head, params, captured[FINAL][:, 0]), state.keys, state.counts, spec.sampling
+            logits(self.model.head, params, captured[FINAL_NORM][:, 0]), state.keys, state.counts, spec.sampling
         )
         goes_on = state.is_active & ~state.has_ended
         counts = state.counts + goes_on

@@ -8,7 +8,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int32, PyTree
 
 from pipeline.core.errors import ConfigError
-from pipeline.core.sites import POST_NORM_HOOKS, UNROTATED_HOOKS, ActivationKey, Site
+from pipeline.core.sites import FINAL_NORM, POST_NORM_HOOKS, UNROTATED_HOOKS, ActivationKey, Site
 from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.attention.choosing import Attend
 from pipeline.models.attention.xla import attend_xla
@@ -191,7 +191,7 @@ class Generation:
         They make each layer a run.
         """
         cached = {ActivationKey(layer, site) for layer in range(self.model.num_layers) for site in (Site.k, Site.v)}
-        return tuple(sorted({*keys, *cached, ActivationKey(-1, Site.final_norm)}))
+        return tuple(sorted({*keys, *cached, FINAL_NORM}))
 
     def leaves(self, keys: Sequence[ActivationKey] = ()) -> LeafTree:
         """What `load_leaves` puts on the devices to generate, and to capture `keys` at the same time."""

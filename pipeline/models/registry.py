@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.core.errors import CheckpointError, ConfigError
-from pipeline.core.sites import ActivationKey, Site
+from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.checkpoints.checkpoint_files import open_files
@@ -64,7 +64,7 @@ def open_model(path: str, *, revision: str | None = None, init: str = "checkpoin
     config.finish()
     model = Model(name, arch, table, checkpoint, head, seed if init == "random" else None)
     if init == "checkpoint" and checkpoint.commit is None:  # the Hub's files are fetched only when they are needed
-        last = ActivationKey(arch.num_layers - 1, Site.resid_post), ActivationKey(-1, Site.final_norm)
+        last = ActivationKey(arch.num_layers - 1, Site.resid_post), FINAL_NORM
         check_tensors(checkpoint, arch, table, model.leaves(last))
     return model
 

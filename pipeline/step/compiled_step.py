@@ -15,7 +15,7 @@ from jaxtyping import Array, Float32, Int32, PyTree, Shaped
 
 from pipeline.cluster.sharding import activation_sharding, make_mesh, replicated, row_sharding
 from pipeline.config.choices import Weights
-from pipeline.core.sites import ActivationKey
+from pipeline.core.sites import FINAL_NORM, ActivationKey
 from pipeline.models.attention.choosing import Attention, choose_attention
 from pipeline.models.decoder import Params
 from pipeline.models.head import Head
@@ -24,7 +24,7 @@ from pipeline.models.registry import Model
 from pipeline.step.compiler import compiler_options, matmul_precision
 from pipeline.step.head_outputs import StoredTokens, head_outputs
 from pipeline.step.row_statistics import RowStatistics, row_statistics
-from pipeline.step.spec import FINAL_NORM, StepSpec
+from pipeline.step.spec import StepSpec
 from pipeline.step.storage_dtypes import Stored, as_stored, is_finite
 
 log = logging.getLogger("pipeline")

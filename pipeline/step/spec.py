@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-from pipeline.core.sites import ActivationKey, Site
+from pipeline.core.sites import FINAL_NORM, ActivationKey
 from pipeline.store.format.layout import ITEM_BYTES, ArraySpec
-
-FINAL_NORM = ActivationKey(-1, Site.final_norm)  # what the head reads
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Bool, Float, Int32
 
-from pipeline.core.sites import ActivationKey, Site
+from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.models.attention.xla import attend_xla
 from pipeline.models.decoder import LayerWeights, embed, layer_sites, rope_tables
 from pipeline.models.int8_weights import with_int8_inputs
@@ -56,7 +56,7 @@ def int8_errors(
                     inner[key] = float(_relative_error(sites_int8[site], sites[site], segments != 0))
         if "final_norm" in params:
             normed = (norm(stream, params, "final_norm", model.arch) for stream in (x_int8, x))
-            inner[ActivationKey(-1, Site.final_norm)] = float(_relative_error(*normed, segments != 0))
+            inner[FINAL_NORM] = float(_relative_error(*normed, segments != 0))
     return {key: inner[key] if key in inner else residuals[residual_index(key, model.num_layers)] for key in keys}
 
 

@@ -18,9 +18,8 @@ import numpy as np
 from pipeline.cluster.sharding import make_mesh
 from pipeline.config.sampling import Sampling
 from pipeline.core.cores import num_cores
-from pipeline.core.sites import ActivationKey, Site
+from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.generation.cache import CachedLayer
-from pipeline.generation.decode import FINAL
 from pipeline.generation.generator import Generator, Prompt, compile_generator
 from pipeline.generation.spec import GenerationSpec
 from pipeline.models.decoder import Params
@@ -74,7 +73,7 @@ def uncached_step(model: Model, params: Params, length: int) -> Callable[[], obj
     def step(params: Params, ids: jax.Array) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids.shape)
         captured = model.apply(params, ids, jnp.ones_like(ids), positions, model.generation.keys())
-        return jnp.argmax(logits(model.head, params, captured[FINAL][:, -1]), axis=-1)
+        return jnp.argmax(logits(model.head, params, captured[FINAL_NORM][:, -1]), axis=-1)
 
     ids = jnp.zeros((ROWS, length), jnp.int32)
     return lambda: step(params, ids).block_until_ready()
@@ -89,7 +88,7 @@ def eager_step(model: Model, params: Params, length: int) -> Callable[[], object
     def step() -> None:
         layers = [CachedLayer(empty, empty, positions[:, 0]) for _ in range(arch.num_layers)]
         captured = model.apply(params, ids, jnp.ones_like(ids), positions, model.generation.keys(), layers)
-        chosen = jnp.argmax(logits(model.head, params, captured[FINAL][:, 0]), axis=-1)
+        chosen = jnp.argmax(logits(model.head, params, captured[FINAL_NORM][:, 0]), axis=-1)
         jax.block_until_ready((chosen, [(layer.keys, layer.values) for layer in layers]))
 
     return step

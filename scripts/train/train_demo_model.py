@@ -36,7 +36,7 @@ from safetensors.numpy import save
 
 from pipeline.config.choices import OnError
 from pipeline.config.schema import ArcData, DataConfig, ParquetData
-from pipeline.core.sites import ActivationKey, Site
+from pipeline.core.sites import FINAL_NORM
 from pipeline.data.sources import open_source
 from pipeline.data.stream import TokenStream
 from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
@@ -53,7 +53,7 @@ REPORTED_STEPS = 50
 # Rows of a step are short for most of the training, since attention costs their square, and long at its end.
 SHORT, LONG, LONG_SHARE = 256, 1024, 0.15
 PEAK_RATE, WEIGHT_DECAY = 0.02, 0.1
-KEYS = (ActivationKey(-1, Site.final_norm),)
+KEYS = (FINAL_NORM,)
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -9,13 +9,12 @@ import pytest
 from jax.sharding import Mesh
 
 from pipeline.cluster.sharding import make_mesh, replicated, row_sharding
-from pipeline.core.sites import ActivationKey, Site
+from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.models import token_outputs
 from pipeline.models.head import Head
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
 from pipeline.step.compiled_step import CompiledStep, StepOutputs, compile_step
-from pipeline.step.spec import FINAL_NORM
 from pipeline.store.format.layout import OUTPUTS, SELECTED, TOKENS, output_specs
 from tests.models.hf_reference import VOCAB_SIZE, save_random, torch
 from tests.specs import step_spec
