@@ -1,7 +1,9 @@
+import gc
 import itertools
 import json
 import re
 import threading
+import weakref
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -100,6 +102,26 @@ def test_an_abandoned_iterator_ends_its_thread(store):
     batches.close()
     with pytest.raises(StopIteration):
         next(batches)
+
+
+@pytest.mark.parametrize("read_only", ["local"], indirect=True)
+def test_a_dropped_iterator_takes_no_lock_that_its_threads_may_hold(store):
+    batches = store.batches((1, "resid_post"), 8)
+    next(batches)
+    threads = batches._blocks._threads
+    collecting = threading.Thread(target=gc.collect, daemon=True)
+    with threads._shutdown_lock:  # as a thread that submits a read has it
+        del batches
+        collecting.start()
+        collecting.join(30)
+        assert not collecting.is_alive()
+    workers, dropped = threads._threads, weakref.ref(threads)
+    del threads
+    gc.collect()
+    assert dropped() is None
+    for worker in workers:
+        worker.join(30)
+        assert not worker.is_alive()
 
 
 def test_damage_reaches_the_caller(store_path):

@@ -153,6 +153,7 @@ class BatchReader(Iterator[Batch]):
     def close(self) -> None:
         """Ends the reader's threads after their present reads, as dropping the reader does."""
         self._batches.close()
+        self._blocks.close()
 
     @cached_property
     def _own_checksum(self) -> int:
@@ -198,9 +199,11 @@ class BatchReader(Iterator[Batch]):
                     yield _done(ahead.popleft())
             while ahead:
                 yield _done(ahead.popleft())
-        finally:  # without waiting: a reader that is dropped may be collected in one of these threads
+        finally:
+            # Without waiting: a reader that is dropped may be collected in one of these threads. And not the threads of
+            # `_blocks`, which end when nothing refers to them: the collector may run in any thread at any time, and
+            # `filler` may be submitting to them, with the lock that their shutdown takes.
             filler.shutdown(wait=False, cancel_futures=True)
-            self._blocks.close()
             gatherers.shutdown(wait=False, cancel_futures=True)
 
     def _submitted(
