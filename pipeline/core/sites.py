@@ -35,8 +35,8 @@ similar names mean something else: `hook_attn_in` and `hook_mlp_in` are the stre
 
 Other families mean the same by these names, but for:
 
-* Norms after a block (OLMo 2, Gemma): `attn_out` and `mlp_out` are what is added, so after those norms. OLMo 2 has no
-  norms before its blocks: `attn_in` is `resid_pre`, and `mlp_in` is `resid_mid`.
+* Norms after a block (OLMo 2 and 3, Gemma): `attn_out` and `mlp_out` are what is added, so after those norms. OLMo has
+  no norms before its blocks: `attn_in` is `resid_pre`, and `mlp_in` is `resid_mid`.
 * Parallel residual (GPT-NeoX, Pythia): attention and MLP both read `resid_pre`, each after its own norm, so there is no
   `resid_mid`.
 * MLP without gate (GPT-2, GPT-NeoX, BERT): there is no `mlp_pre_linear`.

@@ -9,7 +9,7 @@ from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.checkpoints.checkpoint_files import open_files
 from pipeline.models.checkpoints.loading import check_tensors
-from pipeline.models.families import bert, gemma, gpt2, gpt_neox, llama, mistral, olmo2, qwen2, qwen3
+from pipeline.models.families import bert, gemma, gpt2, gpt_neox, llama, mistral, olmo, qwen2, qwen3
 from pipeline.models.families.hf_config import HfConfig, refuse_unreadable
 from pipeline.models.head import HeadFormat, read_head
 from pipeline.models.model import Model
@@ -34,7 +34,8 @@ _FAMILIES = {
     "gpt_neox": Family(gpt_neox.read, "GPTNeoX", HeadFormat("embed_out.weight")),
     "llama": Family(llama.read, "Llama"),
     "mistral": Family(mistral.read, "Mistral"),
-    "olmo2": Family(olmo2.read, "Olmo2"),
+    "olmo2": Family(olmo.read_olmo2, "Olmo2"),
+    "olmo3": Family(olmo.read_olmo3, "Olmo3"),
     "qwen2": Family(qwen2.read, "Qwen2"),
     "qwen3": Family(qwen3.read, "Qwen3"),
 }

@@ -29,6 +29,7 @@ FAMILIES = {
     "llama": {},
     "mistral": TWO_LAYERS | {"sliding_window": 7},
     "olmo2": {},
+    "olmo3": TWO_LAYERS | {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
 }

@@ -33,6 +33,7 @@ CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
 }
 
@@ -58,7 +59,7 @@ GEMMA_PLACES = LLAMA_PLACES | {
 PLACES: dict[str, dict[Site, str]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA_PLACES),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA_PLACES),
-    "olmo2": GEMMA_PLACES | {Site.resid_mid: "layers.*.mlp input"},
+    **dict.fromkeys(("olmo2", "olmo3"), GEMMA_PLACES | {Site.resid_mid: "layers.*.mlp input"}),
     "gpt_neox": {
         Site.embed: "embed_in output",
         Site.resid_pre: "layers.* input",

@@ -101,10 +101,20 @@ def older_gemma2(config: dict) -> None:
     config |= {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 7}
 
 
+def older_olmo3(config: dict) -> None:
+    ropes = config.pop("rope_parameters")
+    del config["layer_types"]
+    config |= {"rope_theta": ropes["full_attention"].pop("rope_theta"), "rope_scaling": ropes["full_attention"]}
+
+
 NEOX_ROPE = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
+OLMO3_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
 }
 EVERY_SECOND = ["sliding_attention", "full_attention"] * 2
 OLDER = {
@@ -114,6 +124,7 @@ OLDER = {
         {"sliding_window": 7, "rope_parameters": GEMMA3_ROPES, "layer_types": EVERY_SECOND},
         older_gemma3,
     ),
+    "olmo3": ({"sliding_window": 7, "rope_parameters": OLMO3_ROPES}, older_olmo3),
 }
 
 
@@ -126,6 +137,7 @@ def test_older_config_means_the_same(family: str, tmp_path) -> None:
     assert open_model(str(tmp_path)).arch == newer.arch
 
 
+LINEAR = {"rope_type": "linear", "factor": 4.0}
 REFUSED = {
     "bert that decodes": ("bert", {"is_decoder": True}, "is_decoder is true"),
     "bert with relative positions": ("bert", {"position_embedding_type": "relative_key"}, "'relative_key'"),
@@ -135,6 +147,8 @@ REFUSED = {
     "gemma3 with caps": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     "gpt-neox with odd rotation": ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "that is 3"),
     "olmo2 with clipping": ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+    "olmo3 with one older theta": ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "since versions"),
+    "olmo3 with one rope": ("olmo3", {"rope_parameters": LINEAR}, "rope_parameters sets rope_type='linear'"),
     "activation": ("bert", {"hidden_act": "mish"}, "hidden_act is 'mish'"),
 }
 

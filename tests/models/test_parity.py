@@ -44,6 +44,13 @@ CASES = {
     ),
     "olmo2 grouped": ("olmo2", {}),
     "olmo2 biases": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True, "rms_norm_eps": 1e-5}),
+    "olmo3": ("olmo3", {"sliding_window": 7}),
+    "olmo3 biases, tied, scaled global rope": (
+        "olmo3",
+        {"sliding_window": 7, "layer_types": ALTERNATING, "rope_parameters": GEMMA3_ROPES}
+        | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+    "olmo3 two ropes, window longer than the row": ("olmo3", {"rope_parameters": GEMMA3_ROPES, "rms_norm_eps": 1e-6}),
     "gemma2": ("gemma2", GEMMA),
     "gemma2 low caps": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5}),
     "gemma2 without caps, biases": ("gemma2", GEMMA | {"attn_logit_softcapping": None, "attention_bias": True}),
@@ -126,6 +133,7 @@ FAMILIES = {
     "llama": {},
     "mistral": {"sliding_window": 7},
     "olmo2": {},
+    "olmo3": {"sliding_window": 7},
     "qwen2": {},
     "qwen3": {},
 }

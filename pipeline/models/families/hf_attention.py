@@ -19,6 +19,19 @@ def read_rope(config: HfConfig, max_positions: int, default_theta: float = 10000
     return rope
 
 
+def nested_ropes(
+    config: HfConfig, max_positions: int, default_theta: float, default_local_theta: float
+) -> tuple[Rope, Rope]:
+    """The rotary embeddings of global and of local layers, where `rope_parameters` has a mapping for each."""
+    parameters = config.nested("rope_parameters")
+    global_values, local_values = parameters.nested(_GLOBAL), parameters.nested(_LOCAL)
+    rope = parse_rope(global_values, default_theta, max_positions)
+    local_rope = parse_rope(local_values, default_local_theta, max_positions)
+    for values in (global_values, local_values, parameters):
+        values.finish()
+    return rope, local_rope
+
+
 def rope_values(config: HfConfig) -> HfConfig:
     """The mapping that describes the rotary embedding; empty for the default."""
     scaling, parameters = config.nested("rope_scaling"), config.nested("rope_parameters")
