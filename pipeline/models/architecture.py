@@ -30,6 +30,8 @@ class RopeKind(StrEnum):
     default = "default"
     linear = "linear"
     llama3 = "llama3"
+    dynamic = "dynamic"
+    yarn = "yarn"
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,20 @@ class Rope:
 
     theta: float
     kind: RopeKind = RopeKind.default
-    factor: float = 1.0  # of linear and llama3
+    factor: float = 1.0  # of linear, llama3 and yarn
     low_freq_factor: float = 1.0  # of llama3
     high_freq_factor: float = 1.0  # of llama3
-    original_max_positions: int = 0  # of llama3
+    original_max_positions: int = 0  # of llama3 and yarn
+
+
+@dataclass(frozen=True)
+class YarnRope(Rope):
+    """YaRN (Peng et al., arXiv 2309.00071). A class of its own, so that the identity of other models stays as it is."""
+
+    attention_factor: float = 1.0  # of cosines and sines
+    beta_fast: float = 32.0  # pairs of dimensions with more rotations in the original context are not stretched
+    beta_slow: float = 1.0  # those with fewer are stretched by `factor`
+    truncate: bool = True  # the pairs between which frequencies are interpolated have whole numbers
 
 
 class Norm(StrEnum):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pipeline.models.architecture import Rope, RopeKind
+from pipeline.models.architecture import Rope, RopeKind, YarnRope
 
 
 class RopeTable(NamedTuple):
@@ -30,6 +30,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Float32[np.ndarray, " half
         return frequencies / np.float32(rope.factor)
     if rope.kind is RopeKind.llama3:
         return _llama3(rope, frequencies)
+    if isinstance(rope, YarnRope):
+        return _yarn(rope, wavelengths, head_dim)
     return frequencies
 
 
@@ -42,11 +44,32 @@ def _llama3(rope: Rope, frequencies: Float32[np.ndarray, " half"]) -> Float32[np
     return ((1 - kept) * frequencies / rope.factor + kept * frequencies).astype(np.float32)
 
 
+def _yarn(rope: YarnRope, wavelengths: Float32[np.ndarray, " half"], head_dim: int) -> Float32[np.ndarray, " half"]:
+    """As `_llama3`, but interpolated between pairs of dimensions, not between their wavelengths."""
+
+    def pair(rotations: float) -> float:
+        """The pair of dimensions that rotates so often within the original context."""
+        wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    first, last = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    length = last - first or 0.001
+    stretched = np.clip((np.arange(head_dim // 2, dtype=np.float32) - first) / np.float32(length), 0, 1)
+    kept = 1 - stretched
+    return (1 / (np.float32(rope.factor) * wavelengths) * (1 - kept) + 1 / wavelengths * kept).astype(np.float32)
+
+
 def rope_table(rope: Rope, head_dim: int, positions: Int32[Array, "B T"]) -> RopeTable:
     """The table for one batch's positions, which are not 0..T-1 in packed rows. `head_dim` counts the rotating
     dimensions."""
     angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
-    return RopeTable(jnp.cos(angles), jnp.sin(angles))
+    table = RopeTable(jnp.cos(angles), jnp.sin(angles))
+    if isinstance(rope, YarnRope):
+        table = RopeTable(table.cos * rope.attention_factor, table.sin * rope.attention_factor)
+    return table
 
 
 def choose_table(tables: tuple[RopeTable, RopeTable], is_local: bool | Bool[Array, ""]) -> RopeTable:

@@ -52,7 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _SMALL | {"rope_scaling": {"rope_type": "llama3", **_LLAMA3}},
     "mistral": _SMALL | {"sliding_window": 16},
     "olmo2": _SMALL | {"rope_theta": 500000.0},
-    "olmo3": _SMALL | {"sliding_window": 16, "rope_theta": 500000, "rope_scaling": {"type": "linear", "factor": 8.0}},
+    "olmo3": _SMALL | {"sliding_window": 16, "rope_theta": 500000, "rope_scaling": {"type": "yarn", "factor": 8.0}},
     "qwen2": _SMALL | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
     "qwen3": _SMALL | {"head_dim": 8},
 }

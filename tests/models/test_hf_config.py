@@ -24,6 +24,8 @@ QWEN2 = {
 }
 LLAMA = QWEN2 | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 MISTRAL = QWEN2 | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+UNTRUNCATED = {"full_attention": YARN | {"truncate": False}, "sliding_attention": {"rope_type": "default"}}
 SLIDING = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
 
 
@@ -48,8 +50,16 @@ REFUSED = {
     "own code": (QWEN2 | {"auto_map": {"AutoModel": "modeling.Model"}}, "auto_map"),
     "too few layer types": (QWEN2 | SLIDING | {"layer_types": ["sliding_attention"]}, "for each of the 4 layers"),
     "other layer types": (QWEN2 | {"layer_types": ["linear_attention"] * 4}, "layer_types"),
-    "dynamic rope": (QWEN2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type is 'dynamic'"),
-    "yarn rope": (QWEN2 | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+    "unknown rope": (QWEN2 | {"rope_scaling": {"type": "mrope", "factor": 2.0}}, "type is 'mrope'"),
+    "dynamic rope with more": (QWEN2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1}}, "alpha=1"),
+    "yarn without factor": (QWEN2 | {"rope_parameters": {"rope_type": "yarn"}}, "has no 'factor'"),
+    "yarn of one wavelength": (QWEN2 | {"rope_theta": 1, "rope_scaling": YARN}, "rope_theta is 1, expected more"),
+    "yarn with more": (QWEN2 | {"rope_scaling": YARN | {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1"),
+    "yarn of a layer kind, not truncated": (
+        QWEN2 | {"model_type": "olmo3", "architectures": [], "rope_parameters": UNTRUNCATED},
+        "truncate is false",
+    ),
+    "a number that float32 lacks": (LLAMA | {"rms_norm_eps": 1e-40}, "rms_norm_eps is 1e-40"),
     "rope without factor": (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling has no 'factor'"),
     "rope with more": (LLAMA | {"rope_parameters": {"rope_type": "default", "beta_fast": 2}}, "beta_fast=2"),
     "partial rope": (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
@@ -76,6 +86,8 @@ ACCEPTED = {
     "window above all layers": QWEN2 | SLIDING | {"max_window_layers": 4},
     "window as long as the context": QWEN2 | SLIDING | {"sliding_window": 512},
     "null": QWEN2 | {"rope_scaling": None, "sliding_window": None, "something_new": None},
+    "yarn": QWEN2 | {"rope_scaling": YARN | {"attention_factor": None, "beta_slow": None}},
+    "dynamic": QWEN2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "both spellings": LLAMA | {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}},
     "SmolLM2": LLAMA | {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}},
     "without architectures": {k: v for k, v in LLAMA.items() if k != "architectures"},

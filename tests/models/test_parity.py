@@ -22,6 +22,9 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPES = {"full_attention": YARN_ROPE | {"attention_factor": 1.5}, "sliding_attention": {"rope_type": "default"}}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 ALTERNATING = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 GEMMA = {"head_dim": 6, "sliding_window": 7, "query_pre_attn_scalar": 12}
@@ -51,6 +54,12 @@ CASES = {
         | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
     ),
     "olmo3 two ropes, window longer than the row": ("olmo3", {"rope_parameters": GEMMA3_ROPES, "rms_norm_eps": 1e-6}),
+    "olmo3 yarn in global layers": ("olmo3", {"sliding_window": 7, "rope_parameters": YARN_ROPES}),
+    "llama yarn": ("llama", {"rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
+    "qwen2 yarn": ("qwen2", {"rope_parameters": YARN_ROPE}),
+    "qwen3 yarn": ("qwen3", {"rope_parameters": YARN_ROPE | {"truncate": False, "beta_fast": 4}}),
+    "mistral dynamic": ("mistral", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 96}),
+    "gpt-neox yarn": ("gpt_neox", {"rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.5}}),
     "gemma2": ("gemma2", GEMMA),
     "gemma2 low caps": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5}),
     "gemma2 without caps, biases": ("gemma2", GEMMA | {"attn_logit_softcapping": None, "attention_bias": True}),
@@ -112,6 +121,7 @@ SCANNED = {
     "all local": ("mistral", {"sliding_window": 7}),
     "local and global": ("qwen2", WINDOW | {"layer_types": ALTERNATING}),
     "local and global with two ropes": ("gemma3_text", GEMMA | {"layer_types": ALTERNATING}),
+    "yarn in global layers": ("olmo3", {"sliding_window": 7, "rope_parameters": YARN_ROPES}),
 }
 
 
@@ -189,7 +199,10 @@ def test_final_norm_times_unembedding_is_the_logits(family: str, tmp_path) -> No
     assert error(logits, expected) < 1e-4
 
 
-@pytest.mark.parametrize("parameters", [LLAMA3_ROPE, LINEAR_ROPE, {"rope_type": "default", "rope_theta": 250000.0}])
+OTHER_THETA = {"rope_type": "default", "rope_theta": 250000.0}
+
+
+@pytest.mark.parametrize("parameters", [LLAMA3_ROPE, LINEAR_ROPE, YARN_ROPE, OTHER_THETA])
 def test_older_config_means_the_same(parameters: dict, tmp_path) -> None:
     save_random("llama", tmp_path, rope_parameters=parameters)
     newer = open_model(str(tmp_path))

@@ -1,8 +1,10 @@
 """Rotary embeddings and windows, from the older and the newer form of config.json."""
 
+import math
+
 from pipeline.core.errors import CheckpointError
 from pipeline.core.json_text import shown
-from pipeline.models.architecture import LocalAttention, Rope, RopeKind
+from pipeline.models.architecture import LocalAttention, Rope, RopeKind, YarnRope
 from pipeline.models.families.hf_config import HfConfig
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
@@ -29,6 +31,11 @@ def nested_ropes(
     local_rope = parse_rope(local_values, default_local_theta, max_positions)
     for values in (global_values, local_values, parameters):
         values.finish()
+    if any(isinstance(kind, YarnRope) and not kind.truncate for kind in (rope, local_rope)):
+        raise CheckpointError(
+            f"{parameters.where}: truncate is false, expected true: transformers does not read it of kinds of layers. "
+            f"Remove the attribute."
+        )
     return rope, local_rope
 
 
@@ -66,7 +73,34 @@ def parse_rope(values: HfConfig, default_theta: float, max_positions: int) -> Ro
             high,
             values.positive_int("original_max_position_embeddings", max_positions),
         )
+    if kind is RopeKind.yarn:
+        return _parse_yarn(values, theta, max_positions)
+    if kind is RopeKind.dynamic:
+        values.positive_float("factor")  # of rows longer than the model's positions, and those are refused
     return Rope(theta)
+
+
+def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> YarnRope:
+    """YaRN, with the factor of cosines and sines that transformers derives where the file does not tell it."""
+    if theta <= 1:
+        raise CheckpointError(f"{values.where}: rope_theta is {theta:g}, expected more than 1. Is the file damaged?")
+    original = values.positive_int("original_max_position_embeddings", max_positions)
+    factor = values.optional_float("factor") or max_positions / original
+    attention_factor = values.optional_float("attention_factor", None)
+    mscale, mscale_all_dim = values.optional_float("mscale", None), values.optional_float("mscale_all_dim", None)
+    growth = 0.1 * math.log(max(factor, 1.0))
+    if attention_factor is None and mscale and mscale_all_dim:
+        attention_factor = (mscale * growth + 1) / (mscale_all_dim * growth + 1)
+    return YarnRope(
+        theta,
+        RopeKind.yarn,
+        factor,
+        original_max_positions=original,
+        attention_factor=attention_factor or growth + 1,
+        beta_fast=values.positive_float("beta_fast", 32.0),
+        beta_slow=values.positive_float("beta_slow", 1.0),
+        truncate=values.flag("truncate", not values.is_null("truncate")),
+    )
 
 
 def read_local(

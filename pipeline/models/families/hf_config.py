@@ -14,7 +14,8 @@ from pipeline.models.architecture import Activation
 
 _REQUIRED = object()
 _MAX_INT = 2**31 - 1  # token ids, positions and the axes of arrays are 32-bit
-_MAX_FLOAT = float(np.finfo(np.float32).max)  # values are computed in float32
+_MIN_FLOAT = float(np.finfo(np.float32).tiny)  # values are computed in float32
+_MAX_FLOAT = float(np.finfo(np.float32).max)
 _MAX_LAYERS = 10_000  # they are planned one by one
 _MAX_SHOWN = 20  # attributes in a message
 
@@ -107,7 +108,7 @@ class HfConfig:
 
     def positive_float(self, key: str, default: object = _REQUIRED) -> float:
         value = self._take(key, (int, float), "a number above 0", default)
-        if not 0 < value < _MAX_FLOAT:
+        if not _MIN_FLOAT <= value < _MAX_FLOAT:
             raise self._wrong(key, value, "a number above 0")
         return float(value)
 
@@ -115,12 +116,16 @@ class HfConfig:
         """A whole number above 0; None where the value is null, or where it is absent and the default is None."""
         return None if self._is_none(key, default) else self.positive_int(key, default)
 
-    def optional_float(self, key: str, default: float | None) -> float | None:
+    def optional_float(self, key: str, default: object = _REQUIRED) -> float | None:
         """A number above 0, or None as in `optional_int`."""
         return None if self._is_none(key, default) else self.positive_float(key, default)
 
+    def is_null(self, key: str) -> bool:
+        """Whether the file has the key, with null."""
+        return key in self._nulls
+
     def _is_none(self, key: str, default: object) -> bool:
-        return key in self._nulls or (default is None and key not in self.values)
+        return self.is_null(key) or (default is None and key not in self.values)
 
     def count(self, key: str, default: object = _REQUIRED) -> int:
         what = f"a whole number from 0 to {_MAX_INT:,}"
