@@ -2,7 +2,7 @@
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.json_text import shown
-from pipeline.models.architecture import LocalAttention, Rope, RopeKind
+from pipeline.models.architecture import Architecture, LocalAttention, Rope, RopeKind
 from pipeline.models.families.hf_config import HfConfig
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
@@ -54,6 +54,13 @@ def parse_rope(values: HfConfig, default_theta: float, max_positions: int) -> Ro
             values.positive_int("original_max_position_embeddings", max_positions),
         )
     return Rope(theta)
+
+
+def all_local(arch: Architecture, window: int | None) -> LocalAttention | None:
+    """The window of all layers; None where it is as long as the longest row."""
+    if window is None or window >= arch.max_positions:
+        return None
+    return LocalAttention("L" * arch.num_layers, window, arch.rope)
 
 
 def read_local(
