@@ -3,7 +3,8 @@
 Shape letters, here and in every file of this package:
 
     B rows, T positions, S positions as keys, D model dim, N heads, K key-value heads, G = N / K, H head dim,
-    F MLP dim, V vocabulary, P learned positions, Y token types, C = 3 for q, k and v in one tensor, L layers of a stack
+    F MLP dim, V vocabulary, P learned positions, Y token types, C = 3 for q, k and v in one tensor, L layers of a
+    stack, E experts, A experts of a token, M MLP dim of an expert, U MLP dim of the shared expert
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ class Axis(StrEnum):
     positions = "P"
     token_types = "Y"
     qkv = "C"
+    experts = "E"
+    d_expert = "M"
+    d_shared = "U"
+    one = "I"
 
 
 class RopeKind(StrEnum):
@@ -84,6 +89,18 @@ class LocalAttention:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Sparse layers: a router chooses some of the experts for each token, and mixes what they return."""
+
+    pattern: str  # a letter per layer: S sparse, D dense
+    num_experts: int
+    per_token: int
+    d_expert: int
+    sums_to_one: bool  # the weights of a token's experts; else they are their shares of the softmax over all experts
+    d_shared: int = 0  # of the expert that every token has; 0: there is none
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A transformer. The defaults are those of a LLaMA; its weights determine which norms, biases and gates it has."""
 
@@ -108,11 +125,16 @@ class Architecture:
     local: LocalAttention | None = None  # None: all layers are global
     embed_scale: float = 1.0
     num_token_types: int = 0
+    experts: Experts | None = None  # None: all layers are dense
 
     def is_local(self, layer: int) -> bool:
         return self.local is not None and self.local.pattern[layer] == "L"
 
+    def is_sparse(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.pattern[layer] == "S"
+
     def axis_size(self, axis: Axis) -> int:
+        experts = self.experts or Experts("", 0, 0, 0, False)
         sizes = {
             Axis.vocab: self.vocab_size,
             Axis.d_model: self.d_model,
@@ -123,16 +145,27 @@ class Architecture:
             Axis.positions: self.max_positions,
             Axis.token_types: self.num_token_types,
             Axis.qkv: 3,
+            Axis.experts: experts.num_experts,
+            Axis.d_expert: experts.d_expert,
+            Axis.d_shared: experts.d_shared,
+            Axis.one: 1,
         }
         return sizes[axis]
 
 
-KeyTable = dict[str, str | tuple[str, str]]
+TableEntry = str | tuple[str, str]
+KeyTable = dict[str, TableEntry]
 """HF key without its prefix -> our key, a name in `weight_specs.WEIGHTS`. `*` stands for the layer's number.
 
 The tensor in the file has the axes of our weight, [outputs, inputs]: `weights["attention"]["q"]` is [N, H, D], and HF's
 tensor [N * H, D]. Where a file has other axes, they follow our key, grouped as in the file: GPT-2's matrices are
 [inputs, outputs], so `("mlp.up", "D F")`. A norm may be over other axes than usual: `("attention.q_norm", "NH")`.
+A `#` stands for the expert's number: each of those tensors lacks the axis E.
 
 Ours have outputs first, inputs last. Measured, a matrix product with [out, in] is as fast as with [in, out].
 """
+
+
+def our_key(entry: TableEntry) -> str:
+    """A table's entry without the axes of the tensor in the file."""
+    return entry if isinstance(entry, str) else entry[0]

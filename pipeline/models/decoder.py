@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32, PyTree
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture
 from pipeline.models.attention.choosing import Attend
+from pipeline.models.experts import experts_block
 from pipeline.models.layers import LayerWeights, attention_block, mlp_block, norm, norm_if_any
 from pipeline.models.partition import Partition
 from pipeline.models.rope import RopeTable, rope_table
@@ -79,7 +80,7 @@ def forward(arch: Architecture, params: Params, batch: Batch, spec: ForwardSpec)
     with jax.named_scope("embed"):
         x = residual(embed(arch, params, batch.tokens, batch.positions))
     x = capture(x, _residual_activations(arch, params, x, 0, spec))
-    for run, weights in zip(layer_runs(spec.keys, arch.num_layers), params["runs"], strict=True):
+    for run, weights in zip(layer_runs(spec.keys, arch), params["runs"], strict=True):
         with jax.named_scope(f"layers_{run.first}_to_{run.stop - 1}"):
             if len(run) == 1:
                 attend = spec.attend if callable(spec.attend) else spec.attend[run.first]
@@ -130,7 +131,7 @@ def _partitioned_layer(
     attend: Attend,
 ) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
     """`layer_sites` of a layer whose weights are gathered first, and whose stream is replicated along `tensor`."""
-    x, sites = layer_sites(arch, x, partition.gather(weights), ropes, segments, is_local, attend)
+    x, sites = layer_sites(arch, x, partition.gather(weights), ropes, segments, is_local, attend, partition)
     sites |= {site: partition.residual(sites[site]) for site in STREAM_SITES if site in sites}
     return partition.residual(x), sites
 
@@ -156,6 +157,7 @@ def layer_sites(
     segments: Int32[Array, "B T"],
     is_local: bool | Bool[Array, ""],
     attend: Attend,
+    partition: Partition = Partition(),  # noqa: B008  frozen
 ) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
     """The residual stream after a layer, and the sites that the layer has the weights for.
 
@@ -168,7 +170,9 @@ def layer_sites(
         stream = norm_if_any(x + sites[Site.attn_out], attention, "sum_norm", arch)
         sites[Site.resid_mid] = stream
     if arch.parallel or Site.attn_out in sites:
-        sites |= mlp_block(x if arch.parallel else stream, mlp, arch)
+        read = x if arch.parallel else stream
+        is_sparse = "router" in mlp
+        sites |= experts_block(read, mlp, arch, partition) if is_sparse else mlp_block(read, mlp, arch)
     if Site.mlp_out in sites:
         stream = norm_if_any(stream + sites[Site.mlp_out], mlp, "sum_norm", arch)
     return stream, sites

@@ -38,7 +38,7 @@ class LayerWeights(TypedDict, total=False):
     mlp: Weights
 
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     Activation.silu: jax.nn.silu,
     Activation.gelu: partial(jax.nn.gelu, approximate=False),
     Activation.gelu_tanh: partial(jax.nn.gelu, approximate=True),
@@ -203,7 +203,7 @@ def _mlp(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict
     if "gate" in weights:
         sites[Site.mlp_pre] = project(x, weights, "gate")
     if sites.keys() >= ({Site.mlp_pre, Site.mlp_pre_linear} if arch.gated else {Site.mlp_pre}):
-        activated = _ACTIVATIONS[arch.activation](sites[Site.mlp_pre])
+        activated = ACTIVATIONS[arch.activation](sites[Site.mlp_pre])
         sites[Site.mlp_post] = activated * sites[Site.mlp_pre_linear] if arch.gated else activated
     if "down" in weights:
         mlp_out = project(sites[Site.mlp_post], weights, "down")

@@ -1,22 +1,22 @@
 """How a model's weights are sharded over a mesh with the axes `data` and `tensor`.
 
-Along `tensor` a layer's matrices are divided by heads and by neurons (Shoeybi et al., arXiv 1909.08053), also while the
-layer computes. With fsdp they are divided along `data` too, and each layer gathers its weights before it computes
-(Rajbhandari et al., arXiv 1910.02054), but for embeddings, since gathering one would take the memory that dividing it
-saves. Along `tensor`, embedding and head are divided by vocabulary where it is a multiple: a lookup adds up what each
-device has. All other weights are small, and replicated.
+Along `tensor` a layer's matrices are divided by heads, by neurons (Shoeybi et al., arXiv 1909.08053) and by experts,
+also while the layer computes. With fsdp they are divided along `data` too, and each layer gathers its weights before it
+computes (Rajbhandari et al., arXiv 1910.02054), but for embeddings, since gathering one would take the memory that
+dividing it saves. Along `tensor`, embedding and head are divided by vocabulary where it is a multiple: a lookup adds up
+what each device has. All other weights are small, and replicated.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32, PyTree
 
 from pipeline.models.architecture import Axis
 from pipeline.models.int8_weights import Int8Weight
-from pipeline.models.layers import LayerWeights
+from pipeline.models.layers import LayerWeights, Weights
 from pipeline.models.leaves import Leaf
 from pipeline.models.weight_specs import Kind, WeightSpec, weight_spec
 
@@ -24,6 +24,8 @@ TENSOR_AXES: Mapping[Axis, str] = {
     Axis.heads: "attention heads",
     Axis.kv_heads: "key-value heads",
     Axis.d_mlp: "MLP neurons",
+    Axis.experts: "experts",
+    Axis.d_shared: "neurons of the shared expert",
 }
 """The logical axes of matrices and their biases that are divided along `tensor`, and their names in messages."""
 
@@ -67,9 +69,27 @@ class Partition:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("data")))
 
+    def over_experts(
+        self, compute: Callable[[PyTree, Weights, int | Int32[Array, ""]], PyTree], inputs: PyTree, weights: Weights
+    ) -> PyTree:
+        """Traced: `compute(inputs, weights, first)` of the experts from `first` on whose weights a device has, summed
+        over devices. Each device sorts its own rows by experts: XLA would sort those of all devices together."""
+        if self.mesh is None:
+            return compute(inputs, weights, 0)
+
+        def on_device(inputs: PyTree, weights: Weights) -> PyTree:
+            num_experts = jax.tree.leaves(weights)[0].shape[0]
+            outputs = compute(inputs, weights, jax.lax.axis_index("tensor") * num_experts)
+            return jax.lax.psum(outputs, "tensor")
+
+        rows, experts = PartitionSpec("data"), PartitionSpec("tensor")
+        # check_vma=False: as for attention, JAX does not track over which axes a loop's outputs vary.
+        divided = jax.shard_map(on_device, mesh=self.mesh, in_specs=(rows, experts), out_specs=rows, check_vma=False)
+        return divided(inputs, weights)
+
     def _tensor_axes(self, spec: WeightSpec, num_axes: int) -> list[str | None]:
         """The mesh axis of each axis of one layer's weight. An int8 weight's scale has only the first axes."""
-        if spec.kind is Kind.norm or self.mesh.shape["tensor"] == 1:
+        if spec.kind in (Kind.norm, Kind.router) or self.mesh.shape["tensor"] == 1:
             return [None] * num_axes
         return ["tensor" if axis in TENSOR_AXES else None for axis in spec.logical_axes[:num_axes]]
 

@@ -29,7 +29,7 @@ def int8_errors(
     """The relative error of each key; `rows` are tokens, segments and positions, and `dtype` is of computing.
     `with_inputs`: what the int8 weights multiply is int8, too."""
     device = SingleDeviceSharding(jax.local_devices()[0])
-    last = max((run.stop for run in layer_runs(keys, model.num_layers)), default=0)
+    last = max((run.stop for run in layer_runs(keys, model.arch)), default=0)
     single = (*keys, *(ActivationKey(layer, Site.resid_pre) for layer in range(last)))  # every layer is a run
     leaves = model.leaves(single)
     run_leaves = leaves.pop("runs")
@@ -44,7 +44,7 @@ def int8_errors(
         params = model.load_leaves(leaves, dtype, device)
         x = x_int8 = embed(model.arch, params, tokens, positions)
         residuals, inner = [0.0], {}
-        for run, leaves_of_run in zip(layer_runs(single, model.num_layers), run_leaves, strict=True):
+        for run, leaves_of_run in zip(layer_runs(single, model.arch), run_leaves, strict=True):
             is_local = model.arch.is_local(run.first)
             x, sites = layer(x, model.load_leaves(leaves_of_run, dtype, device), is_local)
             weights = model.load_leaves(leaves_of_run, dtype, device, with_int8=True)

@@ -27,11 +27,14 @@ def edit_config(path: Path, edit) -> None:
     file.write_text(json.dumps(config))
 
 
+EXPERTS = {"router_logits", "router_weights", "router_indices", "expert_out"}
+NEURONS = {"mlp_pre", "mlp_pre_linear", "mlp_post"}
 LACKING = {
-    "gpt_neox": {"resid_mid", "mlp_pre_linear"},
-    "bert": {"final_norm", "mlp_pre_linear"},
-    "gpt2": {"mlp_pre_linear"},
-    "gemma2": set(),
+    "gpt_neox": EXPERTS | {"resid_mid", "mlp_pre_linear"},
+    "bert": EXPERTS | {"final_norm", "mlp_pre_linear"},
+    "gpt2": EXPERTS | {"mlp_pre_linear"},
+    "gemma2": EXPERTS,
+    "mixtral": NEURONS,
 }
 
 
@@ -47,7 +50,24 @@ def test_a_site_that_a_family_lacks_is_refused_with_those_it_has(family: str, tm
 
 def test_sequential_gpt_neox_has_a_middle(tmp_path) -> None:
     save_random("gpt_neox", tmp_path, use_parallel_residual=False)
-    assert set(Site) - set(open_model(str(tmp_path)).sites) == {"mlp_pre_linear"}
+    assert set(Site) - set(open_model(str(tmp_path)).sites) == EXPERTS | {"mlp_pre_linear"}
+
+
+def test_a_layer_has_the_sites_of_its_kind(tmp_path) -> None:
+    save_random("qwen3_moe", tmp_path, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[1])
+    model = open_model(str(tmp_path))
+    assert set(model.sites) == set(Site)
+
+    def layers(layers: object, site: str) -> list[int]:
+        return [key.layer for key in captured_keys(CaptureConfig(layers=layers, sites=[site]), model)]
+
+    assert layers("all", "router_logits") == layers([0, 2, 3], "router_logits") == [0, 2, 3]
+    assert layers("all", "mlp_post") == layers([1], "mlp_post") == [1]
+    assert layers("all", "mlp_out") == [0, 1, 2, 3]
+    with pytest.raises(
+        ConfigError, match=r"with the site router_logits, which layer 1 lacks: its MLP is dense.*0, 2, 3"
+    ):
+        layers([0, 1], "router_logits")
 
 
 def test_an_mlp_without_gate_does_not_change_the_identity_of_a_model(tmp_path) -> None:

@@ -37,7 +37,7 @@ def open_config(path: Path, config: object):
 REFUSED = {
     "unknown attribute": (QWEN2 | {"logit_softcap": 30.0}, "logit_softcap=30.0"),
     "not causal": (QWEN2 | {"is_causal": False}, "is_causal=False"),
-    "unknown family": (QWEN2 | {"model_type": "mamba"}, "model_type is 'mamba'.*llama, mistral.*qwen2, qwen3"),
+    "unknown family": (QWEN2 | {"model_type": "mamba"}, "model_type is 'mamba'.*llama, mistral.*qwen2, .*qwen3"),
     "no family": ({k: v for k, v in QWEN2.items() if k != "model_type"}, "no 'model_type'"),
     "unknown class": (LLAMA | {"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3"),
     "activation": (QWEN2 | {"hidden_act": "gelu_10"}, "hidden_act is 'gelu_10'"),

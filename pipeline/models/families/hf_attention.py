@@ -4,7 +4,7 @@ import math
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.json_text import shown
-from pipeline.models.architecture import LocalAttention, Rope, RopeKind, YarnRope
+from pipeline.models.architecture import Architecture, LocalAttention, Rope, RopeKind, YarnRope
 from pipeline.models.families.hf_config import HfConfig
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
@@ -101,6 +101,13 @@ def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> YarnRope:
         beta_slow=values.positive_float("beta_slow", 1.0),
         truncate=values.flag("truncate", not values.is_null("truncate")),
     )
+
+
+def all_local(arch: Architecture, window: int | None) -> LocalAttention | None:
+    """The window of all layers; None where it is as long as the longest row."""
+    if window is None or window >= arch.max_positions:
+        return None
+    return LocalAttention("L" * arch.num_layers, window, arch.rope)
 
 
 def read_local(

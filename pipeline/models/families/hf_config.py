@@ -144,6 +144,13 @@ class HfConfig:
             raise self._wrong(key, values, "a list of strings")
         return values
 
+    def whole_numbers(self, key: str) -> list[int]:
+        """A list of whole numbers; empty when the key is absent."""
+        values = self._take(key, (list,), "a list of whole numbers", [])
+        if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+            raise self._wrong(key, values, "a list of whole numbers")
+        return values
+
     def choice(self, key: str, choices: tuple[str, ...], default: object = _REQUIRED) -> str:
         """One of the implemented values of an attribute."""
         value = self._take(key, (str,), "a string", default)

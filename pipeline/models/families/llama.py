@@ -49,6 +49,7 @@ def read_decoder(
     *,
     default_head_dim: int | None = None,
     default_eps: float = 1e-6,
+    default_theta: float = 10000.0,
     activation: Activation | None = None,
     rope: Rope | None = None,
 ) -> Architecture:
@@ -77,6 +78,6 @@ def read_decoder(
         head_dim=head_dim,
         d_mlp=config.positive_int("intermediate_size"),
         norm_eps=config.positive_float("rms_norm_eps", default_eps),
-        rope=rope or read_rope(config, max_positions),
+        rope=rope or read_rope(config, max_positions, default_theta),
         activation=activation or config.activation("hidden_act", "silu"),
     )
