@@ -47,8 +47,9 @@ Other families mean the same by these names, but for:
 * Parallel residual (GPT-NeoX, Pythia): attention and MLP both read `resid_pre`, each after its own norm, so there is no
   `resid_mid`.
 * MLP without gate (GPT-2, GPT-NeoX, BERT): there is no `mlp_pre_linear`.
-* No rotation (GPT-2, BERT): `q` and `k` are `attn.hook_q` and `attn.hook_k`. `embed` includes the learned positions:
-  it is `blocks.0.hook_resid_pre` of GPT-2 and, after the embeddings' LayerNorm, `hook_full_embed` of BERT.
+* No rotation (GPT-2, BERT, every fourth layer of SmolLM3): `q` and `k` are `attn.hook_q` and `attn.hook_k`.
+* Learned positions (GPT-2, BERT): `embed` includes them. It is `blocks.0.hook_resid_pre` of GPT-2 and, after the
+  embeddings' LayerNorm, `hook_full_embed` of BERT.
 * Post-norm (BERT): the stream itself is normed after each addition. `resid_mid` and `resid_post` are after those norms,
   as in HF, where the latter is a layer's output: `hook_mlp_in` and `hook_normalized_resid_post`. `attn_out` and
   `mlp_out` are before the addition. What a block reads is the stream: `attn_in` is `resid_pre`, `mlp_in` is

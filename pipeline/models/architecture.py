@@ -9,6 +9,9 @@ Shape letters, here and in every file of this package:
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
+
+from jaxtyping import Array, Bool
 
 
 class Axis(StrEnum):
@@ -88,6 +91,13 @@ class LocalAttention:
     rope: Rope | None  # of the local layers
 
 
+class LayerKind(NamedTuple):
+    """What a layer does differently from others with weights of the same shapes. In a scan, what differs is data."""
+
+    is_local: bool | Bool[Array, ""]
+    is_rotated: bool | Bool[Array, ""]  # its queries and keys
+
+
 @dataclass(frozen=True)
 class Experts:
     """Sparse layers: a router chooses some of the experts for each token, and mixes what they return."""
@@ -126,9 +136,16 @@ class Architecture:
     embed_scale: float = 1.0
     num_token_types: int = 0
     experts: Experts | None = None  # None: all layers are dense
+    rotation: str | None = None  # a letter per layer: R queries and keys rotate, N they do not; None: all by `rope`
 
     def is_local(self, layer: int) -> bool:
         return self.local is not None and self.local.pattern[layer] == "L"
+
+    def is_rotated(self, layer: int) -> bool:
+        return self.rope is not None and (self.rotation is None or self.rotation[layer] == "R")
+
+    def kind(self, layer: int) -> LayerKind:
+        return LayerKind(self.is_local(layer), self.is_rotated(layer))
 
     def is_sparse(self, layer: int) -> bool:
         return self.experts is not None and self.experts.pattern[layer] == "S"

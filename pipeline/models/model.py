@@ -95,7 +95,8 @@ class Model:
         """TransformerLens' name of the same place in this family."""
         if is_post_norm(self._weight_keys):
             return key.hook_name(POST_NORM_HOOKS)
-        return key.hook_name(UNROTATED_HOOKS if self.arch.rope is None else {})
+        is_unrotated = self.arch.rope is None or (key.site.per_layer and not self.arch.is_rotated(key.layer))
+        return key.hook_name(UNROTATED_HOOKS if is_unrotated else {})
 
     def identity(self, by_commit: bool = False) -> dict[str, object]:
         """What determines the activations, as plain JSON: independent of where the checkpoint is stored.

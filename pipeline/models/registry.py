@@ -9,7 +9,7 @@ from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.checkpoints.checkpoint_files import open_files
 from pipeline.models.checkpoints.loading import check_tensors
-from pipeline.models.families import bert, gemma, gpt2, gpt_neox, llama, mistral, moe, olmo, qwen2, qwen3
+from pipeline.models.families import bert, gemma, gpt2, gpt_neox, llama, mistral, moe, olmo, qwen2, qwen3, smollm3
 from pipeline.models.families.hf_config import HfConfig, refuse_unreadable
 from pipeline.models.head import HeadFormat, read_head
 from pipeline.models.model import Model
@@ -42,6 +42,7 @@ _FAMILIES = {
     "qwen2_moe": Family(moe.read_qwen2_moe, "Qwen2Moe"),
     "qwen3": Family(qwen3.read, "Qwen3"),
     "qwen3_moe": Family(moe.read_qwen3_moe, "Qwen3Moe"),
+    "smollm3": Family(smollm3.read, "SmolLM3", HeadFormat(is_tied=True)),
 }
 _HEADS = (
     *("Model", "TextModel", "LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForPreTraining"),

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
-from pipeline.models.architecture import Rope, RopeKind, YarnRope
+from pipeline.models.architecture import LayerKind, Rope, RopeKind, YarnRope
 
 
 class RopeTable(NamedTuple):
@@ -72,12 +72,16 @@ def rope_table(rope: Rope, head_dim: int, positions: Int32[Array, "B T"]) -> Rop
     return table
 
 
-def choose_table(tables: tuple[RopeTable, RopeTable], is_local: bool | Bool[Array, ""]) -> RopeTable:
-    """The table of the global (first) or of the local layers; in a scan over both kinds, `is_local` is data."""
+def choose_table(tables: tuple[RopeTable, RopeTable], kind: LayerKind) -> RopeTable:
+    """The table of a global (first) or of a local layer. Where rotation is data, the angles of a layer without are 0."""
     global_table, local_table = tables
-    if isinstance(is_local, bool) or global_table is local_table:
-        return local_table if is_local is True else global_table
-    return jax.tree.map(lambda a, b: jnp.where(is_local, a, b), local_table, global_table)
+    if isinstance(kind.is_local, bool) or global_table is local_table:
+        table = local_table if kind.is_local is True else global_table
+    else:
+        table = jax.tree.map(lambda a, b: jnp.where(kind.is_local, a, b), local_table, global_table)
+    if kind.is_rotated is True:
+        return table
+    return RopeTable(jnp.where(kind.is_rotated, table.cos, 1.0), jnp.where(kind.is_rotated, table.sin, 0.0))
 
 
 def apply_rope(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:

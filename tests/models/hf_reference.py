@@ -36,6 +36,7 @@ CLASSES = {
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
     "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
@@ -68,7 +69,7 @@ ROUTED_PLACES = {
 }
 PLACES: dict[str, dict[Site, str]] = {
     **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), LLAMA_PLACES | ROUTED_PLACES),
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA_PLACES),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), LLAMA_PLACES),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA_PLACES),
     **dict.fromkeys(("olmo2", "olmo3"), GEMMA_PLACES | {Site.resid_mid: "layers.*.mlp input"}),
     "gpt_neox": {

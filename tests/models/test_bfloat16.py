@@ -79,6 +79,7 @@ BOUNDS = {
     "olmo3": 0.0210,
     "qwen2": 0.0395,
     "qwen3": 0.0135,
+    "smollm3": 0.0385,
 }
 """Of the residual stream, at the worst layer: one and a half times what was measured."""
 

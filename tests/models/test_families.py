@@ -84,6 +84,9 @@ HOOKS = [
     ("gpt2", "blocks.1.resid_post", "blocks.1.hook_resid_post"),
     ("gpt2", "embed", "blocks.0.hook_resid_pre"),
     ("gpt2", "blocks.1.mlp_pre", "blocks.1.mlp.hook_pre"),
+    ("smollm3", "blocks.2.q", "blocks.2.attn.hook_rot_q"),
+    ("smollm3", "blocks.3.q", "blocks.3.attn.hook_q"),
+    ("smollm3", "embed", "hook_embed"),
     ("bert", "blocks.1.k", "blocks.1.attn.hook_k"),
     ("bert", "blocks.1.resid_mid", "blocks.1.hook_mlp_in"),
     ("bert", "blocks.1.resid_post", "blocks.1.hook_normalized_resid_post"),
@@ -127,6 +130,11 @@ def older_olmo3(config: dict) -> None:
     config |= {"rope_theta": ropes["full_attention"].pop("rope_theta"), "rope_scaling": ropes["full_attention"]}
 
 
+def older_smollm3(config: dict) -> None:
+    del config["no_rope_layers"], config["layer_types"]
+    config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "max_window_layers": 28, "pretraining_tp": 2}
+
+
 NEOX_ROPE = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
@@ -145,6 +153,7 @@ OLDER = {
         older_gemma3,
     ),
     "olmo3": ({"sliding_window": 7, "rope_parameters": OLMO3_ROPES}, older_olmo3),
+    "smollm3": ({"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7}, older_smollm3),
 }
 
 
@@ -169,6 +178,8 @@ REFUSED = {
     "olmo2 with clipping": ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
     "olmo3 with one older theta": ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "since versions"),
     "olmo3 with one rope": ("olmo3", {"rope_parameters": LINEAR}, "rope_parameters sets rope_type='linear'"),
+    "smollm3 with too few layers": ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 numbers"),
+    "smollm3 without its window": ("smollm3", {"layer_types": ["sliding_attention"] * 4}, "no window is used"),
     "activation": ("bert", {"hidden_act": "mish"}, "hidden_act is 'mish'"),
 }
 

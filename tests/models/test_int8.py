@@ -24,7 +24,10 @@ from pipeline.step.compiled_step import compile_step
 from tests.specs import step_spec
 
 DEVICE = SingleDeviceSharding(jax.devices()[0])
-FAMILIES = ("bert", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "olmo3", "qwen2", "qwen3")
+FAMILIES = (
+    *("bert", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama"),
+    *("mistral", "olmo2", "olmo3", "qwen2", "qwen3", "smollm3"),
+)
 LAST = ActivationKey(NUM_LAYERS - 1, Site.resid_post)
 MATRICES = {"q", "k", "v", "qkv", "o", "gate", "up", "down"}
 

@@ -63,6 +63,20 @@ CASES = {
     "qwen3 yarn": ("qwen3", {"rope_parameters": YARN_ROPE | {"truncate": False, "beta_fast": 4}}),
     "mistral dynamic": ("mistral", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 96}),
     "gpt-neox yarn": ("gpt_neox", {"rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.5}}),
+    "smollm3": ("smollm3", {}),
+    "smollm3 windows, biases, untied": (
+        "smollm3",
+        WINDOW
+        | {"no_rope_layers": [0, 1, 0, 1, 0]}
+        | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    ),
+    "smollm3 windows where it rotates, yarn, one kv head": (
+        "smollm3",
+        WINDOW
+        | {"layer_types": ALTERNATING, "no_rope_layers": [1, 1, 0, 0], "rope_parameters": YARN_ROPE}
+        | {"num_key_value_heads": 1, "head_dim": 6},
+    ),
+    "smollm3 every second layer, all heads": ("smollm3", {"no_rope_layer_interval": 2, "num_key_value_heads": None}),
     "gemma2": ("gemma2", GEMMA),
     "gemma2 low caps": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5}),
     "gemma2 without caps, biases": ("gemma2", GEMMA | {"attn_logit_softcapping": None, "attention_bias": True}),
@@ -149,6 +163,11 @@ SCANNED = {
     "all local": ("mistral", {"sliding_window": 7}),
     "local and global": ("qwen2", WINDOW | {"layer_types": ALTERNATING}),
     "local and global with two ropes": ("gemma3_text", GEMMA | {"layer_types": ALTERNATING}),
+    "not all rotated": ("smollm3", {}),
+    "local and global, rotated and not": (
+        "smollm3",
+        WINDOW | {"layer_types": ALTERNATING, "no_rope_layers": [1, 1, 0, 0]},
+    ),
     "yarn in global layers": ("olmo3", {"sliding_window": 7, "rope_parameters": YARN_ROPES}),
 }
 
@@ -178,6 +197,7 @@ FAMILIES = {
     "qwen2_moe": QWEN_EXPERTS | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
     "qwen3": {},
     "qwen3_moe": QWEN_EXPERTS,
+    "smollm3": WINDOW,
 }
 
 

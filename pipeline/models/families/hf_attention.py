@@ -7,7 +7,7 @@ from pipeline.core.json_text import shown
 from pipeline.models.architecture import Architecture, LocalAttention, Rope, RopeKind, YarnRope
 from pipeline.models.families.hf_config import HfConfig
 
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 def read_rope(config: HfConfig, max_positions: int, default_theta: float = 10000.0) -> Rope:
@@ -26,7 +26,7 @@ def nested_ropes(
 ) -> tuple[Rope, Rope]:
     """The rotary embeddings of global and of local layers, where `rope_parameters` has a mapping for each."""
     parameters = config.nested("rope_parameters")
-    global_values, local_values = parameters.nested(_GLOBAL), parameters.nested(_LOCAL)
+    global_values, local_values = parameters.nested(GLOBAL), parameters.nested(LOCAL)
     rope = parse_rope(global_values, default_theta, max_positions)
     local_rope = parse_rope(local_values, default_local_theta, max_positions)
     for values in (global_values, local_values, parameters):
@@ -117,13 +117,13 @@ def read_local(
 
     `window` is the family's reading of `sliding_window`. Published configs have one even where no layer uses it.
     """
-    kinds = config.strings("layer_types") or [_LOCAL if letter == "L" else _GLOBAL for letter in default_pattern]
-    if set(kinds) - {_LOCAL, _GLOBAL} or len(kinds) != len(default_pattern):
+    kinds = config.strings("layer_types") or [LOCAL if letter == "L" else GLOBAL for letter in default_pattern]
+    if set(kinds) - {LOCAL, GLOBAL} or len(kinds) != len(default_pattern):
         raise CheckpointError(
-            f"{config.where}: layer_types is {shown(kinds)}, expected {_GLOBAL} or {_LOCAL} for each of the "
+            f"{config.where}: layer_types is {shown(kinds)}, expected {GLOBAL} or {LOCAL} for each of the "
             f"{len(default_pattern)} layers. Use another model."
         )
     window = max_positions if window is None else min(window, max_positions)
-    if _LOCAL not in kinds or (window == max_positions and local_rope == rope):
+    if LOCAL not in kinds or (window == max_positions and local_rope == rope):
         return None
-    return LocalAttention("".join("L" if kind == _LOCAL else "G" for kind in kinds), window, local_rope)
+    return LocalAttention("".join("L" if kind == LOCAL else "G" for kind in kinds), window, local_rope)
