@@ -73,7 +73,7 @@ def rope_table(rope: Rope, head_dim: int, positions: Int32[Array, "B T"]) -> Rop
 
 
 def choose_table(tables: tuple[RopeTable, RopeTable], kind: LayerKind) -> RopeTable:
-    """The table of a global (first) or of a local layer. Where rotation is data, the angles of a layer without are 0."""
+    """The table of a global (first) or of a local layer. Where rotation is data, angles are 0 in a layer without."""
     global_table, local_table = tables
     if isinstance(kind.is_local, bool) or global_table is local_table:
         table = local_table if kind.is_local is True else global_table
