@@ -52,7 +52,7 @@ def experts_block(
     sites = {Site.mlp_in: x}
     if "router" in weights:
         sites[Site.router_logits] = project(x, weights, "router")
-        routing = _route(sites[Site.router_logits], arch.experts)
+        routing = partition.by_rows(partial(_route, experts=arch.experts), sites[Site.router_logits])
         sites |= {Site.router_weights: routing.weights, Site.router_indices: routing.indices}
     if "experts_down" in weights:
         own = {name: weights[f"experts_{name}"] for name in ("gate", "up", "down")}

@@ -69,11 +69,16 @@ class Partition:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("data")))
 
+    def by_rows(self, compute: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
+        """Traced: `compute(inputs)` of each device's rows, for what XLA would compute of all devices' rows together:
+        the largest numbers, and what is sorted."""
+        return compute(inputs) if self.mesh is None else self._divided(compute)(inputs)
+
     def over_experts(
         self, compute: Callable[[PyTree, Weights, int | Int32[Array, ""]], PyTree], inputs: PyTree, weights: Weights
     ) -> PyTree:
-        """Traced: `compute(inputs, weights, first)` of the experts from `first` on whose weights a device has, summed
-        over devices. Each device sorts its own rows by experts: XLA would sort those of all devices together."""
+        """Traced: as `by_rows`, `compute(inputs, weights, first)` of the experts from `first` on whose weights a device
+        has, summed over devices."""
         if self.mesh is None:
             return compute(inputs, weights, 0)
 
@@ -82,10 +87,13 @@ class Partition:
             outputs = compute(inputs, weights, jax.lax.axis_index("tensor") * num_experts)
             return jax.lax.psum(outputs, "tensor")
 
-        rows, experts = PartitionSpec("data"), PartitionSpec("tensor")
+        return self._divided(on_device, PartitionSpec("tensor"))(inputs, weights)
+
+    def _divided(self, compute: Callable[..., PyTree], *specs: PartitionSpec) -> Callable[..., PyTree]:
+        """`specs` are those of the inputs after the first, which has rows, as what comes out."""
+        rows = PartitionSpec("data")
         # check_vma=False: as for attention, JAX does not track over which axes a loop's outputs vary.
-        divided = jax.shard_map(on_device, mesh=self.mesh, in_specs=(rows, experts), out_specs=rows, check_vma=False)
-        return divided(inputs, weights)
+        return jax.shard_map(compute, mesh=self.mesh, in_specs=(rows, *specs), out_specs=rows, check_vma=False)
 
     def _tensor_axes(self, spec: WeightSpec, num_axes: int) -> list[str | None]:
         """The mesh axis of each axis of one layer's weight. An int8 weight's scale has only the first axes."""

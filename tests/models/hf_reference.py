@@ -23,6 +23,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "pad_token_id": None,
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24},
 }
 CLASSES = {
     "bert": ("BertConfig", "BertForMaskedLM"),

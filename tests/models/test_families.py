@@ -54,7 +54,7 @@ def test_sequential_gpt_neox_has_a_middle(tmp_path) -> None:
 
 
 def test_a_layer_has_the_sites_of_its_kind(tmp_path) -> None:
-    save_random("qwen3_moe", tmp_path, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[1])
+    save_random("qwen3_moe", tmp_path, mlp_only_layers=[1])
     model = open_model(str(tmp_path))
     assert set(model.sites) == set(Site)
 

@@ -31,8 +31,7 @@ ALTERNATING = ["sliding_attention", "full_attention", "full_attention", "sliding
 GEMMA = {"head_dim": 6, "sliding_window": 7, "query_pre_attn_scalar": 12}
 GEMMA3_ROPES = {"full_attention": LINEAR_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
 NEOX_ODD_HEADS = {"hidden_size": 36, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
-QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
-OLMOE = {"num_experts": 4, "num_experts_per_tok": 2, "eos_token_id": None}
+OLMOE = {"eos_token_id": None}
 CASES = {
     "qwen2 grouped": ("qwen2", {}),
     "qwen2 tied, one kv head": ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -93,25 +92,24 @@ CASES = {
     "gpt2 odd heads, relu": ("gpt2", {"n_embd": 28, "n_inner": None, "activation_function": "relu"}),
     "bert": ("bert", {}),
     "bert odd heads, one type": ("bert", {"hidden_size": 20, "type_vocab_size": 1, "hidden_act": "gelu_new"}),
-    "qwen3 moe": ("qwen3_moe", QWEN_EXPERTS | {"norm_topk_prob": True, "head_dim": 16}),
+    "qwen3 moe": ("qwen3_moe", {"norm_topk_prob": True, "head_dim": 16}),
     "qwen3 moe, dense layers, window, biases": (
         "qwen3_moe",
-        QWEN_EXPERTS | WINDOW | {"mlp_only_layers": [0, 2], "attention_bias": True, "tie_word_embeddings": True},
+        WINDOW | {"mlp_only_layers": [0, 2], "attention_bias": True, "tie_word_embeddings": True},
     ),
     "qwen3 moe, every second layer, one expert": (
         "qwen3_moe",
-        QWEN_EXPERTS | {"decoder_sparse_step": 2, "num_experts_per_tok": 1},
+        {"decoder_sparse_step": 2, "num_experts_per_tok": 1},
     ),
-    "qwen3 moe, all experts": ("qwen3_moe", QWEN_EXPERTS | {"num_experts_per_tok": 6}),
-    "qwen2 moe": ("qwen2_moe", QWEN_EXPERTS | {"shared_expert_intermediate_size": 24}),
+    "qwen3 moe, all experts": ("qwen3_moe", {"num_experts_per_tok": 6}),
+    "qwen2 moe": ("qwen2_moe", {}),
     "qwen2 moe, norm_topk_prob, first layer dense, window": (
         "qwen2_moe",
-        QWEN_EXPERTS
-        | WINDOW
+        WINDOW
         | {"norm_topk_prob": True, "mlp_only_layers": [0], "shared_expert_intermediate_size": 9, "qkv_bias": False},
     ),
-    "mixtral": ("mixtral", {"num_local_experts": 5, "sliding_window": 7}),
-    "mixtral without window": ("mixtral", {"num_local_experts": 3, "head_dim": 6, "hidden_act": "gelu"}),
+    "mixtral": ("mixtral", {"sliding_window": 7}),
+    "mixtral without window": ("mixtral", {"num_experts": 3, "head_dim": 6, "hidden_act": "gelu"}),
     "olmoe": ("olmoe", OLMOE),
     "olmoe, norm_topk_prob, biases": ("olmoe", OLMOE | {"norm_topk_prob": True, "attention_bias": True}),
     "llama linear rope, biases": ("llama", {"rope_parameters": LINEAR_ROPE, "attention_bias": True, "mlp_bias": True}),
@@ -189,14 +187,14 @@ FAMILIES = {
     "gpt_neox": {},
     "llama": {},
     "mistral": {"sliding_window": 7},
-    "mixtral": {"num_local_experts": 5},
+    "mixtral": {},
     "olmo2": {},
     "olmo3": {"sliding_window": 7},
     "olmoe": OLMOE,
     "qwen2": {},
-    "qwen2_moe": QWEN_EXPERTS | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+    "qwen2_moe": {"mlp_only_layers": [1]},
     "qwen3": {},
-    "qwen3_moe": QWEN_EXPERTS,
+    "qwen3_moe": {},
     "smollm3": WINDOW,
 }
 
