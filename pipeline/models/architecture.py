@@ -40,6 +40,7 @@ class RopeKind(StrEnum):
     llama3 = "llama3"
     dynamic = "dynamic"
     yarn = "yarn"
+    longrope = "longrope"
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,36 @@ class Rope:
 
     theta: float
     kind: RopeKind = RopeKind.default
-    factor: float = 1.0  # of linear, llama3 and yarn
+    factor: float = 1.0  # of all others
     low_freq_factor: float = 1.0  # of llama3
     high_freq_factor: float = 1.0  # of llama3
-    original_max_positions: int = 0  # of llama3 and yarn
+    original_max_positions: int = 0  # of llama3, yarn and longrope
 
 
 @dataclass(frozen=True)
-class YarnRope(Rope):
-    """YaRN (Peng et al., arXiv 2309.00071). A class of its own, so that the identity of other models stays as it is."""
+class ScaledRope(Rope):
+    """One that makes queries and keys longer. The classes below have fields that would change others' identity."""
 
     attention_factor: float = 1.0  # of cosines and sines
+
+
+@dataclass(frozen=True)
+class YarnRope(ScaledRope):
+    """YaRN (Peng et al., arXiv 2309.00071)."""
+
     beta_fast: float = 32.0  # pairs of dimensions with more rotations in the original context are not stretched
     beta_slow: float = 1.0  # those with fewer are stretched by `factor`
     truncate: bool = True  # the pairs between which frequencies are interpolated have whole numbers
+
+
+@dataclass(frozen=True)
+class LongRope(ScaledRope):
+    """LongRoPE (Ding et al., arXiv 2402.13753) in rows within the original context.
+
+    Longer documents have other factors, at their first positions, too: an activation would depend on what follows it.
+    """
+
+    short_factors: tuple[float, ...] = ()  # which stretch each pair of dimensions
 
 
 class Norm(StrEnum):
@@ -137,6 +154,16 @@ class Architecture:
     num_token_types: int = 0
     experts: Experts | None = None  # None: all layers are dense
     rotation: str | None = None  # a letter per layer: R queries and keys rotate, N they do not; None: all by `rope`
+
+    @property
+    def max_row(self) -> int:
+        """The positions that a row may have: no more than LongRoPE's original context."""
+        return min([self.max_positions, *(rope.original_max_positions for rope in self.long_ropes)])
+
+    @property
+    def long_ropes(self) -> list[LongRope]:
+        ropes = [self.rope, self.local.rope if self.local else None]
+        return [rope for rope in ropes if isinstance(rope, LongRope)]
 
     def is_local(self, layer: int) -> bool:
         return self.local is not None and self.local.pattern[layer] == "L"

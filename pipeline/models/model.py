@@ -1,6 +1,7 @@
 """A model as the rest of the pipeline sees it: its sites and sizes, its weights, and its forward pass."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -43,7 +44,8 @@ class Model:
 
     @property
     def max_positions(self) -> int:
-        return self.arch.max_positions
+        """How long a row may be."""
+        return self.arch.max_row
 
     @property
     def generation(self) -> "Generation":
@@ -225,7 +227,7 @@ def _spelled_out(arch: Architecture) -> dict[str, object]:
 
     `gated` follows from the family, and older stores do not have it.
     """
-    everything = dataclasses.asdict(arch)
+    everything = json.loads(json.dumps(dataclasses.asdict(arch)))  # lists in place of tuples, as stores have them
     return {
         field.name: everything[field.name]
         for field in dataclasses.fields(arch)

@@ -10,6 +10,7 @@ from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.checkpoints.checkpoint_files import open_files
 from pipeline.models.checkpoints.loading import check_tensors
 from pipeline.models.families import bert, gemma, gpt2, gpt_neox, llama, mistral, moe, olmo, qwen2, qwen3, smollm3
+from pipeline.models.families.hf_attention import check_long_ropes
 from pipeline.models.families.hf_config import HfConfig, refuse_unreadable
 from pipeline.models.head import HeadFormat, read_head
 from pipeline.models.model import Model
@@ -67,6 +68,7 @@ def open_model(path: str, *, revision: str | None = None, init: str = "checkpoin
     _check_classes(config, family)
     arch, table = family.read(config)
     head = None if family.head is None else read_head(config, family.head)
+    check_long_ropes(config, arch)
     config.finish()
     model = Model(name, arch, table, checkpoint, head, seed if init == "random" else None)
     if init == "checkpoint" and checkpoint.commit is None:  # the Hub's files are fetched only when they are needed

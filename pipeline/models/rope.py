@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from pipeline.models.architecture import LayerKind, Rope, RopeKind, YarnRope
+from pipeline.models.architecture import LayerKind, LongRope, Rope, RopeKind, ScaledRope, YarnRope
 
 
 class RopeTable(NamedTuple):
@@ -32,6 +32,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Float32[np.ndarray, " half
         return _llama3(rope, frequencies)
     if isinstance(rope, YarnRope):
         return _yarn(rope, wavelengths, head_dim)
+    if isinstance(rope, LongRope):
+        return 1 / (np.array(rope.short_factors, np.float32) * wavelengths)
     return frequencies
 
 
@@ -67,7 +69,7 @@ def rope_table(rope: Rope, head_dim: int, positions: Int32[Array, "B T"]) -> Rop
     dimensions."""
     angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
     table = RopeTable(jnp.cos(angles), jnp.sin(angles))
-    if isinstance(rope, YarnRope):
+    if isinstance(rope, ScaledRope):
         table = RopeTable(table.cos * rope.attention_factor, table.sin * rope.attention_factor)
     return table
 

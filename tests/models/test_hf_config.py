@@ -25,6 +25,8 @@ QWEN2 = {
 LLAMA = QWEN2 | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 MISTRAL = QWEN2 | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LONG = {"type": "longrope", "short_factor": [1.0, 2.0, 3.0, 4], "long_factor": [8, 8, 8, 8]}
+LONG |= {"original_max_position_embeddings": 128}
 UNTRUNCATED = {"full_attention": YARN | {"truncate": False}, "sliding_attention": {"rope_type": "default"}}
 SLIDING = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
 
@@ -50,6 +52,12 @@ REFUSED = {
     "own code": (QWEN2 | {"auto_map": {"AutoModel": "modeling.Model"}}, "auto_map"),
     "too few layer types": (QWEN2 | SLIDING | {"layer_types": ["sliding_attention"]}, "for each of the 4 layers"),
     "other layer types": (QWEN2 | {"layer_types": ["linear_attention"] * 4}, "layer_types"),
+    "longrope of other heads": (QWEN2 | {"rope_scaling": LONG | {"short_factor": [1.0]}}, "short_factor has 1 numbers"),
+    "longrope of strings": (QWEN2 | {"rope_scaling": LONG | {"long_factor": ["1"]}}, "long_factor: 0 is '1'"),
+    "longrope of one position": (
+        QWEN2 | {"rope_scaling": LONG | {"original_max_position_embeddings": 1}},
+        "embeddings is 1, expected more",
+    ),
     "unknown rope": (QWEN2 | {"rope_scaling": {"type": "mrope", "factor": 2.0}}, "type is 'mrope'"),
     "dynamic rope with more": (QWEN2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1}}, "alpha=1"),
     "yarn without factor": (QWEN2 | {"rope_parameters": {"rope_type": "yarn"}}, "has no 'factor'"),
@@ -107,6 +115,13 @@ WINDOWS = {
     "Mistral's default": (MISTRAL | {"max_position_embeddings": 8192}, "LLLL", 4096),
     "Mistral": (MISTRAL | {"sliding_window": 100}, "LLLL", 100),
 }
+
+
+def test_rows_are_as_long_as_short_factors_hold(tmp_path) -> None:
+    model = open_config(tmp_path, QWEN2 | {"rope_scaling": LONG})
+    assert (model.max_positions, model.arch.max_positions) == (128, 512)
+
+
 NO_WINDOWS = {
     "not used": QWEN2 | SLIDING | {"use_sliding_window": False},
     "beyond the context": QWEN2 | SLIDING | {"sliding_window": 512},

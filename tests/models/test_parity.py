@@ -26,6 +26,8 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 YARN_ROPES = {"full_attention": YARN_ROPE | {"attention_factor": 1.5}, "sliding_attention": {"rope_type": "default"}}
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 96}
+LONG_ROPE |= {"short_factor": [1.0, 1.5, 2.0, 7.5], "long_factor": [9.0] * 4}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 ALTERNATING = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 GEMMA = {"head_dim": 6, "sliding_window": 7, "query_pre_attn_scalar": 12}
@@ -60,6 +62,7 @@ CASES = {
     "llama yarn": ("llama", {"rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
     "qwen2 yarn": ("qwen2", {"rope_parameters": YARN_ROPE}),
     "qwen3 yarn": ("qwen3", {"rope_parameters": YARN_ROPE | {"truncate": False, "beta_fast": 4}}),
+    "llama longrope": ("llama", {"rope_parameters": LONG_ROPE}),
     "mistral dynamic": ("mistral", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 96}),
     "gpt-neox yarn": ("gpt_neox", {"rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.5}}),
     "smollm3": ("smollm3", {}),
@@ -252,7 +255,7 @@ def test_final_norm_times_unembedding_is_the_logits(family: str, tmp_path) -> No
 OTHER_THETA = {"rope_type": "default", "rope_theta": 250000.0}
 
 
-@pytest.mark.parametrize("parameters", [LLAMA3_ROPE, LINEAR_ROPE, YARN_ROPE, OTHER_THETA])
+@pytest.mark.parametrize("parameters", [LLAMA3_ROPE, LINEAR_ROPE, YARN_ROPE, LONG_ROPE, OTHER_THETA])
 def test_older_config_means_the_same(parameters: dict, tmp_path) -> None:
     save_random("llama", tmp_path, rope_parameters=parameters)
     newer = open_model(str(tmp_path))
@@ -264,4 +267,5 @@ def test_older_config_means_the_same(parameters: dict, tmp_path) -> None:
         scaling["type"] = scaling.pop("rope_type")
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert open_model(str(tmp_path)).arch == newer.arch
-    assert open_model(str(tmp_path)).identity() == newer.identity()
+    identity = open_model(str(tmp_path)).identity()
+    assert identity == newer.identity() == json.loads(json.dumps(identity))

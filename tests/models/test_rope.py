@@ -48,6 +48,13 @@ YARNS = {
     "yarn shrinking": YARN | {"factor": 0.5},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 4.0},
 }
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": MAX_POSITIONS}
+LONG |= {"short_factor": [1 + pair / 7 for pair in range(32)], "long_factor": [2.0] * 32}
+YARNS |= {
+    "longrope": LONG,
+    "longrope factor": LONG | {"factor": 32.0},
+    "longrope attention_factor": LONG | {"factor": 32, "attention_factor": 1.19, "rope_theta": 1e6},
+}
 CASES |= {name: (parse_rope(HfConfig(values, name), 1e4, MAX_POSITIONS), values) for name, values in YARNS.items()}
 
 

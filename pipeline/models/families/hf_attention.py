@@ -4,7 +4,7 @@ import math
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.json_text import shown
-from pipeline.models.architecture import Architecture, LocalAttention, Rope, RopeKind, YarnRope
+from pipeline.models.architecture import Architecture, LocalAttention, LongRope, Rope, RopeKind, YarnRope
 from pipeline.models.families.hf_config import HfConfig
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
@@ -73,8 +73,8 @@ def parse_rope(values: HfConfig, default_theta: float, max_positions: int) -> Ro
             high,
             values.positive_int("original_max_position_embeddings", max_positions),
         )
-    if kind is RopeKind.yarn:
-        return _parse_yarn(values, theta, max_positions)
+    if kind in (RopeKind.yarn, RopeKind.longrope):
+        return (_parse_yarn if kind is RopeKind.yarn else _parse_long)(values, theta, max_positions)
     if kind is RopeKind.dynamic:
         values.positive_float("factor")  # of rows longer than the model's positions, and those are refused
     return Rope(theta)
@@ -101,6 +101,38 @@ def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> YarnRope:
         beta_slow=values.positive_float("beta_slow", 1.0),
         truncate=values.flag("truncate", not values.is_null("truncate")),
     )
+
+
+def _parse_long(values: HfConfig, theta: float, max_positions: int) -> LongRope:
+    """LongRoPE, with the factor of cosines and sines that transformers derives where the file does not tell it."""
+    values.positive_floats("long_factor")
+    original = values.positive_int("original_max_position_embeddings", max_positions)
+    factor = values.optional_float("factor", None) or max_positions / original
+    growth = math.log(max(factor, 1.0))
+    if growth and original == 1:
+        raise CheckpointError(
+            f"{values.where}: original_max_position_embeddings is 1, expected more. Is the file damaged?"
+        )
+    attention_factor = values.optional_float("attention_factor", None)
+    return LongRope(
+        theta,
+        RopeKind.longrope,
+        factor,
+        original_max_positions=original,
+        attention_factor=attention_factor or (math.sqrt(1 + growth / math.log(original)) if growth else 1.0),
+        short_factors=values.positive_floats("short_factor"),
+    )
+
+
+def check_long_ropes(config: HfConfig, arch: Architecture) -> None:
+    """Raises CheckpointError where a LongRoPE is not one for the model's heads."""
+    num_pairs = (arch.rotary_dim or arch.head_dim) // 2
+    for rope in arch.long_ropes:
+        if len(rope.short_factors) != num_pairs:
+            raise CheckpointError(
+                f"{config.where}: short_factor has {len(rope.short_factors)} numbers, expected {num_pairs}: one "
+                f"for each pair of a head's rotating dimensions. Is the file damaged?"
+            )
 
 
 def all_local(arch: Architecture, window: int | None) -> LocalAttention | None:

@@ -127,6 +127,12 @@ class HfConfig:
     def _is_none(self, key: str, default: object) -> bool:
         return self.is_null(key) or (default is None and key not in self.values)
 
+    def positive_floats(self, key: str) -> tuple[float, ...]:
+        """A list of numbers above 0."""
+        values = self._take(key, (list,), "a list of numbers above 0", _REQUIRED)
+        numbers = HfConfig({str(number): value for number, value in enumerate(values)}, f"{self.where}: {key}")
+        return tuple(numbers.positive_float(str(number)) for number in range(len(values)))
+
     def count(self, key: str, default: object = _REQUIRED) -> int:
         what = f"a whole number from 0 to {_MAX_INT:,}"
         value = self._take(key, (int,), what, default)
