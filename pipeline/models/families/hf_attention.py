@@ -99,7 +99,7 @@ def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> YarnRope:
         attention_factor=attention_factor or growth + 1,
         beta_fast=values.positive_float("beta_fast", 32.0),
         beta_slow=values.positive_float("beta_slow", 1.0),
-        truncate=values.flag("truncate", not values.is_null("truncate")),
+        truncate=values.flag("truncate", True, null=False),
     )
 
 

@@ -120,12 +120,8 @@ class HfConfig:
         """A number above 0, or None as in `optional_int`."""
         return None if self._is_none(key, default) else self.positive_float(key, default)
 
-    def is_null(self, key: str) -> bool:
-        """Whether the file has the key, with null."""
-        return key in self._nulls
-
     def _is_none(self, key: str, default: object) -> bool:
-        return self.is_null(key) or (default is None and key not in self.values)
+        return key in self._nulls or (default is None and key not in self.values)
 
     def positive_floats(self, key: str) -> tuple[float, ...]:
         """A list of numbers above 0."""
@@ -140,8 +136,10 @@ class HfConfig:
             raise self._wrong(key, value, what)
         return value
 
-    def flag(self, key: str, default: bool) -> bool:
-        return self._take(key, (bool,), "true or false", default)
+    def flag(self, key: str, default: bool, null: bool | None = None) -> bool:
+        """True or false; null stands for the default, or for `null`."""
+        is_other = key in self._nulls and null is not None
+        return self._take(key, (bool,), "true or false", null if is_other else default)
 
     def strings(self, key: str) -> list[str]:
         """A list of strings; empty when the key is absent."""
