@@ -30,6 +30,7 @@ FAMILIES = {
     "mistral": TWO_LAYERS | {"sliding_window": 7},
     "olmo2": {},
     "qwen2": {"tie_word_embeddings": True},
+    "qwen2_moe": {},
     "qwen3": {},
 }
 
