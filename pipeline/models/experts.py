@@ -94,9 +94,10 @@ def _mix(
     tokens = x.reshape(-1, x.shape[-1])[order // routing.indices.shape[-1]]
     compute = partial(_in_groups, arch=arch), partial(_in_blocks, arch=arch)
     sorted_outputs = jax.lax.platform_dependent(tokens, sizes, weights, tpu=compute[0], default=compute[1])
-    outputs = jnp.zeros_like(tokens).at[order].set(sorted_outputs, unique_indices=True)
-    outputs = jnp.where(is_here[:, None], outputs, 0).reshape(*routing.indices.shape, -1)
-    mixture = jnp.einsum("BTAD,BTA->BTD", outputs, routing.weights, preferred_element_type=jnp.float32)
+    places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
+    outputs = sorted_outputs[places].reshape(*routing.indices.shape, -1)
+    outputs = jnp.where(is_here.reshape(*routing.indices.shape, 1), outputs, 0)
+    mixture = jnp.sum(outputs.astype(jnp.float32) * routing.weights[..., None], axis=2)
     return _Mixed(outputs, mixture.astype(x.dtype))
 
 

@@ -110,4 +110,6 @@ class Partition:
             for axis, size in enumerate(leaf.layer_shape)
             if mesh_axes[axis] is None and size % self.mesh.shape["data"] == 0
         }
+        if Axis.experts in leaf.spec.logical_axes:
+            return max(sizes, default=None)  # the last: a grouped product takes inputs before outputs
         return max(sizes, key=sizes.__getitem__, default=None)
