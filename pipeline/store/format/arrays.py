@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import tensorstore as ts
 
 from pipeline.core.errors import StoreInvalid
@@ -21,7 +22,7 @@ from pipeline.store.format.layout import (
     scale_spec,
 )
 from pipeline.store.format.metadata import StoreRoot
-from pipeline.store.io.digests import array_digest
+from pipeline.store.io.digests import array_digest, repeated_chunk_digest
 from pipeline.store.io.directories import make_directories
 from pipeline.store.io.failures import DAMAGE_REMEDY, VERIFY_REMEDY
 from pipeline.store.io.parsing import parse_json
@@ -167,6 +168,13 @@ def array_mismatches(layout: StoreLayout, arrays: Mapping[str, ts.TensorStore]) 
         if stored != expected:
             mismatches[spec.name] = f"has dtype, shape and store shards {stored}, expected {expected}"
     return mismatches
+
+
+def fill_digest(array: ts.TensorStore) -> str:
+    """The digest of a block whose values are all the array's fill value. Zarr stores no object of such a block."""
+    shard_shape, chunk_shape = array.chunk_layout.write_chunk.shape, array.chunk_layout.read_chunk.shape
+    fill = np.asarray(array.fill_value, array.dtype.numpy_dtype)
+    return repeated_chunk_digest(np.full(chunk_shape, fill), math.prod(shard_shape) // math.prod(chunk_shape))
 
 
 def require_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore], path: str) -> StoreLayout:
