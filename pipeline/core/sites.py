@@ -15,6 +15,10 @@ decoder (Qwen2, LLaMA):
 | `attn_out`       | what attention adds to the residual stream             | D     | `blocks.L.hook_attn_out`       |
 | `resid_mid`      | residual stream between attention and MLP              | D     | `blocks.L.hook_resid_mid`      |
 | `mlp_in`         | what the MLP reads: the stream after the norm          | D     | `blocks.L.mlp.hook_in`         |
+| `router_logits`  | an expert layer's router: scores of all experts        | E     | none                           |
+| `router_weights` | weights of the experts that the token is sent to       | A     | none                           |
+| `router_indices` | which experts those are, the likeliest first           | A     | `mlp.hook_expert_indices`      |
+| `expert_out`     | their outputs, before the weights, side by side        | A * D | none                           |
 | `mlp_pre`        | the activation function's input (a gated MLP's gate)   | F     | `blocks.L.mlp.hook_pre`        |
 | `mlp_pre_linear` | what a gated MLP multiplies by its activated gate      | F     | `blocks.L.mlp.hook_pre_linear` |
 | `mlp_post`       | the MLP's neurons: what the down projection multiplies | F     | `blocks.L.mlp.hook_post`       |
@@ -22,8 +26,8 @@ decoder (Qwen2, LLaMA):
 | `resid_post`     | residual stream after the layer, before any final norm | D     | `blocks.L.hook_resid_post`     |
 | `final_norm`     | output of the last norm; needs every layer             | D     | `ln_final.hook_normalized`     |
 
-D features of the residual stream, N heads of H features, K key-value heads, F neurons. The heads of `q`, `k`, `v` and
-`attn_z` lie side by side in one axis: head n of a site is [n * H, (n + 1) * H).
+D features of the residual stream, N heads of H features, K key-value heads, F neurons, E experts of which a token has
+A. The heads of `q`, `k`, `v` and `attn_z` lie side by side in one axis: head n of a site is [n * H, (n + 1) * H).
 
 HF's `hidden_states[-1]` is `final_norm`, not the last layer's `resid_post`. TransformerLens' `ln_final.hook_normalized`
 is before the norm's weight; `final_norm` here is after it, as in HF.
@@ -35,13 +39,17 @@ similar names mean something else: `hook_attn_in` and `hook_mlp_in` are the stre
 
 Other families mean the same by these names, but for:
 
-* Norms after a block (OLMo 2, Gemma): `attn_out` and `mlp_out` are what is added, so after those norms. OLMo 2 has no
-  norms before its blocks: `attn_in` is `resid_pre`, and `mlp_in` is `resid_mid`.
+* Experts (Qwen-MoE, Mixtral, OLMoE): a sparse layer has no `mlp_pre`, `mlp_pre_linear` and `mlp_post`, a dense one none
+  of `router_*` and `expert_out`. `expert_out` has the token's experts side by side, in the order of `router_indices`,
+  which are stored as int32. `mlp_out` is their sum by `router_weights`, and includes the expert that all tokens share.
+* Norms after a block (OLMo 2 and 3, Gemma): `attn_out` and `mlp_out` are what is added, so after those norms. OLMo has
+  no norms before its blocks: `attn_in` is `resid_pre`, and `mlp_in` is `resid_mid`.
 * Parallel residual (GPT-NeoX, Pythia): attention and MLP both read `resid_pre`, each after its own norm, so there is no
   `resid_mid`.
 * MLP without gate (GPT-2, GPT-NeoX, BERT): there is no `mlp_pre_linear`.
-* No rotation (GPT-2, BERT): `q` and `k` are `attn.hook_q` and `attn.hook_k`. `embed` includes the learned positions:
-  it is `blocks.0.hook_resid_pre` of GPT-2 and, after the embeddings' LayerNorm, `hook_full_embed` of BERT.
+* No rotation (GPT-2, BERT, every fourth layer of SmolLM3): `q` and `k` are `attn.hook_q` and `attn.hook_k`.
+* Learned positions (GPT-2, BERT): `embed` includes them. It is `blocks.0.hook_resid_pre` of GPT-2 and, after the
+  embeddings' LayerNorm, `hook_full_embed` of BERT.
 * Post-norm (BERT): the stream itself is normed after each addition. `resid_mid` and `resid_post` are after those norms,
   as in HF, where the latter is a layer's output: `hook_mlp_in` and `hook_normalized_resid_post`. `attn_out` and
   `mlp_out` are before the addition. What a block reads is the stream: `attn_in` is `resid_pre`, `mlp_in` is
@@ -67,6 +75,10 @@ class Site(StrEnum):
     attn_out = "attn_out"
     resid_mid = "resid_mid"
     mlp_in = "mlp_in"
+    router_logits = "router_logits"
+    router_weights = "router_weights"
+    router_indices = "router_indices"
+    expert_out = "expert_out"
     mlp_pre = "mlp_pre"
     mlp_pre_linear = "mlp_pre_linear"
     mlp_post = "mlp_post"
@@ -78,6 +90,10 @@ class Site(StrEnum):
     def per_layer(self) -> bool:
         return self not in (Site.embed, Site.final_norm)
 
+    def stored_dtype(self, dtype: str) -> str:
+        """The dtype in a store whose activations have `dtype`: indices stay integers."""
+        return "int32" if self is Site.router_indices else dtype
+
 
 _HOOKS = {
     Site.attn_in: "attn.hook_in",
@@ -86,6 +102,7 @@ _HOOKS = {
     Site.v: "attn.hook_v",
     Site.attn_z: "attn.hook_z",
     Site.mlp_in: "mlp.hook_in",
+    Site.router_indices: "mlp.hook_expert_indices",
     Site.mlp_pre: "mlp.hook_pre",
     Site.mlp_pre_linear: "mlp.hook_pre_linear",
     Site.mlp_post: "mlp.hook_post",

@@ -24,7 +24,8 @@ class BlockBuffers(NamedTuple):
     def allocate(cls, plan: Plan) -> "BlockBuffers":
         """Without values. The memory is touched only when it is filled."""
         spec, rows = plan.step, plan.rows_per_block
-        activations = tuple(np.empty((rows, spec.slots, width), spec.dtype) for width in spec.widths)
+        arrays = zip(spec.widths, spec.dtypes, strict=True)
+        activations = tuple(np.empty((rows, spec.slots, width), dtype) for width, dtype in arrays)
         scales = tuple(np.empty((rows, spec.slots, count), np.float32) for count in spec.scale_counts)
         outputs = tuple(
             np.empty((rows, spec.slots, *([] if array.width is None else [array.width])), array.dtype)

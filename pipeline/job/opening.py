@@ -241,12 +241,12 @@ def store_layout(plan: Plan, model: Model, compression: str) -> StoreLayout:
     activations = tuple(
         ArraySpec(
             name=key.name,
-            dtype=plan.step.dtype,
+            dtype=dtype,
             width=width,
             attributes={"layer": key.layer, "site": str(key.site), "hook_name": model.hook_name(key), "d": width},
             slots=TOKENS.slots if plan.step.selected is None else SELECTED.slots,
         )
-        for key, width in zip(plan.step.keys, plan.step.widths, strict=True)
+        for key, width, dtype in zip(plan.step.keys, plan.step.widths, plan.step.dtypes, strict=True)
     )
     scales = tuple(map(scale_spec, activations, plan.step.scale_counts)) if plan.step.scale_counts else ()
     return StoreLayout(

@@ -3,11 +3,15 @@
 Shape letters, here and in every file of this package:
 
     B rows, T positions, S positions as keys, D model dim, N heads, K key-value heads, G = N / K, H head dim,
-    F MLP dim, V vocabulary, P learned positions, Y token types, C = 3 for q, k and v in one tensor, L layers of a stack
+    F MLP dim, V vocabulary, P learned positions, Y token types, C = 3 for q, k and v in one tensor, L layers of a
+    stack, E experts, A experts of a token, M MLP dim of an expert, U MLP dim of the shared expert
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
+
+from jaxtyping import Array, Bool
 
 
 class Axis(StrEnum):
@@ -22,6 +26,10 @@ class Axis(StrEnum):
     positions = "P"
     token_types = "Y"
     qkv = "C"
+    experts = "E"
+    d_expert = "M"
+    d_shared = "U"
+    one = "I"
 
 
 class RopeKind(StrEnum):
@@ -30,6 +38,9 @@ class RopeKind(StrEnum):
     default = "default"
     linear = "linear"
     llama3 = "llama3"
+    dynamic = "dynamic"
+    yarn = "yarn"
+    longrope = "longrope"
 
 
 @dataclass(frozen=True)
@@ -38,10 +49,36 @@ class Rope:
 
     theta: float
     kind: RopeKind = RopeKind.default
-    factor: float = 1.0  # of linear and llama3
+    factor: float = 1.0  # of all others
     low_freq_factor: float = 1.0  # of llama3
     high_freq_factor: float = 1.0  # of llama3
-    original_max_positions: int = 0  # of llama3
+    original_max_positions: int = 0  # of llama3, yarn and longrope
+
+
+@dataclass(frozen=True)
+class ScaledRope(Rope):
+    """One that makes queries and keys longer. The classes below have fields that would change others' identity."""
+
+    attention_factor: float = 1.0  # of cosines and sines
+
+
+@dataclass(frozen=True)
+class YarnRope(ScaledRope):
+    """YaRN (Peng et al., arXiv 2309.00071)."""
+
+    beta_fast: float = 32.0  # pairs of dimensions with more rotations in the original context are not stretched
+    beta_slow: float = 1.0  # those with fewer are stretched by `factor`
+    truncate: bool = True  # the pairs between which frequencies are interpolated have whole numbers
+
+
+@dataclass(frozen=True)
+class LongRope(ScaledRope):
+    """LongRoPE (Ding et al., arXiv 2402.13753) in rows within the original context.
+
+    Longer documents have other factors, at their first positions, too: an activation would depend on what follows it.
+    """
+
+    short_factors: tuple[float, ...] = ()  # which stretch each pair of dimensions
 
 
 class Norm(StrEnum):
@@ -71,6 +108,25 @@ class LocalAttention:
     rope: Rope | None  # of the local layers
 
 
+class LayerKind(NamedTuple):
+    """What a layer does differently from others with weights of the same shapes. In a scan, what differs is data."""
+
+    is_local: bool | Bool[Array, ""]
+    is_rotated: bool | Bool[Array, ""]  # its queries and keys
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Sparse layers: a router chooses some of the experts for each token, and mixes what they return."""
+
+    pattern: str  # a letter per layer: S sparse, D dense
+    num_experts: int
+    per_token: int
+    d_expert: int
+    sums_to_one: bool  # the weights of a token's experts; else they are their shares of the softmax over all experts
+    d_shared: int = 0  # of the expert that every token has; 0: there is none
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A transformer. The defaults are those of a LLaMA; its weights determine which norms, biases and gates it has."""
@@ -96,11 +152,33 @@ class Architecture:
     local: LocalAttention | None = None  # None: all layers are global
     embed_scale: float = 1.0
     num_token_types: int = 0
+    experts: Experts | None = None  # None: all layers are dense
+    rotation: str | None = None  # a letter per layer: R queries and keys rotate, N they do not; None: all by `rope`
+
+    @property
+    def max_row(self) -> int:
+        """The positions that a row may have: no more than LongRoPE's original context."""
+        return min([self.max_positions, *(rope.original_max_positions for rope in self.long_ropes)])
+
+    @property
+    def long_ropes(self) -> list[LongRope]:
+        ropes = [self.rope, self.local.rope if self.local else None]
+        return [rope for rope in ropes if isinstance(rope, LongRope)]
 
     def is_local(self, layer: int) -> bool:
         return self.local is not None and self.local.pattern[layer] == "L"
 
+    def is_rotated(self, layer: int) -> bool:
+        return self.rope is not None and (self.rotation is None or self.rotation[layer] == "R")
+
+    def kind(self, layer: int) -> LayerKind:
+        return LayerKind(self.is_local(layer), self.is_rotated(layer))
+
+    def is_sparse(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.pattern[layer] == "S"
+
     def axis_size(self, axis: Axis) -> int:
+        experts = self.experts or Experts("", 0, 0, 0, False)
         sizes = {
             Axis.vocab: self.vocab_size,
             Axis.d_model: self.d_model,
@@ -111,16 +189,27 @@ class Architecture:
             Axis.positions: self.max_positions,
             Axis.token_types: self.num_token_types,
             Axis.qkv: 3,
+            Axis.experts: experts.num_experts,
+            Axis.d_expert: experts.d_expert,
+            Axis.d_shared: experts.d_shared,
+            Axis.one: 1,
         }
         return sizes[axis]
 
 
-KeyTable = dict[str, str | tuple[str, str]]
+TableEntry = str | tuple[str, str]
+KeyTable = dict[str, TableEntry]
 """HF key without its prefix -> our key, a name in `weight_specs.WEIGHTS`. `*` stands for the layer's number.
 
 The tensor in the file has the axes of our weight, [outputs, inputs]: `weights["attention"]["q"]` is [N, H, D], and HF's
 tensor [N * H, D]. Where a file has other axes, they follow our key, grouped as in the file: GPT-2's matrices are
 [inputs, outputs], so `("mlp.up", "D F")`. A norm may be over other axes than usual: `("attention.q_norm", "NH")`.
+A `#` stands for the expert's number: each of those tensors lacks the axis E.
 
 Ours have outputs first, inputs last. Measured, a matrix product with [out, in] is as fast as with [in, out].
 """
+
+
+def our_key(entry: TableEntry) -> str:
+    """A table's entry without the axes of the tensor in the file."""
+    return entry if isinstance(entry, str) else entry[0]

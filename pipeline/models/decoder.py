@@ -11,11 +11,12 @@ from typing import NamedTuple, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32, PyTree
+from jaxtyping import Array, Float, Int32, PyTree
 
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.models.architecture import Architecture
+from pipeline.models.architecture import Architecture, LayerKind
 from pipeline.models.attention.choosing import Attend
+from pipeline.models.experts import experts_block
 from pipeline.models.layers import LayerWeights, attention_block, mlp_block, norm, norm_if_any
 from pipeline.models.partition import Partition
 from pipeline.models.rope import RopeTable, rope_table
@@ -79,15 +80,15 @@ def forward(arch: Architecture, params: Params, batch: Batch, spec: ForwardSpec)
     with jax.named_scope("embed"):
         x = residual(embed(arch, params, batch.tokens, batch.positions))
     x = capture(x, _residual_activations(arch, params, x, 0, spec))
-    for run, weights in zip(layer_runs(spec.keys, arch.num_layers), params["runs"], strict=True):
+    for run, weights in zip(layer_runs(spec.keys, arch), params["runs"], strict=True):
         with jax.named_scope(f"layers_{run.first}_to_{run.stop - 1}"):
             if len(run) == 1:
                 attend = spec.attend if callable(spec.attend) else spec.attend[run.first]
-                x, sites = layer(x, weights, arch.is_local(run.first), attend)
+                x, sites = layer(x, weights, arch.kind(run.first), attend)
                 inner = {ActivationKey(run.first, site): value for site, value in sites.items()}
                 x = capture(x, {key: inner[key] for key in spec.keys if key in inner})
             else:
-                x = _scan(partial(layer, attend=spec.attend), x, weights, [*map(arch.is_local, run.layers)])
+                x = _scan(partial(layer, attend=spec.attend), x, weights, [*map(arch.kind, run.layers)])
         x = residual(x)
         x = capture(x, _residual_activations(arch, params, x, run.stop, spec))
     return {key: captured[key] for key in spec.keys}
@@ -126,11 +127,11 @@ def _partitioned_layer(
     segments: Int32[Array, "B T"],
     x: Float[Array, "B T D"],
     weights: LayerWeights,
-    is_local: bool | Bool[Array, ""],
+    kind: LayerKind,
     attend: Attend,
 ) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
     """`layer_sites` of a layer whose weights are gathered first, and whose stream is replicated along `tensor`."""
-    x, sites = layer_sites(arch, x, partition.gather(weights), ropes, segments, is_local, attend)
+    x, sites = layer_sites(arch, x, partition.gather(weights), ropes, segments, kind, attend, partition)
     sites |= {site: partition.residual(sites[site]) for site in STREAM_SITES if site in sites}
     return partition.residual(x), sites
 
@@ -139,13 +140,18 @@ def _scan(
     layer: Callable[..., tuple[Array, dict[Site, Array]]],
     x: Float[Array, "B T D"],
     weights: LayerWeights,
-    are_local: list[bool],
+    kinds: list[LayerKind],
 ) -> Float[Array, "B T D"]:
-    """The stream after a run of layers whose weights are stacked. Where kinds of layers differ, the kind is data."""
-    if len({*are_local}) == 1:
-        return jax.lax.scan(lambda x, weights: (layer(x, weights, are_local[0])[0], None), x, weights)[0]
-    stacks = weights, np.array(are_local)
-    return jax.lax.scan(lambda x, layer_slice: (layer(x, *layer_slice)[0], None), x, stacks)[0]
+    """The stream after a run of layers whose weights are stacked. What differs between their kinds is data."""
+    columns = dict(zip(LayerKind._fields, zip(*kinds, strict=True), strict=True))
+    common = {name: values[0] for name, values in columns.items() if len({*values}) == 1}
+    data = {name: np.array(values) for name, values in columns.items() if name not in common}
+
+    def one_layer(x: Array, layer_slice: tuple[LayerWeights, dict[str, Array]]) -> tuple[Array, None]:
+        weights, differing = layer_slice
+        return layer(x, weights, LayerKind(**common, **differing))[0], None
+
+    return jax.lax.scan(one_layer, x, (weights, data))[0]
 
 
 def layer_sites(
@@ -154,21 +160,24 @@ def layer_sites(
     weights: LayerWeights,
     ropes: tuple[RopeTable, RopeTable] | None,
     segments: Int32[Array, "B T"],
-    is_local: bool | Bool[Array, ""],
+    kind: LayerKind,
     attend: Attend,
+    partition: Partition = Partition(),  # noqa: B008  frozen
 ) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
     """The residual stream after a layer, and the sites that the layer has the weights for.
 
-    `ropes` are those of `rope_tables`; in a scan over local and global layers, `is_local` is data.
+    `ropes` are those of `rope_tables`.
     """
     attention, mlp = weights.get("attention", {}), weights.get("mlp", {})
-    sites = attention_block(x, attention, arch, ropes, segments, is_local, attend)
+    sites = attention_block(x, attention, arch, ropes, segments, kind, attend)
     stream = x
     if Site.attn_out in sites:  # not where the capture ends earlier
         stream = norm_if_any(x + sites[Site.attn_out], attention, "sum_norm", arch)
         sites[Site.resid_mid] = stream
     if arch.parallel or Site.attn_out in sites:
-        sites |= mlp_block(x if arch.parallel else stream, mlp, arch)
+        read = x if arch.parallel else stream
+        is_sparse = "router" in mlp
+        sites |= experts_block(read, mlp, arch, partition) if is_sparse else mlp_block(read, mlp, arch)
     if Site.mlp_out in sites:
         stream = norm_if_any(stream + sites[Site.mlp_out], mlp, "sum_norm", arch)
     return stream, sites

@@ -40,7 +40,7 @@ def read_head(config: HfConfig, family: HeadFormat) -> Head:
 
 def head_leaf(head: Head, arch: Architecture) -> dict[str, Leaf]:
     """The head's weight, not yet read; {} where the head is the embedding."""
-    return {} if head.tensor is None else {"head": make_leaf(arch, "head", [head.tensor])}
+    return {} if head.tensor is None else {"head": make_leaf(arch, "head", head.tensor)}
 
 
 @jax.named_scope("head")

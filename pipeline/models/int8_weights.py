@@ -25,11 +25,11 @@ class Int8Weight:
     rounds_inputs: bool = field(default=False, metadata={"static": True})  # what it multiplies is made int8, too
 
 
-def with_int8_inputs(params: PyTree[Array | Int8Weight]) -> PyTree[Array | Int8Weight]:
-    """The same weights, of which the int8 ones also round what they multiply."""
+def with_int8_inputs(params: PyTree[Array | Int8Weight], rounds_inputs: bool = True) -> PyTree[Array | Int8Weight]:
+    """The same weights, of which the int8 ones also round what they multiply, or do not."""
 
     def rounding(leaf: Array | Int8Weight) -> Array | Int8Weight:
-        return replace(leaf, rounds_inputs=True) if isinstance(leaf, Int8Weight) else leaf
+        return replace(leaf, rounds_inputs=rounds_inputs) if isinstance(leaf, Int8Weight) else leaf
 
     return jax.tree.map(rounding, params, is_leaf=lambda node: isinstance(node, Int8Weight))
 

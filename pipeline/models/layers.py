@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, Num
 
 from pipeline.core.sites import Site
-from pipeline.models.architecture import Activation, Architecture, Norm
+from pipeline.models.architecture import Activation, Architecture, LayerKind, Norm
 from pipeline.models.attention.choosing import Attend
 from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.int8_weights import Int8Weight, quantise
@@ -38,7 +38,7 @@ class LayerWeights(TypedDict, total=False):
     mlp: Weights
 
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     Activation.silu: jax.nn.silu,
     Activation.gelu: partial(jax.nn.gelu, approximate=False),
     Activation.gelu_tanh: partial(jax.nn.gelu, approximate=True),
@@ -116,22 +116,22 @@ def attention_block(
     arch: Architecture,
     ropes: tuple[RopeTable, RopeTable] | None,
     segments: Int32[Array, "B T"],
-    is_local: bool | Bool[Array, ""],
+    kind: LayerKind,
     attend: Attend,
 ) -> dict[Site, Array]:
     """The sites of attention on the residual stream x that there are weights for; heads in axes [N or K, H].
 
-    `ropes` are the tables of global and local layers; in a scan over both kinds of layers, `is_local` is data.
+    `ropes` are the tables of global and local layers.
     """
     x = norm_if_any(x, weights, "norm", arch)
     sites = {Site.attn_in: x} | _heads(x, weights)
     for site, key in ((Site.q, "q_norm"), (Site.k, "k_norm")):
         if site in sites:
             sites[site] = norm_if_any(sites[site], weights, key, arch)
-            if ropes is not None:
-                sites[site] = apply_rope(sites[site], choose_table(ropes, is_local))
+            if kind.is_rotated is not False:
+                sites[site] = apply_rope(sites[site], choose_table(ropes, kind))
     if sites.keys() >= {Site.q, Site.k, Site.v}:
-        z = _attend(sites[Site.q], sites[Site.k], sites[Site.v], segments, arch, is_local, attend)
+        z = _attend(sites[Site.q], sites[Site.k], sites[Site.v], segments, arch, kind.is_local, attend)
         sites[Site.attn_z] = z
         if "o" in weights:
             attn_out = project(z, weights, "o")
@@ -203,7 +203,7 @@ def _mlp(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict
     if "gate" in weights:
         sites[Site.mlp_pre] = project(x, weights, "gate")
     if sites.keys() >= ({Site.mlp_pre, Site.mlp_pre_linear} if arch.gated else {Site.mlp_pre}):
-        activated = _ACTIVATIONS[arch.activation](sites[Site.mlp_pre])
+        activated = ACTIVATIONS[arch.activation](sites[Site.mlp_pre])
         sites[Site.mlp_post] = activated * sites[Site.mlp_pre_linear] if arch.gated else activated
     if "down" in weights:
         mlp_out = project(sites[Site.mlp_post], weights, "down")

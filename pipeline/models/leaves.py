@@ -1,4 +1,7 @@
-"""Which arrays a capture needs, and what they cost: known from config.json alone."""
+"""Which arrays a capture needs, and what they cost: known from config.json alone.
+
+Letters: L layers of a stack, E experts.
+"""
 
 import math
 from collections.abc import Sequence
@@ -16,11 +19,13 @@ from pipeline.models.weight_specs import Kind, Step, WeightSpec, weight_spec
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of the parameters: a tensor of the checkpoint, or the same tensor of several layers, stacked."""
+    """One array of the parameters: a tensor of the checkpoint, or of several layers or experts, stacked."""
 
     key: str  # ours
     spec: WeightSpec
-    tensors: tuple[str, ...]  # HF keys without prefix
+    tensors: tuple[str, ...]  # HF keys without prefix; of each layer in turn, its experts' one after the other
+    num_layers: int  # L
+    num_experts: int | None  # E where each expert has a tensor of its own
     hf_shape: tuple[int, ...]  # of each of the tensors
     axes: tuple[int, ...]  # the same with HF's axes taken apart
     order: tuple[int, ...]  # of `axes` in ours
@@ -32,16 +37,23 @@ class Leaf:
 
     @property
     def is_stacked(self) -> bool:
-        return len(self.tensors) > 1
+        """Whether the first axis is L."""
+        return self.num_layers > 1
+
+    @property
+    def stack_shape(self) -> tuple[int, ...]:
+        """The axes before those of one tensor: [L, E], one of them, or none."""
+        experts = () if self.num_experts is None else (self.num_experts,)
+        return (self.num_layers, *experts) if self.is_stacked else experts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.stack_shape, *(self.axes[axis] for axis in self.order))
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
         """Ours, of one layer."""
-        return tuple(self.axes[axis] for axis in self.order)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.tensors), *self.layer_shape) if self.is_stacked else self.layer_shape
+        return self.shape[self.is_stacked :]
 
     @property
     def size(self) -> int:
@@ -56,32 +68,41 @@ def needed_leaves(arch: Architecture, table: KeyTable, keys: Sequence[Activation
     """The parameters that `keys` need, not yet read. Raises KeyError for a weight that `WEIGHTS` does not have."""
     trunk_steps = {Step.embed, *(Step.final_norm for key in keys if key.site is Site.final_norm)}
     trunk: dict[str, Leaf] = {}
-    runs = [(run, run.steps(arch)) for run in layer_runs(keys, arch.num_layers)]
+    runs = [(run, run.steps(arch)) for run in layer_runs(keys, arch)]
     layers: list[dict[str, dict[str, Leaf]]] = [{} for _ in runs]
     for hf_key, entry in table.items():
         key, hf_axes = (entry, None) if isinstance(entry, str) else entry
         steps = weight_spec(key).steps
         if steps & trunk_steps:
-            trunk[key] = make_leaf(arch, key, [hf_key], hf_axes)
+            trunk[key] = make_leaf(arch, key, hf_key, hf_axes=hf_axes)
         for (run, run_steps), layer in zip(runs, layers, strict=True):
             if steps & run_steps:
                 block, _, name = key.partition(".")
-                tensors = [hf_key.replace("*", str(number)) for number in run.layers]
-                layer.setdefault(block, {})[name] = make_leaf(arch, key, tensors, hf_axes)
+                layer.setdefault(block, {})[name] = make_leaf(arch, key, hf_key, run.layers, hf_axes)
     return trunk | {"runs": tuple(layers)}
 
 
-def make_leaf(arch: Architecture, key: str, tensors: Sequence[str], hf_axes: str | None = None) -> Leaf:
-    """The leaf of one weight. `hf_axes` are the axes in the file where they are not those of its `WeightSpec`."""
+def make_leaf(
+    arch: Architecture, key: str, hf_key: str, layers: Sequence[int] = (0,), hf_axes: str | None = None
+) -> Leaf:
+    """The leaf of one weight of these layers. `hf_axes` are the axes in the file where they are not those of its
+    `WeightSpec`."""
     spec = weight_spec(key)
-    groups = (hf_axes or spec.axes).split()
+    spec_axes, experts = spec.axes, None
+    if "#" in hf_key:
+        spec_axes, experts = spec_axes.replace(Axis.experts, ""), arch.axis_size(Axis.experts)
+    groups = (hf_axes or spec_axes).split()
     letters = "".join(groups)
-    ours = letters if spec.kind is Kind.norm else spec.axes.replace(" ", "")  # a norm may be over other axes
+    ours = letters if spec.kind is Kind.norm else spec_axes.replace(" ", "")  # a norm may be over other axes
+    of_layers = (hf_key.replace("*", str(layer)) for layer in layers)
+    tensors = (name.replace("#", str(expert)) for name in of_layers for expert in range(experts or 1))
     axes = tuple(arch.axis_size(Axis(letter)) for letter in letters)
     return Leaf(
         key=key,
         spec=spec,
         tensors=tuple(tensors),
+        num_layers=len(layers),
+        num_experts=experts,
         hf_shape=tuple(math.prod(arch.axis_size(Axis(letter)) for letter in group) for group in groups),
         axes=axes,
         order=tuple(letters.index(letter) for letter in ours),
@@ -131,13 +152,20 @@ def flops_per_token(
 
     Two per weight of a matrix product, and attention over all of the row's positions, as in PaLM (arXiv 2204.02311,
     appendix B); without `counts_masked` over those that causal masks and windows leave, in a row of one document.
-    Norms, softmax and rotations do not count.
+    Norms, softmax, rotations and routers do not count, and of the experts only those of a token.
     """
-    matrices = sum(leaf.size for leaf in jax.tree.leaves(needed_leaves(arch, table, keys)["runs"]) if leaf.num_inputs)
-    runs = layer_runs(keys, arch.num_layers)
+    leaves = jax.tree.leaves(needed_leaves(arch, table, keys)["runs"])
+    matrices = sum(_used_size(arch, leaf) for leaf in leaves if leaf.num_inputs)
+    runs = layer_runs(keys, arch)
     layers = [layer for run in runs if Step.z in run.steps(arch) for layer in run.layers]
     attended = sum(length if counts_masked else _mean_keys(arch, layer, length) for layer in layers)
     return 2 * matrices + attended * 4 * arch.num_heads * arch.head_dim
+
+
+def _used_size(arch: Architecture, leaf: Leaf) -> int:
+    """How many of a leaf's numbers the matrix products of one token use."""
+    is_chosen = Axis.experts in leaf.spec.logical_axes
+    return leaf.size * arch.experts.per_token // arch.experts.num_experts if is_chosen else leaf.size
 
 
 def _mean_keys(arch: Architecture, layer: int, length: int) -> float:

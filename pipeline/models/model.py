@@ -1,6 +1,7 @@
 """A model as the rest of the pipeline sees it: its sites and sizes, its weights, and its forward pass."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from jaxtyping import Array, Float, Int32, PyTree
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import FINAL_NORM, POST_NORM_HOOKS, UNROTATED_HOOKS, ActivationKey, Site
-from pipeline.models.architecture import Architecture, KeyTable
+from pipeline.models.architecture import Architecture, KeyTable, our_key
 from pipeline.models.attention.choosing import Attend
 from pipeline.models.attention.xla import attend_xla
 from pipeline.models.checkpoints.checkpoint import Checkpoint
@@ -19,7 +20,7 @@ from pipeline.models.decoder import Batch, ForwardSpec, Params, forward
 from pipeline.models.head import Head, head_leaf
 from pipeline.models.leaves import LeafTree, WeightBytes, flops_per_token, needed_leaves, weight_bytes
 from pipeline.models.partition import TENSOR_AXES, Partition
-from pipeline.models.weight_specs import is_post_norm, weight_spec
+from pipeline.models.weight_specs import DENSE_SITES, SPARSE_SITES, has_site, is_post_norm, weight_spec
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Model:
 
     @property
     def max_positions(self) -> int:
-        return self.arch.max_positions
+        """How long a row may be."""
+        return self.arch.max_row
 
     @property
     def generation(self) -> "Generation":
@@ -57,7 +59,7 @@ class Model:
     @property
     def _weight_keys(self) -> set[str]:
         """Our keys of the weights that the model has."""
-        return {entry if isinstance(entry, str) else entry[0] for entry in self.table.values()}
+        return {our_key(entry) for entry in self.table.values()}
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -69,6 +71,9 @@ class Model:
             lacking.add(Site.mlp_pre_linear)
         if "final_norm" not in self._weight_keys:
             lacking.add(Site.final_norm)
+        for site in (*DENSE_SITES, *SPARSE_SITES):
+            if not any(has_site(self.arch, layer, site) for layer in range(self.num_layers)):
+                lacking.add(site)
         return tuple(site for site in Site if site not in lacking)
 
     def width(self, site: Site) -> int:
@@ -80,13 +85,20 @@ class Model:
                 return self.arch.num_kv_heads * self.arch.head_dim
             case Site.mlp_pre | Site.mlp_pre_linear | Site.mlp_post:
                 return self.arch.d_mlp
+            case Site.router_logits:
+                return self.arch.experts.num_experts
+            case Site.router_weights | Site.router_indices:
+                return self.arch.experts.per_token
+            case Site.expert_out:
+                return self.arch.experts.per_token * self.arch.d_model
         return self.arch.d_model
 
     def hook_name(self, key: ActivationKey) -> str:
         """TransformerLens' name of the same place in this family."""
         if is_post_norm(self._weight_keys):
             return key.hook_name(POST_NORM_HOOKS)
-        return key.hook_name(UNROTATED_HOOKS if self.arch.rope is None else {})
+        is_unrotated = self.arch.rope is None or (key.site.per_layer and not self.arch.is_rotated(key.layer))
+        return key.hook_name(UNROTATED_HOOKS if is_unrotated else {})
 
     def identity(self, by_commit: bool = False) -> dict[str, object]:
         """What determines the activations, as plain JSON: independent of where the checkpoint is stored.
@@ -114,7 +126,8 @@ class Model:
     @property
     def tensor_dims(self) -> dict[str, int]:
         """The sizes that the mesh's `tensor` axis divides, by their names in messages."""
-        return {name: self.arch.axis_size(axis) for axis, name in TENSOR_AXES.items()}
+        axes = {axis for key in self._weight_keys for axis in weight_spec(key).logical_axes}
+        return {name: self.arch.axis_size(axis) for axis, name in TENSOR_AXES.items() if axis in axes}
 
     def flops_per_token(
         self, keys: Sequence[ActivationKey], length: int, counts_masked: bool = True, head_share: float = 0.0
@@ -214,7 +227,7 @@ def _spelled_out(arch: Architecture) -> dict[str, object]:
 
     `gated` follows from the family, and older stores do not have it.
     """
-    everything = dataclasses.asdict(arch)
+    everything = json.loads(json.dumps(dataclasses.asdict(arch)))  # lists in place of tuples, as stores have them
     return {
         field.name: everything[field.name]
         for field in dataclasses.fields(arch)

@@ -1,22 +1,22 @@
 """How a model's weights are sharded over a mesh with the axes `data` and `tensor`.
 
-Along `tensor` a layer's matrices are divided by heads and by neurons (Shoeybi et al., arXiv 1909.08053), also while the
-layer computes. With fsdp they are divided along `data` too, and each layer gathers its weights before it computes
-(Rajbhandari et al., arXiv 1910.02054), but for embeddings, since gathering one would take the memory that dividing it
-saves. Along `tensor`, embedding and head are divided by vocabulary where it is a multiple: a lookup adds up what each
-device has. All other weights are small, and replicated.
+Along `tensor` a layer's matrices are divided by heads, by neurons (Shoeybi et al., arXiv 1909.08053) and by experts,
+also while the layer computes. With fsdp they are divided along `data` too, and each layer gathers its weights before it
+computes (Rajbhandari et al., arXiv 1910.02054), but for embeddings, since gathering one would take the memory that
+dividing it saves. Along `tensor`, embedding and head are divided by vocabulary where it is a multiple: a lookup adds up
+what each device has. All other weights are small, and replicated.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32, PyTree
 
 from pipeline.models.architecture import Axis
 from pipeline.models.int8_weights import Int8Weight
-from pipeline.models.layers import LayerWeights
+from pipeline.models.layers import LayerWeights, Weights
 from pipeline.models.leaves import Leaf
 from pipeline.models.weight_specs import Kind, WeightSpec, weight_spec
 
@@ -24,6 +24,8 @@ TENSOR_AXES: Mapping[Axis, str] = {
     Axis.heads: "attention heads",
     Axis.kv_heads: "key-value heads",
     Axis.d_mlp: "MLP neurons",
+    Axis.experts: "experts",
+    Axis.d_shared: "neurons of the shared expert",
 }
 """The logical axes of matrices and their biases that are divided along `tensor`, and their names in messages."""
 
@@ -67,9 +69,35 @@ class Partition:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("data")))
 
+    def by_rows(self, compute: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
+        """Traced: `compute(inputs)` of each device's rows, for what XLA would compute of all devices' rows together:
+        the largest numbers, and what is sorted."""
+        return compute(inputs) if self.mesh is None else self._divided(compute)(inputs)
+
+    def over_experts(
+        self, compute: Callable[[PyTree, Weights, int | Int32[Array, ""]], PyTree], inputs: PyTree, weights: Weights
+    ) -> PyTree:
+        """Traced: as `by_rows`, `compute(inputs, weights, first)` of the experts from `first` on whose weights a device
+        has, summed over devices."""
+        if self.mesh is None:
+            return compute(inputs, weights, 0)
+
+        def on_device(inputs: PyTree, weights: Weights) -> PyTree:
+            num_experts = jax.tree.leaves(weights)[0].shape[0]
+            outputs = compute(inputs, weights, jax.lax.axis_index("tensor") * num_experts)
+            return jax.lax.psum(outputs, "tensor")
+
+        return self._divided(on_device, PartitionSpec("tensor"))(inputs, weights)
+
+    def _divided(self, compute: Callable[..., PyTree], *specs: PartitionSpec) -> Callable[..., PyTree]:
+        """`specs` are those of the inputs after the first, which has rows, as what comes out."""
+        rows = PartitionSpec("data")
+        # check_vma=False: as for attention, JAX does not track over which axes a loop's outputs vary.
+        return jax.shard_map(compute, mesh=self.mesh, in_specs=(rows, *specs), out_specs=rows, check_vma=False)
+
     def _tensor_axes(self, spec: WeightSpec, num_axes: int) -> list[str | None]:
         """The mesh axis of each axis of one layer's weight. An int8 weight's scale has only the first axes."""
-        if spec.kind is Kind.norm or self.mesh.shape["tensor"] == 1:
+        if spec.kind in (Kind.norm, Kind.router) or self.mesh.shape["tensor"] == 1:
             return [None] * num_axes
         return ["tensor" if axis in TENSOR_AXES else None for axis in spec.logical_axes[:num_axes]]
 
@@ -82,4 +110,6 @@ class Partition:
             for axis, size in enumerate(leaf.layer_shape)
             if mesh_axes[axis] is None and size % self.mesh.shape["data"] == 0
         }
+        if Axis.experts in leaf.spec.logical_axes:
+            return max(sizes, default=None)  # the last: a grouped product takes inputs before outputs
         return max(sizes, key=sizes.__getitem__, default=None)

@@ -9,7 +9,8 @@ from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.checkpoints.checkpoint_files import open_files
 from pipeline.models.checkpoints.loading import check_tensors
-from pipeline.models.families import bert, gemma, gpt2, gpt_neox, llama, mistral, olmo2, qwen2, qwen3
+from pipeline.models.families import bert, gemma, gpt2, gpt_neox, llama, mistral, moe, olmo, qwen2, qwen3, smollm3
+from pipeline.models.families.hf_attention import check_long_ropes
 from pipeline.models.families.hf_config import HfConfig, refuse_unreadable
 from pipeline.models.head import HeadFormat, read_head
 from pipeline.models.model import Model
@@ -34,9 +35,15 @@ _FAMILIES = {
     "gpt_neox": Family(gpt_neox.read, "GPTNeoX", HeadFormat("embed_out.weight")),
     "llama": Family(llama.read, "Llama"),
     "mistral": Family(mistral.read, "Mistral"),
-    "olmo2": Family(olmo2.read, "Olmo2"),
+    "mixtral": Family(moe.read_mixtral, "Mixtral"),
+    "olmo2": Family(olmo.read_olmo2, "Olmo2"),
+    "olmo3": Family(olmo.read_olmo3, "Olmo3"),
+    "olmoe": Family(moe.read_olmoe, "Olmoe"),
     "qwen2": Family(qwen2.read, "Qwen2"),
+    "qwen2_moe": Family(moe.read_qwen2_moe, "Qwen2Moe"),
     "qwen3": Family(qwen3.read, "Qwen3"),
+    "qwen3_moe": Family(moe.read_qwen3_moe, "Qwen3Moe"),
+    "smollm3": Family(smollm3.read, "SmolLM3", HeadFormat(is_tied=True)),
 }
 _HEADS = (
     *("Model", "TextModel", "LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForPreTraining"),
@@ -61,6 +68,7 @@ def open_model(path: str, *, revision: str | None = None, init: str = "checkpoin
     _check_classes(config, family)
     arch, table = family.read(config)
     head = None if family.head is None else read_head(config, family.head)
+    check_long_ropes(config, arch)
     config.finish()
     model = Model(name, arch, table, checkpoint, head, seed if init == "random" else None)
     if init == "checkpoint" and checkpoint.commit is None:  # the Hub's files are fetched only when they are needed

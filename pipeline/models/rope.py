@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
-from pipeline.models.architecture import Rope, RopeKind
+from pipeline.models.architecture import LayerKind, LongRope, Rope, RopeKind, ScaledRope, YarnRope
 
 
 class RopeTable(NamedTuple):
@@ -30,6 +30,10 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Float32[np.ndarray, " half
         return frequencies / np.float32(rope.factor)
     if rope.kind is RopeKind.llama3:
         return _llama3(rope, frequencies)
+    if isinstance(rope, YarnRope):
+        return _yarn(rope, wavelengths, head_dim)
+    if isinstance(rope, LongRope):
+        return 1 / (np.array(rope.short_factors, np.float32) * wavelengths)
     return frequencies
 
 
@@ -42,19 +46,44 @@ def _llama3(rope: Rope, frequencies: Float32[np.ndarray, " half"]) -> Float32[np
     return ((1 - kept) * frequencies / rope.factor + kept * frequencies).astype(np.float32)
 
 
+def _yarn(rope: YarnRope, wavelengths: Float32[np.ndarray, " half"], head_dim: int) -> Float32[np.ndarray, " half"]:
+    """As `_llama3`, but interpolated between pairs of dimensions, not between their wavelengths."""
+
+    def pair(rotations: float) -> float:
+        """The pair of dimensions that rotates so often within the original context."""
+        wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    first, last = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    length = last - first or 0.001
+    stretched = np.clip((np.arange(head_dim // 2, dtype=np.float32) - first) / np.float32(length), 0, 1)
+    kept = 1 - stretched
+    return (1 / (np.float32(rope.factor) * wavelengths) * (1 - kept) + 1 / wavelengths * kept).astype(np.float32)
+
+
 def rope_table(rope: Rope, head_dim: int, positions: Int32[Array, "B T"]) -> RopeTable:
     """The table for one batch's positions, which are not 0..T-1 in packed rows. `head_dim` counts the rotating
     dimensions."""
     angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
-    return RopeTable(jnp.cos(angles), jnp.sin(angles))
+    table = RopeTable(jnp.cos(angles), jnp.sin(angles))
+    if isinstance(rope, ScaledRope):
+        table = RopeTable(table.cos * rope.attention_factor, table.sin * rope.attention_factor)
+    return table
 
 
-def choose_table(tables: tuple[RopeTable, RopeTable], is_local: bool | Bool[Array, ""]) -> RopeTable:
-    """The table of the global (first) or of the local layers; in a scan over both kinds, `is_local` is data."""
+def choose_table(tables: tuple[RopeTable, RopeTable], kind: LayerKind) -> RopeTable:
+    """The table of a global (first) or of a local layer. Where rotation is data, angles are 0 in a layer without."""
     global_table, local_table = tables
-    if isinstance(is_local, bool) or global_table is local_table:
-        return local_table if is_local is True else global_table
-    return jax.tree.map(lambda a, b: jnp.where(is_local, a, b), local_table, global_table)
+    if isinstance(kind.is_local, bool) or global_table is local_table:
+        table = local_table if kind.is_local is True else global_table
+    else:
+        table = jax.tree.map(lambda a, b: jnp.where(kind.is_local, a, b), local_table, global_table)
+    if kind.is_rotated is True:
+        return table
+    return RopeTable(jnp.where(kind.is_rotated, table.cos, 1.0), jnp.where(kind.is_rotated, table.sin, 0.0))
 
 
 def apply_rope(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:

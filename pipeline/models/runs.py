@@ -1,8 +1,8 @@
 """Which layers a capture needs, and how they are cut into runs. Pure arithmetic on layer numbers.
 
 A run is a sequence of layers that one `lax.scan` computes over weights stacked at load time. A run ends where the
-residual stream is captured, and a layer with a captured site inside is a run of its own. No run contains anything
-after the last captured site.
+residual stream is captured, and where dense and sparse layers meet; a layer with a captured site inside is a run of its
+own. No run contains anything after the last captured site.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture
-from pipeline.models.weight_specs import LAYER_STEPS, Step, required_steps
+from pipeline.models.weight_specs import Step, layer_steps, required_steps
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class LayerRun:
 
     def steps(self, arch: Architecture) -> frozenset[Step]:
         """The steps that each layer of the run computes."""
-        return required_steps(self.ends_at, arch) if self.ends_at else frozenset(LAYER_STEPS)
+        is_sparse = arch.is_sparse(self.first)
+        return required_steps(self.ends_at, arch, is_sparse) if self.ends_at else frozenset(layer_steps(is_sparse))
 
 
 def residual_index(key: ActivationKey, num_layers: int) -> int | None:
@@ -49,19 +50,20 @@ def residual_index(key: ActivationKey, num_layers: int) -> int | None:
     return None
 
 
-def layer_runs(keys: Iterable[ActivationKey], num_layers: int) -> tuple[LayerRun, ...]:
+def layer_runs(keys: Iterable[ActivationKey], arch: Architecture) -> tuple[LayerRun, ...]:
     """The runs that produce `keys`, in order; empty when the embedding is enough."""
     cuts = {0}
     num_whole = 0  # layers that are computed completely
     inner: dict[int, set[Site]] = {}
     for key in keys:
-        index = residual_index(key, num_layers)
+        index = residual_index(key, arch.num_layers)
         if index is None:
             inner.setdefault(key.layer, set()).add(key.site)
             cuts |= {key.layer, key.layer + 1}
             index = key.layer
         cuts.add(index)
         num_whole = max(num_whole, index)
+    cuts |= {layer for layer in range(1, max(cuts)) if arch.is_sparse(layer) != arch.is_sparse(layer - 1)}
     return tuple(
         LayerRun(first, stop, frozenset(inner[first]) if stop > num_whole else frozenset())
         for first, stop in pairwise(sorted(cuts))

@@ -27,6 +27,10 @@ class Step(StrEnum):
     up = "up"
     neurons = "neurons"
     down = "down"
+    router = "router"
+    experts = "experts"
+    shared = "shared"
+    mix = "mix"  # of the experts' outputs
     final_norm = "final_norm"
     head = "head"
 
@@ -39,7 +43,7 @@ class LayerStep:
     reads: tuple[Step, ...] = ()
 
 
-LAYER_STEPS: Mapping[Step, LayerStep] = {
+_TO_MLP: Mapping[Step, LayerStep] = {
     Step.attn_in: LayerStep(frozenset({Site.attn_in})),
     Step.q: LayerStep(frozenset({Site.q}), reads=(Step.attn_in,)),
     Step.k: LayerStep(frozenset({Site.k}), reads=(Step.attn_in,)),
@@ -47,34 +51,63 @@ LAYER_STEPS: Mapping[Step, LayerStep] = {
     Step.z: LayerStep(frozenset({Site.attn_z}), reads=(Step.q, Step.k, Step.v)),
     Step.o: LayerStep(frozenset({Site.attn_out, Site.resid_mid}), reads=(Step.z,)),
     Step.mlp_in: LayerStep(frozenset({Site.mlp_in}), reads=(Step.o,)),
+}
+_DENSE: Mapping[Step, LayerStep] = {
     Step.gate: LayerStep(frozenset({Site.mlp_pre}), reads=(Step.mlp_in,)),
     Step.up: LayerStep(frozenset({Site.mlp_pre_linear}), reads=(Step.mlp_in,)),
     Step.neurons: LayerStep(frozenset({Site.mlp_post}), reads=(Step.gate, Step.up)),
     Step.down: LayerStep(frozenset({Site.mlp_out}), reads=(Step.neurons,)),
 }
-"""The steps of a sequential layer with a gated MLP."""
+_ROUTED = frozenset({Site.router_logits, Site.router_weights, Site.router_indices})
+_SPARSE: Mapping[Step, LayerStep] = {
+    Step.router: LayerStep(_ROUTED, reads=(Step.mlp_in,)),
+    Step.experts: LayerStep(frozenset({Site.expert_out}), reads=(Step.mlp_in, Step.router)),
+    Step.shared: LayerStep(frozenset(), reads=(Step.mlp_in,)),
+    Step.mix: LayerStep(frozenset({Site.mlp_out}), reads=(Step.experts, Step.shared)),
+}
 
 
-def required_steps(sites: Collection[Site], arch: Architecture) -> frozenset[Step]:
+DENSE_SITES, SPARSE_SITES = (
+    tuple(site for step in steps.values() for site in sorted(step.sites) if site is not Site.mlp_out)
+    for steps in (_DENSE, _SPARSE)
+)
+"""The sites that dense layers only have, and those of sparse layers."""
+
+
+def has_site(arch: Architecture, layer: int, site: Site) -> bool:
+    """Whether a layer has a site that some layers of some families lack."""
+    return site not in (DENSE_SITES if arch.is_sparse(layer) else SPARSE_SITES)
+
+
+def layer_steps(is_sparse: bool) -> Mapping[Step, LayerStep]:
+    """The steps of a sequential layer with a gated MLP or with experts."""
+    return _TO_MLP | (_SPARSE if is_sparse else _DENSE)
+
+
+def required_steps(sites: Collection[Site], arch: Architecture, is_sparse: bool) -> frozenset[Step]:
     """The steps of a layer that its `sites` require."""
+    steps = layer_steps(is_sparse)
 
     def with_inputs(step: Step) -> set[Step]:
-        reads = LAYER_STEPS[step].reads
+        reads = steps[step].reads
         if step is Step.mlp_in and arch.parallel:
             reads = ()  # the layer's input
         if step is Step.gate and not arch.gated:
             reads = (Step.up,)  # whose output is then the pre-activation
         return {step}.union(*map(with_inputs, reads))
 
-    return frozenset().union(*(with_inputs(step) for step, spec in LAYER_STEPS.items() if spec.sites & set(sites)))
+    return frozenset().union(*(with_inputs(step) for step, spec in steps.items() if spec.sites & set(sites)))
 
 
 class Kind(StrEnum):
-    """What a weight is for: matrices of layers are divided over a mesh and may be int8, the others are neither."""
+    """What a weight is for: matrices of layers are divided over a mesh and may be int8, the others are neither.
+
+    So a router is a kind of its own: it is small, and rounding it would send tokens to other experts."""
 
     embedding = "embedding"
     norm = "norm"
     matrix = "matrix"
+    router = "router"
 
 
 @dataclass(frozen=True)
@@ -113,6 +146,10 @@ def _matrix(axes: str, *steps: Step) -> WeightSpec:
     return WeightSpec(Kind.matrix, axes, frozenset(steps))
 
 
+def _router(axes: str, *steps: Step) -> WeightSpec:
+    return WeightSpec(Kind.router, axes, frozenset(steps))
+
+
 WEIGHTS: Mapping[str, WeightSpec] = {
     "embed": _embedding("V D", Step.embed),
     "position_embed": _embedding("P D", Step.embed),
@@ -132,8 +169,16 @@ WEIGHTS: Mapping[str, WeightSpec] = {
     "mlp.gate": _matrix("F D", Step.gate),
     "mlp.up": _matrix("F D", Step.up),
     "mlp.down": _matrix("D F", Step.down),
-    "mlp.post_norm": _norm("D", Step.down),
-    "mlp.sum_norm": _norm("D", Step.down),
+    "mlp.router": _router("E D", Step.router),
+    "mlp.experts_gate": _matrix("EM D", Step.experts),
+    "mlp.experts_up": _matrix("EM D", Step.experts),
+    "mlp.experts_down": _matrix("ED M", Step.experts),
+    "mlp.shared_router": _router("I D", Step.shared),
+    "mlp.shared_gate": _matrix("U D", Step.shared),
+    "mlp.shared_up": _matrix("U D", Step.shared),
+    "mlp.shared_down": _matrix("D U", Step.shared),
+    "mlp.post_norm": _norm("D", Step.down, Step.mix),
+    "mlp.sum_norm": _norm("D", Step.down, Step.mix),
     "final_norm": _norm("D", Step.final_norm),
     "head": _embedding("V D", Step.head),
 }

@@ -10,6 +10,7 @@ from pipeline.config.schema import CaptureConfig, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.data.selection import slots_per_row
+from pipeline.models.weight_specs import has_site
 from pipeline.planning.model_facts import ModelFacts
 from pipeline.step.spec import StepSpec
 from pipeline.store.format.layout import OUTPUTS, SELECTED, TOKENS, ArraySpec, output_specs
@@ -47,6 +48,8 @@ def plan_step(config: RunConfig, model: ModelFacts) -> StepSpec:
             f"Set batch.length to 1..{model.max_positions}."
         )
     widths = tuple(model.width(key.site) for key in keys)
+    if Site.router_indices in capture.sites:
+        _refuse_integers(capture)
     return StepSpec(
         keys=keys,
         widths=widths,
@@ -100,9 +103,19 @@ def captured_keys(capture: CaptureConfig, model: ModelFacts) -> tuple[Activation
         )
     if repeated := _first_repeated(capture.sites):
         raise ConfigError(f"capture.sites names {repeated} twice. Name each site once.")
-    return activation_keys(
-        captured_layers(capture.layers, model.num_layers), tuple(Site(site) for site in capture.sites)
-    )
+    layers, sites = captured_layers(capture.layers, model.num_layers), tuple(map(Site, capture.sites))
+    for site in sites:
+        have = [layer for layer in range(model.num_layers) if has_site(model.arch, layer, site)]
+        lacking = [layer for layer in layers if layer not in have]
+        if lacking and capture.layers != "all":
+            kind = "a mixture of experts" if model.arch.is_sparse(lacking[0]) else "dense"
+            raise ConfigError(
+                f"capture.layers is {shown(list(layers))} with the site {site}, which layer {lacking[0]} lacks: its "
+                f"MLP is {kind}. Layers that have it: {', '.join(map(str, have))}. Set capture.layers to some of them, "
+                f"or to all: that captures each site where it is."
+            )
+    keys = activation_keys(layers, sites)
+    return tuple(key for key in keys if not key.site.per_layer or has_site(model.arch, key.layer, key.site))
 
 
 def captured_layers(layers: object, num_layers: int) -> tuple[int, ...]:
@@ -120,6 +133,20 @@ def captured_layers(layers: object, num_layers: int) -> tuple[int, ...]:
     if repeated := _first_repeated(layers):
         raise ConfigError(f"capture.layers names layer {repeated} twice. Name each layer once.")
     return tuple(sorted(layers))
+
+
+def _refuse_integers(capture: CaptureConfig) -> None:
+    """Raises ConfigError where what is captured must be of one dtype, and integers are captured."""
+    what = f"capture.sites contains {Site.router_indices}, whose values are integers"
+    if capture.dtype is StorageDtype.int8:
+        raise ConfigError(
+            f"{what}, with capture.dtype=int8, whose values have scales. Set capture.dtype=bfloat16, or leave it out."
+        )
+    if capture.when is When.decode:
+        raise ConfigError(
+            f"{what}, with capture.when=decode, which keeps activations as model.dtype. Set capture.when=document, or "
+            f"leave it out."
+        )
 
 
 def _first_repeated(values: Sequence[object]) -> str:

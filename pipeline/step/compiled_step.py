@@ -126,15 +126,15 @@ def _compile(
         stored = StoredTokens(tokens, segments, selected)
 
         @jax.named_scope("store")
-        def store(activation: Array) -> Stored:
+        def store(activation: Array, dtype: str) -> Stored:
             """As it is stored. Counted below, or a TPU would keep it in another layout until the step's end."""
             masked = jnp.where(stored.exist[:, :, None], stored.take(activation), 0)
-            return as_stored(masked, spec.dtype, spec.int8_group, spec.measures_error)
+            return as_stored(masked, dtype, spec.int8_group, spec.measures_error)
 
         def finish(key: ActivationKey, activation: Array) -> _Finished:
             has_outputs = bool(spec.outputs) and key == FINAL_NORM
             return _Finished(
-                store(activation) if key in spec.keys else None,
+                store(activation, key.site.stored_dtype(spec.dtype)) if key in spec.keys else None,
                 head_outputs(spec, head, params, activation, stored, mesh) if has_outputs else None,
             )
 

@@ -17,12 +17,17 @@ class StepSpec:
     widths: tuple[int, ...]  # D of each key
     rows: int  # B
     length: int  # T
-    dtype: str  # of the stored activations
+    dtype: str  # of the stored activations, but for integers: `dtypes`
     attention: str = "auto"  # the implementation that is asked for; auto is decided where the devices are known
     statistics: bool = True  # whether the step computes them too
     selected: int | None = None  # K of a row; None: the activations of all tokens are stored
     int8_group: int | None = None  # of int8: features that share a scale; None: all of a token's
     outputs: tuple[ArraySpec, ...] = ()  # what the model's head says of each slot's token
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtype of each key's array."""
+        return tuple(key.site.stored_dtype(self.dtype) for key in self.keys)
 
     @property
     def slots(self) -> int:
@@ -61,15 +66,19 @@ class StepSpec:
     @property
     def row_bytes(self) -> int:
         """Of a row's activations, with their scales and outputs."""
-        item_bytes = sum(self.widths) * ITEM_BYTES[self.dtype] + sum(self.scale_counts) * ITEM_BYTES["float32"]
+        item_bytes = sum(self._item_bytes) + sum(self.scale_counts) * ITEM_BYTES["float32"]
         item_bytes += sum(spec.position_bytes for spec in self.outputs)
         return self.slots * item_bytes
 
     @property
+    def _item_bytes(self) -> list[int]:
+        """Of a token in each key's array."""
+        return [width * ITEM_BYTES[dtype] for width, dtype in zip(self.widths, self.dtypes, strict=True)]
+
+    @property
     def largest_row_bytes(self) -> int:
         """Of a row in the largest array."""
-        activations = max(self.widths) * ITEM_BYTES[self.dtype]
-        return self.slots * max(activations, *(spec.position_bytes for spec in self.outputs), 0)
+        return self.slots * max(*self._item_bytes, *(spec.position_bytes for spec in self.outputs), 0)
 
     @property
     def measures_error(self) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int8, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int8, Num, Shaped
 
 from pipeline.store.format.int8 import DTYPE as INT8
 from pipeline.store.format.int8 import MAX
@@ -21,7 +21,7 @@ class Stored(NamedTuple):
     squared_error: Float32[Array, " B"] | None
 
 
-def as_stored(x: Float[Array, "B S D"], dtype: str, group: int | None, with_error: bool) -> Stored:
+def as_stored(x: Num[Array, "B S D"], dtype: str, group: int | None, with_error: bool) -> Stored:
     """`group`: features that share a scale of int8; None: all of a token's."""
     stored = Stored(*_int8(x, group or x.shape[-1]), None) if dtype == INT8 else Stored(x.astype(dtype), None, None)
     if not with_error:
@@ -49,6 +49,8 @@ def numbers(stored: Stored) -> Float32[Array, "B S D"]:
     if stored.scales is not None:
         grouped = values.reshape(*stored.scales.shape, -1).astype(jnp.float32)
         return (grouped * stored.scales[..., None]).reshape(values.shape)
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        return values.astype(jnp.float32)
     info = jnp.finfo(values.dtype)
     if info.bits == 8:  # whose formats are not all IEEE's
         return jax.lax.optimization_barrier(values).astype(jnp.float32)

@@ -10,6 +10,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Bool, Float, Int32
 
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
+from pipeline.models.architecture import LayerKind
 from pipeline.models.attention.xla import attend_xla
 from pipeline.models.decoder import LayerWeights, embed, layer_sites, rope_tables
 from pipeline.models.int8_weights import with_int8_inputs
@@ -29,26 +30,26 @@ def int8_errors(
     """The relative error of each key; `rows` are tokens, segments and positions, and `dtype` is of computing.
     `with_inputs`: what the int8 weights multiply is int8, too."""
     device = SingleDeviceSharding(jax.local_devices()[0])
-    last = max((run.stop for run in layer_runs(keys, model.num_layers)), default=0)
+    last = max((run.stop for run in layer_runs(keys, model.arch)), default=0)
     single = (*keys, *(ActivationKey(layer, Site.resid_pre) for layer in range(last)))  # every layer is a run
     leaves = model.leaves(single)
     run_leaves = leaves.pop("runs")
     tokens, segments, positions = (jnp.asarray(rows[name]) for name in ("tokens", "segments", "positions"))
 
-    @partial(jax.jit, static_argnames="is_local")
-    def layer(x: Array, weights: LayerWeights, is_local: bool) -> tuple[Array, dict[Site, Array]]:
+    @partial(jax.jit, static_argnames="kind")
+    def layer(x: Array, weights: LayerWeights, kind: LayerKind) -> tuple[Array, dict[Site, Array]]:
         ropes = rope_tables(model.arch, positions)
-        return layer_sites(model.arch, x, weights, ropes, segments, is_local, attend_xla)
+        return layer_sites(model.arch, x, weights, ropes, segments, kind, attend_xla)
 
     with jax.default_matmul_precision(matmul_precision(dtype)):
         params = model.load_leaves(leaves, dtype, device)
         x = x_int8 = embed(model.arch, params, tokens, positions)
         residuals, inner = [0.0], {}
-        for run, leaves_of_run in zip(layer_runs(single, model.num_layers), run_leaves, strict=True):
-            is_local = model.arch.is_local(run.first)
-            x, sites = layer(x, model.load_leaves(leaves_of_run, dtype, device), is_local)
+        for run, leaves_of_run in zip(layer_runs(single, model.arch), run_leaves, strict=True):
+            kind = model.arch.kind(run.first)
+            x, sites = layer(x, model.load_leaves(leaves_of_run, dtype, device), kind)
             weights = model.load_leaves(leaves_of_run, dtype, device, with_int8=True)
-            x_int8, sites_int8 = layer(x_int8, with_int8_inputs(weights) if with_inputs else weights, is_local)
+            x_int8, sites_int8 = layer(x_int8, with_int8_inputs(weights) if with_inputs else weights, kind)
             residuals.append(float(_relative_error(x_int8, x, segments != 0)))
             for site in sites:
                 key = ActivationKey(run.first, site)

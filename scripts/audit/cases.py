@@ -62,6 +62,7 @@ def _generate(*mesh: str) -> Case:
 
 
 _SIX_ARRAYS = "capture.layers=[6,12,18] capture.sites=[resid_mid,resid_post]"
+_ROUTED = "capture.layers=[24] capture.sites=[router_logits,router_indices,resid_post]"
 CASES: Mapping[str, Case] = {
     "0.5B 16x1024 v5e-64": _extract("Qwen2.5-0.5B", "v5e-64", 1024, 1024, "capture.layers=[12]"),
     "0.5B 16x1024 v5e-64, 6 arrays": _extract("Qwen2.5-0.5B", "v5e-64", 1024, 1024, _SIX_ARRAYS),
@@ -70,6 +71,8 @@ CASES: Mapping[str, Case] = {
     "8B 4x2048 v5e-64": _extract("Llama-3-8B", "v5e-64", 256, 2048, "capture.layers=[8,16,24]"),
     "70B 2x2048 v5e-256": _extract("Llama-3-70B", "v5e-256", 512, 2048, "capture.layers=[20,40,60]"),
     "Gemma-2-9B 1x8192 v6e-64": _extract("Gemma-2-9B", "v6e-64", 64, 8192, "capture.layers=[20]"),
+    "Qwen3-30B-A3B 4x2048 v5e-64": _extract("Qwen3-30B-A3B", "v5e-64", 256, 2048, _ROUTED),
+    "Mixtral-8x7B 4x2048 v6e-64": _extract("Mixtral-8x7B", "v6e-64", 256, 2048, "capture.layers=[16]"),
     "7B generate v5e:8x8, auto": _generate(),
     "7B generate v5e:8x8, fsdp": _generate("model.weights=fsdp"),
     "0.5B, 2 layers, fsdp, 2x512 v5e-4": _extract(

@@ -145,7 +145,7 @@ def _blocks(text: str) -> Iterator[tuple[bool, str, list[str]]]:
     for line in text.splitlines():
         if header is None:
             header, lines = _HEADER.match(line), []
-        elif line == "}":
+        elif line == "}" or line.startswith("}, "):  # such as `}, execution_thread="sparsecore"`
             yield bool(header[1]), header[2], lines
             header = None
         elif _INSTRUCTION.match(line):

@@ -18,6 +18,15 @@ _GEMMA2 = {
     **{"rope_theta": 1e4, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
     **{"hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
 }
+_QWEN3_MOE = {
+    **{"model_type": "qwen3_moe", "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6},
+    **{"rope_theta": 1e6, "head_dim": 128, "num_key_value_heads": 4, "norm_topk_prob": True},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+}
+_MIXTRAL = {
+    **{"model_type": "mixtral", "vocab_size": 32000, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
+    **{"rope_theta": 1e6, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+}
 _ORDER = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 SHAPES = {
     "Qwen2.5-0.5B": _QWEN2
@@ -30,6 +39,8 @@ SHAPES = {
     "Llama-3-70B": _LLAMA3 | dict(zip(_ORDER, (8192, 28672, 64, 80), strict=True)),
     "Gemma-2-2B": _GEMMA2 | {"num_key_value_heads": 4} | dict(zip(_ORDER, (2304, 9216, 8, 26), strict=True)),
     "Gemma-2-9B": _GEMMA2 | {"num_key_value_heads": 8} | dict(zip(_ORDER, (3584, 14336, 16, 42), strict=True)),
+    "Qwen3-30B-A3B": _QWEN3_MOE | dict(zip(_ORDER, (2048, 6144, 32, 48), strict=True)),
+    "Mixtral-8x7B": _MIXTRAL | dict(zip(_ORDER, (4096, 14336, 32, 32), strict=True)),
 }
 
 

@@ -29,8 +29,11 @@ FAMILIES = {
     "llama": {},
     "mistral": TWO_LAYERS | {"sliding_window": 7},
     "olmo2": {},
+    "olmo3": TWO_LAYERS | {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen2": {"tie_word_embeddings": True},
+    "qwen2_moe": {},
     "qwen3": {},
+    "smollm3": TWO_LAYERS | {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 7},
 }
 
 

@@ -52,8 +52,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _SMALL | {"rope_scaling": {"rope_type": "llama3", **_LLAMA3}},
     "mistral": _SMALL | {"sliding_window": 16},
     "olmo2": _SMALL | {"rope_theta": 500000.0},
+    "olmo3": _SMALL | {"sliding_window": 16, "rope_theta": 500000, "rope_scaling": {"type": "yarn", "factor": 8.0}},
     "qwen2": _SMALL | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
-    "qwen3": _SMALL | {"head_dim": 8},
+    "qwen3": _SMALL
+    | {"head_dim": 8, "rope_scaling": {"type": "longrope", "short_factor": [1] * 4, "long_factor": [2] * 4}},
+    "smollm3": _SMALL | {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 16},
 }
 
 

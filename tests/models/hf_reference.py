@@ -1,6 +1,7 @@
 """Tiny random Hugging Face models, saved as checkpoints, and what hooks see in them."""
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "pad_token_id": None,
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24},
 }
 CLASSES = {
     "bert": ("BertConfig", "BertForMaskedLM"),
@@ -33,7 +35,13 @@ CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
 }
 
 LLAMA_PLACES = {
@@ -55,10 +63,16 @@ GEMMA_PLACES = LLAMA_PLACES | {
     Site.resid_mid: "layers.*.pre_feedforward_layernorm input",
     Site.mlp_out: "layers.*.post_feedforward_layernorm output",
 }
+ROUTED_PLACES = {
+    Site.router_logits: "layers.*.mlp.gate output 0",
+    Site.router_weights: "layers.*.mlp.gate output 1",
+    Site.router_indices: "layers.*.mlp.gate output 2",
+}
 PLACES: dict[str, dict[Site, str]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA_PLACES),
+    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), LLAMA_PLACES | ROUTED_PLACES),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), LLAMA_PLACES),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA_PLACES),
-    "olmo2": GEMMA_PLACES | {Site.resid_mid: "layers.*.mlp input"},
+    **dict.fromkeys(("olmo2", "olmo3"), GEMMA_PLACES | {Site.resid_mid: "layers.*.mlp input"}),
     "gpt_neox": {
         Site.embed: "embed_in output",
         Site.resid_pre: "layers.* input",
@@ -98,7 +112,8 @@ PLACES: dict[str, dict[Site, str]] = {
         Site.resid_post: "encoder.layer.* output",
     },
 }
-"""Where each family's sites are in transformers: a module of the trunk, and its first input or output."""
+"""Where each family's sites are in transformers: a module of the trunk, and its first input or output, or the output of
+that number. A layer that lacks the module lacks the site."""
 
 
 def save_random(family: str, path: Path, *, seed: int = 0, max_shard_size: str = "1GB", **overrides: object):
@@ -120,14 +135,25 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
     """Every site of every layer for token rows [B, T] without padding."""
     found: dict[ActivationKey, np.ndarray] = {}
 
-    def keep(layer: int, site: Site, value) -> None:
-        value = value[0] if isinstance(value, tuple) else value
-        found[ActivationKey(layer, site)] = value.detach().float().flatten(2).numpy().copy()
+    def keep(layer: int, site: Site, value, number: int = 0) -> None:
+        value = value[number] if isinstance(value, tuple) else value
+        found[ActivationKey(layer, site)] = value.detach().float().reshape(*tokens.shape, -1).numpy().copy()
 
-    def hook(site: Site, layer: int, module, side: str):
+    def hook(site: Site, layer: int, module, side: str, number: str = "0"):
         if side == "input":
             return module.register_forward_pre_hook(lambda _m, inputs: keep(layer, site, inputs))
-        return module.register_forward_hook(lambda _m, _i, output: keep(layer, site, output))
+        return module.register_forward_hook(lambda _m, _i, output: keep(layer, site, output, int(number)))
+
+    def hook_experts(layer: int, module):
+        """Each chosen expert's output, which transformers only adds up."""
+
+        def outputs(module, inputs) -> None:
+            x, indices, _ = inputs
+            gate, up = torch.einsum("rd,rafd->raf", x, module.gate_up_proj[indices]).chunk(2, dim=-1)
+            chosen = torch.einsum("raf,radf->rad", module.act_fn(gate) * up, module.down_proj[indices])
+            keep(layer, Site.expert_out, chosen)
+
+        return module.register_forward_pre_hook(outputs)
 
     def attention(module, query, key, value, mask, **options):
         """The model's own eager attention, looked at: its arguments have the shape [B, heads, T, H]."""
@@ -144,9 +170,13 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
     model.set_attn_implementation("looked_at")
     handles = []
     for site, place in PLACES[model.config.model_type].items():
-        name, side = place.split()
+        name, *side = place.split()
         for layer in range(model.config.num_hidden_layers) if site.per_layer else (-1,):
-            handles.append(hook(site, layer, model.base_model.get_submodule(name.replace("*", str(layer))), side))
+            with suppress(AttributeError):
+                handles.append(hook(site, layer, model.base_model.get_submodule(name.replace("*", str(layer))), *side))
+    for name, module in model.base_model.named_modules():
+        if name.endswith(".mlp.experts"):
+            handles.append(hook_experts(int(name.split(".")[1]), module))
     with torch.no_grad():
         model(torch.from_numpy(tokens.astype(np.int64)))
     for handle in handles:

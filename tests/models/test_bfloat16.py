@@ -76,8 +76,10 @@ BOUNDS = {
     "llama": 0.0390,
     "mistral": 0.0360,
     "olmo2": 0.0205,
+    "olmo3": 0.0210,
     "qwen2": 0.0395,
     "qwen3": 0.0135,
+    "smollm3": 0.0385,
 }
 """Of the residual stream, at the worst layer: one and a half times what was measured."""
 

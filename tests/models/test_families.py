@@ -27,11 +27,14 @@ def edit_config(path: Path, edit) -> None:
     file.write_text(json.dumps(config))
 
 
+EXPERTS = {"router_logits", "router_weights", "router_indices", "expert_out"}
+NEURONS = {"mlp_pre", "mlp_pre_linear", "mlp_post"}
 LACKING = {
-    "gpt_neox": {"resid_mid", "mlp_pre_linear"},
-    "bert": {"final_norm", "mlp_pre_linear"},
-    "gpt2": {"mlp_pre_linear"},
-    "gemma2": set(),
+    "gpt_neox": EXPERTS | {"resid_mid", "mlp_pre_linear"},
+    "bert": EXPERTS | {"final_norm", "mlp_pre_linear"},
+    "gpt2": EXPERTS | {"mlp_pre_linear"},
+    "gemma2": EXPERTS,
+    "mixtral": NEURONS,
 }
 
 
@@ -47,7 +50,24 @@ def test_a_site_that_a_family_lacks_is_refused_with_those_it_has(family: str, tm
 
 def test_sequential_gpt_neox_has_a_middle(tmp_path) -> None:
     save_random("gpt_neox", tmp_path, use_parallel_residual=False)
-    assert set(Site) - set(open_model(str(tmp_path)).sites) == {"mlp_pre_linear"}
+    assert set(Site) - set(open_model(str(tmp_path)).sites) == EXPERTS | {"mlp_pre_linear"}
+
+
+def test_a_layer_has_the_sites_of_its_kind(tmp_path) -> None:
+    save_random("qwen3_moe", tmp_path, mlp_only_layers=[1])
+    model = open_model(str(tmp_path))
+    assert set(model.sites) == set(Site)
+
+    def layers(layers: object, site: str) -> list[int]:
+        return [key.layer for key in captured_keys(CaptureConfig(layers=layers, sites=[site]), model)]
+
+    assert layers("all", "router_logits") == layers([0, 2, 3], "router_logits") == [0, 2, 3]
+    assert layers("all", "mlp_post") == layers([1], "mlp_post") == [1]
+    assert layers("all", "mlp_out") == [0, 1, 2, 3]
+    with pytest.raises(
+        ConfigError, match=r"with the site router_logits, which layer 1 lacks: its MLP is dense.*0, 2, 3"
+    ):
+        layers([0, 1], "router_logits")
 
 
 def test_an_mlp_without_gate_does_not_change_the_identity_of_a_model(tmp_path) -> None:
@@ -64,6 +84,9 @@ HOOKS = [
     ("gpt2", "blocks.1.resid_post", "blocks.1.hook_resid_post"),
     ("gpt2", "embed", "blocks.0.hook_resid_pre"),
     ("gpt2", "blocks.1.mlp_pre", "blocks.1.mlp.hook_pre"),
+    ("smollm3", "blocks.2.q", "blocks.2.attn.hook_rot_q"),
+    ("smollm3", "blocks.3.q", "blocks.3.attn.hook_q"),
+    ("smollm3", "embed", "hook_embed"),
     ("bert", "blocks.1.k", "blocks.1.attn.hook_k"),
     ("bert", "blocks.1.resid_mid", "blocks.1.hook_mlp_in"),
     ("bert", "blocks.1.resid_post", "blocks.1.hook_normalized_resid_post"),
@@ -101,10 +124,25 @@ def older_gemma2(config: dict) -> None:
     config |= {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 7}
 
 
+def older_olmo3(config: dict) -> None:
+    ropes = config.pop("rope_parameters")
+    del config["layer_types"]
+    config |= {"rope_theta": ropes["full_attention"].pop("rope_theta"), "rope_scaling": ropes["full_attention"]}
+
+
+def older_smollm3(config: dict) -> None:
+    del config["no_rope_layers"], config["layer_types"]
+    config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "max_window_layers": 28, "pretraining_tp": 2}
+
+
 NEOX_ROPE = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
+OLMO3_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
 }
 EVERY_SECOND = ["sliding_attention", "full_attention"] * 2
 OLDER = {
@@ -114,6 +152,8 @@ OLDER = {
         {"sliding_window": 7, "rope_parameters": GEMMA3_ROPES, "layer_types": EVERY_SECOND},
         older_gemma3,
     ),
+    "olmo3": ({"sliding_window": 7, "rope_parameters": OLMO3_ROPES}, older_olmo3),
+    "smollm3": ({"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7}, older_smollm3),
 }
 
 
@@ -126,6 +166,7 @@ def test_older_config_means_the_same(family: str, tmp_path) -> None:
     assert open_model(str(tmp_path)).arch == newer.arch
 
 
+LINEAR = {"rope_type": "linear", "factor": 4.0}
 REFUSED = {
     "bert that decodes": ("bert", {"is_decoder": True}, "is_decoder is true"),
     "bert with relative positions": ("bert", {"position_embedding_type": "relative_key"}, "'relative_key'"),
@@ -135,6 +176,10 @@ REFUSED = {
     "gemma3 with caps": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     "gpt-neox with odd rotation": ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "that is 3"),
     "olmo2 with clipping": ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+    "olmo3 with one older theta": ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "since versions"),
+    "olmo3 with one rope": ("olmo3", {"rope_parameters": LINEAR}, "rope_parameters sets rope_type='linear'"),
+    "smollm3 with too few layers": ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 numbers"),
+    "smollm3 without its window": ("smollm3", {"layer_types": ["sliding_attention"] * 4}, "no window is used"),
     "activation": ("bert", {"hidden_act": "mish"}, "hidden_act is 'mish'"),
 }
 

@@ -24,6 +24,10 @@ QWEN2 = {
 }
 LLAMA = QWEN2 | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 MISTRAL = QWEN2 | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LONG = {"type": "longrope", "short_factor": [1.0, 2.0, 3.0, 4], "long_factor": [8, 8, 8, 8]}
+LONG |= {"original_max_position_embeddings": 128}
+UNTRUNCATED = {"full_attention": YARN | {"truncate": False}, "sliding_attention": {"rope_type": "default"}}
 SLIDING = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
 
 
@@ -35,7 +39,7 @@ def open_config(path: Path, config: object):
 REFUSED = {
     "unknown attribute": (QWEN2 | {"logit_softcap": 30.0}, "logit_softcap=30.0"),
     "not causal": (QWEN2 | {"is_causal": False}, "is_causal=False"),
-    "unknown family": (QWEN2 | {"model_type": "mamba"}, "model_type is 'mamba'.*llama, mistral.*qwen2, qwen3"),
+    "unknown family": (QWEN2 | {"model_type": "mamba"}, "model_type is 'mamba'.*llama, mistral.*qwen2, .*qwen3"),
     "no family": ({k: v for k, v in QWEN2.items() if k != "model_type"}, "no 'model_type'"),
     "unknown class": (LLAMA | {"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3"),
     "activation": (QWEN2 | {"hidden_act": "gelu_10"}, "hidden_act is 'gelu_10'"),
@@ -48,8 +52,22 @@ REFUSED = {
     "own code": (QWEN2 | {"auto_map": {"AutoModel": "modeling.Model"}}, "auto_map"),
     "too few layer types": (QWEN2 | SLIDING | {"layer_types": ["sliding_attention"]}, "for each of the 4 layers"),
     "other layer types": (QWEN2 | {"layer_types": ["linear_attention"] * 4}, "layer_types"),
-    "dynamic rope": (QWEN2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type is 'dynamic'"),
-    "yarn rope": (QWEN2 | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+    "longrope of other heads": (QWEN2 | {"rope_scaling": LONG | {"short_factor": [1.0]}}, "short_factor has 1 numbers"),
+    "longrope of strings": (QWEN2 | {"rope_scaling": LONG | {"long_factor": ["1"]}}, "long_factor: 0 is '1'"),
+    "longrope of one position": (
+        QWEN2 | {"rope_scaling": LONG | {"original_max_position_embeddings": 1}},
+        "embeddings is 1, expected more",
+    ),
+    "unknown rope": (QWEN2 | {"rope_scaling": {"type": "mrope", "factor": 2.0}}, "type is 'mrope'"),
+    "dynamic rope with more": (QWEN2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1}}, "alpha=1"),
+    "yarn without factor": (QWEN2 | {"rope_parameters": {"rope_type": "yarn"}}, "has no 'factor'"),
+    "yarn of one wavelength": (QWEN2 | {"rope_theta": 1, "rope_scaling": YARN}, "rope_theta is 1, expected more"),
+    "yarn with more": (QWEN2 | {"rope_scaling": YARN | {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1"),
+    "yarn of a layer kind, not truncated": (
+        QWEN2 | {"model_type": "olmo3", "architectures": [], "rope_parameters": UNTRUNCATED},
+        "truncate is false",
+    ),
+    "a number that float32 lacks": (LLAMA | {"rms_norm_eps": 1e-40}, "rms_norm_eps is 1e-40"),
     "rope without factor": (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling has no 'factor'"),
     "rope with more": (LLAMA | {"rope_parameters": {"rope_type": "default", "beta_fast": 2}}, "beta_fast=2"),
     "partial rope": (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
@@ -76,6 +94,8 @@ ACCEPTED = {
     "window above all layers": QWEN2 | SLIDING | {"max_window_layers": 4},
     "window as long as the context": QWEN2 | SLIDING | {"sliding_window": 512},
     "null": QWEN2 | {"rope_scaling": None, "sliding_window": None, "something_new": None},
+    "yarn": QWEN2 | {"rope_scaling": YARN | {"attention_factor": None, "beta_slow": None}},
+    "dynamic": QWEN2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "both spellings": LLAMA | {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}},
     "SmolLM2": LLAMA | {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}},
     "without architectures": {k: v for k, v in LLAMA.items() if k != "architectures"},
@@ -95,6 +115,13 @@ WINDOWS = {
     "Mistral's default": (MISTRAL | {"max_position_embeddings": 8192}, "LLLL", 4096),
     "Mistral": (MISTRAL | {"sliding_window": 100}, "LLLL", 100),
 }
+
+
+def test_rows_are_as_long_as_short_factors_hold(tmp_path) -> None:
+    model = open_config(tmp_path, QWEN2 | {"rope_scaling": LONG})
+    assert (model.max_positions, model.arch.max_positions) == (128, 512)
+
+
 NO_WINDOWS = {
     "not used": QWEN2 | SLIDING | {"use_sliding_window": False},
     "beyond the context": QWEN2 | SLIDING | {"sliding_window": 512},

@@ -13,20 +13,38 @@ from jax.sharding import SingleDeviceSharding
 
 from pipeline.cluster.sharding import make_mesh
 from pipeline.config.composing import PACKAGE
-from pipeline.core.sites import ActivationKey, Site, activation_keys
+from pipeline.config.schema import CaptureConfig
+from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.checkpoints import leaf_reading
 from pipeline.models.checkpoints.leaf_reading import read_int8, read_leaf
 from pipeline.models.int8_weights import Int8Weight, quantise, with_int8_inputs
 from pipeline.models.layers import project
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
+from pipeline.planning.capture import captured_keys
 from pipeline.step.compiled_step import compile_step
 from tests.specs import step_spec
 
 DEVICE = SingleDeviceSharding(jax.devices()[0])
-FAMILIES = ("bert", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "qwen2", "qwen3")
+FAMILIES = (
+    "bert",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "olmo3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "smollm3",
+)
 LAST = ActivationKey(NUM_LAYERS - 1, Site.resid_post)
-MATRICES = {"q", "k", "v", "qkv", "o", "gate", "up", "down"}
+MLP = {"gate", "up", "down"}
+MATRICES = {"q", "k", "v", "qkv", "o"} | MLP | {f"experts_{name}" for name in MLP} | {f"shared_{name}" for name in MLP}
 
 
 def is_quantised(node: object) -> bool:
@@ -46,7 +64,7 @@ def dequantised(params):
 
 
 def every_key(model: Model) -> tuple[ActivationKey, ...]:
-    return activation_keys(tuple(range(NUM_LAYERS)), model.sites)
+    return captured_keys(CaptureConfig(layers="all", sites=list(map(str, model.sites))), model)
 
 
 @pytest.mark.parametrize("num_inputs", [1, 2])
@@ -146,7 +164,11 @@ def test_every_product_with_a_matrix_is_of_integers(family: str, tmp_path) -> No
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("llama", "q"), ("llama", "o"), ("gpt2", "qkv"), ("gpt2", "o"), ("gpt_neox", "qkv")]
+    ("family", "name"),
+    [
+        *[("llama", "attention.q"), ("llama", "attention.o"), ("gpt2", "attention.qkv"), ("gpt2", "attention.o")],
+        *[("gpt_neox", "attention.qkv"), ("mixtral", "mlp.experts_gate"), ("mixtral", "mlp.experts_down")],
+    ],
 )
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
 def test_a_part_has_the_scales_of_whole_channels(family: str, name: str, piece_bytes: int, tmp_path, monkeypatch):
@@ -154,7 +176,8 @@ def test_a_part_has_the_scales_of_whole_channels(family: str, name: str, piece_b
     monkeypatch.setattr(leaf_reading, "_PIECE_BYTES", piece_bytes)
     save_random(family, tmp_path)
     model = open_model(str(tmp_path))
-    leaf = model.leaves((LAST,))["runs"][0]["attention"][name]
+    block, _, weight = name.partition(".")
+    leaf = model.leaves((LAST,))["runs"][0][block][weight]
     whole = (slice(None),) * len(leaf.shape)
     exact = read_leaf(model.checkpoint, leaf, np.dtype(np.float32), whole)
     values, scale = quantise(exact, leaf.num_inputs)

@@ -10,6 +10,7 @@ from hf_reference import NUM_LAYERS, VOCAB_SIZE, reference_activations, save_ran
 
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.registry import Model, open_model
+from pipeline.models.weight_specs import has_site
 
 LAST_KEY = ActivationKey(NUM_LAYERS - 1, Site.resid_post)
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -22,11 +23,17 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPES = {"full_attention": YARN_ROPE | {"attention_factor": 1.5}, "sliding_attention": {"rope_type": "default"}}
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 96}
+LONG_ROPE |= {"short_factor": [1.0, 1.5, 2.0, 7.5], "long_factor": [9.0] * 4}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 ALTERNATING = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 GEMMA = {"head_dim": 6, "sliding_window": 7, "query_pre_attn_scalar": 12}
 GEMMA3_ROPES = {"full_attention": LINEAR_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
 NEOX_ODD_HEADS = {"hidden_size": 36, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+OLMOE = {"eos_token_id": None}
 CASES = {
     "qwen2 grouped": ("qwen2", {}),
     "qwen2 tied, one kv head": ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -44,6 +51,34 @@ CASES = {
     ),
     "olmo2 grouped": ("olmo2", {}),
     "olmo2 biases": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True, "rms_norm_eps": 1e-5}),
+    "olmo3": ("olmo3", {"sliding_window": 7}),
+    "olmo3 biases, tied, scaled global rope": (
+        "olmo3",
+        {"sliding_window": 7, "layer_types": ALTERNATING, "rope_parameters": GEMMA3_ROPES}
+        | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+    "olmo3 two ropes, window longer than the row": ("olmo3", {"rope_parameters": GEMMA3_ROPES, "rms_norm_eps": 1e-6}),
+    "olmo3 yarn in global layers": ("olmo3", {"sliding_window": 7, "rope_parameters": YARN_ROPES}),
+    "llama yarn": ("llama", {"rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
+    "qwen2 yarn": ("qwen2", {"rope_parameters": YARN_ROPE}),
+    "qwen3 yarn": ("qwen3", {"rope_parameters": YARN_ROPE | {"truncate": False, "beta_fast": 4}}),
+    "llama longrope": ("llama", {"rope_parameters": LONG_ROPE}),
+    "mistral dynamic": ("mistral", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 96}),
+    "gpt-neox yarn": ("gpt_neox", {"rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.5}}),
+    "smollm3": ("smollm3", {}),
+    "smollm3 windows, biases, untied": (
+        "smollm3",
+        WINDOW
+        | {"no_rope_layers": [0, 1, 0, 1, 0]}
+        | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    ),
+    "smollm3 windows where it rotates, yarn, one kv head": (
+        "smollm3",
+        WINDOW
+        | {"layer_types": ALTERNATING, "no_rope_layers": [1, 1, 0, 0], "rope_parameters": YARN_ROPE}
+        | {"num_key_value_heads": 1, "head_dim": 6},
+    ),
+    "smollm3 every second layer, all heads": ("smollm3", {"no_rope_layer_interval": 2, "num_key_value_heads": None}),
     "gemma2": ("gemma2", GEMMA),
     "gemma2 low caps": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5}),
     "gemma2 without caps, biases": ("gemma2", GEMMA | {"attn_logit_softcapping": None, "attention_bias": True}),
@@ -60,6 +95,26 @@ CASES = {
     "gpt2 odd heads, relu": ("gpt2", {"n_embd": 28, "n_inner": None, "activation_function": "relu"}),
     "bert": ("bert", {}),
     "bert odd heads, one type": ("bert", {"hidden_size": 20, "type_vocab_size": 1, "hidden_act": "gelu_new"}),
+    "qwen3 moe": ("qwen3_moe", {"norm_topk_prob": True, "head_dim": 16}),
+    "qwen3 moe, dense layers, window, biases": (
+        "qwen3_moe",
+        WINDOW | {"mlp_only_layers": [0, 2], "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "qwen3 moe, every second layer, one expert": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "num_experts_per_tok": 1},
+    ),
+    "qwen3 moe, all experts": ("qwen3_moe", {"num_experts_per_tok": 6}),
+    "qwen2 moe": ("qwen2_moe", {}),
+    "qwen2 moe, norm_topk_prob, first layer dense, window": (
+        "qwen2_moe",
+        WINDOW
+        | {"norm_topk_prob": True, "mlp_only_layers": [0], "shared_expert_intermediate_size": 9, "qkv_bias": False},
+    ),
+    "mixtral": ("mixtral", {"sliding_window": 7}),
+    "mixtral without window": ("mixtral", {"num_experts": 3, "head_dim": 6, "hidden_act": "gelu"}),
+    "olmoe": ("olmoe", OLMOE),
+    "olmoe, norm_topk_prob, biases": ("olmoe", OLMOE | {"norm_topk_prob": True, "attention_bias": True}),
     "llama linear rope, biases": ("llama", {"rope_parameters": LINEAR_ROPE, "attention_bias": True, "mlp_bias": True}),
 }
 
@@ -72,7 +127,8 @@ def run(model: Model, keys, tokens, segments, positions) -> dict[ActivationKey, 
 
 
 def all_keys(model: Model) -> tuple[ActivationKey, ...]:
-    return activation_keys(tuple(range(NUM_LAYERS)), model.sites)
+    keys = activation_keys(tuple(range(NUM_LAYERS)), model.sites)
+    return tuple(key for key in keys if not key.site.per_layer or has_site(model.arch, key.layer, key.site))
 
 
 def unpacked(rng: np.random.Generator, num_rows: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -96,7 +152,10 @@ def test_every_site_of_every_layer(case: str, tmp_path) -> None:
     keys = all_keys(model)
     got = run(model, keys, *batch)
     assert {key: values.shape[2] for key, values in got.items()} == {key: model.width(key.site) for key in keys}
-    errors = {key.name: error(got[key], expected[key]) for key in keys}
+    assert {key for key in expected if not key.site.per_layer or key.site in model.sites} == {*keys}
+    errors = {key.name: error(got[key], expected[key]) for key in keys if key.site is not Site.router_indices}
+    for key in (key for key in keys if key.site is Site.router_indices):
+        np.testing.assert_array_equal(got[key], expected[key])
     assert {name: value for name, value in errors.items() if value > 1e-5} == {}
 
 
@@ -105,6 +164,12 @@ SCANNED = {
     "all local": ("mistral", {"sliding_window": 7}),
     "local and global": ("qwen2", WINDOW | {"layer_types": ALTERNATING}),
     "local and global with two ropes": ("gemma3_text", GEMMA | {"layer_types": ALTERNATING}),
+    "not all rotated": ("smollm3", {}),
+    "local and global, rotated and not": (
+        "smollm3",
+        WINDOW | {"layer_types": ALTERNATING, "no_rope_layers": [1, 1, 0, 0]},
+    ),
+    "yarn in global layers": ("olmo3", {"sliding_window": 7, "rope_parameters": YARN_ROPES}),
 }
 
 
@@ -125,9 +190,15 @@ FAMILIES = {
     "gpt_neox": {},
     "llama": {},
     "mistral": {"sliding_window": 7},
+    "mixtral": {},
     "olmo2": {},
+    "olmo3": {"sliding_window": 7},
+    "olmoe": OLMOE,
     "qwen2": {},
+    "qwen2_moe": {"mlp_only_layers": [1]},
     "qwen3": {},
+    "qwen3_moe": {},
+    "smollm3": WINDOW,
 }
 
 
@@ -181,7 +252,10 @@ def test_final_norm_times_unembedding_is_the_logits(family: str, tmp_path) -> No
     assert error(logits, expected) < 1e-4
 
 
-@pytest.mark.parametrize("parameters", [LLAMA3_ROPE, LINEAR_ROPE, {"rope_type": "default", "rope_theta": 250000.0}])
+OTHER_THETA = {"rope_type": "default", "rope_theta": 250000.0}
+
+
+@pytest.mark.parametrize("parameters", [LLAMA3_ROPE, LINEAR_ROPE, YARN_ROPE, LONG_ROPE, OTHER_THETA])
 def test_older_config_means_the_same(parameters: dict, tmp_path) -> None:
     save_random("llama", tmp_path, rope_parameters=parameters)
     newer = open_model(str(tmp_path))
@@ -193,4 +267,5 @@ def test_older_config_means_the_same(parameters: dict, tmp_path) -> None:
         scaling["type"] = scaling.pop("rope_type")
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert open_model(str(tmp_path)).arch == newer.arch
-    assert open_model(str(tmp_path)).identity() == newer.identity()
+    identity = open_model(str(tmp_path)).identity()
+    assert identity == newer.identity() == json.loads(json.dumps(identity))

@@ -19,8 +19,10 @@ NUM_PARAMS = {  # transformers' count: with the unembedding where it is not tied
     "OLMo-2-7B": 7_298_617_344,
     "Mistral-7B-v0.1": 7_241_732_096,
     "Qwen3-0.6B": 596_049_920,
+    "SmolLM3-3B": 3_075_098_624,
+    "Olmo-3-7B": 7_298_011_136,
 }
-TIED = {"gpt2", "gemma-2-2b", "gemma-3-1b", "Qwen3-0.6B"}
+TIED = {"gpt2", "gemma-2-2b", "gemma-3-1b", "Qwen3-0.6B", "SmolLM3-3B"}
 
 
 @pytest.mark.parametrize("name", NUM_PARAMS)
@@ -46,4 +48,5 @@ def test_windows_as_published(tmp_path) -> None:
         "gemma-2-2b": ("LG" * 13, 4096),
         "gemma-3-1b": ("LLLLLG" * 4 + "LL", 512),
         "Mistral-7B-v0.1": ("L" * 32, 4096),
+        "Olmo-3-7B": ("LLLG" * 8, 4096),
     }

@@ -6,10 +6,13 @@ from hf_reference import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from pipeline.models.architecture import Rope, RopeKind
+from pipeline.models.families.hf_attention import parse_rope
+from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.rope import _rotate_by_product, apply_rope, inverse_frequencies, rope_table
 
 torch = pytest.importorskip("torch")
 HEAD_DIM = 64
+MAX_POSITIONS = 131072
 CASES = {
     "default": (Rope(1e6), {"rope_type": "default", "rope_theta": 1e6}),
     "linear": (
@@ -30,9 +33,35 @@ CASES = {
 }
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+YARNS = {
+    "yarn": YARN,
+    "yarn attention_factor": YARN | {"attention_factor": 1.25, "mscale": 3.0, "mscale_all_dim": 2.0},
+    "yarn mscale": YARN | {"factor": 40.0, "mscale": 1.707, "mscale_all_dim": 0.8},
+    "yarn one mscale": YARN | {"mscale": 0.7, "factor": 2.5, "original_max_position_embeddings": 8192},
+    "yarn betas": YARN | {"beta_fast": 8, "beta_slow": 3.5},
+    "yarn not truncated": YARN | {"truncate": False},
+    "yarn truncate null": YARN | {"truncate": None, "beta_fast": None, "attention_factor": None},
+    "yarn factor null": YARN | {"factor": None},
+    "yarn all pairs": YARN | {"original_max_position_embeddings": 20, "beta_fast": 64},
+    "yarn one pair": YARN | {"beta_fast": 1, "truncate": False},
+    "yarn shrinking": YARN | {"factor": 0.5},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 4.0},
+}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": MAX_POSITIONS}
+LONG |= {"short_factor": [1 + pair / 7 for pair in range(32)], "long_factor": [2.0] * 32}
+YARNS |= {
+    "longrope": LONG,
+    "longrope factor": LONG | {"factor": 32.0},
+    "longrope attention_factor": LONG | {"factor": 32, "attention_factor": 1.19, "rope_theta": 1e6},
+}
+CASES |= {name: (parse_rope(HfConfig(values, name), 1e4, MAX_POSITIONS), values) for name, values in YARNS.items()}
+
+
 def reference(parameters: dict) -> LlamaRotaryEmbedding:
+    parameters = dict(parameters)  # which the config completes
     config = transformers.LlamaConfig(
-        hidden_size=128, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=parameters
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=MAX_POSITIONS, rope_parameters=parameters
     )
     return LlamaRotaryEmbedding(config)
 
@@ -40,8 +69,9 @@ def reference(parameters: dict) -> LlamaRotaryEmbedding:
 @pytest.mark.parametrize("case", CASES)
 def test_inverse_frequencies(case: str) -> None:
     rope, parameters = CASES[case]
-    expected = reference(parameters).inv_freq.numpy()
-    np.testing.assert_allclose(inverse_frequencies(rope, HEAD_DIM), expected, rtol=6e-8)
+    expected = reference(parameters)
+    np.testing.assert_allclose(inverse_frequencies(rope, HEAD_DIM), expected.inv_freq.numpy(), rtol=6e-8)
+    assert getattr(rope, "attention_factor", 1.0) == pytest.approx(expected.attention_scaling, rel=1e-15)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -54,7 +84,8 @@ def test_rotation_at_near_and_far_positions(case: str) -> None:
     cos, sin = reference(parameters)(per_head, torch.from_numpy(positions.astype(np.int64)))
     expected = apply_rotary_pos_emb(per_head, per_head, cos, sin)[0].transpose(1, 2).numpy()
     np.testing.assert_allclose(got, expected, atol=2e-6)
-    np.testing.assert_array_equal(np.asarray(got)[positions == 0], x[positions == 0])
+    unrotated = x[positions == 0] * np.float32(getattr(rope, "attention_factor", 1.0))
+    np.testing.assert_array_equal(np.asarray(got)[positions == 0], unrotated)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,8 +1,14 @@
+from dataclasses import replace
+
 import pytest
 
+from pipeline.config.composing import PACKAGE
 from pipeline.core.sites import ActivationKey, Site
+from pipeline.models.architecture import Experts
+from pipeline.models.registry import open_model
 from pipeline.models.runs import LayerRun, layer_runs
 
+ARCH = replace(open_model(str(PACKAGE / "assets" / "tiny-qwen2")).arch, num_layers=8)
 CASES = {
     "embed": [],
     "blocks.0.resid_pre": [],
@@ -27,4 +33,21 @@ CASES = {
 @pytest.mark.parametrize("names", CASES)
 def test_runs_cover_what_is_needed_and_no_more(names: str) -> None:
     keys = [ActivationKey.parse(name) for name in names.split()]
-    assert list(layer_runs(keys, num_layers=8)) == CASES[names]
+    assert list(layer_runs(keys, ARCH)) == CASES[names]
+
+
+SPARSE_CASES = {
+    "embed": [],
+    "blocks.0.resid_post": [LayerRun(0, 1)],
+    "blocks.3.resid_post": [LayerRun(0, 1), LayerRun(1, 4)],
+    "blocks.3.router_logits": [LayerRun(0, 1), LayerRun(1, 3), LayerRun(3, 4, frozenset({Site.router_logits}))],
+    "blocks.6.resid_pre": [LayerRun(0, 1), LayerRun(1, 5), LayerRun(5, 6)],
+    "final_norm": [LayerRun(0, 1), LayerRun(1, 5), LayerRun(5, 8)],
+}
+
+
+@pytest.mark.parametrize("names", SPARSE_CASES)
+def test_dense_and_sparse_layers_are_in_runs_of_their_own(names: str) -> None:
+    arch = replace(ARCH, experts=Experts("DSSSSDDD", 4, 2, 8, sums_to_one=True))
+    keys = [ActivationKey.parse(name) for name in names.split()]
+    assert list(layer_runs(keys, arch)) == SPARSE_CASES[names]

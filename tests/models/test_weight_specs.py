@@ -8,7 +8,7 @@ from pipeline.config.composing import PACKAGE
 from pipeline.core.sites import Site
 from pipeline.models.partition import TENSOR_AXES
 from pipeline.models.registry import open_model
-from pipeline.models.weight_specs import LAYER_STEPS, WEIGHTS, Kind, Step, required_steps, weight_spec
+from pipeline.models.weight_specs import WEIGHTS, Kind, Step, layer_steps, required_steps, weight_spec
 
 DIVIDED_AXIS = {
     "attention.qkv": 0,
@@ -19,6 +19,12 @@ DIVIDED_AXIS = {
     "mlp.gate": 0,
     "mlp.up": 0,
     "mlp.down": 1,
+    "mlp.experts_gate": 0,
+    "mlp.experts_up": 0,
+    "mlp.experts_down": 0,
+    "mlp.shared_gate": 0,
+    "mlp.shared_up": 0,
+    "mlp.shared_down": 1,
 }
 NUM_INPUTS = dict.fromkeys(DIVIDED_AXIS, 1) | {"attention.o": 2}
 ATTENTION = {Step.attn_in, Step.q, Step.k, Step.v, Step.z, Step.o}
@@ -36,6 +42,15 @@ STEPS = {
     Site.mlp_pre_linear: ATTENTION | {Step.mlp_in, Step.up},
     Site.mlp_post: ATTENTION | MLP - {Step.down},
     Site.mlp_out: ATTENTION | MLP,
+}
+SPARSE_STEPS = {
+    Site.v: {Step.attn_in, Step.v},
+    Site.mlp_in: ATTENTION | {Step.mlp_in},
+    Site.router_logits: ATTENTION | {Step.mlp_in, Step.router},
+    Site.router_weights: ATTENTION | {Step.mlp_in, Step.router},
+    Site.router_indices: ATTENTION | {Step.mlp_in, Step.router},
+    Site.expert_out: ATTENTION | {Step.mlp_in, Step.router, Step.experts},
+    Site.mlp_out: ATTENTION | {Step.mlp_in, Step.router, Step.experts, Step.shared, Step.mix},
 }
 
 
@@ -61,16 +76,21 @@ def test_another_name_is_an_error() -> None:
 
 @pytest.mark.parametrize("site", STEPS)
 def test_steps_that_a_site_requires(site: Site) -> None:
-    assert required_steps({site}, ARCH) == STEPS[site]
-    assert required_steps({site}, replace(ARCH, parallel=True)) == (STEPS[site] & MLP or STEPS[site])
+    assert required_steps({site}, ARCH, False) == STEPS[site]
+    assert required_steps({site}, replace(ARCH, parallel=True), False) == (STEPS[site] & MLP or STEPS[site])
+
+
+@pytest.mark.parametrize("site", SPARSE_STEPS)
+def test_steps_that_a_site_of_a_sparse_layer_requires(site: Site) -> None:
+    assert required_steps({site}, ARCH, True) == SPARSE_STEPS[site]
 
 
 def test_several_sites_require_the_steps_of_each() -> None:
-    assert required_steps({Site.k, Site.mlp_out}, replace(ARCH, parallel=True)) == {Step.attn_in, Step.k} | MLP
-    assert required_steps({Site.mlp_out}, ARCH) == LAYER_STEPS.keys()
+    assert required_steps({Site.k, Site.mlp_out}, replace(ARCH, parallel=True), False) == {Step.attn_in, Step.k} | MLP
+    assert required_steps({Site.mlp_out}, ARCH, False) == layer_steps(False).keys()
 
 
 def test_without_gate_the_pre_activation_is_the_up_projection() -> None:
     ungated = replace(ARCH, gated=False)
-    assert required_steps({Site.mlp_pre}, ungated) == ATTENTION | {Step.mlp_in, Step.gate, Step.up}
-    assert required_steps({Site.mlp_out}, ungated) == LAYER_STEPS.keys()
+    assert required_steps({Site.mlp_pre}, ungated, False) == ATTENTION | {Step.mlp_in, Step.gate, Step.up}
+    assert required_steps({Site.mlp_out}, ungated, False) == layer_steps(False).keys()

@@ -22,6 +22,7 @@ from pipeline.core.sites import ActivationKey, Site
 from pipeline.extraction.buffers import BlockBuffers
 from pipeline.models.head import Head
 from pipeline.models.leaves import WeightBytes
+from pipeline.models.weight_specs import SPARSE_SITES
 from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK
 from pipeline.planning.plan import StoredGeometry, make_plan
 from pipeline.store.format.layout import MIB
@@ -34,7 +35,7 @@ class Facts:
     num_layers: int = 24
     vocab_size: int = 151_936
     max_positions: int = 32_768
-    sites: tuple[Site, ...] = tuple(Site)
+    sites: tuple[Site, ...] = tuple(site for site in Site if site not in SPARSE_SITES)
     family: str = "qwen2"
     head: Head | None = HEAD
     tensor_dims = MappingProxyType({"attention heads": 14, "key-value heads": 2, "MLP neurons": 4864})
@@ -42,6 +43,9 @@ class Facts:
     @property
     def arch(self) -> "Facts":
         return self
+
+    def is_sparse(self, layer: int) -> bool:
+        return False
 
     def weight_bytes(self, keys, dtype, with_int8, with_head=False) -> WeightBytes:
         vocabulary = (190 + 300 * with_head) * MIB

@@ -133,6 +133,16 @@ def test_arrays_have_the_bytes_of_their_layout(array: str, num_bytes: int, is_in
     assert [(each.num_bytes, each.is_in_hbm) for each in module.entry.root.arrays] == [(num_bytes, is_in_hbm)]
 
 
+def test_a_computation_of_another_core_ends_where_its_thread_is_named() -> None:
+    text = "ENTRY %main (a: x) -> y {\n  ROOT %a = s32[] parameter(0)\n}\n"
+    module = parse(text.replace("ENTRY ", "").replace("}\n", '}, execution_thread="sparsecore"\n\n') + text)
+    assert [*module.computations] == ["main"]
+    assert (
+        len(parse(text.replace("ENTRY %main", "%sum").replace("}\n", '}, execution_thread="x"\n') + text).computations)
+        == 2
+    )
+
+
 FUSED = """
 %update (x: bf16[64,1024], new: bf16[1,1024], place: s32[]) -> bf16[64,1024] {
   %x = bf16[64,1024]{1,0} parameter(0)

@@ -24,6 +24,15 @@ CONFIG = {
     "vocab_size": 101,
 }
 
+EXPERTS = CONFIG | {
+    "model_type": "qwen2_moe",
+    "mlp_only_layers": [2],
+    "num_experts": 6,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 3,
+    "shared_expert_intermediate_size": 24,
+}
+
 PROGRAM = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
@@ -37,9 +46,11 @@ from pipeline.models.registry import open_model
 from pipeline.core.sites import Site, activation_keys
 from pipeline.extraction.transfer import start_copies
 
-model = open_model(sys.argv[1], init="random")
+MODELS = {name: open_model(f"{sys.argv[1]}/{name}", init="random") for name in ("dense", "experts")}
+ROUTED = Site.router_logits, Site.router_weights, Site.router_indices, Site.expert_out, Site.mlp_out
 INNER = Site.attn_in, Site.q, Site.attn_z, Site.attn_out, Site.mlp_in, Site.mlp_pre, Site.mlp_post
-KEYS = (*activation_keys((1,), INNER), *activation_keys((5,), (Site.resid_post,)))
+LAST = activation_keys((5,), (Site.resid_post,))
+KEYS = {"dense": (*activation_keys((1,), INNER), *LAST), "experts": (*activation_keys((1,), ROUTED), *LAST)}
 rng = np.random.default_rng(0)
 batch = {
     "tokens": rng.integers(0, 101, (8, 24), dtype=np.int32),
@@ -47,11 +58,12 @@ batch = {
     "positions": np.repeat(np.array([[*range(9), *range(12), 0, 0, 0]], np.int32), 8, axis=0),
 }
 
-def outputs(tensor, fsdp, devices=None, with_int8=False):
+def outputs(name, tensor, fsdp, devices=None, with_int8=False):
+    model, keys = MODELS[name], KEYS[name]
     partition = Partition(make_mesh(tensor, devices), fsdp)
-    params = model.load(KEYS, "float32", partition.leaf_sharding, with_int8=with_int8)
+    params = model.load(keys, "float32", partition.leaf_sharding, with_int8=with_int8)
     # without statistics where their sums along a tensor axis would be fused with those of the layers
-    spec = step_spec(model, KEYS, rows=8, length=24, dtype="float32", statistics=tensor == 1)
+    spec = step_spec(model, keys, rows=8, length=24, dtype="float32", statistics=tensor == 1)
     step = compile_step(model, spec, params, partition)
     activations, _, _, counts, _ = step(params, **put_rows(row_sharding(partition.mesh), batch))
     assert int(counts[0]) == 8 * 21
@@ -64,12 +76,16 @@ def outputs(tensor, fsdp, devices=None, with_int8=False):
     return whole, step.executable.as_text(), on_first
 
 report = {}
-for with_int8 in (False, True):
-    expected, _, all_bytes = outputs(1, False, jax.devices()[:1], with_int8)
-    for tensor, fsdp in ((1, False), (1, True), (2, False), (2, True)):
-        got, text, first_bytes = outputs(tensor, fsdp, with_int8=with_int8)
+everyhow = ((1, False), (1, True), (2, False), (2, True))
+for name, with_int8, divisions in (
+    ("dense", False, everyhow), ("dense", True, everyhow),
+    ("experts", False, everyhow), ("experts", True, ((2, True),)),
+):
+    expected, _, all_bytes = outputs(name, 1, False, jax.devices()[:1], with_int8)
+    for tensor, fsdp in divisions:
+        got, text, first_bytes = outputs(name, tensor, fsdp, with_int8=with_int8)
         errors = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(got, expected)]
-        report[f"{tensor} {fsdp} {with_int8}"] = {
+        report[f"{name} {tensor} {fsdp} {with_int8}"] = {
             "error": max(errors), "share": first_bytes / all_bytes, "hlo": text if not with_int8 else ""
         }
 
@@ -95,7 +111,9 @@ json.dump(report, sys.stdout)
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> dict[str, dict]:
     path = tmp_path_factory.mktemp("model")
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    for name, config in (("dense", CONFIG), ("experts", EXPERTS)):
+        (path / name).mkdir()
+        (path / name / "config.json").write_text(json.dumps(config))
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
     # How a program is divided is decided before LLVM, whose optimisation takes a third of the time.
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
@@ -106,14 +124,22 @@ def report(tmp_path_factory) -> dict[str, dict]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("with_int8", [False, True])
+SHARES = {(1, False): 1, (1, True): 1 / 8, (2, False): 1 / 2, (2, True): 1 / 8}  # by tensor and fsdp
+
+
 @pytest.mark.parametrize(
-    ("tensor", "fsdp", "share"), [(1, False, 1), (1, True, 1 / 8), (2, False, 1 / 2), (2, True, 1 / 8)]
+    ("model", "with_int8", "tensor", "fsdp"),
+    [
+        *(("dense", with_int8, *division) for with_int8 in (False, True) for division in SHARES),
+        *(("experts", False, *division) for division in SHARES),
+        ("experts", True, 2, True),
+    ],
 )
-def test_every_division_computes_the_same_and_holds_its_share_of_the_weights(report, tensor, fsdp, share, with_int8):
-    found = report[f"{tensor} {fsdp} {with_int8}"]
+def test_every_division_computes_the_same_and_holds_its_share_of_the_weights(report, model, with_int8, tensor, fsdp):
+    share = SHARES[tensor, fsdp]
+    found = report[f"{model} {tensor} {fsdp} {with_int8}"]
     assert found["error"] < 1e-5
-    assert share <= found["share"] < share + 0.2  # norms, biases and int8's scales are whole
+    assert share <= found["share"] < share + 0.2  # norms, biases, routers and int8's scales are whole
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
@@ -134,13 +160,25 @@ def collectives(hlo: str) -> list[str]:
     return [f"{match[2]} {match[1]}" for match in found if match]
 
 
+def test_experts_that_are_divided_exchange_what_they_add_and_no_tokens(report):
+    """The sum of each layer's experts; of the captured layer also what each of a token's experts returns."""
+    rows, layers = 2, 6  # of a device
+    found = collectives(report["experts 2 False False"]["hlo"])
+    assert {kind.split()[0] for kind in found} == {"all-reduce"}
+    exchanged = [list(map(int, shape.split(","))) for kind in found for shape in re.findall(r"f32\[([\d,]+)\]", kind)]
+    widths = [math.prod(shape) // (rows * 24) for shape in exchanged]
+    assert set(widths) == {32, 3 * 32}
+    assert widths.count(3 * 32) == 1
+    assert len(widths) <= 1 + 3 * layers  # attention, experts, and the shared one
+
+
 def test_the_replicated_step_has_no_collective_but_the_sum_of_the_counts(report):
-    (only,) = collectives(report["1 False False"]["hlo"])
+    (only,) = collectives(report["dense 1 False False"]["hlo"])
     assert only.startswith("all-reduce (s32[], s32[]")
 
 
 def test_the_fsdp_step_gathers_weights_and_nothing_else(report):
-    found = collectives(report["1 True False"]["hlo"])
+    found = collectives(report["dense 1 True False"]["hlo"])
     gathers = [each for each in found if each.startswith("all-gather f32[")]
     assert len(found) == len(gathers) + 1, found
     sizes = {32 * 32, 2 * 8 * 32, 48 * 32}  # q and o; k and v; gate, up and down
@@ -172,7 +210,7 @@ def test_a_job_with_divided_weights_makes_the_same_store(tmp_path):
 
 def test_the_tensor_step_sums_twice_a_layer_and_gathers_no_activations(report):
     """Once after attention, once after the MLP (Shoeybi et al., arXiv 1909.08053)."""
-    found = collectives(report["2 False False"]["hlo"])
+    found = collectives(report["dense 2 False False"]["hlo"])
     sums = [each for each in found if each.startswith("all-reduce f32[2,24,32]")]
     of_counts = [each for each in found if each.startswith("all-reduce") and "f32[" not in each]
     assert len(sums) == 2 * 3  # layer 0, layer 1, and the body of the scan over layers 2 to 5

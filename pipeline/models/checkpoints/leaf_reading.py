@@ -18,9 +18,9 @@ Index = tuple[slice, ...]
 def read_leaf(checkpoint: Checkpoint, leaf: Leaf, dtype: np.dtype, index: Index) -> np.ndarray:
     """A part of a leaf. Only the rows of HF's first axis that it covers are read."""
     values = _aligned(_shape(leaf.shape, index), dtype)
-    for tensor, layer in _layers(leaf, index, values):
+    for tensor, part in _tensors(leaf, index, values):
         for place, piece, chosen in _pieces(checkpoint, leaf, tensor, index):
-            layer[place] = piece[chosen]
+            part[place] = piece[chosen]
     return values
 
 
@@ -29,13 +29,13 @@ def read_int8(checkpoint: Checkpoint, leaf: Leaf, index: Index) -> tuple[np.ndar
     values = _aligned(_shape(leaf.shape, index), np.dtype(np.int8))
     scale = np.empty(values.shape[: -leaf.num_inputs], np.float32)
     num_outputs = len(leaf.axes) - leaf.num_inputs
-    for (tensor, layer), (_, layer_scale) in zip(
-        _layers(leaf, index, values), _layers(leaf, index, scale), strict=True
+    for (tensor, part), (_, part_scale) in zip(
+        _tensors(leaf, index, values), _tensors(leaf, index, scale), strict=True
     ):
         for place, piece, chosen in _pieces(checkpoint, leaf, tensor, index, whole_channels=True):
             piece, piece_scale = quantise(piece, leaf.num_inputs)
-            layer[place] = piece[chosen]
-            layer_scale[place[:num_outputs]] = piece_scale[chosen[:num_outputs]]
+            part[place] = piece[chosen]
+            part_scale[place[:num_outputs]] = piece_scale[chosen[:num_outputs]]
     return values, scale
 
 
@@ -43,23 +43,23 @@ def _shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
     return tuple(len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True))
 
 
-def _layers(leaf: Leaf, index: Index, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(leaf: Leaf, index: Index, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of a part of the leaf, each with its slice of the part's array."""
-    if not leaf.is_stacked:
-        return iter([(leaf.tensors[0], array)])
-    return zip(leaf.tensors[index[0]], array, strict=True)
+    stack = leaf.stack_shape
+    numbers = np.arange(len(leaf.tensors)).reshape(stack)[index[: len(stack)]]
+    return ((leaf.tensors[number], array[place]) for place, number in np.ndenumerate(numbers))
 
 
 def _pieces(
     checkpoint: Checkpoint, leaf: Leaf, tensor: str, index: Index, whole_channels: bool = False
 ) -> Iterator[tuple[Index, np.ndarray, Index]]:
-    """The rows of HF's first axis that a part needs, a few at a time: their index in the part's layer, their values in
+    """The rows of HF's first axis that a part needs, a few at a time: their index in the tensor's part, their values in
     our order of axes, and the index of the part in them.
 
     With `whole_channels`, a piece has all inputs of its output channels: where HF's first axis is an input axis
     (GPT-2), the piece is the whole tensor.
     """
-    index = index[leaf.is_stacked :]
+    index = index[len(leaf.stack_shape) :]
     axis = leaf.order.index(0)  # ours, of HF's first
     num_items = leaf.axes[0]
     rows_per_item = leaf.hf_shape[0] // num_items

@@ -12,13 +12,14 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.architecture import Architecture, KeyTable
+from pipeline.models.architecture import Architecture, Axis, KeyTable, our_key
 from pipeline.models.checkpoints.checkpoint import Checkpoint, current_name
 from pipeline.models.checkpoints.leaf_reading import Index, read_int8, read_leaf
 from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES
 from pipeline.models.decoder import Params
 from pipeline.models.int8_weights import Int8Weight, is_int8
 from pipeline.models.leaves import Leaf, LeafTree
+from pipeline.models.weight_specs import layer_steps, weight_spec
 
 _LOADING_THREADS = 4  # leaves loaded at a time; the host holds each until it is on the devices
 _IGNORED_TENSORS = (  # of a layer: constants, stored by older versions of transformers
@@ -60,14 +61,24 @@ def check_tensors(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, l
 def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, expected: set[str]) -> Iterator[str]:
     layers = next(key for key in table if "*" in key).partition("*")[0]
     start = checkpoint.prefix + layers
+    of_layer = {is_sparse: _tensors_of_layer(arch, table, is_sparse) for is_sparse in (False, True)}
     needed_layers = {name.removeprefix(start).split(".")[0] for name in expected if name.startswith(start)}
     for name in checkpoint.file_of:
         layer, _, rest = name.removeprefix(start).partition(".")
         if not name.startswith(start) or rest in _IGNORED_TENSORS:
             continue
         is_beyond = not re.fullmatch("[0-9]{1,9}", layer) or int(layer) >= arch.num_layers
-        if is_beyond or (layer in needed_layers and f"{layers}*.{current_name(rest)}" not in table):
+        if is_beyond or (layer in needed_layers and current_name(rest) not in of_layer[arch.is_sparse(int(layer))]):
             yield f"{name:.200}"
+
+
+def _tensors_of_layer(arch: Architecture, table: KeyTable, is_sparse: bool) -> set[str]:
+    """The HF keys, without the layer's prefix, of all tensors that a dense or a sparse layer has."""
+    num_experts = arch.axis_size(Axis.experts) if is_sparse else 1
+    steps = layer_steps(is_sparse).keys()
+    keys = (key for key, entry in table.items() if weight_spec(our_key(entry)).steps & steps)
+    names = (key.partition("*.")[2] for key in keys)
+    return {name.replace("#", str(expert)) for name in names for expert in range(num_experts)}
 
 
 def load_params(

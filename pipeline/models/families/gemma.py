@@ -8,7 +8,7 @@ local layers.
 import dataclasses
 
 from pipeline.models.architecture import Architecture, KeyTable, Norm, Rope
-from pipeline.models.families.hf_attention import parse_rope, read_local, read_rope
+from pipeline.models.families.hf_attention import nested_ropes, read_local, read_rope
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.llama import ATTENTION_BIASES, read_decoder
 from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
@@ -60,13 +60,7 @@ def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:
     if "rope_parameters" not in config:
         local_theta = config.positive_float("rope_local_base_freq", default_local_theta)
         return read_rope(config, max_positions, default_theta), Rope(local_theta)
-    parameters = config.nested("rope_parameters")
-    kinds = parameters.nested("full_attention"), parameters.nested("sliding_attention")
-    rope = parse_rope(kinds[0], default_theta, max_positions)
-    local_rope = parse_rope(kinds[1], default_local_theta, max_positions)
-    for values in (*kinds, parameters):
-        values.finish()
-    return rope, local_rope
+    return nested_ropes(config, max_positions, default_theta, default_local_theta)
 
 
 def _table(config: HfConfig, table: KeyTable) -> KeyTable:

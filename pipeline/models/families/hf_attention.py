@@ -1,11 +1,13 @@
 """Rotary embeddings and windows, from the older and the newer form of config.json."""
 
+import math
+
 from pipeline.core.errors import CheckpointError
 from pipeline.core.json_text import shown
-from pipeline.models.architecture import LocalAttention, Rope, RopeKind
+from pipeline.models.architecture import Architecture, LocalAttention, LongRope, Rope, RopeKind, YarnRope
 from pipeline.models.families.hf_config import HfConfig
 
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 def read_rope(config: HfConfig, max_positions: int, default_theta: float = 10000.0) -> Rope:
@@ -17,6 +19,24 @@ def read_rope(config: HfConfig, max_positions: int, default_theta: float = 10000
     rope = parse_rope(values, config.positive_float("rope_theta", default_theta), max_positions)
     values.finish()
     return rope
+
+
+def nested_ropes(
+    config: HfConfig, max_positions: int, default_theta: float, default_local_theta: float
+) -> tuple[Rope, Rope]:
+    """The rotary embeddings of global and of local layers, where `rope_parameters` has a mapping for each."""
+    parameters = config.nested("rope_parameters")
+    global_values, local_values = parameters.nested(GLOBAL), parameters.nested(LOCAL)
+    rope = parse_rope(global_values, default_theta, max_positions)
+    local_rope = parse_rope(local_values, default_local_theta, max_positions)
+    for values in (global_values, local_values, parameters):
+        values.finish()
+    if any(isinstance(kind, YarnRope) and not kind.truncate for kind in (rope, local_rope)):
+        raise CheckpointError(
+            f"{parameters.where}: truncate is false, expected true: transformers does not read it of kinds of layers. "
+            f"Remove the attribute."
+        )
+    return rope, local_rope
 
 
 def rope_values(config: HfConfig) -> HfConfig:
@@ -53,7 +73,73 @@ def parse_rope(values: HfConfig, default_theta: float, max_positions: int) -> Ro
             high,
             values.positive_int("original_max_position_embeddings", max_positions),
         )
+    if kind in (RopeKind.yarn, RopeKind.longrope):
+        return (_parse_yarn if kind is RopeKind.yarn else _parse_long)(values, theta, max_positions)
+    if kind is RopeKind.dynamic:
+        values.positive_float("factor")  # of rows longer than the model's positions, and those are refused
     return Rope(theta)
+
+
+def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> YarnRope:
+    """YaRN, with the factor of cosines and sines that transformers derives where the file does not tell it."""
+    if theta <= 1:
+        raise CheckpointError(f"{values.where}: rope_theta is {theta:g}, expected more than 1. Is the file damaged?")
+    original = values.positive_int("original_max_position_embeddings", max_positions)
+    factor = values.optional_float("factor") or max_positions / original
+    attention_factor = values.optional_float("attention_factor", None)
+    mscale, mscale_all_dim = values.optional_float("mscale", None), values.optional_float("mscale_all_dim", None)
+    growth = 0.1 * math.log(max(factor, 1.0))
+    if attention_factor is None and mscale and mscale_all_dim:
+        attention_factor = (mscale * growth + 1) / (mscale_all_dim * growth + 1)
+    return YarnRope(
+        theta,
+        RopeKind.yarn,
+        factor,
+        original_max_positions=original,
+        attention_factor=attention_factor or growth + 1,
+        beta_fast=values.positive_float("beta_fast", 32.0),
+        beta_slow=values.positive_float("beta_slow", 1.0),
+        truncate=values.flag("truncate", True, null=False),
+    )
+
+
+def _parse_long(values: HfConfig, theta: float, max_positions: int) -> LongRope:
+    """LongRoPE, with the factor of cosines and sines that transformers derives where the file does not tell it."""
+    values.positive_floats("long_factor")
+    original = values.positive_int("original_max_position_embeddings", max_positions)
+    factor = values.optional_float("factor", None) or max_positions / original
+    growth = math.log(max(factor, 1.0))
+    if growth and original == 1:
+        raise CheckpointError(
+            f"{values.where}: original_max_position_embeddings is 1, expected more. Is the file damaged?"
+        )
+    attention_factor = values.optional_float("attention_factor", None)
+    return LongRope(
+        theta,
+        RopeKind.longrope,
+        factor,
+        original_max_positions=original,
+        attention_factor=attention_factor or (math.sqrt(1 + growth / math.log(original)) if growth else 1.0),
+        short_factors=values.positive_floats("short_factor"),
+    )
+
+
+def check_long_ropes(config: HfConfig, arch: Architecture) -> None:
+    """Raises CheckpointError where a LongRoPE is not one for the model's heads."""
+    num_pairs = (arch.rotary_dim or arch.head_dim) // 2
+    for rope in arch.long_ropes:
+        if len(rope.short_factors) != num_pairs:
+            raise CheckpointError(
+                f"{config.where}: short_factor has {len(rope.short_factors)} numbers, expected {num_pairs}: one "
+                f"for each pair of a head's rotating dimensions. Is the file damaged?"
+            )
+
+
+def all_local(arch: Architecture, window: int | None) -> LocalAttention | None:
+    """The window of all layers; None where it is as long as the longest row."""
+    if window is None or window >= arch.max_positions:
+        return None
+    return LocalAttention("L" * arch.num_layers, window, arch.rope)
 
 
 def read_local(
@@ -63,13 +149,13 @@ def read_local(
 
     `window` is the family's reading of `sliding_window`. Published configs have one even where no layer uses it.
     """
-    kinds = config.strings("layer_types") or [_LOCAL if letter == "L" else _GLOBAL for letter in default_pattern]
-    if set(kinds) - {_LOCAL, _GLOBAL} or len(kinds) != len(default_pattern):
+    kinds = config.strings("layer_types") or [LOCAL if letter == "L" else GLOBAL for letter in default_pattern]
+    if set(kinds) - {LOCAL, GLOBAL} or len(kinds) != len(default_pattern):
         raise CheckpointError(
-            f"{config.where}: layer_types is {shown(kinds)}, expected {_GLOBAL} or {_LOCAL} for each of the "
+            f"{config.where}: layer_types is {shown(kinds)}, expected {GLOBAL} or {LOCAL} for each of the "
             f"{len(default_pattern)} layers. Use another model."
         )
     window = max_positions if window is None else min(window, max_positions)
-    if _LOCAL not in kinds or (window == max_positions and local_rope == rope):
+    if LOCAL not in kinds or (window == max_positions and local_rope == rope):
         return None
-    return LocalAttention("".join("L" if kind == _LOCAL else "G" for kind in kinds), window, local_rope)
+    return LocalAttention("".join("L" if kind == LOCAL else "G" for kind in kinds), window, local_rope)

@@ -14,7 +14,8 @@ from pipeline.models.architecture import Activation
 
 _REQUIRED = object()
 _MAX_INT = 2**31 - 1  # token ids, positions and the axes of arrays are 32-bit
-_MAX_FLOAT = float(np.finfo(np.float32).max)  # values are computed in float32
+_MIN_FLOAT = float(np.finfo(np.float32).tiny)  # values are computed in float32
+_MAX_FLOAT = float(np.finfo(np.float32).max)
 _MAX_LAYERS = 10_000  # they are planned one by one
 _MAX_SHOWN = 20  # attributes in a message
 
@@ -107,7 +108,7 @@ class HfConfig:
 
     def positive_float(self, key: str, default: object = _REQUIRED) -> float:
         value = self._take(key, (int, float), "a number above 0", default)
-        if not 0 < value < _MAX_FLOAT:
+        if not _MIN_FLOAT <= value < _MAX_FLOAT:
             raise self._wrong(key, value, "a number above 0")
         return float(value)
 
@@ -115,12 +116,18 @@ class HfConfig:
         """A whole number above 0; None where the value is null, or where it is absent and the default is None."""
         return None if self._is_none(key, default) else self.positive_int(key, default)
 
-    def optional_float(self, key: str, default: float | None) -> float | None:
+    def optional_float(self, key: str, default: object = _REQUIRED) -> float | None:
         """A number above 0, or None as in `optional_int`."""
         return None if self._is_none(key, default) else self.positive_float(key, default)
 
     def _is_none(self, key: str, default: object) -> bool:
         return key in self._nulls or (default is None and key not in self.values)
+
+    def positive_floats(self, key: str) -> tuple[float, ...]:
+        """A list of numbers above 0."""
+        values = self._take(key, (list,), "a list of numbers above 0", _REQUIRED)
+        numbers = HfConfig({str(number): value for number, value in enumerate(values)}, f"{self.where}: {key}")
+        return tuple(numbers.positive_float(str(number)) for number in range(len(values)))
 
     def count(self, key: str, default: object = _REQUIRED) -> int:
         what = f"a whole number from 0 to {_MAX_INT:,}"
@@ -129,14 +136,23 @@ class HfConfig:
             raise self._wrong(key, value, what)
         return value
 
-    def flag(self, key: str, default: bool) -> bool:
-        return self._take(key, (bool,), "true or false", default)
+    def flag(self, key: str, default: bool, null: bool | None = None) -> bool:
+        """True or false; null stands for the default, or for `null`."""
+        is_other = key in self._nulls and null is not None
+        return self._take(key, (bool,), "true or false", null if is_other else default)
 
     def strings(self, key: str) -> list[str]:
         """A list of strings; empty when the key is absent."""
         values = self._take(key, (list,), "a list of strings", [])
         if not all(isinstance(value, str) for value in values):
             raise self._wrong(key, values, "a list of strings")
+        return values
+
+    def whole_numbers(self, key: str) -> list[int]:
+        """A list of whole numbers; empty when the key is absent."""
+        values = self._take(key, (list,), "a list of whole numbers", [])
+        if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+            raise self._wrong(key, values, "a list of whole numbers")
         return values
 
     def choice(self, key: str, choices: tuple[str, ...], default: object = _REQUIRED) -> str:

@@ -35,20 +35,27 @@ MLP_BIASES: KeyTable = {
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    return read_decoder(config, default_max_positions=2048), read_table(config)
+
+
+def read_table(config: HfConfig) -> KeyTable:
+    """LLaMA's tensors, with the biases that it has."""
     table = dict(KEY_TABLE)
     if config.flag("attention_bias", False):
         table |= ATTENTION_BIASES
     if config.flag("mlp_bias", False):
         table |= MLP_BIASES
-    return read_decoder(config, default_max_positions=2048), table
+    return table
 
 
 def read_decoder(
     config: HfConfig,
     default_max_positions: int,
     *,
+    default_kv_heads: int | None = None,
     default_head_dim: int | None = None,
     default_eps: float = 1e-6,
+    default_theta: float = 10000.0,
     activation: Activation | None = None,
     rope: Rope | None = None,
 ) -> Architecture:
@@ -58,7 +65,7 @@ def read_decoder(
     """
     d_model = config.positive_int("hidden_size")
     num_heads = config.positive_int("num_attention_heads")
-    num_kv_heads = config.positive_int("num_key_value_heads", num_heads)
+    num_kv_heads = config.optional_int("num_key_value_heads", default_kv_heads) or num_heads
     head_dim = config.positive_int("head_dim", default_head_dim or max(d_model // num_heads, 1))
     if num_heads % num_kv_heads or head_dim % 2 or ("head_dim" not in config and d_model % num_heads):
         raise CheckpointError(
@@ -77,6 +84,6 @@ def read_decoder(
         head_dim=head_dim,
         d_mlp=config.positive_int("intermediate_size"),
         norm_eps=config.positive_float("rms_norm_eps", default_eps),
-        rope=rope or read_rope(config, max_positions),
+        rope=rope or read_rope(config, max_positions, default_theta),
         activation=activation or config.activation("hidden_act", "silu"),
     )

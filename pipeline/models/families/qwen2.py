@@ -8,11 +8,12 @@ from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
 from pipeline.models.families.llama import read_decoder
 
-KEY_TABLE: KeyTable = LLAMA_TABLE | {
+QKV_BIASES: KeyTable = {
     "layers.*.self_attn.q_proj.bias": "attention.q_bias",
     "layers.*.self_attn.k_proj.bias": "attention.k_bias",
     "layers.*.self_attn.v_proj.bias": "attention.v_bias",
 }
+KEY_TABLE: KeyTable = LLAMA_TABLE | QKV_BIASES
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:

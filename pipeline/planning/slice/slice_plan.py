@@ -245,7 +245,7 @@ def _received_bytes(config: RunConfig, model: Model, job: Plan) -> int:
     """By each chip from the others, in a step."""
     step, mesh, dtype = job.step, job.mesh, str(config.model.dtype)
     matrices = model.weight_bytes(step.forward_keys, dtype, config.model.weights_dtype is WeightsDtype.int8).matrices
-    num_layers = sum(map(len, layer_runs(step.forward_keys, model.num_layers)))
+    num_layers = sum(map(len, layer_runs(step.forward_keys, model.arch)))
     summed = _summed_bytes(config, model, num_layers, step.rows // mesh.data * step.length)
     return received_bytes(matrices, job.weights.sharding, mesh.data, mesh.tensor, summed)
 

@@ -10,6 +10,7 @@ import numpy as np
 import tensorstore as ts
 
 from pipeline.core.errors import StoreInvalid
+from pipeline.core.sites import ActivationKey
 from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import (
     ITEM_BYTES,
@@ -127,12 +128,12 @@ def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> Stor
 
     Raises StoreInvalid where an array has another number of dimensions, or a dtype that no store has.
     """
-    capture, outputs = root.metadata.capture, root.metadata.outputs
+    outputs = root.metadata.outputs
     sides = {spec.name: spec for spec in (*SIDE_ARRAYS, SELECTED, *outputs)}
     for name, array in arrays.items():
         num_dimensions = len(sides[name].dimension_names) if name in sides else 3
         dtype = array.dtype.name
-        named = capture.get("dtype", dtype) if name in root.arrays else dtype  # by the root
+        named = _named_dtype(root, name, dtype) if name in root.arrays else dtype
         if array.ndim != num_dimensions or not {dtype, named} <= ITEM_BYTES.keys():
             raise StoreInvalid(
                 f"{name}/zarr.json has dtype {dtype} (the root names {named}) and {array.ndim} dimensions, expected "
@@ -142,7 +143,7 @@ def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> Stor
     selected = arrays[SELECTED.name].shape[1] if root.metadata.selects else None
     slots = TOKENS.slots if selected is None else SELECTED.slots
     activations = tuple(
-        ArraySpec(name, capture.get("dtype", arrays[name].dtype.name), arrays[name].shape[2], slots=slots)
+        ArraySpec(name, _named_dtype(root, name, arrays[name].dtype.name), arrays[name].shape[2], slots=slots)
         for name in root.arrays
     )
     scaled = activations if root.metadata.has_scales else ()
@@ -156,6 +157,11 @@ def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> Stor
         scales=tuple(scale_spec(spec, arrays[scale_name(spec.name)].shape[2]) for spec in scaled),
         outputs=outputs,
     )
+
+
+def _named_dtype(root: StoreRoot, name: str, default: str) -> str:
+    """The dtype that the root names for an array of activations; `default` where it names none."""
+    return ActivationKey.parse(name).site.stored_dtype(root.metadata.capture.get("dtype", default))
 
 
 def array_mismatches(layout: StoreLayout, arrays: Mapping[str, ts.TensorStore]) -> dict[str, str]:

@@ -184,13 +184,13 @@ class TokenMemory:
             groups[scale_name(STACKED)] = [scale_name(name) for name in names]
         for stacked, group in groups.items():
             arrays = {name: blocks.arrays[name] for name in group}
-            dtype = arrays[group[0]].dtype.numpy_dtype
+            dtypes = {name: array.dtype.numpy_dtype for name, array in arrays.items()}
             if options.stack:
-                memory = np.empty((rows, slots, len(group), arrays[group[0]].shape[2]), dtype)
+                memory = np.empty((rows, slots, len(group), arrays[group[0]].shape[2]), dtypes[group[0]])
                 self._targets |= {name: memory[:, :, k] for k, name in enumerate(group)}
                 self._slots[stacked] = memory.reshape(-1, *memory.shape[2:])
             else:
-                targets = {name: np.empty((rows, slots, array.shape[2]), dtype) for name, array in arrays.items()}
+                targets = {name: np.empty((rows, slots, arrays[name].shape[2]), dtypes[name]) for name in group}
                 self._targets |= targets
                 self._slots |= {name: target.reshape(-1, target.shape[2]) for name, target in targets.items()}
         self._side_arrays = {spec.name: np.empty((rows, slots), spec.dtype) for spec in SIDE_ARRAYS}

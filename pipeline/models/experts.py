@@ -1,0 +1,147 @@
+"""Sparse layers: a router sends each token to some of the experts, whose outputs are mixed (Shazeer et al., arXiv
+1701.06538).
+
+No expert has a capacity: every token gets all of its experts, and no other token changes what it gets.
+
+Letters: B rows, T positions, D model dim, E experts, A experts of a token, M MLP dim of an expert,
+R = B * T * A tokens, each once for each of its experts.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pipeline.core.sites import Site
+from pipeline.models.architecture import Architecture, Experts
+from pipeline.models.int8_weights import Int8Weight, with_int8_inputs
+from pipeline.models.layers import ACTIVATIONS, Weights, mlp_block, norm_if_any, project
+from pipeline.models.partition import Partition
+
+_MAX_BLOCK = 128  # tokens that one product of a loop over experts takes
+
+_TRANSPOSED = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+"""Of a grouped product of [R, inputs] with [E, outputs, inputs]."""
+
+
+class _Routing(NamedTuple):
+    """The experts of each token, and the weights of their outputs."""
+
+    indices: Int32[Array, "B T A"]
+    weights: Float[Array, "B T A"]
+
+
+class _Mixed(NamedTuple):
+    """What the experts return, and its weighted sum."""
+
+    outputs: Float[Array, "B T A D"]
+    mixture: Float[Array, "B T D"]
+
+
+@jax.named_scope("experts")
+def experts_block(
+    x: Float[Array, "B T D"], weights: Weights, arch: Architecture, partition: Partition
+) -> dict[Site, Array]:
+    """The sites of a sparse layer that there are weights for. `router_indices` are int32, and `expert_out` has the axes
+    [A, D]."""
+    x = norm_if_any(x, weights, "norm", arch)
+    sites = {Site.mlp_in: x}
+    if "router" in weights:
+        sites[Site.router_logits] = project(x, weights, "router")
+        routing = partition.by_rows(partial(_route, experts=arch.experts), sites[Site.router_logits])
+        sites |= {Site.router_weights: routing.weights, Site.router_indices: routing.indices}
+    if "experts_down" in weights:
+        own = {name: weights[f"experts_{name}"] for name in ("gate", "up", "down")}
+        own = with_int8_inputs(own, rounds_inputs=False)  # grouped products take inputs as they are
+        mixed = partition.over_experts(partial(_mix, arch=arch), (x, routing), own)
+        mlp_out = mixed.mixture
+        if "shared_down" in weights:
+            mlp_out += _shared(x, weights, arch)
+        sites |= {Site.expert_out: mixed.outputs, Site.mlp_out: norm_if_any(mlp_out, weights, "post_norm", arch)}
+    return sites
+
+
+def _route(logits: Float[Array, "B T E"], experts: Experts) -> _Routing:
+    """The likeliest experts; of equal ones those of lower numbers."""
+    shares, indices = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), experts.per_token)
+    if experts.sums_to_one:
+        shares /= jnp.sum(shares, axis=-1, keepdims=True)
+    return _Routing(indices, shares.astype(logits.dtype))
+
+
+def _shared(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> Float[Array, "B T D"]:
+    """The expert that every token has, through a gate of its own where there is one."""
+    shared = {name: weights[f"shared_{name}"] for name in ("gate", "up", "down")}
+    output = mlp_block(x, shared, arch)[Site.mlp_out]
+    return jax.nn.sigmoid(project(x, weights, "shared_router")) * output if "shared_router" in weights else output
+
+
+def _mix(
+    inputs: tuple[Float[Array, "B T D"], _Routing], weights: Weights, first: int | Int32[Array, ""], arch: Architecture
+) -> _Mixed:
+    """What the experts from `first` on, whose weights these are, add to the layer's output: 0 for other experts."""
+    x, routing = inputs
+    num_experts = jax.tree.leaves(weights)[0].shape[0]
+    experts = routing.indices.ravel() - first
+    is_here = (experts >= 0) & (experts < num_experts)
+    experts = jnp.where(is_here, experts, num_experts)
+    order = jnp.argsort(experts, stable=True)  # the others last
+    sizes = jnp.zeros(num_experts, jnp.int32).at[experts].add(1, mode="drop")
+    tokens = x.reshape(-1, x.shape[-1])[order // routing.indices.shape[-1]]
+    compute = partial(_in_groups, arch=arch), partial(_in_blocks, arch=arch)
+    sorted_outputs = jax.lax.platform_dependent(tokens, sizes, weights, tpu=compute[0], default=compute[1])
+    places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
+    outputs = sorted_outputs[places].reshape(*routing.indices.shape, -1)
+    outputs = jnp.where(is_here.reshape(*routing.indices.shape, 1), outputs, 0)
+    mixture = jnp.sum(outputs.astype(jnp.float32) * routing.weights[..., None], axis=2)
+    return _Mixed(outputs, mixture.astype(x.dtype))
+
+
+def _in_groups(
+    x: Float[Array, "R D"], sizes: Int32[Array, " E"], weights: Weights, arch: Architecture
+) -> Float[Array, "R D"]:
+    """For TPUs: the tokens of all experts in one grouped product. Tokens are sorted by experts; those after the last
+    expert's mean nothing."""
+
+    def product(x: Float[Array, "R inputs"], name: str) -> Float[Array, "R outputs"]:
+        weight = weights[name]
+        if not isinstance(weight, Int8Weight):
+            return jax.lax.ragged_dot_general(x, weight, sizes, _TRANSPOSED, preferred_element_type=x.dtype)
+        y = jax.lax.ragged_dot_general(
+            x, weight.values.astype(x.dtype), sizes, _TRANSPOSED, preferred_element_type=jnp.float32
+        )
+        return (y * jnp.repeat(weight.scale, sizes, axis=0, total_repeat_length=len(x))).astype(x.dtype)
+
+    return product(ACTIVATIONS[arch.activation](product(x, "gate")) * product(x, "up"), "down")
+
+
+def _in_blocks(
+    x: Float[Array, "R D"], sizes: Int32[Array, " E"], weights: Weights, arch: Architecture
+) -> Float[Array, "R D"]:
+    """The same elsewhere, in a loop over blocks of tokens of one expert, the last of each expert partly empty.
+
+    Grouped products compute every expert for every token there: measured on two cores, 4,096 tokens of 16 experts of
+    [192, 256]: 117 ms and 67 MiB, in blocks 16 ms and 11 MiB.
+    """
+    num_tokens, num_experts = len(x), len(sizes)
+    block = min(_MAX_BLOCK, 1 << max(num_tokens // num_experts, 8).bit_length() - 1)
+    blocks = -(-sizes // block)  # of each expert
+    ends = jnp.cumsum(blocks)
+    number = jnp.arange(num_tokens // block + num_experts)
+    expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), num_experts - 1)
+    first, stop = (jnp.cumsum(sizes) - sizes)[expert], jnp.cumsum(sizes)[expert]
+    places = first[:, None] + (number - (ends - blocks)[expert])[:, None] * block + jnp.arange(block)
+    places = jnp.where(places < stop[:, None], places, num_tokens)
+
+    def compute(one: tuple[Int32[Array, " block"], Int32[Array, ""]]) -> Float[Array, "block D"]:
+        places, expert = one
+        own = jax.tree.map(lambda weight: weight[expert], weights)
+        tokens = x.at[places].get(mode="fill", fill_value=0)
+        return mlp_block(tokens[None], own, arch)[Site.mlp_out][0]
+
+    outputs = jax.lax.map(compute, (places, expert))
+    return jnp.zeros_like(x).at[places].set(outputs, mode="drop")

@@ -1,0 +1,138 @@
+"""Models with experts: Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE (transformers' `Qwen2MoeModel`, `Qwen3MoeModel`,
+`MixtralModel`, `OlmoeModel`).
+
+Each is a dense family whose MLPs, or some of them, are mixtures. Qwen2-MoE has also an expert that every token has,
+behind a gate.
+"""
+
+import dataclasses
+
+from pipeline.core.errors import CheckpointError
+from pipeline.models.architecture import Architecture, Experts, KeyTable
+from pipeline.models.families import llama, qwen3
+from pipeline.models.families.hf_attention import all_local, read_local
+from pipeline.models.families.hf_config import HfConfig
+from pipeline.models.families.qwen2 import QKV_BIASES
+
+_EXPERTS: KeyTable = {
+    "layers.*.mlp.gate.weight": "mlp.router",
+    "layers.*.mlp.experts.#.gate_proj.weight": "mlp.experts_gate",
+    "layers.*.mlp.experts.#.up_proj.weight": "mlp.experts_up",
+    "layers.*.mlp.experts.#.down_proj.weight": "mlp.experts_down",
+}
+_SHARED: KeyTable = {
+    "layers.*.mlp.shared_expert_gate.weight": "mlp.shared_router",
+    "layers.*.mlp.shared_expert.gate_proj.weight": "mlp.shared_gate",
+    "layers.*.mlp.shared_expert.up_proj.weight": "mlp.shared_up",
+    "layers.*.mlp.shared_expert.down_proj.weight": "mlp.shared_down",
+}
+_MIXTRAL_EXPERTS: KeyTable = {
+    "layers.*.block_sparse_moe.gate.weight": "mlp.router",
+    "layers.*.block_sparse_moe.experts.#.w1.weight": "mlp.experts_gate",
+    "layers.*.block_sparse_moe.experts.#.w3.weight": "mlp.experts_up",
+    "layers.*.block_sparse_moe.experts.#.w2.weight": "mlp.experts_down",
+}
+_WITHOUT_MLP: KeyTable = {key: entry for key, entry in llama.KEY_TABLE.items() if ".mlp." not in key}
+
+
+def read_qwen2_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    arch = llama.read_decoder(config, default_max_positions=32768)
+    experts = _read_experts(config, arch.num_layers, default_num=60, default_per_token=4, default_d_expert=1408)
+    experts = dataclasses.replace(experts, d_shared=config.positive_int("shared_expert_intermediate_size", 5632))
+    window = _read_window(config)
+    first_global = min(config.count("max_window_layers", 28), arch.num_layers)
+    pattern = "".join("L" if window and i % 2 == 0 and i < first_global else "G" for i in range(arch.num_layers))
+    local = read_local(config, pattern, window, arch.rope, arch.rope, arch.max_positions)
+    biases = QKV_BIASES if config.flag("qkv_bias", True) else {}
+    return dataclasses.replace(arch, local=local, experts=experts), llama.KEY_TABLE | biases | _EXPERTS | _SHARED
+
+
+def read_qwen3_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    arch = llama.read_decoder(config, default_max_positions=32768)
+    experts = _read_experts(config, arch.num_layers, default_num=128, default_per_token=8, default_d_expert=768)
+    config.ignore("max_window_layers")  # published; every layer has the window, if any
+    local = all_local(arch, _read_window(config))
+    table = llama.KEY_TABLE | qwen3.HEAD_NORMS | _EXPERTS
+    table |= llama.ATTENTION_BIASES if config.flag("attention_bias", False) else {}
+    return dataclasses.replace(arch, local=local, experts=experts), table
+
+
+def read_mixtral(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    config.ignore("router_jitter_noise", *_ABOUT_TRAINING)  # noise in training only
+    arch = llama.read_decoder(config, default_max_positions=4096 * 32, default_eps=1e-5, default_theta=1e6)
+    local = all_local(arch, config.optional_int("sliding_window", None))
+    num_experts, per_token = _counts(config, 8, 2)
+    experts = Experts("S" * arch.num_layers, num_experts, per_token, arch.d_mlp, sums_to_one=True)
+    return dataclasses.replace(arch, local=local, experts=experts), _WITHOUT_MLP | _MIXTRAL_EXPERTS
+
+
+def read_olmoe(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    config.ignore(*_ABOUT_TRAINING)
+    if config.optional_float("clip_qkv", None) is not None:
+        raise CheckpointError(f"{config.where} sets clip_qkv, which is not implemented. Use another model.")
+    arch = llama.read_decoder(config, default_max_positions=4096, default_eps=1e-5)
+    num_experts, per_token = _counts(config, 64, 8)
+    sums_to_one = config.flag("norm_topk_prob", False)
+    experts = Experts("S" * arch.num_layers, num_experts, per_token, arch.d_mlp, sums_to_one)
+    table = (
+        _WITHOUT_MLP
+        | _EXPERTS
+        | {
+            "layers.*.self_attn.q_norm.weight": ("attention.q_norm", "NH"),
+            "layers.*.self_attn.k_norm.weight": ("attention.k_norm", "KH"),
+        }
+    )
+    table |= llama.ATTENTION_BIASES if config.flag("attention_bias", False) else {}
+    return dataclasses.replace(arch, experts=experts), table
+
+
+_ABOUT_TRAINING = ("output_router_logits", "router_aux_loss_coef")
+
+
+def _read_experts(
+    config: HfConfig, num_layers: int, default_num: int, default_per_token: int, default_d_expert: int
+) -> Experts:
+    """Qwen's experts: of every `decoder_sparse_step`-th layer but those in `mlp_only_layers`."""
+    config.ignore(*_ABOUT_TRAINING)
+    num_experts, per_token = _counts(config, default_num, default_per_token)
+    step, dense = config.positive_int("decoder_sparse_step", 1), config.whole_numbers("mlp_only_layers")
+    pattern = "".join("D" if i in dense or (i + 1) % step else "S" for i in range(num_layers))
+    if "S" not in pattern:
+        raise CheckpointError(
+            f"{config.where}: mlp_only_layers and decoder_sparse_step leave no layer with experts. Is the file damaged?"
+        )
+    return Experts(
+        pattern,
+        num_experts,
+        per_token,
+        config.positive_int("moe_intermediate_size", default_d_expert),
+        sums_to_one=config.flag("norm_topk_prob", False),
+    )
+
+
+def _read_window(config: HfConfig) -> int | None:
+    """Qwen's sliding window; transformers writes 0, or null, for one that is not used."""
+    if config.flag("use_sliding_window", False):
+        return config.optional_int("sliding_window", 4096)
+    config.ignore("sliding_window")
+    return None
+
+
+def _counts(config: HfConfig, default_num: int, default_per_token: int) -> tuple[int, int]:
+    """How many experts there are, and how many of them a token has. Either name is that of some transformers."""
+    key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    num_experts = config.positive_int(key, default_num, most=_MAX_EXPERTS)
+    per_token = config.positive_int("num_experts_per_tok", default_per_token)
+    if per_token > num_experts:
+        raise CheckpointError(
+            f"{config.where}: num_experts_per_tok is {per_token}, expected at most {key}, which is {num_experts}. "
+            f"Is the file damaged?"
+        )
+    return num_experts, per_token
+
+
+_MAX_EXPERTS = 1 << 16

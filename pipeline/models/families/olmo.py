@@ -1,0 +1,59 @@
+"""OLMo 2 and 3 (transformers' `Olmo2Model`, `Olmo3Model`): norms after the blocks instead of before, and over all heads
+at once. In OLMo 3, most layers have a window.
+"""
+
+import dataclasses
+
+from pipeline.core.errors import CheckpointError
+from pipeline.models.architecture import Architecture, KeyTable, Norm, Rope
+from pipeline.models.families.hf_attention import nested_ropes, read_local, read_rope
+from pipeline.models.families.hf_config import HfConfig
+from pipeline.models.families.llama import ATTENTION_BIASES, read_decoder
+from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
+
+KEY_TABLE: KeyTable = {key: entry for key, entry in LLAMA_TABLE.items() if "input_layernorm" not in key} | {
+    "layers.*.self_attn.q_norm.weight": ("attention.q_norm", "NH"),
+    "layers.*.self_attn.k_norm.weight": ("attention.k_norm", "KH"),
+    "layers.*.post_attention_layernorm.weight": "attention.post_norm",
+    "layers.*.post_feedforward_layernorm.weight": "mlp.post_norm",
+}
+_OLMO3_THETA = 500_000.0
+
+
+def read_olmo2(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    return _read(config)
+
+
+def read_olmo3(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    max_positions = config.positive_int("max_position_embeddings", 2048)
+    rope, local_rope = _read_ropes(config, max_positions)
+    arch, table = _read(config, rope)
+    pattern = "".join("L" if (layer + 1) % 4 else "G" for layer in range(arch.num_layers))
+    window = config.optional_int("sliding_window", 4096)
+    local = read_local(config, pattern, window, rope, local_rope, max_positions)
+    return dataclasses.replace(arch, local=local), table
+
+
+def _read(config: HfConfig, rope: Rope | None = None) -> tuple[Architecture, KeyTable]:
+    arch = read_decoder(config, default_max_positions=2048, default_eps=1e-5, rope=rope)
+    table = KEY_TABLE | (ATTENTION_BIASES if config.flag("attention_bias", False) else {})
+    return dataclasses.replace(arch, norm=Norm.rms_wide), table
+
+
+def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:
+    """The rotary embeddings of global and of local layers. The `rope_scaling` of older files is of global layers only.
+
+    Of an older file's `rope_theta`, transformers 4 reads both, transformers 5 only that of global layers.
+    """
+    if "rope_parameters" in config:
+        return nested_ropes(config, max_positions, _OLMO3_THETA, _OLMO3_THETA)
+    rope = read_rope(config, max_positions, _OLMO3_THETA)
+    if rope.theta != _OLMO3_THETA:
+        raise CheckpointError(
+            f"{config.where}: rope_theta is {rope.theta:g}, expected {_OLMO3_THETA:g}, since versions of transformers "
+            f"differ in whether it is also that of local layers. Replace rope_theta and rope_scaling by "
+            f"rope_parameters, with full_attention and sliding_attention."
+        )
+    return rope, Rope(_OLMO3_THETA)

@@ -1,0 +1,45 @@
+"""SmolLM3 (transformers' `SmolLM3Model`): a LLaMA in which some layers do not rotate queries and keys."""
+
+import dataclasses
+
+from pipeline.core.errors import CheckpointError
+from pipeline.models.architecture import Architecture, KeyTable, LocalAttention
+from pipeline.models.families.hf_attention import LOCAL, read_local
+from pipeline.models.families.hf_config import HfConfig
+from pipeline.models.families.llama import read_decoder, read_table
+
+
+def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    config.ignore("max_window_layers")  # published, but transformers does not read it
+    arch = read_decoder(config, default_max_positions=32768, default_kv_heads=4, default_theta=2e6)
+    rotation = _read_rotation(config, arch.num_layers)
+    local = _read_local(config, arch, rotation)
+    rotation = rotation if "N" in rotation else None
+    return dataclasses.replace(arch, rotation=rotation, local=local), read_table(config)
+
+
+def _read_rotation(config: HfConfig, num_layers: int) -> str:
+    """A letter per layer, as in `Architecture.rotation`; in `no_rope_layers`, 1 stands for a layer that rotates."""
+    interval = config.positive_int("no_rope_layer_interval", 4)
+    rotates = config.whole_numbers("no_rope_layers") or [(layer + 1) % interval for layer in range(num_layers)]
+    if len(rotates) < num_layers:
+        raise CheckpointError(
+            f"{config.where}: no_rope_layers has {len(rotates)} numbers, expected one for each of the {num_layers} "
+            f"layers. Is the file damaged?"
+        )
+    return "".join("R" if number else "N" for number in rotates[:num_layers])
+
+
+def _read_local(config: HfConfig, arch: Architecture, rotation: str) -> LocalAttention | None:
+    """Without `layer_types`, the layers that do not rotate have the window."""
+    window = config.optional_int("sliding_window", None)
+    if not config.flag("use_sliding_window", False):
+        window = None
+    if window is None and LOCAL in config.strings("layer_types"):
+        raise CheckpointError(
+            f"{config.where}: layer_types has {LOCAL}, but no window is used: expected use_sliding_window to be true "
+            f"and sliding_window to be its length. Is the file damaged?"
+        )
+    pattern = "".join("L" if window and letter == "N" else "G" for letter in rotation)
+    return read_local(config, pattern, window, arch.rope, arch.rope, arch.max_positions)
