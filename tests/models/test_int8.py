@@ -169,6 +169,7 @@ def test_every_product_with_a_matrix_is_of_integers(family: str, tmp_path) -> No
     [
         *[("llama", "attention.q"), ("llama", "attention.o"), ("gpt2", "attention.qkv"), ("gpt2", "attention.o")],
         *[("gpt_neox", "attention.qkv"), ("mixtral", "mlp.experts_gate"), ("mixtral", "mlp.experts_down")],
+        *[("phi3", "attention.k"), ("phi3", "mlp.up")],
     ],
 )
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])

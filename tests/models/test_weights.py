@@ -98,6 +98,7 @@ def test_a_part_of_a_leaf_equals_that_part_of_the_whole(index: tuple[slice, ...]
     [
         ("gpt2", "qkv", lambda t: t["transformer.h.1.attn.c_attn.weight"].reshape(32, 3, 4, 8).transpose(2, 1, 3, 0)),
         ("gpt2", "o", lambda t: t["transformer.h.1.attn.c_proj.weight"].reshape(4, 8, 32).transpose(2, 0, 1)),
+        ("phi3", "k", lambda t: t["model.layers.1.self_attn.qkv_proj.weight"][32:48].reshape(2, 8, 32)),
         ("gpt_neox", "qkv", lambda t: t["gpt_neox.layers.1.attention.query_key_value.weight"].reshape(4, 3, 8, 32)),
     ],
 )
