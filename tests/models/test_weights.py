@@ -37,6 +37,10 @@ def layers(*numbers: int, parts: set[str] = ATTENTION | MLP) -> set[str]:
         ("blocks.2.attn_out", layers(0, 1) | layers(2, parts=ATTENTION)),
         ("blocks.2.attn_in", layers(0, 1) | layers(2, parts={"input_layernorm"})),
         ("blocks.2.q", layers(0, 1) | layers(2, parts={"input_layernorm", "self_attn.q_proj"})),
+        (
+            "blocks.2.attn_entropy",
+            layers(0, 1) | layers(2, parts={"input_layernorm", "self_attn.q_proj", "self_attn.k_proj"}),
+        ),
         ("blocks.2.attn_z", layers(0, 1) | layers(2, parts=ATTENTION - {"self_attn.o_proj"})),
         ("blocks.2.mlp_in", layers(0, 1) | layers(2, parts=ATTENTION | MLP_IN)),
         ("blocks.2.mlp_pre", layers(0, 1) | layers(2, parts=ATTENTION | MLP_IN | {"mlp.gate_proj"})),
