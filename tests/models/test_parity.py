@@ -83,7 +83,7 @@ CASES = {
     ),
     "smollm3 every second layer, all heads": ("smollm3", {"no_rope_layer_interval": 2, "num_key_value_heads": None}),
     "phi3": ("phi3", {}),
-    "phi3 head_dim, all heads": ("phi3", {"head_dim": 6, "num_key_value_heads": None, "rms_norm_eps": 1e-6}),
+    "phi3 head_dim, all heads": ("phi3", {"head_dim": 16, "num_key_value_heads": None}),
     "phi3 window, partly rotating, tied, one kv head": (
         "phi3",
         {"sliding_window": 7, "partial_rotary_factor": 0.5, "tie_word_embeddings": True, "num_key_value_heads": 1},
