@@ -106,7 +106,7 @@ def test_rows_of_several_parts_are_read_once(axis: int, with_int8: bool, tmp_pat
     o = needed_leaves(model.arch, model.table, (key("blocks.3.resid_post"),))["runs"][0]["attention"]["o"]
     size = o.shape[axis] // 4
     parts = [
-        np.s_[:, :, :, :][:axis] + (slice(i * size, (i + 1) * size),) + np.s_[:, :, :, :][axis + 1 :] for i in range(4)
+        (*np.s_[:, :, :, :][:axis], slice(i * size, (i + 1) * size), *np.s_[:, :, :, :][axis + 1 :]) for i in range(4)
     ]
     rows, read = [], model.checkpoint.rows
 
