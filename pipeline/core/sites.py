@@ -18,7 +18,7 @@ decoder (Qwen2, LLaMA):
 | `mlp_in`         | what the MLP reads: the stream after the norm          | D     | `blocks.L.mlp.hook_in`         |
 | `router_logits`  | an expert layer's router: scores of all experts        | E     | none                           |
 | `router_weights` | weights of the experts that the token is sent to       | A     | none                           |
-| `router_indices` | which experts those are, the likeliest first           | A     | `mlp.hook_expert_indices`      |
+| `router_indices` | which experts those are, the likeliest first   | A     | `blocks.L.mlp.hook_expert_indices`     |
 | `expert_out`     | their outputs, before the weights, side by side        | A * D | none                           |
 | `mlp_pre`        | the activation function's input (a gated MLP's gate)   | F     | `blocks.L.mlp.hook_pre`        |
 | `mlp_pre_linear` | what a gated MLP multiplies by its activated gate      | F     | `blocks.L.mlp.hook_pre_linear` |
