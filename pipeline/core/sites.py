@@ -16,10 +16,10 @@ decoder (Qwen2, LLaMA):
 | `attn_out`       | what attention adds to the residual stream             | D     | `blocks.L.hook_attn_out`       |
 | `resid_mid`      | residual stream between attention and MLP              | D     | `blocks.L.hook_resid_mid`      |
 | `mlp_in`         | what the MLP reads: the stream after the norm          | D     | `blocks.L.mlp.hook_in`         |
-| `router_logits`  | an expert layer's router: scores of all experts        | E     | none                           |
-| `router_weights` | weights of the experts that the token is sent to       | A     | none                           |
+| `router_logits`  | an expert layer's router: scores of all experts        | E     | `blocks.L.mlp.hook_router_logits`  |
+| `router_weights` | weights of the experts that the token is sent to       | A     | `blocks.L.mlp.hook_router_weights` |
 | `router_indices` | which experts those are, the likeliest first   | A     | `blocks.L.mlp.hook_expert_indices`     |
-| `expert_out`     | their outputs, before the weights, side by side        | A * D | none                           |
+| `expert_out`     | their outputs, before the weights, side by side        | A * D | `blocks.L.mlp.hook_expert_out`     |
 | `mlp_pre`        | the activation function's input (a gated MLP's gate)   | F     | `blocks.L.mlp.hook_pre`        |
 | `mlp_pre_linear` | what a gated MLP multiplies by its activated gate      | F     | `blocks.L.mlp.hook_pre_linear` |
 | `mlp_post`       | the MLP's neurons: what the down projection multiplies | F     | `blocks.L.mlp.hook_post`       |
@@ -44,6 +44,7 @@ Other families mean the same by these names, but for:
 * Experts (Qwen-MoE, Mixtral, OLMoE): a sparse layer has no `mlp_pre`, `mlp_pre_linear` and `mlp_post`, a dense one none
   of `router_*` and `expert_out`. `expert_out` has the token's experts side by side, in the order of `router_indices`,
   which are stored as int32. `mlp_out` is their sum by `router_weights`, and includes the expert that all tokens share.
+  TransformerLens has none of these hooks but `hook_expert_indices`.
 * Norms after a block (OLMo 2 and 3, Gemma): `attn_out` and `mlp_out` are what is added, so after those norms. OLMo has
   no norms before its blocks: `attn_in` is `resid_pre`, and `mlp_in` is `resid_mid`.
 * Parallel residual (GPT-NeoX, Pythia): attention and MLP both read `resid_pre`, each after its own norm, so there is no
@@ -106,7 +107,10 @@ _HOOKS = {
     Site.attn_entropy: "attn.hook_pattern",
     Site.attn_z: "attn.hook_z",
     Site.mlp_in: "mlp.hook_in",
+    Site.router_logits: "mlp.hook_router_logits",
+    Site.router_weights: "mlp.hook_router_weights",
     Site.router_indices: "mlp.hook_expert_indices",
+    Site.expert_out: "mlp.hook_expert_out",
     Site.mlp_pre: "mlp.hook_pre",
     Site.mlp_pre_linear: "mlp.hook_pre_linear",
     Site.mlp_post: "mlp.hook_post",
