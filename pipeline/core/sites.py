@@ -16,10 +16,10 @@ decoder (Qwen2, LLaMA):
 | `attn_out`       | what attention adds to the residual stream             | D     | `blocks.L.hook_attn_out`       |
 | `resid_mid`      | residual stream between attention and MLP              | D     | `blocks.L.hook_resid_mid`      |
 | `mlp_in`         | what the MLP reads: the stream after the norm          | D     | `blocks.L.mlp.hook_in`         |
-| `router_logits`  | an expert layer's router: scores of all experts        | E     | `blocks.L.mlp.hook_router_logits`  |
-| `router_weights` | weights of the experts that the token is sent to       | A     | `blocks.L.mlp.hook_router_weights` |
-| `router_indices` | which experts those are, the likeliest first   | A     | `blocks.L.mlp.hook_expert_indices`     |
-| `expert_out`     | their outputs, before the weights, side by side        | A * D | `blocks.L.mlp.hook_expert_out`     |
+| `router_logits`  | an expert layer's router: scores of all experts    | E     | `blocks.L.mlp.hook_router_logits`    |
+| `router_weights` | weights of the experts that the token is sent to   | A     | `blocks.L.mlp.hook_router_weights`   |
+| `router_indices` | which experts those are, the likeliest first       | A     | `blocks.L.mlp.hook_expert_indices`   |
+| `expert_out`     | their outputs, before the weights, side by side    | A * D | `blocks.L.mlp.hook_expert_out`       |
 | `mlp_pre`        | the activation function's input (a gated MLP's gate)   | F     | `blocks.L.mlp.hook_pre`        |
 | `mlp_pre_linear` | what a gated MLP multiplies by its activated gate      | F     | `blocks.L.mlp.hook_pre_linear` |
 | `mlp_post`       | the MLP's neurons: what the down projection multiplies | F     | `blocks.L.mlp.hook_post`       |
