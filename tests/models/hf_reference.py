@@ -177,6 +177,7 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
         for site, heads in ((Site.q, query), (Site.k, key), (Site.v, value)):
             keep(module.layer_idx, site, heads.transpose(1, 2))
         keep(module.layer_idx, Site.attn_z, z)
+        keep(module.layer_idx, Site.attn_entropy, torch.special.entr(weights).sum(-1).transpose(1, 2)[..., None])
         return z, weights
 
     transformers.AttentionInterface.register("looked_at", attention)
