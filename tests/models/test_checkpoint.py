@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import fsspec
@@ -13,8 +14,11 @@ from hf_reference import save_random
 from safetensors.numpy import load_file, save_file
 
 from pipeline.core.errors import CheckpointError, PipelineError
+from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.checkpoints.checkpoint_files import open_files
+from pipeline.models.checkpoints.leaf_reading import read_leaf
+from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
 from pipeline.models.registry import open_model
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -179,6 +183,35 @@ def test_remote_files_equal_local_ones(saved: Path) -> None:
     local, far = open_model(str(saved)), open_model(f"memory://models/{saved.name}")
     assert far.identity() == local.identity()
     np.testing.assert_array_equal(far.checkpoint.rows(UP, 3, 7), local.checkpoint.rows(UP, 3, 7))
+
+
+def test_several_tensors_of_a_remote_leaf_are_read_at_once(saved: Path, monkeypatch) -> None:
+    remote = fsspec.filesystem("memory")
+    for file in saved.iterdir():
+        remote.pipe_file(f"/ahead/{saved.name}/{file.name}", file.read_bytes())
+    far, local = open_model(f"memory://ahead/{saved.name}"), open_model(str(saved))
+    up = far.leaves((ActivationKey(3, Site.resid_post),))["runs"][0]["mlp"]["up"]
+    both, read = threading.Barrier(2), far.checkpoint.rows  # of four tensors two at a time, or none
+
+    def together(name: str, start: int, stop: int) -> np.ndarray:
+        both.wait(60)
+        return read(name, start, stop)
+
+    monkeypatch.setattr(far.checkpoint, "rows", together)
+    whole = [(slice(None),) * 3]
+    got, expected = (read_leaf(model.checkpoint, up, np.dtype(np.float32), whole)[0] for model in (far, local))
+    assert len(up.tensors) == 4
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2, 16])
+def test_samples_of_a_tensor(num_pieces: int, saved: Path) -> None:
+    file = SafetensorsFile(open_files(str(saved), None).open("model.safetensors"))
+    whole = load_file(saved / "model.safetensors")[UP].tobytes()
+    sample = file.sample(UP, num_pieces, 8)
+    assert len(sample) == 8 * num_pieces
+    assert sample.startswith(whole[:8])
+    assert num_pieces == 1 or sample.endswith(whole[-8:])
 
 
 def test_a_home_directory_is_expanded(saved: Path, monkeypatch) -> None:

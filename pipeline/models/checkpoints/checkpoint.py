@@ -48,6 +48,7 @@ class Checkpoint:
     def __init__(self, files: Files) -> None:
         self.where = files.where
         self.commit = files.commit
+        self.is_remote = files.is_remote
         self._files = files
         self._opened: dict[str, SafetensorsFile] = {}
 

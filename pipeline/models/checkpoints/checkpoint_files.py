@@ -26,6 +26,7 @@ class Files(Protocol):
 
     where: str  # for messages
     commit: str | None  # of a Hub repository
+    is_remote: bool  # whether reads wait for requests, of which several should be under way
 
     def has(self, name: str) -> bool:
         """Whether the file exists."""
@@ -57,6 +58,8 @@ def open_files(path: str, revision: str | None) -> Files:
 class LocalFiles:
     """A directory."""
 
+    is_remote = False
+
     def __init__(self, root: Path) -> None:
         self.where = str(root)
         self.commit = None
@@ -76,6 +79,8 @@ class LocalFiles:
 
 class RemoteFiles:
     """A directory that fsspec can read (`gs://`, `s3://`, `memory://`, ...)."""
+
+    is_remote = True
 
     def __init__(self, url: str) -> None:
         self.where = url
@@ -122,6 +127,8 @@ class RemoteFiles:
 
 class HubFiles:
     """A repository of the Hub, at the commit of its revision when it is opened."""
+
+    is_remote = False
 
     def __init__(self, repo: str, revision: str | None) -> None:
         self.where = repo

@@ -1,7 +1,10 @@
 """Parts of a leaf, read from a checkpoint in pieces, so that the host holds little more than the parts."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
@@ -10,6 +13,7 @@ from pipeline.models.int8_weights import quantise
 from pipeline.models.leaves import Leaf
 
 _PIECE_BYTES = 16 << 20  # of float32, read at a time
+_REQUESTS_AT_ONCE = 16  # for pieces of a leaf in remote files; up to four leaves are read at a time
 
 Index = tuple[slice, ...]
 """A part of a leaf: the index that `jax.make_array_from_callback` passes."""
@@ -63,22 +67,38 @@ def _pieces(
         index = indices[numbers[0]]
         items = range(leaf.axes[0])[slice(None) if is_whole else index[num_stacks + axis]]
         tensors = np.arange(len(leaf.tensors)).reshape(leaf.stack_shape)[index[:num_stacks]]
-        for at, tensor in np.ndenumerate(tensors):
-            for first in range(0, len(items), step):
-                piece = _read_items(checkpoint, leaf, leaf.tensors[tensor], items[first : first + step])
-                place = (slice(None),) * axis + (slice(first, first + step),)
-                chosen = {number: list(indices[number][num_stacks:]) for number in numbers}
-                for part in chosen.values():
-                    part[axis] = part[axis] if is_whole else slice(None)
-                yield at, place, piece, {number: tuple(part) for number, part in chosen.items()}
+        places = [(at, first) for at in np.ndindex(tensors.shape) for first in range(0, len(items), step)]
+        read = partial(_read_items, checkpoint, leaf)
+        reads = (partial(read, tensors[at], items[first : first + step]) for at, first in places)
+        for (at, first), piece in zip(places, _called(reads, checkpoint.is_remote), strict=True):
+            place = (slice(None),) * axis + (slice(first, first + step),)
+            chosen = {number: list(indices[number][num_stacks:]) for number in numbers}
+            for part in chosen.values():
+                part[axis] = part[axis] if is_whole else slice(None)
+            yield at, place, piece, {number: tuple(part) for number, part in chosen.items()}
 
 
-def _read_items(checkpoint: Checkpoint, leaf: Leaf, tensor: str, items: range) -> np.ndarray:
+def _read_items(checkpoint: Checkpoint, leaf: Leaf, tensor: int, items: range) -> np.ndarray:
     """Consecutive items of the first of HF's axes, taken apart, in our order of axes."""
     rows_per_item = len(leaf.rows) // leaf.axes[0]
     rows = leaf.rows[items.start * rows_per_item : items.stop * rows_per_item]
-    values = checkpoint.rows(checkpoint.full_name(tensor), rows.start, rows.stop)
+    values = checkpoint.rows(checkpoint.full_name(leaf.tensors[tensor]), rows.start, rows.stop)
     return values.reshape(len(items), *leaf.axes[1:]).transpose(leaf.order)
+
+
+def _called(reads: Iterable[Callable[[], np.ndarray]], is_remote: bool) -> Iterator[np.ndarray]:
+    """What the reads return, in order; of remote files several are under way."""
+    if not is_remote:
+        yield from (read() for read in reads)
+        return
+    with ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="weights") as pool:
+        under_way: deque[Future[np.ndarray]] = deque()
+        for read in reads:
+            under_way.append(pool.submit(read))
+            if len(under_way) == _REQUESTS_AT_ONCE:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

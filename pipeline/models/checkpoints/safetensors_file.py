@@ -76,7 +76,7 @@ class SafetensorsFile:
         spare = info.stop - info.start - num_pieces * piece_bytes
         if spare <= 0:
             return self._source.read(info.start, info.stop).tobytes()
-        starts = [info.start + (spare * i // (num_pieces - 1)) + i * piece_bytes for i in range(num_pieces)]
+        starts = [info.start + (spare * i // max(1, num_pieces - 1)) + i * piece_bytes for i in range(num_pieces)]
         return b"".join(self._source.read(start, start + piece_bytes).tobytes() for start in starts)
 
 
