@@ -150,6 +150,7 @@ class Architecture:
     attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     softcap: float | None = None  # of the scaled scores: softcap * tanh(scores / softcap)
     local: LocalAttention | None = None  # None: all layers are global
+    sinks: bool = False  # each head has a score for a key without a value, which all its queries see
     embed_scale: float = 1.0
     num_token_types: int = 0
     experts: Experts | None = None  # None: all layers are dense

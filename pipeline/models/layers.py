@@ -131,6 +131,8 @@ def attention_block(
             if kind.is_rotated is not False:
                 sites[site] = apply_rope(sites[site], choose_table(ropes, kind))
     if sites.keys() >= {Site.q, Site.k, Site.v}:
+        if "sinks" in weights:
+            attend = partial(attend, sinks=weights["sinks"])
         z = _attend(sites[Site.q], sites[Site.k], sites[Site.v], segments, arch, kind.is_local, attend)
         sites[Site.attn_z] = z
         if "o" in weights:
