@@ -198,19 +198,22 @@ class Architecture:
         return sizes[axis]
 
 
-TableEntry = str | tuple[str, str]
+TableEntry = str | tuple[str, str] | list[str]
 KeyTable = dict[str, TableEntry]
 """HF key without its prefix -> our key, a name in `weight_specs.WEIGHTS`. `*` stands for the layer's number.
 
 The tensor in the file has the axes of our weight, [outputs, inputs]: `weights["attention"]["q"]` is [N, H, D], and HF's
 tensor [N * H, D]. Where a file has other axes, they follow our key, grouped as in the file: GPT-2's matrices are
 [inputs, outputs], so `("mlp.up", "D F")`. A norm may be over other axes than usual: `("attention.q_norm", "NH")`.
+A list has the weights whose rows are in one tensor, one weight after the other: Phi-3's `["mlp.gate", "mlp.up"]`.
 A `#` stands for the expert's number: each of those tensors lacks the axis E.
 
 Ours have outputs first, inputs last. Measured, a matrix product with [out, in] is as fast as with [in, out].
 """
 
 
-def our_key(entry: TableEntry) -> str:
-    """A table's entry without the axes of the tensor in the file."""
-    return entry if isinstance(entry, str) else entry[0]
+def our_keys(entry: TableEntry) -> list[str]:
+    """The weights of a table's entry, without the axes of the tensor in the file."""
+    if isinstance(entry, list):
+        return entry
+    return [entry if isinstance(entry, str) else entry[0]]

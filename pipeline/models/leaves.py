@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.models.architecture import Architecture, Axis, KeyTable
+from pipeline.models.architecture import Architecture, Axis, KeyTable, TableEntry, our_keys
 from pipeline.models.runs import layer_runs
 from pipeline.models.weight_specs import Kind, Step, WeightSpec, weight_spec
 
@@ -27,7 +27,8 @@ class Leaf:
     num_layers: int  # L
     num_experts: int | None  # E where each expert has a tensor of its own
     hf_shape: tuple[int, ...]  # of each of the tensors
-    axes: tuple[int, ...]  # the same with HF's axes taken apart
+    rows: range  # of HF's first axis, which are this weight's
+    axes: tuple[int, ...]  # of these rows, with HF's axes taken apart
     order: tuple[int, ...]  # of `axes` in ours
 
     @property
@@ -71,42 +72,50 @@ def needed_leaves(arch: Architecture, table: KeyTable, keys: Sequence[Activation
     runs = [(run, run.steps(arch)) for run in layer_runs(keys, arch)]
     layers: list[dict[str, dict[str, Leaf]]] = [{} for _ in runs]
     for hf_key, entry in table.items():
-        key, hf_axes = (entry, None) if isinstance(entry, str) else entry
-        steps = weight_spec(key).steps
-        if steps & trunk_steps:
-            trunk[key] = make_leaf(arch, key, hf_key, hf_axes=hf_axes)
-        for (run, run_steps), layer in zip(runs, layers, strict=True):
-            if steps & run_steps:
-                block, _, name = key.partition(".")
-                layer.setdefault(block, {})[name] = make_leaf(arch, key, hf_key, run.layers, hf_axes)
+        for key in our_keys(entry):
+            steps = weight_spec(key).steps
+            if steps & trunk_steps:
+                trunk[key] = make_leaf(arch, key, hf_key, entry=entry)
+            for (run, run_steps), layer in zip(runs, layers, strict=True):
+                if steps & run_steps:
+                    block, _, name = key.partition(".")
+                    layer.setdefault(block, {})[name] = make_leaf(arch, key, hf_key, run.layers, entry)
     return trunk | {"runs": tuple(layers)}
 
 
-def make_leaf(
-    arch: Architecture, key: str, hf_key: str, layers: Sequence[int] = (0,), hf_axes: str | None = None
-) -> Leaf:
-    """The leaf of one weight of these layers. `hf_axes` are the axes in the file where they are not those of its
-    `WeightSpec`."""
+def make_leaf(arch: Architecture, key: str, hf_key: str, layers: Sequence[int] = (0,), entry: TableEntry = "") -> Leaf:
+    """The leaf of one weight of these layers. `entry` is the table's: it tells the axes in the file where they are not
+    those of the weight's `WeightSpec`, or all weights of the tensor where there are several."""
     spec = weight_spec(key)
     spec_axes, experts = spec.axes, None
     if "#" in hf_key:
         spec_axes, experts = spec_axes.replace(Axis.experts, ""), arch.axis_size(Axis.experts)
-    groups = (hf_axes or spec_axes).split()
+    groups = (entry[1] if isinstance(entry, tuple) else spec_axes).split()
     letters = "".join(groups)
     ours = letters if spec.kind is Kind.norm else spec_axes.replace(" ", "")  # a norm may be over other axes
     of_layers = (hf_key.replace("*", str(layer)) for layer in layers)
     tensors = (name.replace("#", str(expert)) for name in of_layers for expert in range(experts or 1))
-    axes = tuple(arch.axis_size(Axis(letter)) for letter in letters)
+    num_rows, *others = (_size(arch, group) for group in groups)
+    rows, hf_rows = range(num_rows), num_rows
+    if isinstance(entry, list):
+        of_weights = [_size(arch, weight_spec(weight).axes.split()[0]) for weight in entry]
+        first, hf_rows = sum(of_weights[: entry.index(key)]), sum(of_weights)
+        rows = range(first, first + num_rows)
     return Leaf(
         key=key,
         spec=spec,
         tensors=tuple(tensors),
         num_layers=len(layers),
         num_experts=experts,
-        hf_shape=tuple(math.prod(arch.axis_size(Axis(letter)) for letter in group) for group in groups),
-        axes=axes,
+        hf_shape=(hf_rows, *others),
+        rows=rows,
+        axes=tuple(arch.axis_size(Axis(letter)) for letter in letters),
         order=tuple(letters.index(letter) for letter in ours),
     )
+
+
+def _size(arch: Architecture, letters: str) -> int:
+    return math.prod(arch.axis_size(Axis(letter)) for letter in letters)
 
 
 def num_params(leaves: LeafTree) -> int:

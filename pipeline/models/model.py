@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int32, PyTree
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import FINAL_NORM, POST_NORM_HOOKS, UNROTATED_HOOKS, ActivationKey, Site
-from pipeline.models.architecture import Architecture, KeyTable, our_key
+from pipeline.models.architecture import Architecture, KeyTable, our_keys
 from pipeline.models.attention.choosing import Attend
 from pipeline.models.attention.xla import attend_xla
 from pipeline.models.checkpoints.checkpoint import Checkpoint
@@ -59,7 +59,7 @@ class Model:
     @property
     def _weight_keys(self) -> set[str]:
         """Our keys of the weights that the model has."""
-        return {our_key(entry) for entry in self.table.values()}
+        return {key for entry in self.table.values() for key in our_keys(entry)}
 
     @property
     def sites(self) -> tuple[Site, ...]:

@@ -9,7 +9,7 @@ from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.checkpoints.checkpoint_files import open_files
 from pipeline.models.checkpoints.loading import check_tensors
-from pipeline.models.families import bert, gemma, gpt2, gpt_neox, llama, mistral, moe, olmo, qwen2, qwen3, smollm3
+from pipeline.models.families import bert, gemma, gpt2, gpt_neox, llama, mistral, moe, olmo, phi3, qwen2, qwen3, smollm3
 from pipeline.models.families.hf_attention import check_long_ropes
 from pipeline.models.families.hf_config import HfConfig, refuse_unreadable
 from pipeline.models.head import HeadFormat, read_head
@@ -39,6 +39,7 @@ _FAMILIES = {
     "olmo2": Family(olmo.read_olmo2, "Olmo2"),
     "olmo3": Family(olmo.read_olmo3, "Olmo3"),
     "olmoe": Family(moe.read_olmoe, "Olmoe"),
+    "phi3": Family(phi3.read, "Phi3"),
     "qwen2": Family(qwen2.read, "Qwen2"),
     "qwen2_moe": Family(moe.read_qwen2_moe, "Qwen2Moe"),
     "qwen3": Family(qwen3.read, "Qwen3"),

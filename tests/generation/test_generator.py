@@ -30,6 +30,7 @@ FAMILIES = {
     "mistral": TWO_LAYERS | {"sliding_window": 7},
     "olmo2": {},
     "olmo3": TWO_LAYERS | {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": TWO_LAYERS | {"partial_rotary_factor": 0.5, "sliding_window": 7},
     "qwen2": {"tie_word_embeddings": True},
     "qwen2_moe": {},
     "qwen3": {},

@@ -43,6 +43,7 @@ _SMALL = {
     "max_position_embeddings": 64,
 }
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_LONG = {"type": "longrope", "short_factor": [1, 2.5], "long_factor": [3, 4.5]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "bert": _SMALL | {"type_vocab_size": 2, "position_embedding_type": "absolute"},
     "gemma2": _SMALL | {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8},
@@ -53,9 +54,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": _SMALL | {"sliding_window": 16},
     "olmo2": _SMALL | {"rope_theta": 500000.0},
     "olmo3": _SMALL | {"sliding_window": 16, "rope_theta": 500000, "rope_scaling": {"type": "yarn", "factor": 8.0}},
+    "phi3": _SMALL | {"original_max_position_embeddings": 32, "partial_rotary_factor": 0.5, "rope_scaling": _LONG},
     "qwen2": _SMALL | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
-    "qwen3": _SMALL
-    | {"head_dim": 8, "rope_scaling": {"type": "longrope", "short_factor": [1] * 4, "long_factor": [2] * 4}},
+    "qwen3": _SMALL | {"head_dim": 4, "rope_scaling": _LONG},
     "smollm3": _SMALL | {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 16},
 }
 

@@ -36,6 +36,7 @@ CLASSES = {
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
@@ -73,6 +74,12 @@ PLACES: dict[str, dict[Site, str]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), LLAMA_PLACES),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA_PLACES),
     **dict.fromkeys(("olmo2", "olmo3"), GEMMA_PLACES | {Site.resid_mid: "layers.*.mlp input"}),
+    "phi3": LLAMA_PLACES
+    | {
+        Site.attn_in: "layers.*.self_attn.qkv_proj input",
+        Site.mlp_pre: "layers.*.mlp.activation_fn input",
+        Site.mlp_pre_linear: "layers.*.mlp.gate_up_proj output second",
+    },
     "gpt_neox": {
         Site.embed: "embed_in output",
         Site.resid_pre: "layers.* input",
@@ -113,7 +120,7 @@ PLACES: dict[str, dict[Site, str]] = {
     },
 }
 """Where each family's sites are in transformers: a module of the trunk, and its first input or output, or the output of
-that number. A layer that lacks the module lacks the site."""
+that number, or the second half of the output. A layer that lacks the module lacks the site."""
 
 
 def save_random(family: str, path: Path, *, seed: int = 0, max_shard_size: str = "1GB", **overrides: object):
@@ -140,6 +147,8 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
         found[ActivationKey(layer, site)] = value.detach().float().reshape(*tokens.shape, -1).numpy().copy()
 
     def hook(site: Site, layer: int, module, side: str, number: str = "0"):
+        if number == "second":
+            return module.register_forward_hook(lambda _m, _i, output: keep(layer, site, output.chunk(2, -1)[1]))
         if side == "input":
             return module.register_forward_pre_hook(lambda _m, inputs: keep(layer, site, inputs))
         return module.register_forward_hook(lambda _m, _i, output: keep(layer, site, output, int(number)))

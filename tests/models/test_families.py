@@ -130,6 +130,13 @@ def older_olmo3(config: dict) -> None:
     config |= {"rope_theta": ropes["full_attention"].pop("rope_theta"), "rope_scaling": ropes["full_attention"]}
 
 
+def older_phi3(config: dict) -> None:
+    rope = config.pop("rope_parameters")
+    config |= {"partial_rotary_factor": rope.pop("partial_rotary_factor"), "rope_theta": rope.pop("rope_theta")}
+    config |= {"rope_scaling": {"type": rope.pop("rope_type")} | rope, "attention_bias": False, "auto_map": {}}
+    del config["rope_scaling"]["original_max_position_embeddings"]
+
+
 def older_smollm3(config: dict) -> None:
     del config["no_rope_layers"], config["layer_types"]
     config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "max_window_layers": 28, "pretraining_tp": 2}
@@ -144,6 +151,8 @@ OLMO3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
 }
+PHI3_ROPE = {"rope_type": "longrope", "rope_theta": 300.0, "partial_rotary_factor": 0.75}
+PHI3_ROPE |= {"short_factor": [1.0, 2.0, 3.0], "long_factor": [4.0, 5.0, 6.0]}
 EVERY_SECOND = ["sliding_attention", "full_attention"] * 2
 OLDER = {
     "gpt_neox": ({"rope_parameters": NEOX_ROPE}, older_gpt_neox),
@@ -153,6 +162,7 @@ OLDER = {
         older_gemma3,
     ),
     "olmo3": ({"sliding_window": 7, "rope_parameters": OLMO3_ROPES}, older_olmo3),
+    "phi3": ({"original_max_position_embeddings": 64, "rope_parameters": PHI3_ROPE}, older_phi3),
     "smollm3": ({"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7}, older_smollm3),
 }
 
@@ -178,6 +188,15 @@ REFUSED = {
     "olmo2 with clipping": ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
     "olmo3 with one older theta": ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "since versions"),
     "olmo3 with one rope": ("olmo3", {"rope_parameters": LINEAR}, "rope_parameters sets rope_type='linear'"),
+    "phi3 with another rope": ("phi3", {"rope_parameters": LINEAR}, "'linear'.*implemented: default, longrope"),
+    "phi3 with odd rotation": ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "that is 3"),
+    "phi3 with kinds of layers": ("phi3", {"layer_types": ALTERNATING}, "sets layer_types"),
+    "phi3 with other heads": (
+        "phi3",
+        {"num_key_value_heads": 4},
+        r"qkv_proj.weight has shape \(64, 32\), expected \(96, 32\)",
+    ),
+    "phi3 with biases": ("phi3", {"attention_bias": True}, "attention_bias=True"),
     "smollm3 with too few layers": ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 numbers"),
     "smollm3 without its window": ("smollm3", {"layer_types": ["sliding_attention"] * 4}, "no window is used"),
     "activation": ("bert", {"hidden_act": "mish"}, "hidden_act is 'mish'"),
@@ -193,7 +212,16 @@ def test_refused(case: str, tmp_path) -> None:
         open_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt_neox", "olmo2"])
+def test_random_weights_of_one_tensor_differ(tmp_path) -> None:
+    save_random("phi3", tmp_path)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    (layers,) = open_model(str(tmp_path), init="random").load((LAST,), "float32", sharding)["runs"]
+    matrices = [*(layers["attention"][name] for name in ("q", "k", "v")), layers["mlp"]["gate"], layers["mlp"]["up"]]
+    starts = {tuple(np.asarray(matrix[0]).ravel()[:4].tolist()) for matrix in matrices}
+    assert len(starts) == len(matrices)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt_neox", "olmo2", "phi3"])
 def test_a_site_alone_equals_the_site_among_all(family: str, tmp_path) -> None:
     """Alone, the layer has only the weights that the site needs."""
     save_random(family, tmp_path)

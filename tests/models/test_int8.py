@@ -37,6 +37,7 @@ FAMILIES = (
     "mixtral",
     "olmo2",
     "olmo3",
+    "phi3",
     "qwen2",
     "qwen2_moe",
     "qwen3",

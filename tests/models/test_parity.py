@@ -79,6 +79,21 @@ CASES = {
         | {"num_key_value_heads": 1, "head_dim": 6},
     ),
     "smollm3 every second layer, all heads": ("smollm3", {"no_rope_layer_interval": 2, "num_key_value_heads": None}),
+    "phi3": ("phi3", {}),
+    "phi3 window, partly rotating, tied, one kv head": (
+        "phi3",
+        {"sliding_window": 7, "partial_rotary_factor": 0.5, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
+    "phi3 longrope, partly rotating": (
+        "phi3",
+        {"num_key_value_heads": 4, "original_max_position_embeddings": 96, "partial_rotary_factor": 0.75}
+        | {"rope_parameters": LONG_ROPE | {"short_factor": [1.0, 1.5, 7.5], "long_factor": [9.0] * 3}},
+    ),
+    "phi3 longrope, attention_factor, head_dim": (
+        "phi3",
+        {"head_dim": 8, "hidden_act": "gelu", "original_max_position_embeddings": 96}
+        | {"rope_parameters": LONG_ROPE | {"attention_factor": 1.3, "factor": 2.0}},
+    ),
     "gemma2": ("gemma2", GEMMA),
     "gemma2 low caps": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5}),
     "gemma2 without caps, biases": ("gemma2", GEMMA | {"attn_logit_softcapping": None, "attention_bias": True}),
@@ -169,6 +184,7 @@ SCANNED = {
         "smollm3",
         WINDOW | {"layer_types": ALTERNATING, "no_rope_layers": [1, 1, 0, 0]},
     ),
+    "fused tensors": ("phi3", {}),
     "yarn in global layers": ("olmo3", {"sliding_window": 7, "rope_parameters": YARN_ROPES}),
 }
 
@@ -194,6 +210,7 @@ FAMILIES = {
     "olmo2": {},
     "olmo3": {"sliding_window": 7},
     "olmoe": OLMOE,
+    "phi3": {"partial_rotary_factor": 0.5},
     "qwen2": {},
     "qwen2_moe": {"mlp_only_layers": [1]},
     "qwen3": {},

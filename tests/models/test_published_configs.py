@@ -19,6 +19,7 @@ NUM_PARAMS = {  # transformers' count: with the unembedding where it is not tied
     "OLMo-2-7B": 7_298_617_344,
     "Mistral-7B-v0.1": 7_241_732_096,
     "Qwen3-0.6B": 596_049_920,
+    "phi-4": 14_659_507_200,
     "SmolLM3-3B": 3_075_098_624,
     "Olmo-3-7B": 7_298_011_136,
 }

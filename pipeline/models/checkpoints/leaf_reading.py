@@ -62,7 +62,7 @@ def _pieces(
     index = index[len(leaf.stack_shape) :]
     axis = leaf.order.index(0)  # ours, of HF's first
     num_items = leaf.axes[0]
-    rows_per_item = leaf.hf_shape[0] // num_items
+    rows_per_item = len(leaf.rows) // num_items
     item_bytes = 4 * math.prod(leaf.axes) // num_items
     start, stop, items_per_piece = 0, num_items, num_items
     is_divided = not whole_channels or axis < len(index) - leaf.num_inputs
@@ -72,8 +72,9 @@ def _pieces(
         items_per_piece = max(1, piece_bytes // item_bytes)
     for first in range(start, stop, items_per_piece):
         last = min(first + items_per_piece, stop)
-        rows = checkpoint.rows(checkpoint.full_name(tensor), first * rows_per_item, last * rows_per_item)
-        piece = rows.reshape(last - first, *leaf.axes[1:]).transpose(leaf.order)
+        rows = leaf.rows[first * rows_per_item : last * rows_per_item]
+        values = checkpoint.rows(checkpoint.full_name(tensor), rows.start, rows.stop)
+        piece = values.reshape(last - first, *leaf.axes[1:]).transpose(leaf.order)
         if is_divided:
             place = tuple(slice(first - start, last - start) if i == axis else slice(None) for i in range(len(index)))
             chosen = tuple(slice(None) if i == axis else part for i, part in enumerate(index))

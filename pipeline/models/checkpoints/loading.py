@@ -12,7 +12,7 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.architecture import Architecture, Axis, KeyTable, our_key
+from pipeline.models.architecture import Architecture, Axis, KeyTable, our_keys
 from pipeline.models.checkpoints.checkpoint import Checkpoint, current_name
 from pipeline.models.checkpoints.leaf_reading import Index, read_int8, read_leaf
 from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES
@@ -76,8 +76,8 @@ def _tensors_of_layer(arch: Architecture, table: KeyTable, is_sparse: bool) -> s
     """The HF keys, without the layer's prefix, of all tensors that a dense or a sparse layer has."""
     num_experts = arch.axis_size(Axis.experts) if is_sparse else 1
     steps = layer_steps(is_sparse).keys()
-    keys = (key for key, entry in table.items() if weight_spec(our_key(entry)).steps & steps)
-    names = (key.partition("*.")[2] for key in keys)
+    hf_keys = (hf_key for hf_key, entry in table.items() for key in our_keys(entry) if weight_spec(key).steps & steps)
+    names = (hf_key.partition("*.")[2] for hf_key in hf_keys)
     return {name.replace("#", str(expert)) for name in names for expert in range(num_experts)}
 
 

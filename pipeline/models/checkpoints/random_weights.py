@@ -27,7 +27,8 @@ def random_params(
 ) -> Params:
     """Random parameters, made on the devices: norms are 1, everything else normal with standard deviation 0.02.
 
-    A tensor's values depend on the seed and its HF key alone, not on what is captured or how many devices there are.
+    A weight's values depend on the seed, its HF key and its place in that tensor alone, not on what is captured or how
+    many devices there are.
     Raises ConfigError where the devices are the host and lack the memory; of others, the plan knows theirs.
     """
     if jax.default_backend() == "cpu":
@@ -43,7 +44,8 @@ def random_params(
         sharding = place(leaf)
         if leaf.spec.is_scale:
             return jnp.ones(leaf.shape, dtype, device=sharding)
-        tensor_ids = np.array([zlib.crc32(f"{seed} {name}".encode()) for name in leaf.tensors], np.uint32)
+        first_row = f" {leaf.rows.start}" if leaf.rows.start else ""
+        tensor_ids = np.array([zlib.crc32(f"{seed} {name}{first_row}".encode()) for name in leaf.tensors], np.uint32)
         if with_int8 and is_int8(leaf):
             scale_sharding = without_inputs(sharding, len(leaf.shape) - leaf.num_inputs)
             return _normal(dtype, Int8Weight(sharding, scale_sharding))(tensor_ids, leaf.shape, leaf.num_inputs)

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, KeyTable
-from pipeline.models.families.hf_attention import parse_rope, rope_values
+from pipeline.models.families.hf_attention import parse_rope, rope_values, rotary_dim
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.multi_head import read_multi_head
 
@@ -39,11 +38,6 @@ def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     rope = parse_rope(values, config.positive_float("rotary_emb_base", 10000.0), max_positions)
     values.finish()
     arch = read_multi_head(config, max_positions=2048, eps=1e-5, activation="gelu", rope=rope)
-    rotary_dim = int(arch.head_dim * fraction)
-    if not 0 < rotary_dim <= arch.head_dim or rotary_dim % 2:
-        raise CheckpointError(
-            f"{config.where}: {fraction} of a head's {arch.head_dim} dimensions rotate, that is {rotary_dim}; "
-            f"expected an even number. Is the file damaged?"
-        )
     table = KEY_TABLE | (ATTENTION_BIASES if config.flag("attention_bias", True) else {})
-    return dataclasses.replace(arch, parallel=config.flag("use_parallel_residual", True), rotary_dim=rotary_dim), table
+    arch = dataclasses.replace(arch, rotary_dim=rotary_dim(config, arch.head_dim, fraction))
+    return dataclasses.replace(arch, parallel=config.flag("use_parallel_residual", True)), table

@@ -124,6 +124,17 @@ def _parse_long(values: HfConfig, theta: float, max_positions: int) -> LongRope:
     )
 
 
+def rotary_dim(config: HfConfig, head_dim: int, fraction: float) -> int:
+    """How many of a head's dimensions rotate."""
+    dim = int(head_dim * fraction)
+    if not 0 < dim <= head_dim or dim % 2:
+        raise CheckpointError(
+            f"{config.where}: {fraction} of a head's {head_dim} dimensions rotate, that is {dim}; expected an even "
+            f"number. Is the file damaged?"
+        )
+    return dim
+
+
 def check_long_ropes(config: HfConfig, arch: Architecture) -> None:
     """Raises CheckpointError where a LongRoPE is not one for the model's heads."""
     num_pairs = (arch.rotary_dim or arch.head_dim) // 2

@@ -40,10 +40,16 @@ _HARMLESS = frozenset(
 # Attributes that would matter, at the value that switches them off.
 _NEUTRAL: dict[str, object] = {
     "add_cross_attention": False,
+    "attention_bias": False,
+    "auto_map": {},
     "chunk_size_feed_forward": 0,
     "is_causal": True,
     "is_decoder": True,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
     "is_encoder_decoder": False,
+    "lm_head_bias": False,
+    "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "pruned_heads": {},
     "rope_interleaved": False,
@@ -202,7 +208,7 @@ def refuse_unreadable(config: HfConfig) -> None:
             f"{config.where} has a quantization_config: expected float32, float16 or bfloat16 weights, got quantised "
             f"ones. Use the checkpoint from which it was quantised."
         )
-    if "auto_map" in config:
+    if config.values.get("auto_map"):
         raise CheckpointError(
             f"{config.where} has an auto_map: the model is defined by code inside its repository, which is never run. "
             f"Use a model of an implemented family."

@@ -1,0 +1,32 @@
+"""Phi-3 and Phi-4 (transformers' `Phi3Model`): a LLaMA with q, k and v in one tensor, gate and up in another."""
+
+import dataclasses
+
+from pipeline.models.architecture import Architecture, KeyTable
+from pipeline.models.families.hf_attention import all_local, parse_rope, rope_values, rotary_dim
+from pipeline.models.families.hf_config import HfConfig
+from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
+from pipeline.models.families.llama import read_decoder
+
+_APART = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+KEY_TABLE: KeyTable = {key: entry for key, entry in LLAMA_TABLE.items() if not any(name in key for name in _APART)} | {
+    "layers.*.self_attn.qkv_proj.weight": ["attention.q", "attention.k", "attention.v"],
+    "layers.*.mlp.gate_up_proj.weight": ["mlp.gate", "mlp.up"],
+}
+
+
+def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    max_positions = config.positive_int("max_position_embeddings", 4096)
+    original = config.positive_int("original_max_position_embeddings", 4096)  # counts, whatever the mapping has
+    values = rope_values(config)
+    values = HfConfig(values.values | {"original_max_position_embeddings": original}, values.where)
+    values.choice("rope_type" if "rope_type" in values else "type", ("default", "longrope"), "default")
+    values.ignore("original_max_position_embeddings")  # without LongRoPE, nothing reads it
+    theta = config.positive_float("rope_theta", 10000.0)
+    rope = parse_rope(values, theta, max_positions)
+    fraction = values.positive_float("partial_rotary_factor", config.positive_float("partial_rotary_factor", 1.0))
+    values.finish()
+    arch = read_decoder(config, default_max_positions=4096, default_eps=1e-5, rope=rope)
+    arch = dataclasses.replace(arch, rotary_dim=rotary_dim(config, arch.head_dim, fraction))
+    return dataclasses.replace(arch, local=all_local(arch, config.optional_int("sliding_window", None))), KEY_TABLE
