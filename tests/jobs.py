@@ -2,6 +2,7 @@
 
 import json
 import pydoc_data.topics
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+from safetensors.numpy import load_file, save_file
 
 from pipeline.store.format.commits import commit_key
 from pipeline.store.io.shard_files import _lock
@@ -33,6 +35,18 @@ def write_text(directory: Path, *, files: int, documents: int, max_characters: i
             "id": [f"{file}/{k}/{name}" for k, (name, _) in enumerate(chosen)],
         }
         pq.write_table(pa.table(table), directory / f"{file:03}.parquet", row_group_size=16)
+    return directory
+
+
+def write_model_of_zeros(directory: Path) -> Path:
+    """The bundled model, but that layer 1 has an MLP of zeros, and the head is certain of every next token."""
+    from pipeline.config.composing import PACKAGE  # not above: conftest sets JAX's variables first
+
+    shutil.copytree(PACKAGE / "assets" / "tiny-qwen2", directory)
+    weights = load_file(directory / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"] *= 0
+    weights["model.norm.weight"] *= 1e6
+    save_file(weights, directory / "model.safetensors")
     return directory
 
 

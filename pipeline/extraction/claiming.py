@@ -133,7 +133,8 @@ def complete_by_one(job: Job, store: StoreWriter, stop: StopRequest, complete: C
     completion = None
     with ExitStack() as stack:
         if processes.is_first():
-            claims = stack.enter_context(closing(Claims(store.storage, job.config.run.lease_s)))
+            claims = Claims(store.storage, job.config.run.lease_s, lambda _: "the completion of the store")
+            stack.enter_context(closing(claims))
             completion = _Completion(store, claims, job.plan.streams.count, complete)
         while not processes.any_process(completion is not None and completion.is_over()):
             time.sleep(_COMPLETION_POLL_S)

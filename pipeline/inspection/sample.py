@@ -26,8 +26,8 @@ class ActivationView:
     """One activation array in the sample.
 
     norms: [n, S], NaN where there is no token. spectrum: each principal component's share of the variance, descending,
-    from up to SPECTRUM_TOKENS tokens. non_finite: the number of tokens with an infinite or NaN feature, which the
-    spectrum leaves out.
+    from up to SPECTRUM_TOKENS tokens; empty where these are all equal. non_finite: the number of tokens with an
+    infinite or NaN feature, which the spectrum leaves out.
     """
 
     name: str
@@ -105,4 +105,5 @@ def _spectrum(values: Float64[np.ndarray, "n D"]) -> Float64[np.ndarray, " compo
     centred = values - values.mean(axis=0)
     gram = centred @ centred.T if len(centred) < centred.shape[1] else centred.T @ centred
     variances = np.maximum(np.linalg.eigvalsh(gram)[::-1], 0)
-    return variances / max(variances.sum(), np.finfo(np.float64).tiny)
+    total = variances.sum()
+    return variances / total if total > 0 else np.empty(0)

@@ -53,13 +53,7 @@ def head_outputs(
             if array.name == "loss":
                 values, is_defined = jnp.where(has_next, values, jnp.nan), has_next
             if jnp.issubdtype(values.dtype, jnp.floating):
-                values = _without_zeros(values)
                 is_finite = jnp.isfinite(values)
                 not_finite.append(is_defined & ~(is_finite.all(axis=-1) if values.ndim == 3 else is_finite))
             outputs.append(jnp.where(stored.exist[:, :, None] if values.ndim == 3 else stored.exist, values, 0))
     return tuple(outputs), tuple(not_finite)
-
-
-def _without_zeros(values: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The smallest normal number for 0, as which Zarr reads an object that is missing: no block is all zeros."""
-    return jnp.where(values == 0, jnp.finfo(values.dtype).tiny, values)

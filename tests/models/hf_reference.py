@@ -123,13 +123,18 @@ PLACES: dict[str, dict[Site, str]] = {
 that number, or the second half of the output. A layer that lacks the module lacks the site."""
 
 
-def save_random(family: str, path: Path, *, seed: int = 0, max_shard_size: str = "1GB", **overrides: object):
-    """A random float32 model of `family` (its `model_type`), saved to `path`. Returns the torch model."""
-    config_class, model_class = (getattr(transformers, name) for name in CLASSES[family])
-    torch.manual_seed(seed)
+def tiny_config(family: str, **overrides: object):
+    """The transformers config of a tiny model of `family` (its `model_type`)."""
+    config_class = getattr(transformers, CLASSES[family][0])
     sizes = SIZES | {"n_inner": SIZES["intermediate_size"]} if family == "gpt2" else SIZES
     sizes = {name: sizes[name] for name in sizes if hasattr(config_class(), name)}
-    model = model_class(config_class(**sizes | overrides)).eval()
+    return config_class(**sizes | overrides)
+
+
+def save_random(family: str, path: Path, *, seed: int = 0, max_shard_size: str = "1GB", **overrides: object):
+    """A random float32 model of `family` (its `model_type`), saved to `path`. Returns the torch model."""
+    torch.manual_seed(seed)
+    model = getattr(transformers, CLASSES[family][1])(tiny_config(family, **overrides)).eval()
     with torch.no_grad():  # the usual initialisation leaves biases at 0, norms at 1 and attention almost uniform
         for name, parameter in model.named_parameters():
             is_scale = ("norm" in name.lower() or "ln_" in name) and not name.endswith("bias")

@@ -25,6 +25,7 @@ from pipeline.store.format.tables import table_key
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.merging import merge_stores
 from pipeline.store.write.store_writer import StoreWriter
+from tests.jobs import write_model_of_zeros
 
 Image = Mapping[str, bytes]
 
@@ -45,6 +46,7 @@ OVERRIDES = {
     "int8": ("capture.dtype=int8", "capture.int8_group=32", "store.shard_mib=0.035"),
     "int8_weights": ("model.weights_dtype=int8",),
     "selected": ("capture.positions=every", "capture.every=5", "store.shard_mib=0.013"),
+    "zeros": ("capture.sites=[mlp_out,resid_post]",),  # of a model whose layer 1 has an MLP of zeros
     "zstd": ("store.compression=zstd",),
     "without_statistics": ("capture.statistics=false",),
     "extended": (),
@@ -92,6 +94,8 @@ def make_specimen(kind: str, folder: Path, is_resumable: bool = True) -> Specime
     if not text.exists():
         _write_text(text)
     command = (f"data.path={text}", *_BASE, *OVERRIDES[kind])
+    if kind == "zeros":
+        command += (f"model.path={write_model_of_zeros(folder / 'model')}",)
     before = ()
     if kind in _BEFORE:
         _run(*command, f"store.path={path}", _BEFORE[kind])

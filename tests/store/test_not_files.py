@@ -77,9 +77,9 @@ def test_verify_names_it_and_a_reader_refuses_it(tmp_path, key, kind, cleanup, c
     copy_store(str(tmp_path))
     put(tmp_path, key, kind, cleanup)
     assert main([f"store.path={tmp_path}"]) == EXIT_FAILED
-    unlisted = {commit_key(0, 1): "^_commits/stream-00000: the store", SHARDS[0]: f"^{key}: is missing"}
     named = rf"^{key}: .*is a {kind}, expected a file"
-    named = unlisted.get(key, named) if kind == "folder" else named  # listings leave folders out
+    if kind == "folder" and key == commit_key(0, 1):  # listings leave folders out
+        named = "^_commits/stream-00000: the store"
     assert re.search(named, capsys.readouterr().out, re.MULTILINE)
     with pytest.raises(StoreInvalid, match=f"/{key} is a {kind}, expected a file"):
         read_everything(tmp_path)

@@ -1,6 +1,6 @@
 """Which objects a store has, by listings: those that its blocks need, and others."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -10,7 +10,9 @@ from jaxtyping import Bool, Int64
 
 from pipeline.store.check.ahead import map_ahead
 from pipeline.store.check.scope import Level, Scope
-from pipeline.store.check.stored_records import StreamRecords, is_in_stream, join_tables, stream_prefix
+from pipeline.store.check.stored_blocks import OpenStore
+from pipeline.store.check.stored_records import StreamRecords, is_in_stream, join_tables, read_again, stream_prefix
+from pipeline.store.format.arrays import fill_digest
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.layout import POSITIONS, SIDE_ARRAYS, ArraySpec, StoreLayout
 from pipeline.store.format.problems import Problem, Remedy
@@ -36,47 +38,72 @@ class _Blocks:
 
 
 def check_objects(
-    storage: Storage,
-    layout: StoreLayout,
-    scope: Scope,
-    streams: Mapping[int, StreamRecords],
-    is_complete: bool,
+    store: OpenStore, scope: Scope, streams: Mapping[int, StreamRecords], readable: Collection[str]
 ) -> tuple[MissingArrays, list[Problem]]:
-    """The objects that the scope's blocks lack and, in a complete store, those that belong to no block."""
+    """The objects that the scope's blocks lack and, in a complete store, those that belong to no block.
+
+    Zarr stores no object of a block whose values are all the fill value: the digests in its record tell. `readable` are
+    the arrays whose metadata is sound; which objects of another one are missing cannot be told from digests.
+    """
+    storage, layout, is_complete = store.storage, store.layout, store.root.complete
     problems: list[Problem] = []
     if is_complete or scope.level is Level.objects or scope.sample < 1:
         problems += _check_files(storage, layout.num_streams, scope, streams, is_complete)
     listed = [records.listed * layout.num_streams + stream for stream, records in streams.items()]
     blocks = _Blocks(np.sort(np.concatenate([np.empty(0, np.int64), *listed])), join_tables(streams))
-    missing: dict[tuple[int, int], set[str]] = {}
+    lacking: dict[str, Bool[np.ndarray, " blocks"]] = {}
     for spec in layout.all_arrays:
         is_present, others = _list_shards(storage, layout, scope, spec, blocks.listed)
         if is_complete:
             problems += map(_leftover, others)
-        for stream, block in _lacking(spec, layout, blocks, is_present):
-            missing.setdefault((stream, block), set()).add(spec.name)
-            problems.append(Problem(layout.shard_key(spec, stream, block), _MISSING))
+        lacks = _are_filled(spec, layout, blocks) & ~is_present
+        if lacks.any():
+            lacking[spec.name] = lacks
+    missing = dict(_missing(store, blocks.listed, lacking, readable, problems))
+    specs = {spec.name: spec for spec in layout.all_arrays}
+    for place, names in missing.items():
+        keys = (layout.shard_key(specs[name], *place) for name in names)
+        problems += (Problem(key, storage.file_problem(key) or _MISSING) for key in keys)  # no listing has folders
     return {place: frozenset(names) for place, names in missing.items()}, problems
+
+
+def _missing(
+    store: OpenStore,
+    shards: Int64[np.ndarray, " blocks"],
+    lacking: Mapping[str, Bool[np.ndarray, " blocks"]],
+    readable: Collection[str],
+    problems: list[Problem],
+) -> Iterator[tuple[tuple[int, int], list[str]]]:
+    """By stream and block, the arrays whose object is missing, of those without an object. `lacking`: by array, which
+    of the store shards have none. Adds records that cannot be read to the problems."""
+    if not lacking:
+        return
+    fill_digests = {name: fill_digest(store.arrays[name]) for name in lacking if name in readable}
+    num_streams = store.layout.num_streams
+    doubtful = shards[np.any(list(lacking.values()), axis=0)]
+    places = np.stack([doubtful % num_streams, doubtful // num_streams], axis=1)
+    for record in read_again(store.storage, places, problems):
+        at = np.searchsorted(shards, store.layout.shard_index(record.stream, record.block))
+        names = [name for name, lacks in lacking.items() if lacks[at]]
+        if (digests := record.digests) is None:
+            names = [name for name in names if name != POSITIONS.name]  # which are 0 in windows of one token
+        else:
+            names = [name for name in names if name in readable and digests.get(name) != fill_digests[name]]
+        if names:
+            yield (record.stream, record.block), names
 
 
 def _leftover(key: str) -> Problem:
     return Problem(key, "belongs to no committed block, although the store is complete", Remedy.discard)
 
 
-def _lacking(
-    spec: ArraySpec, layout: StoreLayout, blocks: _Blocks, is_present: Bool[np.ndarray, " n"]
-) -> Iterator[tuple[int, int]]:
-    """The readable blocks that lack their object of an array.
-
-    Zarr stores no object for a shard of zeros, which `positions` may be, and everything is in a block without rows.
-    """
-    if spec.name == POSITIONS.name:
-        return
+def _are_filled(spec: ArraySpec, layout: StoreLayout, blocks: _Blocks) -> Bool[np.ndarray, " blocks"]:
+    """Which of the listed blocks are readable and have tokens in an array. Without, its values are all fill values."""
     held = blocks.readable.column("tokens" if spec in SIDE_ARRAYS else "activations")
     stream, block = blocks.readable.column("stream"), blocks.readable.column("block")
-    at = np.searchsorted(blocks.listed, block * layout.num_streams + stream)
-    lacks = (held > 0) & ~is_present[at]
-    yield from zip(stream[lacks].tolist(), block[lacks].tolist(), strict=True)
+    filled = np.zeros(len(blocks.listed), bool)
+    filled[np.searchsorted(blocks.listed, block * layout.num_streams + stream)] = held > 0
+    return filled
 
 
 def _list_shards(

@@ -66,11 +66,11 @@ def verify_store(
         return problems
     others = _last_of_others(storage, root, scope)
     lasts = [*(records.last for records in streams.values() if records.last is not None), *others]
-    array_problems, is_readable = _check_arrays(store, scope, lasts)
+    array_problems, readable = _check_arrays(store, scope, lasts)
     problems += array_problems
-    missing, object_problems = check_objects(storage, store.layout, scope, streams, root.complete)
+    missing, object_problems = check_objects(store, scope, streams, readable)
     problems += object_problems
-    if not is_readable:
+    if len(readable) < len(store.arrays):
         note("the arrays do not fit the records: no block is read")
     elif scope.level >= Level.checksums:
         problems += _BlockChecks(store, scope, streams, missing).check(others, progress)
@@ -220,11 +220,11 @@ def _open(storage: Storage, root: StoreRoot, problems: list[Problem]) -> OpenSto
     return OpenStore(storage, root, layout, arrays, num_rows, vocab_size)
 
 
-def _check_arrays(store: OpenStore, scope: Scope, last: Iterable[CommitRecord]) -> tuple[list[Problem], bool]:
-    """The problems of the arrays' dtypes, shapes and store shards; and whether the scope's blocks can be read. `last`
-    are the last records of the streams: rank 0 has those of all."""
+def _check_arrays(store: OpenStore, scope: Scope, last: Iterable[CommitRecord]) -> tuple[list[Problem], list[str]]:
+    """The problems of the arrays' dtypes, shapes and store shards; and the arrays whose blocks, those of the scope, can
+    be read. `last` are the last records of the streams: rank 0 has those of all."""
     rows = max((store.layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
-    problems, readable = [], True
+    problems, readable = [], []
     wrong = _edited(store) | array_mismatches(store.layout, store.arrays)
     for name, array in store.arrays.items():
         where = f"{name}/zarr.json"
@@ -233,7 +233,8 @@ def _check_arrays(store: OpenStore, scope: Scope, last: Iterable[CommitRecord]) 
         if scope.is_first and array.shape[0] != (rows if store.root.complete else MAX_ROWS):
             what = f"has {array.shape[0]} rows; the last committed row is {rows - 1}"
             problems.append(Problem(where, what, Remedy.rerun))
-        readable = readable and array.shape[0] >= rows and name not in wrong
+        if array.shape[0] >= rows and name not in wrong:
+            readable.append(name)
     return problems, readable
 
 

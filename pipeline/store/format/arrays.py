@@ -6,9 +6,11 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import tensorstore as ts
 
 from pipeline.core.errors import StoreInvalid
+from pipeline.core.sites import ActivationKey
 from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import (
     ITEM_BYTES,
@@ -21,7 +23,7 @@ from pipeline.store.format.layout import (
     scale_spec,
 )
 from pipeline.store.format.metadata import StoreRoot
-from pipeline.store.io.digests import array_digest
+from pipeline.store.io.digests import array_digest, repeated_chunk_digest
 from pipeline.store.io.directories import make_directories
 from pipeline.store.io.failures import DAMAGE_REMEDY, VERIFY_REMEDY
 from pipeline.store.io.parsing import parse_json
@@ -126,12 +128,12 @@ def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> Stor
 
     Raises StoreInvalid where an array has another number of dimensions, or a dtype that no store has.
     """
-    capture, outputs = root.metadata.capture, root.metadata.outputs
+    outputs = root.metadata.outputs
     sides = {spec.name: spec for spec in (*SIDE_ARRAYS, SELECTED, *outputs)}
     for name, array in arrays.items():
         num_dimensions = len(sides[name].dimension_names) if name in sides else 3
         dtype = array.dtype.name
-        named = capture.get("dtype", dtype) if name in root.arrays else dtype  # by the root
+        named = _named_dtype(root, name, dtype) if name in root.arrays else dtype
         if array.ndim != num_dimensions or not {dtype, named} <= ITEM_BYTES.keys():
             raise StoreInvalid(
                 f"{name}/zarr.json has dtype {dtype} (the root names {named}) and {array.ndim} dimensions, expected "
@@ -141,7 +143,7 @@ def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> Stor
     selected = arrays[SELECTED.name].shape[1] if root.metadata.selects else None
     slots = TOKENS.slots if selected is None else SELECTED.slots
     activations = tuple(
-        ArraySpec(name, capture.get("dtype", arrays[name].dtype.name), arrays[name].shape[2], slots=slots)
+        ArraySpec(name, _named_dtype(root, name, arrays[name].dtype.name), arrays[name].shape[2], slots=slots)
         for name in root.arrays
     )
     scaled = activations if root.metadata.has_scales else ()
@@ -157,6 +159,11 @@ def stored_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore]) -> Stor
     )
 
 
+def _named_dtype(root: StoreRoot, name: str, default: str) -> str:
+    """The dtype that the root names for an array of activations; `default` where it names none."""
+    return ActivationKey.parse(name).site.stored_dtype(root.metadata.capture.get("dtype", default))
+
+
 def array_mismatches(layout: StoreLayout, arrays: Mapping[str, ts.TensorStore]) -> dict[str, str]:
     """By name, what is wrong with the arrays whose dtype, dimensions or store shards are not those of the layout."""
     mismatches = {}
@@ -167,6 +174,13 @@ def array_mismatches(layout: StoreLayout, arrays: Mapping[str, ts.TensorStore]) 
         if stored != expected:
             mismatches[spec.name] = f"has dtype, shape and store shards {stored}, expected {expected}"
     return mismatches
+
+
+def fill_digest(array: ts.TensorStore) -> str:
+    """The digest of a block whose values are all the array's fill value. Zarr stores no object of such a block."""
+    shard_shape, chunk_shape = array.chunk_layout.write_chunk.shape, array.chunk_layout.read_chunk.shape
+    fill = np.asarray(array.fill_value, array.dtype.numpy_dtype)
+    return repeated_chunk_digest(np.full(chunk_shape, fill), math.prod(shard_shape) // math.prod(chunk_shape))
 
 
 def require_layout(root: StoreRoot, arrays: Mapping[str, ts.TensorStore], path: str) -> StoreLayout:

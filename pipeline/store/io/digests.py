@@ -55,6 +55,15 @@ def values_digest(values: Shaped[np.ndarray, "R ..."], chunk_shape: Sequence[int
     return digest.hexdigest()
 
 
+def repeated_chunk_digest(chunk: Shaped[np.ndarray, "..."], num_chunks: int) -> str:
+    """The digest of a block whose chunks are all the same."""
+    digest = ValuesDigest(chunk.nbytes)
+    checksum = chunk_checksum(memoryview(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)))
+    for _ in range(num_chunks):
+        digest.add_checksum(checksum)
+    return digest.hexdigest()
+
+
 def chunk_checksum(chunk: memoryview | bytes | bytearray) -> bytes:
     """The crc32c of a chunk, as Zarr's codec of that name writes it."""
     return crc32c(chunk).to_bytes(4, "little")

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 import tensorstore as ts
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64, Shaped
 
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.int8 import Dequantised, scale_name
@@ -27,9 +27,9 @@ from pipeline.store.read.rows import (
     counts_positions,
     has_plain_chunks,
     require_selected,
-    require_stored,
     slot_side_arrays,
 )
+from pipeline.store.read.stored_objects import StoredObjects
 
 # MiB of side arrays of whole rows to read at once, before the slots of selected tokens are taken out of them.
 WHOLE_MIB = 64.0
@@ -53,6 +53,7 @@ class StoredBlocks:
         self.layout = layout
         self.arrays = arrays
         self.blocks = blocks
+        self._objects = StoredObjects(storage, layout, arrays)
         self._plain = frozenset(name for name, array in arrays.items() if has_plain_chunks(array))
         self._threads = ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="read") if self._plain else None
         # By block: its window, and [rows, slots] by name.
@@ -77,6 +78,18 @@ class StoredBlocks:
 
     def first_row(self, block: int) -> int:
         return self.layout.first_row(*self.blocks[block][:2])
+
+    def require(
+        self,
+        name: str,
+        rows: Int64[np.ndarray, " n"],
+        values: Shaped[np.ndarray, "n ..."],
+        filled: Bool[np.ndarray, " n"] | None = None,
+    ) -> None:
+        """Raises StoreInvalid where an object that holds some of an array's `rows` is missing, which Zarr reads as fill
+        values. filled: the rows that have a value in their first slot; all unless given."""
+        doubtful = self._objects.are_doubtful(name, rows, values)
+        self._objects.require(name, rows[doubtful if filled is None else doubtful & filled])
 
     def side_arrays(self, buffer: Buffer, more: Sequence[str] = ()) -> list[dict[str, np.ndarray]]:
         """The side arrays of each of the buffer's pieces, and those that `more` names. Those of earlier windows are
@@ -115,18 +128,16 @@ class StoredBlocks:
         side_arrays: dict[int, dict[str, np.ndarray]] = {b: {} for b in blocks}
         for block, name, values, read in reads:
             read.wait()
-            first = self.first_row(block)
             if name == SELECTED.name:
                 require_selected(self.arrays[name], self.blocks[block], values)
             elif name not in (POSITIONS.name, *self._output_names):  # these may all be 0
-                require_stored(self.arrays[name], np.arange(first, first + len(values)), values)
+                self.require(name, self._rows(block), values)
             side_arrays[block][name] = values
         for block, sides in side_arrays.items():
             self._require_outputs(block, sides)
             if {POSITIONS.name, SEGMENTS.name} <= set(sides):
                 counting = counts_positions(sides[SEGMENTS.name])
-                rows = self.first_row(block) + np.flatnonzero(counting)
-                require_stored(self.arrays[POSITIONS.name], rows, sides[POSITIONS.name][counting])
+                self.require(POSITIONS.name, self._rows(block), sides[POSITIONS.name], counting)
         if COMPLETIONS in names:
             tables = read_tables(self._storage, [self.blocks[b] for b in blocks])
             for sides, table in zip(side_arrays.values(), tables, strict=True):
@@ -143,9 +154,11 @@ class StoredBlocks:
     def _require_outputs(self, block: int, sides: Mapping[str, np.ndarray]) -> None:
         """Raises StoreInvalid where an object of outputs is missing: rows without a selected token have zeros."""
         for name in (name for name in self._output_names if name in sides):
-            values = sides[name] if sides[name].ndim == 2 else sides[name][:, 0]
-            filled = sides[SELECTED.name][:, 0] >= 0 if SELECTED.name in sides else np.ones(len(values), bool)
-            require_stored(self.arrays[name], self.first_row(block) + np.flatnonzero(filled), values[filled])
+            filled = sides[SELECTED.name][:, 0] >= 0 if SELECTED.name in sides else None
+            self.require(name, self._rows(block), sides[name], filled)
+
+    def _rows(self, block: int) -> Int64[np.ndarray, " rows"]:
+        return self.first_row(block) + np.arange(self.blocks[block].rows)
 
     def _start(self, block: int, name: str) -> tuple[np.ndarray, RowRead]:
         array = self.arrays[name]
@@ -171,13 +184,13 @@ class TokenMemory:
             groups[scale_name(STACKED)] = [scale_name(name) for name in names]
         for stacked, group in groups.items():
             arrays = {name: blocks.arrays[name] for name in group}
-            dtype = arrays[group[0]].dtype.numpy_dtype
+            dtypes = {name: array.dtype.numpy_dtype for name, array in arrays.items()}
             if options.stack:
-                memory = np.empty((rows, slots, len(group), arrays[group[0]].shape[2]), dtype)
+                memory = np.empty((rows, slots, len(group), arrays[group[0]].shape[2]), dtypes[group[0]])
                 self._targets |= {name: memory[:, :, k] for k, name in enumerate(group)}
                 self._slots[stacked] = memory.reshape(-1, *memory.shape[2:])
             else:
-                targets = {name: np.empty((rows, slots, array.shape[2]), dtype) for name, array in arrays.items()}
+                targets = {name: np.empty((rows, slots, arrays[name].shape[2]), dtypes[name]) for name in group}
                 self._targets |= targets
                 self._slots |= {name: target.reshape(-1, target.shape[2]) for name, target in targets.items()}
         self._side_arrays = {spec.name: np.empty((rows, slots), spec.dtype) for spec in SIDE_ARRAYS}
@@ -214,8 +227,7 @@ class TokenMemory:
             reads.wait()
         has_any = self._side_arrays["segments"][:row, 0] > 0
         for name, target in self._targets.items():
-            stored_rows = np.concatenate(row_numbers)[has_any]
-            require_stored(self._blocks.arrays[name], stored_rows, target[:row, 0][has_any])
+            self._blocks.require(name, np.concatenate(row_numbers), target[:row], has_any)
         flat = {name: target.reshape(-1, target.shape[2]) for name, target in self._targets.items()}
         for name in [name for name in flat if scale_name(name) in flat]:
             flat[name] = Dequantised(flat[name], flat.pop(scale_name(name)))

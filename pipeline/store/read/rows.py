@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 import tensorstore as ts
-from jaxtyping import Bool, Int32, Int64, Shaped
+from jaxtyping import Bool, Int32, Int64
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.block_table import Block
@@ -24,9 +24,6 @@ READS_AHEAD = 6
 # Of remote storage as many more as this allows. A piece of 8 MiB takes two requests, for the shard's index and for its
 # chunks: with 50 ms each, and 100 MB/s, 184 ms. 1 GiB/s then needs 24 pieces under way.
 REMOTE_BYTES_AHEAD = 256 * MIB
-
-# Reads of an object that is listed, but was read as if it were missing: a service may err twice in a row.
-_REREADS = 4
 
 
 def read_runs(array: ts.TensorStore, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
@@ -157,27 +154,6 @@ def _start_file(
     row_chunks = shard_shape[1] // chunk_shape[1]
     num_chunks, first = shard_shape[0] // chunk_shape[0] * row_chunks, row // chunk_shape[0] * row_chunks
     return threads.submit(read_chunks, directory + _shard_key(array, shard), num_chunks, first, out, chunk_shape)
-
-
-def require_stored(
-    array: ts.TensorStore, rows: Int64[np.ndarray, " n"], values: Shaped[np.ndarray, "n values"]
-) -> None:
-    """Raises StoreInvalid when an object that holds some of `rows` is missing, or was not there when it was read.
-
-    Zarr reads a missing object as fill values. `values` are of each row its only or its first ones, which are hardly
-    ever all of them fill values, as those of a token; only where they are, the object is looked for, and read again.
-    """
-    objects = KeyValueStore(array.kvstore)
-    suspicious = rows[(values == array.fill_value).all(axis=1)]
-    rows_per_shard = array.chunk_layout.write_chunk.shape[0]
-    for shard in np.unique(suspicious // rows_per_shard).tolist():
-        key = _shard_key(array, shard)
-        if key not in objects.list_keys(key):
-            raise StoreInvalid(f"{objects.url(key)} is missing, although the block is committed. {VERIFY_REMEDY}")
-        for _ in range(_REREADS if objects.is_remote else 1):
-            again = read_runs(array, suspicious[suspicious // rows_per_shard == shard])
-            if not ((again if again.ndim == 2 else again[:, 0]) == array.fill_value).all():
-                raise StoreInvalid(f"{objects.url(key)} exists, but its storage answered that it does not. Try again.")
 
 
 def _shard_key(array: ts.TensorStore, shard: int) -> str:

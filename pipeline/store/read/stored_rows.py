@@ -13,7 +13,8 @@ from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.int8 import dequantised, scale_name
 from pipeline.store.format.layout import POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS, StoreLayout
 from pipeline.store.io.storage import Storage
-from pipeline.store.read.rows import counts_positions, read_runs, require_stored
+from pipeline.store.read.rows import counts_positions, read_runs
+from pipeline.store.read.stored_objects import StoredObjects
 
 Rows = SupportsIndex | slice | Sequence[SupportsIndex] | np.ndarray
 
@@ -32,6 +33,7 @@ class StoredRows:
         self._layout = layout
         self._arrays = arrays
         self._blocks = blocks
+        self._objects = StoredObjects(storage, layout, arrays)
 
     @cached_property
     def _first_rows(self) -> Int64[np.ndarray, " blocks"]:
@@ -84,11 +86,9 @@ class StoredRows:
 
     def _read_once(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
         values = read_runs(self._arrays[name], rows)
-        first_slots = values if values.ndim == 2 else values[:, 0]
-        is_empty = (first_slots == self._arrays[name].fill_value).all(axis=1)
-        if is_empty.any():
-            filled = self._are_filled(name, rows[is_empty])
-            require_stored(self._arrays[name], rows[is_empty][filled], first_slots[is_empty][filled])
+        doubtful = rows[self._objects.are_doubtful(name, rows, values)]
+        if len(doubtful):
+            self._objects.require(name, doubtful[self._are_filled(name, doubtful)])
         return values
 
     def _are_filled(self, name: str, rows: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -102,13 +102,14 @@ class Claims:
     """This process's claims on the streams of one store, renewed by a thread until they are released or lost.
 
     `owner` names this process in them. `lease_s`: seconds that other processes wait after it stops renewing;
-    theirs may differ.
+    theirs may differ. `name` is what messages call a claimed number.
     """
 
-    def __init__(self, place: StorageLike, lease_s: float) -> None:
+    def __init__(self, place: StorageLike, lease_s: float, name: Callable[[int], str] = "stream {}".format) -> None:
         """Raises StoreInvalid for storage that ignores the conditions of a write, and StoreError."""
         self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.lease_s = lease_s
+        self._name = name
         storage = Storage.open(place)
         self._storage = storage.with_own_requests(_RENEWAL_REQUESTS)
         self._search_storage = storage.with_own_requests(_SEARCH_REQUESTS)
@@ -159,7 +160,8 @@ class Claims:
         if generation is None:
             return False
         if vacancy.expired:
-            log.warning("stream %d is taken over from %s, which has fallen silent", vacancy.stream, vacancy.expired)
+            name = self._name(vacancy.stream)
+            log.warning("%s is taken over from %s, which has fallen silent", name, vacancy.expired)
         with self._lock:
             self._leases[vacancy.stream] = _Lease(generation, began)
         if self._closed.is_set():
@@ -199,7 +201,7 @@ class Claims:
                     self._storage.write(_mark_key(stream, finished_for), f"{self.owner}\n".encode())
                     self._storage.write_if_unchanged(claim_key(stream), None, lease.generation)
         except StoreError as error:
-            log.warning("the claim on stream %d could not be released, and will expire: %s", stream, error)
+            log.warning("the claim on %s could not be released, and will expire: %s", self._name(stream), error)
 
     def close(self) -> None:
         """Releases all claims."""
@@ -222,7 +224,7 @@ class Claims:
         try:
             generation = self._write(stream, lease.generation)
         except StoreError as error:
-            log.warning("the claim on stream %d could not be renewed: %s", stream, error)
+            log.warning("the claim on %s could not be renewed: %s", self._name(stream), error)
             return
         if generation is None:
             self._lose(stream, lease, "was taken over by another worker")
@@ -231,7 +233,7 @@ class Claims:
 
     def _lose(self, stream: int, lease: _Lease, why: str) -> None:
         lease.is_lost = True
-        log.warning("the claim on stream %d %s: its blocks that are not committed yet are dropped here", stream, why)
+        log.warning("the claim on %s %s: what is not committed of it yet is dropped here", self._name(stream), why)
 
     def _write(self, stream: int, generation: bytes, held: bool = True) -> bytes | None:
         """Writes the claim if it still has this generation; returns the new generation, or None."""

@@ -1,0 +1,74 @@
+"""A model with activations and outputs that are all 0: job, store and readers take them as they are."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from pipeline.core.errors import StoreInvalid
+from pipeline.store import ActivationStore
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.io.storage import Storage
+from tests.jobs import run_here, write_model_of_zeros, write_text
+
+MLP_OUT = "blocks.1.mlp_out"
+ALL_ZERO = {MLP_OUT, f"{MLP_OUT}.scale", "entropy", "top_logprobs"}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> ActivationStore:
+    """Made in two runs."""
+    folder = tmp_path_factory.mktemp("zeros")
+    model = write_model_of_zeros(folder / "model")
+    job = (
+        *(f"model.path={model}", f"data.path={write_text(folder / 'text', files=2, documents=6)}"),
+        *(f"store.path={folder / 'store'}", "data.num_streams=2", "batch.rows=2", "batch.length=32"),
+        *("capture.layers=[1]", "capture.sites=[mlp_out,resid_post]", "capture.dtype=int8", "store.shard_mib=0.004"),
+        *("capture.positions=every", "capture.every=5", "capture.outputs=[entropy,top_logprobs]"),
+        "capture.top_logprobs=1",
+    )
+    run_here(*job, "run.max_tokens=1000")
+    assert verify_store(str(folder / "store")) == []
+    run_here(*job)
+    return ActivationStore.open(folder / "store")
+
+
+def test_the_store_is_sound_without_objects_of_zeros(store):
+    assert verify_store(store.path) == []
+    names = {key.split("/")[0] for key in store.storage.list_keys() if "/c/" in key}
+    assert set(store.arrays) - names == ALL_ZERO
+
+
+def test_readers_give_zeros(store):
+    valid = store.read_selected(store.rows) >= 0
+    assert not store.read(1, "mlp_out", store.rows).any()
+    assert store.read(1, "resid_post", store.rows)[valid].any(axis=1).all()
+    outputs = store.read_outputs(store.rows)
+    assert {name: values.any() for name, values in outputs.items()} == {
+        **{"entropy": False, "top_logprobs": False},
+        "top_ids": True,
+    }
+    assert store.statistics(1, "mlp_out").count == store.num_activations
+    assert not store.statistics(1, "mlp_out").variance.any()
+    for options in ({}, {"shuffle": True, "buffer_mib": 0.1}):
+        batches = list(store.batches(["blocks.1.resid_post", MLP_OUT], 64, outputs=("entropy", "top_ids"), **options))
+        assert sum(len(batch.tokens) for batch in batches) == store.num_activations
+        for batch in batches:
+            assert not batch.activations[MLP_OUT].any()
+            assert batch.activations["blocks.1.resid_post"].any(axis=1).all()
+            assert not batch.outputs["entropy"].any()
+            assert batch.outputs["top_ids"].any()
+    document = store.document(0)
+    assert len(document.activations[MLP_OUT]) == len(document.tokens) > 0
+    assert not document.activations[MLP_OUT].any()
+
+
+@pytest.mark.parametrize("name", ["blocks.1.resid_post", "blocks.1.resid_post.scale", "top_ids"])
+def test_what_is_not_zero_is_missed(store, tmp_path, name):
+    path = str(shutil.copytree(store.path, tmp_path / "store"))
+    key = next(key for key in Storage.open(path).list_keys(f"{name}/c/"))
+    Storage.open(path).write(key, None)
+    assert f"{key}: is missing, although the block is committed" in map(str, verify_store(path))
+    with pytest.raises(StoreInvalid, match=f"{key} is missing, although the block is committed"):
+        list(ActivationStore.open(path).batches("blocks.1.resid_post", 64, outputs=("top_ids",)))
+    np.testing.assert_array_equal(ActivationStore.open(path).read(1, "mlp_out", store.rows), 0)

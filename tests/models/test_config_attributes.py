@@ -1,0 +1,81 @@
+"""No attribute of config.json is overlooked: a change of any is refused, or another model, or known not to matter."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hf_reference import CLASSES, tiny_config
+from test_parity import ALTERNATING, FAMILIES, LONG_ROPE, WINDOW, YARN_ROPE, YARN_ROPES
+
+from pipeline.core.errors import CheckpointError
+from pipeline.models.families.hf_config import _HARMLESS
+from pipeline.models.registry import open_model
+
+VARIANTS = FAMILIES | {  # as many attributes as can have a meaning at once
+    "gemma3_text": FAMILIES["gemma3_text"] | {"rope_parameters": YARN_ROPES},
+    "llama": {"rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3}},
+    "olmo3": {"sliding_window": 7, "layer_types": ALTERNATING, "rope_parameters": YARN_ROPES},
+    "phi3": {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 96, "sliding_window": 7},
+    "qwen2": WINDOW | {"layer_types": ALTERNATING, "rope_parameters": LONG_ROPE},
+    "qwen2_moe": WINDOW,
+    "qwen3_moe": WINDOW,
+    "qwen3": WINDOW | {"layer_types": ALTERNATING},
+    "smollm3": WINDOW | {"layer_types": ALTERNATING},
+}
+ROUTERS_IN_TRAINING = {"output_router_logits", "router_aux_loss_coef"}
+IGNORED = {  # what transformers' model does not read: at inference, or beside the variant's other attributes
+    "bert": {"attention_probs_dropout_prob", "hidden_dropout_prob"},
+    "gpt2": {"reorder_and_upcast_attn"},
+    "gpt_neox": {"is_decoder"},
+    "mixtral": ROUTERS_IN_TRAINING | {"router_jitter_noise"},
+    "olmoe": ROUTERS_IN_TRAINING,
+    "phi3": {"rope_parameters.long_factor", "rope_parameters.original_max_position_embeddings"},
+    "qwen2": {"max_window_layers", "rope_parameters.long_factor"},
+    "qwen2_moe": ROUTERS_IN_TRAINING | {"max_window_layers"},
+    "qwen3": {"max_window_layers"},
+    "qwen3_moe": ROUTERS_IN_TRAINING,
+    "smollm3": {"no_rope_layer_interval"},
+}
+
+
+def changes(key: str, value: object) -> Iterator[tuple[str, object]]:
+    """Other values of an attribute; a mapping with another value has that value's dotted key."""
+    match value:
+        case bool():
+            yield key, not value
+        case int() | float():
+            yield key, value * 2 or 1
+        case str():
+            yield key, f"{value}_2"
+        case None:
+            yield from ((key, other) for other in (1, True, "x", ["x"]))
+        case []:
+            yield key, [1]
+        case list():
+            yield from ((key, other) for other in (value[1:], [*value[1:], value[0]]) if other != value)
+        case dict():
+            yield f"{key}.other", value | {"other": 1}
+            for name, inner in value.items():
+                yield from ((path, value | {name: other}) for path, other in changes(f"{key}.{name}", inner))
+
+
+def opened(path: Path, config: Mapping[str, object]) -> tuple:
+    (path / "config.json").write_text(json.dumps(config))
+    model = open_model(str(path), init="random")
+    return model.family, model.arch, model.table, model.head
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_no_attribute_is_overlooked(family: str, tmp_path) -> None:
+    config = tiny_config(family, **VARIANTS[family]).to_dict() | {"something_new": None}
+    before = opened(tmp_path, config)
+    overlooked = set()
+    for key in config.keys() - _HARMLESS:
+        for path, value in changes(key, config[key]):
+            with suppress(CheckpointError):
+                if opened(tmp_path, config | {key: value}) == before:
+                    overlooked.add(path)
+    expected = IGNORED.get(family, set())
+    assert {path for path in overlooked if not path.startswith("_") and not path.endswith("_token_id")} == expected
