@@ -39,9 +39,10 @@ similar names mean something else: `hook_attn_in` and `hook_mlp_in` are the stre
 
 Other families mean the same by these names, but for:
 
-* Experts (Qwen-MoE, Mixtral, OLMoE): a sparse layer has no `mlp_pre`, `mlp_pre_linear` and `mlp_post`, a dense one none
-  of `router_*` and `expert_out`. `expert_out` has the token's experts side by side, in the order of `router_indices`,
-  which are stored as int32. `mlp_out` is their sum by `router_weights`, and includes the expert that all tokens share.
+* Experts (Qwen-MoE, Mixtral, OLMoE, gpt-oss): a sparse layer has no `mlp_pre`, `mlp_pre_linear` and `mlp_post`, a
+  dense one none of `router_*` and `expert_out`. `expert_out` has the token's experts side by side, in the order of
+  `router_indices`, which are stored as int32. `mlp_out` is their sum by `router_weights`, and includes the
+  expert that all tokens share.
 * Norms after a block (OLMo 2 and 3, Gemma): `attn_out` and `mlp_out` are what is added, so after those norms. OLMo has
   no norms before its blocks: `attn_in` is `resid_pre`, and `mlp_in` is `resid_mid`.
 * Parallel residual (GPT-NeoX, Pythia): attention and MLP both read `resid_pre`, each after its own norm, so there is no

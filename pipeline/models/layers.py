@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, Num
 
 from pipeline.core.sites import Site
-from pipeline.models.architecture import Activation, Architecture, LayerKind, Norm
+from pipeline.models.architecture import Activation, Architecture, BoundedExperts, LayerKind, Norm
 from pipeline.models.attention.choosing import Attend
 from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.int8_weights import Int8Weight, quantise
@@ -173,6 +173,15 @@ def _attend(
     return jax.lax.cond(is_local, attend_window, attend_all, q, k, v, segments)
 
 
+def gated(gate: Float[Array, "*F"], up: Float[Array, "*F"], arch: Architecture) -> Float[Array, "*F"]:
+    """The neurons of an MLP or an expert with a gate."""
+    if not isinstance(arch.experts, BoundedExperts):
+        return ACTIVATIONS[arch.activation](gate) * up
+    alpha, limit = arch.experts.alpha, arch.experts.limit
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * (gate * jax.nn.sigmoid(gate * alpha))
+
+
 @jax.named_scope("mlp")
 def mlp_block(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict[Site, Array]:
     """The sites of an MLP that there are weights for; with a gate (Shazeer, arXiv 2002.05202) or without.
@@ -205,8 +214,8 @@ def _mlp(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict
     if "gate" in weights:
         sites[Site.mlp_pre] = project(x, weights, "gate")
     if sites.keys() >= ({Site.mlp_pre, Site.mlp_pre_linear} if arch.gated else {Site.mlp_pre}):
-        activated = ACTIVATIONS[arch.activation](sites[Site.mlp_pre])
-        sites[Site.mlp_post] = activated * sites[Site.mlp_pre_linear] if arch.gated else activated
+        pre, linear = sites[Site.mlp_pre], sites.get(Site.mlp_pre_linear)
+        sites[Site.mlp_post] = gated(pre, linear, arch) if arch.gated else ACTIVATIONS[arch.activation](pre)
     if "down" in weights:
         mlp_out = project(sites[Site.mlp_post], weights, "down")
         sites[Site.mlp_out] = norm_if_any(mlp_out, weights, "post_norm", arch)

@@ -63,7 +63,7 @@ def _pieces(
     axis = leaf.order.index(0)  # ours, of HF's first
     num_items = leaf.axes[0]
     rows_per_item = len(leaf.rows) // num_items
-    item_bytes = 4 * math.prod(leaf.axes) // num_items
+    item_bytes = 4 * rows_per_item * math.prod(leaf.hf_shape[1:])
     start, stop, items_per_piece = 0, num_items, num_items
     is_divided = not whole_channels or axis < len(index) - leaf.num_inputs
     if is_divided:
@@ -74,7 +74,7 @@ def _pieces(
         last = min(first + items_per_piece, stop)
         rows = leaf.rows[first * rows_per_item : last * rows_per_item]
         values = checkpoint.rows(checkpoint.full_name(tensor), rows.start, rows.stop)
-        piece = values.reshape(last - first, *leaf.axes[1:]).transpose(leaf.order)
+        piece = values[..., leaf.columns].reshape(last - first, *leaf.axes[1:]).transpose(leaf.order)
         if is_divided:
             place = tuple(slice(first - start, last - start) if i == axis else slice(None) for i in range(len(index)))
             chosen = tuple(slice(None) if i == axis else part for i, part in enumerate(index))
