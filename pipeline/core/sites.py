@@ -11,6 +11,7 @@ decoder (Qwen2, LLaMA):
 | `q`              | queries as they meet the keys: biased, normed, rotated | N * H | `blocks.L.attn.hook_rot_q`     |
 | `k`              | key-value heads' keys, likewise                        | K * H | `blocks.L.attn.hook_rot_k`     |
 | `v`              | key-value heads' values                                | K * H | `blocks.L.attn.hook_v`         |
+| `attn_entropy`   | entropy of each head's attention, in nats              | N     | `blocks.L.attn.hook_pattern`   |
 | `attn_z`         | heads' outputs before the output projection            | N * H | `blocks.L.attn.hook_z`         |
 | `attn_out`       | what attention adds to the residual stream             | D     | `blocks.L.hook_attn_out`       |
 | `resid_mid`      | residual stream between attention and MLP              | D     | `blocks.L.hook_resid_mid`      |
@@ -30,7 +31,8 @@ D features of the residual stream, N heads of H features, K key-value heads, F n
 A. The heads of `q`, `k`, `v` and `attn_z` lie side by side in one axis: head n of a site is [n * H, (n + 1) * H).
 
 HF's `hidden_states[-1]` is `final_norm`, not the last layer's `resid_post`. TransformerLens' `ln_final.hook_normalized`
-is before the norm's weight; `final_norm` here is after it, as in HF.
+is before the norm's weight; `final_norm` here is after it, as in HF. `attn_entropy` is the entropy of the pattern, one
+number per head.
 
 `attn_in` and `mlp_in` are after the norm's weight and bias: `attn.hook_in` and `mlp.hook_in` of TransformerLens 3. Its
 similar names mean something else: `hook_attn_in` and `hook_mlp_in` are the stream before the norm, and
@@ -43,6 +45,7 @@ Other families mean the same by these names, but for:
   dense one none of `router_*` and `expert_out`. `expert_out` has the token's experts side by side, in the order of
   `router_indices`, which are stored as int32. `mlp_out` is their sum by `router_weights`, and includes the
   expert that all tokens share.
+* Attention sinks (gpt-oss): `attn_entropy` counts a head's sink as one of the keys.
 * Norms after a block (OLMo 2 and 3, Gemma): `attn_out` and `mlp_out` are what is added, so after those norms. OLMo has
   no norms before its blocks: `attn_in` is `resid_pre`, and `mlp_in` is `resid_mid`.
 * Parallel residual (GPT-NeoX, Pythia): attention and MLP both read `resid_pre`, each after its own norm, so there is no
@@ -72,6 +75,7 @@ class Site(StrEnum):
     q = "q"
     k = "k"
     v = "v"
+    attn_entropy = "attn_entropy"
     attn_z = "attn_z"
     attn_out = "attn_out"
     resid_mid = "resid_mid"
@@ -101,6 +105,7 @@ _HOOKS = {
     Site.q: "attn.hook_rot_q",
     Site.k: "attn.hook_rot_k",
     Site.v: "attn.hook_v",
+    Site.attn_entropy: "attn.hook_pattern",
     Site.attn_z: "attn.hook_z",
     Site.mlp_in: "mlp.hook_in",
     Site.router_indices: "mlp.hook_expert_indices",

@@ -10,7 +10,7 @@ Letters: B rows, T positions, D model dim, N heads, K key-value heads, H head di
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TypedDict
@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int32, Num
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Activation, Architecture, BoundedExperts, LayerKind, Norm
 from pipeline.models.attention.choosing import Attend
+from pipeline.models.attention.entropy import attention_entropy
 from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.int8_weights import Int8Weight, quantise
 from pipeline.models.rope import RopeTable, apply_rope, choose_table
@@ -130,10 +131,13 @@ def attention_block(
             sites[site] = norm_if_any(sites[site], weights, key, arch)
             if kind.is_rotated is not False:
                 sites[site] = apply_rope(sites[site], choose_table(ropes, kind))
+    sinks = {"sinks": weights["sinks"]} if "sinks" in weights else {}
+    if sites.keys() >= {Site.q, Site.k}:
+        operands = (sites[Site.q], sites[Site.k], segments)
+        sites[Site.attn_entropy] = _attend(partial(attention_entropy, **sinks), operands, arch, kind.is_local)
     if sites.keys() >= {Site.q, Site.k, Site.v}:
-        if "sinks" in weights:
-            attend = partial(attend, sinks=weights["sinks"])
-        z = _attend(sites[Site.q], sites[Site.k], sites[Site.v], segments, arch, kind.is_local, attend)
+        operands = (sites[Site.q], sites[Site.k], sites[Site.v], segments)
+        z = _attend(partial(attend, **sinks), operands, arch, kind.is_local)
         sites[Site.attn_z] = z
         if "o" in weights:
             attn_out = project(z, weights, "o")
@@ -151,26 +155,25 @@ def _heads(x: Float[Array, "B T D"], weights: Weights) -> dict[Site, Array]:
 
 
 def _attend(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    segments: Int32[Array, "B T"],
+    attend: Callable[..., Float[Array, "B T N *H"]],
+    operands: tuple[Array, ...],
     arch: Architecture,
     is_local: bool | Bool[Array, ""],
-    attend: Attend,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N *H"]:
+    """`attend(*operands, spec=...)` as the layer's kind demands; the first operand are the queries."""
+    length = operands[0].shape[1]
     scale = arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
     spec = AttentionSpec(arch.causal, scale, arch.softcap)
     attend_all = partial(attend, spec=spec)
-    is_decoding = q.shape[1] == 1  # the keys of earlier positions are in a cache
-    fits_window = arch.local is not None and arch.local.window >= q.shape[1] and not is_decoding
+    is_decoding = length == 1  # the keys of earlier positions are in a cache
+    fits_window = arch.local is not None and arch.local.window >= length and not is_decoding
     if arch.local is None or fits_window or is_local is False:
-        return attend_all(q, k, v, segments)
+        return attend_all(*operands)
     attend_window = partial(attend, spec=replace(spec, window=arch.local.window))
     if is_local is True:
-        return attend_window(q, k, v, segments)
+        return attend_window(*operands)
     # The program contains both branches once for the whole scan; each layer runs one of them.
-    return jax.lax.cond(is_local, attend_window, attend_all, q, k, v, segments)
+    return jax.lax.cond(is_local, attend_window, attend_all, *operands)
 
 
 def gated(gate: Float[Array, "*F"], up: Float[Array, "*F"], arch: Architecture) -> Float[Array, "*F"]:

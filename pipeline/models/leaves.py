@@ -175,8 +175,12 @@ def flops_per_token(
     matrices = sum(_used_size(arch, leaf) for leaf in leaves if leaf.num_inputs)
     runs = layer_runs(keys, arch)
     layers = [layer for run in runs if Step.z in run.steps(arch) for layer in run.layers]
-    attended = sum(length if counts_masked else _mean_keys(arch, layer, length) for layer in layers)
-    return 2 * matrices + attended * 4 * arch.num_heads * arch.head_dim
+    entropies = [key.layer for key in keys if key.site is Site.attn_entropy]  # whose scores are computed once more
+    attended, again = (
+        sum(length if counts_masked else _mean_keys(arch, layer, length) for layer in some)
+        for some in (layers, entropies)
+    )
+    return 2 * matrices + (4 * attended + 2 * again) * arch.num_heads * arch.head_dim
 
 
 def _used_size(arch: Architecture, leaf: Leaf) -> int:

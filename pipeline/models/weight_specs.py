@@ -20,6 +20,7 @@ class Step(StrEnum):
     q = "q"
     k = "k"
     v = "v"
+    entropy = "entropy"  # of attention
     z = "z"  # attention proper
     o = "o"
     mlp_in = "mlp_in"
@@ -48,6 +49,7 @@ _TO_MLP: Mapping[Step, LayerStep] = {
     Step.q: LayerStep(frozenset({Site.q}), reads=(Step.attn_in,)),
     Step.k: LayerStep(frozenset({Site.k}), reads=(Step.attn_in,)),
     Step.v: LayerStep(frozenset({Site.v}), reads=(Step.attn_in,)),
+    Step.entropy: LayerStep(frozenset({Site.attn_entropy}), reads=(Step.q, Step.k)),
     Step.z: LayerStep(frozenset({Site.attn_z}), reads=(Step.q, Step.k, Step.v)),
     Step.o: LayerStep(frozenset({Site.attn_out, Site.resid_mid}), reads=(Step.z,)),
     Step.mlp_in: LayerStep(frozenset({Site.mlp_in}), reads=(Step.o,)),
@@ -162,7 +164,7 @@ WEIGHTS: Mapping[str, WeightSpec] = {
     "attention.k": _matrix("KH D", Step.k),
     "attention.k_norm": _norm("H", Step.k),
     "attention.v": _matrix("KH D", Step.v),
-    "attention.sinks": _matrix("N", Step.z),  # of no product; divided as the heads are
+    "attention.sinks": _matrix("N", Step.entropy, Step.z),  # of no product; divided as the heads are
     "attention.o": _matrix("D NH", Step.o),
     "attention.post_norm": _norm("D", Step.o),
     "attention.sum_norm": _norm("D", Step.o),

@@ -41,6 +41,11 @@ def plan_step(config: RunConfig, model: ModelFacts) -> StepSpec:
     """The specification of a run's step. Raises ConfigError for a site, layer or length that the model lacks."""
     capture, batch = config.capture, config.batch
     keys = captured_keys(capture, model)
+    if capture.when is When.decode and Site.attn_entropy in capture.sites:
+        raise ConfigError(
+            "capture.sites contains attn_entropy with capture.when=decode, whose keys are in a cache. Set "
+            "capture.when=document, or leave attn_entropy out."
+        )
     selected = slots_per_row(capture, batch.length)
     if not 1 <= batch.length <= model.max_positions:
         raise ConfigError(

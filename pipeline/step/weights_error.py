@@ -36,10 +36,13 @@ def int8_errors(
     run_leaves = leaves.pop("runs")
     tokens, segments, positions = (jnp.asarray(rows[name]) for name in ("tokens", "segments", "positions"))
 
-    @partial(jax.jit, static_argnames="kind")
-    def layer(x: Array, weights: LayerWeights, kind: LayerKind) -> tuple[Array, dict[Site, Array]]:
+    @partial(jax.jit, static_argnames=("kind", "wanted"))
+    def layer(
+        x: Array, weights: LayerWeights, kind: LayerKind, wanted: tuple[Site, ...]
+    ) -> tuple[Array, dict[Site, Array]]:
         ropes = rope_tables(model.arch, positions)
-        return layer_sites(model.arch, x, weights, ropes, segments, kind, attend_xla)
+        x, sites = layer_sites(model.arch, x, weights, ropes, segments, kind, attend_xla)
+        return x, {site: sites[site] for site in wanted}
 
     with jax.default_matmul_precision(matmul_precision(dtype)):
         params = model.load_leaves(leaves, dtype, device)
@@ -47,14 +50,15 @@ def int8_errors(
         residuals, inner = [0.0], {}
         for run, leaves_of_run in zip(layer_runs(single, model.arch), run_leaves, strict=True):
             kind = model.arch.kind(run.first)
-            x, sites = layer(x, model.load_leaves(leaves_of_run, dtype, device), kind)
+            inner_keys = [key for key in keys if residual_index(key, model.num_layers) is None]
+            wanted = tuple(key.site for key in inner_keys if key.layer == run.first)
+            x, sites = layer(x, model.load_leaves(leaves_of_run, dtype, device), kind, wanted)
             weights = model.load_leaves(leaves_of_run, dtype, device, with_int8=True)
-            x_int8, sites_int8 = layer(x_int8, with_int8_inputs(weights) if with_inputs else weights, kind)
+            x_int8, sites_int8 = layer(x_int8, with_int8_inputs(weights) if with_inputs else weights, kind, wanted)
             residuals.append(float(_relative_error(x_int8, x, segments != 0)))
-            for site in sites:
-                key = ActivationKey(run.first, site)
-                if key in keys:
-                    inner[key] = float(_relative_error(sites_int8[site], sites[site], segments != 0))
+            for site in wanted:
+                error = _relative_error(sites_int8[site], sites[site], segments != 0)
+                inner[ActivationKey(run.first, site)] = float(error)
         if "final_norm" in params:
             normed = (norm(stream, params, "final_norm", model.arch) for stream in (x_int8, x))
             inner[FINAL_NORM] = float(_relative_error(*normed, segments != 0))

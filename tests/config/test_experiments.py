@@ -15,6 +15,7 @@ from tests.jobs import run, write_text
 VALUES = {  # of keys that have no default
     "qwen_arc": ["data.path=/tasks", "store.path=/stores/a"],
     "qwen_fineweb_edu": ["store.path=/stores/a"],
+    "router_study": ["store.path=/stores/a"],
 }
 SWEEPS = {"sweep_sites": 9, "sweep_models": 4, "sweep_datasets": 3, "gemma_scope": 2}
 

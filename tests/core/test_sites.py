@@ -60,5 +60,5 @@ def test_the_documents_have_the_table_of_sites():
     arch = model.arch
     sizes = {"D": arch.d_model, "N * H": arch.num_heads * arch.head_dim, "K * H": arch.num_kv_heads * arch.head_dim}
     for site, (_, _, width, hook) in zip(Site, rows, strict=True):
-        assert model.width(site) == (sizes | {"F": arch.d_mlp})[width]
+        assert model.width(site) == (sizes | {"F": arch.d_mlp, "N": arch.num_heads})[width]
         assert hook.replace("L", "3") == f"`{ActivationKey(3 if site.per_layer else -1, site).hook_name()}`"

@@ -3,6 +3,8 @@
 import shutil
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.core.errors import StoreInvalid
@@ -72,3 +74,18 @@ def test_what_is_not_zero_is_missed(store, tmp_path, name):
     with pytest.raises(StoreInvalid, match=f"{key} is missing, although the block is committed"):
         list(ActivationStore.open(path).batches("blocks.1.resid_post", 64, outputs=("top_ids",)))
     np.testing.assert_array_equal(ActivationStore.open(path).read(1, "mlp_out", store.rows), 0)
+
+
+def test_documents_of_one_token_have_attention_without_entropy(tmp_path):
+    """They attend to themselves; and all positions are 0."""
+    (tmp_path / "text").mkdir()
+    pq.write_table(pa.table({"text": list("abcdefgh"), "id": list("abcdefgh")}), tmp_path / "text" / "0.parquet")
+    job = ("batch.rows=2", "batch.length=8", "capture.layers=[0,3]", "capture.sites=[attn_entropy,attn_z]")
+    run_here(f"data.path={tmp_path / 'text'}", f"store.path={tmp_path / 'store'}", *job)
+    assert verify_store(str(tmp_path / "store")) == []
+    store = ActivationStore.open(tmp_path / "store")
+    [batch] = store.batches(["blocks.0.attn_entropy", "blocks.3.attn_z"], 8)
+    assert not batch.activations["blocks.0.attn_entropy"].any()
+    assert not batch.positions.any()
+    assert batch.activations["blocks.3.attn_z"].any(axis=1).all()
+    assert store.read(3, "attn_entropy", store.rows).shape[2] == 4

@@ -187,6 +187,9 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
         for site, heads in ((Site.q, query), (Site.k, key), (Site.v, value)):
             keep(module.layer_idx, site, heads.transpose(1, 2))
         keep(module.layer_idx, Site.attn_z, z)
+        if hasattr(module, "sinks"):
+            weights = torch.cat([weights, (1 - weights.sum(-1, keepdim=True)).clamp(min=0)], dim=-1)
+        keep(module.layer_idx, Site.attn_entropy, torch.special.entr(weights).sum(-1).transpose(1, 2)[..., None])
         return z, weights
 
     transformers.AttentionInterface.register("looked_at", attention)

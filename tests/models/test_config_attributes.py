@@ -1,5 +1,9 @@
-"""No attribute of config.json is overlooked: a change of any is refused, or another model, or known not to matter."""
+"""No attribute of config.json is overlooked: a change of any is refused, or another model, or known not to matter.
 
+One that is absent or null stands for what transformers takes it for.
+"""
+
+import copy
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -7,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hf_reference import CLASSES, tiny_config
+from huggingface_hub.errors import StrictDataclassError
 from test_parity import ALTERNATING, FAMILIES, LONG_ROPE, WINDOW, YARN_ROPE, YARN_ROPES
 
 from pipeline.core.errors import CheckpointError
@@ -26,6 +31,7 @@ VARIANTS = FAMILIES | {  # as many attributes as can have a meaning at once
     "smollm3": WINDOW | {"layer_types": ALTERNATING},
 }
 ROUTERS_IN_TRAINING = {"output_router_logits", "router_aux_loss_coef"}
+REFUSED_BY_TRANSFORMERS = (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError)
 IGNORED = {  # what transformers' model does not read: at inference, or beside the variant's other attributes
     "bert": {"attention_probs_dropout_prob", "hidden_dropout_prob"},
     "gpt2": {"reorder_and_upcast_attn"},
@@ -69,6 +75,13 @@ def opened(path: Path, config: Mapping[str, object]) -> tuple:
     return model.family, model.arch, model.table, model.head
 
 
+def expected_model(path: Path, config: Mapping[str, object]) -> tuple | CheckpointError:
+    try:
+        return opened(path, config)
+    except CheckpointError as error:
+        return error
+
+
 @pytest.mark.parametrize("family", CLASSES)
 def test_no_attribute_is_overlooked(family: str, tmp_path) -> None:
     config = tiny_config(family, **VARIANTS[family]).to_dict() | {"something_new": None}
@@ -81,3 +94,33 @@ def test_no_attribute_is_overlooked(family: str, tmp_path) -> None:
                     overlooked.add(path)
     expected = IGNORED.get(family, set())
     assert {path for path in overlooked if not path.startswith("_") and not path.endswith("_token_id")} == expected
+
+
+def without(config: Mapping[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
+    """The config with each attribute absent, and null; a mapping's by dotted keys."""
+    for key, value in config.items():
+        others = {name: inner for name, inner in config.items() if name != key}
+        yield key, others
+        yield f"{key} null", others | {key: None}
+        if isinstance(value, dict):
+            yield from ((f"{key}.{path}", others | {key: inner}) for path, inner in without(value))
+
+
+OTHER_SIZES = {  # transformers' default is the size of one model. Ours follows from other sizes; tensors tell
+    **dict.fromkeys(("bert", "gpt_neox"), frozenset({"intermediate_size"})),
+    **dict.fromkeys(("mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3"), frozenset({"num_key_value_heads"})),
+}
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_absent_and_null_mean_what_transformers_takes_them_for(family: str, tmp_path) -> None:
+    """Where both accept the file. What transformers writes has every default spelled out."""
+    config = tiny_config(family, **VARIANTS[family])
+    others = dict(without(config.to_dict()))
+    compared = {}
+    for path, other in others.items():
+        with suppress(CheckpointError, *REFUSED_BY_TRANSFORMERS):
+            got, complete = opened(tmp_path, other), type(config).from_dict(copy.deepcopy(other)).to_dict()
+            compared[path] = got == expected_model(tmp_path, complete)
+    assert len(compared) > len(others) / 3
+    assert {path for path, is_same in compared.items() if not is_same} == OTHER_SIZES.get(family, frozenset())

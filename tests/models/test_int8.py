@@ -171,6 +171,7 @@ def test_every_product_with_a_matrix_is_of_integers(family: str, tmp_path) -> No
         *[("llama", "attention.q"), ("llama", "attention.o"), ("gpt2", "attention.qkv"), ("gpt2", "attention.o")],
         *[("gpt_neox", "attention.qkv"), ("mixtral", "mlp.experts_gate"), ("mixtral", "mlp.experts_down")],
         *[("gpt_oss", f"mlp.experts_{name}") for name in ("gate", "up", "down")],
+        *[("phi3", "attention.k"), ("phi3", "mlp.up")],
     ],
 )
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
@@ -182,14 +183,15 @@ def test_a_part_has_the_scales_of_whole_channels(family: str, name: str, piece_b
     block, _, weight = name.partition(".")
     leaf = model.leaves((LAST,))["runs"][0][block][weight]
     whole = (slice(None),) * len(leaf.shape)
-    exact = read_leaf(model.checkpoint, leaf, np.dtype(np.float32), whole)
+    (exact,) = read_leaf(model.checkpoint, leaf, np.dtype(np.float32), [whole])
     values, scale = quantise(exact, leaf.num_inputs)
     for axis in range(len(leaf.shape)):
         part = tuple(slice(1, 3) if i == axis else slice(None) for i in range(len(leaf.shape)))
-        np.testing.assert_array_equal(read_leaf(model.checkpoint, leaf, np.dtype(np.float32), part), exact[part])
-        got = read_int8(model.checkpoint, leaf, part)
-        np.testing.assert_array_equal(got[0], values[part])
-        np.testing.assert_array_equal(got[1], scale[part[: scale.ndim]])
+        (got,) = read_leaf(model.checkpoint, leaf, np.dtype(np.float32), [part])
+        np.testing.assert_array_equal(got, exact[part])
+        (got_values,), (got_scale,) = read_int8(model.checkpoint, leaf, [part])
+        np.testing.assert_array_equal(got_values, values[part])
+        np.testing.assert_array_equal(got_scale, scale[part[: scale.ndim]])
 
 
 def test_random_weights_are_rounded_like_a_checkpoint(tmp_path) -> None:

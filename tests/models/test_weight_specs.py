@@ -35,6 +35,7 @@ STEPS = {
     Site.attn_in: {Step.attn_in},
     Site.q: {Step.attn_in, Step.q},
     Site.v: {Step.attn_in, Step.v},
+    Site.attn_entropy: {Step.attn_in, Step.q, Step.k, Step.entropy},
     Site.attn_z: ATTENTION - {Step.o},
     Site.attn_out: ATTENTION,
     Site.resid_mid: ATTENTION,
@@ -65,7 +66,8 @@ def test_only_matrices_of_layers_are_divided_and_int8() -> None:
 @pytest.mark.parametrize("key", [key for key, spec in WEIGHTS.items() if spec.kind is not Kind.embedding])
 def test_a_bias_has_the_outputs_of_its_weight(key: str) -> None:
     weight, bias = WEIGHTS[key], weight_spec(f"{key}_bias")
-    assert bias.axes == weight.axes.split()[0]
+    num_outputs = len(weight.axes.partition(" ")[0])
+    assert bias.logical_axes == weight.logical_axes[:num_outputs]
     assert (bias.num_inputs, bias.is_scale, bias.steps) == (0, False, weight.steps)
 
 
@@ -87,10 +89,10 @@ def test_steps_that_a_site_of_a_sparse_layer_requires(site: Site) -> None:
 
 def test_several_sites_require_the_steps_of_each() -> None:
     assert required_steps({Site.k, Site.mlp_out}, replace(ARCH, parallel=True), False) == {Step.attn_in, Step.k} | MLP
-    assert required_steps({Site.mlp_out}, ARCH, False) == layer_steps(False).keys()
+    assert required_steps({Site.mlp_out, Site.attn_entropy}, ARCH, False) == layer_steps(False).keys()
 
 
 def test_without_gate_the_pre_activation_is_the_up_projection() -> None:
     ungated = replace(ARCH, gated=False)
     assert required_steps({Site.mlp_pre}, ungated, False) == ATTENTION | {Step.mlp_in, Step.gate, Step.up}
-    assert required_steps({Site.mlp_out}, ungated, False) == layer_steps(False).keys()
+    assert required_steps({Site.mlp_out}, ungated, False) == ATTENTION | MLP

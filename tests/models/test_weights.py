@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.checkpoints.checkpoint import Checkpoint
-from pipeline.models.checkpoints.leaf_reading import read_leaf
+from pipeline.models.checkpoints.leaf_reading import read_int8, read_leaf
 from pipeline.models.leaves import needed_leaves, num_params
 from pipeline.models.registry import Model, open_model
 
@@ -37,6 +37,10 @@ def layers(*numbers: int, parts: set[str] = ATTENTION | MLP) -> set[str]:
         ("blocks.2.attn_out", layers(0, 1) | layers(2, parts=ATTENTION)),
         ("blocks.2.attn_in", layers(0, 1) | layers(2, parts={"input_layernorm"})),
         ("blocks.2.q", layers(0, 1) | layers(2, parts={"input_layernorm", "self_attn.q_proj"})),
+        (
+            "blocks.2.attn_entropy",
+            layers(0, 1) | layers(2, parts={"input_layernorm", "self_attn.q_proj", "self_attn.k_proj"}),
+        ),
         ("blocks.2.attn_z", layers(0, 1) | layers(2, parts=ATTENTION - {"self_attn.o_proj"})),
         ("blocks.2.mlp_in", layers(0, 1) | layers(2, parts=ATTENTION | MLP_IN)),
         ("blocks.2.mlp_pre", layers(0, 1) | layers(2, parts=ATTENTION | MLP_IN | {"mlp.gate_proj"})),
@@ -88,9 +92,37 @@ def test_a_part_of_a_leaf_equals_that_part_of_the_whole(index: tuple[slice, ...]
     model = open_model(str(tmp_path))
     q = needed_leaves(model.arch, model.table, (key("blocks.2.resid_post"),))["runs"][0]["attention"]["q"]
     index += (slice(None),) * (len(q.shape) - len(index))
-    whole = read_leaf(model.checkpoint, q, np.dtype(np.float32), (slice(None),) * len(q.shape))
+    whole, part = read_leaf(model.checkpoint, q, np.dtype(np.float32), [(slice(None),) * len(q.shape), index])
     assert whole.shape == q.shape == (3, 4, 8, 32)
-    np.testing.assert_array_equal(read_leaf(model.checkpoint, q, np.dtype(np.float32), index), whole[index])
+    np.testing.assert_array_equal(part, whole[index])
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+@pytest.mark.parametrize("with_int8", [False, True])
+def test_rows_of_several_parts_are_read_once(axis: int, with_int8: bool, tmp_path, monkeypatch) -> None:
+    """Of four devices of a process, however a leaf is divided among them."""
+    save_random("llama", tmp_path, num_hidden_layers=4)
+    model = open_model(str(tmp_path))
+    o = needed_leaves(model.arch, model.table, (key("blocks.3.resid_post"),))["runs"][0]["attention"]["o"]
+    size = o.shape[axis] // 4
+    parts = [
+        (*np.s_[:, :, :, :][:axis], slice(i * size, (i + 1) * size), *np.s_[:, :, :, :][axis + 1 :]) for i in range(4)
+    ]
+    rows, read = [], model.checkpoint.rows
+
+    def counted(name: str, start: int, stop: int) -> np.ndarray:
+        rows.append((name, start, stop))
+        return read(name, start, stop)
+
+    monkeypatch.setattr(model.checkpoint, "rows", counted)
+    if with_int8:
+        values, scales = read_int8(model.checkpoint, o, parts)
+        assert [scale.shape for scale in scales] == [part.shape[:2] for part in values]
+    else:
+        values = read_leaf(model.checkpoint, o, np.dtype(np.float32), parts)
+    assert np.concatenate(values, axis=axis).shape == o.shape
+    assert len(set(rows)) == len(rows)
+    assert sum(stop - start for _, start, stop in rows) == 4 * 32  # those of four tensors
 
 
 @pytest.mark.parametrize(
@@ -98,6 +130,7 @@ def test_a_part_of_a_leaf_equals_that_part_of_the_whole(index: tuple[slice, ...]
     [
         ("gpt2", "qkv", lambda t: t["transformer.h.1.attn.c_attn.weight"].reshape(32, 3, 4, 8).transpose(2, 1, 3, 0)),
         ("gpt2", "o", lambda t: t["transformer.h.1.attn.c_proj.weight"].reshape(4, 8, 32).transpose(2, 0, 1)),
+        ("phi3", "k", lambda t: t["model.layers.1.self_attn.qkv_proj.weight"][32:48].reshape(2, 8, 32)),
         ("gpt_neox", "qkv", lambda t: t["gpt_neox.layers.1.attention.query_key_value.weight"].reshape(4, 3, 8, 32)),
     ],
 )
@@ -109,9 +142,8 @@ def test_parts_of_leaves_with_other_axes_than_the_files(family: str, name: str, 
     assert leaf.layer_shape == expected.shape
     for part in (np.s_[:, :, :], np.s_[1:2, 1:3, :], np.s_[:1, :, 2:5]):
         index = (slice(1, 2), *part, *[slice(None)] * (expected.ndim - 3))
-        np.testing.assert_array_equal(
-            read_leaf(model.checkpoint, leaf, np.dtype(np.float32), index)[0], expected[index[1:]]
-        )
+        (got,) = read_leaf(model.checkpoint, leaf, np.dtype(np.float32), [index])
+        np.testing.assert_array_equal(got[0], expected[index[1:]])
 
 
 def test_parallel_mlp_needs_no_attention_of_its_layer(tmp_path) -> None:

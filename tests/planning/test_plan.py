@@ -227,6 +227,10 @@ REFUSED = {
     "layer twice": (dict(capture=CaptureConfig(layers=[1, 1])), "twice"),
     "no layers": (dict(capture=CaptureConfig(layers=[])), r"capture.layers is \[\]"),
     "a word for layers": (dict(capture=CaptureConfig(layers="most")), "capture.layers is 'most'"),
+    "entropies of attention to a cache": (
+        dict(capture=CaptureConfig(layers=[1], sites=["attn_entropy"], when=When.decode)),
+        "capture.sites contains attn_entropy with capture.when=decode",
+    ),
     "unknown site": (dict(capture=CaptureConfig(layers=[1], sites=["resid_past"])), "resid_past.*resid_post"),
     "site twice": (
         dict(capture=CaptureConfig(layers=[1], sites=["embed", "embed"])),

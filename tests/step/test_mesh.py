@@ -56,7 +56,7 @@ from pipeline.extraction.transfer import start_copies
 
 MODELS = {name: open_model(f"{sys.argv[1]}/{name}", init="random") for name in ("dense", "experts", "gpt_oss")}
 ROUTED = Site.router_logits, Site.router_weights, Site.router_indices, Site.expert_out, Site.mlp_out
-INNER = Site.attn_in, Site.q, Site.attn_z, Site.attn_out, Site.mlp_in, Site.mlp_pre, Site.mlp_post
+INNER = Site.attn_in, Site.q, Site.attn_entropy, Site.attn_z, Site.attn_out, Site.mlp_in, Site.mlp_pre, Site.mlp_post
 LAST = activation_keys((5,), (Site.resid_post,))
 KEYS = {"dense": (*activation_keys((1,), INNER), *LAST), "experts": (*activation_keys((1,), ROUTED), *LAST)}
 KEYS["gpt_oss"] = KEYS["experts"]

@@ -1,9 +1,8 @@
 """From a checkpoint's tensors to the arrays of `decoder.Params`."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import jax
 import numpy as np
@@ -31,6 +30,9 @@ _MAX_NAMED = 20  # tensors in a message
 
 Placement = Callable[[Leaf], Sharding]
 """The sharding of a leaf."""
+
+_Bounds = tuple[tuple[int, int, int], ...]
+"""A part of an array: of each axis the first, the end and the step."""
 
 
 def check_tensors(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, leaves: LeafTree) -> None:
@@ -91,11 +93,15 @@ def load_params(
     """
 
     def load(leaf: Leaf) -> Array | Int8Weight:
+        sharding = place(leaf)
+        parts = {
+            _bounds(index, leaf.shape): index for index in sharding.addressable_devices_indices_map(leaf.shape).values()
+        }
         if with_int8 and is_int8(leaf):
-            weight = _load_int8(checkpoint, leaf, place(leaf))
+            weight = _int8_weight(leaf, sharding, parts, *read_int8(checkpoint, leaf, [*parts.values()]))
         else:
-            read = partial(read_leaf, checkpoint, leaf, np.dtype(dtype))
-            weight = jax.make_array_from_callback(leaf.shape, place(leaf), _once_per_part(read, leaf.shape))
+            values = read_leaf(checkpoint, leaf, np.dtype(dtype), [*parts.values()])
+            weight = _on_devices(leaf.shape, sharding, dict(zip(parts, values, strict=True)))
         return jax.block_until_ready(weight)  # frees the host's copy
 
     return build_params(load, leaves, "loading weights", progress, _LOADING_THREADS)
@@ -117,36 +123,28 @@ def abstract_params(leaves: LeafTree, dtype: str, place: Placement, with_int8: b
     return jax.tree.map(abstract, leaves)
 
 
-def _load_int8(checkpoint: Checkpoint, leaf: Leaf, sharding: Sharding) -> Int8Weight:
-    """An int8 weight. Its scales are sharded like its output channels; each part is read once for both."""
-    scale_shape = leaf.shape[: -leaf.num_inputs]
-    scales: dict[tuple, np.ndarray] = {}
-
-    def channels(index: Index) -> tuple:
-        return tuple(part.indices(size) for part, size in zip(index[: len(scale_shape)], scale_shape, strict=True))
-
-    def read(index: Index) -> np.ndarray:
-        values, scales[channels(index)] = read_int8(checkpoint, leaf, index)
-        return values
-
-    values = jax.make_array_from_callback(leaf.shape, sharding, _once_per_part(read, leaf.shape))
-    scale_sharding = without_inputs(sharding, len(scale_shape))
+def _int8_weight(
+    leaf: Leaf,
+    sharding: Sharding,
+    parts: Iterable[_Bounds],
+    values: Iterable[np.ndarray],
+    scales: Iterable[np.ndarray],
+) -> Int8Weight:
+    """The weight of which these are the parts. Its scales are sharded like its output channels."""
+    shape = leaf.shape[: -leaf.num_inputs]
+    scale_parts = {bounds[: len(shape)]: scale for bounds, scale in zip(parts, scales, strict=True)}
     return Int8Weight(
-        values, jax.make_array_from_callback(scale_shape, scale_sharding, lambda index: scales[channels(index)])
+        _on_devices(leaf.shape, sharding, dict(zip(parts, values, strict=True))),
+        _on_devices(shape, without_inputs(sharding, len(shape)), scale_parts),
     )
 
 
-def _once_per_part(read: Callable[[Index], np.ndarray], shape: tuple[int, ...]) -> Callable[[Index], np.ndarray]:
-    """`read` for JAX, which calls it for each device: devices with the same part share one result."""
-    parts: dict[tuple, np.ndarray] = {}
+def _on_devices(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[_Bounds, np.ndarray]) -> Array:
+    return jax.make_array_from_callback(shape, sharding, lambda index: parts[_bounds(index, shape)])
 
-    def read_once(index: Index) -> np.ndarray:
-        part = tuple(axis.indices(size) for axis, size in zip(index, shape, strict=True))
-        if part not in parts:
-            parts[part] = read(index)
-        return parts[part]
 
-    return read_once
+def _bounds(index: Index, shape: tuple[int, ...]) -> _Bounds:
+    return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
 
 
 def without_inputs(sharding: Sharding, num_axes: int) -> Sharding:
