@@ -202,11 +202,11 @@ class HfConfig:
 
 
 def refuse_unreadable(config: HfConfig) -> None:
-    """Raises for checkpoints that are quantised or bring code."""
-    if "quantization_config" in config:
+    """Raises for checkpoints that bring code or are quantised in another way than gpt-oss."""
+    if "quantization_config" in config and config.nested("quantization_config").values.get("quant_method") != "mxfp4":
         raise CheckpointError(
-            f"{config.where} has a quantization_config: expected float32, float16 or bfloat16 weights, got quantised "
-            f"ones. Use the checkpoint from which it was quantised."
+            f"{config.where} has a quantization_config: expected float32, float16, bfloat16 or mxfp4 weights, got "
+            f"others. Use the checkpoint from which it was quantised."
         )
     if config.values.get("auto_map"):
         raise CheckpointError(
