@@ -57,7 +57,8 @@ class ModelConfig:
     )
     activations_dtype: ActivationsDtype = key(
         ActivationsDtype.same,
-        "what int8 matrices multiply: `same` as `model.dtype`, or `int8`, scaled per token: fast on TPUs, less exact",
+        "what int8 matrices multiply: `same` as `model.dtype`, or `int8`, scaled per token (not of experts): fast on "
+        "TPUs, less exact",
     )
     attention: Attention = key(
         Attention.auto, "`splash` (TPU), `cudnn` (GPU), `xla`, `xla_segments`, or `auto`: see Limits"

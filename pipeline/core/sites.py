@@ -16,10 +16,10 @@ decoder (Qwen2, LLaMA):
 | `attn_out`       | what attention adds to the residual stream             | D     | `blocks.L.hook_attn_out`       |
 | `resid_mid`      | residual stream between attention and MLP              | D     | `blocks.L.hook_resid_mid`      |
 | `mlp_in`         | what the MLP reads: the stream after the norm          | D     | `blocks.L.mlp.hook_in`         |
-| `router_logits`  | an expert layer's router: scores of all experts        | E     | none                           |
-| `router_weights` | weights of the experts that the token is sent to       | A     | none                           |
-| `router_indices` | which experts those are, the likeliest first           | A     | `mlp.hook_expert_indices`      |
-| `expert_out`     | their outputs, before the weights, side by side        | A * D | none                           |
+| `router_logits`  | an expert layer's router: scores of all experts    | E     | `blocks.L.mlp.hook_router_logits`    |
+| `router_weights` | weights of the experts that the token is sent to   | A     | `blocks.L.mlp.hook_router_weights`   |
+| `router_indices` | which experts those are, the likeliest first       | A     | `blocks.L.mlp.hook_expert_indices`   |
+| `expert_out`     | their outputs, before the weights, side by side    | A * D | `blocks.L.mlp.hook_expert_out`       |
 | `mlp_pre`        | the activation function's input (a gated MLP's gate)   | F     | `blocks.L.mlp.hook_pre`        |
 | `mlp_pre_linear` | what a gated MLP multiplies by its activated gate      | F     | `blocks.L.mlp.hook_pre_linear` |
 | `mlp_post`       | the MLP's neurons: what the down projection multiplies | F     | `blocks.L.mlp.hook_post`       |
@@ -44,7 +44,7 @@ Other families mean the same by these names, but for:
 * Experts (Qwen-MoE, Mixtral, OLMoE, gpt-oss): a sparse layer has no `mlp_pre`, `mlp_pre_linear` and `mlp_post`, a
   dense one none of `router_*` and `expert_out`. `expert_out` has the token's experts side by side, in the order of
   `router_indices`, which are stored as int32. `mlp_out` is their sum by `router_weights`, and includes the
-  expert that all tokens share.
+  expert that all tokens share. TransformerLens has none of these hooks but `hook_expert_indices`.
 * Attention sinks (gpt-oss): `attn_entropy` counts a head's sink as one of the keys.
 * Norms after a block (OLMo 2 and 3, Gemma): `attn_out` and `mlp_out` are what is added, so after those norms. OLMo has
   no norms before its blocks: `attn_in` is `resid_pre`, and `mlp_in` is `resid_mid`.
@@ -52,6 +52,8 @@ Other families mean the same by these names, but for:
   `resid_mid`.
 * MLP without gate (GPT-2, GPT-NeoX, BERT): there is no `mlp_pre_linear`.
 * No rotation (GPT-2, BERT, every fourth layer of SmolLM3): `q` and `k` are `attn.hook_q` and `attn.hook_k`.
+* YaRN and LongRoPE (OLMo 3, Phi-4-mini, gpt-oss): what rotates of `q` and `k` is also multiplied by the attention
+  factor.
 * Learned positions (GPT-2, BERT): `embed` includes them. It is `blocks.0.hook_resid_pre` of GPT-2 and, after the
   embeddings' LayerNorm, `hook_full_embed` of BERT.
 * Post-norm (BERT): the stream itself is normed after each addition. `resid_mid` and `resid_post` are after those norms,
@@ -108,7 +110,10 @@ _HOOKS = {
     Site.attn_entropy: "attn.hook_pattern",
     Site.attn_z: "attn.hook_z",
     Site.mlp_in: "mlp.hook_in",
+    Site.router_logits: "mlp.hook_router_logits",
+    Site.router_weights: "mlp.hook_router_weights",
     Site.router_indices: "mlp.hook_expert_indices",
+    Site.expert_out: "mlp.hook_expert_out",
     Site.mlp_pre: "mlp.hook_pre",
     Site.mlp_pre_linear: "mlp.hook_pre_linear",
     Site.mlp_post: "mlp.hook_post",

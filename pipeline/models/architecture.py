@@ -125,6 +125,7 @@ class Experts:
     d_expert: int
     sums_to_one: bool  # the weights of a token's experts; else they are their shares of the softmax over all experts
     d_shared: int = 0  # of the expert that every token has; 0: there is none
+    rounds_weights: bool = True  # to the activations' dtype; else they stay float32
 
 
 @dataclass(frozen=True)

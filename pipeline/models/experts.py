@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Architecture, BoundedExperts, Experts
 from pipeline.models.int8_weights import Int8Weight, with_int8_inputs
-from pipeline.models.layers import Weights, gated, mlp_block, norm_if_any, project
+from pipeline.models.layers import Weights, gated, map_parts, mlp_block, mlp_parts, norm_if_any, project
 from pipeline.models.partition import Partition
 
 _MAX_BLOCK = 128  # tokens that one product of a loop over experts takes
@@ -56,9 +56,9 @@ def experts_block(
         sites |= {Site.router_weights: routing.weights, Site.router_indices: routing.indices}
     if "experts_down" in weights:
         prefix = "experts_"
-        own = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
-        own = with_int8_inputs(own, rounds_inputs=False)  # grouped products take inputs as they are
-        mixed = partition.over_experts(partial(_mix, arch=arch), (x, routing), own)
+        expert_weights = {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
+        expert_weights = with_int8_inputs(expert_weights, rounds_inputs=False)  # grouped products take them as they are
+        mixed = partition.over_experts(partial(_mix_rows, arch=arch), (x, routing), expert_weights)
         mlp_out = mixed.mixture
         if "shared_down" in weights:
             mlp_out += _shared(x, weights, arch)
@@ -74,7 +74,7 @@ def _route(logits: Float[Array, "B T E"], experts: Experts) -> _Routing:
     shares, indices = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), experts.per_token)
     if experts.sums_to_one:
         shares /= jnp.sum(shares, axis=-1, keepdims=True)
-    return _Routing(indices, shares.astype(logits.dtype))
+    return _Routing(indices, shares.astype(logits.dtype) if experts.rounds_weights else shares)
 
 
 def _shared(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> Float[Array, "B T D"]:
@@ -82,6 +82,14 @@ def _shared(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> F
     shared = {name: weights[f"shared_{name}"] for name in ("gate", "up", "down")}
     output = mlp_block(x, shared, arch)[Site.mlp_out]
     return jax.nn.sigmoid(project(x, weights, "shared_router")) * output if "shared_router" in weights else output
+
+
+def _mix_rows(
+    inputs: tuple[Float[Array, "B T D"], _Routing], weights: Weights, first: int | Int32[Array, ""], arch: Architecture
+) -> _Mixed:
+    """`_mix`, of very long rows a part after another: their tokens would be copied for each of their experts."""
+    mix = partial(_mix, weights=weights, first=first, arch=arch)
+    return map_parts(mix, inputs, mlp_parts(inputs[0].shape[1]))
 
 
 def _mix(
@@ -108,8 +116,8 @@ def _mix(
 def _in_groups(
     x: Float[Array, "R D"], sizes: Int32[Array, " E"], weights: Weights, arch: Architecture
 ) -> Float[Array, "R D"]:
-    """For TPUs: the tokens of all experts in one grouped product. Tokens are sorted by experts; those after the last
-    expert's mean nothing."""
+    """For TPUs: the tokens of all experts in one grouped product. Tokens are sorted by experts; rows after the
+    last expert's are undefined."""
 
     def product(x: Float[Array, "R inputs"], name: str) -> Float[Array, "R outputs"]:
         weight, bias = weights[name], weights.get(f"{name}_bias")
@@ -140,7 +148,7 @@ def _in_blocks(
     block = min(_MAX_BLOCK, 1 << max(num_tokens // num_experts, 8).bit_length() - 1)
     blocks = -(-sizes // block)  # of each expert
     ends = jnp.cumsum(blocks)
-    number = jnp.arange(num_tokens // block + num_experts)
+    number = jnp.arange(min(num_tokens, num_tokens // block + num_experts))  # enough, however tokens are routed
     expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), num_experts - 1)
     first, stop = (jnp.cumsum(sizes) - sizes)[expert], jnp.cumsum(sizes)[expert]
     places = first[:, None] + (number - (ends - blocks)[expert])[:, None] * block + jnp.arange(block)
@@ -148,9 +156,8 @@ def _in_blocks(
 
     def compute(one: tuple[Int32[Array, " block"], Int32[Array, ""]]) -> Float[Array, "block D"]:
         places, expert = one
-        own = jax.tree.map(lambda weight: weight[expert], weights)
         tokens = x.at[places].get(mode="fill", fill_value=0)
-        return mlp_block(tokens[None], own, arch)[Site.mlp_out][0]
+        return mlp_block(tokens[None], jax.tree.map(lambda weight: weight[expert], weights), arch)[Site.mlp_out][0]
 
     outputs = jax.lax.map(compute, (places, expert))
     return jnp.zeros_like(x).at[places].set(outputs, mode="drop")

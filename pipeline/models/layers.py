@@ -18,7 +18,7 @@ from typing import TypedDict
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int32, Num
+from jaxtyping import Array, Bool, Float, Int32, Num, PyTree
 
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Activation, Architecture, BoundedExperts, LayerKind, Norm
@@ -160,7 +160,7 @@ def _attend(
     arch: Architecture,
     is_local: bool | Bool[Array, ""],
 ) -> Float[Array, "B T N *H"]:
-    """`attend(*operands, spec=...)` as the layer's kind demands; the first operand are the queries."""
+    """`attend(*operands, spec=...)` as the layer's kind demands; the first operand is the queries."""
     length = operands[0].shape[1]
     scale = arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
     spec = AttentionSpec(arch.causal, scale, arch.softcap)
@@ -193,12 +193,21 @@ def mlp_block(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) ->
     would compute them twice. Of Qwen2.5-7B's shape, 1 x 131,072 on v5e: 11.0 -> 2.8 GiB of temporary memory, 479 -> 457
     ms a layer by XLA's estimate, without attention.
     """
-    num_parts = mlp_parts(x.shape[1])
+    return map_parts(partial(_mlp, weights=weights, arch=arch), x, mlp_parts(x.shape[1]))
+
+
+def map_parts(compute: Callable[[PyTree], PyTree], inputs: PyTree, num_parts: int) -> PyTree:
+    """`compute(inputs)` of arrays [B, T, ...], for which it takes a part of the T positions after another."""
     if num_parts == 1:
-        return _mlp(x, weights, arch)
-    parts = jnp.moveaxis(x.reshape(x.shape[0], num_parts, -1, x.shape[2]), 1, 0)
-    sites = jax.lax.map(partial(_mlp, weights=weights, arch=arch), parts)
-    return {site: jnp.moveaxis(value, 0, 1).reshape(*x.shape[:2], -1) for site, value in sites.items()}
+        return compute(inputs)
+
+    def divided(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], num_parts, -1, *x.shape[2:]), 1, 0)
+
+    def joined(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+
+    return jax.tree.map(joined, jax.lax.map(compute, jax.tree.map(divided, inputs)))
 
 
 def mlp_parts(length: int) -> int:

@@ -20,7 +20,7 @@ from pipeline.models.decoder import Batch, ForwardSpec, Params, forward
 from pipeline.models.head import Head, head_leaf
 from pipeline.models.leaves import LeafTree, WeightBytes, flops_per_token, needed_leaves, weight_bytes
 from pipeline.models.partition import TENSOR_AXES, Partition
-from pipeline.models.weight_specs import DENSE_SITES, SPARSE_SITES, has_site, is_post_norm, weight_spec
+from pipeline.models.weight_specs import DENSE_SITES, SPARSE_SITES, has_site, is_post_norm, layer_steps, weight_spec
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,10 @@ class Model:
     @property
     def tensor_dims(self) -> dict[str, int]:
         """The sizes that the mesh's `tensor` axis divides, by their names in messages."""
-        axes = {axis for key in self._weight_keys for axis in weight_spec(key).logical_axes}
+        kinds = {self.arch.is_sparse(layer) for layer in range(self.num_layers)}
+        steps = {step for is_sparse in kinds for step in layer_steps(is_sparse)}
+        used = (weight_spec(key) for key in self._weight_keys)
+        axes = {axis for spec in used if spec.steps & steps for axis in spec.logical_axes}
         return {name: self.arch.axis_size(axis) for axis, name in TENSOR_AXES.items() if axis in axes}
 
     def flops_per_token(

@@ -64,7 +64,7 @@ def open_model(path: str, *, revision: str | None = None, init: str = "checkpoin
         raise ConfigError(f"model.init is {init!r}. Set it to checkpoint or random.")
     checkpoint = Checkpoint(open_files(path, revision))
     config = HfConfig(checkpoint.config, f"{checkpoint.where}/config.json")
-    refuse_unreadable(config)
+    refuse_unreadable(config, _FAMILIES)
     name = config.choice("model_type", tuple(_FAMILIES))
     family = _FAMILIES[name]
     _check_classes(config, family)

@@ -73,7 +73,7 @@ DENSE_SITES, SPARSE_SITES = (
     tuple(site for step in steps.values() for site in sorted(step.sites) if site is not Site.mlp_out)
     for steps in (_DENSE, _SPARSE)
 )
-"""The sites that dense layers only have, and those of sparse layers."""
+"""Sites that only dense layers have; sites that only sparse layers have."""
 
 
 def has_site(arch: Architecture, layer: int, site: Site) -> bool:

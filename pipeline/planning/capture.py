@@ -117,7 +117,7 @@ def captured_keys(capture: CaptureConfig, model: ModelFacts) -> tuple[Activation
             raise ConfigError(
                 f"capture.layers is {shown(list(layers))} with the site {site}, which layer {lacking[0]} lacks: its "
                 f"MLP is {kind}. Layers that have it: {', '.join(map(str, have))}. Set capture.layers to some of them, "
-                f"or to all: that captures each site where it is."
+                f"or to all, which captures each site in the layers that have it."
             )
     keys = activation_keys(layers, sites)
     return tuple(key for key in keys if not key.site.per_layer or has_site(model.arch, key.layer, key.site))

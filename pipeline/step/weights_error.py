@@ -57,7 +57,8 @@ def int8_errors(
             x_int8, sites_int8 = layer(x_int8, with_int8_inputs(weights) if with_inputs else weights, kind, wanted)
             residuals.append(float(_relative_error(x_int8, x, segments != 0)))
             for site in wanted:
-                error = _relative_error(sites_int8[site], sites[site], segments != 0)
+                measure = _share_of_others if site is Site.router_indices else _relative_error
+                error = measure(sites_int8[site], sites[site], segments != 0)
                 inner[ActivationKey(run.first, site)] = float(error)
         if "final_norm" in params:
             normed = (norm(stream, params, "final_norm", model.arch) for stream in (x_int8, x))
@@ -74,3 +75,12 @@ def _relative_error(
         for values in (got, expected)
     )
     return jnp.linalg.norm((got - expected).ravel()) / jnp.linalg.norm(expected.ravel())
+
+
+@jax.jit
+def _share_of_others(
+    got: Int32[Array, "B T A"], expected: Int32[Array, "B T A"], valid: Bool[Array, "B T"]
+) -> Float[Array, ""]:
+    """Of a token's experts, those that it was not sent to before."""
+    is_other = (got[..., None] != expected[:, :, None]).all(axis=-1)
+    return jnp.mean(is_other, where=valid[:, :, None])

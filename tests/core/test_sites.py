@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,7 @@ import pytest
 from pipeline.config.composing import PACKAGE
 from pipeline.core import sites
 from pipeline.core.sites import ActivationKey, Site, activation_keys
+from pipeline.models.architecture import Experts
 from pipeline.models.registry import open_model
 
 RUNNING = Path(__file__).parents[2] / "docs" / "running.md"
@@ -57,8 +59,10 @@ def test_the_documents_have_the_table_of_sites():
     assert rows == table_rows(RUNNING.read_text())
     assert [row[0] for row in rows] == [f"`{site}`" for site in Site]
     model = open_model(str(PACKAGE / "assets" / "tiny-qwen2"))
+    model = replace(model, arch=replace(model.arch, experts=Experts("S" * 6, 5, 3, 8, sums_to_one=True)))
     arch = model.arch
     sizes = {"D": arch.d_model, "N * H": arch.num_heads * arch.head_dim, "K * H": arch.num_kv_heads * arch.head_dim}
+    sizes |= {"F": arch.d_mlp, "N": arch.num_heads, "E": 5, "A": 3, "A * D": 3 * arch.d_model}
     for site, (_, _, width, hook) in zip(Site, rows, strict=True):
-        assert model.width(site) == (sizes | {"F": arch.d_mlp, "N": arch.num_heads})[width]
+        assert model.width(site) == sizes[width]
         assert hook.replace("L", "3") == f"`{ActivationKey(3 if site.per_layer else -1, site).hook_name()}`"

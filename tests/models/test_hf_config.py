@@ -49,7 +49,7 @@ REFUSED = {
     "heads that do not divide": (QWEN2 | {"num_key_value_heads": 3}, "num_key_value_heads 3"),
     "quantised": (QWEN2 | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     "fp8": (QWEN2 | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}, "quantization_config"),
-    "own code": (QWEN2 | {"auto_map": {"AutoModel": "modeling.Model"}}, "auto_map"),
+    "own code": (QWEN2 | {"model_type": "mine", "auto_map": {"AutoModel": "modeling.Model"}}, "auto_map.*never run"),
     "too few layer types": (QWEN2 | SLIDING | {"layer_types": ["sliding_attention"]}, "for each of the 4 layers"),
     "other layer types": (QWEN2 | {"layer_types": ["linear_attention"] * 4}, "layer_types"),
     "longrope of other heads": (QWEN2 | {"rope_scaling": LONG | {"short_factor": [1.0]}}, "short_factor has 1 numbers"),
@@ -145,3 +145,11 @@ def test_no_windows(case: str, tmp_path) -> None:
 def test_no_config(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         open_model(str(tmp_path))
+
+
+def test_code_beside_a_model_that_is_implemented_is_not_run(tmp_path) -> None:
+    """As transformers without `trust_remote_code`; Phi-3's repositories have such code."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+    plain = open_model(str(tmp_path), init="random").arch
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2 | {"auto_map": {"AutoModel": "modeling.Model"}}))
+    assert open_model(str(tmp_path), init="random").arch == plain

@@ -19,6 +19,7 @@ _HEADS = ("lm_head.weight", "embed_out.weight")  # outside the trunk
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SAMPLES_PER_TENSOR = 16
+_MANY_TENSORS = 1024  # of which as many samples are taken as of these, but at least one of each
 _SAMPLE_BYTES = 4096
 _DIGEST_THREADS = 32  # reads from object storage wait most of their time
 
@@ -128,8 +129,9 @@ class Checkpoint:
         """A SHA-256 over every tensor's name, dtype, shape and evenly spread samples of its bytes.
 
         It does not depend on how tensors are divided among files. A finetune changes every sample, so it is seen;
-        reading takes 64 KiB per tensor, whatever its size.
+        reading takes 64 KiB per tensor, whatever its size, and 4 KiB of each of the many tensors of experts.
         """
+        num_samples = max(1, min(_SAMPLES_PER_TENSOR, _SAMPLES_PER_TENSOR * _MANY_TENSORS // len(self.file_of)))
 
         def sample(name: str) -> bytes:
             file = self._open_indexed(name)
@@ -137,7 +139,7 @@ class Checkpoint:
                 raise CheckpointError(f"{file.name} lacks {name}, which {_INDEX} puts there. Download it again.")
             info = file.tensors[name]
             header = json.dumps([name, info.dtype, info.shape]).encode()
-            return header + file.sample(name, _SAMPLES_PER_TENSOR, _SAMPLE_BYTES)
+            return header + file.sample(name, num_samples, _SAMPLE_BYTES)
 
         for name in self.file_of:  # before the threads, so that each file is opened once
             self._open_indexed(name)

@@ -26,7 +26,7 @@ _IGNORED_TENSORS = (  # of a layer: constants, stored by older versions of trans
     "attention.rotary_emb.inv_freq",
     *(f"{attention}.{mask}" for attention in ("attn", "attention") for mask in ("bias", "masked_bias")),
 )
-_MAX_NAMED = 20  # tensors in a message
+_MAX_NAMED = 10  # tensors of a kind in a message
 
 Placement = Callable[[Leaf], Sharding]
 """The sharding of a leaf."""
@@ -51,13 +51,18 @@ def check_tensors(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, l
             problems.append(f"{name} has shape {info.shape}, expected {shape}")
         elif info.dtype not in FLOAT_DTYPES:
             problems.append(f"{name} has dtype {info.dtype}, expected {', '.join(FLOAT_DTYPES)}")
-    problems += [f"{name} is unexpected" for name in _unexpected(checkpoint, arch, table, set(expected))]
-    if problems:
-        named = [*problems[:_MAX_NAMED], *([f"and {len(problems) - _MAX_NAMED} more"] * (len(problems) > _MAX_NAMED))]
+    unexpected = [f"{name} is unexpected" for name in _unexpected(checkpoint, arch, table, set(expected))]
+    if problems or unexpected:
+        named = [each for kind in (problems, unexpected) for each in _first_of(kind)]
         raise CheckpointError(
             f"{checkpoint.where}: the weights are not those that its config.json describes: {'; '.join(named)}. "
             f"Download both again, from one place."
         )
+
+
+def _first_of(problems: list[str]) -> list[str]:
+    more = len(problems) - _MAX_NAMED
+    return [*problems[:_MAX_NAMED], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, expected: set[str]) -> Iterator[str]:

@@ -31,12 +31,17 @@ def nested_ropes(
     local_rope = parse_rope(local_values, default_local_theta, max_positions)
     for values in (global_values, local_values, parameters):
         values.finish()
-    if any(isinstance(kind, YarnRope) and not kind.truncate for kind in (rope, local_rope)):
-        raise CheckpointError(
-            f"{parameters.where}: truncate is false, expected true: transformers does not read it of kinds of layers. "
-            f"Remove the attribute."
-        )
+    require_truncating(config, rope, local_rope)
     return rope, local_rope
+
+
+def require_truncating(config: HfConfig, *ropes: Rope) -> None:
+    """Raises CheckpointError for YaRN's `truncate=false` in a family whose kinds of layers have ropes of their own."""
+    if any(isinstance(rope, YarnRope) and not rope.truncate for rope in ropes):
+        raise CheckpointError(
+            f"{config.where}: truncate is false, expected true: where kinds of layers have rotary embeddings of their "
+            f"own, transformers ignores it, and truncates. Remove the attribute."
+        )
 
 
 def rope_values(config: HfConfig) -> HfConfig:
@@ -81,7 +86,7 @@ def parse_rope(values: HfConfig, default_theta: float, max_positions: int) -> Ro
 
 
 def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> YarnRope:
-    """YaRN, with the factor of cosines and sines that transformers derives where the file does not tell it."""
+    """YaRN, with the factor of cosines and sines that transformers derives if the file does not set it."""
     if theta <= 1:
         raise CheckpointError(f"{values.where}: rope_theta is {theta:g}, expected more than 1. Is the file damaged?")
     original = values.positive_int("original_max_position_embeddings", max_positions)
@@ -104,7 +109,7 @@ def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> YarnRope:
 
 
 def _parse_long(values: HfConfig, theta: float, max_positions: int) -> LongRope:
-    """LongRoPE, with the factor of cosines and sines that transformers derives where the file does not tell it."""
+    """LongRoPE, with the factor of cosines and sines that transformers derives if the file does not set it."""
     values.positive_floats("long_factor")
     original = values.positive_int("original_max_position_embeddings", max_positions)
     factor = values.optional_float("factor", None) or max_positions / original

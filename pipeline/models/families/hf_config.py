@@ -4,7 +4,7 @@ Every attribute is either read by the family, known not to matter, or at the val
 the program before weights load: an attribute that is ignored could make the activations subtly wrong.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -41,7 +41,6 @@ _HARMLESS = frozenset(
 _NEUTRAL: dict[str, object] = {
     "add_cross_attention": False,
     "attention_bias": False,
-    "auto_map": {},
     "chunk_size_feed_forward": 0,
     "is_causal": True,
     "is_decoder": True,
@@ -201,15 +200,16 @@ class HfConfig:
             )
 
 
-def refuse_unreadable(config: HfConfig) -> None:
-    """Raises for checkpoints that bring code or are quantised in another way than gpt-oss."""
+def refuse_unreadable(config: HfConfig, families: Collection[str]) -> None:
+    """Raises for checkpoints that are quantised in another way than gpt-oss, or that only their own code could read."""
     if "quantization_config" in config and config.nested("quantization_config").values.get("quant_method") != "mxfp4":
         raise CheckpointError(
             f"{config.where} has a quantization_config: expected float32, float16, bfloat16 or mxfp4 weights, got "
             f"others. Use the checkpoint from which it was quantised."
         )
-    if config.values.get("auto_map"):
+    if config.values.get("auto_map") and str(config.values.get("model_type")) not in families:
         raise CheckpointError(
             f"{config.where} has an auto_map: the model is defined by code inside its repository, which is never run. "
             f"Use a model of an implemented family."
         )
+    config.ignore("auto_map")  # of an implemented family; transformers ignores it, too, unless it is told to trust it

@@ -73,8 +73,8 @@ def read_mixtral(config: HfConfig) -> tuple[Architecture, KeyTable]:
     config.ignore("router_jitter_noise", *_ABOUT_TRAINING)  # noise in training only
     arch = llama.read_decoder(config, default_max_positions=4096 * 32, default_eps=1e-5, default_theta=1e6)
     local = all_local(arch, config.optional_int("sliding_window", None))
-    num_experts, per_token = _counts(config, 8, 2)
-    experts = Experts("S" * arch.num_layers, num_experts, per_token, arch.d_mlp, sums_to_one=True)
+    num_experts, per_token = _counts(config, arch.num_layers, 8, 2)
+    experts = Experts("S" * arch.num_layers, num_experts, per_token, arch.d_mlp, sums_to_one=True, rounds_weights=False)
     return dataclasses.replace(arch, local=local, experts=experts), _WITHOUT_MLP | _MIXTRAL_EXPERTS
 
 
@@ -84,7 +84,7 @@ def read_olmoe(config: HfConfig) -> tuple[Architecture, KeyTable]:
     if config.optional_float("clip_qkv", None) is not None:
         raise CheckpointError(f"{config.where} sets clip_qkv, which is not implemented. Use another model.")
     arch = llama.read_decoder(config, default_max_positions=4096, default_eps=1e-5)
-    num_experts, per_token = _counts(config, 64, 8)
+    num_experts, per_token = _counts(config, arch.num_layers, 64, 8)
     sums_to_one = config.flag("norm_topk_prob", False)
     experts = Experts("S" * arch.num_layers, num_experts, per_token, arch.d_mlp, sums_to_one)
     table = (
@@ -112,7 +112,7 @@ def read_gpt_oss(config: HfConfig) -> tuple[Architecture, KeyTable]:
         activation=Activation.silu,
         rope=_read_gpt_oss_rope(config, max_positions),
     )
-    num_experts, per_token = _counts(config, 128, 4)
+    num_experts, per_token = _counts(config, arch.num_layers, 128, 4)
     experts = BoundedExperts(
         "S" * arch.num_layers,
         num_experts,
@@ -148,8 +148,8 @@ def _read_experts(
 ) -> Experts:
     """Qwen's experts: of every `decoder_sparse_step`-th layer but those in `mlp_only_layers`."""
     config.ignore(*_ABOUT_TRAINING)
-    num_experts, per_token = _counts(config, default_num, default_per_token)
-    step, dense = config.positive_int("decoder_sparse_step", 1), config.whole_numbers("mlp_only_layers")
+    num_experts, per_token = _counts(config, num_layers, default_num, default_per_token)
+    step, dense = config.positive_int("decoder_sparse_step", 1), {*config.whole_numbers("mlp_only_layers")}
     pattern = "".join("D" if i in dense or (i + 1) % step else "S" for i in range(num_layers))
     if "S" not in pattern:
         raise CheckpointError(
@@ -172,11 +172,16 @@ def _read_window(config: HfConfig) -> int | None:
     return None
 
 
-def _counts(config: HfConfig, default_num: int, default_per_token: int) -> tuple[int, int]:
+def _counts(config: HfConfig, num_layers: int, default_num: int, default_per_token: int) -> tuple[int, int]:
     """How many experts there are, and how many of them a token has. Either name is that of some transformers."""
     key = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    num_experts = config.positive_int(key, default_num, most=_MAX_EXPERTS)
+    num_experts = config.positive_int(key, default_num)
     per_token = config.positive_int("num_experts_per_tok", default_per_token)
+    if num_experts * num_layers > _MAX_EXPERTS:
+        raise CheckpointError(
+            f"{config.where}: {key} is {num_experts:,} in {num_layers:,} layers, expected at most {_MAX_EXPERTS:,} "
+            f"experts in all. Is the file damaged?"
+        )
     if per_token > num_experts:
         raise CheckpointError(
             f"{config.where}: num_experts_per_tok is {per_token}, expected at most {key}, which is {num_experts}. "
@@ -185,4 +190,4 @@ def _counts(config: HfConfig, default_num: int, default_per_token: int) -> tuple
     return num_experts, per_token
 
 
-_MAX_EXPERTS = 1 << 16
+_MAX_EXPERTS = 1 << 20  # of all layers: each has tensors of its own

@@ -6,7 +6,7 @@ import dataclasses
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, KeyTable, Norm, Rope
-from pipeline.models.families.hf_attention import nested_ropes, read_local, read_rope
+from pipeline.models.families.hf_attention import nested_ropes, read_local, read_rope, require_truncating
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.llama import ATTENTION_BIASES, read_decoder
 from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
@@ -50,10 +50,11 @@ def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:
     if "rope_parameters" in config:
         return nested_ropes(config, max_positions, _OLMO3_THETA, _OLMO3_THETA)
     rope = read_rope(config, max_positions, _OLMO3_THETA)
+    require_truncating(config, rope)
     if rope.theta != _OLMO3_THETA:
         raise CheckpointError(
             f"{config.where}: rope_theta is {rope.theta:g}, expected {_OLMO3_THETA:g}, since versions of transformers "
-            f"differ in whether it is also that of local layers. Replace rope_theta and rope_scaling by "
+            f"disagree on whether local layers use it, too. Replace rope_theta and rope_scaling by "
             f"rope_parameters, with full_attention and sliding_attention."
         )
     return rope, Rope(_OLMO3_THETA)

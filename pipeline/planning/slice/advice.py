@@ -45,16 +45,19 @@ def advise(
             f"activations may take {host_bytes / GIB:.0f} GiB of a host's {tpu_slice.host_memory_bytes / GIB:.0f}; "
             f"lower batch.rows or run.max_inflight_mib"
         )
-    if tokens_per_chip < tpu_slice.chip.critical_tokens:
+    critical_tokens = tpu_slice.chip.critical_tokens
+    if arch.experts is not None:  # each of which reads its weights for its own tokens
+        critical_tokens *= arch.experts.num_experts / arch.experts.per_token
+    if tokens_per_chip < critical_tokens:
         yield (
             f"with {tokens_per_chip} tokens per chip and step, reading the weights takes longer than computing; from "
-            f"about {tpu_slice.chip.critical_tokens:.0f} on it does not; raise batch.rows"
+            f"about {critical_tokens:.0f} on it does not; raise batch.rows"
         )
     unaligned = [
         f"{name} {size}"
         for name, size in (
             ("model width", arch.d_model),
-            ("MLP width", arch.d_mlp),
+            ("MLP width", arch.d_mlp if arch.experts is None else arch.experts.d_expert),
             ("heads' width", arch.num_heads * arch.head_dim),
         )
         if size % _LANES

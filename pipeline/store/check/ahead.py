@@ -12,15 +12,14 @@ B = TypeVar("B")
 def map_ahead(call: Callable[[A], B], items: Iterable[A], threads: int) -> Iterator[B]:
     """`call(item)` of each item, in order, by several threads. Unlike `Executor.map`, at most `2 * threads` results
     wait."""
-    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
-        under_way: deque[Future[B]] = deque()
-        try:
-            for item in items:
-                under_way.append(pool.submit(call, item))
-                if len(under_way) > 2 * threads:
-                    yield under_way.popleft().result()
-            while under_way:
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="verify")
+    under_way: deque[Future[B]] = deque()
+    try:
+        for item in items:
+            under_way.append(pool.submit(call, item))
+            if len(under_way) > 2 * threads:
                 yield under_way.popleft().result()
-        finally:
-            for future in under_way:
-                future.cancel()
+        while under_way:
+            yield under_way.popleft().result()
+    finally:  # without waiting: an iterator that is dropped may be collected in one of the threads
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -117,13 +117,11 @@ class BatchReader(Iterator[Batch]):
         reading: Reading,
         state: Mapping[str, int] | None = None,
     ) -> None:
-        blocks = blocks[blocks.column("rows") > 0]
-        self._reading = reading
-        self._options = reading.options
-        self._blocks = StoredBlocks(storage, layout, arrays, blocks)
-        self._order = _reading_order(layout, blocks, reading)
-        self._position = Position() if state is None else self._restored(dict(state))
-        self._batches = self._read()
+        # The generator refers to the source alone: so a reader that is dropped ends its threads at once, and not when
+        # the collector finds a cycle.
+        self._source = _BatchSource(storage, layout, arrays, blocks, reading)
+        self._position = Position() if state is None else self._source.restored(dict(state))
+        self._batches = self._source.read(self._position)
 
     def __iter__(self) -> Self:
         return self
@@ -135,8 +133,39 @@ class BatchReader(Iterator[Batch]):
     def state(self) -> dict[str, int]:
         """The reader's position, as JSON: epoch, batch, buffer, token, a checksum of what the order depends on, and the
         reader's rank and world. At the beginning and the end of an epoch it holds for readers of any rank and world."""
-        own = {"order": self._own_checksum, "rank": self._order.rank, "world": self._order.world}
-        return asdict(self._position) | own
+        return asdict(self._position) | self._source.own_state
+
+    def warn_of_few_places(self) -> None:
+        """Logs a warning where shuffling mixes the tokens of few places in the store."""
+        self._source.warn_of_few_places()
+
+    def close(self) -> None:
+        """Ends the reader's threads after their present reads, as dropping the reader does."""
+        self._batches.close()
+        self._source.close()
+
+
+class _BatchSource:
+    """What a reader's batches are made of, and the threads that make them."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        layout: StoreLayout,
+        arrays: Mapping[str, ts.TensorStore],
+        blocks: BlockTable,
+        reading: Reading,
+    ) -> None:
+        blocks = blocks[blocks.column("rows") > 0]
+        self._reading = reading
+        self._options = reading.options
+        self._blocks = StoredBlocks(storage, layout, arrays, blocks)
+        self._order = _reading_order(layout, blocks, reading)
+
+    @property
+    def own_state(self) -> dict[str, int]:
+        """The part of a reader's state that does not change."""
+        return {"order": self._own_checksum, "rank": self._order.rank, "world": self._order.world}
 
     def warn_of_few_places(self) -> None:
         """Logs a warning where shuffling mixes the tokens of few places in the store."""
@@ -151,8 +180,6 @@ class BatchReader(Iterator[Batch]):
             )
 
     def close(self) -> None:
-        """Ends the reader's threads after their present reads, as dropping the reader does."""
-        self._batches.close()
         self._blocks.close()
 
     @cached_property
@@ -166,7 +193,8 @@ class BatchReader(Iterator[Batch]):
         version = () if self._reading.seed is None else (VERSION,)  # the order of storage has one version
         return zlib.crc32(repr((order, blocks, filtered, *version)).encode())
 
-    def _restored(self, state: dict[str, int]) -> Position:
+    def restored(self, state: dict[str, int]) -> Position:
+        """The position in an earlier reader's state. Raises ValueError for one of another reading."""
         rank, world = state.pop("rank", self._order.rank), state.pop("world", self._order.world)  # earlier: not stored
         order = replace(self._order, rank=rank, world=world)
         if state.pop("order") != self._checksum(order):
@@ -188,12 +216,13 @@ class BatchReader(Iterator[Batch]):
             "the epoch with the old rank and world, or start it again: set batch, buffer and token of the state to 0."
         )
 
-    def _read(self) -> Iterator[tuple[Batch, Position]]:
+    def read(self, start: Position) -> Iterator[tuple[Batch, Position]]:
+        """The batches from a position on, each with the position after it."""
         gatherers = ThreadPoolExecutor(GATHERING_THREADS, thread_name_prefix="gather")
         filler = ThreadPoolExecutor(1, thread_name_prefix="fill")
         ahead: deque[tuple[Future[Batch], Position]] = deque()
         try:
-            for batch in self._submitted(gatherers, self._filled(filler)):
+            for batch in self._submitted(gatherers, self._filled(filler, start), start):
                 ahead.append(batch)
                 if len(ahead) > AHEAD:
                     yield _done(ahead.popleft())
@@ -207,13 +236,13 @@ class BatchReader(Iterator[Batch]):
             gatherers.shutdown(wait=False, cancel_futures=True)
 
     def _submitted(
-        self, gatherers: ThreadPoolExecutor, filled: Iterator[tuple[Buffer, TokenMemory, bool]]
+        self, gatherers: ThreadPoolExecutor, filled: Iterator[tuple[Buffer, TokenMemory, bool]], begin: Position
     ) -> Iterator[tuple[Future[Batch], Position]]:
         """Batches that are being gathered, each with the position after it."""
         size, drop_last = self._reading.batch_size, self._drops_last(self._order)
         finish = self._finisher()
-        batch, start = self._position.batch, self._position.token
-        limit = self._limit(self._position.epoch)
+        batch, start = begin.batch, begin.token
+        limit = self._limit(begin.epoch)
         parts, have, out = [], 0, {}
         for buffer, memory, is_last in filled:
             stop = start
@@ -238,12 +267,12 @@ class BatchReader(Iterator[Batch]):
                 parts, have, out, batch = [], 0, {}, 0
                 limit = self._limit(buffer.epoch + 1)
 
-    def _filled(self, filler: ThreadPoolExecutor) -> Iterator[tuple[Buffer, TokenMemory, bool]]:
+    def _filled(self, filler: ThreadPoolExecutor, start: Position) -> Iterator[tuple[Buffer, TokenMemory, bool]]:
         """Filled buffers, and whether each is the epoch's last. Each is filled anew after the next was asked for."""
         reading, rows = self._reading, self._memory_rows()
         free = [TokenMemory(self._blocks, reading.names, self._options, rows) for _ in range(2)]
         filling: deque[tuple[Buffer, TokenMemory, Future[None]]] = deque()
-        for buffer in self._buffers():
+        for buffer in self._buffers(start):
             memory = free.pop()
             filling.append(
                 (buffer, memory, filler.submit(memory.fill, buffer, self._order, self._options.token_filter))
@@ -257,9 +286,9 @@ class BatchReader(Iterator[Batch]):
             done.result()
             yield buffer, memory, True
 
-    def _buffers(self) -> Iterator[Buffer]:
-        """The buffers that are left to read, epoch after epoch."""
-        start, epochs = self._position, self._options.epochs
+    def _buffers(self, start: Position) -> Iterator[Buffer]:
+        """The buffers from a position on, epoch after epoch."""
+        epochs = self._options.epochs
         if next(self._order.pieces(start.epoch), None) is None:
             if epochs is None:
                 self._refuse(0)
