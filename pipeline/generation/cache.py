@@ -31,6 +31,7 @@ class CachedLayer:
         v: Float[Array, "B T K H"],
         segments: Int32[Array, "B T"],
         spec: AttentionSpec,
+        sinks: Float[Array, " N"] | None = None,
     ) -> Float[Array, "B T N H"]:
         """`Attend` with the cache's keys before the row's only position."""
         self.keys, self.values = (
@@ -43,7 +44,7 @@ class CachedLayer:
             visible &= distances < spec.window
         rows, _, num_heads, head_dim = q.shape
         groups = q.reshape(rows, k.shape[2], num_heads // k.shape[2], 1, head_dim)
-        z = attend_visible(groups, self.keys, self.values, visible[:, None], spec)
+        z = attend_visible(groups, self.keys, self.values, visible[:, None], spec, sinks)
         return z.reshape(rows, 1, num_heads, head_dim)
 
 

@@ -129,6 +129,15 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class BoundedExperts(Experts):
+    """Experts whose neurons are (up + 1) * gate * sigmoid(alpha * gate), with bounded gates and ups. Those with the
+    largest logits are chosen, and the softmax is over them alone."""
+
+    alpha: float = 1.702
+    limit: float = 7.0  # of gate, and of up on both sides
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A transformer. The defaults are those of a LLaMA; its weights determine which norms, biases and gates it has."""
 
@@ -151,6 +160,7 @@ class Architecture:
     attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     softcap: float | None = None  # of the scaled scores: softcap * tanh(scores / softcap)
     local: LocalAttention | None = None  # None: all layers are global
+    sinks: bool = False  # each head has a score for a key without a value, which all its queries see
     embed_scale: float = 1.0
     num_token_types: int = 0
     experts: Experts | None = None  # None: all layers are dense
@@ -198,7 +208,7 @@ class Architecture:
         return sizes[axis]
 
 
-TableEntry = str | tuple[str, str] | list[str]
+TableEntry = str | list[str] | tuple[str | list[str], str]
 KeyTable = dict[str, TableEntry]
 """HF key without its prefix -> our key, a name in `weight_specs.WEIGHTS`. `*` stands for the layer's number.
 
@@ -206,6 +216,7 @@ The tensor in the file has the axes of our weight, [outputs, inputs]: `weights["
 tensor [N * H, D]. Where a file has other axes, they follow our key, grouped as in the file: GPT-2's matrices are
 [inputs, outputs], so `("mlp.up", "D F")`. A norm may be over other axes than usual: `("attention.q_norm", "NH")`.
 A list has the weights whose rows are in one tensor, one weight after the other: Phi-3's `["mlp.gate", "mlp.up"]`.
+A list with axes has weights with these axes, whose numbers alternate along the last one.
 A `#` stands for the expert's number: each of those tensors lacks the axis E.
 
 Ours have outputs first, inputs last. Measured, a matrix product with [out, in] is as fast as with [in, out].
@@ -214,6 +225,5 @@ Ours have outputs first, inputs last. Measured, a matrix product with [out, in] 
 
 def our_keys(entry: TableEntry) -> list[str]:
     """The weights of a table's entry, without the axes of the tensor in the file."""
-    if isinstance(entry, list):
-        return entry
-    return [entry if isinstance(entry, str) else entry[0]]
+    weights = entry[0] if isinstance(entry, tuple) else entry
+    return [weights] if isinstance(weights, str) else weights

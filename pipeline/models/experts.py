@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pipeline.core.sites import Site
-from pipeline.models.architecture import Architecture, Experts
+from pipeline.models.architecture import Architecture, BoundedExperts, Experts
 from pipeline.models.int8_weights import Int8Weight, with_int8_inputs
-from pipeline.models.layers import ACTIVATIONS, Weights, map_parts, mlp_block, mlp_parts, norm_if_any, project
+from pipeline.models.layers import Weights, gated, map_parts, mlp_block, mlp_parts, norm_if_any, project
 from pipeline.models.partition import Partition
 
 _MAX_BLOCK = 128  # tokens that one product of a loop over experts takes
@@ -55,7 +55,8 @@ def experts_block(
         routing = partition.by_rows(partial(_route, experts=arch.experts), sites[Site.router_logits])
         sites |= {Site.router_weights: routing.weights, Site.router_indices: routing.indices}
     if "experts_down" in weights:
-        expert_weights = {name: weights[f"experts_{name}"] for name in ("gate", "up", "down")}
+        prefix = "experts_"
+        expert_weights = {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
         expert_weights = with_int8_inputs(expert_weights, rounds_inputs=False)  # grouped products take them as they are
         mixed = partition.over_experts(partial(_mix_rows, arch=arch), (x, routing), expert_weights)
         mlp_out = mixed.mixture
@@ -67,6 +68,9 @@ def experts_block(
 
 def _route(logits: Float[Array, "B T E"], experts: Experts) -> _Routing:
     """The likeliest experts; of equal ones those of lower numbers."""
+    if isinstance(experts, BoundedExperts):
+        chosen, indices = jax.lax.top_k(logits, experts.per_token)
+        return _Routing(indices, jax.nn.softmax(chosen.astype(jnp.float32)).astype(logits.dtype))
     shares, indices = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), experts.per_token)
     if experts.sums_to_one:
         shares /= jnp.sum(shares, axis=-1, keepdims=True)
@@ -116,15 +120,20 @@ def _in_groups(
     last expert's are undefined."""
 
     def product(x: Float[Array, "R inputs"], name: str) -> Float[Array, "R outputs"]:
-        weight = weights[name]
-        if not isinstance(weight, Int8Weight):
-            return jax.lax.ragged_dot_general(x, weight, sizes, _TRANSPOSED, preferred_element_type=x.dtype)
-        y = jax.lax.ragged_dot_general(
-            x, weight.values.astype(x.dtype), sizes, _TRANSPOSED, preferred_element_type=jnp.float32
-        )
-        return (y * jnp.repeat(weight.scale, sizes, axis=0, total_repeat_length=len(x))).astype(x.dtype)
+        weight, bias = weights[name], weights.get(f"{name}_bias")
+        if isinstance(weight, Int8Weight):
+            y = jax.lax.ragged_dot_general(
+                x, weight.values.astype(x.dtype), sizes, _TRANSPOSED, preferred_element_type=jnp.float32
+            )
+            y = (y * of_tokens(weight.scale)).astype(x.dtype)
+        else:
+            y = jax.lax.ragged_dot_general(x, weight, sizes, _TRANSPOSED, preferred_element_type=x.dtype)
+        return y if bias is None else y + of_tokens(bias)
 
-    return product(ACTIVATIONS[arch.activation](product(x, "gate")) * product(x, "up"), "down")
+    def of_tokens(values: Float[Array, "E outputs"]) -> Float[Array, "R outputs"]:
+        return jnp.repeat(values, sizes, axis=0, total_repeat_length=len(x))
+
+    return product(gated(product(x, "gate"), product(x, "up"), arch), "down")
 
 
 def _in_blocks(

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, Num, PyTree
 
 from pipeline.core.sites import Site
-from pipeline.models.architecture import Activation, Architecture, LayerKind, Norm
+from pipeline.models.architecture import Activation, Architecture, BoundedExperts, LayerKind, Norm
 from pipeline.models.attention.choosing import Attend
 from pipeline.models.attention.entropy import attention_entropy
 from pipeline.models.attention.spec import AttentionSpec
@@ -131,11 +131,13 @@ def attention_block(
             sites[site] = norm_if_any(sites[site], weights, key, arch)
             if kind.is_rotated is not False:
                 sites[site] = apply_rope(sites[site], choose_table(ropes, kind))
+    sinks = {"sinks": weights["sinks"]} if "sinks" in weights else {}
     if sites.keys() >= {Site.q, Site.k}:
         operands = (sites[Site.q], sites[Site.k], segments)
-        sites[Site.attn_entropy] = _attend(attention_entropy, operands, arch, kind.is_local)
+        sites[Site.attn_entropy] = _attend(partial(attention_entropy, **sinks), operands, arch, kind.is_local)
     if sites.keys() >= {Site.q, Site.k, Site.v}:
-        z = _attend(attend, (sites[Site.q], sites[Site.k], sites[Site.v], segments), arch, kind.is_local)
+        operands = (sites[Site.q], sites[Site.k], sites[Site.v], segments)
+        z = _attend(partial(attend, **sinks), operands, arch, kind.is_local)
         sites[Site.attn_z] = z
         if "o" in weights:
             attn_out = project(z, weights, "o")
@@ -172,6 +174,15 @@ def _attend(
         return attend_window(*operands)
     # The program contains both branches once for the whole scan; each layer runs one of them.
     return jax.lax.cond(is_local, attend_window, attend_all, *operands)
+
+
+def gated(gate: Float[Array, "*F"], up: Float[Array, "*F"], arch: Architecture) -> Float[Array, "*F"]:
+    """The neurons of an MLP or an expert with a gate."""
+    if not isinstance(arch.experts, BoundedExperts):
+        return ACTIVATIONS[arch.activation](gate) * up
+    alpha, limit = arch.experts.alpha, arch.experts.limit
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * (gate * jax.nn.sigmoid(gate * alpha))
 
 
 @jax.named_scope("mlp")
@@ -215,8 +226,8 @@ def _mlp(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict
     if "gate" in weights:
         sites[Site.mlp_pre] = project(x, weights, "gate")
     if sites.keys() >= ({Site.mlp_pre, Site.mlp_pre_linear} if arch.gated else {Site.mlp_pre}):
-        activated = ACTIVATIONS[arch.activation](sites[Site.mlp_pre])
-        sites[Site.mlp_post] = activated * sites[Site.mlp_pre_linear] if arch.gated else activated
+        pre, linear = sites[Site.mlp_pre], sites.get(Site.mlp_pre_linear)
+        sites[Site.mlp_post] = gated(pre, linear, arch) if arch.gated else ACTIVATIONS[arch.activation](pre)
     if "down" in weights:
         mlp_out = project(sites[Site.mlp_post], weights, "down")
         sites[Site.mlp_out] = norm_if_any(mlp_out, weights, "post_norm", arch)

@@ -28,7 +28,8 @@ class Leaf:
     num_experts: int | None  # E where each expert has a tensor of its own
     hf_shape: tuple[int, ...]  # of each of the tensors
     rows: range  # of HF's first axis, which are this weight's
-    axes: tuple[int, ...]  # of these rows, with HF's axes taken apart
+    columns: slice  # of HF's last axis, likewise
+    axes: tuple[int, ...]  # of this part, with HF's axes taken apart
     order: tuple[int, ...]  # of `axes` in ours
 
     @property
@@ -83,7 +84,9 @@ def needed_leaves(arch: Architecture, table: KeyTable, keys: Sequence[Activation
     return trunk | {"runs": tuple(layers)}
 
 
-def make_leaf(arch: Architecture, key: str, hf_key: str, layers: Sequence[int] = (0,), entry: TableEntry = "") -> Leaf:
+def make_leaf(
+    arch: Architecture, key: str, hf_key: str, layers: Sequence[int] = (0,), entry: TableEntry | None = None
+) -> Leaf:
     """The leaf of one weight of these layers. `entry` is the table's: it tells the axes in the file where they are not
     those of the weight's `WeightSpec`, or all weights of the tensor where there are several."""
     spec = weight_spec(key)
@@ -95,20 +98,25 @@ def make_leaf(arch: Architecture, key: str, hf_key: str, layers: Sequence[int] =
     ours = letters if spec.kind is Kind.norm else spec_axes.replace(" ", "")  # a norm may be over other axes
     of_layers = (hf_key.replace("*", str(layer)) for layer in layers)
     tensors = (name.replace("#", str(expert)) for name in of_layers for expert in range(experts or 1))
-    num_rows, *others = (_size(arch, group) for group in groups)
-    rows, hf_rows = range(num_rows), num_rows
+    hf_shape = [_size(arch, group) for group in groups]
+    rows, columns = range(hf_shape[0]), slice(None)
+    together = our_keys(entry or key)
     if isinstance(entry, list):
-        of_weights = [_size(arch, weight_spec(weight).axes.split()[0]) for weight in entry]
-        first, hf_rows = sum(of_weights[: entry.index(key)]), sum(of_weights)
-        rows = range(first, first + num_rows)
+        of_weights = [_size(arch, weight_spec(weight).axes.split()[0]) for weight in together]
+        first, hf_shape[0] = sum(of_weights[: together.index(key)]), sum(of_weights)
+        rows = range(first, first + len(rows))
+    elif len(together) > 1:
+        columns = slice(together.index(key), None, len(together))
+        hf_shape[-1] *= len(together)
     return Leaf(
         key=key,
         spec=spec,
         tensors=tuple(tensors),
         num_layers=len(layers),
         num_experts=experts,
-        hf_shape=(hf_rows, *others),
+        hf_shape=tuple(hf_shape),
         rows=rows,
+        columns=columns,
         axes=tuple(arch.axis_size(Axis(letter)) for letter in letters),
         order=tuple(letters.index(letter) for letter in ours),
     )

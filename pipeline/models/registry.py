@@ -32,6 +32,7 @@ _FAMILIES = {
     "gemma2": Family(gemma.read_gemma2, "Gemma2", HeadFormat(is_tied=True, softcap=30.0)),
     "gemma3_text": Family(gemma.read_gemma3, "Gemma3", HeadFormat(is_tied=True)),
     "gpt2": Family(gpt2.read, "GPT2", HeadFormat(is_tied=True)),
+    "gpt_oss": Family(moe.read_gpt_oss, "GptOss"),
     "gpt_neox": Family(gpt_neox.read, "GPTNeoX", HeadFormat("embed_out.weight")),
     "llama": Family(llama.read, "Llama"),
     "mistral": Family(mistral.read, "Mistral"),

@@ -164,6 +164,7 @@ WEIGHTS: Mapping[str, WeightSpec] = {
     "attention.k": _matrix("KH D", Step.k),
     "attention.k_norm": _norm("H", Step.k),
     "attention.v": _matrix("KH D", Step.v),
+    "attention.sinks": _matrix("N", Step.entropy, Step.z),  # of no product; divided as the heads are
     "attention.o": _matrix("D NH", Step.o),
     "attention.post_norm": _norm("D", Step.o),
     "attention.sum_norm": _norm("D", Step.o),

@@ -26,6 +26,7 @@ FAMILIES = {
     "gemma3_text": GEMMA | {"layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {},
     "gpt_neox": {},
+    "gpt_oss": TWO_LAYERS | {"sliding_window": 7},
     "llama": {},
     "mistral": TWO_LAYERS | {"sliding_window": 7},
     "olmo2": {},

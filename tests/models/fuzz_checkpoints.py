@@ -50,6 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": _SMALL | {"head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention"] * 4},
     "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "n_inner": None},
     "gpt_neox": _SMALL | {"rotary_pct": 0.25, "rotary_emb_base": 10000},
+    "gpt_oss": _SMALL | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 16, "swiglu_limit": 7.0},
     "llama": _SMALL | {"rope_scaling": {"rope_type": "llama3", **_LLAMA3}},
     "mistral": _SMALL | {"sliding_window": 16},
     "olmo2": _SMALL | {"rope_theta": 500000.0},

@@ -25,6 +25,7 @@ SIZES = {
     "pad_token_id": None,
     **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24},
 }
+OWN_SIZES = {"gpt2": {"n_inner": SIZES["intermediate_size"]}, "gpt_oss": {"head_dim": 8}}
 CLASSES = {
     "bert": ("BertConfig", "BertForMaskedLM"),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
@@ -39,6 +40,7 @@ CLASSES = {
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
     "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
@@ -70,6 +72,7 @@ ROUTED_PLACES = {
     Site.router_indices: "layers.*.mlp.gate output 2",
 }
 PLACES: dict[str, dict[Site, str]] = {
+    "gpt_oss": LLAMA_PLACES | {site: place.replace("gate", "router") for site, place in ROUTED_PLACES.items()},
     **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), LLAMA_PLACES | ROUTED_PLACES),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), LLAMA_PLACES),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA_PLACES),
@@ -126,7 +129,7 @@ that number, or the second half of the output. A layer that lacks the module lac
 def tiny_config(family: str, **overrides: object):
     """The transformers config of a tiny model of `family` (its `model_type`)."""
     config_class = getattr(transformers, CLASSES[family][0])
-    sizes = SIZES | {"n_inner": SIZES["intermediate_size"]} if family == "gpt2" else SIZES
+    sizes = SIZES | OWN_SIZES.get(family, {})
     sizes = {name: sizes[name] for name in sizes if hasattr(config_class(), name)}
     return config_class(**sizes | overrides)
 
@@ -163,8 +166,15 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
 
         def outputs(module, inputs) -> None:
             x, indices, _ = inputs
-            gate, up = torch.einsum("rd,rafd->raf", x, module.gate_up_proj[indices]).chunk(2, dim=-1)
-            chosen = torch.einsum("raf,radf->rad", module.act_fn(gate) * up, module.down_proj[indices])
+            gate_up, down = module.gate_up_proj[indices], module.down_proj[indices]
+            if module.has_bias:
+                neurons = module._apply_gate(
+                    torch.einsum("rd,radf->raf", x, gate_up) + module.gate_up_proj_bias[indices]
+                )
+                chosen = torch.einsum("raf,rafd->rad", neurons, down) + module.down_proj_bias[indices]
+            else:
+                gate, up = torch.einsum("rd,rafd->raf", x, gate_up).chunk(2, dim=-1)
+                chosen = torch.einsum("raf,radf->rad", module.act_fn(gate) * up, down)
             keep(layer, Site.expert_out, chosen)
 
         return module.register_forward_pre_hook(outputs)
@@ -177,6 +187,8 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
         for site, heads in ((Site.q, query), (Site.k, key), (Site.v, value)):
             keep(module.layer_idx, site, heads.transpose(1, 2))
         keep(module.layer_idx, Site.attn_z, z)
+        if hasattr(module, "sinks"):
+            weights = torch.cat([weights, (1 - weights.sum(-1, keepdim=True)).clamp(min=0)], dim=-1)
         keep(module.layer_idx, Site.attn_entropy, torch.special.entr(weights).sum(-1).transpose(1, 2)[..., None])
         return z, weights
 

@@ -14,14 +14,17 @@ SPECS = {
 }
 
 
+@pytest.mark.parametrize("sinks", [None, np.array([1.0, 0.0, -1.0, 3.0])], ids=["", "sinks"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
-def test_long_rows_are_computed_in_blocks_of_queries(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_are_computed_in_blocks_of_queries(
+    spec: AttentionSpec, sinks: np.ndarray | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(0)
     q, k = (rng.normal(size=(2, 13, heads, 8)).astype(np.float32) for heads in (4, 2))
-    whole = np.asarray(entropy.attention_entropy(q, k, SEGMENTS, spec))
+    whole = np.asarray(entropy.attention_entropy(q, k, SEGMENTS, spec, sinks))
     assert whole.shape == (2, 13, 4)
     assert whole[:, 1:5].min() > 0
     first_of_segments = whole[[0, 0, 1], [0, 5, 0]]
-    assert (np.abs(first_of_segments).max() < 1e-6) == spec.causal  # they see one key
+    assert (np.abs(first_of_segments).max() < 1e-6) == (spec.causal and sinks is None)  # they see one key
     monkeypatch.setattr(entropy, "_BLOCK", 4)
-    np.testing.assert_allclose(entropy.attention_entropy(q, k, SEGMENTS, spec), whole, atol=1e-6)
+    np.testing.assert_allclose(entropy.attention_entropy(q, k, SEGMENTS, spec, sinks), whole, atol=1e-6)

@@ -16,7 +16,14 @@ from jax.sharding import AxisType, Mesh
 
 from pipeline.data.packing import fill, pack
 from pipeline.models.attention.spec import AttentionSpec
-from pipeline.models.attention.splash import attend_blocks, attend_splash, block_size, blocks_to_run, skips_blocks
+from pipeline.models.attention.splash import (
+    Steps,
+    attend_blocks,
+    attend_splash,
+    block_size,
+    blocks_to_run,
+    skips_blocks,
+)
 from pipeline.models.attention.xla import attend_xla
 
 LENGTH = 256
@@ -61,6 +68,17 @@ def test_equals_the_reference(num_heads: int, num_kv_heads: int, rule: dict) -> 
     np.testing.assert_allclose(got, attend_xla(q, k, v, segments, spec), atol=1e-5)
 
 
+SINKS = jnp.array([-1.0, 0.0, 2.0, 30.0])
+
+
+@pytest.mark.parametrize("rule", [RULES["causal"], RULES["window and cap"]])
+def test_sinks_equal_those_of_the_reference(rule: dict) -> None:
+    q, k, v = inputs(4, 2, "float32")
+    segments, spec = jnp.array(packed_rows()), AttentionSpec(**rule, scale=0.2)
+    got = attend_splash(q, k, v, segments, spec, SINKS, mesh=a_mesh(), interpret=True)
+    np.testing.assert_allclose(got, attend_xla(q, k, v, segments, spec, SINKS), atol=1e-5)
+
+
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_bfloat16(rule: dict) -> None:
     """Both round to bfloat16, 2^-9 of a value, at different places; before that they agree to less than 1e-3."""
@@ -95,6 +113,7 @@ def test_block_sizes(length: int, item_bytes: int, size: int) -> None:
 
 LONG, BLOCK = 512, 128  # stands for rows of 2048 and more, which take minutes to interpret
 HEADS = {"causal": (4, 2), "capped": (2, 2), "window": (2, 1), "window and cap": (3, 1), "full": (2, 2)}
+WITH_SINKS = ("window", "full")
 
 
 @st.composite
@@ -111,8 +130,9 @@ def packings(draw: st.DrawFn) -> np.ndarray:
 def test_skipping_blocks_changes_no_bit(rule: str, heads: tuple[int, int]) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, LONG, n, 16)), "float32") for n in (heads[0], heads[1], heads[1]))
-    attend = partial(attend_blocks, spec=AttentionSpec(**RULES[rule], scale=1), block=BLOCK, interpret=True)
-    attend_all, attend_some = (jax.jit(partial(attend, skips=skips)) for skips in (False, True))
+    sinks = SINKS[1 : 1 + heads[0]] if rule in WITH_SINKS else None
+    attend = partial(attend_blocks, spec=AttentionSpec(**RULES[rule], scale=1), sinks=sinks)
+    attend_all, attend_some = (jax.jit(partial(attend, steps=Steps(BLOCK, skips, True))) for skips in (False, True))
 
     @settings(max_examples=10, deadline=None)
     @given(segments=packings())
@@ -157,13 +177,15 @@ from test_attention_splash import AttentionSpec, a_mesh, attend_splash, attend_x
 segments = np.repeat(packed_rows()[:2], 2, axis=0)
 q, k, v = (np.repeat(np.asarray(x)[:2], 2, axis=0) for x in inputs(4, 2, "float32"))
 spec = AttentionSpec(causal=True, scale=0.125)
-expected = attend_xla(q, k, v, segments, spec)
+sinks = np.array([-1.0, 0.0, 2.0, 30.0], np.float32)
+expected = attend_xla(q, k, v, segments, spec, sinks)
 mesh = a_mesh(2, 2)
 heads, rows = NamedSharding(mesh, P("data", None, "tensor")), NamedSharding(mesh, P("data"))
+arguments = jax.device_put((q, k, v, segments, sinks), (heads, heads, heads, rows, NamedSharding(mesh, P("tensor"))))
 for implementation in (functools.partial(attend_splash, interpret=True), attend_xla_segments):
-    attend = jax.jit(lambda *x: implementation(*x, spec, mesh=mesh), out_shardings=heads)
-    compiled = attend.lower(*jax.device_put((q, k, v, segments), (heads, heads, heads, rows))).compile()
-    got = compiled(*jax.device_put((q, k, v, segments), (heads, heads, heads, rows)))
+    attend = jax.jit(lambda *x: implementation(*x[:4], spec, x[4], mesh=mesh), out_shardings=heads)
+    compiled = attend.lower(*arguments).compile()
+    got = compiled(*arguments)
     np.testing.assert_allclose(got, expected, atol=1e-5)
     text = compiled.as_text()
     assert not any(name in text for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))

@@ -14,7 +14,7 @@ def inputs(num_heads: int, num_kv_heads: int, dtype=np.float32) -> tuple[np.ndar
     return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
 
 
-def one_by_one(q, k, v, segments, causal: bool, scale=None, softcap=None, window=1000) -> np.ndarray:
+def one_by_one(q, k, v, segments, causal: bool, scale=None, softcap=None, window=1000, sinks=None) -> np.ndarray:
     """Attention written with loops, in float64."""
     scale = scale or q.shape[3] ** -0.5
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
@@ -26,9 +26,8 @@ def one_by_one(q, k, v, segments, causal: bool, scale=None, softcap=None, window
         scores = np.array([q[row, t, head] @ k[row, s, head // group] for s in keys]) * scale
         scores = softcap * np.tanh(scores / softcap) if softcap else scores
         weights = np.exp(scores - scores.max())
-        out[row, t, head] = sum(
-            w * v[row, s, head // group] for w, s in zip(weights / weights.sum(), keys, strict=True)
-        )
+        total = weights.sum() + (0 if sinks is None else np.exp(sinks[head] - scores.max()))
+        out[row, t, head] = sum(w * v[row, s, head // group] for w, s in zip(weights / total, keys, strict=True))
     return out
 
 
@@ -45,6 +44,21 @@ def test_windows_scales_and_caps_equal_loops(rule: dict) -> None:
     q, k, v = inputs(4, 2)
     got = attend_xla(q, k, v, jnp.array(SEGMENTS), AttentionSpec(causal=True, **{"scale": 8**-0.5} | rule))
     np.testing.assert_allclose(got, one_by_one(q, k, v, SEGMENTS, True, **rule), atol=2e-6)
+
+
+SINKS = {"near": [0.5, -1.0, 0.0, 2.0], "dominating": [60.0, 200.0, 90.0, 120.0], "negligible": [-300.0] * 4}
+
+
+@pytest.mark.parametrize("rule", [{}, {"window": 3}, {"softcap": 2.0}])
+@pytest.mark.parametrize("sinks", SINKS.values(), ids=SINKS.keys())
+def test_sinks_take_their_part_of_the_attention(sinks: list[float], rule: dict) -> None:
+    q, k, v = inputs(4, 2)
+    spec = AttentionSpec(causal=True, **{"scale": 8**-0.5} | rule)
+    got = attend_xla(q, k, v, jnp.array(SEGMENTS), spec, jnp.array(sinks))
+    expected = one_by_one(q, k, v, SEGMENTS, True, **rule, sinks=sinks)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-6)
+    without = attend_xla(q, k, v, jnp.array(SEGMENTS), spec)
+    assert np.array_equal(got, without) == (sinks[0] == -300)
 
 
 def test_scores_do_not_overflow_in_bfloat16() -> None:

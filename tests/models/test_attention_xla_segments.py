@@ -47,16 +47,18 @@ def packings(draw: st.DrawFn) -> np.ndarray:
     return np.pad(rows, ((0, 2 - len(rows)), (0, 0)))
 
 
+@pytest.mark.parametrize("sinks", [None, [-1.0, 0.0, 2.0, 30.0]], ids=["", "sinks"])
 @pytest.mark.parametrize(("rule", "heads"), RULES.values(), ids=RULES.keys())
-def test_equals_the_reference(rule: dict, heads: tuple[int, int]) -> None:
+def test_equals_the_reference(rule: dict, heads: tuple[int, int], sinks: list[float] | None) -> None:
     spec = AttentionSpec(**rule, scale=0.3)
     attend, reference = compiled(spec)
     q, k, v = inputs(*heads, "float32")
+    sinks = sinks and jnp.array(sinks[-heads[0] :])
 
     @settings(max_examples=10, deadline=None)
     @given(segments=packings())
     def check(segments: np.ndarray) -> None:
-        got, expected = np.asarray(attend(q, k, v, segments)), np.asarray(reference(q, k, v, segments))
+        got, expected = (np.asarray(each(q, k, v, segments, sinks=sinks)) for each in (attend, reference))
         np.testing.assert_allclose(got[segments != 0], expected[segments != 0], atol=2e-6)
         assert np.isfinite(got).all()
 

@@ -20,6 +20,7 @@ from pipeline.models.registry import open_model
 
 VARIANTS = FAMILIES | {  # as many attributes as can have a meaning at once
     "gemma3_text": FAMILIES["gemma3_text"] | {"rope_parameters": YARN_ROPES},
+    "gpt_oss": FAMILIES["gpt_oss"] | {"attention_bias": False},
     "llama": {"rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3}},
     "olmo3": {"sliding_window": 7, "layer_types": ALTERNATING, "rope_parameters": YARN_ROPES},
     "phi3": {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 96, "sliding_window": 7},
@@ -35,6 +36,7 @@ IGNORED = {  # what transformers' model does not read: at inference, or beside t
     "bert": {"attention_probs_dropout_prob", "hidden_dropout_prob"},
     "gpt2": {"reorder_and_upcast_attn"},
     "gpt_neox": {"is_decoder"},
+    "gpt_oss": ROUTERS_IN_TRAINING | {"hidden_act"},
     "mixtral": ROUTERS_IN_TRAINING | {"router_jitter_noise"},
     "olmoe": ROUTERS_IN_TRAINING,
     "phi3": {"rope_parameters.long_factor", "rope_parameters.original_max_position_embeddings"},

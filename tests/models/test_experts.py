@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pipeline.models.architecture import Experts
+from pipeline.models.architecture import BoundedExperts, Experts
 from pipeline.models.experts import _in_blocks, _in_groups, _route
 from pipeline.models.int8_weights import Int8Weight, quantise
 from pipeline.models.registry import open_model
@@ -20,10 +20,24 @@ SIZES = {
 }
 
 
+def mixtral_neurons(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    return np.asarray(jax.nn.silu(gate) * up)
+
+
+def gpt_oss_neurons(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    gate, up = np.minimum(gate, 5), np.clip(up, -5, 5)
+    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+
+
+NEURONS = {"mixtral": ({}, mixtral_neurons), "gpt_oss": ({"swiglu_limit": 5.0}, gpt_oss_neurons)}
+
+
+@pytest.mark.parametrize("family", NEURONS)
 @pytest.mark.parametrize("with_int8", [False, True])
 @pytest.mark.parametrize("case", SIZES)
-def test_groups_equal_blocks_equal_one_expert_at_a_time(case: str, with_int8: bool, tmp_path) -> None:
-    save_random("mixtral", tmp_path)
+def test_groups_equal_blocks_equal_one_expert_at_a_time(case: str, with_int8: bool, family: str, tmp_path) -> None:
+    overrides, neurons = NEURONS[family]
+    save_random(family, tmp_path, **overrides)
     arch = open_model(str(tmp_path)).arch
     rng = np.random.default_rng(0)
     sizes = np.array(SIZES[case], np.int32)
@@ -34,11 +48,18 @@ def test_groups_equal_blocks_equal_one_expert_at_a_time(case: str, with_int8: bo
     if with_int8:
         used = {name: Int8Weight(*map(jnp.asarray, quantise(weight, 1))) for name, weight in weights.items()}
         weights = {name: np.asarray(weight.values * weight.scale[..., None]) for name, weight in used.items()}
+    biases = {f"{name}_bias": np.zeros(weights[name].shape[:2], np.float32) for name in shapes}
+    if family == "gpt_oss":
+        biases = {name: rng.normal(size=bias.shape).astype(np.float32) for name, bias in biases.items()}
+        used |= {name: jnp.asarray(bias) for name, bias in biases.items()}
     expected, first = np.zeros_like(x), 0
     for expert, size in enumerate(sizes):
-        gate, up, down = (weights[name][expert] for name in shapes)
+        (gate, gate_bias), (up, up_bias), (down, down_bias) = (
+            (weights[name][expert], biases[f"{name}_bias"][expert]) for name in shapes
+        )
         tokens = x[first : first + size]
-        expected[first : first + size] = np.asarray(jax.nn.silu(tokens @ gate.T) * (tokens @ up.T)) @ down.T
+        chosen = neurons(tokens @ gate.T + gate_bias, tokens @ up.T + up_bias)
+        expected[first : first + size] = chosen @ down.T + down_bias
         first += size
     for compute in (_in_groups, _in_blocks):
         got = jax.jit(compute, static_argnames="arch")(jnp.asarray(x), jnp.asarray(sizes), used, arch)
@@ -55,3 +76,14 @@ def test_of_equal_logits_the_lower_numbers_are_chosen(sums_to_one: bool) -> None
     if sums_to_one:
         expected /= expected.sum(axis=-1, keepdims=True)
     np.testing.assert_allclose(routing.weights, expected, rtol=1e-6)
+
+
+def test_a_softmax_over_the_chosen_does_not_hide_how_the_others_are_ordered() -> None:
+    """Over all of them, three of the shares would be 0, and equal."""
+    logits = jnp.array([[[0.0, -200.0, -150.0, 300.0]]])
+    routing = _route(logits, BoundedExperts("S", 4, 3, 8, sums_to_one=True))
+    assert routing.indices.tolist() == [[[3, 0, 2]]]
+    assert routing.weights.tolist() == [[[1, 0, 0]]]
+    routing = _route(logits / 100, BoundedExperts("S", 4, 3, 8, sums_to_one=True))
+    shares = np.exp([3, 0, -1.5])
+    np.testing.assert_allclose(routing.weights[0, 0], shares / shares.sum(), rtol=1e-6)

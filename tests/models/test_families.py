@@ -130,6 +130,12 @@ def older_olmo3(config: dict) -> None:
     config |= {"rope_theta": ropes["full_attention"].pop("rope_theta"), "rope_scaling": ropes["full_attention"]}
 
 
+def older_gpt_oss(config: dict) -> None:
+    """As published: the values of the rotary embedding and the kinds of layers are the defaults."""
+    del config["rope_parameters"], config["layer_types"], config["swiglu_alpha"]
+    config |= {"experts_per_token": 2, "initial_context_length": 4096, "rope_theta": 150000, "rope_scaling": None}
+
+
 def older_phi3(config: dict) -> None:
     rope = config.pop("rope_parameters")
     config |= {"partial_rotary_factor": rope.pop("partial_rotary_factor"), "rope_theta": rope.pop("rope_theta")}
@@ -156,6 +162,7 @@ PHI3_ROPE |= {"short_factor": [1.0, 2.0, 3.0], "long_factor": [4.0, 5.0, 6.0]}
 EVERY_SECOND = ["sliding_attention", "full_attention"] * 2
 OLDER = {
     "gpt_neox": ({"rope_parameters": NEOX_ROPE}, older_gpt_neox),
+    "gpt_oss": ({"sliding_window": 7}, older_gpt_oss),
     "gemma2": ({"sliding_window": 7, "layer_types": EVERY_SECOND}, older_gemma2),
     "gemma3_text": (
         {"sliding_window": 7, "rope_parameters": GEMMA3_ROPES, "layer_types": EVERY_SECOND},
@@ -185,6 +192,11 @@ REFUSED = {
     "gemma2 that sees ahead": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     "gemma3 with caps": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     "gpt-neox with odd rotation": ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "that is 3"),
+    "gpt-oss with too few experts": (
+        "gpt_oss",
+        {"num_local_experts": 8},
+        r"gate_up_proj has shape \(6, 32, 96\), expected \(8, 32, 96\)",
+    ),
     "olmo2 with clipping": ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
     "olmo3 with one older theta": ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "since versions"),
     "olmo3 with one rope": ("olmo3", {"rope_parameters": LINEAR}, "rope_parameters sets rope_type='linear'"),
@@ -220,11 +232,13 @@ def test_a_site_needs_only_its_rows_of_a_tensor_of_several_weights(tmp_path) -> 
     assert (leaves["attention"]["k"].rows, leaves["attention"]["k"].hf_shape) == (range(32, 48), (64, 32))
 
 
-def test_random_weights_of_one_tensor_differ(tmp_path) -> None:
-    save_random("phi3", tmp_path)
+@pytest.mark.parametrize("family", ["phi3", "gpt_oss"])
+def test_random_weights_of_one_tensor_differ(family: str, tmp_path) -> None:
+    save_random(family, tmp_path)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     (layers,) = open_model(str(tmp_path), init="random").load((LAST,), "float32", sharding)["runs"]
-    matrices = [*(layers["attention"][name] for name in ("q", "k", "v")), layers["mlp"]["gate"], layers["mlp"]["up"]]
+    gate, up = ("experts_gate", "experts_up") if family == "gpt_oss" else ("gate", "up")
+    matrices = [*(layers["attention"][name] for name in ("q", "k", "v")), layers["mlp"][gate], layers["mlp"][up]]
     starts = {tuple(np.asarray(matrix[0]).ravel()[:4].tolist()) for matrix in matrices}
     assert len(starts) == len(matrices)
 
@@ -244,6 +258,16 @@ def test_a_site_alone_equals_the_site_among_all(family: str, tmp_path) -> None:
     keys = activation_keys((2,), tuple(site for site in model.sites if site.per_layer))
     for key, expected in captured(*keys).items():
         np.testing.assert_allclose(captured(key)[key], expected, rtol=1e-4, atol=1e-5, err_msg=key.name)
+
+
+def test_sinks_are_read_where_there_is_attention(tmp_path) -> None:
+    save_random("gpt_oss", tmp_path)
+    model = open_model(str(tmp_path))
+    runs = {site: model.leaves((ActivationKey(2, site),))["runs"] for site in (Site.v, Site.attn_z)}
+    assert {site: ["sinks" in run["attention"] for run in leaves] for site, leaves in runs.items()} == {
+        Site.v: [True, False],
+        Site.attn_z: [True, True],
+    }
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "gpt_neox"])

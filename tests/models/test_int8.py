@@ -32,6 +32,7 @@ FAMILIES = (
     "gemma3_text",
     "gpt2",
     "gpt_neox",
+    "gpt_oss",
     "llama",
     "mistral",
     "mixtral",
@@ -169,6 +170,7 @@ def test_every_product_with_a_matrix_is_of_integers(family: str, tmp_path) -> No
     [
         *[("llama", "attention.q"), ("llama", "attention.o"), ("gpt2", "attention.qkv"), ("gpt2", "attention.o")],
         *[("gpt_neox", "attention.qkv"), ("mixtral", "mlp.experts_gate"), ("mixtral", "mlp.experts_down")],
+        *[("gpt_oss", f"mlp.experts_{name}") for name in ("gate", "up", "down")],
         *[("phi3", "attention.k"), ("phi3", "mlp.up")],
     ],
 )

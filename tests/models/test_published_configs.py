@@ -19,6 +19,7 @@ NUM_PARAMS = {  # transformers' count: with the unembedding where it is not tied
     "OLMo-2-7B": 7_298_617_344,
     "Mistral-7B-v0.1": 7_241_732_096,
     "Qwen3-0.6B": 596_049_920,
+    "gpt-oss-20b": 20_914_757_184,
     "phi-4": 14_659_507_200,
     "SmolLM3-3B": 3_075_098_624,
     "Olmo-3-7B": 7_298_011_136,
@@ -46,6 +47,7 @@ def test_windows_as_published(tmp_path) -> None:
         if local is not None:
             patterns[name] = (local.pattern, local.window)
     assert patterns == {
+        "gpt-oss-20b": ("LG" * 12, 128),
         "gemma-2-2b": ("LG" * 13, 4096),
         "gemma-3-1b": ("LLLLLG" * 4 + "LL", 512),
         "Mistral-7B-v0.1": ("L" * 32, 4096),

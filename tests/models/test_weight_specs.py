@@ -15,6 +15,7 @@ DIVIDED_AXIS = {
     "attention.q": 0,
     "attention.k": 0,
     "attention.v": 0,
+    "attention.sinks": 0,
     "attention.o": 1,
     "mlp.gate": 0,
     "mlp.up": 0,
@@ -26,7 +27,7 @@ DIVIDED_AXIS = {
     "mlp.shared_up": 0,
     "mlp.shared_down": 1,
 }
-NUM_INPUTS = dict.fromkeys(DIVIDED_AXIS, 1) | {"attention.o": 2}
+NUM_INPUTS = {key: 1 for key in DIVIDED_AXIS if key != "attention.sinks"} | {"attention.o": 2}
 ATTENTION = {Step.attn_in, Step.q, Step.k, Step.v, Step.z, Step.o}
 MLP = {Step.mlp_in, Step.gate, Step.up, Step.neurons, Step.down}
 ARCH = open_model(str(PACKAGE / "assets" / "tiny-qwen2")).arch

@@ -136,12 +136,13 @@ from pipeline.models.attention.splash import attend_splash
 from pipeline.planning.slice.chips import parse_slice
 for name in ("v4-8", "v5e-4", "v5p-8", "v6e-4"):
     mesh = make_mesh(2, slice_devices(parse_slice(name)))
-    for num_heads, num_kv_heads, head_dim, length, dtype, rule in (
+    for num_heads, num_kv_heads, head_dim, length, dtype, rule, *with_sinks in (
         (14, 2, 64, 1024, "bfloat16", {"causal": True}),
         (12, 12, 64, 512, "float32", {"causal": False}),
         (8, 4, 256, 1152, "bfloat16", {"causal": True, "softcap": 50.0, "window": 300}),
         (8, 2, 80, 640, "bfloat16", {"causal": True}),
         (8, 2, 128, 2048, "bfloat16", {"causal": True}),  # from here on with blocks of each row's own
+        (64, 8, 64, 2048, "bfloat16", {"causal": True, "window": 128}, True),
         *[(8, 4, 256, 8192, "bfloat16", {"causal": True, "softcap": 50.0})] * (name == "v5e-4"),
     ):
         def shape(*sizes, dtype=dtype, spec=PartitionSpec("data")):
@@ -149,8 +150,9 @@ for name in ("v4-8", "v5e-4", "v5p-8", "v6e-4"):
         heads = PartitionSpec("data", None, "tensor")
         qkv = [shape(4, length, number, head_dim, spec=heads) for number in (num_heads, num_kv_heads, num_kv_heads)]
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-            attend = jax.jit(lambda *x: attend_splash(*x, AttentionSpec(scale=0.1, **rule), mesh=mesh))
-            text = attend.lower(*qkv, shape(4, length, dtype="int32")).compile().as_text()
+            attend = jax.jit(lambda *x: attend_splash(*x[:4], AttentionSpec(scale=0.1, **rule), *x[4:], mesh=mesh))
+            sinks = [shape(num_heads, spec=PartitionSpec("tensor"))] * len(with_sinks)
+            text = attend.lower(*qkv, shape(4, length, dtype="int32"), *sinks).compile().as_text()
         assert text.count('custom_call_target="tpu_custom_call"') == 1
         assert " while(" not in text  # over rows
         assert "all-" not in text

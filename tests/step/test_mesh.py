@@ -33,6 +33,14 @@ EXPERTS = CONFIG | {
     "shared_expert_intermediate_size": 24,
 }
 
+GPT_OSS = CONFIG | {
+    "model_type": "gpt_oss",
+    "head_dim": 8,
+    "sliding_window": 8,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+}
+
 PROGRAM = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
@@ -46,11 +54,12 @@ from pipeline.models.registry import open_model
 from pipeline.core.sites import Site, activation_keys
 from pipeline.extraction.transfer import start_copies
 
-MODELS = {name: open_model(f"{sys.argv[1]}/{name}", init="random") for name in ("dense", "experts")}
+MODELS = {name: open_model(f"{sys.argv[1]}/{name}", init="random") for name in ("dense", "experts", "gpt_oss")}
 ROUTED = Site.router_logits, Site.router_weights, Site.router_indices, Site.expert_out, Site.mlp_out
 INNER = Site.attn_in, Site.q, Site.attn_entropy, Site.attn_z, Site.attn_out, Site.mlp_in, Site.mlp_pre, Site.mlp_post
 LAST = activation_keys((5,), (Site.resid_post,))
 KEYS = {"dense": (*activation_keys((1,), INNER), *LAST), "experts": (*activation_keys((1,), ROUTED), *LAST)}
+KEYS["gpt_oss"] = KEYS["experts"]
 rng = np.random.default_rng(0)
 batch = {
     "tokens": rng.integers(0, 101, (8, 24), dtype=np.int32),
@@ -79,7 +88,7 @@ report = {}
 everyhow = ((1, False), (1, True), (2, False), (2, True))
 for name, with_int8, divisions in (
     ("dense", False, everyhow), ("dense", True, everyhow),
-    ("experts", False, everyhow), ("experts", True, ((2, True),)),
+    ("experts", False, everyhow), ("experts", True, ((2, True),)), ("gpt_oss", False, ((2, True),)),
 ):
     expected, _, all_bytes = outputs(name, 1, False, jax.devices()[:1], with_int8)
     for tensor, fsdp in divisions:
@@ -111,7 +120,7 @@ json.dump(report, sys.stdout)
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> dict[str, dict]:
     path = tmp_path_factory.mktemp("model")
-    for name, config in (("dense", CONFIG), ("experts", EXPERTS)):
+    for name, config in (("dense", CONFIG), ("experts", EXPERTS), ("gpt_oss", GPT_OSS)):
         (path / name).mkdir()
         (path / name / "config.json").write_text(json.dumps(config))
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
@@ -133,6 +142,7 @@ SHARES = {(1, False): 1, (1, True): 1 / 8, (2, False): 1 / 2, (2, True): 1 / 8} 
         *(("dense", with_int8, *division) for with_int8 in (False, True) for division in SHARES),
         *(("experts", False, *division) for division in SHARES),
         ("experts", True, 2, True),
+        ("gpt_oss", False, 2, True),
     ],
 )
 def test_every_division_computes_the_same_and_holds_its_share_of_the_weights(report, model, with_int8, tensor, fsdp):

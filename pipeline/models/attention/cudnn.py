@@ -19,6 +19,8 @@ def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | N
         return f"it computes in bfloat16 and model.dtype is {dtype}"
     if arch.softcap is not None:
         return f"it cannot cap scores, and the model caps them at {arch.softcap:g}"
+    if arch.sinks:
+        return "it does not take attention sinks, and the model's heads have them"
     if arch.head_dim % 8 or arch.head_dim > max_head_dim:
         return (
             f"on this GPU it takes heads of a multiple of 8 up to {max_head_dim}, and the model's are {arch.head_dim}"
@@ -36,7 +38,7 @@ def attend_cudnn(
     segments: Int32[Array, "B T"],
     spec: AttentionSpec,
 ) -> Float[Array, "B T N H"]:
-    """`Attend` without a softcap. JAX keeps rows and heads divided among devices as they are.
+    """`Attend` without a softcap and without sinks. JAX keeps rows and heads divided among devices as they are.
 
     cuDNN takes segments as a bias: [B, 1, T, T] numbers in q's dtype, the same for all heads and layers.
     """

@@ -4,6 +4,7 @@ In long rows it also skips blocks of keys that no query's segment reaches: `bloc
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -47,6 +48,15 @@ def skips_blocks(num_rows: int, length: int, block: int) -> bool:
     return length >= _SKIPPING_LENGTH and scalar_bytes <= _MAX_SCALAR_BYTES
 
 
+@dataclass(frozen=True)
+class Steps:
+    """The steps that the kernel takes through a row."""
+
+    block: int  # queries and keys of each
+    skips: bool  # those that `blocks_to_run` does not name
+    interpret: bool  # on a CPU, for tests
+
+
 @jax.named_scope("splash")
 def attend_splash(
     q: Float[Array, "B T N H"],
@@ -54,6 +64,7 @@ def attend_splash(
     v: Float[Array, "B T K H"],
     segments: Int32[Array, "B T"],
     spec: AttentionSpec,
+    sinks: Float[Array, " N"] | None = None,
     *,
     mesh: Mesh,
     interpret: bool = False,
@@ -67,18 +78,20 @@ def attend_splash(
     attend = jax.shard_map(
         partial(_attend_on_device, spec=spec, interpret=interpret),
         mesh=mesh,
-        in_specs=(heads, heads, heads, rows),
+        in_specs=(heads, heads, heads, rows, PartitionSpec("tensor")),
         out_specs=heads,
         check_vma=False,
     )
-    return attend(q * jnp.asarray(spec.scale, q.dtype), k, v, segments)
+    return attend(q * jnp.asarray(spec.scale, q.dtype), k, v, segments, sinks)
 
 
-def _attend_on_device(q: Array, k: Array, v: Array, segments: Array, *, spec: AttentionSpec, interpret: bool) -> Array:
+def _attend_on_device(
+    q: Array, k: Array, v: Array, segments: Array, sinks: Array | None, *, spec: AttentionSpec, interpret: bool
+) -> Array:
     num_rows, length = segments.shape
     block = block_size(length, q.dtype.itemsize)
-    skips = skips_blocks(num_rows, length, block)
-    return attend_blocks(q, k, v, segments, spec, block=block, skips=skips, interpret=interpret)
+    steps = Steps(block, skips_blocks(num_rows, length, block), interpret)
+    return attend_blocks(q, k, v, segments, spec, sinks, steps=steps)
 
 
 def attend_blocks(
@@ -87,15 +100,14 @@ def attend_blocks(
     v: Float[Array, "B T K H"],
     segments: Int32[Array, "B T"],
     spec: AttentionSpec,
+    sinks: Float[Array, " N"] | None = None,
     *,
-    block: int,
-    skips: bool,
-    interpret: bool,
+    steps: Steps,
 ) -> Float[Array, "B T N H"]:
     """The kernel, for queries already scaled, over the blocks that the causal mask or the window leaves.
 
-    With `skips` only over those that `blocks_to_run` names. Where segments are not 0 the result is the same to the bit;
-    at padding it is another, also finite.
+    With `steps.skips` only over those that `blocks_to_run` names. Where segments are not 0 the result is the same to
+    the bit; at padding it is another, also finite.
     """
     # Here, so that machines without a TPU do not import Pallas.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -109,26 +121,27 @@ def attend_blocks(
         mask = splash.FullMask((length, length))
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * num_heads),
-        block_sizes=splash.BlockSizes(block_q=block, block_kv=block),
+        block_sizes=splash.BlockSizes(block_q=steps.block, block_kv=steps.block),
         attn_logits_soft_cap=spec.softcap,
         head_shards=1,
         q_seq_shards=1,
-        interpret=interpret,
+        interpret=steps.interpret,
     )
-    if not skips:
+    if not steps.skips:
         q, k, v = (jnp.einsum("BTNH->BNTH", x) for x in (q, k, v))
-        return jnp.einsum("BNTH->BTNH", jax.vmap(kernel)(q, k, v, splash.SegmentIds(segments, segments)))
+        attend = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))
+        return jnp.einsum("BNTH->BTNH", attend(q, k, v, splash.SegmentIds(segments, segments), sinks))
 
     # With vmap, JAX would make a loop over rows with different blocks. Instead the kernel sees one row of S = B * T.
     info = kernel.fwd_mask_info
-    runs, key_blocks = blocks_to_run(segments, info.block_mask[0] != 0, info.data_next[0], block)
+    runs, key_blocks = blocks_to_run(segments, info.block_mask[0] != 0, info.data_next[0], steps.block)
     kernel.fwd_mask_info = info._replace(
         block_mask=runs.reshape(1, -1, runs.shape[2]).astype(jnp.int32),
         data_next=key_blocks.reshape(1, -1, runs.shape[2]),
         q_sequence=None if info.q_sequence is None else jnp.arange(num_rows * length, dtype=jnp.int32),
     )
     q, k, v = (jnp.einsum("SNH->NSH", x.reshape(-1, *x.shape[2:])) for x in (q, k, v))
-    z = kernel(q, k, v, splash.SegmentIds(segments.reshape(-1), segments.reshape(-1)))
+    z = kernel(q, k, v, splash.SegmentIds(segments.reshape(-1), segments.reshape(-1)), sinks)
     return jnp.einsum("NSH->SNH", z).reshape(num_rows, length, num_heads, head_dim)
 
 

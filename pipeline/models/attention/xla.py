@@ -6,7 +6,7 @@ Letters: B rows, T query positions, S key positions, N heads, K key-value heads,
 import math
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pipeline.models.attention.spec import AttentionSpec
 
@@ -17,6 +17,7 @@ def attend_xla(
     v: Float[Array, "B T K H"],
     segments: Int32[Array, "B T"],
     spec: AttentionSpec,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """`Attend` over blocks of queries, each with the keys that it can see: there are never [T, S] scores in memory.
 
@@ -35,7 +36,7 @@ def attend_xla(
             visible &= distances >= 0
         if spec.window is not None:
             visible &= distances < spec.window
-        blocks.append(attend_visible(q[:, :, :, start:stop], k[:, :, keys], v[:, :, keys], visible, spec))
+        blocks.append(attend_visible(q[:, :, :, start:stop], k[:, :, keys], v[:, :, keys], visible, spec, sinks))
     z = jnp.concatenate(blocks, axis=3)
     return jnp.einsum("BKGTH->BTKGH", z).reshape(num_rows, length, num_heads, head_dim)
 
@@ -52,6 +53,7 @@ def attend_visible(
     v: Float[Array, "B K S H"],
     visible: Bool[Array, "B T S"],
     spec: AttentionSpec,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B K G T H"]:
     """Attention of each query to the keys that are `visible` to it, at least one.
 
@@ -66,7 +68,19 @@ def attend_visible(
         scores = jnp.tanh(scores / spec.softcap) * spec.softcap
     bias = jnp.where(visible, 0, jnp.finfo(jnp.float32).min / 2)  # half of it: the sum is finite
     scores += jnp.tile(bias, (1, num_groups, 1))[:, None]
-    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    highest = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        sinks = sink_scores(sinks, k.shape[1], length)
+        highest = jnp.maximum(highest, sinks)
+    weights = jnp.exp(scores - highest)
     z = jnp.einsum("BKQS,BKSH->BKQH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    z = (z / jnp.sum(weights, axis=-1, keepdims=True)).astype(v.dtype)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total += jnp.exp(sinks - highest)
+    z = (z / total).astype(v.dtype)
     return z.reshape(*z.shape[:2], num_groups, length, -1)
+
+
+def sink_scores(sinks: Float[Array, " N"], num_kv_heads: int, length: int) -> Float32[Array, "K GT 1"]:
+    """The scores of the heads' sinks for `length` queries of each head."""
+    return jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, -1), length, axis=1)[..., None]

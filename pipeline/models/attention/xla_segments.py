@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int32
 from pipeline.models.architecture import Architecture
 from pipeline.models.attention.segment_blocks import reached_blocks
 from pipeline.models.attention.spec import AttentionSpec
+from pipeline.models.attention.xla import sink_scores
 
 _BLOCK = 256
 _MASKED = jnp.finfo(jnp.float32).min / 2  # half of it: the sum with a score is finite
@@ -37,6 +38,7 @@ def attend_xla_segments(
     v: Float[Array, "B T K H"],
     segments: Int32[Array, "B T"],
     spec: AttentionSpec,
+    sinks: Float[Array, " N"] | None = None,
     *,
     mesh: Mesh,
 ) -> Float[Array, "B T N H"]:
@@ -46,11 +48,11 @@ def attend_xla_segments(
     attend = jax.shard_map(
         partial(_attend_on_device, spec=spec),
         mesh=mesh,
-        in_specs=(heads, heads, heads, rows),
+        in_specs=(heads, heads, heads, rows, PartitionSpec("tensor")),
         out_specs=heads,
         check_vma=False,
     )
-    return attend(q, k, v, segments)
+    return attend(q, k, v, segments, sinks)
 
 
 def _attend_on_device(
@@ -58,6 +60,7 @@ def _attend_on_device(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     segments: Int32[Array, "B T"],
+    sinks: Float[Array, " N"] | None,
     *,
     spec: AttentionSpec,
 ) -> Float[Array, "B T N H"]:
@@ -79,7 +82,7 @@ def _attend_on_device(
 
     def attend_block(block: tuple[Array, ...]) -> Array:
         q, row, number, first, last = block
-        return _attend_block(q, number, (first, last), (k[row], v[row], segments[row]), spec)
+        return _attend_block(q, number, (first, last), (k[row], v[row], segments[row]), sinks, spec)
 
     rows, numbers = (x.reshape(-1) for x in jnp.mgrid[:num_rows, :num_blocks])
     z = jax.lax.map(attend_block, (q, rows, numbers, first.reshape(-1), last.reshape(-1)))
@@ -92,6 +95,7 @@ def _attend_block(
     number: Int32[Array, ""],
     limits: tuple[Int32[Array, ""], Int32[Array, ""]],
     row: tuple[Float[Array, "K T H"], Float[Array, "K T H"], Int32[Array, " T"]],
+    sinks: Float[Array, " N"] | None,
     spec: AttentionSpec,
 ) -> Float[Array, "K GP H"]:
     """Block `number` of the row's queries, over the row's keys, values and segments, from block to block (both
@@ -122,6 +126,9 @@ def _attend_block(
         return new_highest, decay * total + jnp.sum(weights, axis=-1, keepdims=True), decay * z + added
 
     nothing = jnp.zeros((*q.shape[:2], 1), jnp.float32)
-    start = (nothing + jnp.finfo(jnp.float32).min, nothing, jnp.zeros(q.shape, jnp.float32))
+    highest, total = nothing + jnp.finfo(jnp.float32).min, nothing
+    if sinks is not None:
+        highest, total = sink_scores(sinks, len(k), _BLOCK), nothing + 1
+    start = highest, total, jnp.zeros(q.shape, jnp.float32)
     _, total, z = jax.lax.fori_loop(limits[0], limits[1] + 1, step, start)
     return (z / total).astype(v.dtype)

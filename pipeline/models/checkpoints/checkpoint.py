@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.json_text import MAX_JSON_BYTES, parse_json, shown
+from pipeline.models.checkpoints import mxfp4
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 
@@ -90,14 +91,32 @@ class Checkpoint:
         return name if name in _HEADS else self.prefix + name
 
     def info(self, name: str) -> TensorInfo | None:
-        """A tensor's dtype and shape; None where its file does not contain it."""
+        """A tensor's dtype and shape, in MXFP4 those of its numbers; None where its file does not contain it."""
         name = self._stored_name(name)
-        return self._open_indexed(name).tensors.get(name) if name in self.file_of else None
+        if name not in self._packed:
+            return self._open_indexed(name).tensors.get(name) if name in self.file_of else None
+        parts = [self._open_indexed(part).tensors.get(part) for part in self._packed[name]]
+        return None if None in parts else mxfp4.unpacked_info(*parts)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop-1 of a tensor's first axis, in the file's dtype."""
+        """Rows start..stop-1 of a tensor's first axis, in the file's dtype, or the float32 numbers of MXFP4."""
         name = self._stored_name(name)
-        return self._open_indexed(name).rows(name, start, stop)
+        parts = [self._open_indexed(part).rows(part, start, stop) for part in self._packed.get(name, (name,))]
+        return mxfp4.unpacked(*parts) if name in self._packed else parts[0]
+
+    @cached_property
+    def names(self) -> Collection[str]:
+        """The names of all tensors; one for both parts of a tensor in MXFP4."""
+        packed = {part: name for name, parts in self._packed.items() for part in parts}
+        return dict.fromkeys(packed.get(name, name) for name in self.file_of)
+
+    @cached_property
+    def _packed(self) -> Mapping[str, tuple[str, ...]]:
+        """The tensors in MXFP4, and the names of their parts."""
+        blocks, _ = mxfp4.SUFFIXES
+        names = (name.removesuffix(blocks) for name in self.file_of if name.endswith(blocks))
+        parts = {name: tuple(name + suffix for suffix in mxfp4.SUFFIXES) for name in names}
+        return {name: both for name, both in parts.items() if self.file_of.keys() >= {*both}}
 
     def _stored_name(self, name: str) -> str:
         return self._stored_names.get(name, name)

@@ -59,7 +59,8 @@ def _pieces(
     num_stacks, axis = len(leaf.stack_shape), leaf.order.index(0)  # ours, of HF's first
     is_whole = whole_channels and axis >= len(leaf.axes) - leaf.num_inputs
     piece_bytes = _PIECE_BYTES // 2 if whole_channels else _PIECE_BYTES  # quantising makes copies
-    step = leaf.axes[0] if is_whole else max(1, piece_bytes * leaf.axes[0] // (4 * math.prod(leaf.axes)))
+    item_bytes = 4 * len(leaf.rows) * math.prod(leaf.hf_shape[1:]) // leaf.axes[0]
+    step = leaf.axes[0] if is_whole else max(1, piece_bytes // item_bytes)
     with_same_rows: dict[str, list[int]] = {}
     for number, index in enumerate(indices):
         with_same_rows.setdefault(repr((index[:num_stacks], is_whole or index[num_stacks + axis])), []).append(number)
@@ -83,7 +84,7 @@ def _read_items(checkpoint: Checkpoint, leaf: Leaf, tensor: int, items: range) -
     rows_per_item = len(leaf.rows) // leaf.axes[0]
     rows = leaf.rows[items.start * rows_per_item : items.stop * rows_per_item]
     values = checkpoint.rows(checkpoint.full_name(leaf.tensors[tensor]), rows.start, rows.stop)
-    return values.reshape(len(items), *leaf.axes[1:]).transpose(leaf.order)
+    return values[..., leaf.columns].reshape(len(items), *leaf.axes[1:]).transpose(leaf.order)
 
 
 def _called(reads: Iterable[Callable[[], np.ndarray]], is_remote: bool) -> Iterator[np.ndarray]:

@@ -70,7 +70,7 @@ def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, exp
     start = checkpoint.prefix + layers
     of_layer = {is_sparse: _tensors_of_layer(arch, table, is_sparse) for is_sparse in (False, True)}
     needed_layers = {name.removeprefix(start).split(".")[0] for name in expected if name.startswith(start)}
-    for name in checkpoint.file_of:
+    for name in checkpoint.names:
         layer, _, rest = name.removeprefix(start).partition(".")
         if not name.startswith(start) or rest in _IGNORED_TENSORS:
             continue

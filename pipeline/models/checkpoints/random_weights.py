@@ -44,8 +44,9 @@ def random_params(
         sharding = place(leaf)
         if leaf.spec.is_scale:
             return jnp.ones(leaf.shape, dtype, device=sharding)
-        first_row = f" {leaf.rows.start}" if leaf.rows.start else ""
-        tensor_ids = np.array([zlib.crc32(f"{seed} {name}{first_row}".encode()) for name in leaf.tensors], np.uint32)
+        first = leaf.rows.start or leaf.columns.start
+        suffix = f" {first}" if first else ""
+        tensor_ids = np.array([zlib.crc32(f"{seed} {name}{suffix}".encode()) for name in leaf.tensors], np.uint32)
         if with_int8 and is_int8(leaf):
             scale_sharding = without_inputs(sharding, len(leaf.shape) - leaf.num_inputs)
             return _normal(dtype, Int8Weight(sharding, scale_sharding))(tensor_ids, leaf.shape, leaf.num_inputs)

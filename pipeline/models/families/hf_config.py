@@ -201,11 +201,11 @@ class HfConfig:
 
 
 def refuse_unreadable(config: HfConfig, families: Collection[str]) -> None:
-    """Raises for checkpoints that are quantised, or that only their own code could read."""
-    if "quantization_config" in config:
+    """Raises for checkpoints that are quantised in another way than gpt-oss, or that only their own code could read."""
+    if "quantization_config" in config and config.nested("quantization_config").values.get("quant_method") != "mxfp4":
         raise CheckpointError(
-            f"{config.where} has a quantization_config: expected float32, float16 or bfloat16 weights, got quantised "
-            f"ones. Use the checkpoint from which it was quantised."
+            f"{config.where} has a quantization_config: expected float32, float16, bfloat16 or mxfp4 weights, got "
+            f"others. Use the checkpoint from which it was quantised."
         )
     if config.values.get("auto_map") and str(config.values.get("model_type")) not in families:
         raise CheckpointError(

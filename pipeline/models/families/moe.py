@@ -1,16 +1,16 @@
-"""Models with experts: Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE (transformers' `Qwen2MoeModel`, `Qwen3MoeModel`,
-`MixtralModel`, `OlmoeModel`).
+"""Models with experts: Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE and gpt-oss (transformers' `Qwen2MoeModel`,
+`Qwen3MoeModel`, `MixtralModel`, `OlmoeModel`, `GptOssModel`).
 
 Each is a dense family whose MLPs, or some of them, are mixtures. Qwen2-MoE has also an expert that every token has,
-behind a gate.
+behind a gate. gpt-oss has attention sinks, and experts with biases and bounded neurons.
 """
 
 import dataclasses
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.architecture import Architecture, Experts, KeyTable
+from pipeline.models.architecture import Activation, Architecture, BoundedExperts, Experts, KeyTable, Norm, Rope
 from pipeline.models.families import llama, qwen3
-from pipeline.models.families.hf_attention import all_local, read_local
+from pipeline.models.families.hf_attention import all_local, parse_rope, read_local, rope_values
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.qwen2 import QKV_BIASES
 
@@ -31,6 +31,15 @@ _MIXTRAL_EXPERTS: KeyTable = {
     "layers.*.block_sparse_moe.experts.#.w1.weight": "mlp.experts_gate",
     "layers.*.block_sparse_moe.experts.#.w3.weight": "mlp.experts_up",
     "layers.*.block_sparse_moe.experts.#.w2.weight": "mlp.experts_down",
+}
+_GPT_OSS: KeyTable = {
+    "layers.*.self_attn.sinks": "attention.sinks",
+    "layers.*.mlp.router.weight": "mlp.router",
+    "layers.*.mlp.router.bias": "mlp.router_bias",
+    "layers.*.mlp.experts.gate_up_proj": (["mlp.experts_gate", "mlp.experts_up"], "E D M"),
+    "layers.*.mlp.experts.gate_up_proj_bias": (["mlp.experts_gate_bias", "mlp.experts_up_bias"], "E M"),
+    "layers.*.mlp.experts.down_proj": ("mlp.experts_down", "E M D"),
+    "layers.*.mlp.experts.down_proj_bias": ("mlp.experts_down_bias", "E D"),
 }
 _WITHOUT_MLP: KeyTable = {key: entry for key, entry in llama.KEY_TABLE.items() if ".mlp." not in key}
 
@@ -88,6 +97,47 @@ def read_olmoe(config: HfConfig) -> tuple[Architecture, KeyTable]:
     )
     table |= llama.ATTENTION_BIASES if config.flag("attention_bias", False) else {}
     return dataclasses.replace(arch, experts=experts), table
+
+
+def read_gpt_oss(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    config.ignore("experts_per_token", "initial_context_length", "hidden_act", *_ABOUT_TRAINING)
+    max_positions = config.positive_int("max_position_embeddings", 131072)
+    arch = llama.read_decoder(
+        config,
+        default_max_positions=max_positions,
+        default_kv_heads=8,
+        default_head_dim=64,
+        default_eps=1e-5,
+        activation=Activation.silu,
+        rope=_read_gpt_oss_rope(config, max_positions),
+    )
+    num_experts, per_token = _counts(config, arch.num_layers, 128, 4)
+    experts = BoundedExperts(
+        "S" * arch.num_layers,
+        num_experts,
+        per_token,
+        arch.d_mlp,
+        sums_to_one=True,
+        alpha=config.positive_float("swiglu_alpha", 1.702),
+        limit=config.positive_float("swiglu_limit", 7.0),
+    )
+    pattern = "".join("G" if layer % 2 else "L" for layer in range(arch.num_layers))
+    window = config.optional_int("sliding_window", 128)
+    local = read_local(config, pattern, window, arch.rope, arch.rope, max_positions)
+    table = _WITHOUT_MLP | _GPT_OSS | (llama.ATTENTION_BIASES if config.flag("attention_bias", True) else {})
+    return dataclasses.replace(arch, norm=Norm.rms_wide, local=local, sinks=True, experts=experts), table
+
+
+def _read_gpt_oss_rope(config: HfConfig, max_positions: int) -> Rope:
+    """YaRN with these values where the file tells nothing."""
+    values = rope_values(config)
+    if not values.values and "rope_parameters" not in config:
+        default = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+        values = HfConfig(default, config.where)
+    rope = parse_rope(values, config.positive_float("rope_theta", 150000.0), max_positions)
+    values.finish()
+    return rope
 
 
 _ABOUT_TRAINING = ("output_router_logits", "router_aux_loss_coef")

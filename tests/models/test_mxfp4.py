@@ -1,0 +1,105 @@
+"""gpt-oss as it is published: experts in MXFP4, against what transformers unpacks."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hf_reference import save_random, torch
+from safetensors.numpy import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from pipeline.core.errors import CheckpointError
+from pipeline.core.sites import ActivationKey, Site
+from pipeline.models.registry import Model, open_model
+
+DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+LAST = ActivationKey(1, Site.resid_post)
+SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
+
+
+def save_packed(path: Path) -> None:
+    """Two checkpoints of the same numbers: `path`/packed in MXFP4, `path`/plain in float32."""
+    for name in ("packed", "plain"):
+        save_random("gpt_oss", path / name, **SIZES)
+    plain = load_file(path / "plain" / "model.safetensors")
+    packed, rng = dict(plain), np.random.default_rng(0)
+    for name in [name for name in plain if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = plain[name].shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), dtype=np.uint8)
+        scales = rng.integers(118, 124, blocks.shape[:3], dtype=np.uint8)
+        scales[0, 0, 0], scales[0, 1, 0] = 0, 252
+        numbers = convert_moe_packed_tensors(*map(torch.from_numpy, (blocks, scales)), dtype=torch.float32)
+        plain[name] = np.ascontiguousarray(numbers.numpy())
+        del packed[name]
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(plain, path / "plain" / "model.safetensors")
+    save_file(packed, path / "packed" / "model.safetensors")
+    quantise_config(path / "packed", "mxfp4")
+
+
+def quantise_config(path: Path, method: str) -> None:
+    config = json.loads((path / "config.json").read_text())
+    quantization = {"quant_method": method, "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+
+
+def loaded(model: Model, dtype: str, with_int8: bool) -> dict[str, np.ndarray]:
+    params = model.load((LAST,), dtype, DEVICE, with_int8=with_int8)
+    paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {jax.tree_util.keystr(path): np.asarray(array) for path, array in paths}
+
+
+@pytest.mark.parametrize(("dtype", "with_int8"), [("float32", False), ("bfloat16", False), ("float32", True)])
+def test_unpacked_as_transformers_does(dtype: str, with_int8: bool, tmp_path) -> None:
+    save_packed(tmp_path)
+    packed, plain = (loaded(open_model(str(tmp_path / name)), dtype, with_int8) for name in ("packed", "plain"))
+    assert packed.keys() == plain.keys()
+    for name, values in plain.items():
+        np.testing.assert_array_equal(packed[name], values, err_msg=name)
+
+
+def test_a_scale_of_255_is_not_a_number(tmp_path) -> None:
+    save_packed(tmp_path)
+    file = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.experts.down_proj"
+    tensors[f"{name}_scales"][2, 5, 1] = 255
+    save_file(tensors, file)
+    got = open_model(str(tmp_path / "packed")).checkpoint.rows(name, 2, 3)
+    assert np.argwhere(np.isnan(got[0])).tolist() == [[row, 5] for row in range(32, 64)]
+
+
+def cut(tensor: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(tensor[..., :1])
+
+
+DAMAGES = {
+    "no scales": ("_scales", None, "down_proj is missing.*down_proj_blocks is unexpected"),
+    "no blocks": ("_blocks", None, "down_proj is missing.*down_proj_scales is unexpected"),
+    "scales of another shape": ("_scales", cut, r"down_proj has shape \(6, 64, 1\), expected \(6, 96, 64\)"),
+    "blocks of another size": ("_blocks", cut, r"down_proj has shape \(6, 64, 3, 1\), expected \(6, 96, 64\)"),
+    "scales that are no bytes": ("_scales", lambda scales: scales.astype(np.float32), r"down_proj has shape \(6, 64"),
+    "blocks that are no bytes": ("_blocks", lambda blocks: blocks.astype(np.int8), r"has shape \(6, 64, 3, 16\)"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_parts_that_do_not_fit_are_named(damage: str, tmp_path) -> None:
+    suffix, change, message = DAMAGES[damage]
+    save_packed(tmp_path)
+    file = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(file)
+    part = f"model.layers.1.mlp.experts.down_proj{suffix}"
+    changed = tensors.pop(part)
+    save_file(tensors | ({part: change(changed)} if change else {}), file)
+    with pytest.raises(CheckpointError, match=message):
+        open_model(str(tmp_path / "packed"))
+
+
+def test_another_quantisation_is_refused(tmp_path) -> None:
+    save_packed(tmp_path)
+    quantise_config(tmp_path / "packed", "fp8")
+    with pytest.raises(CheckpointError, match="quantization_config: expected .* mxfp4 weights"):
+        open_model(str(tmp_path / "packed"))
