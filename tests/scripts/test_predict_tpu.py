@@ -15,6 +15,8 @@ PARAMETERS_IN_BILLIONS = {  # of the models' cards, without the head where it is
     "Llama-3-70B": 69.5,
     "Gemma-2-2B": 2.61,
     "Gemma-2-9B": 9.24,
+    "Qwen3-30B-A3B": 30.2,
+    "Mixtral-8x7B": 46.6,
 }
 
 
