@@ -131,8 +131,8 @@ def test_what_others_have_finished_takes_no_request_each(text, tmp_path):
         assert second.claim_next(lambda: True) is None, "it has only listed the streams"
         finish_streams(first, stores[0], 79)
         held = first.claim_next(lambda: False).stream.stream
-        # The listing and the claim that is held. The second first tries a stream that was free before: less where that is
-        # the one which is held.
+        # The listing and the claim that is held. The second first tries a stream that was free before, unless that is
+        # the one that is held.
         for late, requests in ((second, 2 + 6), (third, 2)):
             before = num_requests()
             assert late.claim_next(lambda: False) is None
