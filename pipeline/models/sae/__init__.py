@@ -1,0 +1,1 @@
+"""Trained sparse autoencoders and transcoders: what they compute, and reading their checkpoints."""

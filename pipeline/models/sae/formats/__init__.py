@@ -1,0 +1,1 @@
+"""The formats of SAE checkpoints: one module for each."""

@@ -1,0 +1,74 @@
+"""What a sparse autoencoder (SAE) or transcoder computes, whatever the format of its checkpoint.
+
+D: d_in, F: width (features), O: d_out. With the arrays of `ARRAYS`, of which a checkpoint has those that its
+architecture needs, and x_D a token's activations:
+
+    scaled_D = x_D                                 InputScaling.none
+             = x_D * sqrt(D) / norm(x_D)           InputScaling.constant_norm
+             = c_D / (std(c_D) + layer_norm_eps)   InputScaling.layer_norm, c_D = x_D - mean(x_D), std with D - 1
+    input_D = scaled_D - b_in                      without b_in: scaled_D
+    pre_F = input_D @ w_enc + b_enc
+    pre_F = pre_F * feature_scale                  where there is one
+
+    value_F = max(pre_F, 0)                        Activation.relu
+            = max(pre_F, 0) where pre_F > threshold, else 0                  Activation.jumprelu
+            = max(pre_F, 0) for the k largest of pre_F, else 0               Activation.topk
+            = max((input_D @ w_enc) * gate_scale + b_enc, 0)
+              where input_D @ w_enc + gate_bias > 0, else 0                  Activation.gated
+
+    out_O = (value_F / feature_scale) @ w_dec + b_out     without feature_scale: value_F @ w_dec + b_out
+    out_O is mapped back by the inverse of the scaling    where undo_scaling
+    out_O = out_O + x_D @ w_skip                          where there is a w_skip; x_D as it was given
+
+A feature fires where its value is above 0. All of this is computed in float32, or in what the caller chooses.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Activation(StrEnum):
+    """How features fire; see the module's text."""
+
+    relu = "relu"
+    jumprelu = "jumprelu"
+    topk = "topk"
+    gated = "gated"
+
+
+class InputScaling(StrEnum):
+    """What is done to each token's activations first; see the module's text."""
+
+    none = "none"
+    constant_norm = "constant_norm"
+    layer_norm = "layer_norm"
+
+
+@dataclass(frozen=True)
+class SAESpec:
+    """The static part of an SAE or transcoder: everything but its arrays."""
+
+    d_in: int  # D, of the activations that it reads
+    width: int  # F, number of features
+    d_out: int  # O, of what it reconstructs or predicts
+    activation: Activation
+    k: int | None = None  # of topk: how many features may fire for a token, from 1 to width
+    input_scaling: InputScaling = InputScaling.none
+    layer_norm_eps: float = 1e-5  # of InputScaling.layer_norm: added to the standard deviation, not to the variance
+    undo_scaling: bool = False  # whether decoding ends with the inverse of input_scaling; the inverse has no epsilon
+    is_transcoder: bool | None = False  # whether it predicts another site than it reads; None: the files do not say
+
+
+# Name: axes. All arrays are C-ordered; dtypes are float32, float16 or bfloat16.
+ARRAYS: dict[str, str] = {
+    "w_enc": "DF",
+    "b_enc": "F",  # gated: b_mag
+    "b_in": "D",  # subtracted from the scaled input
+    "threshold": "F",  # jumprelu; compared with pre_F, after its bias
+    "gate_scale": "F",  # gated: exp(r_mag)
+    "gate_bias": "F",  # gated: b_gate
+    "feature_scale": "F",  # topk: norms of the decoder's rows, where they multiply pre-activations
+    "w_dec": "FO",
+    "b_out": "O",
+    "w_skip": "DO",  # skip transcoders
+}
