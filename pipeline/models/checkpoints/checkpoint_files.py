@@ -82,14 +82,15 @@ class RemoteFiles:
 
     is_remote = True
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str = "model.path") -> None:
         self.where = url
         self.commit = None
-        with _remote_errors(url):
+        self._key = key
+        with self._errors():
             self._fs, self._root = fsspec.core.url_to_fs(url)
 
     def has(self, name: str) -> bool:
-        with _remote_errors(self.where):
+        with self._errors():
             try:
                 self._info(name)  # `exists` returns False also where the storage cannot be reached
             except FileNotFoundError:
@@ -101,13 +102,13 @@ class RemoteFiles:
 
     def open(self, name: str) -> ByteSource:
         path, where = f"{self._root}/{name}", f"{self.where}/{name}"
-        with _remote_errors(self.where):
+        with self._errors():
             info = self._info(name)
         if info["type"] != "file":
             raise _not_a_file(where)
 
         def read(start: int, stop: int) -> np.ndarray:
-            with _remote_errors(self.where):
+            with self._errors():
                 content = repeated(where, lambda: self._fs.cat_file(path, start=start, end=stop))
             content = np.frombuffer(content, np.uint8)
             if content.size != stop - start:
@@ -120,9 +121,12 @@ class RemoteFiles:
         return ByteSource(where, info["size"], read)
 
     def names(self) -> list[str]:
-        with _remote_errors(self.where):
+        with self._errors():
             paths = repeated(self.where, lambda: self._fs.ls(self._root, detail=False))
             return sorted(path.rsplit("/", 1)[-1] for path in paths)
+
+    def _errors(self) -> AbstractContextManager[None]:
+        return named_errors(self.where, key=self._key, invalid=CheckpointError)
 
 
 class HubFiles:
@@ -184,7 +188,3 @@ def _local_errors(where: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error}. Check access to it.") from error
-
-
-def _remote_errors(where: str) -> AbstractContextManager[None]:
-    return named_errors(where, key="model.path", invalid=CheckpointError)

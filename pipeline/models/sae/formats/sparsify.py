@@ -1,0 +1,40 @@
+"""EleutherAI's sparsify (https://github.com/EleutherAI/sparsify): cfg.json and sae.safetensors."""
+
+from pipeline.core.errors import CheckpointError
+from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.sae.contents import Contents, Source, checked
+from pipeline.models.sae.folder import read_config
+from pipeline.models.sae.spec import Activation, SAESpec
+from pipeline.models.sae.tensors import SafetensorsTensors
+
+CONFIG, WEIGHTS = "cfg.json", "sae.safetensors"
+# Of training alone. `normalize_decoder` has been done to the saved weights, which the library reads as they are.
+_HARMLESS = ("normalize_decoder", "multi_topk", "hook_name", "hook_layer")
+
+
+def read_contents(files: Files) -> Contents:
+    """A TopK SAE or transcoder, as `SparseCoder.load_from_disk` reads it: b_dec is subtracted from the input unless
+    `transcode` is set, which transcoders from before that attribute lack."""
+    config = read_config(files, CONFIG)
+    config.choice("activation", ["topk"], default="topk")
+    config.expect("signed", False)  # of the first versions: keeps negative features
+    d_in, k = config.size("d_in"), config.size("k", default=32)
+    expansion_factor = config.positive("expansion_factor", default=32.0)
+    width = config.count("num_latents", default=0) or round(d_in * expansion_factor)
+    is_transcoder = config.flag("transcode", default=False)
+    has_skip = config.flag("skip_connection", default=False)
+    config.finish(_HARMLESS)
+    if k > width:
+        raise CheckpointError(f"{config.where}: k is {k}, expected at most the width {width}. Download it again.")
+    spec = SAESpec(d_in, width, d_in, Activation.topk, k=k, is_transcoder=is_transcoder)
+    sources = {
+        "w_enc": Source("encoder.weight", "FD"),
+        "b_enc": Source("encoder.bias", "F"),
+        "w_dec": Source("W_dec", "FO"),
+        "b_out": Source("b_dec", "O"),
+    }
+    if not is_transcoder:
+        sources["b_in"] = Source("b_dec", "D")
+    if has_skip:
+        sources["w_skip"] = Source("W_skip", "OD")
+    return checked(Contents("sparsify", spec, None, SafetensorsTensors(files, WEIGHTS), sources))

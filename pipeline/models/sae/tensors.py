@@ -1,0 +1,59 @@
+"""The tensors of an SAE's file, whole, by their names in the file."""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+
+from pipeline.core.errors import CheckpointError
+from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES, SafetensorsFile
+from pipeline.models.sae.folder import open_file
+
+_PIECE_BYTES = 16 << 20  # read at a time
+_REQUESTS_AT_ONCE = 16  # for pieces of a tensor in a remote file
+
+
+class Tensors(Protocol):
+    """Tensors by name; methods raise CheckpointError for damaged files and dtypes other than 16- and 32-bit floats."""
+
+    name: str  # the file's, for messages
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def dtype(self, name: str) -> np.dtype:
+        """The dtype that a tensor is read as."""
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor, in C order."""
+
+
+class SafetensorsTensors:
+    """The tensors of a safetensors file. A remote one is read by several requests at a time."""
+
+    def __init__(self, files: Files, name: str) -> None:
+        self._file = SafetensorsFile(open_file(files, name))
+        self._num_threads = _REQUESTS_AT_ONCE if files.is_remote else 1
+        self.name = self._file.name
+        self.shapes = {name: info.shape for name, info in self._file.tensors.items()}
+
+    def dtype(self, name: str) -> np.dtype:
+        dtype = self._file.tensors[name].dtype
+        if dtype not in FLOAT_DTYPES:
+            raise CheckpointError(
+                f"{self.name}: {name:.200} has dtype {dtype}, expected one of {', '.join(FLOAT_DTYPES)}. Save it as "
+                f"one of them."
+            )
+        return FLOAT_DTYPES[dtype]
+
+    def read(self, name: str) -> np.ndarray:
+        values = np.empty(self.shapes[name], self.dtype(name))
+        step = max(1, _PIECE_BYTES * len(values) // max(1, values.nbytes))
+
+        def read_piece(start: int) -> None:
+            stop = min(start + step, len(values))
+            values[start:stop] = self._file.rows(name, start, stop)
+
+        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="sae") as pool:
+            list(pool.map(read_piece, range(0, len(values), step)))
+        return values
