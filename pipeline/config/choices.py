@@ -71,6 +71,16 @@ class When(StrEnum):
     decode = "decode"
 
 
+class Keep(StrEnum):
+    features = "features"
+    both = "both"
+
+
+class FeatureDtype(StrEnum):
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
 class LongPrompts(StrEnum):
     refuse = "refuse"
     cut = "cut"

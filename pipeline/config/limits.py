@@ -151,7 +151,7 @@ LIMITS: dict[str, dict[str, Limits]] = {
     "CaptureConfig": {
         **{"every": Between(2, 1_000_000_000), "rate": Between(0, 1, is_first_open=True, is_last_open=True)},
         **{"seed": Between(0, (1 << 63) - 1), "per_row": _COUNT, "int8_group": _COUNT},
-        "top_logprobs": Between(1, 1000),
+        **{"top_logprobs": Between(1, 1000), "encode_top": Between(1, 4096), "encode_threshold": Between(0, 1e9)},
     },
     "StoreConfig": {
         **{"path": Folder(), "shard_mib": _SIZE, "retries": Between(0, 1_000_000), "retry_delay_s": Between(0, 86_400)},

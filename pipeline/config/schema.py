@@ -14,8 +14,10 @@ from pipeline.config.choices import (
     Attention,
     Compression,
     ComputeDtype,
+    FeatureDtype,
     Geometry,
     Init,
+    Keep,
     LongDocuments,
     LongPrompts,
     OnError,
@@ -230,6 +232,17 @@ class CaptureConfig:
         "list of `loss entropy top_logprobs`: what the model's head says of each stored token; needs all layers",
     )
     top_logprobs: int = key(8, "of `outputs`: the number of likeliest next tokens")
+    encode: Any = field(
+        default_factory=dict,
+        metadata={
+            "doc": "SAEs by captured array, e.g. `'{blocks.12.resid_post: \"hf://owner/name/folder\"}'`; `blocks.*` "
+            "with `{layer}`; several of one array in a list"
+        },
+    )
+    encode_top: int = key(64, "of `encode`: features of each token that are stored, those with the largest values")
+    encode_threshold: float = key(0.0, "of `encode`: what a feature's value must exceed to fire")
+    encode_dtype: FeatureDtype = key(FeatureDtype.bfloat16, "of `encode`: store values as `bfloat16` or `float32`")
+    keep: Keep = key(Keep.features, "of encoded arrays: `features` alone, or `both`, the activations too")
     statistics: bool = key(True, "mean, variance and norms of every array, computed on the devices")
     on_not_finite: OnNotFinite = key(
         OnNotFinite.fail, "`fail`, or `warn` and keep values that are NaN or too large for `capture.dtype`"

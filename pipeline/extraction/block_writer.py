@@ -164,7 +164,7 @@ class BlockWriter:
             return
         with self._metrics.stage(Stage.WRITER_COPY):
             self._checks.check(block)
-            buffers.pad(block.num_rows)
+            buffers.pad(block.num_rows, self._plan)
             arrays = buffers.arrays(self._plan) | side_arrays(block, self._plan.rows_per_block)
         with self._metrics.stage(Stage.WRITER_STATISTICS):
             statistics = merge_rows(self._plan.step, block, buffers.statistics) if buffers.statistics else None

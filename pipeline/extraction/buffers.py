@@ -45,10 +45,12 @@ class BlockBuffers(NamedTuple):
         """In the order of `HostBlock.output`."""
         return jax.tree.leaves(tuple(self))
 
-    def pad(self, num_rows: int) -> None:
-        """Sets the rows that the block does not have to 0."""
+    def pad(self, num_rows: int, plan: Plan) -> None:
+        """Sets the rows that the block does not have to the arrays' fill values."""
         for buffer in self.leaves():
             buffer[num_rows:] = 0
+        for array, buffer in zip(plan.step.outputs, self.outputs, strict=True):
+            buffer[num_rows:] = array.fill
 
     def arrays(self, plan: Plan) -> dict[str, np.ndarray]:
         """The store's arrays of activations, scales and outputs, by name."""

@@ -139,10 +139,14 @@ def load_step(job: Job) -> LoadedStep:
         sharding=partition.leaf_sharding,
         progress=config.run.progress and processes.is_first(),
         with_int8=config.model.weights_dtype is WeightsDtype.int8,
-        with_head=bool(plan.step.outputs),
+        with_head=bool(plan.step.head_outputs),
     )
     if config.model.activations_dtype is ActivationsDtype.int8:
         params = with_int8_inputs(params)
+    if job.encoders:
+        params["encoders"] = {
+            encoder.spec.name: encoder.load(str(config.model.dtype), partition.mesh) for encoder in job.encoders
+        }
     compiled = compile_step(job.model, plan.step, params, partition)
     return LoadedStep(compiled, ModelWeights(params), plan.mesh.process_rows)
 

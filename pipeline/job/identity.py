@@ -1,6 +1,6 @@
 """The identity of a job: what a store records about it, and what must be equal for a run to resume the store."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from pipeline.config.choices import ActivationsDtype, WeightsDtype
@@ -11,6 +11,7 @@ from pipeline.data.selection import selection_identity
 from pipeline.data.text.tokenizer import TextTokenizer
 from pipeline.job.end_tokens import end_tokens
 from pipeline.models.registry import Model
+from pipeline.planning.encoders import Encoder
 from pipeline.planning.plan import Plan
 from pipeline.store.format.layout import OUTPUTS
 from pipeline.store.format.metadata import StoreMetadata
@@ -23,6 +24,7 @@ def store_metadata(
     tokenizer: TextTokenizer,
     data: Mapping[str, object],
     stored: StoreMetadata | None,
+    encoders: Sequence[Encoder] = (),
 ) -> StoreMetadata:
     """The metadata of the job's store. `data` is the data's identity; `stored` is the metadata of the existing store.
 
@@ -40,7 +42,7 @@ def store_metadata(
             "packing": str(config.batch.packing),
             "long_documents": str(config.batch.long_documents),
         },
-        capture=_capture_identity(config, plan, model),
+        capture=_capture_identity(config, plan, model, encoders),
         store={"compression": str(config.store.compression)},
         num_streams=plan.streams.count,
         rows_per_block=plan.rows_per_block,
@@ -83,20 +85,22 @@ def _model_identity(config: RunConfig, model: Model, stored: StoreMetadata | Non
     return identity
 
 
-def _capture_identity(config: RunConfig, plan: Plan, model: Model) -> dict[str, object]:
+def _capture_identity(config: RunConfig, plan: Plan, model: Model, encoders: Sequence[Encoder]) -> dict[str, object]:
     step = plan.step
     identity: dict[str, object] = {"arrays": [key.name for key in step.keys], "dtype": step.dtype}
     if step.int8_group is not None:
         identity["int8_group"] = step.int8_group
-    if not step.statistics:
+    if not config.capture.statistics:
         identity["statistics"] = False
     if plan.keeps_activations:
         identity["when"] = "decode"
-    if step.outputs:
+    if step.head_outputs:
         identity["outputs"] = [name for name in OUTPUTS if name in config.capture.outputs]
         identity["head"] = asdict(model.head)
     if step.num_top:
         identity["top_logprobs"] = step.num_top
+    if encoders:
+        identity["encode"] = [encoder.identity() for encoder in encoders]
     return identity | selection_identity(config.capture, step.length)
 
 

@@ -26,6 +26,7 @@ from pipeline.job.manifests import JobManifest
 from pipeline.job.revisions import model_revision, with_commit
 from pipeline.models.leaves import num_params
 from pipeline.models.registry import Model, open_model
+from pipeline.planning.encoders import Encoder, open_encoders
 from pipeline.planning.plan import Plan, StoredGeometry, make_plan
 from pipeline.store.format.block_table import NO_BLOCKS, BlockTable, StreamBlocks
 from pipeline.store.format.layout import SELECTED, TOKENS, ArraySpec, StoreLayout, scale_spec
@@ -54,11 +55,14 @@ class Job:
     stored: StoreMetadata | None
     storage: Storage
     manifest: JobManifest
+    encoders: tuple[Encoder, ...]
 
     @cached_property
     def metadata(self) -> StoreMetadata:
         """Reads the model's weights, to record their identity. Raises CheckpointError for damaged weights."""
-        return store_metadata(self.config, self.plan, self.model, self.tokenizer, self.data_identity, self.stored)
+        return store_metadata(
+            self.config, self.plan, self.model, self.tokenizer, self.data_identity, self.stored, self.encoders
+        )
 
     def work(self) -> list[StreamWork]:
         """The work in this process's streams where nothing is committed."""
@@ -195,8 +199,10 @@ def open_job(config: RunConfig) -> Job:
     manifest = JobManifest(storage)
     source = open_source(config.data, tokenizer, stored.data if stored else None, manifest.agree)
     geometry = StoredGeometry(stored.num_streams, stored.rows_per_block) if stored else None
-    plan = make_plan(config, model, len(source.shards), topology(config.run), geometry)
-    if plan.generation or plan.step.outputs:
+    encoders = open_encoders(config.capture, model)
+    specs = tuple(encoder.spec for encoder in encoders)
+    plan = make_plan(config, model, len(source.shards), topology(config.run), geometry, specs)
+    if plan.generation or plan.step.head_outputs:
         model.generation.check_head()
     if plan.generation and (reserved := sorted({*source.info_schema.names} & RESERVED_COLUMNS)):
         raise ConfigError(f"the prompts have a column {reserved[0]}, which data=generate writes. Leave it out.")
@@ -212,6 +218,7 @@ def open_job(config: RunConfig) -> Job:
         stored=stored,
         storage=storage,
         manifest=manifest,
+        encoders=encoders,
     )
 
 
@@ -227,8 +234,8 @@ def print_plan(config: RunConfig) -> None:
     job = open_job(config)
     sites = ", ".join(f"{site} {job.model.width(site)}" for site in job.model.sites)
     step = job.plan.step
-    parameters = num_params(job.model.leaves(step.forward_keys, with_head=bool(step.outputs)))
-    flops = job.model.flops_per_token(step.forward_keys, step.length, head_share=step.head_share)
+    parameters = num_params(job.model.leaves(step.forward_keys, with_head=bool(step.head_outputs)))
+    flops = job.model.flops_per_token(step.forward_keys, step.length, head_share=step.head_share) + step.encoder_flops
     print(f"model     {job.model.family}, {job.model.num_layers} layers; the capture needs {parameters:,} parameters")
     print(f"sites     {sites}")
     print(f"compute   {flops:,} FLOPs per token")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.config.choices import OnNotFinite, Packing, Positions, StorageDtype, When
+from pipeline.config.choices import Keep, OnNotFinite, Packing, Positions, StorageDtype, When
 from pipeline.config.limits import shown
 from pipeline.config.schema import CaptureConfig, RunConfig
 from pipeline.core.errors import ConfigError
@@ -12,7 +12,7 @@ from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.data.selection import slots_per_row
 from pipeline.models.weight_specs import has_site
 from pipeline.planning.model_facts import ModelFacts
-from pipeline.step.spec import StepSpec
+from pipeline.step.spec import EncoderSpec, StepSpec
 from pipeline.store.format.layout import OUTPUTS, SELECTED, TOKENS, ArraySpec, output_specs
 
 _POSITIONS_WITH_PER_ROW = (Positions.last, Positions.token, Positions.regex)  # which have capture.per_row slots
@@ -37,10 +37,11 @@ def plan_checks(config: RunConfig) -> CheckPlan:
     )
 
 
-def plan_step(config: RunConfig, model: ModelFacts) -> StepSpec:
+def plan_step(config: RunConfig, model: ModelFacts, encoders: tuple[EncoderSpec, ...] = ()) -> StepSpec:
     """The specification of a run's step. Raises ConfigError for a site, layer or length that the model lacks."""
     capture, batch = config.capture, config.batch
-    keys = captured_keys(capture, model)
+    encoded = {encoder.key for encoder in encoders} if capture.keep is Keep.features else set()
+    keys = tuple(key for key in captured_keys(capture, model) if key not in encoded)
     if capture.when is When.decode and Site.attn_entropy in capture.sites:
         raise ConfigError(
             "capture.sites contains attn_entropy with capture.when=decode, whose keys are in a cache. Set "
@@ -62,10 +63,11 @@ def plan_step(config: RunConfig, model: ModelFacts) -> StepSpec:
         length=batch.length,
         dtype=str(capture.dtype),
         attention=str(config.model.attention),
-        statistics=capture.statistics,
+        statistics=capture.statistics and bool(keys),
         selected=selected,
         int8_group=_int8_group(capture, keys, widths),
-        outputs=_outputs(capture, model, (TOKENS if selected is None else SELECTED).slots),
+        encoders=encoders,
+        head_outputs=_outputs(capture, model, (TOKENS if selected is None else SELECTED).slots),
     )
 
 

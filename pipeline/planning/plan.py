@@ -4,7 +4,7 @@ Pure arithmetic on what was opened: mistakes show before weights are read and an
 `python -m pipeline.plan <overrides>` prints what `python -m pipeline.run <overrides>` would do.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipeline.cluster.topology import Topology
@@ -18,7 +18,7 @@ from pipeline.planning.mesh import MeshPlan, plan_mesh
 from pipeline.planning.model_facts import ModelFacts
 from pipeline.planning.streams import StreamPlan, plan_streams, require_rows
 from pipeline.planning.weights import WeightsPlan, plan_weights
-from pipeline.step.spec import StepSpec
+from pipeline.step.spec import EncoderSpec, StepSpec
 from pipeline.store.format.layout import MIB, SIDE_BYTES
 
 
@@ -87,17 +87,20 @@ def make_plan(
     num_source_shards: int,
     topology: Topology,
     stored: StoredGeometry | None = None,
+    encoders: tuple[EncoderSpec, ...] = (),
 ) -> Plan:
-    """Derives the plan. `stored` is the geometry of the store that is being resumed, if any.
+    """Derives the plan. `stored` is the geometry of the store that is being resumed, if any; `encoders` are the SAEs.
 
     Raises ConfigError for a configuration that cannot work.
     """
     geometry = stored or StoredGeometry()
     _require_int8_weights(config)
-    step = plan_step(config, model)
+    step = plan_step(config, model, encoders)
     mesh = plan_mesh(config.mesh, step.rows, topology, model.tensor_dims)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
-    model_bytes = model.weight_bytes(step.forward_keys, str(config.model.dtype), with_int8, bool(step.outputs))
+    model_bytes = model.weight_bytes(step.forward_keys, str(config.model.dtype), with_int8, bool(step.head_outputs))
+    sae_bytes = sum(encoder.device_bytes(str(config.model.dtype), mesh.tensor) for encoder in encoders)
+    model_bytes = replace(model_bytes, others=model_bytes.others + sae_bytes)
     weights = plan_weights(config.model.weights, model_bytes, mesh.data, mesh.tensor, topology.device_bytes)
     generation = plan_generation(config, model, sum(step.widths), mesh.tensor, topology)
     rows_per_block = plan_rows_per_block(config.store, step, mesh.process_rows, geometry.rows_per_block)

@@ -22,6 +22,7 @@ from pipeline.models.head import Head
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
 from pipeline.step.compiler import compiler_options, matmul_precision
+from pipeline.step.features import StoredFeatures, features_of
 from pipeline.step.head_outputs import StoredTokens, head_outputs
 from pipeline.step.row_statistics import RowStatistics, row_statistics
 from pipeline.step.spec import StepSpec
@@ -49,10 +50,12 @@ class StepOutputs(NamedTuple):
 
 
 class _Finished(NamedTuple):
-    """What is stored of a captured activation, and what the head makes of the last norm's output."""
+    """What is stored of a captured activation, what the head makes of the last norm's output, and what SAEs make of
+    it, by name."""
 
     stored: Stored | None
     outputs: PyTree | None
+    features: dict[str, StoredFeatures]
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partit
 
     with jax.default_matmul_precision(matmul_precision(params["embed"].dtype)):
         executable = _compile(capture, params, spec, partition.mesh, model.head)
-    flops = model.flops_per_token(spec.forward_keys, spec.length, head_share=spec.head_share)
+    flops = model.flops_per_token(spec.forward_keys, spec.length, head_share=spec.head_share) + spec.encoder_flops
     flops *= spec.rows * spec.length
     return CompiledStep(partition.mesh, spec, chosen, flops, executable)
 
@@ -132,17 +135,20 @@ def _compile(
             return as_stored(masked, dtype, spec.int8_group, spec.measures_error)
 
         def finish(key: ActivationKey, activation: Array) -> _Finished:
-            has_outputs = bool(spec.outputs) and key == FINAL_NORM
+            has_outputs = bool(spec.head_outputs) and key == FINAL_NORM
             return _Finished(
                 store(activation, key.site.stored_dtype(spec.dtype)) if key in spec.keys else None,
                 head_outputs(spec, head, params, activation, stored, mesh) if has_outputs else None,
+                features_of(key, spec, params, activation, stored, mesh),
             )
 
         captured = capture(params, tokens, segments, positions, finish)
         finished = [captured[key].stored for key in spec.keys]
         finite = [is_finite(each) for each in finished]
-        outputs, not_finite = captured[FINAL_NORM].outputs if spec.outputs else ((), ())
-        counted = (stored.valid, *(~each for each in finite), *not_finite)
+        outputs, not_finite = captured[FINAL_NORM].outputs if spec.head_outputs else ((), ())
+        features = [captured[encoder.key].features[encoder.name] for encoder in spec.encoders]
+        outputs = (*outputs, *(array for each in features for array in each.arrays))
+        counted = (stored.valid, *(~each for each in finite), *not_finite, *(each.not_finite for each in features))
         counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in counted])
         with jax.named_scope("statistics"):
             statistics = row_statistics(finished, stored.exist, finite) if spec.statistics else None

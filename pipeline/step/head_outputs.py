@@ -42,13 +42,13 @@ class StoredTokens:
 def head_outputs(
     spec: StepSpec, head: Head, params: Params, x: Float[Array, "B T D"], stored: StoredTokens, mesh: Mesh
 ) -> tuple[tuple[Shaped[Array, "B S *k"], ...], tuple[Bool[Array, "B S"], ...]]:
-    """From the last norm's output x: the specification's outputs, 0 where there is no token; and of each output of
+    """From the last norm's output x: the specification's arrays, 0 where there is no token; and of each array of
     floats where it is not finite. A loss is NaN where the token has no next one."""
     next_tokens, has_next = stored.following()
     computed = token_outputs(head, params, stored.take(x), next_tokens, spec.num_top, mesh)
     outputs, not_finite = [], []
     with jax.named_scope("store"):
-        for array in spec.outputs:
+        for array in spec.head_outputs:
             values, is_defined = getattr(computed, array.name), stored.exist
             if array.name == "loss":
                 values, is_defined = jnp.where(has_next, values, jnp.nan), has_next

@@ -3,7 +3,31 @@
 from dataclasses import dataclass
 
 from pipeline.core.sites import FINAL_NORM, ActivationKey
-from pipeline.store.format.layout import ITEM_BYTES, ArraySpec
+from pipeline.models.sae.params import params_bytes
+from pipeline.models.sae.spec import SAESpec
+from pipeline.store.format.layout import ITEM_BYTES, SELECTED, TOKENS, ArraySpec, feature_specs
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """An SAE that encodes one of the captured activations, and what is stored of its features."""
+
+    key: ActivationKey
+    name: str  # what its arrays' names begin with: features.blocks.5.resid_post
+    sae: SAESpec
+    arrays: tuple[str, ...]  # of the SAE, that encoding needs
+    top: int  # features of each token that are stored
+    dtype: str  # of their values
+    threshold: float  # what a value must exceed
+
+    @property
+    def flops_per_token(self) -> int:
+        """Of the product with the encoder's matrix."""
+        return 2 * self.sae.d_in * self.sae.width
+
+    def device_bytes(self, dtype: str, tensor: int) -> int:
+        """Of the arrays on each device, where `tensor` devices divide the features."""
+        return params_bytes(self.sae, self.arrays, dtype, tensor)
 
 
 @dataclass(frozen=True)
@@ -13,7 +37,7 @@ class StepSpec:
     Letters: B rows, T positions, K slots for selected tokens, D width of a key, G scales of a token.
     """
 
-    keys: tuple[ActivationKey, ...]  # the captured activations
+    keys: tuple[ActivationKey, ...]  # the stored activations
     widths: tuple[int, ...]  # D of each key
     rows: int  # B
     length: int  # T
@@ -22,7 +46,8 @@ class StepSpec:
     statistics: bool = True  # whether the step computes them too
     selected: int | None = None  # K of a row; None: the activations of all tokens are stored
     int8_group: int | None = None  # of int8: features that share a scale; None: all of a token's
-    outputs: tuple[ArraySpec, ...] = ()  # what the model's head says of each slot's token
+    head_outputs: tuple[ArraySpec, ...] = ()  # what the model's head says of each slot's token
+    encoders: tuple[EncoderSpec, ...] = ()  # SAEs whose features are stored
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -35,26 +60,38 @@ class StepSpec:
         return self.length if self.selected is None else self.selected
 
     @property
+    def outputs(self) -> tuple[ArraySpec, ...]:
+        """The arrays of what is computed from activations: by the model's head, and by SAEs."""
+        slots = (TOKENS if self.selected is None else SELECTED).slots
+        features = (feature_specs(encoder.name, encoder.top, encoder.dtype, slots) for encoder in self.encoders)
+        return (*self.head_outputs, *(array for arrays in features for array in arrays))
+
+    @property
     def forward_keys(self) -> tuple[ActivationKey, ...]:
-        """The activations that the forward pass needs: those that are captured, and what the head reads."""
-        needs_more = self.outputs and FINAL_NORM not in self.keys
-        return (*self.keys, FINAL_NORM) if needs_more else self.keys
+        """The activations that the forward pass needs: those that are stored, and what the head and SAEs read."""
+        read = (*(encoder.key for encoder in self.encoders), *([FINAL_NORM] if self.head_outputs else []))
+        return tuple(dict.fromkeys((*self.keys, *read)))
 
     @property
     def head_share(self) -> float:
         """The share of the token slots for which the head is computed."""
-        return self.slots / self.length if self.outputs else 0.0
+        return self.slots / self.length if self.head_outputs else 0.0
+
+    @property
+    def encoder_flops(self) -> int:
+        """Per token slot."""
+        return round(sum(encoder.flops_per_token for encoder in self.encoders) * self.slots / self.length)
 
     @property
     def counted_names(self) -> tuple[str, ...]:
         """The arrays whose tokens with a value that is not finite the step counts."""
-        outputs = (spec.name for spec in self.outputs if spec.dtype == "float32")
-        return (*(key.name for key in self.keys), *outputs)
+        outputs = (spec.name for spec in self.head_outputs if spec.dtype == "float32")
+        return (*(key.name for key in self.keys), *outputs, *(encoder.name for encoder in self.encoders))
 
     @property
     def num_top(self) -> int:
         """How many of the likeliest next tokens are stored."""
-        return max((spec.width or 0 for spec in self.outputs), default=0)
+        return max((spec.width or 0 for spec in self.head_outputs), default=0)
 
     @property
     def scale_counts(self) -> tuple[int, ...]:

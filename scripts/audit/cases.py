@@ -114,13 +114,13 @@ def _extraction(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
     tpu_slice, step = parse_slice(config.topology), plan.step
     partition = make_partition(plan.mesh.tensor, plan.weights.sharding, slice_devices(tpu_slice))
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
-    leaves, dtype = model.leaves(step.forward_keys, with_head=bool(step.outputs)), str(config.model.dtype)
+    leaves, dtype = model.leaves(step.forward_keys, with_head=bool(step.head_outputs)), str(config.model.dtype)
     params = abstract_params(leaves, dtype, partition.leaf_sharding, with_int8)
     if config.model.activations_dtype is ActivationsDtype.int8:
         params = with_int8_inputs(params)
     compiled = compile_step(model, step, params, partition)
     mesh = partition.mesh.shape
-    weights = model.weight_bytes(step.forward_keys, dtype, with_int8, bool(step.outputs))
+    weights = model.weight_bytes(step.forward_keys, dtype, with_int8, bool(step.head_outputs))
     read = weights.on_device(mesh["tensor"]) - _embedding_bytes(leaves, dtype, mesh["tensor"])
     rows = step.rows // mesh["data"] * (step.length * _INPUT_BYTES + step.row_bytes // mesh["tensor"])
     described = _described(partition, config, str(plan.weights.sharding), compiled.attention.name)

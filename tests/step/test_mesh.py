@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.store.read.reader import ActivationStore
 from tests.jobs import ROOT, assert_same_store, run_here, run_processes, write_text
+from tests.models.test_sae_encoding import CASES
 
 CONFIG = {
     "model_type": "qwen2",
@@ -49,10 +50,13 @@ from pipeline.step.compiled_step import compile_step
 from tests.specs import step_spec
 from pipeline.models import token_outputs
 from pipeline.models.head import Head
+from pipeline.models.sae import encoding
+from pipeline.models.sae.params import load_params, params_bytes
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
 from pipeline.core.sites import Site, activation_keys
 from pipeline.extraction.transfer import start_copies
+from tests.models.test_sae_encoding import CASES, sae_arrays
 
 MODELS = {name: open_model(f"{sys.argv[1]}/{name}", init="random") for name in ("dense", "experts", "gpt_oss")}
 ROUTED = Site.router_logits, Site.router_weights, Site.router_indices, Site.expert_out, Site.mlp_out
@@ -113,6 +117,23 @@ for tensor in (0, 1, 2, 4):
         "errors": [float(np.abs(a - b).max()) for a, b in zip(heads[tensor], heads[0])],
         "hlo": compiled.as_text(),
     }
+
+encoding.TILE_VALUES, encoding.GROUP = 100, 5
+for name, sae in CASES.items():
+    arrays = sae_arrays(sae, rng)
+    x = jnp.asarray(3 * rng.normal(size=(8, 3, sae.d_in)), "float32")
+    alone = encoding.encode(sae, arrays, x, 3)
+    for tensor in (1, 2):
+        mesh = make_mesh(tensor)
+        params = load_params(sae, arrays, arrays.__getitem__, "float32", mesh)
+        divided = jax.jit(lambda x, params: encoding.encode(sae, params, x, 3, mesh=mesh))(x, params)
+        report[f"features {name} {tensor}"] = {
+            "equal": bool((divided.index == alone.index).all() and (divided.n_active == alone.n_active).all()),
+            "error": float(jnp.abs(divided.value - alone.value).max()),
+            "fire": int(alone.n_active.sum()),
+            "bytes": sum(array.addressable_shards[0].data.nbytes for array in params.values()),
+            "planned": params_bytes(sae, arrays, "float32", tensor),
+        }
 json.dump(report, sys.stdout)
 """
 
@@ -131,6 +152,16 @@ def report(tmp_path_factory) -> dict[str, dict]:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_features_do_not_depend_on_the_mesh(report, name, tensor):
+    features = report[f"features {name} {tensor}"]
+    assert features["equal"]
+    assert features["error"] < 1e-5
+    assert features["fire"] > 0
+    assert features["bytes"] == features["planned"]
 
 
 SHARES = {(1, False): 1, (1, True): 1 / 8, (2, False): 1 / 2, (2, True): 1 / 8}  # by tensor and fsdp

@@ -21,6 +21,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.models.checkpoints.loading import abstract_params
 from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.models.registry import Model
+from pipeline.models.sae.params import abstract_params as abstract_sae
 from pipeline.planning.plan import Plan
 from pipeline.planning.slice.chips import GIB, Slice
 from pipeline.step.compiled_step import compile_step, make_partition
@@ -92,10 +93,15 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
     """Compiles the step that a run of this plan would compile. Raises DoesNotFit."""
     partition = make_partition(plan.mesh.tensor, plan.weights.sharding, devices)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
-    leaves = model.leaves(plan.step.forward_keys, with_head=bool(plan.step.outputs))
+    leaves = model.leaves(plan.step.forward_keys, with_head=bool(plan.step.head_outputs))
     params = abstract_params(leaves, str(config.model.dtype), partition.leaf_sharding, with_int8)
     if config.model.activations_dtype is ActivationsDtype.int8:
         params = with_int8_inputs(params)
+    if plan.step.encoders:
+        params["encoders"] = {
+            encoder.name: abstract_sae(encoder.sae, encoder.arrays, str(config.model.dtype), partition.mesh)
+            for encoder in plan.step.encoders
+        }
     began = time.perf_counter()
     try:
         step = compile_step(model, plan.step, params, partition)

@@ -14,6 +14,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.models.leaves import num_params
 from pipeline.models.registry import Model, open_model
 from pipeline.models.runs import layer_runs
+from pipeline.planning.encoders import open_encoders
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.slice.advice import advise
 from pipeline.planning.slice.chips import GIB, Slice, parse_slice
@@ -175,7 +176,8 @@ def plan_job(config: RunConfig, model: Model, tpu_slice: Slice) -> Plan:
         workers=config.run.worker_count,
         worker=config.run.worker_index,
     )
-    return make_plan(config, model, num_source_shards, topology)
+    encoders = tuple(encoder.spec for encoder in open_encoders(config.capture, model))
+    return make_plan(config, model, num_source_shards, topology, encoders=encoders)
 
 
 def _compile(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> Program:
@@ -192,7 +194,8 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
     """What the compiled program means for the job. Pure arithmetic."""
     options, step, memory = config.plan, job.step, job.memory
     cost = Cost(
-        model.flops_per_token(step.forward_keys, step.length, counts_masked=False, head_share=step.head_share),
+        model.flops_per_token(step.forward_keys, step.length, counts_masked=False, head_share=step.head_share)
+        + step.encoder_flops,
         step.row_bytes / step.length,
         options.fill,
         _received_bytes(config, model, job) / (step.rows * step.length),
@@ -204,7 +207,7 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
     return SlicePlan(
         family=model.family,
         num_layers=model.num_layers,
-        num_params=num_params(model.leaves(step.forward_keys, with_head=bool(step.outputs))),
+        num_params=num_params(model.leaves(step.forward_keys, with_head=bool(step.head_outputs))),
         topology=tpu_slice.name,
         num_chips=tpu_slice.num_chips,
         num_hosts=tpu_slice.num_hosts,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Bool, Float32, Int32, Int64
+from jaxtyping import Bool, Float32, Int32, Int64, Shaped
 
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.commits import CommitRecord
@@ -258,6 +258,33 @@ def check_ids(ids: Int32[np.ndarray, "R S k"], vocab_size: int | None) -> Iterat
     bad = (ids < 0) | (ids >= (vocab_size or np.inf))
     if bad.any():
         yield f"{bad.sum()} ids are outside the vocabulary of {vocab_size}"
+
+
+def check_features(
+    index: Int32[np.ndarray, "R S k"],
+    value: Shaped[np.ndarray, "R S k"],
+    n_active: Int32[np.ndarray, "R S"],
+    valid: Bool[np.ndarray, "R S"],
+    width: int,
+) -> Iterator[str]:
+    """What is wrong with the features of a block's tokens, of an SAE with `width` of them."""
+    fires, value = index != -1, value.astype(np.float32)
+    counts, slots = fires.sum(axis=2), index.shape[2]
+    ordered = np.sort(index, axis=2)
+    checks = {
+        f"an index outside -1 to {width - 1}": (index < -1) | (index >= width),
+        "a feature whose value is not a number above 0": fires & ~((value > 0) & np.isfinite(value)),
+        "a value in an empty slot": ~fires & (value != 0),
+        "a feature where there is no token": fires & ~valid[..., None],
+        "an empty slot before a feature": fires[..., 1:] & ~fires[..., :-1],
+        "values that do not fall": value[..., 1:] > value[..., :-1],
+        "a feature twice": (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0),
+        "another number of features than n_active": np.minimum(n_active, slots) != counts,
+    }
+    for what, wrong in checks.items():
+        if wrong.any():
+            rows = wrong.reshape(len(wrong), -1).any(axis=1)
+            yield f"{_ranges(rows)} of the block: {what}"
 
 
 def _ranges(filled: Bool[np.ndarray, " R"]) -> str:

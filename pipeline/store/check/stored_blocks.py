@@ -11,6 +11,7 @@ import tensorstore as ts
 
 from pipeline.core.errors import StoreError
 from pipeline.store.check.block_checks import (
+    check_features,
     check_finite,
     check_ids,
     check_output,
@@ -24,8 +25,8 @@ from pipeline.store.check.block_checks import (
 )
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.int8 import scale_name
-from pipeline.store.format.layout import StoreLayout
-from pipeline.store.format.metadata import StoreRoot
+from pipeline.store.format.layout import FEATURE_PARTS, OUTPUT_NAMES, StoreLayout
+from pipeline.store.format.metadata import Json, StoreRoot
 from pipeline.store.format.problems import Problem, Remedy
 from pipeline.store.format.statistics import (
     BlockStatistics,
@@ -160,8 +161,10 @@ def _check_arrays(
     for name in (spec.name for spec in (*store.layout.arrays, *store.layout.scales) if spec.name not in missing):
         may_be_not_finite = store.root.allows_not_finite or name in covered
         yield from _check_activations(store, name, keys[name], record, valid, statistics.get(name), may_be_not_finite)
-    for name in (spec.name for spec in store.layout.outputs if spec.name not in missing):
+    for name in (name for name in OUTPUT_NAMES if name in keys and name not in missing):
         yield from _check_output(store, name, keys[name], record, valid, has_next)
+    for sae in store.root.metadata.encoders:
+        yield from _check_features(store, sae, keys, record, missing, valid)
 
 
 def _check_activations(
@@ -220,6 +223,29 @@ def _check_output(
         wrong = check_output(values, valid, is_defined, store.root.allows_not_finite)
         yield from (Problem(key, what) for what in wrong)
     yield from (Problem(key, what) for what in _compare_digest(record, name, digest))
+
+
+def _check_features(
+    store: OpenStore,
+    sae: Json,
+    keys: Mapping[str, str],
+    record: CommitRecord,
+    missing: frozenset[str],
+    valid: np.ndarray,
+) -> Iterator[Problem]:
+    """The problems of what an SAE makes of a block's activations."""
+    names = [f"{sae['features']}.{part}" for part in FEATURE_PARTS]
+    parts: list[np.ndarray] = []
+    for name in (name for name in names if name not in missing):
+        digest = _digest(store, name)
+        try:
+            parts.append(np.concatenate(list(_read_block(store, name, record, digest))))
+        except StoreError as error:
+            yield Problem(keys[name], str(error))
+            continue
+        yield from (Problem(keys[name], what) for what in _compare_digest(record, name, digest))
+    if len(parts) == len(names):
+        yield from (Problem(keys[names[0]], what) for what in check_features(*parts, valid, sae["width"]))
 
 
 def _scales(store: OpenStore, name: str, record: CommitRecord) -> np.ndarray | None:

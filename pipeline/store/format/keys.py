@@ -5,11 +5,13 @@ from collections.abc import Collection
 
 from pipeline.core.sites import ActivationKey
 from pipeline.store.format.int8 import scale_name
-from pipeline.store.format.layout import OUTPUT_NAMES, SELECTED, SIDE_ARRAYS
+from pipeline.store.format.layout import FEATURE_PARTS, OUTPUT_NAMES, SELECTED, SIDE_ARRAYS
 
 LOCK_SUFFIX = ".__lock"  # of the temporary file of a local object; a killed process leaves it behind
 
 MANIFEST_KEY = "_data/manifest.json"  # what footers of input files say; made again where it is missing
+
+ENCODER_NAME = r"[A-Za-z0-9_-]{1,100}"  # of an SAE, as a part of its arrays' names
 
 _RUN = r"\d{8}T\d{6}Z-[^/]+-\d+"
 _WORKER_KEYS = (
@@ -42,8 +44,25 @@ def is_activation_name(name: object) -> bool:
         return False
 
 
+def features_name(array: str, encoder: str = "") -> str:
+    """What the names of the arrays begin with that hold the features of an array of activations. `encoder`: its name,
+    where several encode the array."""
+    return ".".join(["features", array, *([encoder] if encoder else [])])
+
+
+def is_features_name(name: object) -> bool:
+    """Whether the names of features' arrays may begin with this."""
+    if not isinstance(name, str):
+        return False
+    match = re.fullmatch(rf"features\.(blocks\.\d+\.\w+|\w+)(\.{ENCODER_NAME})?", name, re.ASCII)
+    return match is not None and is_activation_name(match[1])
+
+
 def is_array_name(name: str) -> bool:
     """Whether an array of some store may have this name."""
+    stem, _, part = name.rpartition(".")
+    if part in FEATURE_PARTS and is_features_name(stem):
+        return True
     sides = {*OUTPUT_NAMES, *(spec.name for spec in (*SIDE_ARRAYS, SELECTED))}
     return name in sides or is_activation_name(name) or is_activation_name(name.removesuffix(scale_name("")))
 

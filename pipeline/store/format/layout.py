@@ -96,6 +96,34 @@ def output_specs(outputs: Collection[str], num_top: int, slots: str) -> tuple[Ar
     return tuple(replace(spec, slots=slots, width=None if spec.width is None else num_top) for spec in specs)
 
 
+FEATURE_PARTS = ("index", "value", "n_active")
+
+
+def feature_specs(name: str, top: int, dtype: str, slots: str) -> tuple[ArraySpec, ...]:
+    """The arrays of an SAE's features, whose names begin with `name`, `top` of each token, with the slots that
+    activations have. Index and value have chunks of the same tokens."""
+    index = ArraySpec(
+        f"{name}.index",
+        "int32",
+        width=top,
+        attributes={"description": "features that fire, by falling value; -1: none"},
+        fill=-1,
+        slots=slots,
+        features="rank",
+    )
+    value = replace(
+        index,
+        name=f"{name}.value",
+        dtype=dtype,
+        attributes={"description": "the features' values; 0 where there is none"},
+        fill=0,
+        chunked_as=index,
+    )
+    description = "how many features fire, also of those that are not stored"
+    n_active = ArraySpec(f"{name}.n_active", "int32", attributes={"description": description}, slots=slots)
+    return index, value, n_active
+
+
 def scale_spec(activation: ArraySpec, groups: int) -> ArraySpec:
     """The scales of an array of int8. Their chunks are of the same tokens, so that pieces of both are whole chunks."""
     return ArraySpec(
@@ -114,8 +142,8 @@ class StoreLayout:
     """The geometry of a store: row = (block * num_streams + stream) * rows_per_block + r.
 
     `arrays` are the activation arrays; the four side arrays that align them with the text belong to every store.
-    `selected` is None where activations of all tokens are stored. `scales` are of arrays of int8, `outputs` what the
-    model's head says of each token.
+    `selected` is None where activations of all tokens are stored. `scales` are of arrays of int8, `outputs` what
+    the model's head says of each token, and what SAEs make of its activations.
     """
 
     num_streams: int

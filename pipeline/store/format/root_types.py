@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from pipeline.core.errors import StoreInvalid
-from pipeline.store.format.keys import is_activation_name
+from pipeline.store.format.keys import is_activation_name, is_features_name
 from pipeline.store.format.layout import ITEM_BYTES, MAX_ROWS, OUTPUTS
 from pipeline.store.format.target import ALL
 
@@ -30,7 +30,18 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(map(is_activation_name, value)) and 0 < len(value) == len(set(value))
+    return isinstance(value, list) and all(map(is_activation_name, value)) and len(value) == len(set(value))
+
+
+def _are_encoders(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(sae, dict)
+        and is_features_name(sae.get("features"))
+        and _is_count(sae.get("top"), 1)
+        and _is_count(sae.get("width"), 1)
+        and sae.get("dtype") in ("bfloat16", "float32")
+        for sae in value
+    )
 
 
 def _are_outputs(value: Any) -> bool:
@@ -65,6 +76,7 @@ _RULES = (
     _Rule("batch.length", lambda v: _is_count(v, 1), f"1 to {MAX_ROWS}"),
     _Rule("capture.dtype", lambda v: isinstance(v, str) and v in ITEM_BYTES, f"one of {', '.join(ITEM_BYTES)}"),
     _Rule("capture.outputs", _are_outputs, f"names among {', '.join(OUTPUTS)}", null=False),
+    _Rule("capture.encode", _are_encoders, "descriptions of SAEs", null=False),
     _Rule("capture.top_logprobs", lambda v: _is_count(v, 1), f"1 to {MAX_ROWS}", null=False),
     _Rule("store.compression", lambda v: v in ("none", "zstd"), "none or zstd"),
     _Rule("config.run.max_tokens", lambda v: _is_count(v, 0, 1 << 62), "a count"),

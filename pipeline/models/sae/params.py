@@ -1,0 +1,72 @@
+"""The arrays of an SAE that encoding needs: how large they are, and how they get onto the devices.
+
+Matrices are in the model's dtype, all else in float32. The mesh's `tensor` axis divides the features.
+"""
+
+import math
+from collections.abc import Callable, Collection
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Shaped
+
+from pipeline.models.sae.spec import ARRAYS, SAESpec
+
+SAEParams = dict[str, Array]
+"""The arrays of `ARRAYS` that encoding needs, by name."""
+
+
+def encoder_arrays(names: Collection[str]) -> tuple[str, ...]:
+    """Those of a checkpoint's arrays that encoding needs."""
+    return tuple(name for name, axes in ARRAYS.items() if name in names and "O" not in axes)
+
+
+def load_params(
+    sae: SAESpec, names: Collection[str], read: Callable[[str], Shaped[np.ndarray, "..."]], dtype: str, mesh: Mesh
+) -> SAEParams:
+    """The arrays on the devices. `read` reads one."""
+    return {
+        name: jax.device_put(
+            read(name).astype(_dtype(name, dtype)), NamedSharding(mesh, params_partition(name, sae, mesh))
+        )
+        for name in names
+    }
+
+
+def abstract_params(sae: SAESpec, names: Collection[str], dtype: str, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes and shardings of what `load_params` returns; reads nothing, and needs no device."""
+    return {
+        name: jax.ShapeDtypeStruct(
+            _shape(name, sae), _dtype(name, dtype), sharding=NamedSharding(mesh, params_partition(name, sae, mesh))
+        )
+        for name in names
+    }
+
+
+def params_bytes(sae: SAESpec, names: Collection[str], dtype: str, tensor: int) -> int:
+    """Of the arrays on each device, where `tensor` devices divide the features."""
+    divided = tensor if sae.width % tensor == 0 else 1
+    return sum(
+        math.prod(_shape(name, sae)) * np.dtype(_dtype(name, dtype)).itemsize // (divided if "F" in ARRAYS[name] else 1)
+        for name in names
+    )
+
+
+def tensor_axis(sae: SAESpec, mesh: Mesh) -> str | None:
+    """The mesh axis that divides the features; None where none does."""
+    return "tensor" if mesh.shape["tensor"] > 1 and sae.width % mesh.shape["tensor"] == 0 else None
+
+
+def params_partition(name: str, sae: SAESpec, mesh: Mesh) -> PartitionSpec:
+    """How an array is divided over the mesh: by features."""
+    return PartitionSpec(*(tensor_axis(sae, mesh) if axis == "F" else None for axis in ARRAYS[name]))
+
+
+def _shape(name: str, sae: SAESpec) -> tuple[int, ...]:
+    sizes = {"D": sae.d_in, "F": sae.width, "O": sae.d_out}
+    return tuple(sizes[axis] for axis in ARRAYS[name])
+
+
+def _dtype(name: str, dtype: str) -> str:
+    return dtype if len(ARRAYS[name]) == 2 else "float32"

@@ -1,0 +1,95 @@
+"""The features that fire, against the definition in numpy: every activation, chunks of tokens and features, meshes."""
+
+import numpy as np
+import pytest
+
+from pipeline.models.sae import encoding
+from pipeline.models.sae.encoding import encode
+from pipeline.models.sae.spec import ARRAYS, Activation, InputScaling, SAESpec
+
+D = 12
+ROWS = (2, 5)  # of tokens
+
+
+def sae_arrays(sae: SAESpec, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Random arrays, of which about a tenth of the features fires."""
+    names = {"w_enc", "b_enc"}
+    names |= {Activation.jumprelu: {"threshold"}, Activation.gated: {"gate_scale", "gate_bias"}}.get(
+        sae.activation, set()
+    )
+    names |= {"feature_scale"} if sae.activation is Activation.topk else {"b_in"}
+    sizes = {"D": sae.d_in, "F": sae.width}
+    arrays = {name: rng.normal(size=[sizes[axis] for axis in ARRAYS[name]]).astype(np.float32) for name in names}
+    arrays["b_enc"] -= 3
+    for name in arrays.keys() & {"threshold", "gate_scale", "feature_scale"}:
+        arrays[name] = np.abs(arrays[name]) + 0.1
+    return arrays
+
+
+def values(sae: SAESpec, arrays: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    """The definition of `spec`, of all features, in float64."""
+    x = x.astype(np.float64)
+    if sae.input_scaling is InputScaling.constant_norm:
+        x = x * np.sqrt(sae.d_in) / np.linalg.norm(x, axis=-1, keepdims=True)
+    if sae.input_scaling is InputScaling.layer_norm:
+        centred = x - x.mean(axis=-1, keepdims=True)
+        x = centred / (centred.std(axis=-1, ddof=1, keepdims=True) + sae.layer_norm_eps)
+    products = (x - arrays.get("b_in", 0)) @ arrays["w_enc"].astype(np.float64)
+    pre = (products + arrays["b_enc"]) * arrays.get("feature_scale", 1)
+    match sae.activation:
+        case Activation.jumprelu:
+            return np.where(pre > arrays["threshold"], np.maximum(pre, 0), 0)
+        case Activation.gated:
+            magnitudes = np.maximum(products * arrays["gate_scale"] + arrays["b_enc"], 0)
+            return np.where(products + arrays["gate_bias"] > 0, magnitudes, 0)
+        case Activation.topk:
+            kth = np.sort(pre, axis=-1)[..., -sae.k, None]
+            return np.where(pre >= kth, np.maximum(pre, 0), 0)
+    return np.maximum(pre, 0)
+
+
+def assert_features(features: encoding.Features, expected: np.ndarray, slots: int, threshold: float) -> None:
+    expected = np.where(expected > threshold, expected, 0)
+    index, value, n_active = map(np.asarray, features)
+    np.testing.assert_array_equal(n_active, (expected > 0).sum(axis=-1))
+    order = np.argsort(-expected, axis=-1, kind="stable")[..., :slots]
+    largest = np.take_along_axis(expected, order, axis=-1)
+    missing = [(0, 0)] * (largest.ndim - 1) + [(0, slots - largest.shape[-1])]
+    largest = np.pad(largest, missing)
+    np.testing.assert_array_equal(index, np.where(largest > 0, np.pad(order, missing), -1))
+    np.testing.assert_allclose(value, largest, atol=1e-5, rtol=1e-5)
+    assert (n_active > slots).any() or slots >= 16
+
+
+CASES = {
+    "relu": SAESpec(D, 50, D, Activation.relu),
+    "jumprelu": SAESpec(D, 50, D, Activation.jumprelu, input_scaling=InputScaling.constant_norm),
+    "gated": SAESpec(D, 50, D, Activation.gated),
+    "topk": SAESpec(D, 50, D, Activation.topk, k=6),
+    "layer_norm": SAESpec(D, 50, D, Activation.relu, input_scaling=InputScaling.layer_norm),
+}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "TILE_VALUES", 200)
+    monkeypatch.setattr(encoding, "GROUP", 5)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(("slots", "threshold"), [(3, 0.0), (3, 1.5), (64, 0.0)])
+@pytest.mark.parametrize("name", CASES)
+def test_features_are_those_of_the_definition(name: str, slots: int, threshold: float) -> None:
+    sae, rng = CASES[name], np.random.default_rng(0)
+    arrays, x = sae_arrays(sae, rng), 3 * rng.normal(size=(*ROWS, D)).astype(np.float32)
+    features = encode(sae, arrays, x, slots, threshold)
+    assert_features(features, values(sae, arrays, x), slots, threshold)
+
+
+def test_of_equal_values_the_lower_index_comes_first() -> None:
+    sae = SAESpec(1, 40, 1, Activation.relu)
+    arrays = {"w_enc": np.ones((1, 40), np.float32), "b_enc": np.zeros(40, np.float32)}
+    index, value, n_active = encode(sae, arrays, np.array([[[2.0], [-1.0], [0.0]]], np.float32), 5)
+    assert np.asarray(index).tolist() == [[[0, 1, 2, 3, 4], [-1] * 5, [-1] * 5]]
+    assert np.asarray(value).tolist() == [[[2.0] * 5, [0.0] * 5, [0.0] * 5]]
+    assert np.asarray(n_active).tolist() == [[40, 0, 0]]
