@@ -1,6 +1,6 @@
 """Converts pickled SAEs into SAELens's format, which the job reads: cfg.json and sae_weights.safetensors.
 
-    python scripts/convert_sae.py INPUT OUTPUT [--k K] [--hook-name blocks.12.hook_resid_post]
+    python scripts/convert_sae.py INPUT OUTPUT [--k K] [--hook-name blocks.12.hook_resid_post] [--unit-decoder]
 
 INPUT is either
 
@@ -11,11 +11,14 @@ INPUT is either
   "L0_" in the repository's name: give it with --k, or keep that name as the folder's.
 
 Run it in an environment of your own with torch, numpy and safetensors. Weights are loaded with `weights_only=True`: a
-pickle that would run code is refused. Features fire where those of the original class do, with the same values.
+pickle that would run code is refused. Features fire where `encode` of the original class says, with its values. With
+--unit-decoder, they are multiplied by the norms of the decoder's rows, which become 1. `load_dictionary` does so with
+an AutoEncoder, and versions of dictionary_learning before 0.1 did with JumpReluAutoEncoder and GatedAutoEncoder.
 """
 
 import argparse
 import json
+import pickle
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -65,23 +68,16 @@ def matryoshka(state: Arrays) -> Converted:
 
 
 def jump_relu(state: Arrays) -> Converted:
-    """Its features are multiplied by the norms of the decoder's rows, which is folded."""
-    norms = np.linalg.norm(state["W_dec"], axis=1)
-    tensors = {name: state[name] * norms for name in ("W_enc", "b_enc", "threshold")}
-    tensors |= {"W_dec": _divided_rows(state["W_dec"], norms), "b_dec": state["b_dec"]}
-    return {"architecture": "jumprelu", "apply_b_dec_to_input": False}, tensors
+    return {"architecture": "jumprelu", "apply_b_dec_to_input": False}, dict(state)
 
 
 def gated(state: Arrays) -> Converted:
-    """Likewise; the gate does not change."""
-    decoder = state["decoder.weight"].T
-    norms = np.linalg.norm(decoder, axis=1)
     tensors = {
         "W_enc": state["encoder.weight"].T,
         "b_gate": state["gate_bias"],
-        "b_mag": state["mag_bias"] * norms,
-        "r_mag": state["r_mag"] + np.log(np.maximum(norms, np.finfo(np.float32).tiny)),
-        "W_dec": _divided_rows(decoder, norms),
+        "b_mag": state["mag_bias"],
+        "r_mag": state["r_mag"],
+        "W_dec": state["decoder.weight"].T,
         "b_dec": state["decoder_bias"],
     }
     return {"architecture": "gated", "apply_b_dec_to_input": True}, tensors
@@ -113,13 +109,36 @@ def _linear(state: Arrays) -> Arrays:
     }
 
 
-def _divided_rows(values: np.ndarray, norms: np.ndarray) -> np.ndarray:
-    return values / np.where(norms > 0, norms, 1)[:, None]
+def with_unit_decoder(config: Mapping[str, object], tensors: Arrays) -> Arrays:
+    """The same SAE with rows of norm 1 in its decoder, whose former norms its features are multiplied by."""
+    if config["architecture"] == "topk":
+        sys.exit("--unit-decoder would change which features of a TopK SAE fire. Leave it out.")
+    norms = np.linalg.norm(tensors["W_dec"], axis=1)
+    if not norms.all():
+        sys.exit("--unit-decoder: the decoder has rows of zeros. Leave it out.")
+    scaled = {
+        name: tensors[name] * norms for name in ("W_enc", "b_enc", "b_mag", "b_gate", "threshold") if name in tensors
+    }
+    return {**tensors, **scaled, "W_dec": tensors["W_dec"] / norms[:, None]}
+
+
+def read_trainer(path: Path) -> Mapping[str, object]:
+    """What dictionary_learning's config.json says of the training."""
+    try:
+        trainer = json.loads(path.read_text())["trainer"]
+        return {"k": None, **trainer, "dict_class": str(trainer["dict_class"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"{path}: expected dictionary_learning's configuration, with trainer.dict_class: {error!r}")
 
 
 def load_state(path: Path) -> Arrays:
     """The tensors of a pickled state dict, in float32."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        sys.exit(f"{path} does not exist. Check the path.")
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        sys.exit(f"{path}: expected a pickled dict of tensors and nothing else: {error}")
     if not isinstance(state, dict) or not all(isinstance(values, torch.Tensor) for values in state.values()):
         sys.exit(f"{path}: expected a dict of tensors, got something else. Is it an SAE's state dict?")
     return {name.removeprefix("_orig_mod."): values.float().numpy() for name, values in state.items()}
@@ -167,10 +186,11 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--k", type=int, help="features of a token, of TopK SAEs whose file does not say it")
     parser.add_argument("--hook-name", help="where it was trained, as blocks.12.hook_resid_post")
+    parser.add_argument("--unit-decoder", action="store_true", help="fold the norms of the decoder's rows")
     options = parser.parse_args()
     if options.input.is_dir():
-        trainer = json.loads((options.input / "config.json").read_text())["trainer"]
-        kind, path, k = trainer["dict_class"], options.input / "ae.pt", trainer.get("k")
+        trainer = read_trainer(options.input / "config.json")
+        kind, path, k = trainer["dict_class"], options.input / "ae.pt", trainer["k"]
         metadata = {"model_name": trainer.get("lm_name"), "hook_name": options.hook_name}
     else:
         number, size = (
@@ -182,6 +202,8 @@ def main() -> None:
         kind, path, k = "Qwen-Scope", options.input, int(size[1]) if size else None
         metadata = {"hook_name": options.hook_name or f"blocks.{number[1]}.hook_resid_post"}
     config, tensors = convert(kind, load_state(path), options.k or k, path)
+    if options.unit_decoder:
+        tensors = with_unit_decoder(config, tensors)
     save(options.output, config, tensors, metadata)
     print(f"{options.output}: {config['architecture']}, {tensors['W_enc'].shape[1]} features")
 

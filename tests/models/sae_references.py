@@ -1,14 +1,16 @@
 """SAEs saved by the libraries that define the formats, encoded by these libraries and by what is read here.
 
-Run by hand, in an environment that has sae-lens, eai-sparsify and what `pipeline.models.sae` imports:
+Run by hand, in an environment that has these libraries and what `pipeline.models.sae` imports:
 
-    python -m venv /tmp/references && /tmp/references/bin/pip install sae-lens eai-sparsify ml_dtypes fsspec
+    python -m venv /tmp/references
+    /tmp/references/bin/pip install sae-lens eai-sparsify dictionary-learning ml_dtypes fsspec
     SPARSIFY_DISABLE_TRITON=1 PYTHONPATH=. /tmp/references/bin/python -m tests.models.sae_references
 
 Prints a line for each case: tokens whose active features differ, and the largest differences of values and of
 reconstructions, relative to the largest value. Exit code 1 where one is not below 1e-5, or active features differ.
 """
 
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -17,6 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from dictionary_learning.dictionary import AutoEncoder, AutoEncoderNew, GatedAutoEncoder, JumpReluAutoEncoder
+from dictionary_learning.trainers.batch_top_k import BatchTopKSAE
+from dictionary_learning.trainers.matryoshka_batch_top_k import MatryoshkaBatchTopKSAE
+from dictionary_learning.trainers.top_k import AutoEncoderTopK
 from sae_lens import SAE as LensSAE
 from sae_lens import BatchTopKTrainingSAE, BatchTopKTrainingSAEConfig
 from sae_lens.loading import pretrained_sae_loaders as loaders
@@ -27,6 +33,7 @@ from pipeline.models.sae.loading import open_sae
 from tests.models import sae_files
 
 D_IN, WIDTH, D_OUT, K, NUM_TOKENS, LIMIT = 64, 512, 48, 16, 1000, 1e-5
+CONVERT = Path(__file__).parents[2] / "scripts" / "convert_sae.py"
 Reference = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Case = tuple[str, Path, Reference]
 
@@ -127,6 +134,29 @@ def sparsify_cases(root: Path) -> Iterator[Case]:
         yield f"sparsify transcode={transcode}, skip_connection={skip}", folder, forward
 
 
+def converted_cases(root: Path) -> Iterator[Case]:
+    """SAEs of dictionary_learning, by scripts/convert_sae.py, with `encode` and `decode` of their class."""
+    classes = {
+        "AutoEncoder": AutoEncoder(D_IN, WIDTH),
+        "AutoEncoderNew": AutoEncoderNew(D_IN, WIDTH),
+        "AutoEncoderTopK": AutoEncoderTopK(D_IN, WIDTH, K),
+        "BatchTopKSAE": BatchTopKSAE(D_IN, WIDTH, K),
+        "MatryoshkaBatchTopKSAE": MatryoshkaBatchTopKSAE(D_IN, WIDTH, K, [100, WIDTH - 100]),
+        "JumpReluAutoEncoder": JumpReluAutoEncoder(D_IN, WIDTH),
+        "GatedAutoEncoder": GatedAutoEncoder(D_IN, WIDTH),
+    }
+    for number, (name, coder) in enumerate(classes.items()):
+        randomised(coder, 400 + number)
+        if "Batch" in name:
+            coder.threshold.fill_(1.5)
+        folder = root / f"dictionary-{name}"
+        sae_files.write_json(folder / "config.json", {"trainer": {"dict_class": name, "k": K}})
+        torch.save(coder.state_dict(), folder / "ae.pt")
+        subprocess.run([sys.executable, CONVERT, folder, folder / "out"], check=True, stdout=subprocess.DEVNULL)
+        forward = lambda x, coder=coder: (coder.encode(x), coder.decode(coder.encode(x)))  # noqa: E731
+        yield f"dictionary_learning {name}, converted", folder / "out", forward
+
+
 def published_cases(root: Path, rng: np.random.Generator) -> Iterator[Case]:
     """Files of formats that SAELens reads from the Hub: its loaders get them from a folder instead."""
     gemma, llama = "google/gemma-scope-2b-pt-res", "fnlp/Llama3_1-8B-Base-LXR-8x"
@@ -223,6 +253,7 @@ def main() -> int:
             *folded_cases(root),
             *old_saelens_cases(root, rng),
             *sparsify_cases(root),
+            *converted_cases(root),
             *published_cases(root, rng),
         ):
             num_other, value_error, out_error, num_active = compared(folder, reference, rng)

@@ -2,8 +2,8 @@
 
 import pickle
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -629,12 +629,11 @@ def dictionary(kind: str, rng: np.random.Generator) -> tuple[dict[str, np.ndarra
 
     def features(t: Tensors, config: Config, x: np.ndarray) -> np.ndarray:
         encoder = t["W_enc"] if "W_enc" in t else t["encoder.weight"].T
-        norms = np.linalg.norm(t["W_dec"] if "W_dec" in t else t["decoder.weight"].T, axis=1)
         bias = {"AutoEncoder": "bias", "GatedAutoEncoder": "decoder_bias"}.get(kind, "b_dec")
         x = x if kind in ("AutoEncoderNew", "JumpReluAutoEncoder", "Qwen-Scope") else x - t[bias]
         linear = x @ (t["W_enc"].T if kind == "Qwen-Scope" else encoder)
         if kind == "GatedAutoEncoder":
-            return (linear + t["gate_bias"] > 0) * relu(np.exp(t["r_mag"]) * linear + t["mag_bias"]) * norms
+            return (linear + t["gate_bias"] > 0) * relu(np.exp(t["r_mag"]) * linear + t["mag_bias"])
         pre = linear + t.get("encoder.bias", t.get("b_enc"))
         match kind:
             case "AutoEncoderTopK" | "Qwen-Scope":
@@ -642,7 +641,7 @@ def dictionary(kind: str, rng: np.random.Generator) -> tuple[dict[str, np.ndarra
             case "BatchTopKSAE" | "MatryoshkaBatchTopKSAE":
                 return relu(pre) * (relu(pre) > t["threshold"])
             case "JumpReluAutoEncoder":
-                return relu(pre * (pre > t["threshold"])) * norms
+                return relu(pre * (pre > t["threshold"]))
         return relu(pre)
 
     states = {
@@ -659,35 +658,67 @@ def dictionary(kind: str, rng: np.random.Generator) -> tuple[dict[str, np.ndarra
         },
         "Qwen-Scope": plain | {name: np.ascontiguousarray(plain[name].T) for name in ("W_enc", "W_dec")},
     }
-    return states[kind], features
+    return {name: np.asarray(values) for name, values in states[kind].items()}, features
 
 
-def test_pickled_saes_are_converted(tmp_path: Path, rng):
-    """In one process, since torch takes seconds to start."""
+KINDS = ("AutoEncoder", "AutoEncoderNew", "AutoEncoderTopK", "BatchTopKSAE", "MatryoshkaBatchTopKSAE")
+KINDS += ("JumpReluAutoEncoder", "GatedAutoEncoder", "Qwen-Scope")
+
+
+def converted(kind: str, folder: Path, state: Mapping[str, object], monkeypatch, *options: str) -> str:
+    """Runs the script on a pickled state dict; the folder that it writes."""
     torch = pytest.importorskip("torch")
-    kinds = ("AutoEncoder", "AutoEncoderNew", "AutoEncoderTopK", "BatchTopKSAE", "MatryoshkaBatchTopKSAE")
-    kinds += ("JumpReluAutoEncoder", "GatedAutoEncoder", "Qwen-Scope")
-    commands, cases = [], {}
-    for kind in kinds:
-        state, features = cases[kind] = dictionary(kind, rng)
-        folder = tmp_path / kind / "Qwen-W1K-L0_5"
-        trainer = {"dict_class": kind, "k": K, "lm_name": "tiny", "layer": 1}
-        sae_files.write_json(folder / "config.json", {"trainer": trainer, "buffer": {"ctx_len": 128}})
-        file = folder / ("layer7.sae.pt" if kind == "Qwen-Scope" else "ae.pt")
-        torch.save({name: torch.from_numpy(np.asarray(values)) for name, values in state.items()}, file)
-        commands.append(["convert_sae.py", str(file if kind == "Qwen-Scope" else folder), str(tmp_path / "out" / kind)])
-    lines = ["import sys, runpy"]
-    lines += [
-        f"sys.argv = {command}; runpy.run_path({str(ROOT / 'scripts/convert_sae.py')!r}, run_name='__main__')"
-        for command in commands
-    ]
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=300)
-    x = tokens(rng)
-    for kind, (state, features) in cases.items():
-        sae = open_sae(str(tmp_path / "out" / kind))
-        expected = features(in_float64({name: np.asarray(values) for name, values in state.items()}), {}, x)
-        values = encode_dense(sae, x)
-        np.testing.assert_array_equal(values > 0, expected > 0, err_msg=kind)
-        np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-5, err_msg=kind)
-        assert 0 < np.count_nonzero(values) < values.size * 0.6
-    assert open_sae(str(tmp_path / "out" / "Qwen-Scope")).hook_name == "blocks.7.hook_resid_post"
+    source = folder / "SAE-Res-W1K-L0_5"
+    trainer = {"dict_class": kind, "k": K, "lm_name": "tiny", "layer": 1}
+    sae_files.write_json(source / "config.json", {"trainer": trainer, "buffer": {"ctx_len": 128}})
+    file = source / ("layer7.sae.pt" if kind == "Qwen-Scope" else "ae.pt")
+    arrays = {name: values for name, values in state.items() if isinstance(values, np.ndarray | np.generic)}
+    torch.save({**state, **{name: torch.from_numpy(np.asarray(values)) for name, values in arrays.items()}}, file)
+    argv = ["convert_sae.py", str(file if kind == "Qwen-Scope" else source), str(folder / "out"), *options]
+    monkeypatch.setattr(sys, "argv", argv)
+    runpy.run_path(str(ROOT / "scripts" / "convert_sae.py"), run_name="__main__")
+    return str(folder / "out")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pickled_saes_are_converted(kind: str, tmp_path: Path, rng, monkeypatch):
+    state, features = dictionary(kind, rng)
+    sae, x = open_sae(converted(kind, tmp_path, state, monkeypatch)), tokens(rng)
+    expected, values = features(in_float64(state), {}, x), encode_dense(sae, x)
+    np.testing.assert_array_equal(values > 0, expected > 0)
+    np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-5)
+    assert 0 < np.count_nonzero(values) < values.size * 0.6
+    assert sae.hook_name == ("blocks.7.hook_resid_post" if kind == "Qwen-Scope" else None)
+
+
+@pytest.mark.parametrize("kind", ["AutoEncoder", "JumpReluAutoEncoder", "GatedAutoEncoder"])
+def test_converted_decoders_may_have_norm_1(kind: str, tmp_path: Path, rng, monkeypatch):
+    state, features = dictionary(kind, rng)
+    sae, x = open_sae(converted(kind, tmp_path, state, monkeypatch, "--unit-decoder")), tokens(rng)
+    norms = np.linalg.norm(state["W_dec"] if "W_dec" in state else state["decoder.weight"].T, axis=1)
+    np.testing.assert_allclose(encode_dense(sae, x), features(in_float64(state), {}, x) * norms, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.linalg.norm(sae.read("w_dec"), axis=1), 1, rtol=1e-5)
+
+
+class Command:
+    def __reduce__(self) -> tuple[object, ...]:
+        return print, ("a pickle ran code",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("CrossCoder", {}, "the class CrossCoder is not implemented"),
+        ("AutoEncoder", {"extra": np.zeros(3)}, "expected the tensors encoder.weight"),
+        ("AutoEncoder", {"bias": "text"}, "expected a dict of tensors"),
+        ("AutoEncoder", {"bias": Command()}, "expected a pickled dict of tensors and nothing else"),
+        ("AutoEncoderTopK", {"k": np.int32(K + 1)}, "k is 6 in the file and 5 beside it"),
+        ("Qwen-Scope", {"W_dec": np.zeros((WIDTH, D_IN), np.float32)}, r"W_dec has shape \(12, 40\)"),
+    ],
+)
+def test_other_pickles_are_not_converted(kind: str, change, message: str, tmp_path: Path, rng, monkeypatch, capsys):
+    state, _ = dictionary("AutoEncoder" if kind == "CrossCoder" else kind, rng)
+    with pytest.raises(SystemExit, match=message):
+        converted(kind, tmp_path, {**state, **change}, monkeypatch)
+    assert "ran code" not in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()

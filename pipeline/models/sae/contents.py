@@ -57,7 +57,7 @@ class Contents:
             values = values.T
         if source.change is not None:
             with np.errstate(over="ignore"):  # what is infinite is refused by name
-                values = source.change(values.astype(np.float32))
+                values = source.change(values.astype(np.float32, copy=False))
             self._check_finite(values, f"{name}, computed from {source.tensor}, would have")
         return np.ascontiguousarray(values)
 
