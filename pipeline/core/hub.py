@@ -199,8 +199,13 @@ def open_repository(
             if not isinstance(cached, str):
                 raise HubUnavailable(f"{error} If {key} should be a directory, {repo} does not exist.") from error
             downloaded = Path(cached)
-            log.warning("%s Using commit %s of %s from the Hub's cache.", error, downloaded.parent.name, repo)
-    return Repository(repo, downloaded.parent.name, key, invalid)  # the cache keeps files under snapshots/<commit>/
+            log.warning("%s Using commit %s of %s from the Hub's cache.", error, _commit(downloaded, file), repo)
+    return Repository(repo, _commit(downloaded, file), key, invalid)
+
+
+def _commit(downloaded: Path, file: str) -> str:
+    """The commit of a file of the cache, which keeps it as snapshots/<commit>/<file>."""
+    return downloaded.parents[file.count("/")].name
 
 
 @contextmanager

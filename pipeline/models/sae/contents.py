@@ -56,7 +56,8 @@ class Contents:
         if sorted(source.axes) == sorted(ARRAYS[name]) and source.axes != ARRAYS[name]:
             values = values.T
         if source.change is not None:
-            values = source.change(values.astype(np.float32))
+            with np.errstate(over="ignore"):  # what is infinite is refused by name
+                values = source.change(values.astype(np.float32, copy=False))
             self._check_finite(values, f"{name}, computed from {source.tensor}, would have")
         return np.ascontiguousarray(values)
 

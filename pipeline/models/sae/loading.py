@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -87,8 +87,9 @@ def open_sae(address: str) -> SAE:
     are missing, unexpected or of the wrong shape; PipelineError where a retry might help.
     """
     files = open_folder(address, _MARKERS)
+    has = cache(files.has)
     for names, read_contents in _FORMATS.items():
-        if all(files.has(name) for name in names):
+        if all(has(name) for name in names):
             return SAE(read_contents(files))
     raise _unknown_format(files)
 
