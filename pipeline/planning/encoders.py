@@ -61,7 +61,7 @@ def open_encoders(capture: CaptureConfig, model: ModelFacts) -> tuple[Encoder, .
     if capture.when is When.decode:
         raise ConfigError(
             "capture.encode with capture.when=decode, which keeps activations while decoding, and encodes none. Set "
-            "capture.when=document, or capture.encode={}."
+            "capture.when=document, or capture.encode=null."
         )
     encoders = []
     for key, name, address in _requests(capture, captured_keys(capture, model)):
