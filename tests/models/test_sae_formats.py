@@ -464,6 +464,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "jumprelu as relu": (lens("jumprelu", architecture="standard"), "has threshold, which an SAE of its architecture"),
     "relu as jumprelu": (lens("standard", architecture="jumprelu"), "has no threshold"),
     "activation": (lens("standard", activation_fn_str="tanh-relu"), "activation_fn_str is 'tanh-relu'"),
+    "topk of a transcoder": (lens("transcoder", activation_fn="topk"), "activation_fn is 'topk'.*implemented: relu"),
     "normalisation": (lens("standard", normalize_activations="covariance_whitening"), "normalize_activations is 'cova"),
     "factor elsewhere": (lens("standard", normalize_activations="expected_average_only_in"), "Fold it with SAELens"),
     "old factor": (lens("standard", is_old=True, normalize_activations=True), "Fold it with SAELens"),
