@@ -395,7 +395,7 @@ def pickled_npz(folder: Path, rng: np.random.Generator) -> None:
 
 
 def npz_bomb(folder: Path, rng: np.random.Generator) -> None:
-    """A megabyte of zeros in a few hundred bytes, whose header says so."""
+    """40 MB of zeros in 40 KB, as the header says."""
     tensors = dict(sae_files.write_gemma_scope(folder, rng).tensors)
     np.savez_compressed(folder / "params.npz", **{**tensors, "W_dec": np.zeros((WIDTH, 1 << 18), np.float32)})
 
@@ -464,6 +464,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "jumprelu as relu": (lens("jumprelu", architecture="standard"), "has threshold, which an SAE of its architecture"),
     "relu as jumprelu": (lens("standard", architecture="jumprelu"), "has no threshold"),
     "activation": (lens("standard", activation_fn_str="tanh-relu"), "activation_fn_str is 'tanh-relu'"),
+    "topk of a transcoder": (lens("transcoder", activation_fn="topk"), "activation_fn is 'topk'.*implemented: relu"),
     "normalisation": (lens("standard", normalize_activations="covariance_whitening"), "normalize_activations is 'cova"),
     "factor elsewhere": (lens("standard", normalize_activations="expected_average_only_in"), "Fold it with SAELens"),
     "old factor": (lens("standard", is_old=True, normalize_activations=True), "Fold it with SAELens"),
@@ -474,6 +475,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "unknown attribute": (lens("standard", tied=True, warp=0), "sets tied=True, warp=0, which this program does not"),
     "k above the width": (lens("topk", k=WIDTH + 1), "k is 41, expected at most d_sae, 40"),
     "no k": (lens("topk", k=None), "has no 'k'"),
+    "no k of topk": (lens("topk", activation_fn_kwargs={"tau": 1.0}), "activation_fn_kwargs sets tau=1.0"),
     "two ks": (lens("topk", activation_fn_kwargs={"k": K + 1}), "k is 5, which is not implemented"),
     "transcoder with b_dec": (lens("transcoder", apply_b_dec_to_input=True), "apply_b_dec_to_input true"),
     "transcoder without d_out": (lens("transcoder", d_out=None), "has no 'd_out'"),
@@ -519,6 +521,10 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "llama, normalisation": (llama(norm_activation="token-wise"), "norm_activation is 'token-wise'"),
     "llama, no norms": (llama(dataset_average_activation_norm=None), "dataset_average_activation_norm has no 'in'"),
     "llama, norm of 0": (llama(dataset_average_activation_norm={"in": 0, "out": 1.0}), "in is 0, expected a number"),
+    "llama, other norms": (
+        llama(dataset_average_activation_norm={"in": 1.0, "out": 1.0, "scale": 2.0}),
+        "dataset_average_activation_norm sets scale=2.0",
+    ),
     "llama, gate": (llama(use_glu_encoder=True), "use_glu_encoder is True"),
     "llama, unknown": (llama(rescale=1), "sets rescale=1"),
 }

@@ -51,9 +51,7 @@ class Contents:
             return np.full(self.shape(name), source, np.float32)
         values = self.tensors.read(source.tensor)
         self._check_finite(values, f"{source.tensor} has")
-        if source.change is None and source.axes == ARRAYS[name]:
-            return values
-        if sorted(source.axes) == sorted(ARRAYS[name]) and source.axes != ARRAYS[name]:
+        if source.axes == ARRAYS[name][::-1]:
             values = values.T
         if source.change is not None:
             with np.errstate(over="ignore"):  # what is infinite is refused by name

@@ -21,7 +21,7 @@ from pipeline.models.checkpoints.safetensors_file import ByteSource
 _DTYPES = (np.dtype("<f4"), np.dtype("<f2"))
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 _COMPRESSION = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # numpy's
-_BUFFER_BYTES = 16 << 20  # of a request to remote storage
+_BUFFER_BYTES, _PIECE_BYTES = 256 << 10, 16 << 20  # of a request to remote storage: for headers, for values
 _MAX_HEADER = 10_000  # bytes of an array's header
 _MAX_ARRAYS = 1_000
 _MAX_RATIO = 20  # of a large array's bytes to its compressed ones; weights compress by less than 2
@@ -57,7 +57,7 @@ class NpzFile:
         with self._errors(), self._zip.open(self._members[name]) as file:
             _read_header(file)
             content, start = memoryview(values.view(np.uint8)), 0
-            while num_read := file.readinto(content[start:]):
+            while num_read := file.readinto(content[start : start + _PIECE_BYTES]):
                 start += num_read
             rest = file.read(1)  # the end, where zipfile compares the checksum
         if start != values.nbytes or rest:

@@ -104,8 +104,9 @@ def _architecture(config: SAEConfig) -> str:
         default="standard",
         remedy="Save a batchtopk SAE with save_inference_model, as a jumprelu one; use another SAE otherwise.",
     )
-    functions = [config.choice(key, ["relu", "topk"], "relu") for key in ("activation_fn", "activation_fn_str")]
-    return "topk" if "topk" in functions else architecture
+    functions = ["relu", "topk"] if architecture in ("standard", "topk") else ["relu"]
+    chosen = [config.choice(key, functions, "relu") for key in ("activation_fn", "activation_fn_str")]
+    return "topk" if "topk" in chosen else architecture
 
 
 def _top_k(config: SAEConfig, spec: SAESpec) -> int | None:
