@@ -62,7 +62,7 @@ class Extractor:
     when a call first needs it; `compiled_shapes` tells which these were, and so does the log (`pipeline`).
 
     config: the command's configuration of the same extraction. model, tokenizer, plan: what was opened and planned.
-    keys: the names of the arrays of activations.
+    hook_names: TransformerLens' name of each array of activations, by ours.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Extractor:
         self._settings["run.progress"] = progress
         self.config = configuration(self._settings)
         self.plan = make_plan(self.config, self.model, 1, topology(self.config.run))
-        self.keys = tuple(key.name for key in self.plan.step.keys)
+        self.hook_names = {key.name: self.model.hook_name(key) for key in self.plan.step.keys}
         is_divisible = self.config.model.attention in (Attention.auto, Attention.xla)  # kernels have their own lengths
         self.shapes: tuple[Shape, ...] = ladder(
             self.plan.step.rows, self.plan.step.length, self.plan.mesh.data, is_divisible
@@ -221,7 +221,7 @@ class Extractor:
         )
         is_shown = self.config.run.progress and sizes.sum() > shape.rows * shape.length
         in_flight: deque[_Dispatched] = deque()
-        with tqdm(total=int(sizes.sum()), unit=" tokens", unit_scale=True, disable=not is_shown) as bar:
+        with tqdm(desc="extract", total=int(sizes.sum()), unit="tok", unit_scale=True, disable=not is_shown) as bar:
             for block in stream.blocks():
                 for first_row in range(0, block.num_rows, shape.rows):
                     if len(in_flight) == self.plan.memory.inflight_steps:
