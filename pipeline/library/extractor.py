@@ -16,10 +16,11 @@ from pipeline.config.choices import Attention
 from pipeline.core.errors import ConfigError
 from pipeline.data.documents import SkippedDocument, TokenBlock
 from pipeline.data.packing import windows
+from pipeline.data.selection import open_selection
 from pipeline.data.stream import TokenStream
 from pipeline.data.text.tokenizer import load_tokenizer
 from pipeline.data.tokenised import TokenisedDocument
-from pipeline.extraction.block_warnings import check_finite
+from pipeline.extraction.block_warnings import SlotChecks, check_finite
 from pipeline.extraction.job_run import load_weights, run_job
 from pipeline.extraction.loaded_step import LoadedStep, ModelWeights
 from pipeline.job.opening import open_job
@@ -87,7 +88,8 @@ class Extractor:
         Every other option is a key of the command's configuration by its last name, with its default and its values:
         revision, tokenizer, weights_dtype, activations_dtype, attention, weights, init and seed of `model`; on_error,
         special_tokens, prefix and suffix of `data`; rows, packing and long_documents of `batch`; int8_group, outputs,
-        top_logprobs and on_not_finite of `capture`; shard_mib and compression of `store`; tensor of `mesh`.
+        top_logprobs, on_not_finite, positions, every, token, regex, rate and per_row of `capture`, whose seed is
+        sample_seed; shard_mib and compression of `store`; tensor of `mesh`.
 
         Raises ConfigError, InputError or CheckpointError, as the command does.
         """
@@ -114,10 +116,10 @@ class Extractor:
         self.config = configuration(self._settings)
         self.plan = make_plan(self.config, self.model, 1, topology(self.config.run))
         self.hook_names = {key.name: self.model.hook_name(key) for key in self.plan.step.keys}
-        is_divisible = self.config.model.attention in (Attention.auto, Attention.xla)  # kernels have their own lengths
         self.shapes: tuple[Shape, ...] = ladder(
-            self.plan.step.rows, self.plan.step.length, self.plan.mesh.data, is_divisible
+            self.plan.step.rows, self.plan.step.length, self.plan.mesh.data, self._takes_any_length()
         )
+        self._selection = open_selection(self.config.capture, self.plan.step.length, self.tokenizer)
         self._partition = make_partition(self.plan.mesh.tensor, self.plan.weights.sharding)
         self._params = load_weights(self.config, self.model, self.plan, self._partition)
         self._compiled: dict[Shape, CompiledStep] = {}
@@ -185,6 +187,10 @@ class Extractor:
                 run_job(open_job(config), stop, lambda _: self._loaded(self.shapes[-1]))
         return ActivationStore.open(config.store.path)
 
+    def _takes_any_length(self) -> bool:
+        """Kernels have lengths that they take, and the slots of selected tokens are those of a whole row."""
+        return self.config.model.attention in (Attention.auto, Attention.xla) and self.plan.step.selected is None
+
     def _reading(self, add_generation_prompt: bool) -> Reading:
         return Reading(self.tokenizer, self.model.vocab_size, self.config.data.on_error, add_generation_prompt)
 
@@ -218,11 +224,14 @@ class Extractor:
             length=shape.length,
             packing=batch.packing,
             long_documents=batch.long_documents,
+            selection=self._selection,
         )
+        checks = SlotChecks(self.plan)
         is_shown = self.config.run.progress and sizes.sum() > shape.rows * shape.length
         in_flight: deque[_Dispatched] = deque()
         with tqdm(desc="extract", total=int(sizes.sum()), unit="tok", unit_scale=True, disable=not is_shown) as bar:
             for block in stream.blocks():
+                checks.check(block)
                 for first_row in range(0, block.num_rows, shape.rows):
                     if len(in_flight) == self.plan.memory.inflight_steps:
                         yield in_flight.popleft()

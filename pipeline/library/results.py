@@ -1,14 +1,16 @@
 """From the rows of steps to the results of documents.
 
-Shapes: n tokens of a document, D width of an array, G scales of a token; B rows, T positions of a step.
+Shapes: n tokens of a document, m of them with activations, D width of an array, G scales of a token; B rows of a step,
+T positions of a row, S slots of a row for activations.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 
 from pipeline.data.documents import SkippedDocument, TokenBlock
 from pipeline.data.tokenised import TokenisedDocument
@@ -16,26 +18,28 @@ from pipeline.step.compiled_step import StepOutputs
 from pipeline.step.spec import StepSpec
 from pipeline.store.format.int8 import scale_name
 from pipeline.store.read.frameworks import Framework, converter
+from pipeline.store.read.selected import at_selected
 
-_TOKENS = "tokens"
+_TOKENS, _IS_STORED = "tokens", "is_stored"
 
 
 @dataclass(frozen=True)
 class ExtractedDocument:
-    """The n tokens of a document that the model saw, and their activations [n, D], by array name.
+    """The n tokens of a document that the model saw, and the activations [m, D] of m of them, by array name: of all
+    unless the option `positions` selects some.
 
     Activations, scales and outputs are arrays of the framework that was asked for, the others numpy's.
 
-    positions: 0 to n - 1. A document longer than a row has several windows, and the model sees each by itself: token p
-    at position p % length, without the tokens of earlier windows.
-    scales: of dtype int8, float32 [n, G], by the array's name: each scale is that of D / G neighbouring features.
-    outputs: what the model's head says of each token, [n] or [n, k], by name (option `outputs`).
+    positions: where the m stand among the n, ascending; 0 to n - 1 unless some are selected. A document longer than a
+    row has several windows, and the model sees each by itself: token p at position p % length, without earlier windows.
+    scales: of dtype int8, float32 [m, G], by the array's name: each scale is that of D / G neighbouring features.
+    outputs: what the model's head says of each of the m, [m] or [m, k], by name (option `outputs`).
     num_cut: tokens that `long_documents="cut"` left out.
     skipped: why the document has no tokens, where `on_error="skip"` left it out; else None.
     """
 
     tokens: Int32[np.ndarray, " n"]
-    positions: Int32[np.ndarray, " n"]
+    positions: Int32[np.ndarray, " m"]
     activations: Mapping[str, Any]
     scales: Mapping[str, Any]
     outputs: Mapping[str, Any]
@@ -48,19 +52,30 @@ class Collector:
 
     def __init__(self, spec: StepSpec, num_documents: int) -> None:
         self._spec = spec
-        self._parts: list[list[dict[str, np.ndarray]]] = [[] for _ in range(num_documents)]
+        self._parts: list[dict[str, list[np.ndarray]]] = [defaultdict(list) for _ in range(num_documents)]
 
     def add(self, block: TokenBlock, first_row: int, outputs: StepOutputs) -> None:
         """The tokens of the step that began with row `first_row` of a block. Waits for the step."""
         rows = slice(first_row, first_row + outputs.activations[0].shape[0])
-        documents = block.documents[rows].reshape(-1)
-        order = np.argsort(documents, kind="stable")
-        numbers, starts = np.unique(documents[order], return_index=True)
-        arrays = {_TOKENS: block.tokens[rows]} | _arrays(self._spec, outputs)
+        documents, is_stored = block.documents[rows], block.segments[rows] > 0
+        slots = documents
+        if block.selected is not None:
+            selected = block.selected[rows]
+            slots = at_selected(documents, selected, -1)
+            is_stored = np.zeros_like(is_stored)
+            row, slot = np.nonzero(selected >= 0)
+            is_stored[row, selected[row, slot]] = True
+        self._gather(documents, {_TOKENS: block.tokens[rows], _IS_STORED: is_stored})
+        self._gather(slots, _arrays(self._spec, outputs))
+
+    def _gather(self, documents: Int64[np.ndarray, "B S"], arrays: Mapping[str, np.ndarray]) -> None:
+        """Divides arrays [B, S, ...], which may have more rows, among the documents of the slots; -1 is padding."""
+        order = np.argsort(documents, axis=None, kind="stable")
+        numbers, starts = np.unique(documents.reshape(-1)[order], return_index=True)
         flat = {name: values.reshape(-1, *values.shape[2:]) for name, values in arrays.items()}
         for number, places in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
-            if number >= 0:  # not padding
-                self._parts[number].append({name: values.take(places, axis=0) for name, values in flat.items()})
+            for name, values in flat.items() if number >= 0 else ():
+                self._parts[number][name].append(values.take(places, axis=0))
 
     def documents(
         self, items: Sequence[TokenisedDocument | SkippedDocument], framework: Framework
@@ -75,9 +90,7 @@ class Collector:
                 results.append(self._result(nothing, convert, skipped=item.reason))
                 continue
             gathered = next(parts)
-            joined = gathered[0]
-            if len(gathered) > 1:
-                joined = {name: np.concatenate([part[name] for part in gathered]) for name in nothing}
+            joined = {name: _joined(gathered[name], empty) for name, empty in nothing.items()}
             results.append(self._result(joined, convert, num_cut=len(item.tokens) - len(joined[_TOKENS])))
         return results
 
@@ -91,13 +104,17 @@ class Collector:
         names = [key.name for key in self._spec.keys]
         return ExtractedDocument(
             tokens=arrays[_TOKENS],
-            positions=np.arange(len(arrays[_TOKENS]), dtype=np.int32),
+            positions=np.flatnonzero(arrays[_IS_STORED]).astype(np.int32),
             activations={name: convert(arrays[name]) for name in names},
             scales={name: convert(arrays[scale_name(name)]) for name in names if scale_name(name) in arrays},
             outputs={spec.name: convert(arrays[spec.name]) for spec in self._spec.outputs},
             num_cut=num_cut,
             skipped=skipped,
         )
+
+
+def _joined(parts: Sequence[np.ndarray], empty: np.ndarray) -> np.ndarray:
+    return np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else empty
 
 
 def start_copies(outputs: StepOutputs) -> None:
@@ -107,7 +124,7 @@ def start_copies(outputs: StepOutputs) -> None:
 
 
 def _arrays(spec: StepSpec, outputs: StepOutputs) -> dict[str, np.ndarray]:
-    """Activations, scales and outputs of a step, [B, T, ...], by name."""
+    """Activations, scales and outputs of a step, [B, S, ...], by name."""
     arrays = zip(_names(spec), (*outputs.activations, *outputs.scales, *outputs.outputs), strict=True)
     return {name: np.asarray(values) for name, values in arrays}
 
@@ -122,4 +139,6 @@ def _forms(spec: StepSpec) -> dict[str, tuple[tuple[int, ...], str]]:
     shapes = [*((width,) for width in (*spec.widths, *spec.scale_counts))]
     shapes += [() if array.width is None else (array.width,) for array in spec.outputs]
     dtypes = [*spec.dtypes, *("float32" for _ in spec.scale_counts), *(array.dtype for array in spec.outputs)]
-    return {_TOKENS: ((), "int32")} | dict(zip(_names(spec), zip(shapes, dtypes, strict=True), strict=True))
+    return {_TOKENS: ((), "int32"), _IS_STORED: ((), "bool")} | dict(
+        zip(_names(spec), zip(shapes, dtypes, strict=True), strict=True)
+    )

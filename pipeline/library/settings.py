@@ -21,6 +21,8 @@ KEYS = {
     **{"layers": "capture.layers", "sites": "capture.sites", "dtype": "capture.dtype"},
     **{"int8_group": "capture.int8_group", "outputs": "capture.outputs", "top_logprobs": "capture.top_logprobs"},
     "on_not_finite": "capture.on_not_finite",
+    **{"positions": "capture.positions", "every": "capture.every", "token": "capture.token", "regex": "capture.regex"},
+    **{"rate": "capture.rate", "sample_seed": "capture.seed", "per_row": "capture.per_row"},
     **{"shard_mib": "store.shard_mib", "compression": "store.compression"},
 }
 """The key of the command's configuration that each option sets."""
