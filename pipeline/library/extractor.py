@@ -146,8 +146,10 @@ class Extractor:
         see an earlier one. With `long_documents="cut"` only its first window is computed.
 
         Raises InputError for a document that has no tokens, or tokens that the model lacks (with `on_error="skip"`, its
-        result has none), and NotFiniteError for activations that are not finite as `dtype`.
+        result has none), NotFiniteError for activations that are not finite as `dtype`, and ValueError for another
+        framework.
         """
+        array_framework = Framework(framework)
         items = self._reading(add_generation_prompt).tokenised(as_list(documents))
         tokenised = [item for item in items if not isinstance(item, SkippedDocument)]
         if len(tokenised) < len(items):
@@ -158,7 +160,7 @@ class Extractor:
         for step in self._steps(tokenised):
             check_finite(self.plan, step.block, np.asarray(step.outputs.counts)[1:].tolist())
             collector.add(step.block, step.first_row, step.outputs)
-        return collector.documents(items, Framework(framework))
+        return collector.documents(items, array_framework)
 
     def save(
         self,

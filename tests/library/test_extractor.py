@@ -125,6 +125,8 @@ def test_other_frameworks(extractor):
     assert isinstance(jax_result.activations[KEY], jax.Array)
     np.testing.assert_array_equal(np.asarray(jax_result.activations[KEY]), numpy_result.activations[KEY])
     assert isinstance(jax_result.tokens, np.ndarray)
+    with pytest.raises(ValueError, match="'tensorflow' is not a valid Framework"):
+        extractor(["a list"], framework="tensorflow")
 
 
 def test_bad_documents_are_skipped_where_that_is_asked_for(tmp_path):
