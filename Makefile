@@ -65,7 +65,8 @@ lint: setup-test  ## style, formatting, who imports whom, and the sizes of thing
 	$(BIN)/python scripts/lint/check_imports.py
 
 # What others import, and no more; an import that fails, or a warning of pdoc's, fails the target.
-DOCUMENTED := pipeline '!pipeline\..*' pipeline.store '!pipeline\.store\..*' pipeline.core.errors pipeline.core.sites
+DOCUMENTED := pipeline '!pipeline\..*' pipeline.library '!pipeline\.library\..*' pipeline.store '!pipeline\.store\..*' \
+  pipeline.core.errors pipeline.core.sites
 
 docs: $(VENV)/.setup-docs  ## the API reference, from docstrings: build/docs/index.html
 	rm -rf build/docs

@@ -16,7 +16,22 @@ The commands are modules of this package: `python -m pipeline.<command>`, with H
 They end with exit code 0 (done), 42 (interrupted: run again to resume), 2 (the configuration, input or store is wrong)
 or 1 (anything else: run again).
 
-The library reads stores: `pipeline.store`. It imports neither JAX nor Hydra. Its errors are those of
-`pipeline.core.errors`; the names of activations are explained in `pipeline.core.sites`. All other packages serve the
-commands, and their functions may change from version to version; `docs/architecture.md` describes them.
+`pipeline.Extractor` gives activations in memory, in a notebook or a script (`pipeline.library`). `pipeline.store` reads
+stores, and imports neither JAX nor Hydra. The errors of both are those of `pipeline.core.errors`; the names of
+activations are explained in `pipeline.core.sites`. All other packages serve these and the commands, and their functions
+may change from version to version; `docs/architecture.md` describes them.
 """
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.library import Extractor as Extractor
+
+
+def __getattr__(name: str) -> object:
+    """Imports the Extractor, and JAX with it, when it is first asked for."""
+    if name != "Extractor":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from pipeline.library import Extractor
+
+    return Extractor

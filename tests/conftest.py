@@ -52,6 +52,7 @@ SLOW = (  # what compiles many programs, or large ones, or runs whole jobs
     *("extraction/test_claiming.py", "extraction/test_processes.py", "step/test_mesh.py"),
     *("extraction/test_positions.py", "extraction/test_real_inputs.py", "generation/test_generate.py"),
     *("generation/test_generation_tpu.py", "planning/test_compile_check.py", "store/test_damage_fuzzer.py"),
+    *("library/test_extractor.py", "library/test_extractor_parity.py", "library/test_aligned_models.py"),
     *("generation/test_generator.py", "generation/test_sampling.py", "models/test_families.py", "models/test_int8.py"),
     *("models/test_attention_splash.py", "models/test_parity.py", "step/test_compiled_step.py"),
     *("step/test_storage_dtypes.py", "step/test_stored_statistics.py", "step/test_weights_error.py"),

@@ -59,9 +59,14 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Turns SIGTERM and SIGINT into a StopRequest; with several processes, JAX handles SIGTERM."""
+    """Turns SIGTERM and SIGINT into a StopRequest; with several processes, JAX handles SIGTERM.
+
+    In a thread that is not the main one signals stay as they are: only that one may handle them.
+    """
     stop = StopRequest()
     numbers = (signal.SIGINT,) if processes.count() > 1 else (signal.SIGTERM, signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
     previous = {number: signal.signal(number, stop.on_signal) for number in numbers}
     try:
         yield stop

@@ -1,5 +1,6 @@
 """A command line's overrides, composed with the YAML files into the typed configuration."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import hydra
@@ -7,7 +8,7 @@ from omegaconf import OmegaConf
 
 from pipeline.config import checks, hydra_schemas
 from pipeline.config.messages import COMPOSING_ERRORS, composing_message
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import DataConfig, RunConfig
 from pipeline.core import errors
 
 PACKAGE = Path(__file__).parent.parent
@@ -28,6 +29,21 @@ def compose(overrides: list[str]) -> RunConfig:
     except COMPOSING_ERRORS as error:
         raise errors.ConfigError(composing_message(error, overrides)) from error
     return checks.run_config(composed)
+
+
+def from_values(data: type[DataConfig], values: Mapping[str, object]) -> RunConfig:
+    """The configuration of dotted keys and their values, and defaults from the schema; `data` is the data's class.
+
+    Raises ConfigError, as `compose` does.
+    """
+    prepare()
+    config = hydra_schemas.empty(data)
+    try:
+        for key, value in values.items():
+            OmegaConf.update(config, key, value)
+    except COMPOSING_ERRORS as error:
+        raise errors.ConfigError(composing_message(error, [])) from error
+    return checks.run_config(config)
 
 
 def prepare() -> None:

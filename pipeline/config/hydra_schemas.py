@@ -7,7 +7,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import BooleanNode, DictConfig, OmegaConf
 from omegaconf.errors import ValidationError
 
-from pipeline.config.schema import ArcData, GenerateData, HfData, ParquetData, RunConfig
+from pipeline.config.schema import ArcData, DataConfig, GenerateData, HfData, ParquetData, RunConfig
 
 
 class _Boolean(BooleanNode):
@@ -38,6 +38,11 @@ def _prepared(node: DictConfig) -> DictConfig:
         elif type(child) is BooleanNode:
             node._set_item_impl(key, _Boolean(child._value(), key, node, is_optional=child._is_optional()))
     return node
+
+
+def empty(data: type[DataConfig]) -> DictConfig:
+    """A configuration of defaults alone, for data of this class."""
+    return _prepared(OmegaConf.structured(RunConfig(data=data())))
 
 
 @cache  # Hydra copies what it takes from its store

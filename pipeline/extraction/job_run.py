@@ -1,7 +1,7 @@
 """One run of a job: open it, load the weights, compile the step, fill the store, complete it."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 
 from pipeline.cluster import joining, preemption, processes
@@ -20,7 +20,12 @@ from pipeline.generation.kept_rows import KeptRows
 from pipeline.job.metrics import Metrics
 from pipeline.job.opening import Job, open_job
 from pipeline.job.watchdog import Watchdog
+from pipeline.models.decoder import Params
 from pipeline.models.int8_weights import with_int8_inputs
+from pipeline.models.partition import Partition
+from pipeline.models.registry import Model
+from pipeline.planning.encoders import Encoder
+from pipeline.planning.plan import Plan
 from pipeline.step.compilation_cache import use_compilation_cache
 from pipeline.step.compiled_step import compile_step, compile_storing, make_partition
 from pipeline.store.write.claims import Claims
@@ -29,6 +34,8 @@ from pipeline.store.write.store_writer import StoreWriter
 log = logging.getLogger("pipeline")
 
 STREAMS_AT_ONCE = 64  # that are read before it is known whether one has work left
+
+LoadStep = Callable[[Job], LoadedStep]
 
 
 def join_and_run(config: RunConfig) -> None:
@@ -45,25 +52,30 @@ def run(config: RunConfig) -> None:
     use_compilation_cache(config.run.compilation_cache)
     with preemption.stop_on_signals() as stop:
         processes.require_same_config(config)  # what follows asks the first process, wherever the configuration says
-        job = open_job(config)
-        log.info("%s", job.plan.describe())
-        stop.check()
-        processes.require_same_config(config, str(job.plan.weights.sharding), str(job.plan.generation))
-        store = open_store(job)
-        job.manifest.keep()
-        if job.plan.generation:
-            generate(job, store, stop)
-        work = work_left(job, store)
-        if processes.any_process(bool(work)):
-            extract(job, store, work, stop)
-        else:
-            log.info("%s has all that was asked of this worker: nothing to do", config.store.path)
-        processes.wait_for_all()  # so that all processes end with 0, or none does
-        if config.run.claim:
-            complete_by_one(job, store, stop, lambda: complete(job, store))
-        elif processes.is_first():
-            complete(job, store)
-        processes.wait_for_all()
+        run_job(open_job(config), stop, load_step)
+
+
+def run_job(job: Job, stop: preemption.StopRequest, load: LoadStep) -> None:
+    """As `run`, of a job that is open. `load` gives its step, and is called only where there is work."""
+    config = job.config
+    log.info("%s", job.plan.describe())
+    stop.check()
+    processes.require_same_config(config, str(job.plan.weights.sharding), str(job.plan.generation))
+    store = open_store(job)
+    job.manifest.keep()
+    if job.plan.generation:
+        generate(job, store, stop)
+    work = work_left(job, store)
+    if processes.any_process(bool(work)):
+        extract(job, store, work, stop, load)
+    else:
+        log.info("%s has all that was asked of this worker: nothing to do", config.store.path)
+    processes.wait_for_all()  # so that all processes end with 0, or none does
+    if config.run.claim:
+        complete_by_one(job, store, stop, lambda: complete(job, store))
+    elif processes.is_first():
+        complete(job, store)
+    processes.wait_for_all()
 
 
 def open_store(job: Job) -> StoreWriter:
@@ -111,13 +123,15 @@ def work_left(job: Job, store: StoreWriter) -> list[StreamWork]:
     return work
 
 
-def extract(job: Job, store: StoreWriter, work: Sequence[StreamWork], stop: preemption.StopRequest) -> None:
-    """Loads and compiles the step, and fills the store with the blocks of `work`. Raises Interrupted after a signal."""
+def extract(
+    job: Job, store: StoreWriter, work: Sequence[StreamWork], stop: preemption.StopRequest, load: LoadStep
+) -> None:
+    """Loads the step, and fills the store with the blocks of `work`. Raises Interrupted after a signal."""
     is_measured = job.config.model.weights_dtype is not WeightsDtype.int8 or store.root.weights_error is not None
     if not is_measured and processes.is_first():
         store.record_weights_error(int8_probe.measure(job))
     processes.wait_for_all()  # with no watchdog yet: measuring may take longer than a step
-    step = load_step(job)
+    step = load(job)
     stop.check()
     try:
         fill(job, store, work, stop, step)
@@ -133,7 +147,16 @@ def load_step(job: Job) -> LoadedStep:
     if plan.keeps_activations:
         compiled = compile_storing(plan.step, partition.mesh, str(config.model.dtype))
         return LoadedStep(compiled, KeptRows(job, partition.mesh), plan.mesh.process_rows)
-    params = job.model.load(
+    params = load_weights(config, job.model, plan, partition, job.encoders)
+    compiled = compile_step(job.model, plan.step, params, partition)
+    return LoadedStep(compiled, ModelWeights(params), plan.mesh.process_rows)
+
+
+def load_weights(
+    config: RunConfig, model: Model, plan: Plan, partition: Partition, encoders: Sequence[Encoder] = ()
+) -> Params:
+    """Loads the weights that the captured sites need, and the SAEs', onto the devices of the partition."""
+    params = model.load(
         plan.step.forward_keys,
         dtype=str(config.model.dtype),
         sharding=partition.leaf_sharding,
@@ -143,12 +166,8 @@ def load_step(job: Job) -> LoadedStep:
     )
     if config.model.activations_dtype is ActivationsDtype.int8:
         params = with_int8_inputs(params)
-    if job.encoders:
-        params["encoders"] = {
-            encoder.spec.name: encoder.load(str(config.model.dtype), partition.mesh) for encoder in job.encoders
-        }
-    compiled = compile_step(job.model, plan.step, params, partition)
-    return LoadedStep(compiled, ModelWeights(params), plan.mesh.process_rows)
+    saes = {encoder.spec.name: encoder.load(str(config.model.dtype), partition.mesh) for encoder in encoders}
+    return params | {"encoders": saes} if saes else params
 
 
 def fill(

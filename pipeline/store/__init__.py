@@ -11,6 +11,7 @@
 `ActivationStore` opens a store, finished or not, and reads rows, documents, document tables and statistics.
 `ActivationStore.batches` returns a `BatchReader`, which yields a `Batch` at a time: shuffled, resumable, divided among
 readers, filtered (`TokenFilter`) and normalised (`Normalisation`), as numpy, JAX or torch arrays.
+`open_aligned` opens several stores of the same tokens, whose batches hold each store's activations of these.
 `pipeline.store.read.torch_dataset.ActivationDataset` is the same for torch's `DataLoader`.
 
 Errors are `pipeline.core.errors.StoreError` (the store cannot be read now) and its subclass `StoreInvalid` (it is
@@ -19,6 +20,7 @@ damaged, or no store). `docs/reading.md` has examples, `docs/store-format.md` th
 
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics
+from pipeline.store.read.aligned import AlignedBatch, AlignedReader, AlignedStores, open_aligned
 from pipeline.store.read.batch_options import BatchOptions
 from pipeline.store.read.batches import Batch, BatchReader
 from pipeline.store.read.filters import TokenFilter
@@ -26,6 +28,9 @@ from pipeline.store.read.reader import ActivationStore, DocumentActivations, Tok
 
 __all__ = [
     "ActivationStore",
+    "AlignedBatch",
+    "AlignedReader",
+    "AlignedStores",
     "Batch",
     "BatchOptions",
     "BatchReader",
@@ -34,4 +39,5 @@ __all__ = [
     "Statistics",
     "TokenFilter",
     "TokenRows",
+    "open_aligned",
 ]

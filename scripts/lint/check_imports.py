@@ -35,7 +35,8 @@ def exists(module: str, name: str) -> bool:
 def top_level_names(tree: ast.Module) -> set[str]:
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     names |= {getattr(node, "name", "") for node in tree.body}
-    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    for_types = [part for node in tree.body if isinstance(node, ast.If) for part in node.body]  # if TYPE_CHECKING
+    imports = [node for node in (*tree.body, *for_types) if isinstance(node, ast.Import | ast.ImportFrom)]
     return names | {alias.asname or alias.name for node in imports for alias in node.names}
 
 

@@ -116,10 +116,12 @@ class BatchReader(Iterator[Batch]):
         blocks: BlockTable,
         reading: Reading,
         state: Mapping[str, int] | None = None,
+        order: ReadingOrder | None = None,
     ) -> None:
+        """order: that of several readers, which yield the same tokens; None: the reader has its own."""
         # The generator refers to the source alone: so a reader that is dropped ends its threads at once, and not when
         # the collector finds a cycle.
-        self._source = _BatchSource(storage, layout, arrays, blocks, reading)
+        self._source = _BatchSource(storage, layout, arrays, blocks, reading, order)
         self._position = Position() if state is None else self._source.restored(dict(state))
         self._batches = self._source.read(self._position)
 
@@ -135,9 +137,15 @@ class BatchReader(Iterator[Batch]):
         reader's rank and world. At the beginning and the end of an epoch it holds for readers of any rank and world."""
         return asdict(self._position) | self._source.own_state
 
-    def warn_of_few_places(self) -> None:
-        """Logs a warning where shuffling mixes the tokens of few places in the store."""
-        self._source.warn_of_few_places()
+    @property
+    def piece_mib(self) -> float:
+        """MiB of a piece of the arrays that are read."""
+        return self._source.piece_mib
+
+    def warn_of_few_places(self, piece_mib: float | None = None) -> None:
+        """Logs a warning where shuffling mixes the tokens of few places in the store. piece_mib: that of all readers
+        that share `buffer_mib`; None: the reader's own."""
+        self._source.warn_of_few_places(self.piece_mib if piece_mib is None else piece_mib)
 
     def close(self) -> None:
         """Ends the reader's threads after their present reads, as dropping the reader does."""
@@ -155,24 +163,27 @@ class _BatchSource:
         arrays: Mapping[str, ts.TensorStore],
         blocks: BlockTable,
         reading: Reading,
+        order: ReadingOrder | None,
     ) -> None:
         blocks = blocks[blocks.column("rows") > 0]
         self._reading = reading
         self._options = reading.options
         self._blocks = StoredBlocks(storage, layout, arrays, blocks)
-        self._order = _reading_order(layout, blocks, reading)
+        self._order = order or reading_order(blocks, [(layout, reading)])
 
     @property
     def own_state(self) -> dict[str, int]:
         """The part of a reader's state that does not change."""
         return {"order": self._own_checksum, "rank": self._order.rank, "world": self._order.world}
 
-    def warn_of_few_places(self) -> None:
-        """Logs a warning where shuffling mixes the tokens of few places in the store."""
+    @property
+    def piece_mib(self) -> float:
+        return _piece_mib(self._blocks.layout, self._reading.names, self._order.piece_rows)
+
+    def warn_of_few_places(self, piece_mib: float) -> None:
         places, options = self._order.pieces_per_buffer, self._options
         num_pieces = self._num_pieces() // options.world
         if options.shuffle and places < min(MIN_PLACES, num_pieces):
-            piece_mib = _piece_mib(self._blocks.layout, self._reading.names)
             log.warning(
                 "a buffer of %g MiB mixes the tokens of %d places in the store, of %.0f MiB each, so batches hold few "
                 "documents. buffer_mib=%d would mix %d (there are two buffers); fewer keys at a time need less.",
@@ -384,24 +395,32 @@ def _done(under_way: tuple[Future[Batch], Position]) -> tuple[Batch, Position]:
     return under_way[0].result(), under_way[1]
 
 
-def _piece_mib(layout: StoreLayout, names: Sequence[str]) -> float:
+def _piece_mib(layout: StoreLayout, names: Sequence[str], piece_rows: int) -> float:
     """MiB of a piece of all of the named arrays, with their scales."""
     stored = {*names, *map(scale_name, names)}
-    row_bytes = sum(layout.row_bytes(spec) for spec in layout.all_arrays if spec.name in stored)
-    return row_bytes * layout.piece_rows(names) / MIB
+    return sum(layout.row_bytes(spec) for spec in layout.all_arrays if spec.name in stored) * piece_rows / MIB
 
 
-def _reading_order(layout: StoreLayout, blocks: BlockTable, reading: Reading) -> ReadingOrder:
-    options = reading.options
+def reading_order(blocks: BlockTable, readings: Sequence[tuple[StoreLayout, Reading]]) -> ReadingOrder:
+    """The order of a reading, or of readings of several stores that have these blocks. The buffers of all readings
+    together have `buffer_mib`. The readings differ only in their arrays."""
+    options = readings[0][1].options
     mib = options.buffer_mib if options.shuffle else min(options.buffer_mib, SEQUENTIAL_BUFFER_MIB)
-    specs = (*SIDE_ARRAYS, *(spec for spec in layout.outputs if spec.name in options.outputs))
-    side_arrays_mib = sum(spec.position_bytes for spec in specs) * layout.slots * layout.rows_per_block / MIB
+    rows_per_block = readings[0][0].rows_per_block
+    piece_rows = min(math.lcm(*(layout.piece_rows(reading.names) for layout, reading in readings)), rows_per_block)
+    piece_mib = sum(_piece_mib(layout, reading.names, piece_rows) for layout, reading in readings)
     return ReadingOrder(
-        block_rows=tuple(blocks.column("rows").tolist()),
-        piece_rows=layout.piece_rows(reading.names),
-        pieces_per_buffer=max(1, int(mib / _piece_mib(layout, reading.names))),
-        window_blocks=max(1, int(WINDOW_MIB / side_arrays_mib)),
-        seed=reading.seed,
+        block_rows=tuple(blocks.column("rows")[blocks.column("rows") > 0].tolist()),
+        piece_rows=piece_rows,
+        pieces_per_buffer=max(1, int(mib / piece_mib)),
+        window_blocks=max(1, int(WINDOW_MIB / max(_side_arrays_mib(*each) for each in readings))),
+        seed=readings[0][1].seed,
         rank=options.rank,
         world=options.world,
     )
+
+
+def _side_arrays_mib(layout: StoreLayout, reading: Reading) -> float:
+    """MiB of a block's side arrays, and of the outputs that are read."""
+    outputs = (spec for spec in layout.outputs if spec.name in reading.options.outputs)
+    return sum(spec.position_bytes for spec in (*SIDE_ARRAYS, *outputs)) * layout.slots * layout.rows_per_block / MIB

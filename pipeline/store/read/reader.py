@@ -40,6 +40,7 @@ from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.read.batch_options import BatchOptions
 from pipeline.store.read.batches import BatchReader, Reading
 from pipeline.store.read.filters import TokenFilter
+from pipeline.store.read.order import ReadingOrder
 from pipeline.store.read.rows import slot_side_arrays
 from pipeline.store.read.selected import at_selected
 from pipeline.store.read.stored_rows import Rows, StoredRows, is_one_row
@@ -322,17 +323,12 @@ class ActivationStore:
         options that contradict each other or the state, TypeError for a field that `BatchOptions` lacks, and
         ImportError when the framework is not installed.
         """
-        reader = self._reader(keys, batch_size, replace(options, **fields), state)
+        reader = self._reader(self._reading(keys, batch_size, replace(options, **fields)), state)
         reader.warn_of_few_places()
         return reader
 
-    def _reader(
-        self,
-        keys: Key | Sequence[Key],
-        batch_size: int,
-        options: BatchOptions,
-        state: Mapping[str, int] | None = None,
-    ) -> BatchReader:
+    def _reading(self, keys: Key | Sequence[Key], batch_size: int, options: BatchOptions) -> Reading:
+        """The arrays that `keys` name, and how to read them. Raises StoreError, and ValueError."""
         single = _is_key(keys)
         names = [self._key(key).name for key in ([keys] if single else keys)]
         if not names:
@@ -343,8 +339,12 @@ class ActivationStore:
         stored = [spec.name for spec in self._layout.outputs]
         if unknown := sorted(set(options.outputs) - set(stored)):
             raise StoreError(f"the store {self.path} has no outputs {unknown}; it has {stored} (capture.outputs).")
-        reading = Reading(tuple(names), batch_size, single, options)
-        return BatchReader(self.storage, self._layout, self.arrays, self.blocks, reading, state)
+        return Reading(tuple(names), batch_size, single, options)
+
+    def _reader(
+        self, reading: Reading, state: Mapping[str, int] | None = None, order: ReadingOrder | None = None
+    ) -> BatchReader:
+        return BatchReader(self.storage, self._layout, self.arrays, self.blocks, reading, state, order)
 
     def sample(
         self,
@@ -360,7 +360,7 @@ class ActivationStore:
         keys = [keys] if _is_key(keys) else keys
         names = [self._key(key).name for key in keys]
         options = BatchOptions(shuffle=True, seed=seed, token_filter=token_filter, buffer_mib=SAMPLE_BUFFER_MIB)
-        batches = self._reader(names, 4096, options)
+        batches = self._reader(self._reading(names, 4096, options))
         parts: list[dict[str, Statistics]] = []
         left = num_tokens
         for batch in batches:

@@ -1,0 +1,16 @@
+"""Activations in memory, for notebooks and scripts.
+
+    from pipeline import Extractor
+
+    extractor = Extractor("Qwen/Qwen2.5-0.5B", layers=[6, 12], sites=["resid_post"])
+    [result] = extractor(["The capital of France is Paris."])
+    result.tokens, result.activations["blocks.6.resid_post"]     # [n], [n, d]
+
+`docs/reading.md` says more, and `scripts/examples/first_ten_minutes.py` maps the names of TransformerLens and SAELens.
+"""
+
+from pipeline.library.extractor import Extractor
+from pipeline.library.results import ExtractedDocument
+from pipeline.library.shapes import Shape
+
+__all__ = ["ExtractedDocument", "Extractor", "Shape"]

@@ -1,0 +1,244 @@
+"""Activations in memory, for notebooks and scripts: `from pipeline import Extractor`."""
+
+import logging
+import os
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from tqdm import tqdm
+
+from pipeline.cluster import preemption, processes
+from pipeline.cluster.devices import topology
+from pipeline.config.choices import Attention
+from pipeline.core.errors import ConfigError
+from pipeline.data.documents import SkippedDocument, TokenBlock
+from pipeline.data.packing import windows
+from pipeline.data.selection import open_selection
+from pipeline.data.stream import TokenStream
+from pipeline.data.text.tokenizer import load_tokenizer
+from pipeline.data.tokenised import TokenisedDocument
+from pipeline.extraction.block_warnings import SlotChecks, check_finite
+from pipeline.extraction.job_run import load_weights, run_job
+from pipeline.extraction.loaded_step import LoadedStep, ModelWeights
+from pipeline.job.opening import open_job
+from pipeline.job.revisions import model_revision
+from pipeline.library.inputs import DocumentInput, GivenDocuments, Reading, as_list
+from pipeline.library.results import Collector, ExtractedDocument, start_copies
+from pipeline.library.settings import configuration, settings
+from pipeline.library.shapes import Shape, ladder, smallest
+from pipeline.models.registry import open_model
+from pipeline.planning.plan import make_plan
+from pipeline.step.compiled_step import CompiledStep, StepOutputs, compile_step, make_partition
+from pipeline.store.read.frameworks import Framework
+from pipeline.store.read.reader import ActivationStore
+
+log = logging.getLogger("pipeline")
+
+_LENGTH = 512  # of a row by default, where the model has as many positions
+_NEVER_S = 1e9  # a library does not end the process that it is in, as the command's watchdog does
+
+
+@dataclass(frozen=True)
+class _Dispatched:
+    """A step that the devices were given."""
+
+    block: TokenBlock
+    first_row: int
+    outputs: StepOutputs
+
+
+class Extractor:
+    """A model that is loaded once, and gives the activations of documents.
+
+        extractor = Extractor("Qwen/Qwen2.5-0.5B", layers=[6, 12], sites=["resid_post"])
+        [result] = extractor(["The capital of France is Paris."])
+        result.tokens, result.activations["blocks.6.resid_post"]     # [n], [n, d]
+        extractor.save("store", texts)                               # a store, as the command writes it
+
+    It computes with the command's own step, on all devices that JAX finds, in one process. Documents are packed into
+    rows as the command packs them. Rows and steps have one of few shapes: `shapes`. The step is compiled for a shape
+    when a call first needs it; `compiled_shapes` tells which these were, and so does the log (`pipeline`).
+
+    config: the command's configuration of the same extraction. model, tokenizer, plan: what was opened and planned.
+    hook_names: TransformerLens' name of each array of activations, by ours.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        layers: Sequence[int] | str,
+        sites: Sequence[str] = ("resid_post",),
+        *,
+        dtype: str = "bfloat16",
+        model_dtype: str = "bfloat16",
+        length: int | None = None,
+        progress: bool = True,
+        **options: object,
+    ) -> None:
+        """Opens the model and its tokenizer, and loads the weights that the captured layers need.
+
+        model: a Hub name, a local folder or a gs:// address. layers: numbers from 0, or "all". sites: as
+        `capture.sites`. dtype: of the activations. model_dtype: in which the model computes. length: tokens of a row;
+        the default is 512, or as many positions as the model has. Longer documents are divided (`long_documents`).
+        progress: show bars, while loading and over calls of several steps.
+
+        Every other option is a key of the command's configuration by its last name, with its default and its values:
+        revision, tokenizer, weights_dtype, activations_dtype, attention, weights, init and seed of `model`; on_error,
+        special_tokens, prefix and suffix of `data`; rows, packing and long_documents of `batch`; int8_group, outputs,
+        top_logprobs, on_not_finite, positions, every, token, regex, rate and per_row of `capture`, whose seed is
+        sample_seed; shard_mib and compression of `store`; tensor of `mesh`.
+
+        Raises ConfigError, InputError or CheckpointError, as the command does.
+        """
+        given = dict(model=model, layers=layers, sites=sites, dtype=dtype, model_dtype=model_dtype, **options)
+        self._settings = settings(given | ({} if length is None else {"length": length}))
+        config = configuration(self._settings)
+        if processes.count() > 1:
+            raise ConfigError(
+                f"this process is one of {processes.count()} that have joined. Expected one for an Extractor: on "
+                "several hosts use the command, python -m pipeline.run."
+            )
+        path, revision = config.model.path, model_revision(config, None)
+        self.model = open_model(path, revision=revision, init=str(config.model.init), seed=config.model.seed)
+        self.tokenizer = load_tokenizer(
+            config.model.tokenizer or path,
+            revision=None if config.model.tokenizer else revision,
+            special_tokens=config.data.special_tokens,
+            prefix=config.data.prefix,
+            suffix=config.data.suffix,
+        )
+        self._settings["model.revision"] = revision  # `save` uses the same commit of a Hub model
+        self._settings["batch.length"] = length or min(_LENGTH, self.model.max_positions)
+        self._settings["run.progress"] = progress
+        self.config = configuration(self._settings)
+        self.plan = make_plan(self.config, self.model, 1, topology(self.config.run))
+        self.hook_names = {key.name: self.model.hook_name(key) for key in self.plan.step.keys}
+        self.shapes: tuple[Shape, ...] = ladder(
+            self.plan.step.rows, self.plan.step.length, self.plan.mesh.data, self._takes_any_length()
+        )
+        self._selection = open_selection(self.config.capture, self.plan.step.length, self.tokenizer)
+        self._partition = make_partition(self.plan.mesh.tensor, self.plan.weights.sharding)
+        self._params = load_weights(self.config, self.model, self.plan, self._partition)
+        self._compiled: dict[Shape, CompiledStep] = {}
+
+    @property
+    def compiled_shapes(self) -> tuple[Shape, ...]:
+        """The shapes that the step was compiled for, in the order in which they were needed."""
+        return tuple(self._compiled)
+
+    def __call__(
+        self,
+        documents: Iterable[DocumentInput],
+        *,
+        framework: str = "numpy",
+        add_generation_prompt: bool = False,
+    ) -> list[ExtractedDocument]:
+        """The activations of each document, in order, in memory.
+
+        A document is a text, a list of token ids (used as they are), or a chat, [{"role": ..., "content": ...}, ...],
+        which the tokenizer's chat template renders; add_generation_prompt: with the beginning of an answer.
+        framework: of the activations: numpy, jax or torch.
+
+        A document longer than `length` is divided into windows, and their activations joined: a later window does not
+        see an earlier one. With `long_documents="cut"` only its first window is computed.
+
+        Raises InputError for a document that has no tokens, or tokens that the model lacks (with `on_error="skip"`, its
+        result has none), NotFiniteError for activations that are not finite as `dtype`, and ValueError for another
+        framework.
+        """
+        array_framework = Framework(framework)
+        items = self._reading(add_generation_prompt).tokenised(as_list(documents))
+        tokenised = [item for item in items if not isinstance(item, SkippedDocument)]
+        if len(tokenised) < len(items):
+            log.warning(
+                "%d of %d documents are skipped: result.skipped says why", len(items) - len(tokenised), len(items)
+            )
+        collector = Collector(self.plan.step, len(tokenised))
+        for step in self._steps(tokenised):
+            check_finite(self.plan, step.block, np.asarray(step.outputs.counts)[1:].tolist())
+            collector.add(step.block, step.first_row, step.outputs)
+        return collector.documents(items, array_framework)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        documents: Iterable[DocumentInput],
+        *,
+        ids: Iterable[str] | None = None,
+        max_tokens: int | None = None,
+        add_generation_prompt: bool = False,
+    ) -> ActivationStore:
+        """Writes the activations of texts and chats into a store, and opens it.
+
+        path: local, gs:// or s3://. ids: of the documents; the default is their numbers. max_tokens: how many tokens to
+        store, met within one row; None for all.
+
+        The store is the one that `python -m pipeline.run` makes of a parquet file of these texts. So the same call
+        again resumes a store that was interrupted (Ctrl-C raises Interrupted once complete blocks are committed) and
+        does nothing to one that is complete; a larger `max_tokens` extends it. Other documents or options at the same
+        path raise StoreMismatch. Besides, raises what the command raises: any PipelineError.
+        """
+        texts = self._reading(add_generation_prompt).texts(as_list(documents), with_tokens=False)
+        with tempfile.TemporaryDirectory() as folder:
+            job = {"store.path": os.fspath(path), "data.path": texts.write(folder, ids), "run.max_tokens": max_tokens}
+            config = configuration(self._settings, job | {"run.stall_timeout_s": _NEVER_S})
+            with preemption.stop_on_signals() as stop:
+                run_job(open_job(config), stop, lambda _: self._loaded(self.shapes[-1]))
+        return ActivationStore.open(config.store.path)
+
+    def _takes_any_length(self) -> bool:
+        """Kernels have lengths that they take, and the slots of selected tokens are those of a whole row."""
+        return self.config.model.attention in (Attention.auto, Attention.xla) and self.plan.step.selected is None
+
+    def _reading(self, add_generation_prompt: bool) -> Reading:
+        return Reading(self.tokenizer, self.model.vocab_size, self.config.data.on_error, add_generation_prompt)
+
+    def _loaded(self, shape: Shape) -> LoadedStep:
+        """The step of one shape, compiled when it is first needed."""
+        if shape not in self._compiled:
+            log.info("compiling the step for %d rows of %d tokens", *shape)
+            spec = replace(self.plan.step, rows=shape.rows, length=shape.length)
+            self._compiled[shape] = compile_step(self.model, spec, self._params, self._partition)
+        return LoadedStep(self._compiled[shape], ModelWeights(self._params), shape.rows)
+
+    def _steps(self, documents: Sequence[TokenisedDocument]) -> Iterator[_Dispatched]:
+        """The steps of a call, in order. Some are dispatched before the one that is given out has ended."""
+        if not documents:
+            return
+        batch, length = self.config.batch, self.plan.step.length
+        if long := [len(document.tokens) for document in documents if len(document.tokens) > length]:
+            log.warning(
+                "%d of %d documents are longer than length=%d, the longest has %d tokens: long_documents=%s",
+                *(len(long), len(documents), length, max(long), batch.long_documents),
+            )
+        ranges = (windows(len(document.tokens), length, batch.long_documents) for document in documents)
+        sizes = np.array([last - first for pieces in ranges for first, last in pieces])
+        shape = smallest(self.shapes, sizes, batch.packing)
+        step = self._loaded(shape)
+        stream = TokenStream(
+            GivenDocuments(documents),
+            stream=0,
+            num_streams=1,
+            rows_per_block=self.plan.rows_per_block if shape == self.shapes[-1] else shape.rows,
+            length=shape.length,
+            packing=batch.packing,
+            long_documents=batch.long_documents,
+            selection=self._selection,
+        )
+        checks = SlotChecks(self.plan)
+        is_shown = self.config.run.progress and sizes.sum() > shape.rows * shape.length
+        in_flight: deque[_Dispatched] = deque()
+        with tqdm(desc="extract", total=int(sizes.sum()), unit="tok", unit_scale=True, disable=not is_shown) as bar:
+            for block in stream.blocks():
+                checks.check(block)
+                for first_row in range(0, block.num_rows, shape.rows):
+                    if len(in_flight) == self.plan.memory.inflight_steps:
+                        yield in_flight.popleft()
+                    outputs = step(block, first_row)
+                    start_copies(outputs)
+                    in_flight.append(_Dispatched(block, first_row, outputs))
+                    bar.update(int(np.count_nonzero(block.segments[first_row : first_row + shape.rows])))
+            yield from in_flight

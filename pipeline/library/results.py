@@ -1,0 +1,144 @@
+"""From the rows of steps to the results of documents.
+
+Shapes: n tokens of a document, m of them with activations, D width of an array, G scales of a token; B rows of a step,
+T positions of a row, S slots of a row for activations.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32, Int64
+
+from pipeline.data.documents import SkippedDocument, TokenBlock
+from pipeline.data.tokenised import TokenisedDocument
+from pipeline.step.compiled_step import StepOutputs
+from pipeline.step.spec import StepSpec
+from pipeline.store.format.int8 import scale_name
+from pipeline.store.read.frameworks import Framework, converter
+from pipeline.store.read.selected import at_selected
+
+_TOKENS, _IS_STORED = "tokens", "is_stored"
+
+
+@dataclass(frozen=True)
+class ExtractedDocument:
+    """The n tokens of a document that the model saw, and the activations [m, D] of m of them, by array name: of all
+    unless the option `positions` selects some.
+
+    Activations, scales and outputs are arrays of the framework that was asked for, the others numpy's.
+
+    positions: where the m stand among the n, ascending; 0 to n - 1 unless some are selected. A document longer than a
+    row has several windows, and the model sees each by itself: token p at position p % length, without earlier windows.
+    scales: of dtype int8, float32 [m, G], by the array's name: each scale is that of D / G neighbouring features.
+    outputs: what the model's head says of each of the m, [m] or [m, k], by name (option `outputs`).
+    num_cut: tokens that `long_documents="cut"` left out.
+    skipped: why the document has no tokens, where `on_error="skip"` left it out; else None.
+    """
+
+    tokens: Int32[np.ndarray, " n"]
+    positions: Int32[np.ndarray, " m"]
+    activations: Mapping[str, Any]
+    scales: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    num_cut: int = 0
+    skipped: str | None = None
+
+
+class Collector:
+    """Gathers what steps put out, document by document."""
+
+    def __init__(self, spec: StepSpec, num_documents: int) -> None:
+        self._spec = spec
+        self._parts: list[dict[str, list[np.ndarray]]] = [defaultdict(list) for _ in range(num_documents)]
+
+    def add(self, block: TokenBlock, first_row: int, outputs: StepOutputs) -> None:
+        """The tokens of the step that began with row `first_row` of a block. Waits for the step."""
+        rows = slice(first_row, first_row + outputs.activations[0].shape[0])
+        documents, is_stored = block.documents[rows], block.segments[rows] > 0
+        slots = documents
+        if block.selected is not None:
+            selected = block.selected[rows]
+            slots = at_selected(documents, selected, -1)
+            is_stored = np.zeros_like(is_stored)
+            row, slot = np.nonzero(selected >= 0)
+            is_stored[row, selected[row, slot]] = True
+        self._gather(documents, {_TOKENS: block.tokens[rows], _IS_STORED: is_stored})
+        self._gather(slots, _arrays(self._spec, outputs))
+
+    def _gather(self, documents: Int64[np.ndarray, "B S"], arrays: Mapping[str, np.ndarray]) -> None:
+        """Divides arrays [B, S, ...], which may have more rows, among the documents of the slots; -1 is padding."""
+        order = np.argsort(documents, axis=None, kind="stable")
+        numbers, starts = np.unique(documents.reshape(-1)[order], return_index=True)
+        flat = {name: values.reshape(-1, *values.shape[2:]) for name, values in arrays.items()}
+        for number, places in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
+            for name, values in flat.items() if number >= 0 else ():
+                self._parts[number][name].append(values.take(places, axis=0))
+
+    def documents(
+        self, items: Sequence[TokenisedDocument | SkippedDocument], framework: Framework
+    ) -> list[ExtractedDocument]:
+        """One result for each item, once all steps were added. Releases what was gathered."""
+        convert = converter(framework)
+        nothing = {name: np.empty((0, *shape), dtype) for name, (shape, dtype) in _forms(self._spec).items()}
+        parts, self._parts = iter(self._parts), []
+        results = []
+        for item in items:
+            if isinstance(item, SkippedDocument):
+                results.append(self._result(nothing, convert, skipped=item.reason))
+                continue
+            gathered = next(parts)
+            joined = {name: _joined(gathered[name], empty) for name, empty in nothing.items()}
+            results.append(self._result(joined, convert, num_cut=len(item.tokens) - len(joined[_TOKENS])))
+        return results
+
+    def _result(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        convert: Callable[[np.ndarray], Any],
+        num_cut: int = 0,
+        skipped: str | None = None,
+    ) -> ExtractedDocument:
+        names = [key.name for key in self._spec.keys]
+        return ExtractedDocument(
+            tokens=arrays[_TOKENS],
+            positions=np.flatnonzero(arrays[_IS_STORED]).astype(np.int32),
+            activations={name: convert(arrays[name]) for name in names},
+            scales={name: convert(arrays[scale_name(name)]) for name in names if scale_name(name) in arrays},
+            outputs={spec.name: convert(arrays[spec.name]) for spec in self._spec.outputs},
+            num_cut=num_cut,
+            skipped=skipped,
+        )
+
+
+def _joined(parts: Sequence[np.ndarray], empty: np.ndarray) -> np.ndarray:
+    return np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else empty
+
+
+def start_copies(outputs: StepOutputs) -> None:
+    """Starts the copies to the host of what `Collector.add` reads."""
+    for values in (*outputs.activations, *outputs.scales, *outputs.outputs, outputs.counts):
+        values.copy_to_host_async()
+
+
+def _arrays(spec: StepSpec, outputs: StepOutputs) -> dict[str, np.ndarray]:
+    """Activations, scales and outputs of a step, [B, S, ...], by name."""
+    arrays = zip(_names(spec), (*outputs.activations, *outputs.scales, *outputs.outputs), strict=True)
+    return {name: np.asarray(values) for name, values in arrays}
+
+
+def _names(spec: StepSpec) -> list[str]:
+    names = [key.name for key in spec.keys]
+    return [*names, *map(scale_name, names[: len(spec.scale_counts)]), *(array.name for array in spec.outputs)]
+
+
+def _forms(spec: StepSpec) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The shape of a token's part of each array, and the dtype."""
+    shapes = [*((width,) for width in (*spec.widths, *spec.scale_counts))]
+    shapes += [() if array.width is None else (array.width,) for array in spec.outputs]
+    dtypes = [*spec.dtypes, *("float32" for _ in spec.scale_counts), *(array.dtype for array in spec.outputs)]
+    return {_TOKENS: ((), "int32"), _IS_STORED: ((), "bool")} | dict(
+        zip(_names(spec), zip(shapes, dtypes, strict=True), strict=True)
+    )

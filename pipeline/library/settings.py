@@ -1,0 +1,58 @@
+"""The options of an Extractor, as keys of the command's configuration."""
+
+import difflib
+import operator
+from collections.abc import Iterable, Mapping
+
+from pipeline.config.composing import from_values
+from pipeline.config.limits import shown
+from pipeline.config.schema import ParquetData, RunConfig
+from pipeline.core.errors import ConfigError
+
+KEYS = {
+    **{"model": "model.path", "revision": "model.revision", "tokenizer": "model.tokenizer"},
+    **{"model_dtype": "model.dtype", "weights_dtype": "model.weights_dtype"},
+    **{"activations_dtype": "model.activations_dtype", "attention": "model.attention", "weights": "model.weights"},
+    **{"init": "model.init", "seed": "model.seed", "tensor": "mesh.tensor"},
+    **{"on_error": "data.on_error", "special_tokens": "data.special_tokens"},
+    **{"prefix": "data.prefix", "suffix": "data.suffix"},
+    **{"rows": "batch.rows", "length": "batch.length"},
+    **{"packing": "batch.packing", "long_documents": "batch.long_documents"},
+    **{"layers": "capture.layers", "sites": "capture.sites", "dtype": "capture.dtype"},
+    **{"int8_group": "capture.int8_group", "outputs": "capture.outputs", "top_logprobs": "capture.top_logprobs"},
+    "on_not_finite": "capture.on_not_finite",
+    **{"positions": "capture.positions", "every": "capture.every", "token": "capture.token", "regex": "capture.regex"},
+    **{"rate": "capture.rate", "sample_seed": "capture.seed", "per_row": "capture.per_row"},
+    **{"shard_mib": "store.shard_mib", "compression": "store.compression"},
+}
+"""The key of the command's configuration that each option sets."""
+
+_IN_MEMORY = {"store.path": "in-memory", "data.path": "in-memory"}  # required keys, which only `save` uses
+
+
+def settings(options: Mapping[str, object]) -> dict[str, object]:
+    """The values of the configuration's keys that these options give. Raises ConfigError for an unknown option."""
+    for name in options:
+        if name not in KEYS:
+            similar = difflib.get_close_matches(name, KEYS, n=1)
+            hint = f"Did you mean {similar[0]}? " if similar else ""
+            raise ConfigError(f"Extractor has no option {shown(name)}. {hint}It has {', '.join(sorted(KEYS))}.")
+    return {KEYS[name]: _plain(value) for name, value in options.items()}
+
+
+def configuration(values: Mapping[str, object], job: Mapping[str, object] | None = None) -> RunConfig:
+    """The configuration of an Extractor with these values, or of a `job` of it that fills a store. Raises ConfigError.
+
+    The documents of the job are a parquet file with the columns id and text.
+    """
+    fixed = {"data.source": "parquet", "data.repo": "none", "data.subset": "none"}
+    return from_values(ParquetData, fixed | _IN_MEMORY | dict(values) | dict(job or {}))
+
+
+def _plain(value: object) -> object:
+    """Ranges, tuples and arrays as lists, and numpy's integers as Python's, which the configuration takes."""
+    if isinstance(value, str | bool | int | float | None):
+        return value
+    if isinstance(value, Iterable):
+        return [_plain(item) for item in value]
+    return operator.index(value) if hasattr(value, "__index__") else value

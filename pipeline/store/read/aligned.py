@@ -1,0 +1,227 @@
+"""Several stores whose rows hold the same tokens, read token by token: two models, or two places of one, on one text.
+
+    from pipeline.store import open_aligned
+
+    aligned = open_aligned(["store-a", "store-b"])
+    for batch in aligned.batches([(6, "resid_post"), (12, "resid_post")], 4096, shuffle=True, seed=0):
+        ours, theirs = batch.activations    # [4096, d] of each store, of the same tokens
+
+Jobs make such stores from the same data, tokenizer and `batch` settings, with the same rows per block: these follow
+from `store.shard_mib` and the widest array, and are equal where `store.shard_mib` is in proportion to the bytes of a
+token. n: tokens of a batch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Self
+
+import numpy as np
+from jaxtyping import Int32, Int64
+
+from pipeline.core.errors import StoreInvalid, StoreMismatch
+from pipeline.store.format.block_table import Block
+from pipeline.store.format.commits import CommitRecord, read_commit_records
+from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
+from pipeline.store.format.normalisation import Normalisation
+from pipeline.store.io.storage import StorageLike
+from pipeline.store.read.batch_options import BatchOptions
+from pipeline.store.read.batches import BatchReader, reading_order
+from pipeline.store.read.reader import ActivationStore, Key
+
+_GEOMETRY = ("num_streams", "rows_per_block", "length", "selected")
+_COUNTS = ("stream", "block", "rows", "tokens", "activations")
+
+
+@dataclass(frozen=True)
+class AlignedBatch:
+    """n tokens, and what each store has of them.
+
+    activations, outputs: one entry for each store, as in `Batch`. The other arrays are as in `Batch`; document numbers
+    are the same in all stores.
+    """
+
+    activations: tuple[Any, ...]
+    tokens: Int32[np.ndarray, " n"]
+    segments: Int32[np.ndarray, " n"]
+    positions: Int32[np.ndarray, " n"]
+    documents: Int64[np.ndarray, " n"]
+    outputs: tuple[Mapping[str, Any], ...]
+
+
+class AlignedReader(Iterator[AlignedBatch]):
+    """Iterates over the batches of several stores. One thread may use it at a time."""
+
+    def __init__(self, readers: Sequence[BatchReader]) -> None:
+        """readers: of one order."""
+        self._readers = tuple(readers)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> AlignedBatch:
+        """Raises StoreInvalid where the readers' tokens differ: a store has changed, or its completions differ."""
+        batches = [next(reader, None) for reader in self._readers]
+        if all(batch is None for batch in batches):
+            raise StopIteration
+        for before, batch in pairwise(batches):
+            if None in (before, batch) or not np.array_equal(before.documents, batch.documents):
+                raise StoreInvalid("the stores no longer hold the same tokens. Open them again with open_aligned.")
+        first = batches[0]
+        return AlignedBatch(
+            activations=tuple(batch.activations for batch in batches),
+            tokens=first.tokens,
+            segments=first.segments,
+            positions=first.positions,
+            documents=first.documents,
+            outputs=tuple(batch.outputs for batch in batches),
+        )
+
+    def state(self) -> dict[str, int]:
+        """The position, as `BatchReader.state`: one for all stores."""
+        return self._readers[0].state()
+
+    def close(self) -> None:
+        """Ends the readers' threads after their present reads."""
+        for reader in self._readers:
+            reader.close()
+
+
+@dataclass(frozen=True)
+class AlignedStores:
+    """Stores whose rows hold the same tokens. Use `open_aligned`."""
+
+    stores: tuple[ActivationStore, ...]
+
+    def batches(
+        self,
+        keys: Sequence[Key | Sequence[Key]],
+        batch_size: int,
+        options: BatchOptions = BatchOptions(),  # noqa: B008  frozen
+        *,
+        state: Mapping[str, int] | None = None,
+        normalisation: Sequence[Mapping[str, Normalisation] | None] | None = None,
+        **fields: Any,
+    ) -> AlignedReader:
+        """As `ActivationStore.batches`, of the same tokens of all stores: in one order, under one filter, in buffers
+        that have `buffer_mib` together.
+
+        keys: for each store, what its `batches` takes. normalisation: likewise. options and fields hold for all stores.
+
+        Raises what `ActivationStore.batches` raises, and ValueError for another number of keys or normalisations than
+        stores, and for a filter by norms, which would leave out other tokens of each store.
+        """
+        options = replace(options, **fields)
+        normalisations = [options.normalisation] * len(self.stores) if normalisation is None else normalisation
+        for values, what in ((keys, "keys"), (normalisations, "normalisation")):
+            if isinstance(values, str) or len(values) != len(self.stores):
+                raise ValueError(
+                    f"{what} is {values!r}, expected a list with one entry for each of {len(self.stores)} stores"
+                )
+        if options.token_filter.norms:
+            raise ValueError(
+                "token_filter has norms, which would leave out other tokens of each store. Leave them out, and compare "
+                "norms in the batches."
+            )
+        readings = [
+            store._reading(key, batch_size, replace(options, normalisation=each))
+            for store, key, each in zip(self.stores, keys, normalisations, strict=True)
+        ]
+        layouts = [store._layout for store in self.stores]
+        order = reading_order(self.stores[0].blocks, list(zip(layouts, readings, strict=True)))
+        pairs = zip(self.stores, readings, strict=True)
+        readers = [store._reader(reading, state, order) for store, reading in pairs]
+        readers[0].warn_of_few_places(sum(reader.piece_mib for reader in readers))
+        return AlignedReader(readers)
+
+
+def open_aligned(places: Sequence[StorageLike | ActivationStore]) -> AlignedStores:
+    """Opens two or more stores whose rows hold the same tokens, to be read together.
+
+    The digests in the records of the blocks tell; blocks whose records have none, or other ones, are read and compared.
+
+    Raises StoreMismatch, naming the first difference, for stores that hold other tokens, StoreError for one that cannot
+    be read, and ValueError for fewer than two.
+    """
+    if isinstance(places, str) or len(places) < 2:
+        raise ValueError(f"open_aligned takes a list of two or more stores, got {places!r}")
+    stores = tuple(place if isinstance(place, ActivationStore) else ActivationStore.open(place) for place in places)
+    for other in stores[1:]:
+        _require_same_geometry(stores[0], other)
+        _require_same_blocks(stores[0], other)
+        _require_same_tokens(stores[0], other)
+    return AlignedStores(stores)
+
+
+def _require_same_geometry(store: ActivationStore, other: ActivationStore) -> None:
+    for name in _GEOMETRY:
+        ours, theirs = getattr(store._layout, name), getattr(other._layout, name)
+        if ours != theirs:
+            raise StoreMismatch(
+                f"{name} is {ours} in {store.path} and {theirs} in {other.path}, so their rows hold other tokens. Make "
+                "both with the same data, tokenizer, batch and capture.positions, and with store.shard_mib in "
+                "proportion to the bytes of a token in their widest array."
+            )
+
+
+def _require_same_blocks(store: ActivationStore, other: ActivationStore) -> None:
+    for ours, theirs in zip(store.blocks, other.blocks, strict=False):
+        if different := [name for name in _COUNTS if getattr(ours, name) != getattr(theirs, name)]:
+            raise StoreMismatch(
+                f"block {ours.block} of stream {ours.stream}: {different[0]} is {getattr(ours, different[0])} in "
+                f"{store.path} and {getattr(theirs, different[0])} in {other.path}. Give both jobs the same data and "
+                "run.max_tokens, and let both finish."
+            )
+    longer, shorter = (store, other) if len(store.blocks) > len(other.blocks) else (other, store)
+    if len(longer.blocks) > len(shorter.blocks):
+        block = longer.blocks[len(shorter.blocks)]
+        raise StoreMismatch(
+            f"block {block.block} of stream {block.stream} is in {longer.path}, but not in {shorter.path}. Give both "
+            "jobs the same run.max_tokens, and let both finish."
+        )
+
+
+def _require_same_tokens(store: ActivationStore, other: ActivationStore) -> None:
+    places = [(block.stream, block.block) for block in store.blocks]
+    records = zip(
+        store.blocks,
+        read_commit_records(store.storage, places),
+        read_commit_records(other.storage, places),
+        strict=True,
+    )
+    for block, ours, theirs in records:
+        if not _have_same_digests(store, ours, theirs):
+            _compare_block(store, other, block)
+
+
+def _have_same_digests(store: ActivationStore, ours: CommitRecord, theirs: CommitRecord) -> bool:
+    if ours.digests is None or theirs.digests is None:
+        return False
+    names = [spec.name for spec in SIDE_ARRAYS] + ([] if store._layout.selected is None else [SELECTED.name])
+    return all(name in ours.digests and ours.digests[name] == theirs.digests.get(name) for name in names)
+
+
+def _compare_block(store: ActivationStore, other: ActivationStore, block: Block) -> None:
+    """Raises StoreMismatch for the first value of the block's side arrays that differs."""
+    rows = store._layout.first_row(block.stream, block.block) + np.arange(block.rows)
+    ours, theirs = _sides(store, rows), _sides(other, rows)
+    differs = {name: values != theirs[name] for name, values in ours.items()}
+    at_all = np.logical_or.reduce([values.any(axis=1) for values in differs.values()])
+    if not at_all.any():
+        return
+    row = int(at_all.argmax())
+    name, position = min(
+        ((name, int(values[row].argmax())) for name, values in differs.items() if values[row].any()),
+        key=lambda difference: difference[1],
+    )
+    raise StoreMismatch(
+        f"block {block.block} of stream {block.stream}, row {rows[row]}, position {position}: {name} is "
+        f"{ours[name][row, position]} in {store.path} and {theirs[name][row, position]} in {other.path}. Make both "
+        "from the same data, with the same tokenizer."
+    )
+
+
+def _sides(store: ActivationStore, rows: Int64[np.ndarray, " n"]) -> dict[str, np.ndarray]:
+    whole = store.read_tokens(rows, whole=True)
+    sides = {spec.name: getattr(whole, spec.name) for spec in SIDE_ARRAYS}
+    return sides if store._layout.selected is None else sides | {SELECTED.name: store.read_selected(rows)}

@@ -1,0 +1,297 @@
+"""An Extractor's results: those of the store that the command writes, for whatever it is called with."""
+
+import json
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline import Extractor
+from pipeline.core.errors import ConfigError, InputError, NotFiniteError, PipelineError, StoreMismatch
+from pipeline.store import ActivationStore
+from tests.jobs import ROOT, assert_same_store, run_here, write_model_of_zeros, write_text
+
+TINY = "${assets:tiny-qwen2}"
+FLOAT32 = {"model_dtype": "float32", "dtype": "float32"}
+SMALL = {"rows": 4, "length": 128, "shard_mib": 0.25, "progress": False}
+CHAT = [{"role": "user", "content": "What is a list?"}, {"role": "assistant", "content": "A sequence."}]
+KEY = "blocks.2.resid_post"
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A folder with one parquet file of documents, some of several windows."""
+    return write_text(tmp_path_factory.mktemp("text"), files=1, documents=40, max_characters=1500)
+
+
+@pytest.fixture(scope="module")
+def texts(text) -> list[str]:
+    return pq.read_table(text)["text"].to_pylist()
+
+
+@pytest.fixture(scope="module")
+def extractor() -> Extractor:
+    return Extractor(TINY, layers=[2, 4], **FLOAT32, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("options", "overrides"),
+    [
+        ({}, []),
+        ({"dtype": "bfloat16", "model_dtype": "bfloat16"}, ["capture.dtype=bfloat16", "model.dtype=bfloat16"]),
+        ({"dtype": "int8", "int8_group": 32}, ["capture.dtype=int8", "capture.int8_group=32"]),
+        ({"packing": "pad", "long_documents": "cut"}, ["batch.packing=pad", "batch.long_documents=cut"]),
+        (
+            {"layers": "all", "sites": ["mlp_out", "final_norm"], "outputs": ["loss", "top_logprobs"]},
+            ["capture.layers=all", "capture.sites=[mlp_out,final_norm]", "capture.outputs=[loss,top_logprobs]"],
+        ),
+        (
+            {"positions": "last", "per_row": 2, "shard_mib": 0.01},
+            ["capture.positions=last", "capture.per_row=2", "store.shard_mib=0.01"],
+        ),
+        (
+            {"positions": "regex", "regex": "^ [A-Z]", "outputs": ["entropy"], "shard_mib": 0.01},
+            ["capture.positions=regex", 'capture.regex="^ [A-Z]"', "capture.outputs=[entropy]", "store.shard_mib=0.01"],
+        ),
+    ],
+    ids=["float32", "bfloat16", "int8", "pad and cut", "all layers, outputs", "last", "regex"],
+)
+def test_results_are_the_stores_to_the_bit(text, texts, tmp_path, options, overrides):
+    """Where steps have the shape of the command's: with as many documents as fill several."""
+    defaults = ["capture.layers=[2,4]", "capture.dtype=float32", "model.dtype=float32"]
+    job = [f"data.path={text}", f"store.path={tmp_path / 'store'}", "batch.rows=4", "batch.length=128"]
+    run_here(*job, "store.shard_mib=0.25", *defaults, *overrides)
+    store = ActivationStore.open(tmp_path / "store")
+    assert len(store.blocks) > 1
+    results = Extractor(TINY, **{"layers": [2, 4]} | FLOAT32 | SMALL | options)(texts)
+    for number, result in enumerate(results):
+        document = store.document(number)
+        np.testing.assert_array_equal(result.tokens, document.text)
+        np.testing.assert_array_equal(result.positions, document.places)
+        np.testing.assert_array_equal(result.positions % 128, document.positions)
+        assert result.positions.dtype == np.int32
+        assert result.activations.keys() == document.activations.keys()
+        assert result.outputs.keys() == document.outputs.keys()
+        for name, values in result.outputs.items():
+            assert values.tobytes() == document.outputs[name].tobytes()
+        for name, values in result.activations.items():
+            if name in result.scales:
+                scales = np.repeat(result.scales[name], 32, axis=1)
+                values = values.astype(np.float32) * scales
+            assert values.tobytes() == document.activations[name].tobytes(), (number, name)
+    table = store.documents  # a document that stands in two blocks has two rows
+    cut = dict(zip(table["document"].to_pylist(), table["n_cut"].to_pylist(), strict=True))
+    assert {number: result.num_cut for number, result in enumerate(results)} == cut
+    assert any(cut.values()) == ("long_documents" in options)
+
+
+def test_one_document_by_itself_has_the_values_that_it_has_among_others(extractor, texts):
+    """In a step of another shape, so not to the bit."""
+    together = extractor(texts)
+    for number in (0, 7, 21):
+        [alone] = extractor([texts[number]])
+        np.testing.assert_allclose(alone.activations[KEY], together[number].activations[KEY], rtol=1e-5, atol=1e-5)
+
+
+def test_texts_tokens_and_chats(extractor):
+    rendered = "<|im_start|>user\nWhat is a list?<|im_end|>\n<|im_start|>assistant\nA sequence.<|im_end|>\n"
+    chat, text = extractor([CHAT, rendered])
+    [prompted] = extractor([CHAT[:1]], add_generation_prompt=True)
+    listed, array = extractor([chat.tokens.tolist(), chat.tokens.astype(np.int64)])
+    assert extractor.tokenizer.decode(chat.tokens) == rendered
+    assert extractor.tokenizer.decode(prompted.tokens).endswith("<|im_start|>assistant\n")
+    for other in (text, listed, array):
+        np.testing.assert_array_equal(other.tokens, chat.tokens)
+        np.testing.assert_allclose(other.activations[KEY], chat.activations[KEY], rtol=1e-5, atol=1e-5)
+    assert extractor([]) == []
+
+
+def test_a_later_window_does_not_see_an_earlier_one(extractor):
+    tokens = np.random.default_rng(0).integers(0, 2048, 300)
+    joined, *windows = extractor([tokens, tokens[:128], tokens[128:256], tokens[256:]])
+    values = np.concatenate([window.activations[KEY] for window in windows])
+    np.testing.assert_allclose(joined.activations[KEY], values, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(joined.positions, np.arange(300))
+
+
+def test_other_frameworks(extractor):
+    [numpy_result] = extractor(["a list"])
+    [jax_result] = extractor(["a list"], framework="jax")
+    assert isinstance(jax_result.activations[KEY], jax.Array)
+    np.testing.assert_array_equal(np.asarray(jax_result.activations[KEY]), numpy_result.activations[KEY])
+    assert isinstance(jax_result.tokens, np.ndarray)
+    with pytest.raises(ValueError, match="'tensorflow' is not a valid Framework"):
+        extractor(["a list"], framework="tensorflow")
+
+
+def test_bad_documents_are_skipped_where_that_is_asked_for(tmp_path):
+    extractor = Extractor(TINY, layers=[2], on_error="skip", **FLOAT32, **SMALL)
+    results = extractor(["", "a", [], [5000], "\ud800", [7]])
+    assert [len(result.tokens) for result in results] == [0, 1, 0, 0, 0, 1]
+    assert [result.skipped is None for result in results] == [False, True, False, False, False, True]
+    assert results[0].activations[KEY].shape == (0, 128)
+    assert results[0].activations[KEY].dtype == np.float32
+    assert all(result.skipped for result in extractor([""]))
+    store = extractor.save(tmp_path / "store", ["", "a list", "\ud800"])
+    assert store.documents["id"].to_pylist() == ["1"]
+
+
+def test_calls_of_unlike_sizes_compile_few_programs():
+    compiled = []
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        if event == COMPILE_EVENT:
+            compiled.append(event)
+
+    extractor = Extractor(TINY, layers=[0], **FLOAT32, rows=8, length=256, progress=False)
+    sizes = np.random.default_rng(0).integers(1, 300, 20)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for call, size in enumerate(sizes):
+            [*_, last] = extractor([[1] * size] * (1 + call % 10))
+            assert last.activations["blocks.0.resid_post"].shape == (size, 128)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert 1 < len(extractor.compiled_shapes) <= 6
+    assert len(set(extractor.compiled_shapes)) == len(extractor.compiled_shapes) == len(compiled)
+    assert set(extractor.compiled_shapes) <= set(extractor.shapes)
+
+
+def test_two_extractors_in_one_process(extractor, tmp_path):
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128, "vocab_size": 2048}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    other = Extractor(str(tmp_path), layers=[0], tokenizer=TINY, init="random", **FLOAT32, **SMALL)
+    document = [[5, 6, 7]]
+    [before], [gpt2], [after] = extractor(document), other(document), extractor(document)
+    assert gpt2.activations["blocks.0.resid_post"].shape == (3, 16)
+    assert before.activations[KEY].tobytes() == after.activations[KEY].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"layers": [-1]}, ConfigError, "capture.layers contains -1, but the model has layers 0..5"),
+        ({"layers": [6]}, ConfigError, "capture.layers contains 6"),
+        ({"layers": 2}, ConfigError, "capture.layers is 2"),
+        ({"sites": ["resid"]}, ConfigError, "capture.sites contains"),
+        ({"sites": "resid_post"}, ConfigError, "capture.sites"),
+        ({"dtype": "float64"}, ConfigError, "capture.dtype to one of"),
+        ({"model_dtype": "float16"}, ConfigError, "model.dtype to one of"),
+        ({"length": 5000}, ConfigError, "batch.length is 5000, but the model has 1024 positions"),
+        ({"rows": 0}, ConfigError, "batch.rows is 0"),
+        ({"attention": "splash"}, ConfigError, "model.attention=splash cannot be used"),
+        ({"lenght": 5}, ConfigError, "no option 'lenght'. Did you mean length?"),
+        ({"model": "/no/such/folder"}, PipelineError, "/no/such/folder"),
+        ({"prefix": "two words"}, ConfigError, "data.prefix='two words' is"),
+    ],
+)
+def test_options_that_are_refused(options, error, message):
+    with pytest.raises(error) as raised:
+        Extractor(**{"model": TINY, "layers": [2], "length": 64, "progress": False} | options)(["a"])
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ("a text", "documents is 'a text'. Expected a list of texts"),
+        (CHAT, "of one document make a list"),
+        (7, "documents is 7"),
+        ([3, 4], "documents[0] is 3. Expected a text"),
+        (["a", 1.5], "documents[1] is 1.5"),
+        (["a", [[1, 2]]], "documents[1] is [[1, 2]]"),
+        (["a", [0.5]], "documents[1] is [0.5]"),
+        (["a", ""], "documents[1]: the text is empty"),
+        (["a", []], "documents[1]: it has no token"),
+        ([[1, 2048]], "documents[0]: token id 2048 is outside the model's vocabulary of 2048"),
+        ([[-1]], "documents[0]: token id -1 is outside"),
+        (["\ud800"], "documents[0]: the text has a lone surrogate"),
+        ([[{"role": "user"}]], "documents[0]: the chat template of tokenizer"),
+    ],
+)
+def test_documents_that_are_refused(extractor, documents, message):
+    with pytest.raises(InputError) as raised:
+        extractor(documents)
+    assert message in str(raised.value)
+
+
+def test_what_cannot_be_saved_is_refused(extractor, tmp_path):
+    for documents, ids, message in (
+        ([[1, 2]], None, "documents[0] is [1, 2]. Expected a text, or a chat"),
+        (["a", "b"], ["one"], "ids has 1 entries for 2 documents"),
+    ):
+        with pytest.raises(InputError) as raised:
+            extractor.save(tmp_path / "store", documents, ids=ids)
+        assert message in str(raised.value)
+    assert not (tmp_path / "store").exists()
+
+
+def test_activations_that_do_not_fit_into_the_dtype_are_refused(tmp_path):
+    path = str(write_model_of_zeros(tmp_path / "model"))  # whose last norm is large
+    options = {"layers": [5], "sites": ["final_norm"], "model_dtype": "float32", "dtype": "float16", **SMALL}
+    with pytest.raises(NotFiniteError, match=r"not finite as float16: final_norm \(2 tokens\)"):
+        Extractor(path, **options)([[1, 2]])
+    [result] = Extractor(path, on_not_finite="warn", **options)([[1, 2]])
+    assert not np.isfinite(result.activations["final_norm"]).all()
+
+
+def test_a_saved_store_is_the_commands(extractor, text, texts, tmp_path):
+    ids = pq.read_table(text)["id"].to_pylist()
+    saved = extractor.save(tmp_path / "saved", texts, ids=ids)
+    job = [f"data.path={text}", f"store.path={tmp_path / 'run'}", "batch.rows=4", "batch.length=128"]
+    run_here(*job, "store.shard_mib=0.25", "capture.layers=[2,4]", "capture.dtype=float32", "model.dtype=float32")
+    run = ActivationStore.open(tmp_path / "run")
+    assert saved.complete
+    assert saved.documents.drop_columns(["source"]).equals(run.documents.drop_columns(["source"]))
+    for name in run.arrays:
+        assert saved.arrays[name].read().result().tobytes() == run.arrays[name].read().result().tobytes(), name
+    [result] = extractor([texts[3]])
+    np.testing.assert_allclose(result.activations[KEY], saved.document(ids[3]).activations[KEY], rtol=1e-5, atol=1e-5)
+
+
+def test_a_saved_store_is_resumed_extended_or_refused(extractor, texts, tmp_path):
+    path, whole = tmp_path / "store", tmp_path / "whole"
+    part = extractor.save(path, texts, max_tokens=3000)
+    assert 3000 <= part.num_tokens < 3000 + 128
+    before = {file: file.stat().st_mtime_ns for file in path.glob("_commits/*/*.json")}
+    assert extractor.save(path, texts, max_tokens=3000).num_tokens == part.num_tokens
+    assert before == {file: file.stat().st_mtime_ns for file in path.glob("_commits/*/*.json")}
+    with pytest.raises(StoreMismatch, match="data"):
+        extractor.save(path, [*texts[1:], texts[0]], max_tokens=5000)
+    other = Extractor(TINY, layers=[2], **FLOAT32, **SMALL)
+    with pytest.raises(StoreMismatch, match="capture"):
+        other.save(path, texts, max_tokens=5000)
+
+    def extend() -> None:
+        extractor.save(path, texts)
+
+    thread = threading.Thread(target=extend)  # which may not handle signals
+    thread.start()
+    thread.join()
+    extractor.save(whole, texts)
+    assert_same_store(path, whole)
+
+
+def test_chats_are_saved(extractor, tmp_path):
+    store = extractor.save(tmp_path / "store", [CHAT], ids=["first"])
+    [result] = extractor([CHAT])
+    np.testing.assert_array_equal(store.document("first").tokens, result.tokens)
+
+
+def test_the_packages_and_the_reader_import_neither_jax_nor_hydra():
+    program = """
+import sys
+import pipeline, pipeline.store
+print([name for name in ("jax", "hydra", "omegaconf", "torch", "pipeline.library") if name in sys.modules])
+try:
+    pipeline.Extracter
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["[]", "module 'pipeline' has no attribute 'Extracter'"], done.stderr

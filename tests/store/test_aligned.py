@@ -1,0 +1,147 @@
+"""Stores of the same tokens, read together: each token's activations of every store, or a refusal that says where they
+differ."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipeline.core.errors import StoreMismatch
+from pipeline.store import ActivationStore, TokenFilter, open_aligned
+from pipeline.store.format.commits import CommitRecord, parse_commit_key
+from pipeline.store.io.storage import Storage
+from pipeline.store.write.store_writer import StoreWriter
+from tests.store.example_store import (
+    NUM_STREAMS,
+    blocks,
+    copy_store,
+    layout,
+    metadata,
+    stored_tokens,
+    token_ids,
+)
+
+KEYS = [[(1, "resid_post"), "embed"], (3, "resid_post")]
+
+
+@pytest.fixture
+def pair(store_path: str) -> list[str]:
+    """Two stores of the example's tokens, whose arrays differ in dtype and compression."""
+    paths = [f"{store_path}-a", f"{store_path}-b"]
+    copy_store(paths[0])
+    copy_store(paths[1], dtype="float32", compression="zstd")
+    return paths
+
+
+def write_changed(path: str, stream: int, block: int, name: str, place: tuple[int, int]) -> None:
+    """The example's store, but that one value of a side array is one more."""
+    writer = StoreWriter.open(path, metadata(), layout())
+    for number in range(NUM_STREAMS):
+        for item in blocks(number):
+            arrays = item.arrays
+            if (number, item.record.block) == (stream, block):
+                arrays = arrays | {name: arrays[name].copy()}
+                arrays[name][place] += 1
+            writer.commit(writer.begin_block(number, item.record.block, arrays, item.table), item.record)
+    writer.finish()
+
+
+def without_digests(path: str) -> None:
+    """Gives the records the keys that those of earlier programs have."""
+    storage = Storage.open(path)
+    for key in filter(parse_commit_key, storage.list_keys("_commits/")):
+        record = CommitRecord.from_json(storage.read(key), key)
+        storage.write(key, replace(record, digests=None, blocks_before=None).to_json())
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("buffer_mib", [0.001, 256.0])
+def test_every_token_comes_once_with_the_activations_of_all_stores(pair, shuffle, buffer_mib):
+    aligned = open_aligned(pair)
+    seen = []
+    for batch in aligned.batches(KEYS, 7, shuffle=shuffle, seed=3, dtype="float32", buffer_mib=buffer_mib):
+        ours, theirs = batch.activations
+        place = ours["blocks.1.resid_post"][:, 1].astype(int)  # of the token in its document: the example stores it
+        np.testing.assert_array_equal(batch.tokens, token_ids(batch.documents, place))
+        np.testing.assert_array_equal(ours["blocks.1.resid_post"], theirs)
+        np.testing.assert_array_equal(ours["embed"], theirs[:, :4] * [1, 1, 1, 4 / 6])
+        seen += zip(batch.documents.tolist(), place.tolist(), strict=True)
+    assert len(seen) == len(set(seen)) == stored_tokens()
+
+
+def test_the_order_is_one_stores_own(pair):
+    """Of two readers of one store, each with half of the buffer, in which one reader would have it."""
+    store = ActivationStore.open(pair[0])
+    [own] = [list(store.batches("embed", 16, shuffle=True, seed=1, buffer_mib=0.01))]
+    together = list(open_aligned([store, store]).batches(["embed"] * 2, 16, shuffle=True, seed=1, buffer_mib=0.02))
+    for one, both in zip(own, together, strict=True):
+        np.testing.assert_array_equal(one.documents, both.documents)
+        np.testing.assert_array_equal(one.activations, both.activations[1])
+
+
+def test_options_of_a_reading(pair):
+    aligned = open_aligned(pair)
+    options = {"shuffle": True, "seed": 2, "token_filter": TokenFilter(skip_first=1), "world": 2}
+    whole = [batch for rank in range(2) for batch in aligned.batches(KEYS, 8, rank=rank, **options)]
+    assert all((batch.positions > 0).all() for batch in whole)
+    reader = aligned.batches(KEYS, 8, rank=1, **options)
+    first = next(reader)
+    state = reader.state()
+    rest = [first, *aligned.batches(KEYS, 8, rank=1, state=state, **options)]
+    for ours, theirs in zip(rest, whole[-len(rest) :], strict=True):
+        np.testing.assert_array_equal(ours.activations[1], theirs.activations[1])
+    statistics = [store.sample(key, 100) for store, key in zip(aligned.stores, KEYS, strict=True)]
+    normalisation = [{name: each.normalisation() for name, each in sample.items()} for sample in statistics]
+    batch = next(aligned.batches(KEYS, 8, normalisation=normalisation, framework="jax"))
+    assert [batch.activations[0]["embed"].dtype, batch.activations[1].dtype] == ["float32", "float32"]
+
+
+@pytest.mark.parametrize("has_digests", [True, False])
+@pytest.mark.parametrize(
+    ("stream", "block", "name", "place", "message"),
+    [
+        (1, 1, "tokens", (1, 3), "block 1 of stream 1, row 13, position 3: tokens is"),
+        (0, 0, "segments", (2, 5), "block 0 of stream 0, row 2, position 5: segments is"),
+    ],
+)
+def test_a_store_with_one_value_changed_is_refused(pair, store_path, has_digests, stream, block, name, place, message):
+    path = f"{store_path}-changed"
+    write_changed(path, stream, block, name, place)
+    if not has_digests:
+        without_digests(path)
+    with pytest.raises(StoreMismatch) as raised:
+        open_aligned([*pair, path])
+    assert str(raised.value).startswith(message)
+    assert pair[0] in str(raised.value)
+    assert path in str(raised.value)
+
+
+def test_stores_without_digests_are_compared(pair):
+    without_digests(pair[1])
+    assert len(open_aligned(pair).stores) == 2
+
+
+def test_unequal_stores_are_refused(pair, store_path):
+    partial = f"{store_path}-partial"
+    copy_store(partial, finish=False, max_rows=6)
+    with pytest.raises(StoreMismatch, match="block 1 of stream 0: rows is 4 in .*-a and 2 in .*-partial"):
+        open_aligned([pair[0], partial])
+    short = f"{store_path}-short"
+    copy_store(short, finish=False, max_rows=4)
+    with pytest.raises(StoreMismatch, match=r"block 1 of stream 0 is in .*-a, but not in .*-short\."):
+        open_aligned([short, pair[0]])
+
+
+def test_arguments_that_are_refused(pair):
+    aligned = open_aligned(pair)
+    for error, arguments in (
+        ("keys is .*, expected a list with one entry for each of 2 stores", {"keys": ["embed"]}),
+        ("keys is 'embed'", {"keys": "embed"}),
+        ("normalisation is", {"keys": KEYS, "normalisation": [{}]}),
+        ("token_filter has norms", {"keys": KEYS, "token_filter": TokenFilter(norms={"embed": (0, 1)})}),
+    ):
+        with pytest.raises(ValueError, match=error):
+            aligned.batches(batch_size=4, **arguments)
+    for places in (pair[0], pair[:1]):
+        with pytest.raises(ValueError, match="two or more stores"):
+            open_aligned(places)
