@@ -41,10 +41,14 @@ similar names mean something else: `hook_attn_in` and `hook_mlp_in` are the stre
 
 Other families mean the same by these names, but for:
 
-* Experts (Qwen-MoE, Mixtral, OLMoE, gpt-oss): a sparse layer has no `mlp_pre`, `mlp_pre_linear` and `mlp_post`, a
-  dense one none of `router_*` and `expert_out`. `expert_out` has the token's experts side by side, in the order of
+* Latent attention (DeepSeek): heads of `v` and `attn_z` have `v_head_dim` features, those of `q` and `k`
+  `qk_nope_head_dim + qk_rope_head_dim`, of which the last rotate. `k` is what the queries meet, each head with its copy
+  of the part that heads share.
+* Experts (DeepSeek, Qwen-MoE, Mixtral, OLMoE, gpt-oss): a sparse layer has no `mlp_pre`, `mlp_pre_linear`, `mlp_post`,
+  a dense one none of `router_*` and `expert_out`. `expert_out` has the token's experts side by side, in the order of
   `router_indices`, which are stored as int32. `mlp_out` is their sum by `router_weights`, and includes the
-  expert that all tokens share. TransformerLens has none of these hooks but `hook_expert_indices`.
+  expert that all tokens share. TransformerLens has none of these hooks but `hook_expert_indices`. DeepSeek-V3 chooses
+  experts by the sigmoids of `router_logits` plus corrections; `router_weights` are without the corrections.
 * Attention sinks (gpt-oss): `attn_entropy` counts a head's sink as one of the keys.
 * Norms after a block (OLMo 2 and 3, Gemma): `attn_out` and `mlp_out` are what is added, so after those norms. OLMo has
   no norms before its blocks: `attn_in` is `resid_pre`, and `mlp_in` is `resid_mid`.
@@ -52,8 +56,8 @@ Other families mean the same by these names, but for:
   `resid_mid`.
 * MLP without gate (GPT-2, GPT-NeoX, BERT): there is no `mlp_pre_linear`.
 * No rotation (GPT-2, BERT, every fourth layer of SmolLM3): `q` and `k` are `attn.hook_q` and `attn.hook_k`.
-* YaRN and LongRoPE (OLMo 3, Phi-4-mini, gpt-oss): what rotates of `q` and `k` is also multiplied by the attention
-  factor.
+* YaRN and LongRoPE (DeepSeek, OLMo 3, Phi-4-mini, gpt-oss): what rotates of `q` and `k` is also multiplied by the
+  attention factor.
 * Learned positions (GPT-2, BERT): `embed` includes them. It is `blocks.0.hook_resid_pre` of GPT-2 and, after the
   embeddings' LayerNorm, `hook_full_embed` of BERT.
 * Post-norm (BERT): the stream itself is normed after each addition. `resid_mid` and `resid_post` are after those norms,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from pipeline.models.architecture import LayerKind, LongRope, Rope, RopeKind, ScaledRope, YarnRope
+from pipeline.models.architecture import LayerKind, LongRope, Rope, RopeKind, RotaryPairs, ScaledRope, YarnRope
 
 
 class RopeTable(NamedTuple):
@@ -89,6 +89,16 @@ def choose_table(tables: tuple[RopeTable, RopeTable], kind: LayerKind) -> RopeTa
 def apply_rope(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:
     """Rotates (x[h], x[h + half]) by the position's angle, as HF checkpoints expect; the dimensions after them stay."""
     return jax.lax.platform_dependent(x, table, tpu=_rotate_by_product, default=_rotate)
+
+
+def rotate_pairs(x: Float[Array, "B T N R"], table: RopeTable, pairs: RotaryPairs) -> Float[Array, "B T N R"]:
+    """`apply_rope` to heads all of whose dimensions rotate, in other pairs."""
+    if pairs is not RotaryPairs.halves:
+        x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
+    x = apply_rope(x, table)
+    if pairs is RotaryPairs.adjacent:
+        x = x.reshape(*x.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(x.shape)
+    return x
 
 
 def _rotate(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:

@@ -28,6 +28,7 @@ from tests.specs import step_spec
 DEVICE = SingleDeviceSharding(jax.devices()[0])
 FAMILIES = (
     "bert",
+    "deepseek_v3",
     "gemma2",
     "gemma3_text",
     "gpt2",
@@ -46,7 +47,14 @@ FAMILIES = (
 )
 LAST = ActivationKey(NUM_LAYERS - 1, Site.resid_post)
 MLP = {"gate", "up", "down"}
-MATRICES = {"q", "k", "v", "qkv", "o"} | MLP | {f"experts_{name}" for name in MLP} | {f"shared_{name}" for name in MLP}
+LATENT = {"q_down", "q_up", "kv_down", "kv_up", "k_rotary"}
+MATRICES = (
+    {"q", "k", "v", "qkv", "o"}
+    | LATENT
+    | MLP
+    | {f"experts_{name}" for name in MLP}
+    | {f"shared_{name}" for name in MLP}
+)
 
 
 def is_quantised(node: object) -> bool:
@@ -172,6 +180,7 @@ def test_every_product_with_a_matrix_is_of_integers(family: str, tmp_path) -> No
         *[("gpt_neox", "attention.qkv"), ("mixtral", "mlp.experts_gate"), ("mixtral", "mlp.experts_down")],
         *[("gpt_oss", f"mlp.experts_{name}") for name in ("gate", "up", "down")],
         *[("phi3", "attention.k"), ("phi3", "mlp.up")],
+        *[("deepseek_v3", f"attention.{name}") for name in ("kv_down", "k_rotary", "kv_up")],
     ],
 )
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])

@@ -49,6 +49,7 @@ _NEUTRAL: dict[str, object] = {
     "is_encoder_decoder": False,
     "lm_head_bias": False,
     "mlp_bias": False,
+    "moe_layer_freq": 1,
     "partial_rotary_factor": 1.0,
     "pruned_heads": {},
     "rope_interleaved": False,
