@@ -13,6 +13,7 @@ decoder (Qwen2, LLaMA):
 | `v`              | key-value heads' values                                | K * H | `blocks.L.attn.hook_v`         |
 | `attn_entropy`   | entropy of each head's attention, in nats              | N     | `blocks.L.attn.hook_pattern`   |
 | `attn_z`         | heads' outputs before the output projection            | N * H | `blocks.L.attn.hook_z`         |
+| `head_out`       | each head's part of that projection, side by side      | N * D | `blocks.L.attn.hook_result`    |
 | `attn_out`       | what attention adds to the residual stream             | D     | `blocks.L.hook_attn_out`       |
 | `resid_mid`      | residual stream between attention and MLP              | D     | `blocks.L.hook_resid_mid`      |
 | `mlp_in`         | what the MLP reads: the stream after the norm          | D     | `blocks.L.mlp.hook_in`         |
@@ -28,7 +29,8 @@ decoder (Qwen2, LLaMA):
 | `final_norm`     | output of the last norm; needs every layer             | D     | `ln_final.hook_normalized`     |
 
 D features of the residual stream, N heads of H features, K key-value heads, F neurons, E experts of which a token has
-A. The heads of `q`, `k`, `v` and `attn_z` lie side by side in one axis: head n of a site is [n * H, (n + 1) * H).
+A. The heads of `q`, `k`, `v` and `attn_z` lie side by side in one axis: head n of a site is [n * H, (n + 1) * H). So do
+those of `head_out`, [n * D, (n + 1) * D); their sum, plus the projection's bias, is `attn_out` before any norm.
 
 HF's `hidden_states[-1]` is `final_norm`, not the last layer's `resid_post`. TransformerLens' `ln_final.hook_normalized`
 is before the norm's weight; `final_norm` here is after it, as in HF. `attn_entropy` is the entropy of the pattern, one
@@ -83,6 +85,7 @@ class Site(StrEnum):
     v = "v"
     attn_entropy = "attn_entropy"
     attn_z = "attn_z"
+    head_out = "head_out"
     attn_out = "attn_out"
     resid_mid = "resid_mid"
     mlp_in = "mlp_in"
@@ -113,6 +116,7 @@ _HOOKS = {
     Site.v: "attn.hook_v",
     Site.attn_entropy: "attn.hook_pattern",
     Site.attn_z: "attn.hook_z",
+    Site.head_out: "attn.hook_result",
     Site.mlp_in: "mlp.hook_in",
     Site.router_logits: "mlp.hook_router_logits",
     Site.router_weights: "mlp.hook_router_weights",

@@ -75,16 +75,26 @@ def norm_if_any(x: Array, weights: Weights, key: str, arch: Architecture) -> Arr
 
 def project(x: Float[Array, "B T *inputs"], weights: Weights, key: str) -> Float[Array, "B T *outputs"]:
     """A linear map by `weights[key]`, [*outputs, *inputs], with its bias where there is one."""
-    weight, bias = weights[key], weights.get(f"{key}_bias")
-    if isinstance(weight, Int8Weight) and weight.rounds_inputs:
-        values, scale = quantise(x, x.ndim - 2)  # a scale per token
-        y = _product(values, weight.values, jnp.int32).astype(jnp.float32) * weight.scale
-        y = (y * jnp.expand_dims(scale, tuple(range(2, y.ndim)))).astype(x.dtype)
-    elif isinstance(weight, Int8Weight):  # int8 values are exact in every float dtype; the scale is float32
-        y = (_product(x, weight.values.astype(x.dtype), jnp.float32) * weight.scale).astype(x.dtype)
-    else:
-        y = _product(x, weight)
+    y, bias = _multiply(x, weights[key], _product), weights.get(f"{key}_bias")
     return y if bias is None else y + bias
+
+
+def _multiply(x: Array, weight: Array | Int8Weight, product: Callable[..., Array]) -> Array:
+    """`product` of x [B, T, ...] and a weight, whose scales are those of the last axes of what comes out."""
+    if not isinstance(weight, Int8Weight):
+        return product(x, weight)
+    if not weight.rounds_inputs:  # int8 values are exact in every float dtype; the scale is float32
+        return (product(x, weight.values.astype(x.dtype), jnp.float32) * weight.scale).astype(x.dtype)
+    values, scale = quantise(x, x.ndim - 2)  # a scale per token
+    y = product(values, weight.values, jnp.int32).astype(jnp.float32) * weight.scale
+    return (y * jnp.expand_dims(scale, tuple(range(2, y.ndim)))).astype(x.dtype)
+
+
+def _product_of_heads(
+    z: Num[Array, "B T N W"], weight: Num[Array, "D N W"], dtype: DTypeLike | None = None
+) -> Num[Array, "B T N D"]:
+    """What each head adds to the output of attention, before the bias."""
+    return jnp.einsum("BTNW,DNW->BTND", z, weight, preferred_element_type=dtype)
 
 
 def _product(
@@ -140,6 +150,7 @@ def attention_block(
         z = _attend(partial(attend, **sinks), operands, arch, kind.is_local)
         sites[Site.attn_z] = z
         if "o" in weights:
+            sites[Site.head_out] = _multiply(z, weights["o"], _product_of_heads)
             attn_out = project(z, weights, "o")
             sites[Site.attn_out] = norm_if_any(attn_out, weights, "post_norm", arch)
     return sites

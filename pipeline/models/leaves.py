@@ -190,7 +190,9 @@ def flops_per_token(
         for some in (layers, entropies)
     )
     products = 2 * attended * (arch.head_dim + arch.value_dim) + 2 * again * arch.head_dim
-    return 2 * matrices + products * arch.num_heads
+    by_head = {key.layer for key in keys if key.site is Site.head_out}  # whose projection is one for `attn_out`, too
+    both = sum(Step.o in run.steps(arch) for run in runs if by_head & {*run.layers})
+    return 2 * matrices + (products + 2 * both * arch.value_dim * arch.d_model) * arch.num_heads
 
 
 def _used_size(arch: Architecture, leaf: Leaf) -> int:

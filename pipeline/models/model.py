@@ -97,6 +97,8 @@ class Model:
                 return self.arch.num_kv_heads * self.arch.value_dim
             case Site.attn_entropy:
                 return self.arch.num_heads
+            case Site.head_out:
+                return self.arch.num_heads * self.arch.d_model
             case Site.mlp_pre | Site.mlp_pre_linear | Site.mlp_post:
                 return self.arch.d_mlp
             case Site.router_logits:

@@ -22,6 +22,7 @@ class Step(StrEnum):
     v = "v"
     entropy = "entropy"  # of attention
     z = "z"  # attention proper
+    heads = "heads"  # what each head adds
     o = "o"
     mlp_in = "mlp_in"
     gate = "gate"
@@ -51,6 +52,7 @@ _TO_MLP: Mapping[Step, LayerStep] = {
     Step.v: LayerStep(frozenset({Site.v}), reads=(Step.attn_in,)),
     Step.entropy: LayerStep(frozenset({Site.attn_entropy}), reads=(Step.q, Step.k)),
     Step.z: LayerStep(frozenset({Site.attn_z}), reads=(Step.q, Step.k, Step.v)),
+    Step.heads: LayerStep(frozenset({Site.head_out}), reads=(Step.z,)),
     Step.o: LayerStep(frozenset({Site.attn_out, Site.resid_mid}), reads=(Step.z,)),
     Step.mlp_in: LayerStep(frozenset({Site.mlp_in}), reads=(Step.o,)),
 }
@@ -188,7 +190,7 @@ WEIGHTS: Mapping[str, WeightSpec] = {
     "attention.kv_up": _matrix("NX Z", Step.k, Step.v),
     "attention.k_rotary": _matrix("R D", Step.k),
     "attention.sinks": _matrix("N", Step.entropy, Step.z),  # of no product; divided as the heads are
-    "attention.o": _matrix("D NW", Step.o),
+    "attention.o": _matrix("D NW", Step.heads, Step.o),
     "attention.post_norm": _norm("D", Step.o),
     "attention.sum_norm": _norm("D", Step.o),
     "mlp.norm": _norm("D", Step.mlp_in),

@@ -144,6 +144,10 @@ PLACES: dict[str, dict[Site, str]] = {
 that number, or the second half of the output. A layer that lacks the module lacks the site."""
 
 
+OUTPUT_PROJECTIONS = ("self_attn.o_proj", "attn.c_proj", "attention.dense", "attention.output.dense")
+"""The ends of these modules' names; their input is every head's z."""
+
+
 def tiny_config(family: str, **overrides: object):
     """The transformers config of a tiny model of `family` (its `model_type`)."""
     config_class = getattr(transformers, CLASSES[family][0])
@@ -200,6 +204,18 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
 
         return module.register_forward_pre_hook(outputs)
 
+    def hook_heads(layer: int, module):
+        """TransformerLens' `hook_result`: each head's z times its slice of the output projection."""
+
+        def outputs(module, inputs) -> None:
+            inputs_first = transformers.pytorch_utils.Conv1D
+            weight = module.weight.T if isinstance(module, inputs_first) else module.weight
+            num_heads = model.config.num_attention_heads
+            z, slices = inputs[0].unflatten(-1, (num_heads, -1)), weight.unflatten(1, (num_heads, -1))
+            keep(layer, Site.head_out, torch.stack([z[..., n, :] @ slices[:, n].T for n in range(num_heads)], dim=-2))
+
+        return module.register_forward_pre_hook(outputs)
+
     def attention(module, query, key, value, mask, **options):
         """The model's own eager attention, looked at: its arguments have the shape [B, heads, T, H]."""
         z, weights = sys.modules[type(module).__module__].eager_attention_forward(
@@ -223,8 +239,11 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
             with suppress(AttributeError):
                 handles.append(hook(site, layer, model.base_model.get_submodule(name.replace("*", str(layer))), *side))
     for name, module in model.base_model.named_modules():
+        layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
         if name.endswith(".mlp.experts"):
-            handles.append(hook_experts(int(name.split(".")[1]), module))
+            handles.append(hook_experts(layer, module))
+        if name.endswith(OUTPUT_PROJECTIONS):
+            handles.append(hook_heads(layer, module))
     with torch.no_grad():
         model(torch.from_numpy(tokens.astype(np.int64)))
     for handle in handles:

@@ -136,7 +136,8 @@ def test_forward_is_that_of_the_rounded_weights(family: str, tmp_path) -> None:
     got = apply(params, tokens, *rest, keys=keys)
     for key, expected in apply(dequantised(params), tokens, *rest, keys=keys).items():
         largest = float(jnp.abs(expected).max())
-        np.testing.assert_allclose(got[key], expected, rtol=0, atol=1e-5 * largest, err_msg=key.name)
+        bound = 2e-5 if key.site is Site.head_out else 1e-5  # its sums have as many terms as one head has features
+        np.testing.assert_allclose(got[key], expected, rtol=0, atol=bound * largest, err_msg=key.name)
 
 
 @pytest.mark.parametrize("length", [1, 5])
@@ -167,7 +168,8 @@ def test_every_product_with_a_matrix_is_of_integers(family: str, tmp_path) -> No
     apply = jax.jit(model.apply, static_argnames="keys")
     text = apply.lower(params, tokens, *rest, keys=keys).as_text()
     num_matrices = sum(map(is_quantised, jax.tree.leaves(params, is_leaf=is_quantised)))
-    assert len(re.findall(r"dot_general .*xi8>, tensor<[x0-9]+xi8>\) -> tensor<[x0-9]+xi32>", text)) == num_matrices
+    num_products = num_matrices + model.num_layers  # output projections also head by head
+    assert len(re.findall(r"dot_general .*xi8>, tensor<[x0-9]+xi8>\) -> tensor<[x0-9]+xi32>", text)) == num_products
     for key, expected in apply(exact, tokens, *rest, keys=keys).items():
         got = apply(params, tokens, *rest, keys=keys)[key]
         assert 0 <= jnp.linalg.norm(got - expected) < 0.15 * jnp.linalg.norm(expected), key.name

@@ -39,6 +39,7 @@ STEPS = {
     Site.v: {Step.attn_in, Step.v},
     Site.attn_entropy: {Step.attn_in, Step.q, Step.k, Step.entropy},
     Site.attn_z: ATTENTION - {Step.o},
+    Site.head_out: ATTENTION - {Step.o} | {Step.heads},
     Site.attn_out: ATTENTION,
     Site.resid_mid: ATTENTION,
     Site.mlp_in: ATTENTION | {Step.mlp_in},
@@ -96,7 +97,8 @@ def test_steps_that_a_site_of_a_sparse_layer_requires(site: Site) -> None:
 
 def test_several_sites_require_the_steps_of_each() -> None:
     assert required_steps({Site.k, Site.mlp_out}, replace(ARCH, parallel=True), False) == {Step.attn_in, Step.k} | MLP
-    assert required_steps({Site.mlp_out, Site.attn_entropy}, ARCH, False) == layer_steps(False).keys()
+    sites = {Site.mlp_out, Site.attn_entropy, Site.head_out}
+    assert required_steps(sites, ARCH, False) == layer_steps(False).keys()
 
 
 def test_without_gate_the_pre_activation_is_the_up_projection() -> None:

@@ -67,7 +67,8 @@ MODELS = {name: open_model(f"{sys.argv[1]}/{name}", init="random") for name in s
 ROUTED = Site.router_logits, Site.router_weights, Site.router_indices, Site.expert_out, Site.mlp_out
 INNER = Site.attn_in, Site.q, Site.attn_entropy, Site.attn_z, Site.attn_out, Site.mlp_in, Site.mlp_pre, Site.mlp_post
 LAST = activation_keys((5,), (Site.resid_post,))
-KEYS = {"dense": (*activation_keys((1,), INNER), *LAST), "experts": (*activation_keys((1,), ROUTED), *LAST)}
+KEYS = {"dense": (*activation_keys((1,), (*INNER, Site.head_out)), *LAST)}
+KEYS["experts"] = (*activation_keys((1,), ROUTED), *LAST)
 KEYS["gpt_oss"] = KEYS["experts"]
 KEYS["deepseek"] = (*activation_keys((1,), (Site.q, Site.k, Site.v, Site.attn_z, *ROUTED)), *LAST)
 rng = np.random.default_rng(0)
