@@ -343,7 +343,7 @@ def test_deepseek_chooses_experts_in_float32(tmp_path) -> None:
     name = "model.layers.2.mlp.gate.e_score_correction_bias"
     np.testing.assert_array_equal(router["router_correction"], model.checkpoint.rows(name, 0, 6))
     tokens = jnp.arange(12, dtype=jnp.int32)[None]
-    captured = model.apply(params, tokens, jnp.ones_like(tokens), tokens, keys)
+    captured = jax.jit(model.apply, static_argnames="keys")(params, tokens, jnp.ones_like(tokens), tokens, keys=keys)
     assert {str(values.dtype) for values in captured.values()} == {"float32"}
     logits = np.asarray(captured[keys[0]])
     assert not np.array_equal(logits, logits.astype(jnp.bfloat16).astype(np.float32))
