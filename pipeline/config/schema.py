@@ -200,9 +200,9 @@ class CaptureConfig:
     )
     sites: list[str] = list_key(
         ("resid_post",),
-        "list of `embed resid_pre attn_in q k v attn_entropy attn_z attn_out resid_mid mlp_in mlp_pre mlp_pre_linear "
-        "mlp_post mlp_out resid_post final_norm`, and of experts `router_logits router_weights router_indices "
-        "expert_out`",
+        "list of `embed resid_pre attn_in q k v attn_entropy attn_z head_out attn_out resid_mid mlp_in mlp_pre "
+        "mlp_pre_linear mlp_post mlp_out resid_post final_norm`, and of experts `router_logits router_weights "
+        "router_indices expert_out`",
     )
     when: When = key(
         When.document,

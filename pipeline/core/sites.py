@@ -13,6 +13,7 @@ decoder (Qwen2, LLaMA):
 | `v`              | key-value heads' values                                | K * H | `blocks.L.attn.hook_v`         |
 | `attn_entropy`   | entropy of each head's attention, in nats              | N     | `blocks.L.attn.hook_pattern`   |
 | `attn_z`         | heads' outputs before the output projection            | N * H | `blocks.L.attn.hook_z`         |
+| `head_out`       | each head's part of that projection, side by side      | N * D | `blocks.L.attn.hook_result`    |
 | `attn_out`       | what attention adds to the residual stream             | D     | `blocks.L.hook_attn_out`       |
 | `resid_mid`      | residual stream between attention and MLP              | D     | `blocks.L.hook_resid_mid`      |
 | `mlp_in`         | what the MLP reads: the stream after the norm          | D     | `blocks.L.mlp.hook_in`         |
@@ -28,7 +29,8 @@ decoder (Qwen2, LLaMA):
 | `final_norm`     | output of the last norm; needs every layer             | D     | `ln_final.hook_normalized`     |
 
 D features of the residual stream, N heads of H features, K key-value heads, F neurons, E experts of which a token has
-A. The heads of `q`, `k`, `v` and `attn_z` lie side by side in one axis: head n of a site is [n * H, (n + 1) * H).
+A. The heads of `q`, `k`, `v` and `attn_z` lie side by side in one axis: head n of a site is [n * H, (n + 1) * H). So do
+those of `head_out`, [n * D, (n + 1) * D); their sum, plus the projection's bias, is `attn_out` before any norm.
 
 HF's `hidden_states[-1]` is `final_norm`, not the last layer's `resid_post`. TransformerLens' `ln_final.hook_normalized`
 is before the norm's weight; `final_norm` here is after it, as in HF. `attn_entropy` is the entropy of the pattern, one
@@ -41,10 +43,14 @@ similar names mean something else: `hook_attn_in` and `hook_mlp_in` are the stre
 
 Other families mean the same by these names, but for:
 
-* Experts (Qwen-MoE, Mixtral, OLMoE, gpt-oss): a sparse layer has no `mlp_pre`, `mlp_pre_linear` and `mlp_post`, a
-  dense one none of `router_*` and `expert_out`. `expert_out` has the token's experts side by side, in the order of
+* Latent attention (DeepSeek): heads of `v` and `attn_z` have `v_head_dim` features, those of `q` and `k`
+  `qk_nope_head_dim + qk_rope_head_dim`, of which the last rotate. `k` is what the queries meet, each head with its copy
+  of the part that heads share.
+* Experts (DeepSeek, Qwen-MoE, Mixtral, OLMoE, gpt-oss): a sparse layer has no `mlp_pre`, `mlp_pre_linear`, `mlp_post`,
+  a dense one none of `router_*` and `expert_out`. `expert_out` has the token's experts side by side, in the order of
   `router_indices`, which are stored as int32. `mlp_out` is their sum by `router_weights`, and includes the
-  expert that all tokens share. TransformerLens has none of these hooks but `hook_expert_indices`.
+  expert that all tokens share. TransformerLens has none of these hooks but `hook_expert_indices`. DeepSeek-V3 chooses
+  experts by the sigmoids of `router_logits` plus corrections; `router_weights` are without the corrections.
 * Attention sinks (gpt-oss): `attn_entropy` counts a head's sink as one of the keys.
 * Norms after a block (OLMo 2 and 3, Gemma): `attn_out` and `mlp_out` are what is added, so after those norms. OLMo has
   no norms before its blocks: `attn_in` is `resid_pre`, and `mlp_in` is `resid_mid`.
@@ -52,8 +58,8 @@ Other families mean the same by these names, but for:
   `resid_mid`.
 * MLP without gate (GPT-2, GPT-NeoX, BERT): there is no `mlp_pre_linear`.
 * No rotation (GPT-2, BERT, every fourth layer of SmolLM3): `q` and `k` are `attn.hook_q` and `attn.hook_k`.
-* YaRN and LongRoPE (OLMo 3, Phi-4-mini, gpt-oss): what rotates of `q` and `k` is also multiplied by the attention
-  factor.
+* YaRN and LongRoPE (DeepSeek, OLMo 3, Phi-4-mini, gpt-oss): what rotates of `q` and `k` is also multiplied by the
+  attention factor.
 * Learned positions (GPT-2, BERT): `embed` includes them. It is `blocks.0.hook_resid_pre` of GPT-2 and, after the
   embeddings' LayerNorm, `hook_full_embed` of BERT.
 * Post-norm (BERT): the stream itself is normed after each addition. `resid_mid` and `resid_post` are after those norms,
@@ -79,6 +85,7 @@ class Site(StrEnum):
     v = "v"
     attn_entropy = "attn_entropy"
     attn_z = "attn_z"
+    head_out = "head_out"
     attn_out = "attn_out"
     resid_mid = "resid_mid"
     mlp_in = "mlp_in"
@@ -109,6 +116,7 @@ _HOOKS = {
     Site.v: "attn.hook_v",
     Site.attn_entropy: "attn.hook_pattern",
     Site.attn_z: "attn.hook_z",
+    Site.head_out: "attn.hook_result",
     Site.mlp_in: "mlp.hook_in",
     Site.router_logits: "mlp.hook_router_logits",
     Site.router_weights: "mlp.hook_router_weights",

@@ -3,7 +3,8 @@
 A row's position p is in slot p, whatever the other rows are: its activations, and so its tokens, do not depend on them.
 Slots after a row's position are masked, so attention never sees padding or an earlier completion.
 
-Letters: B rows, T = 1 position, S slots, N heads, K key-value heads, G = N / K, H head dim.
+Letters: B rows, T = 1 position, S slots, N heads, K key-value heads, G = N / K, H head dim, W head dim of
+values.
 """
 
 import jax
@@ -19,7 +20,7 @@ class CachedLayer:
     row's position, to `keys` and `values` too, and attends to all up to there."""
 
     def __init__(
-        self, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], positions: Int32[Array, " B"]
+        self, keys: Float[Array, "B K S H"], values: Float[Array, "B K S W"], positions: Int32[Array, " B"]
     ) -> None:
         self.keys, self.values, self._positions = keys, values, positions
 
@@ -28,11 +29,11 @@ class CachedLayer:
         self,
         q: Float[Array, "B T N H"],
         k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
+        v: Float[Array, "B T K W"],
         segments: Int32[Array, "B T"],
         spec: AttentionSpec,
         sinks: Float[Array, " N"] | None = None,
-    ) -> Float[Array, "B T N H"]:
+    ) -> Float[Array, "B T N W"]:
         """`Attend` with the cache's keys before the row's only position."""
         self.keys, self.values = (
             put_at(cache, jnp.einsum("BTKH->BKTH", new), self._positions, axis=1)
@@ -45,7 +46,7 @@ class CachedLayer:
         rows, _, num_heads, head_dim = q.shape
         groups = q.reshape(rows, k.shape[2], num_heads // k.shape[2], 1, head_dim)
         z = attend_visible(groups, self.keys, self.values, visible[:, None], spec, sinks)
-        return z.reshape(rows, 1, num_heads, head_dim)
+        return z.reshape(rows, 1, num_heads, -1)
 
 
 def put_at(slots: Array, new: Array, positions: Int32[Array, " B"], axis: int) -> Array:

@@ -4,7 +4,7 @@ Both are compiled once, and caches are written in place. Prompts are left-aligne
 after them, so that a row's values do not depend on the lengths of other rows.
 
 Letters: B rows, R rows of one prefill, P prompt slots, C completion slots, S = P + C, D width of a site, K key-value
-heads, H head dim.
+heads, H head dim, W head dim of values.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from pipeline.step.compiler import compiler_options, matmul_precision
 class State(NamedTuple):
     """All rows, on the devices. Rows are divided along `data`, key-value heads along `tensor`."""
 
-    caches: tuple[tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]], ...]  # keys and values of each layer
+    caches: tuple[tuple[Float[Array, "B K S H"], Float[Array, "B K S W"]], ...]  # keys and values of each layer
     activations: tuple[Float[Array, "B S D"], ...]  # in the order of the captured keys
     tokens: Int32[Array, " B"]  # each row's latest, not yet run through the layers
     positions: Int32[Array, " B"]  # of those
@@ -81,7 +81,7 @@ class Decoding:
 
         def cached(layer: int, site: Site) -> Float[Array, "R K S H"]:
             """Zeros after the prompt: a NaN of the row's previous completion, though masked, would make sums NaN."""
-            heads = captured[ActivationKey(layer, site)].reshape(*order.shape, arch.num_kv_heads, arch.head_dim)
+            heads = captured[ActivationKey(layer, site)].reshape(*order.shape, arch.num_kv_heads, -1)
             return jnp.pad(jnp.einsum("RPKH->RKPH", heads), ((0, 0), (0, 0), (0, spec.max_new_tokens), (0, 0)))
 
         last = jnp.take_along_axis(captured[FINAL_NORM], jnp.maximum(new.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
@@ -150,10 +150,13 @@ class Decoding:
         arch, mesh, spec = self.model.arch, self.partition.mesh, self.spec
         shape = partial(_shape, row_sharding(mesh), spec.rows)
         heads = NamedSharding(mesh, PartitionSpec("data", "tensor"))
-        cache = _shape(heads, spec.rows, arch.num_kv_heads, spec.length, arch.head_dim, dtype=dtype)
+        keys, values = (
+            _shape(heads, spec.rows, arch.num_kv_heads, spec.length, width, dtype=dtype)
+            for width in (arch.head_dim, arch.value_dim)
+        )
         widths = [self.model.width(key.site) for key in spec.keys]
         return State(
-            caches=((cache, cache),) * arch.num_layers,
+            caches=((keys, values),) * arch.num_layers,
             activations=tuple(
                 _shape(activation_sharding(mesh, width), spec.rows, spec.length, width, dtype=spec.dtype)
                 for width in widths

@@ -4,7 +4,9 @@ Shape letters, here and in every file of this package:
 
     B rows, T positions, S positions as keys, D model dim, N heads, K key-value heads, G = N / K, H head dim,
     F MLP dim, V vocabulary, P learned positions, Y token types, C = 3 for q, k and v in one tensor, L layers of a
-    stack, E experts, A experts of a token, M MLP dim of an expert, U MLP dim of the shared expert
+    stack, E experts, A experts of a token, M MLP dim of an expert, U MLP dim of the shared expert; W head dim of
+    values (H, but in latent attention), and of latent attention Q rank of queries, Z rank of keys and values, R
+    rotating dims of a head, X = H - R + W
 """
 
 from dataclasses import dataclass
@@ -22,6 +24,11 @@ class Axis(StrEnum):
     heads = "N"
     kv_heads = "K"
     head_dim = "H"
+    value_dim = "W"
+    q_rank = "Q"
+    kv_rank = "Z"
+    rotary = "R"
+    key_value = "X"
     d_mlp = "F"
     positions = "P"
     token_types = "Y"
@@ -108,6 +115,27 @@ class LocalAttention:
     rope: Rope | None  # of the local layers
 
 
+class RotaryPairs(StrEnum):
+    """Which dimensions rotate together, in the weights and in queries and keys."""
+
+    halves = "halves"  # h and h + half
+    adjacent = "adjacent"  # 2h and 2h + 1
+    to_halves = "to_halves"  # 2h and 2h + 1 in the weights, h and h + half in queries and keys
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). The keys and values of all heads are projected from
+    one normed vector of each position; only the last `rotary_dim` dimensions of a head rotate, and there all keys of a
+    position are the same."""
+
+    kv_rank: int  # of that vector
+    q_rank: int | None  # of the one from which queries are projected; None: from the stream
+    value_dim: int  # of a head
+    pairs: RotaryPairs
+    norm_eps: float = 1e-6  # of these vectors' norms
+
+
 class LayerKind(NamedTuple):
     """What a layer does differently from others with weights of the same shapes. In a scan, what differs is data."""
 
@@ -138,6 +166,17 @@ class BoundedExperts(Experts):
 
 
 @dataclass(frozen=True)
+class GroupedExperts(Experts):
+    """DeepSeek's: experts are divided into equal groups, and a token has experts of the groups that have the largest
+    share, or sum of two scores. Logits are float32."""
+
+    num_groups: int = 1
+    groups_per_token: int = 1
+    scaling: float = 1.0  # of the weights
+    sigmoid: bool = False  # scores are sigmoids of the logits, and experts are chosen by their sum with a correction
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A transformer. The defaults are those of a LLaMA; its weights determine which norms, biases and gates it has."""
 
@@ -165,6 +204,13 @@ class Architecture:
     num_token_types: int = 0
     experts: Experts | None = None  # None: all layers are dense
     rotation: str | None = None  # a letter per layer: R queries and keys rotate, N they do not; None: all by `rope`
+    latent: LatentAttention | None = None
+    num_ignored_layers: int = 0  # after the last: they predict further tokens, and are not read
+
+    @property
+    def value_dim(self) -> int:
+        """Of a head's values, and of `attn_z`."""
+        return self.latent.value_dim if self.latent else self.head_dim
 
     @property
     def max_row(self) -> int:
@@ -190,12 +236,18 @@ class Architecture:
 
     def axis_size(self, axis: Axis) -> int:
         experts = self.experts or Experts("", 0, 0, 0, False)
+        latent = self.latent or LatentAttention(0, 0, 0, RotaryPairs.halves)
         sizes = {
             Axis.vocab: self.vocab_size,
             Axis.d_model: self.d_model,
             Axis.heads: self.num_heads,
             Axis.kv_heads: self.num_kv_heads,
             Axis.head_dim: self.head_dim,
+            Axis.value_dim: self.value_dim,
+            Axis.q_rank: latent.q_rank or 0,
+            Axis.kv_rank: latent.kv_rank,
+            Axis.rotary: self.rotary_dim or 0,
+            Axis.key_value: self.head_dim - (self.rotary_dim or 0) + self.value_dim,
             Axis.d_mlp: self.d_mlp,
             Axis.positions: self.max_positions,
             Axis.token_types: self.num_token_types,

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from pipeline.core.sites import Site
-from pipeline.models.architecture import Architecture, BoundedExperts, Experts
+from pipeline.models.architecture import Architecture, BoundedExperts, Experts, GroupedExperts
 from pipeline.models.int8_weights import Int8Weight, with_int8_inputs
 from pipeline.models.layers import Weights, gated, map_parts, mlp_block, mlp_parts, norm_if_any, project
 from pipeline.models.partition import Partition
@@ -51,8 +51,10 @@ def experts_block(
     x = norm_if_any(x, weights, "norm", arch)
     sites = {Site.mlp_in: x}
     if "router" in weights:
-        sites[Site.router_logits] = project(x, weights, "router")
-        routing = partition.by_rows(partial(_route, experts=arch.experts), sites[Site.router_logits])
+        sites[Site.router_logits] = _logits(x, weights, arch.experts)
+        route = partial(_route_in_groups if isinstance(arch.experts, GroupedExperts) else _route, experts=arch.experts)
+        corrections = [weights["router_correction"]] if "router_correction" in weights else []
+        routing = partition.by_rows(route, sites[Site.router_logits], *corrections)
         sites |= {Site.router_weights: routing.weights, Site.router_indices: routing.indices}
     if "experts_down" in weights:
         prefix = "experts_"
@@ -75,6 +77,32 @@ def _route(logits: Float[Array, "B T E"], experts: Experts) -> _Routing:
     if experts.sums_to_one:
         shares /= jnp.sum(shares, axis=-1, keepdims=True)
     return _Routing(indices, shares.astype(logits.dtype) if experts.rounds_weights else shares)
+
+
+def _logits(x: Float[Array, "B T D"], weights: Weights, experts: Experts) -> Float[Array, "B T E"]:
+    if isinstance(experts, GroupedExperts):
+        x, weights = x.astype(jnp.float32), {"router": weights["router"].astype(jnp.float32)}
+    return project(x, weights, "router")
+
+
+def _route_in_groups(
+    logits: Float32[Array, "B T E"], correction: Float32[Array, " E"] | None = None, *, experts: GroupedExperts
+) -> _Routing:
+    """DeepSeek's routing (V2: arXiv 2405.04434, V3: arXiv 2412.19437). Of equal groups and experts those of lower
+    numbers are chosen; the heaviest expert comes first."""
+    scores = jax.nn.sigmoid(logits) if experts.sigmoid else jax.nn.softmax(logits)
+    preference = scores if correction is None else scores + correction
+    if experts.groups_per_token < experts.num_groups:
+        groups = preference.reshape(*preference.shape[:2], experts.num_groups, -1)
+        largest, _ = jax.lax.top_k(groups, 2 if experts.sigmoid else 1)
+        _, chosen = jax.lax.top_k(jnp.sum(largest, axis=-1), experts.groups_per_token)
+        is_chosen = jnp.any(chosen[..., None] == jnp.arange(experts.num_groups), axis=-2)
+        preference = jnp.where(is_chosen[..., None], groups, -jnp.inf if experts.sigmoid else 0).reshape(scores.shape)
+    _, indices = jax.lax.top_k(preference, experts.per_token)
+    weights, order = jax.lax.top_k(jnp.take_along_axis(scores, indices, axis=-1), experts.per_token)
+    if experts.sums_to_one:
+        weights /= jnp.sum(weights, axis=-1, keepdims=True) + 1e-20
+    return _Routing(jnp.take_along_axis(indices, order, axis=-1), weights * experts.scaling)
 
 
 def _shared(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> Float[Array, "B T D"]:

@@ -6,7 +6,8 @@ A layer has the norms, biases and gates that its weights contain (the families' 
     q_norm      of queries, after projection     sum_norm    of the stream, after the addition (post-norm models)
     k_norm      of keys, likewise                *_bias      of the weight or norm of that name
 
-Letters: B rows, T positions, D model dim, N heads, K key-value heads, H head dim, F MLP dim, C = 3 for q, k and v.
+Letters: B rows, T positions, D model dim, N heads, K key-value heads, H head dim, W head dim of values, F MLP dim,
+R rotating dims, C = 3 for q, k and v.
 """
 
 import math
@@ -21,12 +22,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, Num, PyTree
 
 from pipeline.core.sites import Site
-from pipeline.models.architecture import Activation, Architecture, BoundedExperts, LayerKind, Norm
+from pipeline.models.architecture import Activation, Architecture, BoundedExperts, LatentAttention, LayerKind, Norm
 from pipeline.models.attention.choosing import Attend
 from pipeline.models.attention.entropy import attention_entropy
 from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.int8_weights import Int8Weight, quantise
-from pipeline.models.rope import RopeTable, apply_rope, choose_table
+from pipeline.models.rope import RopeTable, apply_rope, choose_table, rotate_pairs
 
 Weights = Mapping[str, Array | Int8Weight]
 """One block's weights by our keys. One that a family lacks is absent; matrices may be int8."""
@@ -74,16 +75,26 @@ def norm_if_any(x: Array, weights: Weights, key: str, arch: Architecture) -> Arr
 
 def project(x: Float[Array, "B T *inputs"], weights: Weights, key: str) -> Float[Array, "B T *outputs"]:
     """A linear map by `weights[key]`, [*outputs, *inputs], with its bias where there is one."""
-    weight, bias = weights[key], weights.get(f"{key}_bias")
-    if isinstance(weight, Int8Weight) and weight.rounds_inputs:
-        values, scale = quantise(x, x.ndim - 2)  # a scale per token
-        y = _product(values, weight.values, jnp.int32).astype(jnp.float32) * weight.scale
-        y = (y * jnp.expand_dims(scale, tuple(range(2, y.ndim)))).astype(x.dtype)
-    elif isinstance(weight, Int8Weight):  # int8 values are exact in every float dtype; the scale is float32
-        y = (_product(x, weight.values.astype(x.dtype), jnp.float32) * weight.scale).astype(x.dtype)
-    else:
-        y = _product(x, weight)
+    y, bias = _multiply(x, weights[key], _product), weights.get(f"{key}_bias")
     return y if bias is None else y + bias
+
+
+def _multiply(x: Array, weight: Array | Int8Weight, product: Callable[..., Array]) -> Array:
+    """`product` of x [B, T, ...] and a weight, whose scales are those of the last axes of what comes out."""
+    if not isinstance(weight, Int8Weight):
+        return product(x, weight)
+    if not weight.rounds_inputs:  # int8 values are exact in every float dtype; the scale is float32
+        return (product(x, weight.values.astype(x.dtype), jnp.float32) * weight.scale).astype(x.dtype)
+    values, scale = quantise(x, x.ndim - 2)  # a scale per token
+    y = product(values, weight.values, jnp.int32).astype(jnp.float32) * weight.scale
+    return (y * jnp.expand_dims(scale, tuple(range(2, y.ndim)))).astype(x.dtype)
+
+
+def _product_of_heads(
+    z: Num[Array, "B T N W"], weight: Num[Array, "D N W"], dtype: DTypeLike | None = None
+) -> Num[Array, "B T N D"]:
+    """What each head adds to the output of attention, before the bias."""
+    return jnp.einsum("BTNW,DNW->BTND", z, weight, preferred_element_type=dtype)
 
 
 def _product(
@@ -120,17 +131,16 @@ def attention_block(
     kind: LayerKind,
     attend: Attend,
 ) -> dict[Site, Array]:
-    """The sites of attention on the residual stream x that there are weights for; heads in axes [N or K, H].
+    """The sites of attention on the residual stream x that there are weights for; heads in axes [N or K, H or W].
 
     `ropes` are the tables of global and local layers.
     """
     x = norm_if_any(x, weights, "norm", arch)
-    sites = {Site.attn_in: x} | _heads(x, weights)
-    for site, key in ((Site.q, "q_norm"), (Site.k, "k_norm")):
-        if site in sites:
-            sites[site] = norm_if_any(sites[site], weights, key, arch)
-            if kind.is_rotated is not False:
-                sites[site] = apply_rope(sites[site], choose_table(ropes, kind))
+    sites = {Site.attn_in: x}
+    if arch.latent is None:
+        sites |= _heads(x, weights, arch, ropes, kind)
+    else:
+        sites |= _latent_heads(x, weights, arch, arch.latent, choose_table(ropes, kind))
     sinks = {"sinks": weights["sinks"]} if "sinks" in weights else {}
     if sites.keys() >= {Site.q, Site.k}:
         operands = (sites[Site.q], sites[Site.k], segments)
@@ -140,18 +150,60 @@ def attention_block(
         z = _attend(partial(attend, **sinks), operands, arch, kind.is_local)
         sites[Site.attn_z] = z
         if "o" in weights:
+            sites[Site.head_out] = _multiply(z, weights["o"], _product_of_heads)
             attn_out = project(z, weights, "o")
             sites[Site.attn_out] = norm_if_any(attn_out, weights, "post_norm", arch)
     return sites
 
 
-def _heads(x: Float[Array, "B T D"], weights: Weights) -> dict[Site, Array]:
+def _heads(
+    x: Float[Array, "B T D"],
+    weights: Weights,
+    arch: Architecture,
+    ropes: tuple[RopeTable, RopeTable] | None,
+    kind: LayerKind,
+) -> dict[Site, Array]:
     """The queries, keys and values that there are weights for."""
+    sites = _projected(x, weights)
+    for site, key in ((Site.q, "q_norm"), (Site.k, "k_norm")):
+        if site in sites:
+            sites[site] = norm_if_any(sites[site], weights, key, arch)
+            if kind.is_rotated is not False:
+                sites[site] = apply_rope(sites[site], choose_table(ropes, kind))
+    return sites
+
+
+def _projected(x: Float[Array, "B T D"], weights: Weights) -> dict[Site, Array]:
     sites = (Site.q, Site.k, Site.v)
     if "qkv" not in weights:
         return {site: project(x, weights, site) for site in sites if site in weights}
     qkv = project(x, weights, "qkv")  # BTNCH
     return {site: qkv[:, :, :, number] for number, site in enumerate(sites)}
+
+
+def _latent_heads(
+    x: Float[Array, "B T D"], weights: Weights, arch: Architecture, latent: LatentAttention, table: RopeTable
+) -> dict[Site, Array]:
+    """The same with latent attention. The first dimensions of queries and keys do not rotate."""
+    sites = {}
+    num_still = arch.head_dim - arch.rotary_dim
+
+    def through(x: Array, name: str) -> Array:
+        down = norm(project(x, weights, f"{name}_down"), weights, f"{name}_down_norm", arch_of_norms)
+        return project(down, weights, f"{name}_up")
+
+    arch_of_norms = replace(arch, norm_eps=latent.norm_eps)
+    if "q" in weights or "q_up" in weights:
+        q = project(x, weights, "q") if "q" in weights else through(x, "q")
+        still, rotating = jnp.split(q, [num_still], axis=-1)
+        sites[Site.q] = jnp.concatenate([still, rotate_pairs(rotating, table, latent.pairs)], axis=-1)
+    if "kv_up" in weights:
+        still, sites[Site.v] = jnp.split(through(x, "kv"), [num_still], axis=-1)
+        if "k_rotary" in weights:
+            shared = rotate_pairs(project(x, weights, "k_rotary")[:, :, None], table, latent.pairs)  # BT1R
+            shared = jnp.broadcast_to(shared, (*still.shape[:3], arch.rotary_dim))
+            sites[Site.k] = jnp.concatenate([still, shared], axis=-1)
+    return sites
 
 
 def _attend(

@@ -37,6 +37,10 @@ class Leaf:
         """Of a layer's matrix: how many of our last axes its product sums over. 0 for everything else."""
         return self.spec.num_inputs
 
+    def dtype(self, dtype: str) -> str:
+        """In a model of this dtype; matrices may be int8 instead."""
+        return "float32" if self.spec.is_wide else dtype
+
     @property
     def is_stacked(self) -> bool:
         """Whether the first axis is L."""
@@ -135,31 +139,36 @@ def num_params(leaves: LeafTree) -> int:
 class WeightBytes:
     """Bytes of some leaves, by how a mesh divides them."""
 
-    matrices: int  # of layers
+    matrices: int  # of layers, which `tensor` divides
     vocabulary: int  # embedding and head
     others: int
     vocab_size: int
+    undivided: int = 0  # matrices of layers that `tensor` does not divide
 
     def on_device(self, tensor: int = 1, fsdp: int = 1) -> int:
         """Bytes on each device when matrices are divided by `tensor` and `fsdp`, the vocabulary by `tensor`."""
         vocabulary = self.vocabulary if self.vocab_size % tensor else self.vocabulary // tensor
-        return self.matrices // (tensor * fsdp) + vocabulary + self.others
+        return self.matrices // (tensor * fsdp) + self.undivided // fsdp + vocabulary + self.others
 
 
 def weight_bytes(arch: Architecture, leaves: LeafTree, dtype: str, with_int8: bool) -> WeightBytes:
     """Bytes of the leaves; the layers' matrices may be int8."""
-    itemsize = jnp.dtype(dtype).itemsize
-    matrices = vocabulary = others = 0
+    matrices = undivided = vocabulary = others = 0
     for leaf in jax.tree.leaves(leaves):
+        itemsize = jnp.dtype(leaf.dtype(dtype)).itemsize
         if Axis.vocab in leaf.spec.logical_axes:
             vocabulary += leaf.size * itemsize
         elif leaf.num_inputs == 0:
             others += leaf.size * itemsize
-        elif with_int8:
-            matrices += leaf.size + 4 * math.prod(leaf.shape[: -leaf.num_inputs])  # with the float32 scales
         else:
-            matrices += leaf.size * itemsize
-    return WeightBytes(matrices, vocabulary, others, arch.vocab_size)
+            num_bytes = leaf.size * itemsize
+            if with_int8:
+                num_bytes = leaf.size + 4 * math.prod(leaf.shape[: -leaf.num_inputs])  # with the float32 scales
+            if leaf.spec.is_divided:
+                matrices += num_bytes
+            else:
+                undivided += num_bytes
+    return WeightBytes(matrices, vocabulary, others, arch.vocab_size, undivided)
 
 
 def flops_per_token(
@@ -180,7 +189,10 @@ def flops_per_token(
         sum(length if counts_masked else _mean_keys(arch, layer, length) for layer in some)
         for some in (layers, entropies)
     )
-    return 2 * matrices + (4 * attended + 2 * again) * arch.num_heads * arch.head_dim
+    products = 2 * attended * (arch.head_dim + arch.value_dim) + 2 * again * arch.head_dim
+    by_head = {key.layer for key in keys if key.site is Site.head_out}  # whose projection is one for `attn_out`, too
+    both = sum(Step.o in run.steps(arch) for run in runs if by_head & {*run.layers})
+    return 2 * matrices + (products + 2 * both * arch.value_dim * arch.d_model) * arch.num_heads
 
 
 def _used_size(arch: Architecture, leaf: Leaf) -> int:

@@ -19,8 +19,16 @@ from pipeline.models.checkpoints.random_weights import random_params
 from pipeline.models.decoder import Batch, ForwardSpec, Params, forward
 from pipeline.models.head import Head, head_leaf
 from pipeline.models.leaves import LeafTree, WeightBytes, flops_per_token, needed_leaves, weight_bytes
-from pipeline.models.partition import TENSOR_AXES, Partition
-from pipeline.models.weight_specs import DENSE_SITES, SPARSE_SITES, has_site, is_post_norm, layer_steps, weight_spec
+from pipeline.models.partition import Partition
+from pipeline.models.weight_specs import (
+    DENSE_SITES,
+    SPARSE_SITES,
+    TENSOR_AXES,
+    has_site,
+    is_post_norm,
+    layer_steps,
+    weight_spec,
+)
 
 
 @dataclass(frozen=True)
@@ -79,12 +87,18 @@ class Model:
     def width(self, site: Site) -> int:
         """The size of a site's last axis."""
         match site:
-            case Site.q | Site.attn_z:
+            case Site.q:
                 return self.arch.num_heads * self.arch.head_dim
-            case Site.k | Site.v:
+            case Site.attn_z:
+                return self.arch.num_heads * self.arch.value_dim
+            case Site.k:
                 return self.arch.num_kv_heads * self.arch.head_dim
+            case Site.v:
+                return self.arch.num_kv_heads * self.arch.value_dim
             case Site.attn_entropy:
                 return self.arch.num_heads
+            case Site.head_out:
+                return self.arch.num_heads * self.arch.d_model
             case Site.mlp_pre | Site.mlp_pre_linear | Site.mlp_post:
                 return self.arch.d_mlp
             case Site.router_logits:

@@ -4,10 +4,10 @@ Along `tensor` a layer's matrices are divided by heads, by neurons (Shoeybi et a
 also while the layer computes. With fsdp they are divided along `data` too, and each layer gathers its weights before it
 computes (Rajbhandari et al., arXiv 1910.02054), but for embeddings, since gathering one would take the memory that
 dividing it saves. Along `tensor`, embedding and head are divided by vocabulary where it is a multiple: a lookup adds up
-what each device has. All other weights are small, and replicated.
+what each device has. All other weights are small, and replicated; latent attention has some that are matrices.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -18,16 +18,7 @@ from pipeline.models.architecture import Axis
 from pipeline.models.int8_weights import Int8Weight
 from pipeline.models.layers import LayerWeights, Weights
 from pipeline.models.leaves import Leaf
-from pipeline.models.weight_specs import Kind, WeightSpec, weight_spec
-
-TENSOR_AXES: Mapping[Axis, str] = {
-    Axis.heads: "attention heads",
-    Axis.kv_heads: "key-value heads",
-    Axis.d_mlp: "MLP neurons",
-    Axis.experts: "experts",
-    Axis.d_shared: "neurons of the shared expert",
-}
-"""The logical axes of matrices and their biases that are divided along `tensor`, and their names in messages."""
+from pipeline.models.weight_specs import TENSOR_AXES, Kind, WeightSpec, weight_spec
 
 
 @dataclass(frozen=True)
@@ -69,10 +60,12 @@ class Partition:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("data")))
 
-    def by_rows(self, compute: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
-        """Traced: `compute(inputs)` of each device's rows, for what XLA would compute of all devices' rows together:
-        the largest numbers, and what is sorted."""
-        return compute(inputs) if self.mesh is None else self._divided(compute)(inputs)
+    def by_rows(self, compute: Callable[..., PyTree], inputs: PyTree, *weights: Array) -> PyTree:
+        """Traced: `compute(inputs, *weights)` of each device's rows, for what XLA would compute of all devices' rows
+        together: the largest numbers, and what is sorted. The weights are not divided."""
+        if self.mesh is None:
+            return compute(inputs, *weights)
+        return self._divided(compute, *[PartitionSpec()] * len(weights))(inputs, *weights)
 
     def over_experts(
         self, compute: Callable[[PyTree, Weights, int | Int32[Array, ""]], PyTree], inputs: PyTree, weights: Weights

@@ -9,7 +9,20 @@ from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.checkpoints.checkpoint_files import open_files
 from pipeline.models.checkpoints.loading import check_tensors
-from pipeline.models.families import bert, gemma, gpt2, gpt_neox, llama, mistral, moe, olmo, phi3, qwen2, qwen3, smollm3
+from pipeline.models.families import (
+    bert,
+    deepseek,
+    gemma,
+    gpt2,
+    gpt_neox,
+    llama,
+    mistral,
+    moe,
+    olmo,
+    phi3,
+    qwen,
+    smollm3,
+)
 from pipeline.models.families.hf_attention import check_long_ropes
 from pipeline.models.families.hf_config import HfConfig, refuse_unreadable
 from pipeline.models.head import HeadFormat, read_head
@@ -29,6 +42,8 @@ class Family:
 
 _FAMILIES = {
     "bert": Family(bert.read, "Bert", head=None),
+    "deepseek_v2": Family(deepseek.read_v2, "DeepseekV2"),
+    "deepseek_v3": Family(deepseek.read_v3, "DeepseekV3"),
     "gemma2": Family(gemma.read_gemma2, "Gemma2", HeadFormat(is_tied=True, softcap=30.0)),
     "gemma3_text": Family(gemma.read_gemma3, "Gemma3", HeadFormat(is_tied=True)),
     "gpt2": Family(gpt2.read, "GPT2", HeadFormat(is_tied=True)),
@@ -41,9 +56,9 @@ _FAMILIES = {
     "olmo3": Family(olmo.read_olmo3, "Olmo3"),
     "olmoe": Family(moe.read_olmoe, "Olmoe"),
     "phi3": Family(phi3.read, "Phi3"),
-    "qwen2": Family(qwen2.read, "Qwen2"),
+    "qwen2": Family(qwen.read_qwen2, "Qwen2"),
     "qwen2_moe": Family(moe.read_qwen2_moe, "Qwen2Moe"),
-    "qwen3": Family(qwen3.read, "Qwen3"),
+    "qwen3": Family(qwen.read_qwen3, "Qwen3"),
     "qwen3_moe": Family(moe.read_qwen3_moe, "Qwen3Moe"),
     "smollm3": Family(smollm3.read, "SmolLM3", HeadFormat(is_tied=True)),
 }

@@ -1,14 +1,15 @@
 """Rotary position embeddings. The table is made once per step, in float32, and shared by all layers."""
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
-from pipeline.models.architecture import LayerKind, LongRope, Rope, RopeKind, ScaledRope, YarnRope
+from pipeline.models.architecture import LayerKind, LongRope, Rope, RopeKind, RotaryPairs, ScaledRope, YarnRope
 
 
 class RopeTable(NamedTuple):
@@ -89,6 +90,43 @@ def choose_table(tables: tuple[RopeTable, RopeTable], kind: LayerKind) -> RopeTa
 def apply_rope(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:
     """Rotates (x[h], x[h + half]) by the position's angle, as HF checkpoints expect; the dimensions after them stay."""
     return jax.lax.platform_dependent(x, table, tpu=_rotate_by_product, default=_rotate)
+
+
+def rotate_pairs(x: Float[Array, "B T N R"], table: RopeTable, pairs: RotaryPairs) -> Float[Array, "B T N R"]:
+    """`apply_rope` to heads all of whose dimensions rotate, in other pairs."""
+    if pairs is RotaryPairs.halves:
+        return apply_rope(x, table)
+    rotate = partial(_rotate_neighbours_by_product, pairs=pairs), partial(_rotate_neighbours, pairs=pairs)
+    return jax.lax.platform_dependent(x, table, tpu=rotate[0], default=rotate[1])
+
+
+def _rotate_neighbours(x: Float[Array, "B T N R"], table: RopeTable, pairs: RotaryPairs) -> Float[Array, "B T N R"]:
+    x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
+    x = _rotate(x, table)
+    return x.reshape(*x.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(x.shape) if pairs is RotaryPairs.adjacent else x
+
+
+def _rotate_neighbours_by_product(
+    x: Float[Array, "B T N R"], table: RopeTable, pairs: RotaryPairs
+) -> Float[Array, "B T N R"]:
+    """The same for TPUs, as `_rotate_by_product`: it would transpose arrays whose last axis has two numbers.
+
+    Compiled for v5e, with the projection of 16 heads of 192 for 8 rows of 1024: 893 -> 530 MB of memory traffic.
+    """
+    cos, sin = table.cos, table.sin
+    order = np.arange(x.shape[-1]).reshape(-1, 2)  # of each pair
+    axis, first, exchanged = -1, order, order[:, ::-1]
+    if pairs is RotaryPairs.to_halves:
+        axis, first, exchanged = -2, order.T, order.T[::-1]
+    cos, sin = jnp.stack([cos, cos], axis), jnp.stack([-sin, sin], axis)
+    cos, sin = (values.reshape(*values.shape[:-2], -1) for values in (cos, sin))
+
+    def reordered(places: Int[np.ndarray, "..."]) -> Float32[Array, "B T N R"]:
+        permutation = jnp.eye(x.shape[-1], dtype=x.dtype)[:, places.ravel()]
+        return jnp.einsum("BTNR,RS->BTNS", x, permutation, precision="highest").astype(jnp.float32)
+
+    unmoved = x.astype(jnp.float32) if pairs is RotaryPairs.adjacent else reordered(first)
+    return (unmoved * cos + reordered(exchanged) * sin).astype(x.dtype)
 
 
 def _rotate(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:

@@ -22,6 +22,7 @@ class Step(StrEnum):
     v = "v"
     entropy = "entropy"  # of attention
     z = "z"  # attention proper
+    heads = "heads"  # what each head adds
     o = "o"
     mlp_in = "mlp_in"
     gate = "gate"
@@ -51,6 +52,7 @@ _TO_MLP: Mapping[Step, LayerStep] = {
     Step.v: LayerStep(frozenset({Site.v}), reads=(Step.attn_in,)),
     Step.entropy: LayerStep(frozenset({Site.attn_entropy}), reads=(Step.q, Step.k)),
     Step.z: LayerStep(frozenset({Site.attn_z}), reads=(Step.q, Step.k, Step.v)),
+    Step.heads: LayerStep(frozenset({Site.head_out}), reads=(Step.z,)),
     Step.o: LayerStep(frozenset({Site.attn_out, Site.resid_mid}), reads=(Step.z,)),
     Step.mlp_in: LayerStep(frozenset({Site.mlp_in}), reads=(Step.o,)),
 }
@@ -112,6 +114,16 @@ class Kind(StrEnum):
     router = "router"
 
 
+TENSOR_AXES: Mapping[Axis, str] = {
+    Axis.heads: "attention heads",
+    Axis.kv_heads: "key-value heads",
+    Axis.d_mlp: "MLP neurons",
+    Axis.experts: "experts",
+    Axis.d_shared: "neurons of the shared expert",
+}
+"""The logical axes of matrices and their biases that are divided along `tensor`, and their names in messages."""
+
+
 @dataclass(frozen=True)
 class WeightSpec:
     """One weight. `axes` are shape letters: outputs and, of a layer's matrix, after a space its inputs."""
@@ -120,6 +132,7 @@ class WeightSpec:
     axes: str
     steps: frozenset[Step]  # which use it
     is_bias: bool = False
+    is_wide: bool = False  # float32, whatever the dtype of the others is
 
     @property
     def logical_axes(self) -> tuple[Axis, ...]:
@@ -129,6 +142,11 @@ class WeightSpec:
     def num_inputs(self) -> int:
         """How many of the last axes a matrix product sums over; 0 for everything but a layer's matrix."""
         return len(self.axes.partition(" ")[2]) if self.kind is Kind.matrix else 0
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether `tensor` divides it: it has an axis that is, and is neither a norm nor a router."""
+        return self.kind is Kind.matrix and any(axis in TENSOR_AXES for axis in self.logical_axes)
 
     @property
     def is_scale(self) -> bool:
@@ -163,9 +181,16 @@ WEIGHTS: Mapping[str, WeightSpec] = {
     "attention.q_norm": _norm("H", Step.q),
     "attention.k": _matrix("KH D", Step.k),
     "attention.k_norm": _norm("H", Step.k),
-    "attention.v": _matrix("KH D", Step.v),
+    "attention.v": _matrix("KW D", Step.v),
+    "attention.q_down": _matrix("Q D", Step.q),
+    "attention.q_down_norm": _norm("Q", Step.q),
+    "attention.q_up": _matrix("NH Q", Step.q),
+    "attention.kv_down": _matrix("Z D", Step.k, Step.v),
+    "attention.kv_down_norm": _norm("Z", Step.k, Step.v),
+    "attention.kv_up": _matrix("NX Z", Step.k, Step.v),
+    "attention.k_rotary": _matrix("R D", Step.k),
     "attention.sinks": _matrix("N", Step.entropy, Step.z),  # of no product; divided as the heads are
-    "attention.o": _matrix("D NH", Step.o),
+    "attention.o": _matrix("D NW", Step.heads, Step.o),
     "attention.post_norm": _norm("D", Step.o),
     "attention.sum_norm": _norm("D", Step.o),
     "mlp.norm": _norm("D", Step.mlp_in),
@@ -173,6 +198,7 @@ WEIGHTS: Mapping[str, WeightSpec] = {
     "mlp.up": _matrix("F D", Step.up),
     "mlp.down": _matrix("D F", Step.down),
     "mlp.router": _router("E D", Step.router),
+    "mlp.router_correction": replace(_router("E", Step.router), is_wide=True),
     "mlp.experts_gate": _matrix("EM D", Step.experts),
     "mlp.experts_up": _matrix("EM D", Step.experts),
     "mlp.experts_down": _matrix("ED M", Step.experts),

@@ -110,7 +110,7 @@ def _divide_weights(config: RunConfig, model: ModelFacts, tensor: int, topology:
 
 def cache_bytes(arch: Architecture, rows: int, length: int, itemsize: int) -> int:
     """Bytes of the keys and values of all layers, over all devices, for rows of `length` tokens."""
-    return 2 * arch.num_layers * rows * arch.num_kv_heads * length * arch.head_dim * itemsize
+    return arch.num_layers * rows * arch.num_kv_heads * length * (arch.head_dim + arch.value_dim) * itemsize
 
 
 def logits_bytes(arch: Architecture, rows: int) -> int:

@@ -20,6 +20,7 @@ RUNNING = Path(__file__).parents[2] / "docs" / "running.md"
         (ActivationKey(2, Site.q), "blocks.2.q", "blocks.2.attn.hook_rot_q"),
         (ActivationKey(2, Site.v), "blocks.2.v", "blocks.2.attn.hook_v"),
         (ActivationKey(0, Site.attn_z), "blocks.0.attn_z", "blocks.0.attn.hook_z"),
+        (ActivationKey(0, Site.head_out), "blocks.0.head_out", "blocks.0.attn.hook_result"),
         (ActivationKey(0, Site.mlp_post), "blocks.0.mlp_post", "blocks.0.mlp.hook_post"),
         (ActivationKey(-1, Site.embed), "embed", "hook_embed"),
         (ActivationKey(-1, Site.final_norm), "final_norm", "ln_final.hook_normalized"),
@@ -63,6 +64,7 @@ def test_the_documents_have_the_table_of_sites():
     arch = model.arch
     sizes = {"D": arch.d_model, "N * H": arch.num_heads * arch.head_dim, "K * H": arch.num_kv_heads * arch.head_dim}
     sizes |= {"F": arch.d_mlp, "N": arch.num_heads, "E": 5, "A": 3, "A * D": 3 * arch.d_model}
+    sizes |= {"N * D": arch.num_heads * arch.d_model}
     for site, (_, _, width, hook) in zip(Site, rows, strict=True):
         assert model.width(site) == sizes[width]
         assert hook.replace("L", "3") == f"`{ActivationKey(3 if site.per_layer else -1, site).hook_name()}`"

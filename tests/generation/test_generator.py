@@ -21,7 +21,11 @@ from tests.models.hf_reference import VOCAB_SIZE, save_random, torch, transforme
 ROWS, MAX_PROMPT, NUM_NEW = 8, 20, 64
 TWO_LAYERS = {"num_hidden_layers": 2}
 GEMMA = TWO_LAYERS | {"head_dim": 6, "sliding_window": 7, "query_pre_attn_scalar": 12}
+MSCALE_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24}
+MSCALE_ROPE |= {"mscale": 0.7, "mscale_all_dim": 1.3}
 FAMILIES = {
+    "deepseek_v2": TWO_LAYERS | {"q_lora_rank": None},
+    "deepseek_v3": TWO_LAYERS | {"rope_parameters": MSCALE_ROPE},
     "gemma2": GEMMA | {"final_logit_softcapping": 3.0},
     "gemma3_text": GEMMA | {"layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {},

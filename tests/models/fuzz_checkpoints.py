@@ -44,8 +44,12 @@ _SMALL = {
 }
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 _LONG = {"type": "longrope", "short_factor": [1, 2.5], "long_factor": [3, 4.5]}
+_LATENT = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+_LATENT |= {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}
+_LATENT |= {"num_key_value_heads": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
     "bert": _SMALL | {"type_vocab_size": 2, "position_embedding_type": "absolute"},
+    "deepseek_v3": _SMALL | _LATENT,
     "gemma2": _SMALL | {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8},
     "gemma3_text": _SMALL | {"head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention"] * 4},
     "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "n_inner": None},

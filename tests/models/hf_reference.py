@@ -25,9 +25,23 @@ SIZES = {
     "pad_token_id": None,
     **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24},
 }
-OWN_SIZES = {"gpt2": {"n_inner": SIZES["intermediate_size"]}, "gpt_oss": {"head_dim": 8}}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 18,
+    "n_routed_experts": 6,
+    "first_k_dense_replace": 1,
+}
+LATENT |= {"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 7, "n_group": 3, "topk_group": 2}
+OWN_SIZES = {
+    "gpt2": {"n_inner": SIZES["intermediate_size"]},
+    "gpt_oss": {"head_dim": 8},
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT),
+}
 CLASSES = {
     "bert": ("BertConfig", "BertForMaskedLM"),
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
@@ -73,6 +87,10 @@ ROUTED_PLACES = {
 }
 PLACES: dict[str, dict[Site, str]] = {
     "gpt_oss": LLAMA_PLACES | {site: place.replace("gate", "router") for site, place in ROUTED_PLACES.items()},
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3"),
+        LLAMA_PLACES | ROUTED_PLACES | {Site.attn_in: "layers.*.self_attn.kv_a_proj_with_mqa input"},
+    ),
     **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), LLAMA_PLACES | ROUTED_PLACES),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), LLAMA_PLACES),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA_PLACES),
@@ -126,6 +144,10 @@ PLACES: dict[str, dict[Site, str]] = {
 that number, or the second half of the output. A layer that lacks the module lacks the site."""
 
 
+OUTPUT_PROJECTIONS = ("self_attn.o_proj", "attn.c_proj", "attention.dense", "attention.output.dense")
+"""The ends of these modules' names; their input is every head's z."""
+
+
 def tiny_config(family: str, **overrides: object):
     """The transformers config of a tiny model of `family` (its `model_type`)."""
     config_class = getattr(transformers, CLASSES[family][0])
@@ -142,6 +164,9 @@ def save_random(family: str, path: Path, *, seed: int = 0, max_shard_size: str =
         for name, parameter in model.named_parameters():
             is_scale = ("norm" in name.lower() or "ln_" in name) and not name.endswith("bias")
             parameter.normal_(1.0 if is_scale and not family.startswith("gemma") else 0.0, 0.25)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.25)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return model
 
@@ -179,6 +204,18 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
 
         return module.register_forward_pre_hook(outputs)
 
+    def hook_heads(layer: int, module):
+        """TransformerLens' `hook_result`: each head's z times its slice of the output projection."""
+
+        def outputs(module, inputs) -> None:
+            inputs_first = transformers.pytorch_utils.Conv1D
+            weight = module.weight.T if isinstance(module, inputs_first) else module.weight
+            num_heads = model.config.num_attention_heads
+            z, slices = inputs[0].unflatten(-1, (num_heads, -1)), weight.unflatten(1, (num_heads, -1))
+            keep(layer, Site.head_out, torch.stack([z[..., n, :] @ slices[:, n].T for n in range(num_heads)], dim=-2))
+
+        return module.register_forward_pre_hook(outputs)
+
     def attention(module, query, key, value, mask, **options):
         """The model's own eager attention, looked at: its arguments have the shape [B, heads, T, H]."""
         z, weights = sys.modules[type(module).__module__].eager_attention_forward(
@@ -202,10 +239,25 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
             with suppress(AttributeError):
                 handles.append(hook(site, layer, model.base_model.get_submodule(name.replace("*", str(layer))), *side))
     for name, module in model.base_model.named_modules():
+        layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
         if name.endswith(".mlp.experts"):
-            handles.append(hook_experts(int(name.split(".")[1]), module))
+            handles.append(hook_experts(layer, module))
+        if name.endswith(OUTPUT_PROJECTIONS):
+            handles.append(hook_heads(layer, module))
     with torch.no_grad():
         model(torch.from_numpy(tokens.astype(np.int64)))
     for handle in handles:
         handle.remove()
+    sort_experts(found)
     return found
+
+
+def sort_experts(found: dict[ActivationKey, np.ndarray]) -> None:
+    """A token's experts in the order of their weights, which DeepSeek's router leaves open."""
+    for key, weights in list(found.items()):
+        if key.site is Site.router_weights:
+            order = np.argsort(-weights, axis=-1, kind="stable")
+            for site in (Site.router_weights, Site.router_indices, Site.expert_out):
+                chosen = found[ActivationKey(key.layer, site)]
+                by_expert = chosen.reshape(*weights.shape, -1)
+                chosen[...] = np.take_along_axis(by_expert, order[..., None], axis=2).reshape(chosen.shape)

@@ -14,9 +14,10 @@ LENGTH = 200
 RULES = {"causal": {"causal": True}, "full": {"causal": False}, "window": {"causal": True, "window": 40}}
 
 
-def inputs() -> tuple[jax.Array, ...]:
+def inputs(key_dim: int = 64, value_dim: int = 64) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(3, LENGTH, heads, 64)), jnp.bfloat16) for heads in (4, 2, 2))
+    sizes = (4, key_dim), (2, key_dim), (2, value_dim)
+    q, k, v = (jnp.asarray(rng.normal(size=(3, LENGTH, *size)), jnp.bfloat16) for size in sizes)
     segments = np.zeros((3, LENGTH), np.int32)
     segments[0, :90], segments[0, 90:150], segments[1] = 1, 2, 1
     return q, k, v, jnp.array(segments)
@@ -34,10 +35,19 @@ def test_lowers_to_one_call_of_the_fused_kernel(rule: dict, monkeypatch) -> None
     assert "dot_general" not in text
 
 
+def test_narrower_values_are_padded(monkeypatch) -> None:
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    attend = jax.jit(lambda *x: attend_cudnn(*x, AttentionSpec(causal=True, scale=0.1)))
+    lowered = attend.trace(*inputs(96, 64)).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("__cudnn$fmhaScaleBiasSoftmax") == 1
+    assert lowered.out_info.shape == (3, LENGTH, 4, 64)
+
+
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-def test_equals_the_reference(rule: dict) -> None:
-    q, k, v, segments = inputs()
+def test_equals_the_reference(rule: dict, dims: tuple[int, int]) -> None:
+    q, k, v, segments = inputs(*dims)
     spec = AttentionSpec(scale=0.125, **rule)
     got = np.asarray(jax.jit(lambda *x: attend_cudnn(*x, spec))(q, k, v, segments), np.float32)
     exact = attend_xla(*(x.astype(jnp.float32) for x in (q, k, v)), segments, spec)

@@ -68,6 +68,16 @@ def test_equals_the_reference(num_heads: int, num_kv_heads: int, rule: dict) -> 
     np.testing.assert_allclose(got, attend_xla(q, k, v, segments, spec), atol=1e-5)
 
 
+@pytest.mark.parametrize("value_dim", [32, 96])
+def test_values_may_be_of_other_dimensions_than_keys(value_dim: int) -> None:
+    q, k, _ = inputs(4, 4, "float32")
+    v = inputs(4, 4, "float32", value_dim)[2]
+    segments, spec = jnp.array(packed_rows()), AttentionSpec(causal=True, scale=0.2)
+    got = attend_splash(q, k, v, segments, spec, mesh=a_mesh(), interpret=True)
+    assert got.shape[-1] == value_dim
+    np.testing.assert_allclose(got, attend_xla(q, k, v, segments, spec), atol=1e-5)
+
+
 SINKS = jnp.array([-1.0, 0.0, 2.0, 30.0])
 
 

@@ -27,8 +27,10 @@ RULES = {
 
 
 def inputs(num_heads: int, num_kv_heads: int, dtype: str) -> list[jax.Array]:
+    """Values are narrower than keys where each head has its own, as latent attention's may be."""
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=(2, LENGTH, n, 8)), dtype) for n in (num_heads, num_kv_heads, num_kv_heads)]
+    sizes = (num_heads, 8), (num_kv_heads, 8), (num_kv_heads, 5 if num_heads == num_kv_heads else 8)
+    return [jnp.asarray(rng.normal(size=(2, LENGTH, *size)), dtype) for size in sizes]
 
 
 def compiled(spec: AttentionSpec) -> list[Callable[..., jax.Array]]:

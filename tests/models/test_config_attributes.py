@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from hf_reference import CLASSES, tiny_config
 from huggingface_hub.errors import StrictDataclassError
-from test_parity import ALTERNATING, FAMILIES, LONG_ROPE, WINDOW, YARN_ROPE, YARN_ROPES
+from test_parity import ALTERNATING, FAMILIES, LONG_ROPE, MSCALE_ROPE, WINDOW, YARN_ROPE, YARN_ROPES
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.families.hf_config import _HARMLESS
 from pipeline.models.registry import open_model
 
 VARIANTS = FAMILIES | {  # as many attributes as can have a meaning at once
+    "deepseek_v2": FAMILIES["deepseek_v2"] | {"rope_parameters": MSCALE_ROPE},
     "gemma3_text": FAMILIES["gemma3_text"] | {"rope_parameters": YARN_ROPES},
     "gpt_oss": FAMILIES["gpt_oss"] | {"attention_bias": False},
     "llama": {"rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3}},
@@ -33,6 +34,7 @@ VARIANTS = FAMILIES | {  # as many attributes as can have a meaning at once
 ROUTERS_IN_TRAINING = {"output_router_logits", "router_aux_loss_coef"}
 REFUSED_BY_TRANSFORMERS = (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError)
 IGNORED = {  # what transformers' model does not read: at inference, or beside the variant's other attributes
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ROUTERS_IN_TRAINING & {"output_router_logits"}),
     "bert": {"attention_probs_dropout_prob", "hidden_dropout_prob"},
     "gpt2": {"reorder_and_upcast_attn"},
     "gpt_neox": {"is_decoder"},
@@ -108,7 +110,9 @@ def without(config: Mapping[str, object]) -> Iterator[tuple[str, dict[str, objec
 
 OTHER_SIZES = {  # transformers' default is the size of one model. Ours follows from other sizes; tensors tell
     **dict.fromkeys(("bert", "gpt_neox"), frozenset({"intermediate_size"})),
-    **dict.fromkeys(("mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3"), frozenset({"num_key_value_heads"})),
+    **dict.fromkeys(
+        ("deepseek_v3", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3"), frozenset({"num_key_value_heads"})
+    ),
 }
 
 

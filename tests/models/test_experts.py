@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pipeline.models.architecture import BoundedExperts, Experts
-from pipeline.models.experts import _in_blocks, _in_groups, _route
+from pipeline.models.architecture import BoundedExperts, Experts, GroupedExperts
+from pipeline.models.experts import _in_blocks, _in_groups, _route, _route_in_groups
 from pipeline.models.int8_weights import Int8Weight, quantise
 from pipeline.models.registry import open_model
 from tests.models.hf_reference import save_random
@@ -87,3 +87,26 @@ def test_a_softmax_over_the_chosen_does_not_hide_how_the_others_are_ordered() ->
     routing = _route(logits / 100, BoundedExperts("S", 4, 3, 8, sums_to_one=True))
     shares = np.exp([3, 0, -1.5])
     np.testing.assert_allclose(routing.weights[0, 0], shares / shares.sum(), rtol=1e-6)
+
+
+V2 = GroupedExperts("S", 6, 2, 8, sums_to_one=False, num_groups=3, groups_per_token=2, scaling=3.0)
+V3 = GroupedExperts("S", 6, 2, 8, sums_to_one=True, num_groups=3, groups_per_token=2, scaling=3.0, sigmoid=True)
+
+
+def test_a_group_counts_as_its_largest_share() -> None:
+    """The second group has the largest sum, the others the largest experts."""
+    logits = jnp.log(jnp.array([[[0.30, 0.01, 0.20, 0.19, 0.05, 0.25], [0.1, 0.3, 0.1, 0.1, 0.3, 0.1], [1 / 6] * 6]]))
+    routing = _route_in_groups(logits, experts=V2)
+    assert routing.indices.tolist() == [[[0, 5], [1, 4], [0, 1]]]
+    np.testing.assert_allclose(routing.weights, [[[0.9, 0.75], [0.9, 0.9], [0.5, 0.5]]], rtol=1e-6)
+
+
+def test_a_group_counts_as_the_sum_of_its_two_largest_scores_and_the_correction_only_chooses() -> None:
+    scores = np.array([[[0.9, 0.1, 0.6, 0.5, 0.55, 0.5], [0.5] * 6]], np.float32)
+    logits = jnp.log(scores / (1 - scores))
+    routing = _route_in_groups(logits, jnp.zeros(6), experts=V3)
+    assert routing.indices.tolist() == [[[2, 4], [0, 1]]]
+    np.testing.assert_allclose(routing.weights, [[[3 * 0.6 / 1.15, 3 * 0.55 / 1.15], [1.5, 1.5]]], rtol=1e-5)
+    routing = _route_in_groups(logits, jnp.array([-2.0, 2.5, -3.0, -3.0, -1.0, 0.0]), experts=V3)
+    assert routing.indices.tolist() == [[[5, 1], [1, 5]]]  # 1 is chosen first, and has the smaller weight
+    np.testing.assert_allclose(routing.weights, [[[2.5, 0.5], [1.5, 1.5]]], rtol=1e-5)

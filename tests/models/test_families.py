@@ -101,6 +101,18 @@ def test_transformer_lens_names(family: str, name: str, hook_name: str, tmp_path
     assert open_model(str(tmp_path)).hook_name(ActivationKey.parse(name)) == hook_name
 
 
+def older_deepseek(config: dict) -> None:
+    """As published, with what only the model's own code reads."""
+    config["rope_theta"] = (rope := config.pop("rope_parameters")).pop("rope_theta")
+    config["rope_scaling"] = {"type": rope.pop("rope_type")} | rope
+    del config["head_dim"], config["qk_head_dim"], config["output_router_logits"]
+    config |= {"moe_layer_freq": 1, "aux_loss_alpha": 0.001, "seq_aux": True, "auto_map": {"AutoModel": "modeling.X"}}
+    is_v3 = config["model_type"] == "deepseek_v3"
+    config |= (
+        {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1} if is_v3 else {"scoring_func": "softmax"}
+    )
+
+
 def older_gpt_neox(config: dict) -> None:
     rope = config.pop("rope_parameters")
     config |= {"rotary_pct": rope["partial_rotary_factor"], "rotary_emb_base": rope["rope_theta"]}
@@ -160,7 +172,10 @@ OLMO3_ROPES = {
 PHI3_ROPE = {"rope_type": "longrope", "rope_theta": 300.0, "partial_rotary_factor": 0.75}
 PHI3_ROPE |= {"short_factor": [1.0, 2.0, 3.0], "long_factor": [4.0, 5.0, 6.0]}
 EVERY_SECOND = ["sliding_attention", "full_attention"] * 2
+MSCALE_ROPE = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 24}
+MSCALE_ROPE |= {"mscale": 0.7, "mscale_all_dim": 1.3}
 OLDER = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ({"rope_parameters": MSCALE_ROPE}, older_deepseek)),
     "gpt_neox": ({"rope_parameters": NEOX_ROPE}, older_gpt_neox),
     "gpt_oss": ({"sliding_window": 7}, older_gpt_oss),
     "gemma2": ({"sliding_window": 7, "layer_types": EVERY_SECOND}, older_gemma2),
@@ -187,6 +202,31 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
 REFUSED = {
     "bert that decodes": ("bert", {"is_decoder": True}, "is_decoder is true"),
     "bert with relative positions": ("bert", {"position_embedding_type": "relative_key"}, "'relative_key'"),
+    "deepseek v2 with weights that sum to one": ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is true"),
+    "deepseek v2 with sparse layers between": ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+    "deepseek v2 with biases": ("deepseek_v2", {"mlp_bias": True}, "mlp_bias=True"),
+    "deepseek v2 with v3's choice": ("deepseek_v2", {"topk_method": "noaux_tc"}, "'noaux_tc'.*greedy"),
+    "deepseek v2 without a count": ("deepseek_v2", {"num_experts_per_tok": None}, "has no 'num_experts_per_tok'"),
+    "deepseek v2 with unequal groups": (
+        "deepseek_v2",
+        {"topk_method": "group_limited_greedy", "n_group": 4},
+        "n_group is 4 and topk_group 2, expected equal groups of the 6 experts",
+    ),
+    "deepseek v3 with too small groups": (
+        "deepseek_v3",
+        {"num_experts_per_tok": 5},
+        "expected .* enough of them for the 5 experts of a token",
+    ),
+    "deepseek v3 with groups of one": ("deepseek_v3", {"n_group": 6}, "n_group is 6"),
+    "deepseek v3 with too few groups": ("deepseek_v3", {"topk_group": 4}, "topk_group is 4, expected at most n_group"),
+    "deepseek v3 with shares": ("deepseek_v3", {"scoring_func": "softmax"}, "'softmax'.*sigmoid"),
+    "deepseek v3 with other keys": ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2, expected 4"),
+    "deepseek v3 with other rotation": ("deepseek_v3", {"head_dim": 8}, "head_dim is 8, expected 6"),
+    "deepseek v3 with wider values": (
+        "deepseek_v3",
+        {"v_head_dim": 8},
+        r"kv_b_proj.weight has shape .*, expected \(72, 18",
+    ),
     "gpt2 with another scale": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     "gpt2 with cross attention": ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
     "gemma2 that sees ahead": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
@@ -258,6 +298,61 @@ def test_a_site_alone_equals_the_site_among_all(family: str, tmp_path) -> None:
     keys = activation_keys((2,), tuple(site for site in model.sites if site.per_layer))
     for key, expected in captured(*keys).items():
         np.testing.assert_allclose(captured(key)[key], expected, rtol=1e-4, atol=1e-5, err_msg=key.name)
+
+
+def test_the_weights_that_a_site_needs_of_latent_attention(tmp_path) -> None:
+    save_random("deepseek_v3", tmp_path)
+    model = open_model(str(tmp_path))
+    queries, values = {"q_down", "q_down_norm", "q_up"}, {"kv_down", "kv_down_norm", "kv_up"}
+    sites = {Site.q: queries, Site.v: values, Site.k: values | {"k_rotary"}}
+    for site, names in sites.items():
+        leaves = model.leaves((ActivationKey(2, site),))["runs"][-1]
+        assert leaves["attention"].keys() == names | {"norm"}
+    leaves = model.leaves((ActivationKey(2, Site.k),))["runs"][-1]["attention"]
+    assert (leaves["kv_down"].rows, leaves["k_rotary"].rows) == (range(18), range(18, 24))
+    assert {model.width(site) for site in (Site.q, Site.k)} == {64}
+    assert {model.width(site) for site in (Site.v, Site.attn_z)} == {28}
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path) -> None:
+    save_random("deepseek_v3", tmp_path)
+    expected = loaded_arrays(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    further = {
+        f"model.layers.4.{name}.weight": np.ones((3, 4), np.float32) for name in ("eh_proj", "mlp.gate", "enorm")
+    }
+    save_file(tensors | further, tmp_path / "model.safetensors")
+    for got, array in zip(loaded_arrays(tmp_path), expected, strict=True):
+        np.testing.assert_array_equal(got, array)
+    edit_config(tmp_path, lambda config: config.update(num_nextn_predict_layers=0))
+    with pytest.raises(CheckpointError, match=r"model.layers.4.eh_proj.weight is unexpected"):
+        open_model(str(tmp_path))
+
+
+def test_deepseek_chooses_experts_in_float32(tmp_path) -> None:
+    """Rounded to bfloat16, the corrections would choose others."""
+    save_random("deepseek_v3", tmp_path)
+    model = open_model(str(tmp_path))
+    keys = tuple(ActivationKey(2, site) for site in (Site.router_logits, Site.router_weights))
+    params = model.load(keys, "bfloat16", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    router = params["runs"][-1]["mlp"]
+    assert {name: router[name].dtype for name in ("router", "router_correction")} == {
+        "router": jnp.bfloat16,
+        "router_correction": jnp.float32,
+    }
+    name = "model.layers.2.mlp.gate.e_score_correction_bias"
+    np.testing.assert_array_equal(router["router_correction"], model.checkpoint.rows(name, 0, 6))
+    tokens = jnp.arange(12, dtype=jnp.int32)[None]
+    captured = jax.jit(model.apply, static_argnames="keys")(params, tokens, jnp.ones_like(tokens), tokens, keys=keys)
+    assert {str(values.dtype) for values in captured.values()} == {"float32"}
+    logits = np.asarray(captured[keys[0]])
+    assert not np.array_equal(logits, logits.astype(jnp.bfloat16).astype(np.float32))
+
+
+def loaded_arrays(path: Path) -> list[jax.Array]:
+    return jax.tree.leaves(
+        open_model(str(path)).load((LAST,), "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    )
 
 
 def test_sinks_are_read_where_there_is_attention(tmp_path) -> None:

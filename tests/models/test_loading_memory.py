@@ -39,10 +39,11 @@ print(json.dumps({"devices": devices, "peak": memory_mib("VmHWM") - before}))
 """
 
 
-def save_checkpoint(path: Path, num_layers: int) -> None:
-    """A LLaMA in bfloat16, a file for each layer."""
+def save_checkpoint(path: Path, num_layers: int, in_fp8: bool = False) -> None:
+    """A LLaMA in bfloat16, or with matrices in FP8; a file for each layer."""
     config = {"model_type": "llama", "hidden_size": WIDTH, "intermediate_size": MLP, "vocab_size": VOCAB}
     config |= {"num_hidden_layers": num_layers, "num_attention_heads": 16}
+    config |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}} if in_fp8 else {}
     (path / "config.json").write_text(json.dumps(config))
     values = np.random.default_rng(0).normal(0, 0.02, max(VOCAB, MLP) * WIDTH).astype(ml_dtypes.bfloat16)
 
@@ -54,7 +55,11 @@ def save_checkpoint(path: Path, num_layers: int) -> None:
     layer |= {"input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,)}
     files = [{"model.embed_tokens.weight": tensor(VOCAB, WIDTH), "model.norm.weight": tensor(WIDTH)}]
     for number in range(num_layers):
-        files.append({f"model.layers.{number}.{name}.weight": tensor(*shape) for name, shape in layer.items()})
+        tensors = {f"model.layers.{number}.{name}.weight": tensor(*shape) for name, shape in layer.items()}
+        for name in [name for name in tensors if in_fp8 and tensors[name].ndim == 2]:
+            tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = np.ones([size // 128 for size in tensors[name].shape], np.float32)
+        files.append(tensors)
     weight_map = {}
     for number, tensors in enumerate(files):
         name = f"model-{number:05}.safetensors"
@@ -89,3 +94,12 @@ def test_the_host_holds_what_the_devices_hold_and_one_tensor(num_layers: int, tm
         assert used["peak"] < used["devices"] + EMBED_MIB + SLACK_MIB, (dtype, weights_dtype)
     first = load(tmp_path, 0, "bfloat16", "same")
     assert first["peak"] < LAYER_MIB + 2 * EMBED_MIB + SLACK_MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_same_in_fp8(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 8, in_fp8=True)
+    for weights_dtype, share in (("same", 1.0), ("int8", 0.5)):
+        used = load(tmp_path, 7, "bfloat16", weights_dtype)
+        assert used["devices"] == pytest.approx(8 * LAYER_MIB * share + EMBED_MIB, rel=0.01)
+        assert used["peak"] < used["devices"] + EMBED_MIB + SLACK_MIB, weights_dtype

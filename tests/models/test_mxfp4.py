@@ -100,6 +100,6 @@ def test_parts_that_do_not_fit_are_named(damage: str, tmp_path) -> None:
 
 def test_another_quantisation_is_refused(tmp_path) -> None:
     save_packed(tmp_path)
-    quantise_config(tmp_path / "packed", "fp8")
-    with pytest.raises(CheckpointError, match="quantization_config: expected .* mxfp4 weights"):
+    quantise_config(tmp_path / "packed", "gptq")
+    with pytest.raises(CheckpointError, match="quantization_config: expected .* mxfp4 or fp8 weights, got 'gptq'"):
         open_model(str(tmp_path / "packed"))

@@ -25,6 +25,7 @@ LLAMA3_ROPE = {
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+MSCALE_ROPE = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3}
 YARN_ROPES = {"full_attention": YARN_ROPE | {"attention_factor": 1.5}, "sliding_attention": {"rope_type": "default"}}
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 96}
 LONG_ROPE |= {"short_factor": [1.0, 1.5, 2.0, 7.5], "long_factor": [9.0] * 4}
@@ -152,6 +153,42 @@ CASES = {
         "gpt_oss",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}, "num_key_value_heads": 4},
     ),
+    "deepseek v2": ("deepseek_v2", {}),
+    "deepseek v2, groups, yarn with mscale": (
+        "deepseek_v2",
+        {"topk_method": "group_limited_greedy", "rope_parameters": MSCALE_ROPE, "routed_scaling_factor": 1.7},
+    ),
+    "deepseek v2, lite: plain queries, greedy, one scale for yarn": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "rope_parameters": YARN_ROPE | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek v2, biases, two dense layers, one group, tied": (
+        "deepseek_v2",
+        {"topk_method": "group_limited_greedy", "topk_group": 1, "attention_bias": True, "first_k_dense_replace": 2}
+        | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+    ),
+    "deepseek v2, every expert, no dense layer, narrow queries": (
+        "deepseek_v2",
+        {"num_experts_per_tok": 6, "first_k_dense_replace": 0, "v_head_dim": 16, "qk_nope_head_dim": 2},
+    ),
+    "deepseek v3": ("deepseek_v3", {}),
+    "deepseek v3, yarn with mscale, all groups, three shared experts": (
+        "deepseek_v3",
+        {"rope_parameters": MSCALE_ROPE, "topk_group": 3, "n_shared_experts": 3, "first_k_dense_replace": 3},
+    ),
+    "deepseek v3, plain queries, norm_topk_prob off, other pairs, one group": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "norm_topk_prob": False, "rope_interleave": False, "topk_group": 1}
+        | {"rms_norm_eps": 1e-3},
+    ),
+    "deepseek v3, biases, one expert, yarn without mscale": (
+        "deepseek_v3",
+        {"attention_bias": True, "num_experts_per_tok": 1, "rope_parameters": YARN_ROPE, "first_k_dense_replace": 0},
+    ),
+    "deepseek v3, dense, linear rope": (
+        "deepseek_v3",
+        {"first_k_dense_replace": 4, "rope_parameters": LINEAR_ROPE, "n_group": 1, "topk_group": 1},
+    ),
     "llama linear rope, biases": ("llama", {"rope_parameters": LINEAR_ROPE, "attention_bias": True, "mlp_bias": True}),
 }
 
@@ -207,6 +244,7 @@ SCANNED = {
         WINDOW | {"layer_types": ALTERNATING, "no_rope_layers": [1, 1, 0, 0]},
     ),
     "fused tensors": ("phi3", {}),
+    "dense and sparse, latent": ("deepseek_v3", {"first_k_dense_replace": 2}),
     "local and global with sinks": ("gpt_oss", GPT_OSS),
     "yarn in global layers": ("olmo3", {"sliding_window": 7, "rope_parameters": YARN_ROPES}),
 }
@@ -223,6 +261,8 @@ def test_scanned_layers_equal_single_ones(case: str, tmp_path) -> None:
 
 FAMILIES = {
     "bert": {},
+    "deepseek_v2": {"topk_method": "group_limited_greedy"},
+    "deepseek_v3": {"rope_parameters": MSCALE_ROPE},
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"layer_types": ALTERNATING},
     "gpt2": {},

@@ -20,6 +20,8 @@ NUM_PARAMS = {  # transformers' count: with the unembedding where it is not tied
     "Mistral-7B-v0.1": 7_241_732_096,
     "Qwen3-0.6B": 596_049_920,
     "gpt-oss-20b": 20_914_757_184,
+    "DeepSeek-V2-Lite": 15_706_484_224,
+    "DeepSeek-V3": 671_026_419_200,
     "phi-4": 14_659_507_200,
     "SmolLM3-3B": 3_075_098_624,
     "Olmo-3-7B": 7_298_011_136,

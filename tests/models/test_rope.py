@@ -5,10 +5,17 @@ import pytest
 from hf_reference import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from pipeline.models.architecture import Rope, RopeKind
+from pipeline.models.architecture import Rope, RopeKind, RotaryPairs
 from pipeline.models.families.hf_attention import parse_rope
 from pipeline.models.families.hf_config import HfConfig
-from pipeline.models.rope import _rotate_by_product, apply_rope, inverse_frequencies, rope_table
+from pipeline.models.rope import (
+    _rotate_by_product,
+    _rotate_neighbours_by_product,
+    apply_rope,
+    inverse_frequencies,
+    rope_table,
+    rotate_pairs,
+)
 
 torch = pytest.importorskip("torch")
 HEAD_DIM = 64
@@ -96,6 +103,15 @@ def test_the_product_for_tpus_is_exact(rotating: int, dtype: str) -> None:
     table = rope_table(CASES["default"][0], rotating, positions)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 5, 2, HEAD_DIM)), dtype)
     np.testing.assert_array_equal(_rotate_by_product(x, table), apply_rope(x, table))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pairs", [RotaryPairs.adjacent, RotaryPairs.to_halves])
+def test_so_is_that_of_neighbours(pairs: RotaryPairs, dtype: str) -> None:
+    positions = jnp.array([[0, 1, 2, 77, 131071]], jnp.int32)
+    table = rope_table(CASES["linear"][0], HEAD_DIM, positions)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 5, 2, HEAD_DIM)), dtype)
+    np.testing.assert_array_equal(_rotate_neighbours_by_product(x, table, pairs), rotate_pairs(x, table, pairs))
 
 
 def test_only_tpus_multiply() -> None:

@@ -6,15 +6,16 @@ import pytest
 
 from pipeline.config.composing import PACKAGE
 from pipeline.core.sites import Site
-from pipeline.models.partition import TENSOR_AXES
 from pipeline.models.registry import open_model
-from pipeline.models.weight_specs import WEIGHTS, Kind, Step, layer_steps, required_steps, weight_spec
+from pipeline.models.weight_specs import TENSOR_AXES, WEIGHTS, Kind, Step, layer_steps, required_steps, weight_spec
 
 DIVIDED_AXIS = {
     "attention.qkv": 0,
     "attention.q": 0,
     "attention.k": 0,
     "attention.v": 0,
+    "attention.q_up": 0,
+    "attention.kv_up": 0,
     "attention.sinks": 0,
     "attention.o": 1,
     "mlp.gate": 0,
@@ -27,7 +28,8 @@ DIVIDED_AXIS = {
     "mlp.shared_up": 0,
     "mlp.shared_down": 1,
 }
-NUM_INPUTS = {key: 1 for key in DIVIDED_AXIS if key != "attention.sinks"} | {"attention.o": 2}
+UNDIVIDED = {"attention.q_down", "attention.kv_down", "attention.k_rotary"}
+NUM_INPUTS = {key: 1 for key in (*DIVIDED_AXIS, *UNDIVIDED) if key != "attention.sinks"} | {"attention.o": 2}
 ATTENTION = {Step.attn_in, Step.q, Step.k, Step.v, Step.z, Step.o}
 MLP = {Step.mlp_in, Step.gate, Step.up, Step.neurons, Step.down}
 ARCH = open_model(str(PACKAGE / "assets" / "tiny-qwen2")).arch
@@ -37,6 +39,7 @@ STEPS = {
     Site.v: {Step.attn_in, Step.v},
     Site.attn_entropy: {Step.attn_in, Step.q, Step.k, Step.entropy},
     Site.attn_z: ATTENTION - {Step.o},
+    Site.head_out: ATTENTION - {Step.o} | {Step.heads},
     Site.attn_out: ATTENTION,
     Site.resid_mid: ATTENTION,
     Site.mlp_in: ATTENTION | {Step.mlp_in},
@@ -58,8 +61,13 @@ SPARSE_STEPS = {
 
 def test_only_matrices_of_layers_are_divided_and_int8() -> None:
     matrices = {key: spec for key, spec in WEIGHTS.items() if spec.kind is Kind.matrix}
-    divided = {key: [axis in TENSOR_AXES for axis in spec.logical_axes].index(True) for key, spec in matrices.items()}
+    divided = {
+        key: [axis in TENSOR_AXES for axis in spec.logical_axes].index(True)
+        for key, spec in matrices.items()
+        if spec.is_divided
+    }
     assert divided == DIVIDED_AXIS
+    assert matrices.keys() - divided.keys() == UNDIVIDED
     assert {key: spec.num_inputs for key, spec in WEIGHTS.items() if spec.num_inputs} == NUM_INPUTS
 
 
@@ -89,7 +97,8 @@ def test_steps_that_a_site_of_a_sparse_layer_requires(site: Site) -> None:
 
 def test_several_sites_require_the_steps_of_each() -> None:
     assert required_steps({Site.k, Site.mlp_out}, replace(ARCH, parallel=True), False) == {Step.attn_in, Step.k} | MLP
-    assert required_steps({Site.mlp_out, Site.attn_entropy}, ARCH, False) == layer_steps(False).keys()
+    sites = {Site.mlp_out, Site.attn_entropy, Site.head_out}
+    assert required_steps(sites, ARCH, False) == layer_steps(False).keys()
 
 
 def test_without_gate_the_pre_activation_is_the_up_projection() -> None:

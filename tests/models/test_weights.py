@@ -42,6 +42,7 @@ def layers(*numbers: int, parts: set[str] = ATTENTION | MLP) -> set[str]:
             layers(0, 1) | layers(2, parts={"input_layernorm", "self_attn.q_proj", "self_attn.k_proj"}),
         ),
         ("blocks.2.attn_z", layers(0, 1) | layers(2, parts=ATTENTION - {"self_attn.o_proj"})),
+        ("blocks.2.head_out", layers(0, 1) | layers(2, parts=ATTENTION)),
         ("blocks.2.mlp_in", layers(0, 1) | layers(2, parts=ATTENTION | MLP_IN)),
         ("blocks.2.mlp_pre", layers(0, 1) | layers(2, parts=ATTENTION | MLP_IN | {"mlp.gate_proj"})),
         ("blocks.2.mlp_pre_linear", layers(0, 1) | layers(2, parts=ATTENTION | MLP_IN | {"mlp.up_proj"})),
@@ -197,6 +198,9 @@ def test_flops_are_those_of_the_matrix_products(tmp_path) -> None:
     assert model.flops_per_token((key("blocks.1.attn_out"),), length=64) == 2 * attention + mlp
     assert model.flops_per_token((key("blocks.1.q"),), length=64) == attention + mlp + 2 * 32 * 32
     assert model.flops_per_token((key("embed"),), length=64) == 0
+    assert model.flops_per_token((key("blocks.1.head_out"),), length=64) == 2 * attention + mlp
+    both = (key("blocks.1.head_out"), key("blocks.1.attn_out"))
+    assert model.flops_per_token(both, length=64) == 2 * attention + mlp + 2 * 32 * 32
 
 
 def test_random_weights_are_finite_in_a_tensor_of_many_values(tmp_path) -> None:

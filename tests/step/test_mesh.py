@@ -42,6 +42,15 @@ GPT_OSS = CONFIG | {
     "num_experts_per_tok": 3,
 }
 
+DEEPSEEK = CONFIG | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
+    **{"n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2, "moe_intermediate_size": 16},
+    "first_k_dense_replace": 1,
+}
+CONFIGS = {"dense": CONFIG, "experts": EXPERTS, "gpt_oss": GPT_OSS, "deepseek": DEEPSEEK}
+
 PROGRAM = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
@@ -58,12 +67,14 @@ from pipeline.core.sites import Site, activation_keys
 from pipeline.extraction.transfer import start_copies
 from tests.models.test_sae_encoding import CASES, sae_arrays
 
-MODELS = {name: open_model(f"{sys.argv[1]}/{name}", init="random") for name in ("dense", "experts", "gpt_oss")}
+MODELS = {name: open_model(f"{sys.argv[1]}/{name}", init="random") for name in sys.argv[2:]}
 ROUTED = Site.router_logits, Site.router_weights, Site.router_indices, Site.expert_out, Site.mlp_out
 INNER = Site.attn_in, Site.q, Site.attn_entropy, Site.attn_z, Site.attn_out, Site.mlp_in, Site.mlp_pre, Site.mlp_post
 LAST = activation_keys((5,), (Site.resid_post,))
-KEYS = {"dense": (*activation_keys((1,), INNER), *LAST), "experts": (*activation_keys((1,), ROUTED), *LAST)}
+KEYS = {"dense": (*activation_keys((1,), (*INNER, Site.head_out)), *LAST)}
+KEYS["experts"] = (*activation_keys((1,), ROUTED), *LAST)
 KEYS["gpt_oss"] = KEYS["experts"]
+KEYS["deepseek"] = (*activation_keys((1,), (Site.q, Site.k, Site.v, Site.attn_z, *ROUTED)), *LAST)
 rng = np.random.default_rng(0)
 batch = {
     "tokens": rng.integers(0, 101, (8, 24), dtype=np.int32),
@@ -93,6 +104,7 @@ everyhow = ((1, False), (1, True), (2, False), (2, True))
 for name, with_int8, divisions in (
     ("dense", False, everyhow), ("dense", True, everyhow),
     ("experts", False, everyhow), ("experts", True, ((2, True),)), ("gpt_oss", False, ((2, True),)),
+    ("deepseek", False, ((2, True),)), ("deepseek", True, ((2, True),)),
 ):
     expected, _, all_bytes = outputs(name, 1, False, jax.devices()[:1], with_int8)
     for tensor, fsdp in divisions:
@@ -141,14 +153,14 @@ json.dump(report, sys.stdout)
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> dict[str, dict]:
     path = tmp_path_factory.mktemp("model")
-    for name, config in (("dense", CONFIG), ("experts", EXPERTS), ("gpt_oss", GPT_OSS)):
+    for name, config in CONFIGS.items():
         (path / name).mkdir()
         (path / name / "config.json").write_text(json.dumps(config))
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
     # How a program is divided is decided before LLVM, whose optimisation takes a third of the time.
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(path)], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", PROGRAM, str(path), *CONFIGS], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -174,6 +186,7 @@ SHARES = {(1, False): 1, (1, True): 1 / 8, (2, False): 1 / 2, (2, True): 1 / 8} 
         *(("experts", False, *division) for division in SHARES),
         ("experts", True, 2, True),
         ("gpt_oss", False, 2, True),
+        *(("deepseek", with_int8, 2, True) for with_int8 in (False, True)),
     ],
 )
 def test_every_division_computes_the_same_and_holds_its_share_of_the_weights(report, model, with_int8, tensor, fsdp):

@@ -22,14 +22,15 @@ class Attend(Protocol):
         self,
         q: Float[Array, "B T N H"],
         k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
+        v: Float[Array, "B T K W"],
         segments: Int32[Array, "B T"],
         spec: AttentionSpec,
         sinks: Float[Array, " N"] | None = None,
-    ) -> Float[Array, "B T N H"]:
-        """`segments` numbers the documents of a row from 1; 0 is padding, which sees only padding: every position has
-        keys, so none is NaN. Heads n of q with the same n // (N / K) share a key-value head. Scores and softmax are
-        float32. Each head's `sinks` is one more score of all its queries, as it is, for a key whose value is 0.
+    ) -> Float[Array, "B T N W"]:
+        """Values may be narrower or wider than keys. `segments` numbers the documents of a row from 1; 0 is padding,
+        which sees only padding: every position has keys, so none is NaN. Heads n of q with the same n // (N / K) share
+        a key-value head. Scores and softmax are float32. Each head's `sinks` is one more score of all its queries, as
+        it is, for a key whose value is 0.
         """
 
 

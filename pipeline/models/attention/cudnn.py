@@ -25,6 +25,8 @@ def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | N
         return (
             f"on this GPU it takes heads of a multiple of 8 up to {max_head_dim}, and the model's are {arch.head_dim}"
         )
+    if arch.value_dim > arch.head_dim:
+        return f"it takes values as wide as keys, and the model's have {arch.value_dim} and {arch.head_dim} dimensions"
     if capability < 8.0:
         return f"it needs compute capability 8.0 (Ampere) and the GPU has {capability}"
     return None
@@ -34,18 +36,22 @@ def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | N
 def attend_cudnn(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K W"],
     segments: Int32[Array, "B T"],
     spec: AttentionSpec,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N W"]:
     """`Attend` without a softcap and without sinks. JAX keeps rows and heads divided among devices as they are.
 
-    cuDNN takes segments as a bias: [B, 1, T, T] numbers in q's dtype, the same for all heads and layers.
+    cuDNN takes segments as a bias: [B, 1, T, T] numbers in q's dtype, the same for all heads and layers; and values as
+    wide as keys: narrower ones get zeros.
     """
+    value_dim, missing = v.shape[-1], q.shape[-1] - v.shape[-1]
+    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else v
     visible = segments[:, None, :, None] == segments[:, None, None, :]
     if spec.window is not None:  # also in the bias: cuDNN does not take both
         order = jnp.arange(q.shape[1])
         visible &= order[:, None] - order < spec.window
-    return jax.nn.dot_product_attention(
+    z = jax.nn.dot_product_attention(
         q, k, v, mask=visible, scale=spec.scale, is_causal=spec.causal, implementation="cudnn"
     )
+    return z[..., :value_dim] if missing else z

@@ -61,14 +61,14 @@ class Steps:
 def attend_splash(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K W"],
     segments: Int32[Array, "B T"],
     spec: AttentionSpec,
     sinks: Float[Array, " N"] | None = None,
     *,
     mesh: Mesh,
     interpret: bool = False,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N W"]:
     """`Attend` with rows divided along the mesh's `data` axis and heads along `tensor`.
 
     The kernel does not scale: queries are scaled first, in their dtype. `interpret` runs it on a CPU, for tests.
@@ -97,13 +97,13 @@ def _attend_on_device(
 def attend_blocks(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K W"],
     segments: Int32[Array, "B T"],
     spec: AttentionSpec,
     sinks: Float[Array, " N"] | None = None,
     *,
     steps: Steps,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N W"]:
     """The kernel, for queries already scaled, over the blocks that the causal mask or the window leaves.
 
     With `steps.skips` only over those that `blocks_to_run` names. Where segments are not 0 the result is the same to
@@ -112,7 +112,7 @@ def attend_blocks(
     # Here, so that machines without a TPU do not import Pallas.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    num_rows, length, num_heads, head_dim = q.shape
+    num_rows, length, num_heads, _ = q.shape
     if spec.window is not None:
         mask = splash.LocalMask((length, length), (spec.window - 1, 0), offset=0)
     elif spec.causal:
@@ -142,7 +142,7 @@ def attend_blocks(
     )
     q, k, v = (jnp.einsum("SNH->NSH", x.reshape(-1, *x.shape[2:])) for x in (q, k, v))
     z = kernel(q, k, v, splash.SegmentIds(segments.reshape(-1), segments.reshape(-1)), sinks)
-    return jnp.einsum("NSH->SNH", z).reshape(num_rows, length, num_heads, head_dim)
+    return jnp.einsum("NSH->SNH", z).reshape(num_rows, length, num_heads, -1)
 
 
 def blocks_to_run(

@@ -1,6 +1,7 @@
 """Attention in matrix products, for every platform: the reference that the kernels are compared with.
 
-Letters: B rows, T query positions, S key positions, N heads, K key-value heads, G = N / K, H head dim.
+Letters: B rows, T query positions, S key positions, N heads, K key-value heads, G = N / K, H head dim,
+W head dim of values.
 """
 
 import math
@@ -14,11 +15,11 @@ from pipeline.models.attention.spec import AttentionSpec
 def attend_xla(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K W"],
     segments: Int32[Array, "B T"],
     spec: AttentionSpec,
     sinks: Float[Array, " N"] | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N W"]:
     """`Attend` over blocks of queries, each with the keys that it can see: there are never [T, S] scores in memory.
 
     Rows and heads are the first axes, as matrix products are fastest. docs/performance.md has the measurements.
@@ -38,7 +39,7 @@ def attend_xla(
             visible &= distances < spec.window
         blocks.append(attend_visible(q[:, :, :, start:stop], k[:, :, keys], v[:, :, keys], visible, spec, sinks))
     z = jnp.concatenate(blocks, axis=3)
-    return jnp.einsum("BKGTH->BTKGH", z).reshape(num_rows, length, num_heads, head_dim)
+    return jnp.einsum("BKGTH->BTKGH", z).reshape(num_rows, length, num_heads, -1)
 
 
 def _query_blocks(length: int) -> list[tuple[int, int]]:
@@ -50,11 +51,11 @@ def _query_blocks(length: int) -> list[tuple[int, int]]:
 def attend_visible(
     q: Float[Array, "B K G T H"],
     k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    v: Float[Array, "B K S W"],
     visible: Bool[Array, "B T S"],
     spec: AttentionSpec,
     sinks: Float[Array, " N"] | None = None,
-) -> Float[Array, "B K G T H"]:
+) -> Float[Array, "B K G T W"]:
     """Attention of each query to the keys that are `visible` to it, at least one.
 
     XLA's CPU backend fuses products of four axes, an added mask and a division at the end into one loop: 8 rows of 256,

@@ -2,7 +2,8 @@
 
 Rounds otherwise than `attend_xla`, so `auto` does not choose it: a store is resumed with the values it was begun with.
 
-Letters: B rows, T positions, N heads, K key-value heads, G = N / K, H head dim, Q blocks of a row, P = 256 positions.
+Letters: B rows, T positions, N heads, K key-value heads, G = N / K, H head dim, W that of values, Q blocks of a row,
+P = 256 positions.
 """
 
 from functools import partial
@@ -35,13 +36,13 @@ def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | N
 def attend_xla_segments(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K W"],
     segments: Int32[Array, "B T"],
     spec: AttentionSpec,
     sinks: Float[Array, " N"] | None = None,
     *,
     mesh: Mesh,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N W"]:
     """`Attend` with rows divided along the mesh's `data` axis and heads along `tensor`."""
     heads, rows = PartitionSpec("data", None, "tensor"), PartitionSpec("data")
     # check_vma=False: the loops begin with constants, which are equal on all devices, and end with what is not.
@@ -58,12 +59,12 @@ def attend_xla_segments(
 def _attend_on_device(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K W"],
     segments: Int32[Array, "B T"],
     sinks: Float[Array, " N"] | None,
     *,
     spec: AttentionSpec,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N W"]:
     """One block of queries after the other, each with the blocks of keys from the first to the last that it sees."""
     num_rows, length, num_heads, head_dim = q.shape
     num_blocks, num_kv_heads = length // _BLOCK, k.shape[2]
@@ -86,18 +87,18 @@ def _attend_on_device(
 
     rows, numbers = (x.reshape(-1) for x in jnp.mgrid[:num_rows, :num_blocks])
     z = jax.lax.map(attend_block, (q, rows, numbers, first.reshape(-1), last.reshape(-1)))
-    z = z.reshape(num_rows, num_blocks, num_kv_heads, -1, _BLOCK, head_dim)
-    return jnp.einsum("BQKGPH->BQPKGH", z).reshape(num_rows, length, num_heads, head_dim)
+    z = z.reshape(num_rows, num_blocks, num_kv_heads, -1, _BLOCK, v.shape[-1])
+    return jnp.einsum("BQKGPH->BQPKGH", z).reshape(num_rows, length, num_heads, -1)
 
 
 def _attend_block(
     q: Float[Array, "K GP H"],
     number: Int32[Array, ""],
     limits: tuple[Int32[Array, ""], Int32[Array, ""]],
-    row: tuple[Float[Array, "K T H"], Float[Array, "K T H"], Int32[Array, " T"]],
+    row: tuple[Float[Array, "K T H"], Float[Array, "K T W"], Int32[Array, " T"]],
     sinks: Float[Array, " N"] | None,
     spec: AttentionSpec,
-) -> Float[Array, "K GP H"]:
+) -> Float[Array, "K GP W"]:
     """Block `number` of the row's queries, over the row's keys, values and segments, from block to block (both
     included) by an online softmax (Milakov and Gimelshein, arXiv 1805.02867)."""
     k, v, segments = row
@@ -129,6 +130,6 @@ def _attend_block(
     highest, total = nothing + jnp.finfo(jnp.float32).min, nothing
     if sinks is not None:
         highest, total = sink_scores(sinks, len(k), _BLOCK), nothing + 1
-    start = highest, total, jnp.zeros(q.shape, jnp.float32)
+    start = highest, total, jnp.zeros((*q.shape[:2], v.shape[-1]), jnp.float32)
     _, total, z = jax.lax.fori_loop(limits[0], limits[1] + 1, step, start)
     return (z / total).astype(v.dtype)

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.json_text import MAX_JSON_BYTES, parse_json, shown
-from pipeline.models.checkpoints import mxfp4
+from pipeline.models.checkpoints import fp8, mxfp4
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 
@@ -91,32 +91,56 @@ class Checkpoint:
         return name if name in _HEADS else self.prefix + name
 
     def info(self, name: str) -> TensorInfo | None:
-        """A tensor's dtype and shape, in MXFP4 those of its numbers; None where its file does not contain it."""
+        """A tensor's dtype and shape, of MXFP4 and FP8 those of its numbers; None where its file lacks it."""
         name = self._stored_name(name)
         if name not in self._packed:
             return self._open_indexed(name).tensors.get(name) if name in self.file_of else None
         parts = [self._open_indexed(part).tensors.get(part) for part in self._packed[name]]
-        return None if None in parts else mxfp4.unpacked_info(*parts)
+        if None in parts:
+            return None
+        return fp8.unpacked_info(*parts, self._fp8_block) if name in self._in_fp8 else mxfp4.unpacked_info(*parts)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop-1 of a tensor's first axis, in the file's dtype, or the float32 numbers of MXFP4."""
+        """Rows start..stop-1 of a tensor's first axis, in the file's dtype, or the float32 numbers of MXFP4 and FP8."""
         name = self._stored_name(name)
-        parts = [self._open_indexed(part).rows(part, start, stop) for part in self._packed.get(name, (name,))]
-        return mxfp4.unpacked(*parts) if name in self._packed else parts[0]
+        if name not in self._packed:
+            return self._stored_rows(name, start, stop)
+        first, second = self._packed[name]
+        numbers = self._stored_rows(first, start, stop)
+        if name not in self._in_fp8:
+            return mxfp4.unpacked(numbers, self._stored_rows(second, start, stop))
+        rows = self._fp8_block[0]
+        scales = self._stored_rows(second, start // rows, -(-stop // rows))
+        return fp8.unpacked(numbers, scales, start, self._fp8_block)
+
+    def _stored_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        return self._open_indexed(name).rows(name, start, stop)
 
     @cached_property
     def names(self) -> Collection[str]:
-        """The names of all tensors; one for both parts of a tensor in MXFP4."""
+        """The names of all tensors; one for both parts of a tensor in MXFP4 or FP8."""
         packed = {part: name for name, parts in self._packed.items() for part in parts}
         return dict.fromkeys(packed.get(name, name) for name in self.file_of)
 
     @cached_property
     def _packed(self) -> Mapping[str, tuple[str, ...]]:
-        """The tensors in MXFP4, and the names of their parts."""
-        blocks, _ = mxfp4.SUFFIXES
-        names = (name.removesuffix(blocks) for name in self.file_of if name.endswith(blocks))
-        parts = {name: tuple(name + suffix for suffix in mxfp4.SUFFIXES) for name in names}
+        """The tensors in MXFP4 or FP8, and the names of their parts."""
+        return self._pairs(mxfp4.SUFFIXES) | self._in_fp8
+
+    @cached_property
+    def _in_fp8(self) -> Mapping[str, tuple[str, ...]]:
+        pairs = self._pairs(fp8.SUFFIXES)
+        return pairs if pairs and self._fp8_block else {}
+
+    def _pairs(self, suffixes: tuple[str, str]) -> dict[str, tuple[str, ...]]:
+        """The names without suffix of which the files contain both parts."""
+        names = (name.removesuffix(suffixes[1]) for name in self.file_of if name.endswith(suffixes[1]))
+        parts = {name: tuple(name + suffix for suffix in suffixes) for name in names}
         return {name: both for name, both in parts.items() if self.file_of.keys() >= {*both}}
+
+    @cached_property
+    def _fp8_block(self) -> tuple[int, int] | None:
+        return fp8.block_shape(self.config)
 
     def _stored_name(self, name: str) -> str:
         return self._stored_names.get(name, name)

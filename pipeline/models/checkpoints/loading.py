@@ -74,8 +74,11 @@ def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, exp
         layer, _, rest = name.removeprefix(start).partition(".")
         if not name.startswith(start) or rest in _IGNORED_TENSORS:
             continue
-        is_beyond = not re.fullmatch("[0-9]{1,9}", layer) or int(layer) >= arch.num_layers
-        if is_beyond or (layer in needed_layers and current_name(rest) not in of_layer[arch.is_sparse(int(layer))]):
+        number = int(layer) if re.fullmatch("[0-9]{1,9}", layer) else None
+        if number is not None and 0 <= number - arch.num_layers < arch.num_ignored_layers:
+            continue
+        is_beyond = number is None or number >= arch.num_layers
+        if is_beyond or (layer in needed_layers and current_name(rest) not in of_layer[arch.is_sparse(number)]):
             yield f"{name:.200}"
 
 
@@ -91,8 +94,8 @@ def _tensors_of_layer(arch: Architecture, table: KeyTable, is_sparse: bool) -> s
 def load_params(
     checkpoint: Checkpoint, leaves: LeafTree, dtype: str, place: Placement, progress: bool, with_int8: bool = False
 ) -> Params:
-    """The parameters on the devices, in `dtype`, with `with_int8` the layers' matrices in int8. Every process reads the
-    parts that its devices hold.
+    """The parameters on the devices, in `dtype` (`Leaf.dtype`), with `with_int8` the layers' matrices in int8. Every
+    process reads the parts that its devices hold.
 
     The host holds at most a few leaves at a time, on their way to the devices, and a piece of a tensor for each.
     """
@@ -105,7 +108,7 @@ def load_params(
         if with_int8 and is_int8(leaf):
             weight = _int8_weight(leaf, sharding, parts, *read_int8(checkpoint, leaf, [*parts.values()]))
         else:
-            values = read_leaf(checkpoint, leaf, np.dtype(dtype), [*parts.values()])
+            values = read_leaf(checkpoint, leaf, np.dtype(leaf.dtype(dtype)), [*parts.values()])
             weight = _on_devices(leaf.shape, sharding, dict(zip(parts, values, strict=True)))
         return jax.block_until_ready(weight)  # frees the host's copy
 
@@ -118,7 +121,7 @@ def abstract_params(leaves: LeafTree, dtype: str, place: Placement, with_int8: b
     def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct | Int8Weight:
         sharding = place(leaf)
         if not (with_int8 and is_int8(leaf)):
-            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype(dtype), sharding=sharding)
         scale_shape = leaf.shape[: -leaf.num_inputs]
         return Int8Weight(
             jax.ShapeDtypeStruct(leaf.shape, np.int8, sharding=sharding),

@@ -50,7 +50,7 @@ def random_params(
         if with_int8 and is_int8(leaf):
             scale_sharding = without_inputs(sharding, len(leaf.shape) - leaf.num_inputs)
             return _normal(dtype, Int8Weight(sharding, scale_sharding))(tensor_ids, leaf.shape, leaf.num_inputs)
-        return _normal(dtype, sharding)(tensor_ids, leaf.shape, 0)
+        return _normal(leaf.dtype(dtype), sharding)(tensor_ids, leaf.shape, 0)
 
     # One at a time: all processes must start the same programs in the same order.
     return build_params(make, leaves, "making weights", progress, threads=1)

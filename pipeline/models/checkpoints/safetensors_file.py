@@ -22,7 +22,7 @@ FLOAT_DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-_DTYPES = FLOAT_DTYPES | {"U8": np.dtype(np.uint8)}  # that are read
+_DTYPES = FLOAT_DTYPES | {"U8": np.dtype(np.uint8), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}  # that are read
 _ITEM_BYTES = {
     **{name: dtype.itemsize for name, dtype in FLOAT_DTYPES.items()},
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
@@ -63,7 +63,7 @@ class SafetensorsFile:
         _check_layout(source, data_start, self.tensors)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop-1 of a tensor's first axis, in its dtype (floats or U8)."""
+        """Rows start..stop-1 of a tensor's first axis, in its dtype (floats, F8_E4M3 or U8)."""
         info = self.tensors[name]
         row_bytes = (info.stop - info.start) // info.shape[0]
         raw = self._source.read(info.start + start * row_bytes, info.start + stop * row_bytes)

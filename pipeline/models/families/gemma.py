@@ -12,7 +12,7 @@ from pipeline.models.families.hf_attention import nested_ropes, read_local, read
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.llama import ATTENTION_BIASES, read_decoder
 from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
-from pipeline.models.families.qwen3 import HEAD_NORMS
+from pipeline.models.families.qwen import HEAD_NORMS
 
 KEY_TABLE: KeyTable = LLAMA_TABLE | {
     "layers.*.post_attention_layernorm.weight": "attention.post_norm",

@@ -11,7 +11,7 @@ KEY_TABLE: KeyTable = {
     "h.*.ln_1.bias": "attention.norm_bias",
     "h.*.attn.c_attn.weight": ("attention.qkv", "D CNH"),
     "h.*.attn.c_attn.bias": ("attention.qkv_bias", "CNH"),
-    "h.*.attn.c_proj.weight": ("attention.o", "NH D"),
+    "h.*.attn.c_proj.weight": ("attention.o", "NW D"),
     "h.*.attn.c_proj.bias": "attention.o_bias",
     "h.*.ln_2.weight": "mlp.norm",
     "h.*.ln_2.bias": "mlp.norm_bias",

@@ -93,7 +93,7 @@ def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> YarnRope:
     factor = values.optional_float("factor") or max_positions / original
     attention_factor = values.optional_float("attention_factor", None)
     mscale, mscale_all_dim = values.optional_float("mscale", None), values.optional_float("mscale_all_dim", None)
-    growth = 0.1 * math.log(max(factor, 1.0))
+    growth = yarn_growth(factor)
     if attention_factor is None and mscale and mscale_all_dim:
         attention_factor = (mscale * growth + 1) / (mscale_all_dim * growth + 1)
     return YarnRope(
@@ -106,6 +106,11 @@ def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> YarnRope:
         beta_slow=values.positive_float("beta_slow", 1.0),
         truncate=values.flag("truncate", True, null=False),
     )
+
+
+def yarn_growth(factor: float) -> float:
+    """How much longer queries and keys become in a context that is `factor` times as long, as a share."""
+    return 0.1 * math.log(max(factor, 1.0))
 
 
 def _parse_long(values: HfConfig, theta: float, max_positions: int) -> LongRope:

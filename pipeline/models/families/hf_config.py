@@ -49,6 +49,7 @@ _NEUTRAL: dict[str, object] = {
     "is_encoder_decoder": False,
     "lm_head_bias": False,
     "mlp_bias": False,
+    "moe_layer_freq": 1,
     "partial_rotary_factor": 1.0,
     "pruned_heads": {},
     "rope_interleaved": False,
@@ -201,15 +202,35 @@ class HfConfig:
 
 
 def refuse_unreadable(config: HfConfig, families: Collection[str]) -> None:
-    """Raises for checkpoints that are quantised in another way than gpt-oss, or that only their own code could read."""
-    if "quantization_config" in config and config.nested("quantization_config").values.get("quant_method") != "mxfp4":
+    """Raises for checkpoints that are quantised in other ways than MXFP4 and FP8 in blocks, or that only their own code
+    could read."""
+    quantization = config.nested("quantization_config")
+    method = quantization.values.get("quant_method")
+    if "quantization_config" in config and method not in ("mxfp4", "fp8"):
         raise CheckpointError(
-            f"{config.where} has a quantization_config: expected float32, float16, bfloat16 or mxfp4 weights, got "
-            f"others. Use the checkpoint from which it was quantised."
+            f"{config.where} has a quantization_config: expected float32, float16, bfloat16, mxfp4 or fp8 weights, got "
+            f"{shown(method)}. Use the checkpoint from which it was quantised."
         )
+    if method == "fp8":
+        _check_fp8(quantization)
     if config.values.get("auto_map") and str(config.values.get("model_type")) not in families:
         raise CheckpointError(
             f"{config.where} has an auto_map: the model is defined by code inside its repository, which is never run. "
             f"Use a model of an implemented family."
         )
     config.ignore("auto_map")  # of an implemented family; transformers ignores it, too, unless it is told to trust it
+
+
+def _check_fp8(config: HfConfig) -> None:
+    """Raises for FP8 that is not in blocks with a scale each, whose products are of unquantised activations."""
+    block = config.whole_numbers("weight_block_size")
+    if len(block) != 2 or min(block) < 1:
+        raise CheckpointError(
+            f"{config.where}: weight_block_size is {shown(block or None)}, expected two whole numbers above 0: other "
+            f"FP8 is not implemented. Use the checkpoint from which it was quantised."
+        )
+    config.choice("fmt", ("e4m3",), "e4m3")
+    config.choice("activation_scheme", ("dynamic",), "dynamic")
+    config.choice("scale_fmt", ("float", "ue8m0"), "float")  # of numbers that are stored as floats
+    config.ignore("quant_method", "modules_to_not_convert", "ignored_layers")  # the tensors tell
+    config.finish()

@@ -9,12 +9,12 @@ import dataclasses
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Activation, Architecture, BoundedExperts, Experts, KeyTable, Norm, Rope
-from pipeline.models.families import llama, qwen3
+from pipeline.models.families import llama
 from pipeline.models.families.hf_attention import all_local, parse_rope, read_local, rope_values
 from pipeline.models.families.hf_config import HfConfig
-from pipeline.models.families.qwen2 import QKV_BIASES
+from pipeline.models.families.qwen import HEAD_NORMS, QKV_BIASES
 
-_EXPERTS: KeyTable = {
+EXPERTS: KeyTable = {
     "layers.*.mlp.gate.weight": "mlp.router",
     "layers.*.mlp.experts.#.gate_proj.weight": "mlp.experts_gate",
     "layers.*.mlp.experts.#.up_proj.weight": "mlp.experts_up",
@@ -54,7 +54,7 @@ def read_qwen2_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
     pattern = "".join("L" if window and i % 2 == 0 and i < first_global else "G" for i in range(arch.num_layers))
     local = read_local(config, pattern, window, arch.rope, arch.rope, arch.max_positions)
     biases = QKV_BIASES if config.flag("qkv_bias", True) else {}
-    return dataclasses.replace(arch, local=local, experts=experts), llama.KEY_TABLE | biases | _EXPERTS | _SHARED
+    return dataclasses.replace(arch, local=local, experts=experts), llama.KEY_TABLE | biases | EXPERTS | _SHARED
 
 
 def read_qwen3_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
@@ -63,7 +63,7 @@ def read_qwen3_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
     experts = _read_experts(config, arch.num_layers, default_num=128, default_per_token=8, default_d_expert=768)
     config.ignore("max_window_layers")  # published; every layer has the window, if any
     local = all_local(arch, _read_window(config))
-    table = llama.KEY_TABLE | qwen3.HEAD_NORMS | _EXPERTS
+    table = llama.KEY_TABLE | HEAD_NORMS | EXPERTS
     table |= llama.ATTENTION_BIASES if config.flag("attention_bias", False) else {}
     return dataclasses.replace(arch, local=local, experts=experts), table
 
@@ -73,7 +73,7 @@ def read_mixtral(config: HfConfig) -> tuple[Architecture, KeyTable]:
     config.ignore("router_jitter_noise", *_ABOUT_TRAINING)  # noise in training only
     arch = llama.read_decoder(config, default_max_positions=4096 * 32, default_eps=1e-5, default_theta=1e6)
     local = all_local(arch, config.optional_int("sliding_window", None))
-    num_experts, per_token = _counts(config, arch.num_layers, 8, 2)
+    num_experts, per_token = read_counts(config, arch.num_layers, 8, 2)
     experts = Experts("S" * arch.num_layers, num_experts, per_token, arch.d_mlp, sums_to_one=True, rounds_weights=False)
     return dataclasses.replace(arch, local=local, experts=experts), _WITHOUT_MLP | _MIXTRAL_EXPERTS
 
@@ -84,12 +84,12 @@ def read_olmoe(config: HfConfig) -> tuple[Architecture, KeyTable]:
     if config.optional_float("clip_qkv", None) is not None:
         raise CheckpointError(f"{config.where} sets clip_qkv, which is not implemented. Use another model.")
     arch = llama.read_decoder(config, default_max_positions=4096, default_eps=1e-5)
-    num_experts, per_token = _counts(config, arch.num_layers, 64, 8)
+    num_experts, per_token = read_counts(config, arch.num_layers, 64, 8)
     sums_to_one = config.flag("norm_topk_prob", False)
     experts = Experts("S" * arch.num_layers, num_experts, per_token, arch.d_mlp, sums_to_one)
     table = (
         _WITHOUT_MLP
-        | _EXPERTS
+        | EXPERTS
         | {
             "layers.*.self_attn.q_norm.weight": ("attention.q_norm", "NH"),
             "layers.*.self_attn.k_norm.weight": ("attention.k_norm", "KH"),
@@ -112,7 +112,7 @@ def read_gpt_oss(config: HfConfig) -> tuple[Architecture, KeyTable]:
         activation=Activation.silu,
         rope=_read_gpt_oss_rope(config, max_positions),
     )
-    num_experts, per_token = _counts(config, arch.num_layers, 128, 4)
+    num_experts, per_token = read_counts(config, arch.num_layers, 128, 4)
     experts = BoundedExperts(
         "S" * arch.num_layers,
         num_experts,
@@ -148,7 +148,7 @@ def _read_experts(
 ) -> Experts:
     """Qwen's experts: of every `decoder_sparse_step`-th layer but those in `mlp_only_layers`."""
     config.ignore(*_ABOUT_TRAINING)
-    num_experts, per_token = _counts(config, num_layers, default_num, default_per_token)
+    num_experts, per_token = read_counts(config, num_layers, default_num, default_per_token)
     step, dense = config.positive_int("decoder_sparse_step", 1), {*config.whole_numbers("mlp_only_layers")}
     pattern = "".join("D" if i in dense or (i + 1) % step else "S" for i in range(num_layers))
     if "S" not in pattern:
@@ -172,9 +172,12 @@ def _read_window(config: HfConfig) -> int | None:
     return None
 
 
-def _counts(config: HfConfig, num_layers: int, default_num: int, default_per_token: int) -> tuple[int, int]:
-    """How many experts there are, and how many of them a token has. Either name is that of some transformers."""
-    key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+def read_counts(
+    config: HfConfig, num_layers: int, default_num: int, default_per_token: int, key: str | None = None
+) -> tuple[int, int]:
+    """How many experts there are, by default under either name that some transformers have, and how many of them a
+    token has."""
+    key = key or ("num_local_experts" if "num_local_experts" in config else "num_experts")
     num_experts = config.positive_int(key, default_num)
     per_token = config.positive_int("num_experts_per_tok", default_per_token)
     if num_experts * num_layers > _MAX_EXPERTS:

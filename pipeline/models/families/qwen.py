@@ -1,0 +1,45 @@
+"""Qwen2, Qwen2.5 and Qwen3's dense models (transformers' `Qwen2Model`, `Qwen3Model`).
+
+The former have biases on q, k and v, none elsewhere; Qwen3 has a norm of every head's queries and keys, and by default
+no biases.
+"""
+
+import dataclasses
+
+from pipeline.models.architecture import Architecture, KeyTable
+from pipeline.models.families import llama
+from pipeline.models.families.hf_attention import read_local
+from pipeline.models.families.hf_config import HfConfig
+
+QKV_BIASES: KeyTable = {
+    "layers.*.self_attn.q_proj.bias": "attention.q_bias",
+    "layers.*.self_attn.k_proj.bias": "attention.k_bias",
+    "layers.*.self_attn.v_proj.bias": "attention.v_bias",
+}
+HEAD_NORMS: KeyTable = {
+    "layers.*.self_attn.q_norm.weight": "attention.q_norm",
+    "layers.*.self_attn.k_norm.weight": "attention.k_norm",
+}
+
+
+def read_qwen2(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    arch = llama.read_decoder(config, default_max_positions=32768)
+    return _with_windows(config, arch), llama.KEY_TABLE | QKV_BIASES
+
+
+def read_qwen3(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    arch = llama.read_decoder(config, default_max_positions=32768, default_head_dim=128)
+    biases = llama.ATTENTION_BIASES if config.flag("attention_bias", False) else {}
+    return _with_windows(config, arch), llama.KEY_TABLE | HEAD_NORMS | biases
+
+
+def _with_windows(config: HfConfig, arch: Architecture) -> Architecture:
+    """Adds Qwen's sliding window: of the layers from `max_window_layers` on, if it is used at all."""
+    is_used = config.flag("use_sliding_window", False)
+    window = config.optional_int("sliding_window", 4096)
+    first = min(config.count("max_window_layers", 28), arch.num_layers)
+    pattern = "G" * first + "L" * (arch.num_layers - first)
+    local = read_local(config, pattern, window if is_used else None, arch.rope, arch.rope, arch.max_positions)
+    return dataclasses.replace(arch, local=local)

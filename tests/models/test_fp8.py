@@ -1,0 +1,154 @@
+"""Models as they are published in FP8: numbers with a scale for each block, against transformers and the formula."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hf_reference import save_random, torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from pipeline.core.errors import CheckpointError
+from pipeline.core.sites import ActivationKey, Site
+from pipeline.models.checkpoints import leaf_reading
+from pipeline.models.registry import Model, open_model
+
+DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+LAST = ActivationKey(1, Site.resid_post)
+BLOCK = [16, 12]  # divides some sizes of the tiny models, and others not
+PUBLISHED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": BLOCK}
+FAMILIES = {"deepseek_v3": torch.float32, "qwen3": torch.bfloat16, "qwen3_moe": torch.float16}  # with the scales' dtype
+
+
+def dequantised(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """By transformers, which takes whole blocks only; else by the formula of the model's own code."""
+    sizes = [-(-size // part) for size, part in zip(numbers.shape, BLOCK, strict=True)]
+    assert list(scales.shape) == sizes
+    spread = scales.float().repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)
+    by_formula = numbers.float() * spread[: numbers.shape[0], : numbers.shape[1]]
+    if all(size % part == 0 for size, part in zip(numbers.shape, BLOCK, strict=True)):
+        np.testing.assert_array_equal(Fp8Dequantize(None)._dequantize_one(numbers, scales, torch.float32), by_formula)
+    return by_formula
+
+
+def save_fp8(path: Path, family: str = "qwen3") -> None:
+    """Two checkpoints of the same numbers: `path`/packed in FP8, `path`/plain in float32."""
+    for name in ("packed", "plain"):
+        save_random(family, path / name, num_hidden_layers=2)
+    plain = load_file(path / "plain" / "model.safetensors")
+    packed = dict(plain)
+    random = torch.Generator().manual_seed(0)
+    for name in [name for name in plain if name.endswith("_proj.weight") or name.endswith("_with_mqa.weight")]:
+        numbers = torch.randint(0, 255, plain[name].shape, dtype=torch.uint8, generator=random)
+        numbers = torch.where(numbers == 127, 126, numbers).view(torch.float8_e4m3fn)  # 127 and 255 are not numbers
+        blocks = [-(-size // part) for size, part in zip(numbers.shape, BLOCK, strict=True)]
+        scales = (torch.rand(blocks, generator=random) * 1e-3).to(FAMILIES[family])
+        plain[name] = dequantised(numbers, scales)
+        packed |= {name: numbers, f"{name}_scale_inv": scales}
+    assert len(packed) > len(plain) + 8
+    save_file(plain, path / "plain" / "model.safetensors")
+    save_file(packed, path / "packed" / "model.safetensors")
+    quantise_config(path / "packed", PUBLISHED)
+
+
+def quantise_config(path: Path, quantization: dict) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+
+
+def loaded(model: Model, dtype: str, with_int8: bool) -> dict[str, np.ndarray]:
+    params = model.load((LAST,), dtype, DEVICE, with_int8=with_int8)
+    paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {jax.tree_util.keystr(path): np.asarray(array) for path, array in paths}
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 11, 1 << 24])
+@pytest.mark.parametrize(("dtype", "with_int8"), [("float32", False), ("bfloat16", False), ("float32", True)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_read_as_transformers_does(
+    family: str, dtype: str, with_int8: bool, piece_bytes, tmp_path, monkeypatch
+) -> None:
+    """In pieces that begin and end inside of blocks, too."""
+    monkeypatch.setattr(leaf_reading, "_PIECE_BYTES", piece_bytes)
+    save_fp8(tmp_path, family)
+    packed, plain = (loaded(open_model(str(tmp_path / name)), dtype, with_int8) for name in ("packed", "plain"))
+    assert packed.keys() == plain.keys()
+    for name, values in plain.items():
+        np.testing.assert_array_equal(packed[name], values, err_msg=name)
+
+
+def test_numbers_and_scales_that_are_not_finite_stay_so(tmp_path) -> None:
+    save_fp8(tmp_path)
+    name, file = "model.layers.1.mlp.down_proj.weight", tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name].view(torch.uint8)[5, 7] = 127
+    tensors[f"{name}_scale_inv"][1, 3] = torch.inf
+    tensors[name].view(torch.uint8)[16:32, 36:48] = 1
+    save_file(tensors, file)
+    got = open_model(str(tmp_path / "packed")).checkpoint.rows(name, 3, 20)
+    assert np.argwhere(np.isnan(got)).tolist() == [[2, 7]]
+    assert {tuple(place) for place in np.argwhere(np.isinf(got))} == {
+        (row, k) for row in range(13, 17) for k in range(36, 48)
+    }
+
+
+def without(key: str) -> dict:
+    return {name: value for name, value in PUBLISHED.items() if name != key}
+
+
+REFUSED = {
+    "one scale": (PUBLISHED | {"weight_block_size": None}, "weight_block_size is None, expected two whole numbers"),
+    "no block": (without("weight_block_size"), "weight_block_size is None, expected two whole numbers"),
+    "empty blocks": (PUBLISHED | {"weight_block_size": [0, 12]}, r"weight_block_size is \[0, 12\]"),
+    "one number": (PUBLISHED | {"weight_block_size": [12]}, r"weight_block_size is \[12\]"),
+    "another format": (PUBLISHED | {"fmt": "e5m2"}, "fmt is 'e5m2', which is not implemented"),
+    "activations with scales": (PUBLISHED | {"activation_scheme": "static"}, "activation_scheme is 'static'"),
+    "something else": (PUBLISHED | {"expert_dtype": "fp4"}, "sets expert_dtype='fp4'"),
+    "another method": (PUBLISHED | {"quant_method": "gptq"}, "expected .* mxfp4 or fp8 weights, got 'gptq'"),
+    "no method": (without("quant_method"), "expected .* mxfp4 or fp8 weights, got None"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_quantisations_are_refused(case: str, tmp_path) -> None:
+    quantization, message = REFUSED[case]
+    save_fp8(tmp_path)
+    quantise_config(tmp_path / "packed", quantization)
+    with pytest.raises(CheckpointError, match=message):
+        open_model(str(tmp_path / "packed"))
+
+
+@pytest.mark.parametrize("attribute", ["modules_to_not_convert", "ignored_layers"])
+def test_names_of_what_is_not_quantised_do_not_matter(attribute: str, tmp_path) -> None:
+    save_fp8(tmp_path)
+    quantise_config(tmp_path / "packed", PUBLISHED | {attribute: ["lm_head"], "scale_fmt": "ue8m0"})
+    open_model(str(tmp_path / "packed"))
+
+
+NAME = "model.layers.1.mlp.down_proj.weight"
+DAMAGES = {
+    "no scales": ({f"{NAME}_scale_inv": None}, "down_proj.weight has dtype F8_E4M3, expected F32, F16, BF16"),
+    "no numbers": ({NAME: None}, "down_proj.weight is missing.*down_proj.weight_scale_inv is unexpected"),
+    "scales of another shape": ({f"{NAME}_scale_inv": torch.ones(2, 3)}, r"F8_E4M3 with scales F32 \[2, 3\]"),
+    "scales without axes": ({f"{NAME}_scale_inv": torch.tensor(1.0)}, r"F8_E4M3 with scales F32 \[\]"),
+    "scales that are exponents": (
+        {f"{NAME}_scale_inv": torch.ones(2, 4, dtype=torch.uint8)},
+        r"F8_E4M3 with scales U8 \[2, 4\], expected F32, F16, BF16",
+    ),
+    "numbers in bfloat16": ({NAME: torch.ones(32, 48, dtype=torch.bfloat16)}, r"BF16 with scales BF16 \[2, 4\]"),
+    "numbers of another format": ({NAME: torch.ones(32, 48).to(torch.float8_e5m2)}, "F8_E5M2 with scales BF16"),
+    "numbers of another shape": ({NAME: torch.ones(32, 47).to(torch.float8_e4m3fn)}, r"shape \(32, 47\), expected"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_parts_that_do_not_fit_are_named(damage: str, tmp_path) -> None:
+    changes, message = DAMAGES[damage]
+    save_fp8(tmp_path)
+    file = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(file) | changes
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
+    with pytest.raises(CheckpointError, match=message):
+        open_model(str(tmp_path / "packed"))
