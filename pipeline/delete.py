@@ -40,7 +40,8 @@ def delete(settings: Settings) -> int:
     storage = Storage.open(path)
     root = require_root(storage)
     if not settings.confirm:
-        state, arrays = "complete" if root.complete else "unfinished", ", ".join(root.arrays)
+        features = (sae["features"] for sae in root.metadata.encoders)
+        state, arrays = "complete" if root.complete else "unfinished", ", ".join([*root.arrays, *features])
         raise ConfigError(f"{path}: {state} store of {arrays}, created {root.created}. confirm=true deletes it.")
     holders = {} if settings.force else held_claims(storage)
     if holders:

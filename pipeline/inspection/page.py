@@ -48,7 +48,8 @@ def render(summary: Summary, sample: StoreSample | None, tokenizer: TextTokenize
     rows = "".join(f"<tr><th>{escape(f[:14].strip())}</th><td>{escape(f[14:])}</td></tr>" for f in facts)
     parts = [f"<h1>{escape(title)}</h1><table>{rows}</table>"]
     if sample is not None:
-        parts += [_activations(sample), _norms(sample), _text(sample, tokenizer), _packing(sample)]
+        parts += [_activations(sample), _norms(sample), _text(sample, tokenizer)] if sample.views else []
+        parts += [_packing(sample)]
     parts += [_documents(summary), _run(summary)]
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'

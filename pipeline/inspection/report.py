@@ -25,7 +25,7 @@ def inspect(
     summary = summarise(store)
     sample = take_sample(store, num_tokens, seed) if len(summary.blocks) else None
     print("\n".join(summary.lines()))
-    if sample is not None:
+    if sample is not None and sample.views:
         print("\n".join(_columns([HEADER, *map(table_row, sample.views)])))
     if html is not None:
         from pipeline.inspection.page import render  # imports matplotlib

@@ -77,6 +77,12 @@ class Summary:
             f"of side arrays, before compression ({self.layout.compression})",
             "fingerprint": metadata.fingerprint()[:16],
         }
+        if metadata.encoders:
+            facts["features"] = "; ".join(
+                f"{sae['features'].removeprefix('features.')}: the {sae['top']} largest of {sae['width']:,}, as "
+                f"{sae['dtype']} ({sae.get('activation')}, {sae.get('format')})"
+                for sae in metadata.encoders
+            )
         if self.layout.selected is not None:
             stored = self.blocks.total("activations")
             slots = self.num_rows * self.layout.selected

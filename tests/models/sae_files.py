@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from pipeline.models.sae.loading import SAE
-from pipeline.models.sae.spec import Activation, InputScaling
+from pipeline.models.sae.spec import Activation, InputScaling, SAESpec
 
 D_IN, WIDTH, D_OUT, K = 12, 40, 9, 5
 
@@ -196,31 +196,36 @@ def _written(
     return Written(folder, config, tensors)
 
 
-def scaled_input(sae: SAE, x: np.ndarray) -> np.ndarray:
+def scaled_input(spec: SAESpec, x: np.ndarray) -> np.ndarray:
     """Activations [..., D] as the SAE scales them, in float64."""
     x = np.asarray(x, np.float64)
-    match sae.spec.input_scaling:
+    match spec.input_scaling:
         case InputScaling.none:
             return x
         case InputScaling.constant_norm:
-            return x * np.sqrt(sae.spec.d_in) / np.linalg.norm(x, axis=-1, keepdims=True)
+            return x * np.sqrt(spec.d_in) / np.linalg.norm(x, axis=-1, keepdims=True)
         case InputScaling.layer_norm:
             centred = x - x.mean(axis=-1, keepdims=True)
-            return centred / (centred.std(axis=-1, ddof=1, keepdims=True) + sae.spec.layer_norm_eps)
+            return centred / (centred.std(axis=-1, ddof=1, keepdims=True) + spec.layer_norm_eps)
 
 
 def encode_dense(sae: SAE, x: np.ndarray) -> np.ndarray:
     """The values of all features [..., F] for activations [..., D], in float64; 0 where a feature does not fire."""
-    arrays = {name: values.astype(np.float64) for name, values in sae.arrays().items()}
-    linear = (scaled_input(sae, x) - arrays.get("b_in", 0)) @ arrays["w_enc"]
+    return dense_values(sae.spec, sae.arrays(), x)
+
+
+def dense_values(spec: SAESpec, arrays: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    """As `encode_dense`."""
+    arrays = {name: values.astype(np.float64) for name, values in arrays.items()}
+    linear = (scaled_input(spec, x) - arrays.get("b_in", 0)) @ arrays["w_enc"]
     pre = (linear + arrays["b_enc"]) * arrays.get("feature_scale", 1)
-    match sae.spec.activation:
+    match spec.activation:
         case Activation.relu:
             return np.maximum(pre, 0)
         case Activation.jumprelu:
             return np.where(pre > arrays["threshold"], np.maximum(pre, 0), 0)
         case Activation.topk:
-            smallest = np.sort(pre, axis=-1)[..., -sae.spec.k, None]
+            smallest = np.sort(pre, axis=-1)[..., -spec.k, None]
             return np.where(pre >= smallest, np.maximum(pre, 0), 0)
         case Activation.gated:
             values = np.maximum(linear * arrays["gate_scale"] + arrays["b_enc"], 0)

@@ -6,6 +6,7 @@ import pytest
 from pipeline.models.sae import encoding
 from pipeline.models.sae.encoding import encode
 from pipeline.models.sae.spec import ARRAYS, Activation, InputScaling, SAESpec
+from tests.models.sae_files import dense_values
 
 D = 12
 ROWS = (2, 5)  # of tokens
@@ -24,28 +25,6 @@ def sae_arrays(sae: SAESpec, rng: np.random.Generator) -> dict[str, np.ndarray]:
     for name in arrays.keys() & {"threshold", "gate_scale", "feature_scale"}:
         arrays[name] = np.abs(arrays[name]) + 0.1
     return arrays
-
-
-def values(sae: SAESpec, arrays: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
-    """The definition of `spec`, of all features, in float64."""
-    x = x.astype(np.float64)
-    if sae.input_scaling is InputScaling.constant_norm:
-        x = x * np.sqrt(sae.d_in) / np.linalg.norm(x, axis=-1, keepdims=True)
-    if sae.input_scaling is InputScaling.layer_norm:
-        centred = x - x.mean(axis=-1, keepdims=True)
-        x = centred / (centred.std(axis=-1, ddof=1, keepdims=True) + sae.layer_norm_eps)
-    products = (x - arrays.get("b_in", 0)) @ arrays["w_enc"].astype(np.float64)
-    pre = (products + arrays["b_enc"]) * arrays.get("feature_scale", 1)
-    match sae.activation:
-        case Activation.jumprelu:
-            return np.where(pre > arrays["threshold"], np.maximum(pre, 0), 0)
-        case Activation.gated:
-            magnitudes = np.maximum(products * arrays["gate_scale"] + arrays["b_enc"], 0)
-            return np.where(products + arrays["gate_bias"] > 0, magnitudes, 0)
-        case Activation.topk:
-            kth = np.sort(pre, axis=-1)[..., -sae.k, None]
-            return np.where(pre >= kth, np.maximum(pre, 0), 0)
-    return np.maximum(pre, 0)
 
 
 def assert_features(features: encoding.Features, expected: np.ndarray, slots: int, threshold: float) -> None:
@@ -83,7 +62,7 @@ def test_features_are_those_of_the_definition(name: str, slots: int, threshold: 
     sae, rng = CASES[name], np.random.default_rng(0)
     arrays, x = sae_arrays(sae, rng), 3 * rng.normal(size=(*ROWS, D)).astype(np.float32)
     features = encode(sae, arrays, x, slots, threshold)
-    assert_features(features, values(sae, arrays, x), slots, threshold)
+    assert_features(features, dense_values(sae, arrays, x), slots, threshold)
 
 
 def test_of_equal_values_the_lower_index_comes_first() -> None:

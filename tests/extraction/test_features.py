@@ -1,0 +1,235 @@
+"""Jobs that encode activations with SAEs: what their stores hold, against the published definitions in numpy."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.config import composing
+from pipeline.core.errors import CheckpointError, ConfigError, StoreMismatch
+from pipeline.job.opening import open_job
+from pipeline.models.sae.loading import open_sae
+from pipeline.store import ActivationStore
+from pipeline.store.check.verifying import verify_store
+from tests.jobs import assert_same_store, run, run_and_signal, run_here, run_processes, write_text
+from tests.models import sae_files
+from tests.models.sae_files import D_IN, encode_dense
+
+TOP = 8
+SHAPE = {
+    **{"model_type": "qwen2", "hidden_size": D_IN, "intermediate_size": 24, "num_attention_heads": 3},
+    **{"num_hidden_layers": 3, "num_key_value_heads": 3},
+}
+FORMATS = {
+    **{
+        name: lambda folder, rng, name=name: sae_files.write_saelens(folder, name, rng)
+        for name in ("standard", "gated", "topk", "jumprelu", "transcoder")
+    },
+    "layer_norm": lambda folder, rng: sae_files.write_saelens(
+        folder, "standard", rng, normalize_activations="layer_norm"
+    ),
+    "gemma_scope": sae_files.write_gemma_scope,
+    "sparsify": sae_files.write_sparsify,
+    "llama_scope": sae_files.write_llama_scope,
+}
+ARRAY = "blocks.1.attn_in"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model with random weights, texts, and an SAE in each format."""
+    folder = tmp_path_factory.mktemp("features")
+    (folder / "model").mkdir()
+    vocab = json.loads((composing.PACKAGE / "assets/tiny-qwen2/config.json").read_text())["vocab_size"]
+    (folder / "model/config.json").write_text(json.dumps(SHAPE | {"vocab_size": vocab}))
+    write_text(folder / "text", files=2, documents=20)
+    for number, (name, write) in enumerate(FORMATS.items()):
+        write(folder / name, np.random.default_rng(number))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def overrides(folder) -> list[str]:
+    assets = composing.PACKAGE / "assets/tiny-qwen2"
+    model = [f"model.path={folder}/model", "model.init=random", f"model.tokenizer={assets}", "model.dtype=float32"]
+    sizes = ["batch.rows=4", "batch.length=64", "store.shard_mib=0.02", "data.num_streams=2"]
+    return [
+        f"data.path={folder}/text",
+        *model,
+        *sizes,
+        "capture.layers=[1]",
+        "capture.sites=[attn_in]",
+        f"capture.encode_top={TOP}",
+    ]
+
+
+def encode(addresses: str | dict[str, str], array: str = ARRAY) -> str:
+    """The override that encodes an array with an SAE, or with several by name."""
+    if isinstance(addresses, str):
+        return f'capture.encode={{{array}: "{addresses}"}}'
+    named = ", ".join(f'{name}: "{address}"' for name, address in addresses.items())
+    return f"capture.encode={{{array}: {{{named}}}}}"
+
+
+@pytest.fixture(scope="module")
+def both(folder, overrides, tmp_path_factory) -> ActivationStore:
+    """Activations and features of all formats, in float32."""
+    path = tmp_path_factory.mktemp("store") / "store"
+    saes = {name: str(folder / name) for name in FORMATS}
+    dtypes = ["capture.dtype=float32", "capture.encode_dtype=float32", "capture.keep=both", "run.max_tokens=1000"]
+    run_here(*overrides, *dtypes, encode(saes), f"store.path={path}")
+    assert verify_store(str(path)) == []
+    return ActivationStore.open(str(path))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_largest_features_of_each_token_are_stored(folder, both, name) -> None:
+    valid = both.read_tokens(slice(None)).segments > 0
+    outputs = both.read_outputs(slice(None))
+    index, value, n_active = (outputs[f"features.{ARRAY}.{name}.{part}"] for part in ("index", "value", "n_active"))
+    assert (index[~valid] == -1).all()
+    assert not value[~valid].any()
+    assert not n_active[~valid].any()
+    index, value, n_active = index[valid], value[valid], n_active[valid]
+    activations, sae = both.read(1, "attn_in", slice(None))[valid], open_sae(str(folder / name))
+    expected = encode_dense(sae, activations)
+    order = np.argsort(-expected, axis=1, kind="stable")[:, :TOP]
+    largest = np.take_along_axis(expected, order, axis=1)
+    # Tokens with a value at a threshold, or with two that are nearly equal, may differ by rounding.
+    is_clear = ((encode_dense(sae, activations * (1 + 1e-5)) > 0) == (expected > 0)).all(axis=1)
+    is_clear &= ((encode_dense(sae, activations * (1 - 1e-5)) > 0) == (expected > 0)).all(axis=1)
+    ranked = -np.sort(-expected, axis=1)[:, : TOP + 1]
+    is_clear &= ((np.diff(ranked, axis=1) < -1e-5) | (ranked[:, 1:] == 0)).all(axis=1)
+    assert is_clear.mean() > 0.9
+    np.testing.assert_array_equal(n_active[is_clear], (expected > 0).sum(axis=1)[is_clear])
+    np.testing.assert_array_equal(index[is_clear], np.where(largest > 0, order, -1)[is_clear])
+    np.testing.assert_allclose(value, largest, atol=1e-5)
+    assert n_active.max() > (4 if sae.spec.k else TOP)
+
+
+def test_the_store_says_which_saes_made_it(folder, both) -> None:
+    described = {sae["features"]: sae for sae in both.metadata.encoders}
+    assert list(described) == [f"features.{ARRAY}.{name}" for name in FORMATS]
+    gated = described[f"features.{ARRAY}.gated"]
+    assert (gated["activation"], gated["format"], gated["top"], gated["width"]) == ("gated", "saelens", TOP, 40)
+    assert gated["sha256"] == open_sae(str(folder / "gated")).identity
+
+
+@pytest.fixture(scope="module")
+def alone(folder, overrides, tmp_path_factory) -> tuple[list[str], Path]:
+    """A store that has features and no activations, and the overrides that made it."""
+    path = tmp_path_factory.mktemp("store") / "store"
+    features = [*overrides, encode(str(folder / "jumprelu")), "run.max_tokens=6000"]
+    run_here(*features, f"store.path={path}")
+    return features, path
+
+
+def test_a_killed_job_resumed_by_two_processes_makes_the_same_store(alone, tmp_path) -> None:
+    features, path = alone
+    again = tmp_path / "store"
+    killed = run_and_signal(signal.SIGKILL, again, 2, (0, 2), *features, "run.progress=false")
+    assert killed.returncode == -signal.SIGKILL
+    resumed = run_processes(2, 1, *features, f"store.path={again}")
+    assert resumed.returncode == 0, resumed.stdout
+    assert_same_store(again, path)
+
+
+def test_another_sae_or_option_is_another_store(folder, alone, tmp_path) -> None:
+    features, path = alone
+    moved = shutil.copytree(folder / "jumprelu", tmp_path / "elsewhere")
+    store = f"store.path={path}"
+    run_here(*features, encode(str(moved)), store)  # the same, from another place
+    tensors = sae_files.write_saelens(tmp_path / "other", "jumprelu", np.random.default_rng(99))
+    for change in (encode(str(tensors.folder)), "capture.encode_threshold=0.5", "capture.encode_dtype=float32"):
+        with pytest.raises(StoreMismatch, match="capture.encode"):
+            run_here(*features, change, store)
+
+
+@pytest.mark.parametrize("module", ["inspect", "verify", "finalize", "merge", "delete", "export"])
+def test_commands_on_a_store_without_activations(alone, tmp_path, module) -> None:
+    _, path = alone
+    copy = shutil.copytree(path, tmp_path / "store")
+    arguments = {
+        "merge": [f"store.path={tmp_path}/merged", f"from={copy}"],
+        "delete": [f"store.path={copy}", "confirm=true"],
+        "inspect": [f"store.path={copy}", f"inspect.html={tmp_path}/page.html"],
+        "export": [f"store.path={copy}", f"export.path={tmp_path}/exported", "export.key=blocks.1.attn_in"],
+    }
+    done = run(*arguments.get(module, [f"store.path={copy}"]), module=f"pipeline.{module}")
+    assert done.returncode == (2 if module == "export" else 0), done.stderr
+    assert "Traceback" not in done.stderr
+    if module == "merge":
+        assert_same_store(tmp_path / "merged", path)
+    if module == "delete":
+        assert not copy.exists() or not list(copy.iterdir())
+
+
+def test_documents_of_a_store_without_activations(alone) -> None:
+    store = ActivationStore.open(str(alone[1]))
+    document = store.document(0)
+    assert document.activations == {}
+    outputs = document.outputs
+    assert outputs[f"features.{ARRAY}.index"].shape == (len(document.tokens), TOP)
+    assert (outputs[f"features.{ARRAY}.n_active"] > 0).any()
+
+
+def test_features_of_selected_tokens(folder, overrides, tmp_path) -> None:
+    saes, last = encode(str(folder / "gated")), ["capture.positions=last", "run.max_tokens=1000"]
+    run_here(*overrides, saes, *last, "capture.keep=both", "capture.dtype=float32", f"store.path={tmp_path}/store")
+    assert verify_store(f"{tmp_path}/store") == []
+    store = ActivationStore.open(f"{tmp_path}/store")
+    valid = store.read_selected(slice(None)) >= 0
+    expected = encode_dense(open_sae(str(folder / "gated")), store.read(1, "attn_in", slice(None))[valid])
+    n_active = store.read_outputs(slice(None))[f"features.{ARRAY}.n_active"]
+    assert abs(n_active[valid] - (expected > 0).sum(axis=1)).mean() < 0.1
+    assert not n_active[~valid].any()
+
+
+WRONG = {
+    "number": ("capture.encode=5", "by captured array"),
+    "list": ("capture.encode=[a]", "by captured array"),
+    "not captured": ("capture.encode={blocks.2.attn_in: a}", "none of the captured arrays"),
+    "twice": (f"capture.encode={{{ARRAY}: a, blocks.*.attn_in: a}}", "Give several SAEs of an array as a list"),
+    "no address": (f"capture.encode={{{ARRAY}: 7}}", "Set it to an address"),
+    "empty": (f"capture.encode={{{ARRAY}: []}}", "Set it to an address"),
+    "nested": (f"capture.encode={{{ARRAY}: {{a: [b]}}}}", "Set it to an address"),
+    "name": (f"capture.encode={{{ARRAY}: {{a.b: c}}}}", "Set it to an address"),
+    "same names": (f"capture.encode={{{ARRAY}: [x/a, y/a]}}", "folders called 'a'"),
+    "top": ("capture.encode_top=0", "capture.encode_top"),
+    "threshold": ("capture.encode_threshold=-1", "capture.encode_threshold"),
+}
+
+
+@pytest.mark.parametrize(("override", "message"), WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_configuration_is_refused(overrides, tmp_path, override, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_job(composing.compose([*overrides, override, f"store.path={tmp_path}/store"]))
+
+
+def test_saes_that_do_not_fit_are_refused(folder, overrides, tmp_path) -> None:
+    def opened(*more: str) -> None:
+        open_job(composing.compose([*overrides, f"store.path={tmp_path}/store", *more]))
+
+    gated = str(folder / "gated")
+    with pytest.raises(ConfigError, match="reads activations of 12 numbers, but blocks.1.mlp_post has 24"):
+        opened("capture.sites=[mlp_post]", encode(gated, "blocks.1.mlp_post"))
+    with pytest.raises(ConfigError, match="the one SAE"):
+        opened("capture.layers=all", encode(gated, "blocks.*.attn_in"))
+    with pytest.raises(ConfigError, match="capture.when=document"):
+        opened("capture.when=decode", "data=generate", "data@data.prompts=fineweb", encode(gated))
+    with pytest.raises(CheckpointError, match="text"):
+        opened(encode(str(folder / "text")))
+
+
+def test_a_wildcard_gives_each_layer_its_own_sae(folder, overrides, tmp_path) -> None:
+    for layer, name in enumerate(("gated", "topk", "standard")):
+        shutil.copytree(folder / name, tmp_path / f"saes/layer_{layer}/x")
+    every = encode(f"{tmp_path}/saes/layer_{{layer}}/x", "blocks.*.attn_in")
+    job = open_job(composing.compose([*overrides, "capture.layers=all", every, f"store.path={tmp_path}/store"]))
+    assert [(encoder.spec.key.layer, encoder.spec.name) for encoder in job.encoders] == [
+        (layer, f"features.blocks.{layer}.attn_in") for layer in range(3)
+    ]
+    assert [encoder.spec.sae.activation for encoder in job.encoders] == ["gated", "topk", "relu"]
