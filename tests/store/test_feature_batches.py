@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from pipeline.core.errors import StoreError, StoreInvalid
-from pipeline.store import ActivationStore, Batch, FeatureBatch, TokenFilter, open_aligned
-from pipeline.store.format.layout import StoreLayout, feature_specs
+from pipeline.store import ActivationStore, Batch, BatchOptions, FeatureBatch, TokenFilter, open_aligned
+from pipeline.store.format.layout import ArraySpec, StoreLayout, feature_specs
 from pipeline.store.io.storage import Storage
+from pipeline.store.read.batches import Reading, reading_order
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import NUM_STREAMS, Block, activation, all_tokens, blocks, layout, metadata, token_ids
 
@@ -228,6 +229,23 @@ def test_ranks_share_features(alone):
     assert set(seen) <= set(all_tokens())
 
 
+@pytest.mark.parametrize(
+    ("width", "keys", "piece_rows", "pieces_per_buffer"),
+    [
+        (4096, ["embed"], 1, 31),  # a row of 8 MiB, and 144 KiB of its features
+        (4096, [], 84, 21),  # 96 KiB and 48 KiB of a row, in chunks of 4 rows; 85 rows would have less than 8 MiB
+        (2, ["embed"], 128, 13),  # 4 KiB of a row, in chunks of 128 rows, and 18 MiB of their features
+    ],
+)
+def test_pieces_are_whole_chunks_of_activations_or_else_of_features(alone, width, keys, piece_rows, pieces_per_buffer):
+    specs = feature_specs("features.embed", 24, "bfloat16", "position")
+    shape = StoreLayout(1, 256, 1024, (ArraySpec("embed", "bfloat16", width),), outputs=specs)
+    options = BatchOptions(features=True, shuffle=True)
+    reading = Reading(tuple(keys), 8, options=options, features={"features.embed": WIDTH})
+    order = reading_order(alone.blocks, [(shape, reading)])
+    assert (order.piece_rows, order.pieces_per_buffer) == (piece_rows, pieces_per_buffer)
+
+
 def test_aligned_stores(both, alone):
     aligned = open_aligned([both, alone])
     batches = list(aligned.batches([ARRAY, []], 32, features=True, shuffle=True))
@@ -241,7 +259,8 @@ def test_aligned_stores(both, alone):
 
 def test_a_torch_dataset_has_features(alone):
     torch_dataset = pytest.importorskip("pipeline.store.read.torch_dataset", exc_type=ImportError)
-    batches = list(torch_dataset.ActivationDataset(alone.path, [], 32, features=True))
+    data = pytest.importorskip("torch.utils.data")
+    batches = list(data.DataLoader(torch_dataset.ActivationDataset(alone.path, [], 32, features=True), batch_size=None))
     for batch in batches:
         assert_is_of_tokens(batch["features"], batch["documents"].numpy(), batch["tokens"].numpy())
     assert [token for batch in batches for token in batch["tokens"].tolist()] == [token for _, token in all_tokens()]
