@@ -191,11 +191,11 @@ class StoreLayout:
         rows, positions = _chunk_rows_positions(self.rows_per_block, self._row_slots(spec), position_bytes)
         return (rows, positions) + (() if spec.width is None else (spec.width,))
 
-    def piece_rows(self, names: Collection[str]) -> int:
-        """How many rows of the named arrays to read at a time: about PIECE_BYTES, and whole chunks of each."""
-        specs = [spec for spec in self.all_arrays if spec.name in names]
-        row_bytes = max(self.row_bytes(spec) for spec in specs)
-        chunk_rows = math.lcm(*(self.chunk_shape(spec)[0] for spec in specs))
+    def piece_rows(self, names: Collection[str], more: Collection[str] = ()) -> int:
+        """How many rows of arrays to read at a time: about PIECE_BYTES of the widest, and whole chunks of `names`, but
+        not of `more`."""
+        row_bytes = max(self.row_bytes(spec) for spec in self.all_arrays if spec.name in (*names, *more))
+        chunk_rows = math.lcm(*(self.chunk_shape(spec)[0] for spec in self.all_arrays if spec.name in names))
         return min(max(1, PIECE_BYTES // (row_bytes * chunk_rows)) * chunk_rows, self.rows_per_block)
 
     def shard_key(self, spec: ArraySpec, stream: int, block: int) -> str:

@@ -27,6 +27,7 @@ from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.io.storage import StorageLike
 from pipeline.store.read.batch_options import BatchOptions
 from pipeline.store.read.batches import BatchReader, reading_order
+from pipeline.store.read.features import FeatureBatch
 from pipeline.store.read.reader import ActivationStore, Key
 
 _GEOMETRY = ("num_streams", "rows_per_block", "length", "selected")
@@ -37,8 +38,8 @@ _COUNTS = ("stream", "block", "rows", "tokens", "activations")
 class AlignedBatch:
     """n tokens, and what each store has of them.
 
-    activations, outputs: one entry for each store, as in `Batch`. The other arrays are as in `Batch`; document numbers
-    are the same in all stores.
+    activations, outputs, features: one entry for each store, as in `Batch`. The other arrays are as in `Batch`;
+    document numbers are the same in all stores.
     """
 
     activations: tuple[Any, ...]
@@ -47,6 +48,7 @@ class AlignedBatch:
     positions: Int32[np.ndarray, " n"]
     documents: Int64[np.ndarray, " n"]
     outputs: tuple[Mapping[str, Any], ...]
+    features: tuple[Mapping[str, FeatureBatch], ...]
 
 
 class AlignedReader(Iterator[AlignedBatch]):
@@ -75,6 +77,7 @@ class AlignedReader(Iterator[AlignedBatch]):
             positions=first.positions,
             documents=first.documents,
             outputs=tuple(batch.outputs for batch in batches),
+            features=tuple(batch.features for batch in batches),
         )
 
     def state(self) -> dict[str, int]:

@@ -28,6 +28,8 @@ class BatchOptions:
     framework: of the arrays: numpy, jax or torch.
     outputs: arrays of `capture.outputs` that batches hold too: loss, entropy, top_logprobs, top_ids. They take memory
         beside `buffer_mib`, and other outputs give another order.
+    features: batches hold the features of all SAEs of `capture.encode` too, in the store's dtype. They count towards
+        `buffer_mib`, so they may give another order.
     drop_last: drop the last batch of an epoch where it is short.
     buffer_mib: MiB of activations that one buffer holds; there are two.
 
@@ -45,6 +47,7 @@ class BatchOptions:
     dtype: DTypeLike = None
     framework: Framework | str = Framework.numpy
     outputs: tuple[str, ...] = ()
+    features: bool = False
     drop_last: bool = False
     buffer_mib: float = 256.0
 

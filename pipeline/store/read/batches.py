@@ -26,6 +26,7 @@ from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.io.storage import Storage
 from pipeline.store.read.batch_options import BatchOptions
 from pipeline.store.read.buffers import STACKED, StoredBlocks, TokenMemory
+from pipeline.store.read.features import FeatureBatch, array_name, feature_batches
 from pipeline.store.read.frameworks import converter
 from pipeline.store.read.order import VERSION, Buffer, ReadingOrder
 
@@ -53,8 +54,9 @@ class Batch:
 
     activations: [n, D] when one activation was asked for; when a list was, by array name, or [n, K, D] if stacked.
     documents: the document's number; positions: from 0 in each document window; segments: the window's number in its
-    row. outputs: by array name, [n] or [n, k], those that `BatchOptions.outputs` names. Arrays of numpy, JAX or torch;
-    with JAX, documents stay numpy's (it has no int64 by default).
+    row. outputs: by array name, [n] or [n, k], those that `BatchOptions.outputs` names. features: with
+    `BatchOptions.features`, by the SAE's name, "blocks.5.resid_post" where one SAE encodes this array. Arrays of numpy,
+    JAX or torch; with JAX, documents stay numpy's (it has no int64 by default).
     """
 
     activations: Any
@@ -63,6 +65,7 @@ class Batch:
     positions: Int32[np.ndarray, " n"]
     documents: Int64[np.ndarray, " n"]
     outputs: Mapping[str, Any] = field(default_factory=dict)
+    features: Mapping[str, FeatureBatch] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,14 @@ class Position:
 
 @dataclass(frozen=True)
 class Reading:
-    """The arrays to read, and how. `single`: one activation was asked for, not a list of them."""
+    """The arrays to read, and how. `single`: one activation was asked for, not a list of them. `features`: the widths
+    of the SAEs whose features are read, by what the names of their arrays begin with."""
 
     names: tuple[str, ...]
     batch_size: int
     single: bool = False
     options: BatchOptions = field(default_factory=BatchOptions)
+    features: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -95,6 +100,16 @@ class Reading:
     @property
     def normalisation(self) -> Mapping[str, Normalisation]:
         return self.options.normalisation or {}
+
+    @property
+    def sparse(self) -> tuple[str, ...]:
+        """The arrays of features that are read piece by piece, as activations are."""
+        return tuple(array_name(name, part) for name in self.features for part in ("index", "value"))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The arrays that are read block by block, as side arrays are."""
+        return tuple(dict.fromkeys((*self.options.outputs, *(array_name(name, "n_active") for name in self.features))))
 
     @property
     def seed(self) -> int | None:
@@ -178,7 +193,7 @@ class _BatchSource:
 
     @property
     def piece_mib(self) -> float:
-        return _piece_mib(self._blocks.layout, self._reading.names, self._order.piece_rows)
+        return _piece_mib(self._blocks.layout, self._reading, self._order.piece_rows)
 
     def warn_of_few_places(self, piece_mib: float) -> None:
         places, options = self._order.pieces_per_buffer, self._options
@@ -281,7 +296,8 @@ class _BatchSource:
     def _filled(self, filler: ThreadPoolExecutor, start: Position) -> Iterator[tuple[Buffer, TokenMemory, bool]]:
         """Filled buffers, and whether each is the epoch's last. Each is filled anew after the next was asked for."""
         reading, rows = self._reading, self._memory_rows()
-        free = [TokenMemory(self._blocks, reading.names, self._options, rows) for _ in range(2)]
+        names = reading.names, reading.sparse, reading.outputs
+        free = [TokenMemory(self._blocks, *names, rows, self._options.stack) for _ in range(2)]
         filling: deque[tuple[Buffer, TokenMemory, Future[None]]] = deque()
         for buffer in self._buffers(start):
             memory = free.pop()
@@ -376,7 +392,9 @@ class _BatchSource:
             for name in [name for name in out if scale_name(name) in out]:
                 out[name] = dequantised(out[name], out.pop(scale_name(name)))
             side_arrays = {spec.name: convert(out.pop(spec.name)) for spec in SIDE_ARRAYS}
-            side_arrays["outputs"] = {name: convert(out.pop(name)) for name in options.outputs}
+            more = {name: convert(out.pop(name)) for name in {*reading.sparse, *reading.outputs}}
+            side_arrays["outputs"] = {name: more[name] for name in options.outputs}
+            side_arrays["features"] = feature_batches(reading.features, more, options.framework)
             if not options.stack:
                 activations = {name: convert(normalised(name, values)) for name, values in out.items()}
                 return Batch(activations[reading.names[0]] if reading.single else activations, **side_arrays)
@@ -395,9 +413,9 @@ def _done(under_way: tuple[Future[Batch], Position]) -> tuple[Batch, Position]:
     return under_way[0].result(), under_way[1]
 
 
-def _piece_mib(layout: StoreLayout, names: Sequence[str], piece_rows: int) -> float:
-    """MiB of a piece of all of the named arrays, with their scales."""
-    stored = {*names, *map(scale_name, names)}
+def _piece_mib(layout: StoreLayout, reading: Reading, piece_rows: int) -> float:
+    """MiB of a piece of all arrays that are read piece by piece, with their scales."""
+    stored = {*reading.names, *map(scale_name, reading.names), *reading.sparse}
     return sum(layout.row_bytes(spec) for spec in layout.all_arrays if spec.name in stored) * piece_rows / MIB
 
 
@@ -407,8 +425,10 @@ def reading_order(blocks: BlockTable, readings: Sequence[tuple[StoreLayout, Read
     options = readings[0][1].options
     mib = options.buffer_mib if options.shuffle else min(options.buffer_mib, SEQUENTIAL_BUFFER_MIB)
     rows_per_block = readings[0][0].rows_per_block
-    piece_rows = min(math.lcm(*(layout.piece_rows(reading.names) for layout, reading in readings)), rows_per_block)
-    piece_mib = sum(_piece_mib(layout, reading.names, piece_rows) for layout, reading in readings)
+    # Beside activations, parts of the features' chunks are read: pieces of whole ones could be many times as large.
+    rows = (layout.piece_rows(reading.names or reading.sparse, reading.sparse) for layout, reading in readings)
+    piece_rows = min(math.lcm(*rows), rows_per_block)
+    piece_mib = sum(_piece_mib(layout, reading, piece_rows) for layout, reading in readings)
     return ReadingOrder(
         block_rows=tuple(blocks.column("rows")[blocks.column("rows") > 0].tolist()),
         piece_rows=piece_rows,
@@ -422,5 +442,5 @@ def reading_order(blocks: BlockTable, readings: Sequence[tuple[StoreLayout, Read
 
 def _side_arrays_mib(layout: StoreLayout, reading: Reading) -> float:
     """MiB of a block's side arrays, and of the outputs that are read."""
-    outputs = (spec for spec in layout.outputs if spec.name in reading.options.outputs)
+    outputs = (spec for spec in layout.outputs if spec.name in reading.outputs)
     return sum(spec.position_bytes for spec in (*SIDE_ARRAYS, *outputs)) * layout.slots * layout.rows_per_block / MIB

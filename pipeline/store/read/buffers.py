@@ -17,7 +17,6 @@ from pipeline.store.format.layout import DOCUMENTS, MIB, POSITIONS, SEGMENTS, SE
 from pipeline.store.format.tables import read_tables
 from pipeline.store.generated.completions import completion_slots
 from pipeline.store.io.storage import Storage
-from pipeline.store.read.batch_options import BatchOptions
 from pipeline.store.read.filters import COMPLETIONS, TokenFilter
 from pipeline.store.read.frameworks import aligned_empty
 from pipeline.store.read.order import Buffer, ReadingOrder
@@ -168,13 +167,23 @@ class StoredBlocks:
 
 class TokenMemory:
     """Memory for whole pieces: [S, D] by array name, or [S, K, D] under `STACKED`, [S] by side array, and [S] or [S, k]
-    by array of outputs.
+    by array of outputs or features.
 
     Beside activations of int8 stand their scales, likewise, under `scale_name` of these names.
     `order`: the slots, in the order in which batches take them. `users`: the tasks that still read the memory.
     """
 
-    def __init__(self, blocks: StoredBlocks, names: Sequence[str], options: BatchOptions, rows: int) -> None:
+    def __init__(
+        self,
+        blocks: StoredBlocks,
+        names: Sequence[str],
+        sparse: Sequence[str],
+        outputs: Sequence[str],
+        rows: int,
+        stack: bool,
+    ) -> None:
+        """names: arrays of activations, which `stack` puts into one memory. sparse: arrays of features that are read
+        piece by piece. outputs: arrays that are read block by block."""
         self._blocks = blocks
         slots = blocks.layout.slots
         self._targets: dict[str, np.ndarray] = {}
@@ -182,19 +191,18 @@ class TokenMemory:
         groups = {STACKED: list(names)}
         if blocks.layout.scales:
             groups[scale_name(STACKED)] = [scale_name(name) for name in names]
-        for stacked, group in groups.items():
-            arrays = {name: blocks.arrays[name] for name in group}
-            dtypes = {name: array.dtype.numpy_dtype for name, array in arrays.items()}
-            if options.stack:
-                memory = np.empty((rows, slots, len(group), arrays[group[0]].shape[2]), dtypes[group[0]])
-                self._targets |= {name: memory[:, :, k] for k, name in enumerate(group)}
-                self._slots[stacked] = memory.reshape(-1, *memory.shape[2:])
-            else:
-                targets = {name: np.empty((rows, slots, arrays[name].shape[2]), dtypes[name]) for name in group}
-                self._targets |= targets
-                self._slots |= {name: target.reshape(-1, target.shape[2]) for name, target in targets.items()}
+        separate = list(sparse) if stack else [name for group in (*groups.values(), sparse) for name in group]
+        for stacked, group in groups.items() if stack else ():
+            first = blocks.arrays[group[0]]
+            memory = np.empty((rows, slots, len(group), first.shape[2]), first.dtype.numpy_dtype)
+            self._targets |= {name: memory[:, :, k] for k, name in enumerate(group)}
+            self._slots[stacked] = memory.reshape(-1, *memory.shape[2:])
+        for name in separate:
+            array = blocks.arrays[name]
+            self._targets[name] = np.empty((rows, slots, array.shape[2]), array.dtype.numpy_dtype)
+            self._slots[name] = self._targets[name].reshape(-1, array.shape[2])
         self._side_arrays = {spec.name: np.empty((rows, slots), spec.dtype) for spec in SIDE_ARRAYS}
-        for spec in (spec for spec in blocks.layout.outputs if spec.name in options.outputs):
+        for spec in (spec for spec in blocks.layout.outputs if spec.name in outputs):
             self._side_arrays[spec.name] = np.empty((rows, *blocks.layout.shard_shape(spec)[1:]), spec.dtype)
         self._slots |= {name: side.reshape(-1, *side.shape[2:]) for name, side in self._side_arrays.items()}
         self._completions = np.zeros((rows, slots), bool)

@@ -54,6 +54,33 @@ def converter(framework: Framework) -> Callable[[np.ndarray], Any]:
             return to_jax
 
 
+def to_numpy(array: Any, framework: Framework) -> np.ndarray:
+    """A framework's array in numpy; bfloat16 of torch becomes float32."""
+    if framework is Framework.torch:
+        return (array.float() if array.is_floating_point() else array).numpy(force=True)
+    return np.asarray(array)
+
+
+def scattered(index: Any, value: Any, width: int, framework: Framework) -> Any:
+    """[n, width]: row i has value[i, j] at index[i, j], both [n, k], and 0 elsewhere. Index -1, of value 0, is nowhere.
+
+    The arrays are the framework's; no row has an index twice.
+    """
+    match framework:
+        case Framework.numpy:
+            out = np.zeros((len(index), width), value.dtype)
+            rows, slots = np.nonzero(index >= 0)
+            out[rows, index[rows, slots]] = value[rows, slots]
+            return out
+        case Framework.torch:
+            return value.new_zeros((len(index), width)).scatter_add(1, index.clamp(min=0).long(), value)
+        case Framework.jax:
+            import jax.numpy as jnp
+
+            rows = np.arange(len(index))[:, None]
+            return jnp.zeros((len(index), width), value.dtype).at[rows, index.clip(0)].add(value)
+
+
 def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """`np.empty`, beginning where XLA can use the memory without a copy."""
     dtype = np.dtype(dtype)

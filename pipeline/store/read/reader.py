@@ -39,6 +39,7 @@ from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.read.batch_options import BatchOptions
 from pipeline.store.read.batches import BatchReader, Reading
+from pipeline.store.read.features import FeatureBatch, feature_batches
 from pipeline.store.read.filters import TokenFilter
 from pipeline.store.read.order import ReadingOrder
 from pipeline.store.read.rows import slot_side_arrays
@@ -73,7 +74,8 @@ class TokenRows:
 class DocumentActivations:
     """The n tokens of a document that have activations, in order, and these [n, D] by array name.
 
-    outputs: what the model's head says of them, [n] or [n, k] by array name (`capture.outputs`).
+    outputs: what the model's head says of them, [n] or [n, k] by array name (`capture.outputs`), and the arrays of
+    features. features: these by the SAE's name, as in `Batch`.
     text: all m stored tokens of the document. places: where the n stand among them.
     """
 
@@ -84,6 +86,7 @@ class DocumentActivations:
     rows: Int64[np.ndarray, " n"]
     activations: Mapping[str, np.ndarray]
     outputs: Mapping[str, np.ndarray]
+    features: Mapping[str, FeatureBatch]
     text: Int32[np.ndarray, " m"]
     places: Int64[np.ndarray, " n"]
 
@@ -118,6 +121,7 @@ class ActivationStore:
         self.arrays = arrays
         self.storage = storage
         self._statistics_digests = root.statistics_digests
+        self._feature_widths = {sae["features"]: sae["width"] for sae in root.metadata.encoders}
         self._layout = require_layout(root, arrays, storage.path)
         self.layers: tuple[int, ...] = tuple(sorted({key.layer for key in self.keys if key.site.per_layer}))
         self.sites: tuple[Site, ...] = tuple(dict.fromkeys(key.site for key in self.keys))
@@ -256,10 +260,11 @@ class ActivationStore:
         return selected[0] if is_one_row(rows) else selected
 
     def read_outputs(self, rows: Rows) -> dict[str, np.ndarray]:
-        """What the model's head says of the tokens of some rows, chosen as in `read`, by array name; {} for a store
-        without `capture.outputs`.
+        """What the model's head says of the tokens of some rows, chosen as in `read`, and the features that SAEs gave
+        them, by array name; {} for a store without `capture.outputs` and `capture.encode`.
 
-        [n, S], or [n, S, k] of the k likeliest next tokens ([S], [S, k] for one row); 0 where there is no token.
+        [n, S], or [n, S, k] of the k likeliest next tokens, or of k features ([S], [S, k] for one row). Where there is
+        no token: 0, and as a feature's index -1.
         """
         wanted = self._rows.chosen(rows)
         outputs = {spec.name: self._rows.read(spec.name, wanted) for spec in self._layout.outputs}
@@ -291,6 +296,7 @@ class ActivationStore:
         in_document = slots.documents == numbers[0]
         places = np.cumsum(in_text).reshape(in_text.shape) - 1
         names = [key.name for key in (self.keys if keys is None else map(self._key, keys))]
+        outputs = {name: values[in_document] for name, values in self.read_outputs(rows).items()}
         return DocumentActivations(
             document=numbers[0],
             id=entries["id"][0].as_py(),
@@ -298,7 +304,8 @@ class ActivationStore:
             positions=slots.positions[in_document],
             rows=np.repeat(rows, in_document.sum(axis=1)),
             activations={name: self._rows.activations(name, rows)[in_document] for name in names},
-            outputs={name: values[in_document] for name, values in self.read_outputs(rows).items()},
+            outputs=outputs,
+            features=feature_batches(self._feature_widths, outputs),
             text=whole.tokens[in_text],
             places=at_selected(places, self.read_selected(rows), -1)[in_document],
         )
@@ -314,14 +321,15 @@ class ActivationStore:
     ) -> BatchReader:
         """Every stored activation exactly once per epoch, `batch_size` tokens at a time, never padding.
 
-        keys: one activation, e.g. (5, "resid_post"), or a list of them, aligned: see `Batch`. options, fields: see
-        `BatchOptions`; its fields can be given by name, as in `shuffle=True, seed=1`. state: `BatchReader.state()` of
-        an equal reader, or at the beginning or end of an epoch of one with another rank and world, to go on from there.
-        Logs a warning where shuffling mixes the tokens of few places in the store.
+        keys: one activation, e.g. (5, "resid_post"), or a list of them, aligned: see `Batch`; with `features=True` the
+        list may be empty. options, fields: see `BatchOptions`; its fields can be given by name, as in `shuffle=True,
+        seed=1`. state: `BatchReader.state()` of an equal reader, or at the beginning or end of an epoch of one with
+        another rank and world, to go on from there. Logs a warning where shuffling mixes the tokens of few places in
+        the store.
 
-        Raises StoreError for a damaged block, for outputs that the store lacks and when `keys` is empty, ValueError for
-        options that contradict each other or the state, TypeError for a field that `BatchOptions` lacks, and
-        ImportError when the framework is not installed.
+        Raises StoreError for a damaged block, for outputs or features that the store lacks and when nothing is to be
+        read, ValueError for options that contradict each other or the state, TypeError for a field that `BatchOptions`
+        lacks, and ImportError when the framework is not installed.
         """
         reader = self._reader(self._reading(keys, batch_size, replace(options, **fields)), state)
         reader.warn_of_few_places()
@@ -331,15 +339,18 @@ class ActivationStore:
         """The arrays that `keys` name, and how to read them. Raises StoreError, and ValueError."""
         single = _is_key(keys)
         names = [self._key(key).name for key in ([keys] if single else keys)]
-        if not names:
+        if options.features and not self._feature_widths:
+            raise StoreError(f"the store {self.path} has no features (capture.encode). Leave out features=True.")
+        if not names and not options.features:
             raise StoreError(f"no activations of the store {self.path} are asked for; it has {self._key_names()}.")
-        if options.stack and len({(self.arrays[name].shape[2], self.arrays[name].dtype) for name in names}) > 1:
+        if options.stack and len({(self.arrays[name].shape[2], self.arrays[name].dtype) for name in names}) != 1:
             sizes = {name: (self.arrays[name].shape[2], self.arrays[name].dtype.name) for name in names}
             raise ValueError(f"stack=True needs one width and dtype, got {sizes}. Leave it out to get them by name.")
         stored = [spec.name for spec in self._layout.outputs]
         if unknown := sorted(set(options.outputs) - set(stored)):
             raise StoreError(f"the store {self.path} has no outputs {unknown}; it has {stored} (capture.outputs).")
-        return Reading(tuple(names), batch_size, single, options)
+        features = self._feature_widths if options.features else {}
+        return Reading(tuple(names), batch_size, single, options, features)
 
     def _reader(
         self, reading: Reading, state: Mapping[str, int] | None = None, order: ReadingOrder | None = None
@@ -382,7 +393,7 @@ class ActivationStore:
         return parsed
 
     def _key_names(self) -> str:
-        return ", ".join(key.name for key in self.keys)
+        return ", ".join(key.name for key in self.keys) or "features only: use batches([], ..., features=True)"
 
 
 def _read_blocks(storage: Storage, root: StoreRoot) -> tuple[BlockTable, list[CommitRecord]]:

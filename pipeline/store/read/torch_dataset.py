@@ -10,7 +10,7 @@ from pipeline.store.read.reader import ActivationStore, Key
 
 
 class ActivationDataset(IterableDataset):
-    """Whole batches of a store, as dicts of tensors: activations, tokens, segments, positions, documents.
+    """Whole batches of a store, as dicts of the fields of `Batch`, which hold tensors.
 
         DataLoader(ActivationDataset(path, (5, "resid_post"), 4096, shuffle=True, epochs=None), batch_size=None)
 
