@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pipeline.cli.settings import local_path, names, one_of, setting, store_path, whole_number
 from pipeline.cli.store_command import run_command
-from pipeline.core.errors import EXIT_OK
+from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.store import ActivationStore
 from pipeline.store.read.saelens_export import write_cached_activations
 
@@ -49,6 +49,8 @@ def export(settings: Settings) -> int:
     """Writes the data set. Returns the exit code."""
     store = ActivationStore.open(settings.store)
     arrays = settings.arrays or tuple(key.name for key in store.keys)
+    if not arrays:
+        raise ConfigError(f"{settings.store} has features, but no activations, which are what is exported.")
     context, path = settings.context or store.length, Path(settings.path).expanduser()
     contexts, left = write_cached_activations(store, path, arrays, context, settings.dtype)
     print(f"{settings.path}: {contexts:,} contexts of {context} tokens; {left} tokens are left out")

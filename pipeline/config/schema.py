@@ -234,8 +234,8 @@ class CaptureConfig:
     top_logprobs: int = key(8, "of `outputs`: the number of likeliest next tokens")
     encode: Any = key(  # str, list of str or dict of str, by str
         None,
-        "SAEs by captured array, e.g. `'{blocks.12.resid_post: \"hf://owner/name/folder\"}'`; `blocks.*` with "
-        "`{layer}` in the address; several of one array in a list; null: none",
+        "SAEs by captured array, e.g. `'{blocks.12.resid_post: \"hf://owner/name/folder\"}'`; `blocks.*.resid_post` "
+        "with `{layer}` in the address; several of one array in a list; null: none",
     )
     encode_top: int = key(64, "of `encode`: features of each token that are stored, those with the largest values")
     encode_threshold: float = key(0.0, "of `encode`: what a feature's value must exceed to fire")

@@ -23,11 +23,12 @@ def check_finite(plan: Plan, block: TokenBlock | None, counts: Sequence[int]) ->
     blocks = [f"block {block.index} of stream {block.stream}"] if block else []
     if plan.mesh.processes > 1:
         blocks.append("another process's block")
-    what = f"{' or '.join(blocks)} has activations that are not finite as {plan.step.dtype}: {', '.join(arrays)}."
+    dtype = f" as {plan.step.dtype}" if plan.step.keys else ""
+    what = f"{' or '.join(blocks)} has values that are not finite{dtype}: {', '.join(arrays)}."
     if plan.checks.fail_on_not_finite:
         raise NotFiniteError(
             f"{what} It is not stored. Start a new store with capture.dtype=bfloat16 or float32; if that does not "
-            f"help, with model.dtype=float32."
+            f"help, or the values are features, with model.dtype=float32."
         )
     log.warning("%s They are stored as they are, and left out of the statistics.", what)
 

@@ -27,8 +27,9 @@ def measure(job: Job) -> dict[str, float | None]:
     if rows is None:
         return {}
     options = job.config.model
+    keys = tuple(dict.fromkeys((*job.plan.step.keys, *(encoder.spec.key for encoder in job.encoders))))
     with_inputs = options.activations_dtype is ActivationsDtype.int8
-    errors_by_key = int8_errors(job.model, job.plan.step.keys, rows, str(options.dtype), with_inputs)
+    errors_by_key = int8_errors(job.model, keys, rows, str(options.dtype), with_inputs)
     errors = {key.name: float(f"{e:.{_DIGITS}g}") if math.isfinite(e) else None for key, e in errors_by_key.items()}
     log.info("int8 weights, relative error: %s", ", ".join(f"{name} {error}" for name, error in errors.items()))
     return errors

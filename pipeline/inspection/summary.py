@@ -80,7 +80,7 @@ class Summary:
         if metadata.encoders:
             facts["features"] = "; ".join(
                 f"{sae['features'].removeprefix('features.')}: the {sae['top']} largest of {sae['width']:,}, as "
-                f"{sae['dtype']} ({sae.get('activation')}, {sae.get('format')})"
+                f"{sae['dtype']} ({sae.get('activation')})"
                 for sae in metadata.encoders
             )
         if self.layout.selected is not None:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from pipeline.cluster import preemption, processes
 from pipeline.cluster.devices import topology
 from pipeline.config.choices import Attention
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, StoreMismatch
 from pipeline.data.documents import SkippedDocument, TokenBlock
 from pipeline.data.packing import windows
 from pipeline.data.selection import open_selection
@@ -121,6 +121,7 @@ class Extractor:
         )
         self._selection = open_selection(self.config.capture, self.plan.step.length, self.tokenizer)
         self._partition = make_partition(self.plan.mesh.tensor, self.plan.weights.sharding)
+        self._identity = self.model.identity()
         self._params = load_weights(self.config, self.model, self.plan, self._partition)
         self._compiled: dict[Shape, CompiledStep] = {}
 
@@ -183,10 +184,19 @@ class Extractor:
         """
         texts = self._reading(add_generation_prompt).texts(as_list(documents), with_tokens=False)
         with tempfile.TemporaryDirectory() as folder:
-            job = {"store.path": os.fspath(path), "data.path": texts.write(folder, ids), "run.max_tokens": max_tokens}
-            config = configuration(self._settings, job | {"run.stall_timeout_s": _NEVER_S})
+            settings = {
+                "store.path": os.fspath(path),
+                "data.path": texts.write(folder, ids),
+                "run.max_tokens": max_tokens,
+            }
+            config = configuration(self._settings, settings | {"run.stall_timeout_s": _NEVER_S})
             with preemption.stop_on_signals() as stop:
-                run_job(open_job(config), stop, lambda _: self._loaded(self.shapes[-1]))
+                job = open_job(config)
+                if job.model.identity() != self._identity:
+                    raise StoreMismatch(
+                        f"the model {config.model.path} has changed since this Extractor loaded it. Make a new one."
+                    )
+                run_job(job, stop, lambda _: self._loaded(self.shapes[-1]))
         return ActivationStore.open(config.store.path)
 
     def _takes_any_length(self) -> bool:

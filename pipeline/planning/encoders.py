@@ -1,5 +1,6 @@
 """The SAEs of `capture.encode`: what each encodes, and what is stored of its features."""
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,13 +13,15 @@ from pipeline.config.choices import When
 from pipeline.config.limits import shown
 from pipeline.config.schema import CaptureConfig
 from pipeline.core.errors import ConfigError
-from pipeline.core.sites import ActivationKey
+from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.sae.loading import SAE, open_sae
 from pipeline.models.sae.params import SAEParams, encoder_arrays, load_params
 from pipeline.planning.capture import captured_keys
 from pipeline.planning.model_facts import ModelFacts
 from pipeline.step.spec import EncoderSpec
-from pipeline.store.format.keys import ENCODER_NAME, features_name
+from pipeline.store.format.keys import ENCODER_NAME, MAX_ENCODER_NAME, features_name
+
+log = logging.getLogger("pipeline")
 
 _EXAMPLE = """'capture.encode={blocks.12.resid_post: "hf://owner/name/folder"}'"""
 
@@ -46,7 +49,6 @@ class Encoder:
             "dtype": spec.dtype,
             **threshold,
             "activation": str(spec.sae.activation),
-            "format": sae.format,
             "sha256": sae.identity,
         }
 
@@ -72,6 +74,7 @@ def open_encoders(capture: CaptureConfig, model: ModelFacts) -> tuple[Encoder, .
                 f"capture.encode: the SAE {address} reads activations of {sae.spec.d_in} numbers, but {key.name} has "
                 f"{width}. Give the SAE of this model, layer and site."
             )
+        _compare_places(sae, address, key, model)
         spec = EncoderSpec(
             key=key,
             name=features_name(key.name, name),
@@ -85,6 +88,18 @@ def open_encoders(capture: CaptureConfig, model: ModelFacts) -> tuple[Encoder, .
     return tuple(encoders)
 
 
+def _compare_places(sae: SAE, address: str, key: ActivationKey, model: ModelFacts) -> None:
+    """Warns of an SAE that was trained on another array, as far as its file says so in TransformerLens' names."""
+    trained, names = sae.hook_name or "", {model.hook_name(key)}
+    if key.site is Site.resid_post:  # also the input of the next layer
+        names.add(f"blocks.{key.layer + 1}.hook_resid_pre")
+    if ".hook_" in trained and trained not in names:
+        log.warning(
+            "the SAE %s was trained on %s, by its own account, and encodes %s (%s)",
+            *(address, trained, key.name, model.hook_name(key)),
+        )
+
+
 def _requests(capture: CaptureConfig, keys: Sequence[ActivationKey]) -> Iterator[tuple[ActivationKey, str, str]]:
     """Of each SAE the array that it encodes, its name among the array's SAEs ("" for the only one), and its address."""
     if not isinstance(capture.encode, Mapping):
@@ -92,13 +107,18 @@ def _requests(capture: CaptureConfig, keys: Sequence[ActivationKey]) -> Iterator
             f"capture.encode is {shown(capture.encode)}. Set it to SAEs by captured array, e.g. {_EXAMPLE}."
         )
     patterns: dict[ActivationKey, str] = {}
-    for pattern in capture.encode:
+    for pattern, addresses in capture.encode.items():
         matches = [key for key in keys if fnmatchcase(key.name, str(pattern))]
         if not matches:
             raise ConfigError(
                 f"capture.encode names {shown(pattern)}, which is none of the captured arrays: "
                 f"{shown(', '.join(key.name for key in keys))}. Name one of them, or add it to capture.layers and "
                 f"capture.sites."
+            )
+        if len({key.site for key in matches}) > 1:
+            raise ConfigError(
+                f"capture.encode gives {shown(pattern)}, which is {shown(', '.join(key.name for key in matches))}, one "
+                f"SAE. Write a * for the layer alone, as in blocks.*.resid_post."
             )
         for key in matches:
             if key in patterns:
@@ -107,29 +127,30 @@ def _requests(capture: CaptureConfig, keys: Sequence[ActivationKey]) -> Iterator
                     f"several SAEs of an array as a list."
                 )
             patterns[key] = pattern
-            if len(matches) > 1:
-                _require_layer(pattern, capture.encode[pattern])
+        if len(matches) > 1:
+            _require_layer(pattern, addresses)
     for key in (key for key in keys if key in patterns):
-        for name, address in _named(patterns[key], capture.encode[patterns[key]]).items():
-            yield key, name, address.replace("{layer}", str(key.layer))
+        yield from ((key, *named) for named in _named(patterns[key], capture.encode[patterns[key]], key.layer).items())
 
 
 def _require_layer(pattern: str, addresses: object) -> None:
     """Raises ConfigError unless arrays of several layers have SAEs of their own."""
-    if without := [address for address in _named(pattern, addresses).values() if "{layer}" not in address]:
+    first, second = (_named(pattern, addresses, layer).values() for layer in (0, 1))
+    if same := [address for address in first if address in second]:
         raise ConfigError(
-            f"capture.encode gives all of {shown(pattern)} the one SAE {shown(without[0])}. Write {{layer}} where its "
+            f"capture.encode gives all of {shown(pattern)} the one SAE {shown(same[0])}. Write {{layer}} where its "
             f"address has the number of the layer, or name each array by itself."
         )
 
 
-def _named(pattern: str, addresses: object) -> dict[str, str]:
-    """The addresses of an array's SAEs by name, which is "" for the only one. In a list the names are those of the
-    folders."""
+def _named(pattern: str, addresses: object, layer: int) -> dict[str, str]:
+    """The addresses of the SAEs of a layer's array, by name, which is "" for the only one. In a list the names are
+    those of the folders."""
     if isinstance(addresses, str):
         addresses = {"": addresses}
     elif isinstance(addresses, Sequence) and all(isinstance(address, str) for address in addresses):
-        names = [re.sub("[^A-Za-z0-9_-]", "_", address.rstrip("/").rpartition("/")[2]) for address in addresses]
+        folders = [_of_layer(address, layer).rstrip("/").rpartition("/")[2] for address in addresses]
+        names = [re.sub("[^A-Za-z0-9_-]", "_", folder)[:MAX_ENCODER_NAME] for folder in folders]
         names = names if len(names) > 1 else [""] * len(names)
         if repeated := [name for name, count in Counter(names).items() if count > 1]:
             raise ConfigError(
@@ -146,4 +167,8 @@ def _named(pattern: str, addresses: object) -> dict[str, str]:
             f"capture.encode gives {shown(pattern)} the SAE {shown(addresses)}. Set it to an address, a list of "
             f"addresses, or addresses by names of letters, digits, - and _, e.g. {_EXAMPLE}."
         )
-    return {str(name): address for name, address in addresses.items()}
+    return {str(name): _of_layer(address, layer) for name, address in addresses.items()}
+
+
+def _of_layer(address: str, layer: int) -> str:
+    return address.replace("{layer}", str(layer))

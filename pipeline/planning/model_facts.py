@@ -28,6 +28,8 @@ class ModelFacts(Protocol):
 
     def width(self, site: Site) -> int: ...
 
+    def hook_name(self, key: ActivationKey) -> str: ...
+
     def weight_bytes(
         self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool, with_head: bool = False
     ) -> WeightBytes:

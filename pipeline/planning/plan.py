@@ -56,9 +56,9 @@ class Plan:
     def describe(self) -> str:
         """The plan in a few lines, for people."""
         step, streams, memory = self.step, self.streams, self.memory
-        names = [key.name for key in step.keys]
+        names = [key.name for key in step.keys] + [array.name for array in step.outputs]
+        dtype = f" as {step.dtype}" if step.keys else ""
         shown = ", ".join(names if len(names) <= 6 else [*names[:3], f"... {len(names) - 4} more ...", names[-1]])
-        outputs = "".join(f", {array.name}" for array in step.outputs)
         selected = "" if step.selected is None else f", of up to {step.selected} selected tokens of each row"
         gigabytes = (step.row_bytes / step.length + SIDE_BYTES) * (streams.max_tokens or 1_000_000) / 1e9
         size = f"{gigabytes:,.2f} GB without padding or compression"
@@ -66,7 +66,7 @@ class Plan:
         if streams.max_tokens is not None:
             wanted = f"{streams.max_tokens:,} tokens, {size}"
         lines = [
-            f"capture   {shown}{outputs}: {step.row_bytes // step.slots:,} bytes per token as {step.dtype}{selected}",
+            f"capture   {shown}: {step.row_bytes // step.slots:,} bytes per token{dtype}{selected}",
             f"step      {step.rows} rows of {step.length} tokens, {memory.step_bytes / MIB:.1f} MiB to the host, "
             f"{memory.inflight_steps} in flight",
             f"block     {self.rows_per_block} rows, {memory.block_bytes / MIB:.1f} MiB in "

@@ -114,7 +114,7 @@ def test_the_store_says_which_saes_made_it(folder, both) -> None:
     described = {sae["features"]: sae for sae in both.metadata.encoders}
     assert list(described) == [f"features.{ARRAY}.{name}" for name in FORMATS]
     gated = described[f"features.{ARRAY}.gated"]
-    assert (gated["activation"], gated["format"], gated["top"], gated["width"]) == ("gated", "saelens", TOP, 40)
+    assert (gated["activation"], gated["top"], gated["width"]) == ("gated", TOP, 40)
     assert gated["sha256"] == open_sae(str(folder / "gated")).identity
 
 
@@ -156,11 +156,12 @@ def test_commands_on_a_store_without_activations(alone, tmp_path, module) -> Non
         "merge": [f"store.path={tmp_path}/merged", f"from={copy}"],
         "delete": [f"store.path={copy}", "confirm=true"],
         "inspect": [f"store.path={copy}", f"inspect.html={tmp_path}/page.html"],
-        "export": [f"store.path={copy}", f"export.path={tmp_path}/exported", "export.key=blocks.1.attn_in"],
+        "export": [f"store.path={copy}", f"export.path={tmp_path}/exported"],
     }
     done = run(*arguments.get(module, [f"store.path={copy}"]), module=f"pipeline.{module}")
     assert done.returncode == (2 if module == "export" else 0), done.stderr
     assert "Traceback" not in done.stderr
+    assert module != "export" or "has features, but no activations" in done.stderr
     if module == "merge":
         assert_same_store(tmp_path / "merged", path)
     if module == "delete":
@@ -233,3 +234,29 @@ def test_a_wildcard_gives_each_layer_its_own_sae(folder, overrides, tmp_path) ->
         (layer, f"features.blocks.{layer}.attn_in") for layer in range(3)
     ]
     assert [encoder.spec.sae.activation for encoder in job.encoders] == ["gated", "topk", "relu"]
+
+
+def test_a_pattern_of_several_sites_is_refused(folder, overrides, tmp_path) -> None:
+    sites = ["capture.layers=all", "capture.sites=[attn_in,resid_post]", encode(str(folder / "gated"), "blocks.*")]
+    with pytest.raises(ConfigError, match=r"one SAE\. Write a \* for the layer alone"):
+        open_job(composing.compose([*overrides, *sites, f"store.path={tmp_path}/store"]))
+
+
+def test_folders_that_are_called_after_the_layer_name_several_saes(folder, overrides, tmp_path) -> None:
+    shutil.copytree(folder / "gated", tmp_path / "one/1")
+    both = f'capture.encode={{{ARRAY}: ["{tmp_path}/one/{{layer}}", "{folder}/jumprelu"]}}'
+    job = open_job(composing.compose([*overrides, both, f"store.path={tmp_path}/store"]))
+    assert [encoder.spec.name for encoder in job.encoders] == [f"features.{ARRAY}.1", f"features.{ARRAY}.jumprelu"]
+
+
+def test_an_sae_of_another_array_is_warned_of(folder, overrides, tmp_path, caplog) -> None:
+    with caplog.at_level("WARNING", logger="pipeline"):
+        open_job(composing.compose([*overrides, encode(str(folder / "gated")), f"store.path={tmp_path}/store"]))
+    assert "was trained on blocks.1.hook_resid_post, by its own account, and encodes blocks.1.attn_in" in caplog.text
+
+
+def test_an_sae_of_centred_activations_is_refused(overrides, tmp_path) -> None:
+    kwargs = {"model_from_pretrained_kwargs": {"center_writing_weights": True}}
+    sae = sae_files.write_saelens(tmp_path / "sae", "standard", np.random.default_rng(0), metadata=kwargs)
+    with pytest.raises(CheckpointError, match="center_writing_weights is True"):
+        open_job(composing.compose([*overrides, encode(str(sae.folder)), f"store.path={tmp_path}/store"]))

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from pipeline import Extractor
 from pipeline.core.errors import ConfigError, InputError, NotFiniteError, PipelineError, StoreMismatch
@@ -238,6 +239,15 @@ def test_activations_that_do_not_fit_into_the_dtype_are_refused(tmp_path):
         Extractor(path, **options)([[1, 2]])
     [result] = Extractor(path, on_not_finite="warn", **options)([[1, 2]])
     assert not np.isfinite(result.activations["final_norm"]).all()
+
+
+def test_a_model_that_changes_on_disk_is_not_saved(tmp_path):
+    path = write_model_of_zeros(tmp_path / "model")
+    extractor = Extractor(str(path), layers=[2], **FLOAT32, **SMALL)
+    weights = load_file(path / "model.safetensors")
+    save_file(weights | {"model.norm.weight": weights["model.norm.weight"] * 2}, path / "model.safetensors")
+    with pytest.raises(StoreMismatch, match="has changed since this Extractor loaded it"):
+        extractor.save(tmp_path / "store", ["a text"])
 
 
 def test_a_saved_store_is_the_commands(extractor, text, texts, tmp_path):

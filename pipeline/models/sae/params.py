@@ -25,13 +25,15 @@ def encoder_arrays(names: Collection[str]) -> tuple[str, ...]:
 def load_params(
     sae: SAESpec, names: Collection[str], read: Callable[[str], Shaped[np.ndarray, "..."]], dtype: str, mesh: Mesh
 ) -> SAEParams:
-    """The arrays on the devices. `read` reads one."""
-    return {
-        name: jax.device_put(
-            read(name).astype(_dtype(name, dtype)), NamedSharding(mesh, params_partition(name, sae, mesh))
-        )
-        for name in names
-    }
+    """The arrays on the devices. `read` reads one; every process reads all, and keeps what its devices hold."""
+
+    def load(name: str) -> Array:
+        values = read(name).astype(_dtype(name, dtype))
+        sharding = NamedSharding(mesh, params_partition(name, sae, mesh))
+        # Not device_put, which gathers the values of all processes to compare them.
+        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+    return {name: load(name) for name in names}
 
 
 def abstract_params(sae: SAESpec, names: Collection[str], dtype: str, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

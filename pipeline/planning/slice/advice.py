@@ -81,5 +81,5 @@ def _about_limits(config: RunConfig, limits: Limits) -> Iterator[str]:
             f"chips"
         )
         item_bytes = ITEM_BYTES[config.capture.dtype]
-        if item_bytes > 1:
+        if item_bytes > 1 and not config.capture.encode:
             yield f"capture.dtype=int8 would copy and store about {1 / item_bytes:.0%} of the bytes"

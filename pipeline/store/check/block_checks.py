@@ -266,14 +266,16 @@ def check_features(
     n_active: Int32[np.ndarray, "R S"],
     valid: Bool[np.ndarray, "R S"],
     width: int,
+    may_be_not_finite: bool = False,
 ) -> Iterator[str]:
-    """What is wrong with the features of a block's tokens, of an SAE with `width` of them."""
+    """What is wrong with the features of some rows' tokens, of an SAE with `width` of them."""
     fires, value = index != -1, value.astype(np.float32)
     counts, slots = fires.sum(axis=2), index.shape[2]
     ordered = np.sort(index, axis=2)
     checks = {
         f"an index outside -1 to {width - 1}": (index < -1) | (index >= width),
-        "a feature whose value is not a number above 0": fires & ~((value > 0) & np.isfinite(value)),
+        "a feature whose value is not a number above 0": fires
+        & ~((value > 0) & (may_be_not_finite | np.isfinite(value))),
         "a value in an empty slot": ~fires & (value != 0),
         "a feature where there is no token": fires & ~valid[..., None],
         "an empty slot before a feature": fires[..., 1:] & ~fires[..., :-1],
@@ -284,7 +286,7 @@ def check_features(
     for what, wrong in checks.items():
         if wrong.any():
             rows = wrong.reshape(len(wrong), -1).any(axis=1)
-            yield f"{_ranges(rows)} of the block: {what}"
+            yield f"{_ranges(rows)} of the rows: {what}"
 
 
 def _ranges(filled: Bool[np.ndarray, " R"]) -> str:

@@ -11,7 +11,8 @@ LOCK_SUFFIX = ".__lock"  # of the temporary file of a local object; a killed pro
 
 MANIFEST_KEY = "_data/manifest.json"  # what footers of input files say; made again where it is missing
 
-ENCODER_NAME = r"[A-Za-z0-9_-]{1,100}"  # of an SAE, as a part of its arrays' names
+MAX_ENCODER_NAME = 100
+ENCODER_NAME = rf"[A-Za-z0-9_-]{{1,{MAX_ENCODER_NAME}}}"  # of an SAE, as a part of its arrays' names
 
 _RUN = r"\d{8}T\d{6}Z-[^/]+-\d+"
 _WORKER_KEYS = (

@@ -109,7 +109,7 @@ def feature_specs(name: str, top: int, dtype: str, slots: str) -> tuple[ArraySpe
         attributes={"description": "features that fire, by falling value; -1: none"},
         fill=-1,
         slots=slots,
-        features="rank",
+        features="feature_rank",
     )
     value = replace(
         index,

@@ -143,6 +143,11 @@ def _hook_name(config: SAEConfig) -> str | None:
             f"that does not reshape activations. Set reshape_activations to none if the site's heads are joined."
         )
     config.expect("reshape_activations", "none")
+    for place in places:
+        for key in ("model_kwargs", "model_from_pretrained_kwargs"):
+            processing = place.nested(key)
+            for name in ("center_writing_weights", "fold_ln", "center_unembed", "fold_value_biases"):
+                processing.expect(name, False)
     return hook_name
 
 
