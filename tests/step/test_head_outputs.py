@@ -53,7 +53,7 @@ def compiled(model: Model, outputs=tuple(OUTPUTS), **spec: object) -> tuple[Comp
     mesh = make_mesh()
     slots = SELECTED.slots if "selected" in spec else TOKENS.slots
     spec = step_spec(
-        model, KEYS, rows=4, length=24, dtype="float32", outputs=output_specs(outputs, NUM_TOP, slots), **spec
+        model, KEYS, rows=4, length=24, dtype="float32", head_outputs=output_specs(outputs, NUM_TOP, slots), **spec
     )
     params = model.load(spec.forward_keys, "float32", replicated(mesh), with_head=True)
     return compile_step(model, spec, params, Partition(mesh)), params
@@ -159,7 +159,7 @@ def temporary_bytes(path: Path, vocab_size: int) -> int:
     (path / "config.json").write_text(json.dumps(config))
     model, mesh = open_model(str(path), init="random"), make_mesh()
     outputs, keys = output_specs(OUTPUTS, NUM_TOP, TOKENS.slots), (ActivationKey(0, Site.resid_post),)
-    spec = step_spec(model, keys, rows=16, length=256, dtype="bfloat16", outputs=outputs)
+    spec = step_spec(model, keys, rows=16, length=256, dtype="bfloat16", head_outputs=outputs)
     params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "bfloat16", sharding=replicated(mesh)),
         model.leaves(spec.forward_keys, with_head=True),
