@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.core.errors import PipelineError
-from pipeline.store import ActivationStore
+from pipeline.store import ActivationStore, FeatureBatch
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import parse_commit_key
 from pipeline.store.write.store_writer import StoreWriter
@@ -94,6 +94,7 @@ def read_content(path: str) -> Content:
         item(f"shape of {name}", lambda array=array: (array.shape[1:], array.dtype.name, array.domain.labels))
     item("tokens", lambda: vars(store.read_tokens(store.rows, whole=True)))
     item("selected", lambda: store.read_selected(store.rows))
+    item("outputs", lambda: store.read_outputs(store.rows))
     for key in store.keys:
         item(f"activations of {key.name}", lambda key=key: store.read(key.layer, key.site, store.rows))
         item(f"statistics of {key.name}", lambda key=key: vars(store.statistics(key.layer, key.site)))
@@ -107,8 +108,12 @@ def read_content(path: str) -> Content:
 
 def _batches(store: ActivationStore) -> list[Any]:
     """Of all arrays, shuffled: they come in the order of the seed."""
-    batches = store.batches(list(store.keys), 64, shuffle=True, buffer_mib=0.1)
-    return [(dict(batch.activations), batch.tokens, batch.positions, batch.documents) for batch in batches]
+    features = bool(store.metadata.encoders)
+    batches = store.batches(list(store.keys), 64, shuffle=True, buffer_mib=0.1, features=features)
+    return [
+        (dict(batch.activations), dict(batch.features), batch.tokens, batch.positions, batch.documents)
+        for batch in batches
+    ]
 
 
 def _digest(value: Any) -> Any:
@@ -118,6 +123,8 @@ def _digest(value: Any) -> Any:
         return type(value).__name__
     if isinstance(value, np.ndarray):
         return value.dtype.name, value.shape, sha256(np.ascontiguousarray(value).view(np.uint8)).hexdigest()
+    if isinstance(value, FeatureBatch):
+        return _digest(vars(value))
     if isinstance(value, pa.Table):
         return _digest(value.to_pydict())
     if isinstance(value, Mapping):

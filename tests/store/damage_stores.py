@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tensorstore as ts
@@ -26,6 +27,7 @@ from pipeline.store.io.storage import Storage
 from pipeline.store.write.merging import merge_stores
 from pipeline.store.write.store_writer import StoreWriter
 from tests.jobs import write_model_of_zeros
+from tests.models.sae_files import write_saelens
 
 Image = Mapping[str, bytes]
 
@@ -47,6 +49,7 @@ OVERRIDES = {
     "int8_weights": ("model.weights_dtype=int8",),
     "selected": ("capture.positions=every", "capture.every=5", "store.shard_mib=0.013"),
     "zeros": ("capture.sites=[mlp_out,resid_post]",),  # of a model whose layer 1 has an MLP of zeros
+    "features": ("capture.encode_top=8", "capture.layers=[1]", "store.shard_mib=0.02"),  # and no activations
     "zstd": ("store.compression=zstd",),
     "without_statistics": ("capture.statistics=false",),
     "extended": (),
@@ -96,6 +99,9 @@ def make_specimen(kind: str, folder: Path, is_resumable: bool = True) -> Specime
     command = (f"data.path={text}", *_BASE, *OVERRIDES[kind])
     if kind == "zeros":
         command += (f"model.path={write_model_of_zeros(folder / 'model')}",)
+    if kind == "features":
+        sae = write_saelens(folder / "sae", "jumprelu", np.random.default_rng(0), d_in=128).folder
+        command += (f"capture.encode={{blocks.1.resid_post: {sae}}}",)
     before = ()
     if kind in _BEFORE:
         _run(*command, f"store.path={path}", _BEFORE[kind])
