@@ -49,7 +49,7 @@ class Encoder:
             "dtype": spec.dtype,
             **threshold,
             "activation": str(spec.sae.activation),
-            "sha256": sae.identity,
+            "sha256": sae.digest(spec.arrays),
         }
 
 

@@ -127,12 +127,16 @@ def test_search_finds_the_largest_batch(shapes: Path) -> None:
 
 
 KERNELS = """
+import math, re
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from pipeline.planning.slice.compile_check import slice_devices
 from pipeline.cluster.sharding import make_mesh
 from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.attention.splash import attend_splash
+from pipeline.models.sae.encoding import encode
+from pipeline.models.sae.params import abstract_params
+from pipeline.models.sae.spec import Activation, SAESpec
 from pipeline.planning.slice.chips import parse_slice
 for name in ("v4-8", "v5e-4", "v5p-8", "v6e-4"):
     mesh = make_mesh(2, slice_devices(parse_slice(name)))
@@ -156,11 +160,20 @@ for name in ("v4-8", "v5e-4", "v5p-8", "v6e-4"):
         assert text.count('custom_call_target="tpu_custom_call"') == 1
         assert " while(" not in text  # over rows
         assert "all-" not in text
+sae = SAESpec(2304, 65536, 2304, Activation.jumprelu)
+mesh = make_mesh(1, slice_devices(parse_slice("v5e-4")))
+params = abstract_params(sae, ("w_enc", "b_enc", "threshold"), "bfloat16", mesh)
+rows = NamedSharding(mesh, PartitionSpec("data"))
+x = jax.ShapeDtypeStruct((64, 1024, 2304), "bfloat16", sharding=rows)  # 16 rows on each chip
+features = jax.jit(lambda x, params: encode(sae, params, x, 64, mesh=mesh)).lower(x, params).compile()
+assert features.memory_analysis().temp_size_in_bytes < 300 * 2**20
+sizes = (math.prod(map(int, shape.split(","))) for shape in re.findall(r"[a-z0-9]+\\[([0-9,]+)\\]", features.as_text()))
+assert max(sizes) == 2304 * 65536  # the matrix: no array of all tokens and features
 """
 
 
 @needs_libtpu
-def test_splash_compiles_for_every_kind_of_chip() -> None:
+def test_splash_and_encoding_compile_for_chips() -> None:
     done = subprocess.run([sys.executable, "-c", KERNELS], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 

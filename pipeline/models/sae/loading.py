@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from functools import cache, cached_property
 
@@ -64,15 +64,19 @@ class SAE:
         """All arrays, as `read` returns them."""
         return {name: self.read(name) for name in self.shapes}
 
-    @cached_property
+    @property
     def identity(self) -> str:
-        """A SHA-256 over what determines its values: the specification, and every byte of its arrays. It depends on
-        neither the address nor the format. Reads all arrays, one at a time.
+        """The digest of all arrays."""
+        return self.digest(self.shapes)
+
+    def digest(self, names: Collection[str]) -> str:
+        """A SHA-256 over the specification and every byte of some arrays, which are read one at a time. It depends on
+        neither the address nor the format.
         """
         spec = {field.name: getattr(self.spec, field.name) for field in fields(SAESpec)}
         defaults = {field.name: field.default for field in fields(SAESpec)}
         digest = hashlib.sha256(json.dumps({key: spec[key] for key in spec if spec[key] != defaults[key]}).encode())
-        for name in sorted(self.shapes):
+        for name in sorted(names):
             values = self.read(name)
             digest.update(json.dumps([name, values.dtype.name, values.shape]).encode())
             digest.update(values.view(np.uint8))
