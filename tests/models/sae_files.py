@@ -43,15 +43,15 @@ def write_saelens(
     /,
     *,
     is_old: bool = False,
-    d_in: int = D_IN,
+    num_inputs: int = D_IN,
     **config: object,
 ) -> Written:
     """cfg.json as of version 6, or of version 3 with `is_old`; `config` adds or replaces attributes."""
     is_transcoder = architecture.endswith("transcoder")
-    d_out = D_OUT if is_transcoder else d_in
+    d_out = D_OUT if is_transcoder else num_inputs
     names = ("b_gate", "b_mag", "r_mag") if architecture == "gated" else ("b_enc",)
     tensors = {
-        "W_enc": normal(rng, d_in, WIDTH, scale=d_in**-0.5),
+        "W_enc": normal(rng, num_inputs, WIDTH, scale=num_inputs**-0.5),
         "W_dec": normal(rng, WIDTH, d_out),
         "b_dec": normal(rng, d_out, scale=0.3),
         **{name: normal(rng, WIDTH, scale=0.3) for name in names},
@@ -59,11 +59,11 @@ def write_saelens(
     if "jumprelu" in architecture:
         tensors["threshold"] = rng.uniform(0, 0.6, WIDTH).astype(np.float32)
     if "skip" in architecture:
-        tensors["W_skip"] = normal(rng, d_out, d_in)
+        tensors["W_skip"] = normal(rng, d_out, num_inputs)
     place = {"model_name": "tiny", "hook_name": "blocks.1.hook_resid_post", "prepend_bos": True}
     values: dict[str, object] = {
         "architecture": architecture,
-        "d_in": d_in,
+        "d_in": num_inputs,
         "d_sae": WIDTH,
         "dtype": "float32",
         "device": "cpu",

@@ -100,7 +100,7 @@ def make_specimen(kind: str, folder: Path, is_resumable: bool = True) -> Specime
     if kind == "zeros":
         command += (f"model.path={write_model_of_zeros(folder / 'model')}",)
     if kind == "features":
-        sae = write_saelens(folder / "sae", "jumprelu", np.random.default_rng(0), d_in=128).folder
+        sae = write_saelens(folder / "sae", "jumprelu", np.random.default_rng(0), num_inputs=128).folder
         command += (f"capture.encode={{blocks.1.resid_post: {sae}}}",)
     before = ()
     if kind in _BEFORE:
