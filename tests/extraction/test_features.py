@@ -18,7 +18,7 @@ from pipeline.store.check.scope import Level, Scope
 from pipeline.store.check.verifying import verify_store
 from tests.jobs import assert_same_store, run_and_signal, run_here, run_processes, write_text
 from tests.models import sae_files
-from tests.models.sae_files import D_IN, encode_dense
+from tests.models.sae_files import D_IN, decode_dense, encode_dense
 
 TOP = 8
 SHAPE = {
@@ -149,6 +149,35 @@ def test_another_sae_or_option_is_another_store(folder, alone, tmp_path) -> None
     for change in (encode(str(tensors.folder)), "capture.encode_threshold=0.5", "capture.encode_dtype=float32"):
         with pytest.raises(StoreMismatch, match="capture.encode"):
             run_here(*features, change, store)
+
+
+def test_how_well_an_sae_reconstructs_is_measured(folder, overrides, both, tmp_path) -> None:
+    """Against its decoder in numpy, and whether the activations are stored or not."""
+    names = [name for name in FORMATS if name != "transcoder"]
+    saes = encode({name: str(folder / name) for name in names})
+    dtypes = ["capture.dtype=float32", "capture.encode_dtype=float32", "capture.encode_error=true"]
+    for keep in ("features", "both"):
+        run_here(*overrides, *dtypes, saes, f"capture.keep={keep}", f"store.path={tmp_path}/{keep}")
+        assert verify_store(f"{tmp_path}/{keep}") == []
+    alone, kept = (ActivationStore.open(f"{tmp_path}/{keep}") for keep in ("features", "both"))
+    valid, outputs = kept.read_tokens(slice(None)).segments > 0, kept.read_outputs(slice(None))
+    x = kept.read(1, "attn_in", slice(None))[valid].astype(np.float64)
+    for name in names:
+        sae = open_sae(str(folder / name))
+        out = decode_dense(sae, encode_dense(sae, x), x)
+        error = np.square(x - out).sum(axis=1)
+        cosine = (x * out).sum(axis=1) / np.linalg.norm(x, axis=1) / np.linalg.norm(out, axis=1)
+        for part, expected in (("squared_error", error), ("cosine", cosine)):
+            stored = outputs[f"features.{ARRAY}.{name}.{part}"]
+            assert np.isclose(stored[valid], expected, rtol=1e-3, atol=1e-4).mean() > 0.99  # else at a threshold
+            assert not stored[~valid].any()
+        explained = 1 - error.sum() / np.square(x - x.mean(axis=0)).sum()
+        for store in (alone, kept):
+            statistics = store.feature_statistics(f"{ARRAY}.{name}")
+            assert statistics.tokens == len(x)
+            assert statistics.explained_variance == pytest.approx(explained, rel=1e-3)
+            assert statistics.cosine == pytest.approx(cosine.mean(), abs=1e-4)
+    assert both.feature_statistics(f"{ARRAY}.{names[0]}").explained_variance is None
 
 
 def fired(store: ActivationStore, name: str, feature: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
