@@ -77,6 +77,11 @@ def open_encoders(capture: CaptureConfig, model: ModelFacts) -> tuple[Encoder, .
                 f"{width}. Give the SAE of this model, layer and site."
             )
         _compare_places(sae, address, key, model)
+        if sae.spec.k is not None and sae.spec.k < capture.encode_top:
+            log.warning(
+                "%s has at most %d features in a token: the other slots of capture.encode_top=%d stay empty",
+                *(address, sae.spec.k, capture.encode_top),
+            )
         decodes = capture.encode_error
         if decodes and (sae.spec.is_transcoder or sae.spec.d_out != width):
             raise ConfigError(

@@ -16,7 +16,8 @@ from pipeline.models.sae.loading import open_sae
 from pipeline.store import ActivationStore
 from pipeline.store.check.scope import Level, Scope
 from pipeline.store.check.verifying import verify_store
-from tests.jobs import assert_same_store, run_and_signal, run_here, run_processes, write_text
+from tests.extraction.test_processes import chaos
+from tests.jobs import assert_same_store, committed, run_and_signal, run_here, run_processes, write_text
 from tests.models import sae_files
 from tests.models.sae_files import D_IN, decode_dense, encode_dense
 
@@ -138,6 +139,23 @@ def test_a_killed_job_resumed_by_two_processes_makes_the_same_store(alone, tmp_p
     resumed = run_processes(2, 1, *features, f"store.path={again}")
     assert resumed.returncode == 0, resumed.stdout
     assert_same_store(again, path)
+
+
+@pytest.mark.slow
+def test_chaos_leaves_the_same_features(folder, overrides, tmp_path) -> None:
+    """Runs of one, two and four processes with four devices together, which are killed, stopped or told to end."""
+    text = [f"data.path={write_text(tmp_path / 'text', files=4, documents=60)}", "data.num_streams=4"]
+    several = {name: str(folder / name) for name in ("jumprelu", "topk")}
+    job = [*overrides, *text, encode(several), "capture.encode_error=true", "batch.rows=8"]
+    assert run_processes(1, 4, *job, f"store.path={tmp_path}/reference").returncode == 0
+    for number in range(3):
+        store = tmp_path / str(number)
+        setups = [(1, 4), (2, 2), (4, 1)]
+        rounds = chaos(job, store, committed(tmp_path / "reference"), rounds=5, seed=number, setups=setups)
+        assert sum(code != 0 for _, code, _ in rounds) >= 3
+        assert run_processes(2, 2, *job, f"store.path={store}").returncode == 0
+        assert_same_store(store, tmp_path / "reference")
+        assert verify_store(str(store)) == []
 
 
 def test_another_sae_or_option_is_another_store(folder, alone, tmp_path) -> None:
