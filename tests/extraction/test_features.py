@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from pipeline import delete, export, finalize, inspect, merge, verify
 from pipeline.config import composing
@@ -17,7 +18,7 @@ from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from tests.jobs import assert_same_store, run_and_signal, run_here, run_processes, write_text
 from tests.models import sae_files
-from tests.models.sae_files import D_IN, encode_dense
+from tests.models.sae_files import D_IN, WIDTH, encode_dense
 
 TOP = 8
 SHAPE = {
@@ -190,6 +191,19 @@ def test_features_of_selected_tokens(folder, overrides, tmp_path) -> None:
     n_active = store.read_outputs(slice(None))[f"features.{ARRAY}.n_active"]
     assert abs(n_active[valid] - (expected > 0).sum(axis=1)).mean() < 0.1
     assert not n_active[~valid].any()
+    to_delphi = [f"export.path={tmp_path}/latents", "export.format=delphi", "export.context=1", "export.splits=1"]
+    assert export.main([f"store.path={tmp_path}/store", *to_delphi]) == 0
+    split = load_file(tmp_path / f"latents/{ARRAY}/0_{WIDTH - 1}.safetensors")
+    whole = store.read_tokens(slice(None), whole=True)
+    fired = np.zeros(whole.tokens.shape, bool)
+    rows, slots = np.nonzero(n_active)
+    fired[rows, store.read_selected(slice(None))[rows, slots]] = True
+    np.testing.assert_array_equal(
+        split["tokens"][:, 0], whole.tokens[whole.segments > 0]
+    )  # also between those selected
+    np.testing.assert_array_equal(
+        np.unique(split["locations"][:, 0]), np.flatnonzero(fired[whole.segments > 0]).astype(np.uint16)
+    )
 
 
 WRONG = {
