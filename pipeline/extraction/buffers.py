@@ -31,7 +31,7 @@ class BlockBuffers(NamedTuple):
             np.empty((rows, spec.slots, *([] if array.width is None else [array.width])), array.dtype)
             for array in spec.outputs
         )
-        if not spec.statistics:
+        if not spec.has_row_statistics:
             return cls(activations, scales, None, outputs)
         keys = len(spec.keys)
         statistics = RowStatistics(

@@ -83,6 +83,7 @@ def open_encoders(capture: CaptureConfig, model: ModelFacts) -> tuple[Encoder, .
             top=capture.encode_top,
             dtype=str(capture.encode_dtype),
             threshold=capture.encode_threshold,
+            indexed=capture.encode_index,
         )
         encoders.append(Encoder(spec, sae))
     return tuple(encoders)

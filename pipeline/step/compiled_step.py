@@ -151,7 +151,7 @@ def _compile(
         counted = (stored.valid, *(~each for each in finite), *not_finite, *(each.not_finite for each in features))
         counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in counted])
         with jax.named_scope("statistics"):
-            statistics = row_statistics(finished, stored.exist, finite) if spec.statistics else None
+            statistics = row_statistics(finished, stored.exist, finite) if spec.has_row_statistics else None
         scales = tuple(each.scales for each in finished if each.scales is not None)
         return StepOutputs(tuple(each.values for each in finished), scales, statistics, counts, outputs)
 
@@ -169,5 +169,7 @@ def _output_shardings(spec: StepSpec, mesh: Mesh) -> StepOutputs:
     by_rows = row_sharding(mesh)
     activations = tuple(activation_sharding(mesh, width) for width in spec.widths)
     scales = (by_rows,) * len(spec.scale_counts)
-    statistics = RowStatistics(by_rows, by_rows, by_rows if spec.measures_error else None) if spec.statistics else None
+    statistics = (
+        RowStatistics(by_rows, by_rows, by_rows if spec.measures_error else None) if spec.has_row_statistics else None
+    )
     return StepOutputs(activations, scales, statistics, replicated(mesh), (by_rows,) * len(spec.outputs))

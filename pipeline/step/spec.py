@@ -19,6 +19,12 @@ class EncoderSpec:
     top: int  # features of each token that are stored
     dtype: str  # of their values
     threshold: float  # what a value must exceed
+    indexed: bool = True  # whether a new store has an index by feature
+
+    @property
+    def index_bytes(self) -> int:
+        """Of the features of a token in the index, all slots being filled."""
+        return self.top * (ITEM_BYTES["int32"] + ITEM_BYTES[self.dtype]) if self.indexed else 0
 
     @property
     def flops_per_token(self) -> int:
@@ -43,7 +49,7 @@ class StepSpec:
     length: int  # T
     dtype: str  # of the stored activations, but for integers: `dtypes`
     attention: str = "auto"  # the implementation that is asked for; auto is decided where the devices are known
-    statistics: bool = True  # whether the step computes them too
+    statistics: bool = True  # whether they are kept, of activations and of features
     selected: int | None = None  # K of a row; None: the activations of all tokens are stored
     int8_group: int | None = None  # of int8: features that share a scale; None: all of a token's
     head_outputs: tuple[ArraySpec, ...] = ()  # what the model's head says of each slot's token
@@ -83,6 +89,11 @@ class StepSpec:
         return round(sum(encoder.flops_per_token for encoder in self.encoders) * self.slots / self.length)
 
     @property
+    def index_bytes(self) -> float:
+        """Per token slot, of the indexes by feature."""
+        return sum(encoder.index_bytes for encoder in self.encoders) * self.slots / self.length
+
+    @property
     def counted_names(self) -> tuple[str, ...]:
         """The arrays whose tokens with a value that is not finite the step counts."""
         outputs = (spec.name for spec in self.head_outputs if spec.dtype == "float32")
@@ -118,14 +129,19 @@ class StepSpec:
         return self.slots * max(*self._item_bytes, *(spec.position_bytes for spec in self.outputs), 0)
 
     @property
+    def has_row_statistics(self) -> bool:
+        """Whether the step computes statistics too: those of activations. Those of features are from the host."""
+        return self.statistics and bool(self.keys)
+
+    @property
     def measures_error(self) -> bool:
         """Whether the statistics include the error of storing: for dtypes of one byte."""
-        return self.statistics and ITEM_BYTES[self.dtype] == 1
+        return self.has_row_statistics and ITEM_BYTES[self.dtype] == 1
 
     @property
     def row_statistics_bytes(self) -> int:
         """Of what the step computes of a row's activations: `RowStatistics`."""
-        if not self.statistics:
+        if not self.has_row_statistics:
             return 0
         numbers = 2 * sum(self.widths) + len(self.keys) * (self.slots + self.measures_error)
         return numbers * ITEM_BYTES["float32"]

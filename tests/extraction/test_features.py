@@ -11,10 +11,11 @@ from safetensors.numpy import load_file
 
 from pipeline import delete, export, finalize, inspect, merge, verify
 from pipeline.config import composing
-from pipeline.core.errors import CheckpointError, ConfigError, StoreMismatch
+from pipeline.core.errors import CheckpointError, ConfigError, StoreError, StoreMismatch
 from pipeline.job.opening import open_job
 from pipeline.models.sae.loading import open_sae
 from pipeline.store import ActivationStore
+from pipeline.store.check.scope import Level, Scope
 from pipeline.store.check.verifying import verify_store
 from tests.jobs import assert_same_store, run_and_signal, run_here, run_processes, write_text
 from tests.models import sae_files
@@ -149,6 +150,129 @@ def test_another_sae_or_option_is_another_store(folder, alone, tmp_path) -> None
     for change in (encode(str(tensors.folder)), "capture.encode_threshold=0.5", "capture.encode_dtype=float32"):
         with pytest.raises(StoreMismatch, match="capture.encode"):
             run_here(*features, change, store)
+
+
+def fired(store: ActivationStore, name: str, feature: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, slots and values of a feature, by reading all features of all tokens."""
+    outputs = store.read_outputs(slice(None))
+    index, value = (outputs[f"features.{name}.{part}"] for part in ("index", "value"))
+    row, slot, rank = np.nonzero(index == feature)
+    return store.rows[row], slot, value[row, slot, rank].astype(np.float32)
+
+
+def assert_indexed(store: ActivationStore, name: str) -> None:
+    """The index by feature and the statistics say the same as the arrays of all features."""
+    valid, outputs = store.read_selected(slice(None)) >= 0, store.read_outputs(slice(None))
+    n_active = outputs[f"features.{name}.n_active"][valid]
+    statistics = store.feature_statistics(name)
+    assert statistics.tokens == valid.sum()
+    assert statistics.l0 == pytest.approx(n_active.mean())
+    for feature in range(len(statistics.count)):
+        rows, slots, values = fired(store, name, feature)
+        firings = store.feature(name, feature)
+        for expected, found in zip((rows, slots, values), (firings.rows, firings.slots, firings.values), strict=True):
+            np.testing.assert_array_equal(found, expected)
+        assert statistics.count[feature] == len(values)
+        assert statistics.maximum[feature] == max(values, default=0)
+        assert statistics.mean[feature] == pytest.approx(values.mean() if len(values) else 0)
+        strongest, order = store.feature(name, feature, top=3), np.argsort(-values, kind="stable")[:3]
+        for expected, found in zip((rows, slots, values), vars(strongest).values(), strict=True):
+            np.testing.assert_array_equal(found, expected[order])
+    assert statistics.count.sum() == (outputs[f"features.{name}.index"] >= 0).sum() > 0
+
+
+@pytest.mark.parametrize("name", ["standard", "jumprelu"])
+def test_a_feature_is_read_without_the_others(both, name) -> None:
+    assert_indexed(both, f"{ARRAY}.{name}")
+
+
+def test_a_feature_of_an_unfinished_store(alone, tmp_path) -> None:
+    copy = shutil.copytree(alone[1], tmp_path / "store")
+    last = max((copy / "_commits/stream-00000").glob("*.json"))
+    last.unlink()
+    root = json.loads((copy / "zarr.json").read_text())
+    attributes = root["attributes"]["activation_store"]
+    attributes["complete"] = False
+    for key in ("blocks", "blocks_sha256", "statistics_digests", "sha256"):
+        del attributes[key]
+    (copy / "zarr.json").write_text(json.dumps(root))
+    store = ActivationStore.open(str(copy))
+    assert 0 < len(store.blocks) < len(ActivationStore.open(str(alone[1])).blocks)
+    assert_indexed(store, ARRAY)
+
+
+WRONG_FEATURES = {
+    "other array": (
+        lambda store: store.feature("blocks.2.attn_in", 0),
+        StoreError,
+        "it has those of: blocks.1.attn_in",
+    ),
+    "no feature": (lambda store: store.feature(ARRAY, 40), StoreError, "the features 0 to 39"),
+    "negative": (lambda store: store.feature(ARRAY, -1), StoreError, "the features 0 to 39"),
+    "top": (lambda store: store.feature(ARRAY, 0, top=0), ValueError, "at least one firing"),
+    "statistics": (lambda store: store.feature_statistics("x"), StoreError, "no features of 'x'"),
+}
+
+
+@pytest.mark.parametrize(("ask", "error", "message"), WRONG_FEATURES.values(), ids=WRONG_FEATURES.keys())
+def test_a_feature_that_is_not_there(alone, ask, error, message) -> None:
+    with pytest.raises(error, match=message):
+        ask(ActivationStore.open(str(alone[1])))
+
+
+def test_without_index_or_statistics(folder, overrides, tmp_path) -> None:
+    some = [*overrides, encode(str(folder / "topk")), "run.max_tokens=600"]
+    run_here(*some, "capture.encode_index=false", f"store.path={tmp_path}/a")
+    run_here(*some, "capture.statistics=false", f"store.path={tmp_path}/b")
+    first, second = (ActivationStore.open(f"{tmp_path}/{name}") for name in "ab")
+    assert verify_store(f"{tmp_path}/a") == verify_store(f"{tmp_path}/b") == []
+    assert not (tmp_path / "a/_features").exists()
+    with pytest.raises(StoreError, match="made with capture.encode_index=false"):
+        first.feature(ARRAY, 0)
+    with pytest.raises(StoreError, match="made with capture.statistics=false"):
+        second.feature_statistics(ARRAY)
+    for feature, count in enumerate(first.feature_statistics(ARRAY).count):
+        assert len(second.feature(ARRAY, feature).rows) == count
+
+
+INDEX = f"_features/{ARRAY}/stream-00001/block-000000.csc"
+DAMAGE = {
+    "cut": lambda content: content[:-1],
+    "empty": lambda content: b"",
+    "longer": lambda content: content + b"0",
+    "entry": lambda content: content[:9] + bytes([content[9] ^ 1]) + content[10:],
+    "firing": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "another block's": None,
+    "missing": None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("level", ["all", "checksums", "objects"])
+def test_verify_names_a_damaged_index(alone, tmp_path, damage, level) -> None:
+    copy = shutil.copytree(alone[1], tmp_path / "store")
+    path = copy / INDEX
+    if damage == "missing":
+        path.unlink()
+    elif damage == "another block's":
+        shutil.copyfile(alone[1] / INDEX.replace("000000", "000001"), path)
+    else:
+        path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    problems = verify_store(str(copy), scope=Scope(level=Level[level]))
+    if level != "objects" or damage == "missing":
+        assert [problem.where for problem in problems] == [INDEX]
+    store = ActivationStore.open(str(copy))
+    if damage != "longer":
+        with pytest.raises(StoreError, match=INDEX):
+            [store.feature(ARRAY, feature) for feature in range(40)]
+
+
+def test_an_index_of_no_block_is_named(alone, tmp_path) -> None:
+    copy = shutil.copytree(alone[1], tmp_path / "store")
+    for other in ("block-000099.csc", "x"):
+        shutil.copyfile(copy / INDEX, (copy / INDEX).with_name(other))
+    problems = verify_store(str(copy))
+    assert {Path(problem.where).name for problem in problems} == {"block-000099.csc", "x"}
 
 
 @pytest.mark.parametrize(

@@ -189,13 +189,17 @@ def check_statistics(stored: Statistics, computed: Statistics, flushed: float = 
 
     The devices sum rows in float32, in an order of their own, and take values below `flushed` for zeros.
     """
-    for name in ("count", "not_finite"):
+    for name in ("count", "not_finite", "num_active"):
         if getattr(stored, name) != getattr(computed, name):
             yield f"the statistics say {name} {getattr(stored, name)}, the values give {getattr(computed, name)}"
             return
     if stored.mean.shape != computed.mean.shape:
         yield f"the statistics are of {stored.mean.size} features, the values have {computed.mean.size}"
         return
+    for name in ("fired", "maximum"):
+        if not np.array_equal(getattr(stored, name), getattr(computed, name)):
+            yield f"{name} of the stored statistics is not that of the values"
+            return
     with np.errstate(over="ignore", invalid="ignore"):  # squares beyond float32 agree if both are
         count, deviation = max(computed.count, 1), np.sqrt(computed.variance)
         size = np.abs(computed.mean) + deviation

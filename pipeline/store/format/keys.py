@@ -9,6 +9,8 @@ from pipeline.store.format.layout import FEATURE_PARTS, OUTPUT_NAMES, SELECTED, 
 
 LOCK_SUFFIX = ".__lock"  # of the temporary file of a local object; a killed process leaves it behind
 
+INDEX_PREFIX = "_features/"  # of the indexes by feature
+
 MANIFEST_KEY = "_data/manifest.json"  # what footers of input files say; made again where it is missing
 
 MAX_ENCODER_NAME = 100
@@ -59,6 +61,11 @@ def is_features_name(name: object) -> bool:
     return match is not None and is_activation_name(match[1])
 
 
+def index_prefix(features: str) -> str:
+    """What the keys of the blocks' indexes by feature begin with. `features`: as in `features_name`."""
+    return f"{INDEX_PREFIX}{features.removeprefix('features.')}/"
+
+
 def is_array_name(name: str) -> bool:
     """Whether an array of some store may have this name."""
     stem, _, part = name.rpartition(".")
@@ -79,16 +86,21 @@ class StoreKeys:
         sides = [*(spec.name for spec in (*SIDE_ARRAYS, SELECTED)), *outputs]
         arrays = "|".join(map(re.escape, [*sides, *activations, *map(scale_name, activations)]))
         of_activations = "|".join(map(re.escape, activations)) or "(?!)"
+        features = [name.removesuffix(".index") for name in outputs if name.endswith(".index")]
+        summarised = "|".join(map(re.escape, [*activations, *features])) or "(?!)"
+        indexed = "|".join(re.escape(index_prefix(name)[:-1]) for name in features) or "(?!)"
         patterns = (
             *_FIXED,
             rf"({arrays})/(zarr\.json|c/\d+/0(/0)?)",
-            rf"stats/({of_activations})/(zarr\.json|c/0/0)",
+            rf"stats/({summarised})/(zarr\.json|c/0/0)",
+            rf"({indexed})/stream-\d{{5,}}/block-\d{{6,}}\.csc",
             rf"_generated/stream-\d{{5,}}/group-\d{{6,}}\.({of_activations})\.activations",
         )
         self._own = re.compile(f"({'|'.join(patterns)})({re.escape(LOCK_SUFFIX)})?", re.ASCII)
         self._folders = re.compile(
             rf"(_commits|_documents|_stats|_generated)(/stream-\d{{5,}})?|_blocks|_claims|_claims_test|_metrics|_data"
-            rf"|({arrays})(/c(/\d+(/0)?)?)?|stats(/({of_activations})(/c(/0)?)?)?",
+            rf"|({arrays})(/c(/\d+(/0)?)?)?|stats(/({summarised})(/c(/0)?)?)?"
+            rf"|{INDEX_PREFIX[:-1]}|({indexed})(/stream-\d{{5,}})?",
             re.ASCII,
         )
         names = dict.fromkeys((*sides, *activations, *map(scale_name, activations)))
@@ -96,6 +108,7 @@ class StoreKeys:
             "_documents",
             "_stats",
             "stats",
+            INDEX_PREFIX[:-1],
             "_blocks",
             "_metrics",
             "_claims",

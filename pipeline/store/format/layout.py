@@ -164,6 +164,12 @@ class StoreLayout:
         return (*self.side_arrays, *self.arrays, *self.scales, *self.outputs)
 
     @property
+    def summarised(self) -> tuple[str, ...]:
+        """The names under which there are statistics: of arrays of activations, and of SAEs' features."""
+        features = (spec.name.removesuffix(".index") for spec in self.outputs if spec.name.endswith(".index"))
+        return (*(spec.name for spec in self.arrays), *features)
+
+    @property
     def slots(self) -> int:
         """A row's slots for activations: T, or K."""
         return self.length if self.selected is None else self.selected

@@ -85,6 +85,14 @@ class StoreMetadata:
         """The SAEs that encoded activations, in order; `features` is what the names of their arrays begin with."""
         return tuple(self.capture.get("encode", ()))
 
+    @property
+    def indexed_features(self) -> tuple[str, ...]:
+        """What the names of the arrays begin with whose blocks have an index by feature: as the run was told that
+        created the store. Stores of earlier programs have none."""
+        capture = self.config.get("capture")
+        has_index = isinstance(capture, dict) and capture.get("encode_index") is True
+        return tuple(sae["features"] for sae in self.encoders) if has_index else ()
+
     def content(self) -> dict[str, Any]:
         """Everything that the fingerprint covers."""
         content = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("config", "store")}
