@@ -30,7 +30,7 @@ from pipeline.store.read.exports.saelens import converted
 from pipeline.store.read.selected import at_selected
 
 UNFINISHED = "delphi.unfinished"  # the folder of all files until they are complete
-BATCH_MIB = 16  # of stored features, read at a time; sorting and dividing them takes some times as much
+BATCH_MIB = 4  # of stored features, read at a time; sorting and dividing them takes some ten times as much
 _PREFIX = "features."
 _MOST_OF_UINT16 = 1 << 16
 
@@ -202,10 +202,11 @@ def _firings(
 def _config(store: ActivationStore, contexts: int, context: int, splits: int) -> Mapping[str, object]:
     """The keys of delphi's CacheConfig that it reads again."""
     model, data = (store.metadata.config.get(part) or {} for part in ("model", "data"))
+    is_files = data.get("source") == "parquet" and data.get("path")  # not of a Hub data set, which may have a subset
     return {
         "dataset_repo": without_credentials(str(data.get("path") or data.get("repo") or "")),
         "dataset_split": data.get("split") or "",
-        "dataset_name": data.get("subset") or "",
+        "dataset_name": "" if is_files else data.get("subset") or "",
         "dataset_column": data.get("text_column") or "text",
         "cache_ctx_len": context,
         "ctx_len": context,
