@@ -17,13 +17,13 @@ h1, td { overflow-wrap: anywhere } h2 a { color: inherit; text-decoration: none 
 .feature { display: flex; flex-wrap: wrap; gap: 6px 24px; align-items: flex-start } .feature figure { flex: 0 1 320px }
 .contexts { flex: 1 1 440px; min-width: 0 } .context { display: flex; gap: 8px; border-top: 1px solid #eef1f4;
   padding: 5px 0 } .context .text { border: 0; padding: 0; margin: 0; flex: 1; min-width: 0; line-height: 1.6 }
-.context > span { flex: 0 0 40px; text-align: right; font-size: 12px; line-height: 20px; color: #55616e;
+.context > span { flex: 0 0 42px; text-align: right; font-size: 12px; line-height: 20px; color: #55616e;
   font-variant-numeric: tabular-nums } .text u { text-decoration-thickness: 2px; text-underline-offset: 3px }
 .wide { overflow-x: auto } .wide td { white-space: nowrap } th { white-space: nowrap }
 table.numbers td.token, table.numbers th.token { text-align: left; padding-left: 12px } table.numbers td.token {
   font: 12.5px ui-monospace, monospace; white-space: pre }
 @media (max-width: 600px) { body { margin: 14px auto; padding: 0 12px } h1 { font-size: 19px } h2 { margin-top: 26px }
-  td, th { padding-right: 9px } .context > span { flex-basis: 32px } }
+  td, th { padding-right: 9px } }
 """
 
 

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from pipeline import delete, export, finalize, inspect, merge, verify
 from pipeline.config import composing
 from pipeline.core.errors import CheckpointError, ConfigError, StoreError, StoreMismatch
+from pipeline.inspection.features import FeatureChoice, view_features
 from pipeline.job.opening import open_job
 from pipeline.models.sae.loading import open_sae
 from pipeline.store import ActivationStore
@@ -312,7 +313,8 @@ def test_features_of_selected_tokens(folder, overrides, tmp_path) -> None:
     store = ActivationStore.open(f"{tmp_path}/store")
     valid = store.read_selected(slice(None)) >= 0
     expected = encode_dense(open_sae(str(folder / "gated")), store.read(1, "attn_in", slice(None))[valid])
-    n_active = store.read_outputs(slice(None))[f"features.{ARRAY}.n_active"]
+    outputs = store.read_outputs(slice(None))
+    index, n_active = outputs[f"features.{ARRAY}.index"], outputs[f"features.{ARRAY}.n_active"]
     assert abs(n_active[valid] - (expected > 0).sum(axis=1)).mean() < 0.1
     assert not n_active[~valid].any()
     to_delphi = [f"export.path={tmp_path}/latents", "export.format=delphi", "export.context=1", "export.splits=1"]
@@ -328,6 +330,12 @@ def test_features_of_selected_tokens(folder, overrides, tmp_path) -> None:
     np.testing.assert_array_equal(
         np.unique(split["locations"][:, 0]), np.flatnonzero(fired[whole.segments > 0]).astype(np.uint16)
     )
+    feature = int(index[valid][:, 0][0])
+    (view,) = view_features(store, FeatureChoice(features=(feature,), contexts=1000)).features
+    assert view.contexts
+    stored = sum(int(np.isfinite(context.values).sum()) for context in view.contexts)
+    assert stored == sum(context.values[context.place] > 0 for context in view.contexts)  # the others are not selected
+    assert sum(len(context.tokens) for context in view.contexts) > stored
 
 
 WRONG = {
