@@ -75,7 +75,7 @@ docs: $(VENV)/.setup-docs  ## the API reference, from docstrings: build/docs/ind
 audit-tpu: setup-test  ## what the compiled programs do on TPU slices, against docs/audit-tpu.json; no TPU is needed
 	$(BIN)/python -m scripts.audit.audit_tpu $(AUDIT_TPU)
 
-bench: setup  ## the job against its own bare forward pass; writes build/bench.json
+bench: setup-test  ## the job against its own bare forward pass; writes build/bench.json
 	$(BIN)/python scripts/bench/bench_job.py
 
 bench-reader: setup  ## the reader against numpy on the same files; writes build/bench-reader.json

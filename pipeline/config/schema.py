@@ -243,6 +243,7 @@ class CaptureConfig:
     encode_index: bool = key(
         True, "of `encode`: also an index by feature, so that one feature is read without the others"
     )
+    encode_error: bool = key(False, "of `encode`: also how well SAEs reconstruct each token, by a second product")
     keep: Keep = key(Keep.features, "of encoded arrays: `features` alone, or `both`, the activations too")
     statistics: bool = key(True, "mean, variance and norms of every array, computed on the devices")
     on_not_finite: OnNotFinite = key(

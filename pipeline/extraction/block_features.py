@@ -11,7 +11,7 @@ from pipeline.planning.host_memory import MAX_SORTING_THREADS
 from pipeline.step.spec import EncoderSpec, StepSpec
 from pipeline.store.features.block_statistics import feature_statistics
 from pipeline.store.features.index_file import by_feature, encode_index, index_key
-from pipeline.store.format.layout import FEATURE_PARTS
+from pipeline.store.format.layout import feature_parts
 from pipeline.store.format.statistics import Statistics
 
 
@@ -38,13 +38,14 @@ class FeatureThreads:
         return [self._pool.submit(self._summarise, encoder, block, arrays) for encoder in self._spec.encoders]
 
     def _summarise(self, encoder: EncoderSpec, block: TokenBlock, arrays: Mapping[str, np.ndarray]) -> FeatureSummary:
-        index, value, n_active = (arrays[f"{encoder.name}.{part}"][: block.num_rows] for part in FEATURE_PARTS)
-        matrix = by_feature(index, value, encoder.sae.width)
+        names = feature_parts(encoder.decodes)
+        parts = {part: arrays[f"{encoder.name}.{part}"][: block.num_rows] for part in names}
+        matrix = by_feature(parts["index"], parts["value"], encoder.sae.width)
         indexes: dict[str, bytes] = {}
         if self._with_index:
             key = index_key(encoder.name, block.stream, block.index)
-            indexes[key] = encode_index(matrix, value.dtype, key)
+            indexes[key] = encode_index(matrix, parts["value"].dtype, key)
         statistics = None
         if self._spec.statistics:
-            statistics = feature_statistics(index, value, n_active, block.stored, matrix)
+            statistics = feature_statistics(parts, block.stored, matrix)
         return FeatureSummary(encoder.name, statistics, indexes)

@@ -20,6 +20,7 @@ class EncoderSpec:
     dtype: str  # of their values
     threshold: float  # what a value must exceed
     indexed: bool = True  # whether a new store has an index by feature
+    decodes: bool = False  # whether its reconstruction is measured
 
     @property
     def index_bytes(self) -> int:
@@ -28,8 +29,8 @@ class EncoderSpec:
 
     @property
     def flops_per_token(self) -> int:
-        """Of the product with the encoder's matrix."""
-        return 2 * self.sae.d_in * self.sae.width
+        """Of the product with the encoder's matrix, and with the decoder's."""
+        return 2 * (self.sae.d_in + self.decodes * self.sae.d_out) * self.sae.width
 
     def device_bytes(self, dtype: str, tensor: int) -> int:
         """Of the arrays on each device, where `tensor` devices divide the features."""
@@ -69,7 +70,12 @@ class StepSpec:
     def outputs(self) -> tuple[ArraySpec, ...]:
         """The arrays of what is computed from activations: by the model's head, and by SAEs."""
         slots = (TOKENS if self.selected is None else SELECTED).slots
-        features = (feature_specs(encoder.name, encoder.top, encoder.dtype, slots) for encoder in self.encoders)
+        features = (
+            feature_specs(
+                encoder.name, encoder.top, encoder.dtype, slots, encoder.key.name if encoder.decodes else None
+            )
+            for encoder in self.encoders
+        )
         return (*self.head_outputs, *(array for arrays in features for array in arrays))
 
     @property
@@ -129,19 +135,20 @@ class StepSpec:
         return self.slots * max(*self._item_bytes, *(spec.position_bytes for spec in self.outputs), 0)
 
     @property
-    def has_row_statistics(self) -> bool:
-        """Whether the step computes statistics too: those of activations. Those of features are from the host."""
-        return self.statistics and bool(self.keys)
+    def statistics_widths(self) -> dict[ActivationKey, int]:
+        """D of the activations whose statistics the step computes: the stored ones, then what is reconstructed."""
+        stored = dict(zip(self.keys, self.widths, strict=True))
+        reconstructed = {encoder.key: encoder.sae.d_in for encoder in self.encoders if encoder.decodes}
+        return stored | reconstructed if self.statistics else {}
 
     @property
     def measures_error(self) -> bool:
         """Whether the statistics include the error of storing: for dtypes of one byte."""
-        return self.has_row_statistics and ITEM_BYTES[self.dtype] == 1
+        return self.statistics and bool(self.keys) and ITEM_BYTES[self.dtype] == 1
 
     @property
     def row_statistics_bytes(self) -> int:
         """Of what the step computes of a row's activations: `RowStatistics`."""
-        if not self.has_row_statistics:
-            return 0
-        numbers = 2 * sum(self.widths) + len(self.keys) * (self.slots + self.measures_error)
+        numbers = 2 * sum(self.statistics_widths.values()) + len(self.statistics_widths) * self.slots
+        numbers += len(self.keys) * self.measures_error
         return numbers * ITEM_BYTES["float32"]

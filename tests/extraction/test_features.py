@@ -18,9 +18,10 @@ from pipeline.models.sae.loading import open_sae
 from pipeline.store import ActivationStore
 from pipeline.store.check.scope import Level, Scope
 from pipeline.store.check.verifying import verify_store
-from tests.jobs import assert_same_store, run_and_signal, run_here, run_processes, write_text
+from tests.extraction.test_processes import chaos
+from tests.jobs import assert_same_store, committed, run_and_signal, run_here, run_processes, write_text
 from tests.models import sae_files
-from tests.models.sae_files import D_IN, WIDTH, encode_dense
+from tests.models.sae_files import D_IN, WIDTH, decode_dense, encode_dense
 
 TOP = 8
 SHAPE = {
@@ -142,6 +143,23 @@ def test_a_killed_job_resumed_by_two_processes_makes_the_same_store(alone, tmp_p
     assert_same_store(again, path)
 
 
+@pytest.mark.slow
+def test_chaos_leaves_the_same_features(folder, overrides, tmp_path) -> None:
+    """Runs of one, two and four processes with four devices together, which are killed, stopped or told to end."""
+    text = [f"data.path={write_text(tmp_path / 'text', files=4, documents=60)}", "data.num_streams=4"]
+    several = {name: str(folder / name) for name in ("jumprelu", "topk")}
+    job = [*overrides, *text, encode(several), "capture.encode_error=true", "batch.rows=8"]
+    assert run_processes(1, 4, *job, f"store.path={tmp_path}/reference").returncode == 0
+    for number in range(3):
+        store = tmp_path / str(number)
+        setups = [(1, 4), (2, 2), (4, 1)]
+        rounds = chaos(job, store, committed(tmp_path / "reference"), rounds=5, seed=number, setups=setups)
+        assert sum(code != 0 for _, code, _ in rounds) >= 3
+        assert run_processes(2, 2, *job, f"store.path={store}").returncode == 0
+        assert_same_store(store, tmp_path / "reference")
+        assert verify_store(str(store)) == []
+
+
 def test_another_sae_or_option_is_another_store(folder, alone, tmp_path) -> None:
     features, path = alone
     moved = shutil.copytree(folder / "jumprelu", tmp_path / "elsewhere")
@@ -151,6 +169,35 @@ def test_another_sae_or_option_is_another_store(folder, alone, tmp_path) -> None
     for change in (encode(str(tensors.folder)), "capture.encode_threshold=0.5", "capture.encode_dtype=float32"):
         with pytest.raises(StoreMismatch, match="capture.encode"):
             run_here(*features, change, store)
+
+
+def test_how_well_an_sae_reconstructs_is_measured(folder, overrides, both, tmp_path) -> None:
+    """Against its decoder in numpy, and whether the activations are stored or not."""
+    names = [name for name in FORMATS if name != "transcoder"]
+    saes = encode({name: str(folder / name) for name in names})
+    dtypes = ["capture.dtype=float32", "capture.encode_dtype=float32", "capture.encode_error=true"]
+    for keep in ("features", "both"):
+        run_here(*overrides, *dtypes, saes, f"capture.keep={keep}", f"store.path={tmp_path}/{keep}")
+        assert verify_store(f"{tmp_path}/{keep}") == []
+    alone, kept = (ActivationStore.open(f"{tmp_path}/{keep}") for keep in ("features", "both"))
+    valid, outputs = kept.read_tokens(slice(None)).segments > 0, kept.read_outputs(slice(None))
+    x = kept.read(1, "attn_in", slice(None))[valid].astype(np.float64)
+    for name in names:
+        sae = open_sae(str(folder / name))
+        out = decode_dense(sae, encode_dense(sae, x), x)
+        error = np.square(x - out).sum(axis=1)
+        cosine = (x * out).sum(axis=1) / np.linalg.norm(x, axis=1) / np.linalg.norm(out, axis=1)
+        for part, expected in (("squared_error", error), ("cosine", cosine)):
+            stored = outputs[f"features.{ARRAY}.{name}.{part}"]
+            assert np.isclose(stored[valid], expected, rtol=1e-3, atol=1e-4).mean() > 0.99  # else at a threshold
+            assert not stored[~valid].any()
+        explained = 1 - error.sum() / np.square(x - x.mean(axis=0)).sum()
+        for store in (alone, kept):
+            statistics = store.feature_statistics(f"{ARRAY}.{name}")
+            assert statistics.tokens == len(x)
+            assert statistics.explained_variance == pytest.approx(explained, rel=1e-3)
+            assert statistics.cosine == pytest.approx(cosine.mean(), abs=1e-4)
+    assert both.feature_statistics(f"{ARRAY}.{names[0]}").explained_variance is None
 
 
 def fired(store: ActivationStore, name: str, feature: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

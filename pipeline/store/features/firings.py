@@ -36,6 +36,8 @@ class FeatureStatistics:
 
     tokens: their number. count: in how many of them each feature is stored. mean, maximum: of its values there; 0 for
     one that is stored nowhere. l0: how many features fire in a token on average, also those that are not stored.
+    With capture.encode_error, else None: explained_variance: 1 - sum of |x - reconstruction|^2 / sum of |x - mean x|^2;
+    cosine: of the angle between x and its reconstruction, on average.
     """
 
     tokens: int
@@ -43,13 +45,20 @@ class FeatureStatistics:
     mean: Float64[np.ndarray, " F"]
     maximum: Float32[np.ndarray, " F"]
     l0: float
+    explained_variance: float | None
+    cosine: float | None
 
     @classmethod
-    def of(cls, statistics: Statistics) -> "FeatureStatistics":
-        """From what is stored, where zeros count."""
+    def of(cls, statistics: Statistics, activations: Statistics | None) -> "FeatureStatistics":
+        """From what is stored, where zeros count. activations: of the array that the SAE reconstructs, if it does."""
         tokens, fired = statistics.count, statistics.fired
         mean = statistics.mean * tokens / np.maximum(fired, 1)
-        return cls(tokens, fired, mean, statistics.maximum, statistics.num_active / max(tokens, 1))
+        explained, cosine = None, None
+        if activations is not None and statistics.squared_error is not None:
+            explained = 1 - statistics.squared_error / max(float(activations.m2.sum()), np.finfo(np.float64).tiny)
+            cosine = statistics.cosine_sum / max(tokens, 1)
+        l0 = statistics.num_active / max(tokens, 1)
+        return cls(tokens, fired, mean, statistics.maximum, l0, explained, cosine)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from pipeline.core.sites import ActivationKey
 from pipeline.store.format.int8 import scale_name
-from pipeline.store.format.layout import FEATURE_PARTS, OUTPUT_NAMES, SELECTED, SIDE_ARRAYS
+from pipeline.store.format.layout import ERROR_PARTS, FEATURE_PARTS, OUTPUT_NAMES, SELECTED, SIDE_ARRAYS
 
 LOCK_SUFFIX = ".__lock"  # of the temporary file of a local object; a killed process leaves it behind
 
@@ -57,8 +57,13 @@ def is_features_name(name: object) -> bool:
     """Whether the names of features' arrays may begin with this."""
     if not isinstance(name, str):
         return False
-    match = re.fullmatch(rf"features\.(blocks\.\d+\.\w+|\w+)(\.{ENCODER_NAME})?", name, re.ASCII)
-    return match is not None and is_activation_name(match[1])
+    return is_activation_name(array_of(name))
+
+
+def array_of(features: str) -> str | None:
+    """The array whose features these are: the inverse of `features_name`. None for other names."""
+    match = re.fullmatch(rf"features\.(blocks\.\d+\.\w+|\w+)(\.{ENCODER_NAME})?", features, re.ASCII)
+    return match and match[1]
 
 
 def index_prefix(features: str) -> str:
@@ -69,7 +74,7 @@ def index_prefix(features: str) -> str:
 def is_array_name(name: str) -> bool:
     """Whether an array of some store may have this name."""
     stem, _, part = name.rpartition(".")
-    if part in FEATURE_PARTS and is_features_name(stem):
+    if part in (*FEATURE_PARTS, *ERROR_PARTS) and is_features_name(stem):
         return True
     sides = {*OUTPUT_NAMES, *(spec.name for spec in (*SIDE_ARRAYS, SELECTED))}
     return name in sides or is_activation_name(name) or is_activation_name(name.removesuffix(scale_name("")))
@@ -87,7 +92,8 @@ class StoreKeys:
         arrays = "|".join(map(re.escape, [*sides, *activations, *map(scale_name, activations)]))
         of_activations = "|".join(map(re.escape, activations)) or "(?!)"
         features = [name.removesuffix(".index") for name in outputs if name.endswith(".index")]
-        summarised = "|".join(map(re.escape, [*activations, *features])) or "(?!)"
+        reconstructed = [array_of(name) for name in features]  # has statistics, even if it is not stored
+        summarised = "|".join(map(re.escape, [*activations, *reconstructed, *features])) or "(?!)"
         indexed = "|".join(re.escape(index_prefix(name)[:-1]) for name in features) or "(?!)"
         patterns = (
             *_FIXED,

@@ -56,6 +56,7 @@ _OF_FEATURES = (  # only with features of SAEs
     pa.field("fired", pa.list_(pa.int64())),
     pa.field("maximum", pa.list_(pa.float32())),
     pa.field("num_active", pa.int64()),
+    pa.field("cosine_sum", pa.float64()),
 )
 _FIRST_BLOCK = pa.field("first_block", pa.int64())  # only with running statistics, which begin at block 0
 
@@ -76,6 +77,7 @@ class Statistics:
     fired: the number of tokens in which each is stored.
     maximum: each one's largest value, or 0.
     num_active: how many fire in all tokens together, also those for which there was no slot.
+    squared_error, cosine_sum: of the activations' reconstruction, where it is measured.
     """
 
     count: int
@@ -88,6 +90,7 @@ class Statistics:
     fired: Int64[np.ndarray, " d"] | None = None
     maximum: Float32[np.ndarray, " d"] | None = None
     num_active: int | None = None
+    cosine_sum: float | None = None
 
     @property
     def relative_error(self) -> float | None:
@@ -192,6 +195,7 @@ def merge(parts: Iterable[Statistics]) -> Statistics:
             fired=_together(operator.add, total.fired, part.fired),
             maximum=_together(np.maximum, total.maximum, part.maximum),
             num_active=_together(operator.add, total.num_active, part.num_active),
+            cosine_sum=_together(operator.add, total.cosine_sum, part.cosine_sum),
         )
     return total
 
@@ -325,10 +329,11 @@ def encode_merged(statistics: Mapping[str, Statistics]) -> dict[str, bytes]:
                 "counts": merged.norm_histogram[first : last + 1].tolist(),
             },
         }
-        if merged.squared_error is not None:
+        if merged.fired is not None:
+            own = {name: getattr(merged, name) for name in ("num_active", "squared_error", "cosine_sum")}
+            attributes |= {name: value for name, value in own.items() if value is not None}
+        elif merged.squared_error is not None:
             attributes |= {"squared_error": merged.squared_error, "relative_error": merged.relative_error}
-        if merged.num_active is not None:
-            attributes["num_active"] = merged.num_active
         metadata = {
             "zarr_format": 3,
             "node_type": "array",
@@ -384,6 +389,7 @@ def decode_merged(objects: Mapping[str, bytes], name: str) -> Statistics:
             None if fired is None else fired.astype(np.int64),
             None if maximum is None else maximum.astype(np.float32),
             attributes.get("num_active"),
+            attributes.get("cosine_sum"),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise StoreInvalid(f"{zarr_json_key} does not hold merged statistics: {error!r}. {DAMAGE_REMEDY}") from error

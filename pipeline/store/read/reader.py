@@ -228,12 +228,16 @@ class ActivationStore:
         return statistics
 
     def feature_statistics(self, name: str) -> FeatureStatistics:
-        """How often each feature of an SAE fires, and how strongly, over every token whose features are stored.
+        """How often each feature of an SAE fires, and how strongly, over every token whose features are stored; with
+        capture.encode_error also how well the SAE reconstructs them.
 
         `name`: of the array that the SAE encodes, e.g. "blocks.5.resid_post", with ".<its name>" where several encode
         it. Raises StoreError where there is no such SAE, and for a store without statistics of features.
         """
-        return FeatureStatistics.of(self._merged_statistics(self._features_name(name)))
+        features = self._features_name(name)
+        array = self.metadata.reconstructed.get(features)
+        statistics = self._merged_statistics(features)
+        return FeatureStatistics.of(statistics, None if array is None else self._merged_statistics(array))
 
     def feature(self, name: str, feature: SupportsIndex, top: int | None = None) -> Firings:
         """Where one feature of an SAE fires, in the order of the store, or the `top` strongest of its firings.
