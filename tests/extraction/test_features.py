@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from pipeline import delete, export, finalize, inspect, merge, verify
 from pipeline.config import composing
 from pipeline.core.errors import CheckpointError, ConfigError, StoreError, StoreMismatch
+from pipeline.inspection.features import FeatureChoice, view_features
 from pipeline.job.opening import open_job
 from pipeline.models.sae.loading import open_sae
 from pipeline.store import ActivationStore
@@ -19,7 +21,7 @@ from pipeline.store.check.verifying import verify_store
 from tests.extraction.test_processes import chaos
 from tests.jobs import assert_same_store, committed, run_and_signal, run_here, run_processes, write_text
 from tests.models import sae_files
-from tests.models.sae_files import D_IN, decode_dense, encode_dense
+from tests.models.sae_files import D_IN, WIDTH, decode_dense, encode_dense
 
 TOP = 8
 SHAPE = {
@@ -358,9 +360,29 @@ def test_features_of_selected_tokens(folder, overrides, tmp_path) -> None:
     store = ActivationStore.open(f"{tmp_path}/store")
     valid = store.read_selected(slice(None)) >= 0
     expected = encode_dense(open_sae(str(folder / "gated")), store.read(1, "attn_in", slice(None))[valid])
-    n_active = store.read_outputs(slice(None))[f"features.{ARRAY}.n_active"]
+    outputs = store.read_outputs(slice(None))
+    index, n_active = outputs[f"features.{ARRAY}.index"], outputs[f"features.{ARRAY}.n_active"]
     assert abs(n_active[valid] - (expected > 0).sum(axis=1)).mean() < 0.1
     assert not n_active[~valid].any()
+    to_delphi = [f"export.path={tmp_path}/latents", "export.format=delphi", "export.context=1", "export.splits=1"]
+    assert export.main([f"store.path={tmp_path}/store", *to_delphi]) == 0
+    split = load_file(tmp_path / f"latents/{ARRAY}/0_{WIDTH - 1}.safetensors")
+    whole = store.read_tokens(slice(None), whole=True)
+    fired = np.zeros(whole.tokens.shape, bool)
+    rows, slots = np.nonzero(n_active)
+    fired[rows, store.read_selected(slice(None))[rows, slots]] = True
+    np.testing.assert_array_equal(
+        split["tokens"][:, 0], whole.tokens[whole.segments > 0]
+    )  # also between those selected
+    np.testing.assert_array_equal(
+        np.unique(split["locations"][:, 0]), np.flatnonzero(fired[whole.segments > 0]).astype(np.uint16)
+    )
+    feature = int(index[valid][:, 0][0])
+    (view,) = view_features(store, FeatureChoice(features=(feature,), contexts=1000)).features
+    assert view.contexts
+    stored = sum(int(np.isfinite(context.values).sum()) for context in view.contexts)
+    assert stored == sum(context.values[context.place] > 0 for context in view.contexts)  # the others are not selected
+    assert sum(len(context.tokens) for context in view.contexts) > stored
 
 
 WRONG = {
