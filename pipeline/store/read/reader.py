@@ -38,12 +38,12 @@ from pipeline.store.format.tables import empty_table, read_tables
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.read.batch_options import BatchOptions
-from pipeline.store.read.batches import BatchReader, Reading
+from pipeline.store.read.batches import BatchReader
 from pipeline.store.read.features import FeatureBatch, feature_batches
 from pipeline.store.read.filters import TokenFilter
+from pipeline.store.read.gathering import Reading
 from pipeline.store.read.order import ReadingOrder
-from pipeline.store.read.rows import slot_side_arrays
-from pipeline.store.read.selected import at_selected
+from pipeline.store.read.rows import at_selected, slot_side_arrays
 from pipeline.store.read.stored_rows import Rows, StoredRows, is_one_row
 
 Key = ActivationKey | tuple[SupportsIndex | None, Site | str] | str
