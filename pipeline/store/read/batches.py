@@ -22,8 +22,9 @@ from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import MIB, SIDE_ARRAYS, StoreLayout
 from pipeline.store.io.storage import Storage
+from pipeline.store.read.batch_options import Reading
 from pipeline.store.read.buffers import StoredBlocks
-from pipeline.store.read.gathering import Batch, Gatherer, Position, Reading, TokenMemory
+from pipeline.store.read.gathering import Batch, Gatherer, Position, TokenMemory
 from pipeline.store.read.order import VERSION, Buffer, ReadingOrder
 
 log = logging.getLogger(__name__)

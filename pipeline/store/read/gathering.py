@@ -16,9 +16,9 @@ from jaxtyping import Bool, Int32, Int64
 
 from pipeline.store.format.int8 import Dequantised, dequantised, scale_name
 from pipeline.store.format.layout import SIDE_ARRAYS, StoreLayout
-from pipeline.store.format.normalisation import Normalisation
-from pipeline.store.read.batch_options import BatchOptions
-from pipeline.store.read.features import FeatureBatch, array_name, feature_batches
+from pipeline.store.format.statistics import Statistics, merge, token_statistics
+from pipeline.store.read.batch_options import Reading
+from pipeline.store.read.features import FeatureBatch, feature_batches
 from pipeline.store.read.filters import TokenFilter
 from pipeline.store.read.frameworks import aligned_empty, converter
 from pipeline.store.read.order import Buffer
@@ -57,45 +57,6 @@ class Position:
     batch: int = 0
     buffer: int = 0
     token: int = 0
-
-
-@dataclass(frozen=True)
-class Reading:
-    """The arrays to read, and how. `single`: one activation was asked for, not a list of them. `features`: the widths
-    of the SAEs whose features are read, by what the names of their arrays begin with."""
-
-    names: tuple[str, ...]
-    batch_size: int
-    single: bool = False
-    options: BatchOptions = field(default_factory=BatchOptions)
-    features: Mapping[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}, must be at least 1")
-        for named, what in ((self.options.token_filter.norms, "norms"), (self.normalisation, "normalisation")):
-            unknown = sorted(set(named) - set(self.names))
-            if unknown:
-                raise ValueError(f"{what} names {unknown}, but the arrays that are read are {list(self.names)}")
-
-    @property
-    def normalisation(self) -> Mapping[str, Normalisation]:
-        return self.options.normalisation or {}
-
-    @property
-    def sparse(self) -> tuple[str, ...]:
-        """The arrays of features that are read piece by piece, as activations are."""
-        return tuple(array_name(name, part) for name in self.features for part in ("index", "value"))
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The arrays that are read block by block, as side arrays are."""
-        return tuple(dict.fromkeys((*self.options.outputs, *(array_name(name, "n_active") for name in self.features))))
-
-    @property
-    def seed(self) -> int | None:
-        """None: tokens come in the order of their rows."""
-        return self.options.seed if self.options.shuffle else None
 
 
 class TokenMemory:
@@ -274,6 +235,20 @@ class Gatherer:
             return Batch(convert(stacked), **side_arrays)
 
         return finish
+
+
+def sample_statistics(batches: Iterator[Batch], num_tokens: int) -> dict[str, Statistics]:
+    """Statistics by array name, over the first `num_tokens` tokens of batches that have their activations by name.
+
+    Raises ValueError where there is no token.
+    """
+    parts: list[dict[str, Statistics]] = []
+    while num_tokens > 0 and (batch := next(batches, None)) is not None:
+        parts.append({name: token_statistics(values[:num_tokens]) for name, values in batch.activations.items()})
+        num_tokens -= len(batch.tokens)
+    if not parts:
+        raise ValueError("a sample needs at least one token; the filter leaves none")
+    return {name: merge(part[name] for part in parts) for name in parts[0]}
 
 
 def _done(under_way: tuple[Future[Batch], Position]) -> tuple[Batch, Position]:
