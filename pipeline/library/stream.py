@@ -175,7 +175,7 @@ class Stream:
             raise ConfigError(
                 f"rank {rank} of {world} has no documents: the data's {len(job.source.shards)} source shards are "
                 f"divided among {job.plan.streams.count} streams, and these among the readers. Use fewer readers, or "
-                "more source shards (data.row_groups_per_shard divides parquet files)."
+                "more streams (data.num_streams) and source shards (data.row_groups_per_shard divides parquet files)."
             )
         return job
 

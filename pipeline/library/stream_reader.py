@@ -138,9 +138,7 @@ def _restored(
         position = Position(**{field.name: int(state[field.name]) for field in fields(Position)})
         row, entries = int(state["row"]), [tuple(entry) for entry in state["streams"]]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"the state is not one of a Stream's reader ({error!r}). Start again without a state."
-        ) from error
+        raise ValueError(f"the state is not a Stream's ({error!r}). Start again without a state.") from error
     if different:
         raise ValueError(
             f"the state is of another stream, which differs in {', '.join(different)}. Use the configuration and the "

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline import delete, export, finalize, inspect, merge, verify
+from pipeline import Stream, delete, export, finalize, inspect, merge, verify
 from pipeline.config import composing
 from pipeline.core.errors import CheckpointError, ConfigError, StoreMismatch
 from pipeline.job.opening import open_job
@@ -18,6 +18,7 @@ from pipeline.store.check.verifying import verify_store
 from tests.jobs import assert_same_store, run_and_signal, run_here, run_processes, write_text
 from tests.models import sae_files
 from tests.models.sae_files import D_IN, encode_dense
+from tests.token_batches import tokens_of
 
 TOP = 8
 SHAPE = {
@@ -127,6 +128,14 @@ def alone(folder, overrides, tmp_path_factory) -> tuple[list[str], Path]:
     features = [*overrides, encode(str(folder / "jumprelu")), "run.max_tokens=6000"]
     run_here(*features, f"store.path={path}")
     return features, path
+
+
+def test_a_stream_has_them_too(alone) -> None:
+    """As the store does: a stream computes what the store holds, and nothing else."""
+    features, path = alone
+    batches = list(Stream.from_config(features).batches(50, shuffle_buffer_tokens=2048, features=True))
+    assert batches[0].activations == {}
+    assert tokens_of(batches) == tokens_of(ActivationStore.open(str(path)).batches([], 50, features=True))
 
 
 def test_a_killed_job_resumed_by_two_processes_makes_the_same_store(alone, tmp_path) -> None:
