@@ -4,11 +4,11 @@
     python -m scripts.bench.bench_stream shuffle
     python -m scripts.bench.bench_stream loss [--repetitions 5]
 
-speed: bench_job's model (d=768, float32, random weights, steps of 8 x 256 tokens) and text, layers 2 and 5 captured. The
-same tokens through the bare forward pass, whose results stay on the device, and through `Stream.batches`, from making
-the reader to the last batch: with a consumer that does nothing, and with one that trains a top-k SAE, which is compared
-with the forward pass and the training on a batch in memory, one after the other. All in turn in one process; the ratios
-are medians.
+speed: bench_job's model (d=768, float32, random weights, steps of 8 x 256 tokens) and text, layers 2 and 5 captured.
+The same tokens through the bare forward pass, whose results stay on the device, and through `Stream.batches`, from
+making the reader to the last batch: with a consumer that does nothing, and with one that trains a top-k SAE, which is
+compared with the forward pass and the training on a batch in memory, one after the other. All in turn in one process;
+the ratios are medians.
 
 shuffle: the share of a batch's pairs of tokens that come from one document, of a stream and of `store.batches` with as
 much memory, on the demo's text with the bundled model. Pieces of the store have 1,024 tokens, as with d = 4096.
@@ -20,8 +20,9 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np

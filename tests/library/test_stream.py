@@ -21,7 +21,7 @@ from pipeline import Stream
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.library import StreamReader
 from pipeline.store import ActivationStore, Batch, TokenFilter
-from tests.jobs import ROOT, read_until, run_here, write_text
+from tests.jobs import ROOT, free_port, read_until, run_here, write_text
 from tests.token_batches import arrays, assert_all_same, tokens_of
 
 KEYS = ["blocks.2.resid_post", "blocks.4.resid_post"]
@@ -322,3 +322,26 @@ def test_killed_and_resumed_it_yields_the_same_batches(overrides, whole, tmp_pat
     for number, batch in enumerate(whole[:200]):
         saved = np.load(tmp_path / f"{number:03}.npz")
         assert {name: saved[name].tobytes() for name in saved} == {k: v.tobytes() for k, v in arrays(batch).items()}
+
+
+JOINED = """
+import json, sys
+import jax
+port, process, *overrides = sys.argv[1:]
+jax.distributed.initialize(f"localhost:{port}", 2, int(process))
+from tests.library.test_stream import *
+batches = batches_of(Stream.from_config(overrides))
+shares = tokens_of(batches)
+state = batches.state()["of"]
+print(json.dumps([state["rank"], state["world"], [token.hex() for token in shares]]))
+"""
+
+
+@pytest.mark.slow  # two processes that join
+def test_processes_that_have_joined_compute_their_own_shares(overrides, whole):
+    port = str(free_port())
+    commands = [[sys.executable, "-c", JOINED, port, str(process), *overrides] for process in range(2)]
+    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for command in commands]
+    printed = [json.loads(process.communicate(timeout=300)[0].splitlines()[-1]) for process in processes]
+    assert [said[:2] for said in printed] == [[0, 2], [1, 2]]
+    assert sorted(bytes.fromhex(token) for said in printed for token in said[2]) == tokens_of(whole)
