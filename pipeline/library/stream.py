@@ -10,6 +10,7 @@ import jax
 from pipeline.cluster.devices import topology
 from pipeline.cluster.topology import Topology
 from pipeline.config import composing
+from pipeline.config.limits import shown
 from pipeline.config.schema import GenerateData, ParquetData, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey
@@ -68,6 +69,11 @@ class Stream:
         """
         named = dict(model=model, layers=layers, sites=sites, **options)
         given = {"path": data} if isinstance(data, str) else dict(data)
+        if given.get("source", "parquet") != "parquet":
+            raise ConfigError(
+                f"data has the source {shown(given['source'])}. Stream(...) reads parquet files; use "
+                "Stream.from_config for others, e.g. Stream.from_config(['data=arc', ...])."
+            )
         values = {"data.source": "parquet", "data.repo": "none", "data.subset": "none", "store.path": "none"}
         values |= {f"data.{key}": value for key, value in given.items()} | settings(named, "Stream")
         values |= {"run.max_tokens": max_tokens, "run.progress": progress}
@@ -126,6 +132,10 @@ class Stream:
                 raise ValueError(f"Stream.batches has no option {name}: {remedy}.")
         here = topology(self.config.run)
         options = BatchOptions(**{"shuffle": True, "rank": here.index, "world": here.count} | fields)
+        if options.token_filter.part is not None:
+            raise ValueError(
+                "TokenFilter(part=...) is for stores of data=generate: a stream's documents have no parts."
+            )
         reading = self._readable.reading(self._keys(keys), batch_size, options)
         job = self._share(options.rank, options.world)
         half_steps = _half_steps(job, shuffle_buffer_tokens)

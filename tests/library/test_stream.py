@@ -167,6 +167,8 @@ def test_other_arguments_than_overrides(text, stream, whole):
     assert batches_of(named).state() == batches_of(stream).state()
     with pytest.raises(ConfigError, match=r"Stream has no option 'row'\. Did you mean rows\?"):
         Stream("${assets:tiny-qwen2}", layers=[2], data=data, row=4)
+    with pytest.raises(ConfigError, match="has the source 'hf'"):
+        Stream("${assets:tiny-qwen2}", layers=[2], data={"source": "hf", "path": str(text)})
     with pytest.raises(ConfigError, match=r"data\.pth is not a key"):
         Stream("${assets:tiny-qwen2}", layers=[2], data={"pth": str(text)})
 
@@ -180,8 +182,9 @@ def test_a_state_of_another_stream_is_refused_by_name(stream, overrides):
         stream.batches(50, shuffle_buffer_tokens=BUFFER, seed=3, state=state)
     with pytest.raises(ValueError, match="differs in token_filter"):
         batches_of(stream, token_filter=TokenFilter(skip_first=1), state=state)
-    other = Stream.from_config([*overrides, "capture.layers=[3]", "run.max_tokens=9000"])
-    with pytest.raises(ValueError, match=r"differs in capture .*, max_tokens \(None in the state, 9000 here\)"):
+    worker = ["run.worker_index=1", "run.worker_count=2"]
+    other = Stream.from_config([*overrides, "capture.layers=[3]", "run.max_tokens=9000", *worker])
+    with pytest.raises(ValueError, match=r"differs in capture .*, max_tokens \(None .*, 9000 here\), rank .*, world"):
         batches_of(other, state=state)
     with pytest.raises(ValueError, match="the state is not a Stream's"):
         batches_of(stream, state={"epoch": 0, "batch": 3, "buffer": 0, "token": 5, "order": 1, "rank": 0, "world": 1})
@@ -200,6 +203,7 @@ def test_a_state_of_another_stream_is_refused_by_name(stream, overrides):
         ({"epochs": 2}, ValueError, "a stream reads the data once"),
         ({"buffer_mib": 8}, ValueError, "give shuffle_buffer_tokens"),
         ({"framework": "tensorflow"}, ValueError, "tensorflow"),
+        ({"token_filter": TokenFilter(part="prompt")}, ValueError, "a stream's documents have no parts"),
     ],
 )
 def test_options_that_are_refused(stream, options, error, message):
