@@ -56,7 +56,7 @@ SLOW = (  # what compiles many programs, or large ones, or runs whole jobs
     *("generation/test_generator.py", "generation/test_sampling.py", "models/test_families.py", "models/test_int8.py"),
     *("models/test_attention_splash.py", "models/test_parity.py", "step/test_compiled_step.py"),
     *("step/test_storage_dtypes.py", "step/test_stored_statistics.py", "step/test_weights_error.py"),
-    "extraction/test_zero_activations.py",
+    *("extraction/test_zero_activations.py", "library/test_stream.py"),
 )
 
 

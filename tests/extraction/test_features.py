@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pipeline import delete, export, finalize, inspect, merge, verify
+from pipeline import Stream, delete, export, finalize, inspect, merge, verify
 from pipeline.config import composing
 from pipeline.core.errors import CheckpointError, ConfigError, StoreError, StoreMismatch
 from pipeline.inspection.features import FeatureChoice, view_features
@@ -22,6 +22,7 @@ from tests.extraction.test_processes import chaos
 from tests.jobs import assert_same_store, committed, run_and_signal, run_here, run_processes, write_text
 from tests.models import sae_files
 from tests.models.sae_files import D_IN, WIDTH, decode_dense, encode_dense
+from tests.token_batches import tokens_of
 
 TOP = 8
 SHAPE = {
@@ -131,6 +132,14 @@ def alone(folder, overrides, tmp_path_factory) -> tuple[list[str], Path]:
     features = [*overrides, encode(str(folder / "jumprelu")), "run.max_tokens=6000"]
     run_here(*features, f"store.path={path}")
     return features, path
+
+
+def test_a_stream_has_them_too(alone) -> None:
+    """As the store does: a stream computes what the store holds, and nothing else."""
+    features, path = alone
+    batches = list(Stream.from_config(features).batches(50, shuffle_buffer_tokens=2048, features=True))
+    assert batches[0].activations == {}
+    assert tokens_of(batches) == tokens_of(ActivationStore.open(str(path)).batches([], 50, features=True))
 
 
 def test_a_killed_job_resumed_by_two_processes_makes_the_same_store(alone, tmp_path) -> None:
