@@ -6,6 +6,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,8 @@ HASTILY_COMPILED = (
     *("tests/step/test_head_outputs.py", "tests/step/test_storage_dtypes.py", "tests/step/test_stored_statistics.py"),
     "tests/step/test_weights_error.py",
 )
+# Options of XLA: a fusion goes to LLVM without MLIR's passes, and all of a program at once. It compiles in half the time.
+HASTE = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 SLOW = (  # what compiles many programs, or large ones, or runs whole jobs
     *("extraction/test_alignment.py", "extraction/test_guards.py", "extraction/test_resume.py"),
     *("extraction/test_run.py", "extraction/test_writer.py", "models/test_bfloat16.py", "store/test_begun_before.py"),
@@ -93,9 +96,19 @@ def compilation(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     import jax  # after the variables above, and only where it is used
+    from jax._src import compiler
+
+    options_of = compiler.get_compile_options
+
+    def hasty_options(*args: Any, **kwargs: Any) -> Any:
+        options = options_of(*args, **kwargs)
+        options.env_option_overrides = [*options.env_option_overrides, *HASTE.items()]
+        return options
 
     jax.config.update("jax_disable_most_optimizations", True)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", hasty_options)
+        yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 
