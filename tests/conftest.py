@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import ROOT, run, write_text
+from tests.jobs import HASTE, ROOT, run, write_text
 from tests.store.emulators import gcs_emulator, s3_emulator
 from tests.store.fault_proxy import FaultProxy
 
@@ -47,8 +47,6 @@ HASTILY_COMPILED = (
     *("tests/step/test_head_outputs.py", "tests/step/test_storage_dtypes.py", "tests/step/test_stored_statistics.py"),
     "tests/step/test_weights_error.py",
 )
-# Options of XLA: a fusion goes to LLVM without MLIR's passes, and all of a program at once. It compiles in half the time.
-HASTE = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 SLOW = (  # what compiles many programs, or large ones, or runs whole jobs
     *("extraction/test_alignment.py", "extraction/test_guards.py", "extraction/test_resume.py"),
     *("extraction/test_run.py", "extraction/test_writer.py", "models/test_bfloat16.py", "store/test_begun_before.py"),

@@ -22,6 +22,14 @@ from pipeline.store.format.commits import commit_key
 from pipeline.store.io.shard_files import _lock
 
 ROOT = Path(__file__).resolve().parents[1]
+# Options of XLA that halve the time of compiling: fusions go to LLVM without MLIR's passes, a program as one module.
+HASTE = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+HASTY_FLAGS = " ".join(
+    [
+        *("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"),
+        *(f"--{name}={str(value).lower()}" for name, value in HASTE.items()),
+    ]
+)
 
 
 def write_text(directory: Path, *, files: int, documents: int, max_characters: int = 3000) -> Path:
