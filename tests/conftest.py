@@ -120,8 +120,11 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An override, for processes that may leave compiled steps to each other. Steps of few tokens are kept."""
-    return f"run.compilation_cache={tmp_path_factory.mktemp('compilation-cache')}"
+    """An override, for jobs that may leave compiled steps to each other. Steps of at most 256 tokens are kept."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compilation-cache"  # the suite's
+    folder.mkdir(exist_ok=True)
+    return f"run.compilation_cache={folder}"
 
 
 @pytest.fixture(scope="session")
