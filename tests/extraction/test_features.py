@@ -58,7 +58,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def overrides(folder) -> list[str]:
+def overrides(folder, compilation_cache) -> list[str]:
     assets = composing.PACKAGE / "assets/tiny-qwen2"
     model = [f"model.path={folder}/model", "model.init=random", f"model.tokenizer={assets}", "model.dtype=float32"]
     sizes = ["batch.rows=4", "batch.length=64", "store.shard_mib=0.02", "data.num_streams=2"]
@@ -66,6 +66,7 @@ def overrides(folder) -> list[str]:
         f"data.path={folder}/text",
         *model,
         *sizes,
+        compilation_cache,
         "capture.layers=[1]",
         "capture.sites=[attn_in]",
         f"capture.encode_top={TOP}",
