@@ -1,8 +1,8 @@
 """Training on a stream: what it costs beyond its forward pass, how well it shuffles, and what an SAE learns from it.
 
-    python -m scripts.bench.bench_stream speed [--repetitions 3] [--tokens 12000]
-    python -m scripts.bench.bench_stream shuffle
-    python -m scripts.bench.bench_stream loss [--repetitions 5]
+    python -m scripts.bench.bench_stream speed [--repetitions 3] [--tokens 9000]
+    python -m scripts.bench.bench_stream shuffle [--tokens 100000]
+    python -m scripts.bench.bench_stream loss [--repetitions 5] [--tokens 100000]
 
 speed: bench_job's model (d=768, float32, random weights, steps of 8 x 256 tokens) and text, layers 2 and 5 captured.
 The same tokens through the bare forward pass, whose results stay on the device, and through `Stream.batches`, from
@@ -101,27 +101,34 @@ def same_document(batches: Iterable[Batch]) -> float:
     return float(np.mean(shares))
 
 
-def demo(folder: Path) -> tuple[Stream, ActivationStore]:
-    """A stream of 300,000 tokens of the demo's text, and a store of the same, of which a piece has 1,024 tokens."""
+def demo_overrides(tokens: int) -> list[str]:
     overrides = ["+experiment=demo_text", f"data.path={bench_job.BUILD / 'text'}", "capture.layers=[3]"]
-    overrides += ["batch.rows=4", "store.shard_mib=0.25", "run.progress=false"]
-    job_run.run(composing.compose([*overrides, f"store.path={folder / 'store'}"]))
-    return Stream.from_config(overrides), ActivationStore.open(str(folder / "store"))
+    return [*overrides, f"run.max_tokens={tokens}", "batch.rows=4", "store.shard_mib=0.25", "run.progress=false"]
 
 
-def measure_shuffle(folder: Path) -> None:
+def demo_store(folder: Path, tokens: int) -> ActivationStore:
+    """Of the demo's text; a piece has 1,024 tokens."""
     bench_job.prepare()
-    stream, store = demo(folder)
-    documents = np.mean([len(np.unique(batch.documents)) for batch in stream.batches(BATCH, shuffle=False)])
-    print(f"{store.num_tokens} tokens, batches of {BATCH}, of {documents:.1f} documents in the order of the data")
-    print(f"in order {same_document(stream.batches(BATCH, shuffle=False)):.4f}")
-    for buffer in (16384, 32768, 65536, 131072):
-        streamed = [
-            same_document(stream.batches(BATCH, shuffle_buffer_tokens=buffer, seed=seed)) for seed in range(SEEDS)
-        ]
-        options = {"shuffle": True, "buffer_mib": buffer / 2 * TOKEN_BYTES / 2**20}
-        stored = [same_document(store.batches(KEY, BATCH, seed=seed, **options)) for seed in range(SEEDS)]
-        print(f"buffer {buffer:7}: stream {np.mean(streamed):.4f}, store {np.mean(stored):.4f}", flush=True)
+    job_run.run(composing.compose([*demo_overrides(tokens), f"store.path={folder / 'store'}"]))
+    return ActivationStore.open(str(folder / "store"))
+
+
+def measure_shuffle(folder: Path, tokens: int) -> None:
+    store = demo_store(folder, tokens)
+    streams = {count: Stream.from_config([*demo_overrides(tokens), f"data.num_streams={count}"]) for count in (1, 6)}
+    in_order = list(store.batches(KEY, BATCH))  # of a stream with shuffle=False, too
+    documents = np.mean([len(np.unique(batch.documents)) for batch in in_order])
+    print(f"{store.num_tokens} tokens, batches of {BATCH}")
+    print(f"in order, a batch has {documents:.1f} documents: {same_document(in_order):.4f}")
+    for buffer in (16384, 32768, 65536):
+        shares = {
+            f"stream, data.num_streams={count}": same_document(stream.batches(BATCH, shuffle_buffer_tokens=buffer))
+            for count, stream in streams.items()
+        }
+        mib = buffer / 2 * TOKEN_BYTES / 2**20  # of each of two
+        stored = [same_document(store.batches(KEY, BATCH, shuffle=True, seed=s, buffer_mib=mib)) for s in range(SEEDS)]
+        shares["store"] = float(np.mean(stored))
+        print(f"{buffer:6} tokens in memory:", {name: round(share, 4) for name, share in shares.items()}, flush=True)
 
 
 def last_losses(batches: Iterable[Batch], width: int) -> float:
@@ -133,9 +140,9 @@ def last_losses(batches: Iterable[Batch], width: int) -> float:
     return float(np.mean(losses[-len(losses) // 10 :]))
 
 
-def measure_loss(folder: Path, repetitions: int) -> None:
-    bench_job.prepare()
-    stream, store = demo(folder)
+def measure_loss(folder: Path, tokens: int, repetitions: int) -> None:
+    store = demo_store(folder, tokens)
+    stream = Stream.from_config(demo_overrides(tokens))
     options = {"normalisation": store.normalisation([KEY]), "dtype": "float32", "framework": "jax", "drop_last": True}
     width = len(options["normalisation"][KEY].mean)
     results: dict[str, list[float]] = {"stream": [], "store": []}
@@ -153,16 +160,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["speed", "shuffle", "loss"])
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=12_000)
+    parser.add_argument("--tokens", type=int)
     options = parser.parse_args()
+    options.tokens = options.tokens or (9_000 if options.what == "speed" else 100_000)
     with tempfile.TemporaryDirectory() as folder:
         match options.what:
             case "speed":
                 measure_speed(options.repetitions, options.tokens)
             case "shuffle":
-                measure_shuffle(Path(folder))
+                measure_shuffle(Path(folder), options.tokens)
             case "loss":
-                measure_loss(Path(folder), options.repetitions)
+                measure_loss(Path(folder), options.tokens, options.repetitions)
 
 
 if __name__ == "__main__":
