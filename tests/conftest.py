@@ -147,9 +147,9 @@ def encoded_store(tmp_path_factory: pytest.TempPathFactory) -> str:
     features by the bundled SAE."""
     folder = tmp_path_factory.mktemp("encoded")
     capture = ["capture.layers=[4]", "capture.dtype=float32", "capture.keep=both", "capture.encode_top=16"]
-    sae = "capture.encode={blocks.4.resid_post: '${assets:tiny-sae}'}"
+    sae = ["capture.encode={blocks.4.resid_post: '${assets:tiny-sae}'}", "capture.encode_error=true"]
     text, path = write_text(folder / "text", files=1, documents=40), str(folder / "store")
-    run_here(f"data.path={text}", f"store.path={path}", "store.shard_mib=1", "run.max_tokens=10000", *capture, sae)
+    run_here(f"data.path={text}", f"store.path={path}", "store.shard_mib=1", "run.max_tokens=10000", *capture, *sae)
     return path
 
 

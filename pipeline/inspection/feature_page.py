@@ -49,6 +49,10 @@ def _facts(summary: Summary, sae: SAEView) -> str:
         "L0": f"{statistics.l0:.1f} features fire in a token on average",
         "never fire": f"{never:,} ({never / len(statistics.count):.1%})",
     }
+    if statistics.explained_variance is not None:
+        facts["explains"] = (
+            f"{statistics.explained_variance:.1%} of the activations' variance; cosine {statistics.cosine:.3f}"
+        )
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(fact))}</td></tr>" for name, fact in facts.items())
     return f"<table>{rows}</table>"
 

@@ -190,8 +190,10 @@ def summary_rows(store: ActivationStore) -> Sequence[list[str]]:
         statistics = store.feature_statistics(name)
         frequency = statistics.count / max(statistics.tokens, 1)
         shares = [(statistics.count == 0).sum(), (frequency > 0.01).sum(), (frequency > 0.1).sum()]
-        rows.append([name, f"{sae['width']:,}", f"{statistics.l0:.1f}", *(f"{int(share):,}" for share in shares)])
+        explained = statistics.explained_variance
+        cells = [f"{sae['width']:,}", f"{statistics.l0:.1f}", "-" if explained is None else f"{explained:.1%}"]
+        rows.append([name, *cells, *(f"{int(share):,}" for share in shares)])
     return rows
 
 
-SUMMARY_HEADER = ["features of", "number", "L0", "never fire", "in > 1 %", "in > 10 %"]
+SUMMARY_HEADER = ["features of", "number", "L0", "explained", "never fire", "in > 1 %", "in > 10 %"]

@@ -69,7 +69,8 @@ def show_features(path: Path) -> None:
     store, tokenizer = ActivationStore.open(str(ROOT / path)), load_tokenizer(str(ROOT / "pipeline/assets/tiny-qwen2"))
     statistics = store.feature_statistics(SAE)
     frequency = statistics.count / statistics.tokens
-    print(f"\n{path}: {len(frequency)} features of {SAE}, of which {statistics.l0:.0f} fire in a token")
+    explained = f"which explain {statistics.explained_variance:.1%} of its variance"
+    print(f"\n{path}: {len(frequency)} features of {SAE}, {statistics.l0:.0f} in each token, {explained}")
     print(f'  store.feature_statistics("{SAE}")  # how often each fires, mean, maximum')
     print(f'  store.feature("{SAE}", 12, top=2)  # its strongest firings')
     for share in SHOWN_FREQUENCIES:

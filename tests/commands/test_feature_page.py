@@ -101,6 +101,7 @@ def test_the_page_is_whole_and_loads_nothing(encoded_store, store, tmp_path, cap
     assert '<meta name="viewport"' in text
     assert re.findall(r'<h2 id="f(\d+)">', text) == ["12", "99"]
     assert text.count('class="context"') == 6
+    assert f"explains{store.feature_statistics(KEY).explained_variance:.1%} of the activations' variance" in page.text
     tokenizer = load_tokenizer("pipeline/assets/tiny-qwen2")
     for view in view_features(store, FeatureChoice(features=(12, 99), contexts=3)).features:
         assert f"({view.count:,}); mean {view.mean:.4g}, maximum {view.maximum:.4g}." in page.text
@@ -114,7 +115,7 @@ def test_how_many_features_fire_is_printed(encoded_store, store, dense, capsys):
     frequency = (dense > 0).sum(axis=(0, 1)) / store.num_tokens
     counts = [(frequency == 0).sum(), (frequency > 0.01).sum(), (frequency > 0.1).sum()]
     assert counts[2] > 0
-    assert re.search(" +".join([KEY, "768", r"16\.0", *map(str, counts)]), capsys.readouterr().out)
+    assert re.search(" +".join([KEY, "768", r"16\.0", r"8\d\.\d%", *map(str, counts)]), capsys.readouterr().out)
 
 
 def test_a_feature_that_never_fires(store):

@@ -50,7 +50,9 @@ def test_it_explains_what_the_main_job_stores(encoded_store):
         features.dense().astype(np.float32), encode_dense(open_sae(str(SAE)), x), rtol=0.01, atol=1e-3
     )
     error = x - features.dense().astype(np.float32) @ tensors["W_dec"] - tensors["b_dec"]
-    assert np.square(error).sum() < 0.2 * np.square(x - x.mean(axis=0)).sum()
+    explained = 1 - np.square(error).sum() / np.square(x - x.mean(axis=0)).sum()
+    assert explained > 0.8
+    assert store.feature_statistics(KEY).explained_variance == pytest.approx(explained, abs=1e-3)
     assert features.n_active.mean() == pytest.approx(16, abs=0.1)
 
 
