@@ -32,7 +32,7 @@ from pipeline.planning.slice.roofline import (
     throughput_limits,
     traffic,
 )
-from pipeline.store.format.layout import ITEM_BYTES, MIB, SIDE_ARRAYS, SIDE_BYTES
+from pipeline.store.format.layout import ITEM_BYTES, MIB, SIDE_ARRAYS
 
 log = logging.getLogger("pipeline")
 
@@ -292,7 +292,7 @@ def _store_bytes_per_s(options: PlanConfig, cost: Cost, job: Plan) -> float:
     """As configured, else what a bucket accepts at its initial rate of writes."""
     if options.store_gb_per_s:
         return options.store_gb_per_s * 1e9
-    block_bytes = job.rows_per_block * job.step.length * (cost.activation_bytes + SIDE_BYTES)
+    block_bytes = job.rows_per_block * job.step.length * cost.stored_bytes * cost.fill
     return BUCKET_WRITES_PER_S * block_bytes / _objects_per_block(job)
 
 
