@@ -16,22 +16,24 @@ The commands are modules of this package: `python -m pipeline.<command>`, with H
 They end with exit code 0 (done), 42 (interrupted: run again to resume), 2 (the configuration, input or store is wrong)
 or 1 (anything else: run again).
 
-`pipeline.Extractor` gives activations in memory, in a notebook or a script (`pipeline.library`). `pipeline.store` reads
-stores, and imports neither JAX nor Hydra. The errors of both are those of `pipeline.core.errors`; the names of
-activations are explained in `pipeline.core.sites`. All other packages serve these and the commands, and their functions
-may change from version to version; `docs/architecture.md` describes them.
+`pipeline.Extractor` gives activations in memory, in a notebook or a script, and `pipeline.Stream` batches of them for a
+training, without a store (`pipeline.library`). `pipeline.store` reads stores, and imports neither JAX nor Hydra. The
+errors of all are those of `pipeline.core.errors`; the names of activations are explained in `pipeline.core.sites`. All
+other packages serve these and the commands, and their functions may change from version to version;
+`docs/architecture.md` describes them.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipeline.library import Extractor as Extractor
+    from pipeline.library import Stream as Stream
 
 
 def __getattr__(name: str) -> object:
-    """Imports the Extractor, and JAX with it, when it is first asked for."""
-    if name != "Extractor":
+    """Imports the Extractor and the Stream, and JAX with them, when one is first asked for."""
+    if name not in ("Extractor", "Stream"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from pipeline.library import Extractor
+    from pipeline import library
 
-    return Extractor
+    return getattr(library, name)

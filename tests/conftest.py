@@ -6,10 +6,11 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.jobs import ROOT, run, run_here, write_text
+from tests.jobs import HASTE, ROOT, run, run_here, write_text
 from tests.store.emulators import gcs_emulator, s3_emulator
 from tests.store.fault_proxy import FaultProxy
 
@@ -56,7 +57,7 @@ SLOW = (  # what compiles many programs, or large ones, or runs whole jobs
     *("generation/test_generator.py", "generation/test_sampling.py", "models/test_families.py", "models/test_int8.py"),
     *("models/test_attention_splash.py", "models/test_parity.py", "step/test_compiled_step.py"),
     *("step/test_storage_dtypes.py", "step/test_stored_statistics.py", "step/test_weights_error.py"),
-    "extraction/test_zero_activations.py",
+    *("extraction/test_zero_activations.py", "library/test_stream.py"),
 )
 
 
@@ -93,9 +94,19 @@ def compilation(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     import jax  # after the variables above, and only where it is used
+    from jax._src import compiler
+
+    options_of = compiler.get_compile_options
+
+    def hasty_options(*args: Any, **kwargs: Any) -> Any:
+        options = options_of(*args, **kwargs)
+        options.env_option_overrides = [*options.env_option_overrides, *HASTE.items()]
+        return options
 
     jax.config.update("jax_disable_most_optimizations", True)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", hasty_options)
+        yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 
@@ -109,8 +120,11 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An override, for processes that may leave compiled steps to each other. Steps of few tokens are kept."""
-    return f"run.compilation_cache={tmp_path_factory.mktemp('compilation-cache')}"
+    """An override, for jobs that may leave compiled steps to each other. Steps of at most 256 tokens are kept."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compilation-cache"  # the suite's
+    folder.mkdir(exist_ok=True)
+    return f"run.compilation_cache={folder}"
 
 
 @pytest.fixture(scope="session")

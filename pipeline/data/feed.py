@@ -4,7 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pipeline.core.errors import PipelineError
@@ -35,6 +35,15 @@ class StreamWork:
             if self.wanted is not None and num_tokens >= self.wanted:
                 return
 
+    def after(self, block: TokenBlock) -> "StreamWork | None":
+        """What is left once `block`, the first of `blocks`, was given; None if nothing is."""
+        if block.exhausted or block.truncated or (self.wanted is not None and block.num_tokens >= self.wanted):
+            return None
+        budget, wanted = (
+            None if tokens is None else tokens - block.num_tokens for tokens in (self.token_budget, self.wanted)
+        )
+        return replace(self, start=block.next, index=block.index + 1, token_budget=budget, wanted=wanted)
+
 
 class Work(Protocol):
     """Blocks to make, in order. Once `should_stop` says so, no block follows."""
@@ -56,6 +65,12 @@ class InTurn:
             if block is not None:
                 turns.append(blocks)
                 yield block
+
+    def after(self, block: TokenBlock) -> "InTurn":
+        """What is left, in turn, once `block`, the first of `blocks`, was given. Streams before its own have ended."""
+        turn = next(turn for turn, item in enumerate(self.work) if item.stream.stream == block.stream)
+        left = self.work[turn].after(block)
+        return InTurn((*self.work[turn + 1 :], *([] if left is None else [left])))
 
 
 class Feed:
@@ -93,14 +108,16 @@ class Feed:
     def close(self) -> None:
         """Ends the thread, which reads at most one more document. Later `get`s return None.
 
-        A source that hangs is not waited for: after a second the thread is left to end with the process.
+        A source that hangs is not waited for: after a second the thread is left to end with the process. The thread
+        itself may call this, where it collects the feed's reader.
         """
         with self._changed:
             self._closed = True
             self._ready.clear()
             self._ready.append(None)
             self._changed.notify_all()
-        self._thread.join(_CLOSE_TIMEOUT_S)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _produce(self, work: Work) -> None:
         self._resumed = time.perf_counter()

@@ -164,9 +164,8 @@ class BlockWriter:
     def _copy(self, copy: HostBlock, first_row: int) -> None:
         with self._metrics.stage(Stage.WRITER_RESULTS):
             values = copy.wait()
-        rows = slice(first_row + copy.rows.start, first_row + copy.rows.stop)
         with self._metrics.stage(Stage.WRITER_COPY):
-            np.copyto(self._filled.leaves()[copy.output][rows, *copy.rest], values)
+            np.copyto(self._filled.leaves()[copy.output][copy.place(first_row)], values)
 
     def _begin(self, block: TokenBlock) -> None:
         """Begins with a block whose activations are all in the buffers."""

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 
+import jax
+
 from pipeline.cluster import joining, preemption, processes
 from pipeline.config.choices import ActivationsDtype, WeightsDtype
 from pipeline.config.schema import RunConfig
@@ -142,10 +144,13 @@ def extract(
         raise
 
 
-def load_step(job: Job) -> LoadedStep:
-    """Loads the weights that the captured sites need onto the devices, and compiles the step, once."""
+def load_step(job: Job, devices: Sequence[jax.Device] | None = None) -> LoadedStep:
+    """Loads the weights that the captured sites need onto the devices, and compiles the step, once.
+
+    devices: those that the job is planned for; None: all, of all processes.
+    """
     config, plan = job.config, job.plan
-    partition = make_partition(plan.mesh.tensor, plan.weights.sharding)
+    partition = make_partition(plan.mesh.tensor, plan.weights.sharding, devices)
     if plan.keeps_activations:
         compiled = compile_storing(plan.step, partition.mesh, str(config.model.dtype))
         return LoadedStep(compiled, KeptRows(job, partition.mesh), plan.mesh.process_rows)

@@ -10,6 +10,7 @@ import pyarrow as pa
 from jaxtyping import Int32
 
 from pipeline.cluster.devices import topology
+from pipeline.cluster.topology import Topology
 from pipeline.config.schema import ArcData, RunConfig, StoreConfig
 from pipeline.core.errors import ConfigError
 from pipeline.data.arc.grading import GRADES
@@ -176,8 +177,8 @@ def work_left(blocks: StreamBlocks, budget: int | None) -> WorkLeft | None:
     return WorkLeft(cursor, len(table), None if budget is None else budget - table.total("tokens"))
 
 
-def open_job(config: RunConfig) -> Job:
-    """Opens what a run reads, and plans the run. No weights are read.
+def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
+    """Opens what a run reads, and plans the run. No weights are read. devices: None for all that JAX has.
 
     JAX initialises its devices only after the model, the tokenizer and the data are open, so that mistakes in these
     show without devices.
@@ -201,7 +202,7 @@ def open_job(config: RunConfig) -> Job:
     geometry = StoredGeometry(stored.num_streams, stored.rows_per_block) if stored else None
     encoders = open_encoders(config.capture, model)
     specs = tuple(encoder.spec for encoder in encoders)
-    plan = make_plan(config, model, len(source.shards), topology(config.run), geometry, specs)
+    plan = make_plan(config, model, len(source.shards), devices or topology(config.run), geometry, specs)
     if plan.generation or plan.step.head_outputs:
         model.generation.check_head()
     if plan.generation and (reserved := sorted({*source.info_schema.names} & RESERVED_COLUMNS)):
@@ -220,6 +221,13 @@ def open_job(config: RunConfig) -> Job:
         manifest=manifest,
         encoders=encoders,
     )
+
+
+def replanned(job: Job, devices: Topology) -> Job:
+    """A job that resumes no store, for other devices or as another worker. Raises ConfigError."""
+    specs = tuple(encoder.spec for encoder in job.encoders)
+    plan = make_plan(job.config, job.model, len(job.source.shards), devices, None, specs)
+    return replace(job, plan=plan, layout=store_layout(plan, job.model, str(job.config.store.compression)))
 
 
 def open_storage(config: StoreConfig) -> Storage:

@@ -1,4 +1,4 @@
-"""Activations in memory, for notebooks and scripts.
+"""Activations in memory, for notebooks, scripts and trainings.
 
     from pipeline import Extractor
 
@@ -6,11 +6,15 @@
     [result] = extractor(["The capital of France is Paris."])
     result.tokens, result.activations["blocks.6.resid_post"]     # [n], [n, d]
 
+`Stream` computes batches of activations while a training uses them, without a store.
+
 `docs/reading.md` says more, and `scripts/examples/first_ten_minutes.py` maps the names of TransformerLens and SAELens.
 """
 
 from pipeline.library.extractor import Extractor
 from pipeline.library.results import ExtractedDocument
 from pipeline.library.shapes import Shape
+from pipeline.library.stream import Stream
+from pipeline.library.stream_reader import StreamReader
 
-__all__ = ["ExtractedDocument", "Extractor", "Shape"]
+__all__ = ["ExtractedDocument", "Extractor", "Shape", "Stream", "StreamReader"]

@@ -18,7 +18,7 @@ from pipeline.step.compiled_step import StepOutputs
 from pipeline.step.spec import StepSpec
 from pipeline.store.format.int8 import scale_name
 from pipeline.store.read.frameworks import Framework, converter
-from pipeline.store.read.selected import at_selected
+from pipeline.store.read.rows import at_selected
 
 _TOKENS, _IS_STORED = "tokens", "is_stored"
 

@@ -30,13 +30,14 @@ KEYS = {
 _IN_MEMORY = {"store.path": "in-memory", "data.path": "in-memory"}  # required keys, which only `save` uses
 
 
-def settings(options: Mapping[str, object]) -> dict[str, object]:
-    """The values of the configuration's keys that these options give. Raises ConfigError for an unknown option."""
+def settings(options: Mapping[str, object], owner: str = "Extractor") -> dict[str, object]:
+    """The values of the configuration's keys that these options of `owner` give. Raises ConfigError for an unknown
+    option."""
     for name in options:
         if name not in KEYS:
             similar = difflib.get_close_matches(name, KEYS, n=1)
             hint = f"Did you mean {similar[0]}? " if similar else ""
-            raise ConfigError(f"Extractor has no option {shown(name)}. {hint}It has {', '.join(sorted(KEYS))}.")
+            raise ConfigError(f"{owner} has no option {shown(name)}. {hint}It has {', '.join(sorted(KEYS))}.")
     return {KEYS[name]: _plain(value) for name, value in options.items()}
 
 

@@ -22,9 +22,10 @@ from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics
 from pipeline.store.read.aligned import AlignedBatch, AlignedReader, AlignedStores, open_aligned
 from pipeline.store.read.batch_options import BatchOptions
-from pipeline.store.read.batches import Batch, BatchReader
+from pipeline.store.read.batches import BatchReader
 from pipeline.store.read.features import FeatureBatch
 from pipeline.store.read.filters import TokenFilter
+from pipeline.store.read.gathering import Batch
 from pipeline.store.read.reader import ActivationStore, DocumentActivations, TokenRows
 
 __all__ = [

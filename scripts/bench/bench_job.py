@@ -25,7 +25,6 @@ from safetensors.numpy import save_file
 
 from pipeline.cluster import preemption, sharding
 from pipeline.config import composing
-from pipeline.config.schema import RunConfig
 from pipeline.extraction.job_run import fill, load_step, work_left
 from pipeline.extraction.loaded_step import LoadedStep, step_inputs
 from pipeline.job.metrics import peak_rss_mib
@@ -71,31 +70,30 @@ class Case:
         return statistics.median(whole / bare for whole, bare in zip(self.whole, self.forward, strict=True))
 
 
-def config_for(layers: str, max_tokens: int, store: Path, *more: str) -> RunConfig:
-    return composing.compose(
-        [
-            "data=fineweb",
-            f"data.path={BUILD / 'text'}",
-            f"model.path={BUILD / 'model'}",
-            "model.init=random",
-            "model.dtype=float32",
-            f"model.tokenizer={composing.PACKAGE / 'assets/tiny-qwen2'}",
-            f"capture.layers={layers}",
-            "capture.dtype=float32",
-            f"batch.rows={ROWS}",
-            f"batch.length={LENGTH}",
-            f"run.max_tokens={max_tokens}",
-            "run.progress=false",
-            f"store.path={store}",
-            *more,
-        ]
-    )
+def overrides(layers: str, max_tokens: int) -> list[str]:
+    return [
+        "data=fineweb",
+        f"data.path={BUILD / 'text'}",
+        f"model.path={BUILD / 'model'}",
+        "model.init=random",
+        "model.dtype=float32",
+        f"model.tokenizer={composing.PACKAGE / 'assets/tiny-qwen2'}",
+        f"capture.layers={layers}",
+        "capture.dtype=float32",
+        f"batch.rows={ROWS}",
+        f"batch.length={LENGTH}",
+        f"run.max_tokens={max_tokens}",
+        "run.progress=false",
+    ]
 
 
 def open_case(name: str, layers: str, max_tokens: int, *more: str) -> Case:
-    config = config_for(layers, max_tokens, BUILD / "stores" / name, *more)
-    job = open_job(config)
-    step = load_step(job)
+    path = BUILD / "stores" / name
+    job = open_job(composing.compose([*overrides(layers, max_tokens), *more, f"store.path={path}"]))
+    return case_of(name, layers, job, load_step(job))
+
+
+def case_of(name: str, layers: str, job: Job, step: LoadedStep) -> Case:
     bare = compile_step(
         job.model,
         replace(job.plan.step, statistics=False),

@@ -13,7 +13,8 @@ import pytest
 
 from pipeline.cli import main
 from pipeline.config import composing
-from tests.jobs import ROOT, assert_same_store, committed, objects, run, start, write_text
+from pipeline.store.check.verifying import verify_store
+from tests.jobs import ROOT, assert_same_store, committed, objects, run, run_here, start, write_text
 
 TINY = composing.PACKAGE / "assets" / "tiny-qwen2"
 
@@ -24,20 +25,20 @@ def text(tmp_path_factory):
 
 
 def base(text, store) -> list[str]:
-    return [f"data.path={text}", f"store.path={store}", "batch.rows=4", "batch.length=128", "store.shard_mib=0.25"]
+    return [f"data.path={text}", f"store.path={store}", "batch.rows=4", "batch.length=64", "store.shard_mib=0.25"]
 
 
-def test_two_workers_fill_one_store_without_talking_to_each_other(text, tmp_path):
-    overrides = [*base(text, tmp_path / "store"), "data.num_streams=2", "run.max_tokens=4000"]
+def test_two_workers_fill_one_store_without_talking_to_each_other(text, tmp_path, compilation_cache):
+    overrides = [*base(text, tmp_path / "store"), compilation_cache, "data.num_streams=2", "run.max_tokens=4000"]
     workers = [start(*overrides, "run.worker_count=2", f"run.worker_index={index}") for index in range(2)]
     for worker in workers:
         output, _ = worker.communicate(timeout=120)
         assert worker.returncode == 0, output
     root = json.loads((tmp_path / "store" / "zarr.json").read_text())
     assert root["attributes"]["activation_store"]["complete"]
-    assert run(f"store.path={tmp_path / 'store'}", module="pipeline.verify").returncode == 0
+    assert verify_store(str(tmp_path / "store")) == []
 
-    assert run(*overrides, f"store.path={tmp_path / 'one'}").returncode == 0
+    run_here(*overrides, f"store.path={tmp_path / 'one'}")
     together, alone = objects(tmp_path / "store"), objects(tmp_path / "one")
     for stores in (together, alone):
         stores.pop("zarr.json")  # names the worker that created the store
@@ -158,21 +159,21 @@ def test_a_wrong_value_ends_a_process_with_code_2_before_jax_looks_for_devices(t
     assert "Traceback" not in result.stderr
 
 
-def test_a_bad_document_ends_the_run_after_what_came_before_it(text, tmp_path):
+def test_a_bad_document_ends_the_run_after_what_came_before_it(text, tmp_path, compilation_cache):
     """A truncated file is named with code 2; the blocks before it stay, and a run that skips goes on from them."""
     broken = tmp_path / "text"
     shutil.copytree(text, broken)
     whole = (broken / "001.parquet").read_bytes()
     (broken / "001.parquet").write_bytes(whole[: len(whole) // 2])
     store = tmp_path / "store"
-    result = run(*base(broken, store))
+    result = run(*base(broken, store), compilation_cache)
     assert result.returncode == 2, result.stderr
     assert "001.parquet" in result.stderr
     assert "data.on_error=skip" in result.stderr
     blocks = committed(store)
-    assert run(*base(broken, store), "data.on_error=skip").returncode == 0
+    run_here(*base(broken, store), compilation_cache, "data.on_error=skip")
     assert committed(store) >= blocks
-    assert run(f"store.path={store}", module="pipeline.verify").returncode == 0
+    assert verify_store(str(store)) == []
     records = [json.loads(file.read_text()) for file in store.glob("_commits/*/*.json")]
     assert [skip["source"] for record in records for skip in record["skipped"]] == ["001.parquet"]
 
@@ -202,9 +203,9 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_full_disk_harms_nothing_and_the_run_resumes(text, tmp_path, small_disk):
-    overrides = base(text, small_disk / "store")
-    result = run(*overrides, "capture.layers=all", "capture.sites=[resid_post,attn_out]")
+def test_a_full_disk_harms_nothing_and_the_run_resumes(text, tmp_path, small_disk, compilation_cache):
+    job = [*base(text, small_disk / "store"), "capture.layers=all", "capture.sites=[resid_post,attn_out]"]
+    result = run(*job, compilation_cache)
     assert result.returncode == 1, result.stderr
     assert "No space left" in result.stderr
     assert "resume" in result.stderr
@@ -212,9 +213,8 @@ def test_a_full_disk_harms_nothing_and_the_run_resumes(text, tmp_path, small_dis
     assert committed, "some blocks were stored before the disk was full"
 
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
-    assert run(*overrides, "capture.layers=all", "capture.sites=[resid_post,attn_out]").returncode == 0
-    reference = [*base(text, tmp_path / "reference"), "capture.layers=all", "capture.sites=[resid_post,attn_out]"]
-    assert run(*reference).returncode == 0
+    run_here(*job, compilation_cache)
+    run_here(*job, compilation_cache, f"store.path={tmp_path / 'reference'}")
     assert_same_store(small_disk / "store", tmp_path / "reference")
 
 

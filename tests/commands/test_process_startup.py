@@ -58,9 +58,10 @@ print(json.dumps(codes))
 
 
 @pytest.fixture(scope="module")
-def overrides(tmp_path_factory) -> list[str]:
+def overrides(tmp_path_factory, compilation_cache) -> list[str]:
     text = write_text(tmp_path_factory.mktemp("text"), files=1, documents=20)
-    return [f"data.path={text}", "batch.rows=4", "batch.length=64", "capture.layers=[1]", "run.max_tokens=1000"]
+    sizes = ["batch.rows=4", "batch.length=64", "run.max_tokens=1000"]
+    return [f"data.path={text}", *sizes, "capture.layers=[1]", compilation_cache]
 
 
 def signalled(number: signal.Signals, when: Callable[[int], bool], *arguments: str) -> subprocess.CompletedProcess:

@@ -12,7 +12,7 @@ from pipeline.config.choices import LongDocuments, Packing, Positions
 from pipeline.config.schema import CaptureConfig
 from pipeline.core.errors import ConfigError
 from pipeline.data.selection import open_selection, slots_per_row
-from pipeline.store.read.selected import at_selected
+from pipeline.store.read.rows import at_selected
 
 LENGTH = 12
 TOKENIZER = word_tokenizer()

@@ -21,15 +21,15 @@ SITES = "router_logits,router_weights,router_indices,expert_out,mlp_out,mlp_post
 
 
 @pytest.fixture(scope="module")
-def overrides(tmp_path_factory) -> list[str]:
+def overrides(tmp_path_factory, compilation_cache) -> list[str]:
     path = tmp_path_factory.mktemp("experts")
     (path / "model").mkdir()
     vocab = json.loads((PACKAGE / "assets/tiny-qwen2/config.json").read_text())["vocab_size"]
     (path / "model/config.json").write_text(json.dumps(SHAPE | {"vocab_size": vocab}))
     text = write_text(path / "text", files=2, documents=20)
     model = [f"model.path={path}/model", "model.init=random", f"model.tokenizer={PACKAGE}/assets/tiny-qwen2"]
-    sizes = ["batch.rows=4", "batch.length=128", "store.shard_mib=0.25", "run.max_tokens=8000"]
-    return [f"data.path={text}", *model, *sizes, "capture.layers=all", f"capture.sites=[{SITES}]"]
+    sizes = ["batch.rows=4", "batch.length=64", "store.shard_mib=0.25", "run.max_tokens=8000"]
+    return [f"data.path={text}", *model, *sizes, "capture.layers=all", f"capture.sites=[{SITES}]", compilation_cache]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pipeline import delete, export, finalize, inspect, merge, verify
+from pipeline import Stream, delete, export, finalize, inspect, merge, verify
 from pipeline.config import composing
 from pipeline.core.errors import CheckpointError, ConfigError, StoreError, StoreMismatch
 from pipeline.inspection.features import FeatureChoice, view_features
@@ -22,6 +22,7 @@ from tests.extraction.test_processes import chaos
 from tests.jobs import assert_same_store, committed, run_and_signal, run_here, run_processes, write_text
 from tests.models import sae_files
 from tests.models.sae_files import D_IN, WIDTH, decode_dense, encode_dense
+from tests.token_batches import tokens_of
 
 TOP = 8
 SHAPE = {
@@ -57,7 +58,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def overrides(folder) -> list[str]:
+def overrides(folder, compilation_cache) -> list[str]:
     assets = composing.PACKAGE / "assets/tiny-qwen2"
     model = [f"model.path={folder}/model", "model.init=random", f"model.tokenizer={assets}", "model.dtype=float32"]
     sizes = ["batch.rows=4", "batch.length=64", "store.shard_mib=0.02", "data.num_streams=2"]
@@ -65,6 +66,7 @@ def overrides(folder) -> list[str]:
         f"data.path={folder}/text",
         *model,
         *sizes,
+        compilation_cache,
         "capture.layers=[1]",
         "capture.sites=[attn_in]",
         f"capture.encode_top={TOP}",
@@ -131,6 +133,14 @@ def alone(folder, overrides, tmp_path_factory) -> tuple[list[str], Path]:
     features = [*overrides, encode(str(folder / "jumprelu")), "run.max_tokens=6000"]
     run_here(*features, f"store.path={path}")
     return features, path
+
+
+def test_a_stream_has_them_too(alone) -> None:
+    """As the store does: a stream computes what the store holds, and nothing else."""
+    features, path = alone
+    batches = list(Stream.from_config(features).batches(50, shuffle_buffer_tokens=2048, features=True))
+    assert batches[0].activations == {}
+    assert tokens_of(batches) == tokens_of(ActivationStore.open(str(path)).batches([], 50, features=True))
 
 
 def test_a_killed_job_resumed_by_two_processes_makes_the_same_store(alone, tmp_path) -> None:

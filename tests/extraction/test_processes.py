@@ -47,7 +47,7 @@ def overrides(tmp_path_factory, compilation_cache) -> list[str]:
 SMALL = [
     "batch.rows=4",
     "batch.length=64",
-    "capture.layers=[1,3]",
+    "capture.layers=[0,1]",
     "capture.sites=[resid_post,attn_out]",
     "store.shard_mib=0.125",
     "run.metrics_interval_s=0.2",
@@ -138,7 +138,7 @@ def test_an_error_in_one_process_ends_all_with_its_exit_code_and_its_message(ove
 
 
 @pytest.mark.parametrize("documents", [(0, 1, 1000), (0, 0, 0)])
-def test_streams_of_very_different_lengths_end_together(tmp_path, documents):
+def test_streams_of_very_different_lengths_end_together(compilation_cache, tmp_path, documents):
     """Four processes: one without a stream, one whose stream is empty, one with a document, one with many."""
     text = tmp_path / "text"
     text.mkdir()
@@ -146,7 +146,7 @@ def test_streams_of_very_different_lengths_end_together(tmp_path, documents):
         rows = {"text": [f"{k} words" for k in range(count)], "id": [f"{file}/{k}" for k in range(count)]}
         schema = pa.schema([("text", pa.string()), ("id", pa.string())])
         pq.write_table(pa.table(rows, schema=schema), text / f"{file}.parquet")
-    job = [f"data.path={text}", "data.num_streams=3", *SMALL]
+    job = [f"data.path={text}", "data.num_streams=3", *SMALL, compilation_cache]
     result = run_processes(4, 1, *job, f"store.path={tmp_path / 'four'}")
     assert result.returncode == 0, result.stdout
     run_here(*job, f"store.path={tmp_path / 'one'}")
@@ -165,13 +165,13 @@ def test_a_sweep_starts_the_processes_once_and_gives_each_job_its_store(override
         "-m",
         *overrides,
         "run.max_tokens=3000",
-        "capture.layers=[1],[3]",
+        "capture.layers=[0],[1]",
         f"store.path={tmp_path}/${{hydra:job.num}}",
         f"hydra.sweep.dir={tmp_path}/logs",
     ]
     result = run_processes(2, 1, *sweep)
     assert result.returncode == 0, result.stdout
-    for number, layer in enumerate((1, 3)):
+    for number, layer in enumerate((0, 1)):
         single = [*overrides, "run.max_tokens=3000", f"capture.layers=[{layer}]"]
         run_here(*single, f"store.path={tmp_path}/single-{number}")
         assert_same_store(tmp_path / str(number), tmp_path / f"single-{number}")
@@ -187,11 +187,11 @@ def test_processes_with_different_configurations_refuse_each_other(overrides, tm
         assert "processes [1] were started with another configuration than process 0" in output
 
 
-def test_all_processes_end_with_0_or_none_does(tmp_path):
+def test_all_processes_end_with_0_or_none_does(compilation_cache, tmp_path):
     """The second process fails to write its only block, when the first has written its own and has no more steps."""
     joined = [f"distributed.coordinator=localhost:{free_port()}", "distributed.num_processes=2"]
     text = write_text(tmp_path / "text", files=2, documents=20)
-    job = [f"data.path={text}", "data.num_streams=2", *SMALL, "store.shard_mib=8", *joined]
+    job = [f"data.path={text}", "data.num_streams=2", *SMALL, "store.shard_mib=8", compilation_cache, *joined]
     processes = [start(*job, f"store.path={tmp_path / 'store'}", f"distributed.process_id={i}") for i in range(2)]
     resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (1 << 15, 1 << 15))
     outputs = [process.communicate(timeout=120)[0] for process in processes]

@@ -12,7 +12,6 @@ import pytest
 from pipeline.config import composing
 from pipeline.core.errors import CheckpointError, ConfigError, InputError
 from pipeline.data.text.tokenizer import load_tokenizer
-from pipeline.extraction.job_run import run as run_here
 from pipeline.store import ActivationStore, TokenFilter
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import read_stream_records
@@ -26,6 +25,7 @@ from tests.jobs import (
     committed,
     local_processes,
     run,
+    run_here,
     start,
     wait_for_blocks,
     wait_until,
@@ -35,22 +35,19 @@ from tests.jobs import (
 ASSETS = composing.PACKAGE / "assets" / "tiny-qwen2"
 
 
-def generate(*overrides: str) -> None:
-    run_here(composing.compose([*overrides, "run.progress=false"]))
-
-
 def num_groups(store: Path) -> int:
     return len(list(store.glob("_generated/*/*.parquet")))
 
 
 @pytest.fixture(scope="module")
-def overrides(tmp_path_factory) -> list[str]:
+def overrides(tmp_path_factory, compilation_cache) -> list[str]:
     text = write_text(tmp_path_factory.mktemp("text"), files=4, documents=30, max_characters=300)
     return [
         *("data=generate", "data@data.prompts=fineweb", f"data.path={text}", "data.num_streams=3"),
         *("data.rows=8", "data.group=4", "data.prompt_length=160", "data.on_error=skip", "data.max_new_tokens=24"),
         *("data.temperature=1", "data.seed=3", "data.end_tokens=[.]"),
         *("batch.rows=4", "batch.length=96", "capture.layers=[1,3]", "store.shard_mib=0.1", "run.progress=false"),
+        compilation_cache,
     ]
 
 
@@ -58,7 +55,7 @@ def overrides(tmp_path_factory) -> list[str]:
 def reference(overrides, tmp_path_factory) -> Path:
     """The store of a job that nothing disturbed."""
     path = tmp_path_factory.mktemp("reference") / "store"
-    generate(*overrides, f"store.path={path}")
+    run_here(*overrides, f"store.path={path}")
     return path
 
 
@@ -119,32 +116,32 @@ def test_a_job_that_is_killed_and_stopped_while_it_generates_ends_in_the_same_st
     assert launcher.returncode == 42, output
     assert output.count("Interrupted: stopped by SIGTERM while generating") == 2
     assert before + 2 <= num_groups(store) < num_groups(reference)
-    generate(*overrides, f"store.path={store}", "data.rows=5")
+    run_here(*overrides, f"store.path={store}", "data.rows=5")
     assert_same_store(store, reference)
 
 
 def test_a_budget_is_met_and_can_be_raised(overrides, reference, tmp_path):
     store = tmp_path / "store"
-    generate(*overrides, f"store.path={store}", "run.max_tokens=1500")
+    run_here(*overrides, f"store.path={store}", "run.max_tokens=1500")
     opened = ActivationStore.open(store)
     assert opened.complete
     assert 1500 <= opened.num_tokens < 1500 + 3 * 96
     assert num_groups(store) < num_groups(reference) - 10
-    generate(*overrides, f"store.path={store}")
+    run_here(*overrides, f"store.path={store}")
     assert_same_store(store, reference)
 
 
 def test_activations_that_were_kept_while_decoding_are_those_of_the_documents(overrides, tmp_path):
     """Prompts and completions of two windows, packed; a killed run goes on with what was kept."""
     float32 = [*overrides, "capture.dtype=float32", "data.group=8"]
-    generate(*float32, f"store.path={tmp_path / 'document'}")
+    run_here(*float32, f"store.path={tmp_path / 'document'}")
     kept = tmp_path / "kept"
     process = start(*float32, "capture.when=decode", f"store.path={kept}")
     wait_for_blocks(process, kept, 3)
     process.kill()
     process.communicate()
     assert list(kept.glob("_generated/*/*.activations"))
-    generate(*float32, "capture.when=decode", f"store.path={kept}")
+    run_here(*float32, "capture.when=decode", f"store.path={kept}")
     assert not list(kept.glob("_generated/*/*.activations"))
     assert verify_store(str(kept)) == []
     expected, found = ActivationStore.open(tmp_path / "document"), ActivationStore.open(kept)
@@ -188,13 +185,13 @@ def arc_overrides(path: Path, store: Path) -> list[str]:
     return ["data=generate", f"data.path={path}", f"store.path={store}", *settings]
 
 
-def test_arc_answers_are_graded(tmp_path):
+def test_arc_answers_are_graded(tmp_path, compilation_cache):
     """The bundled model repeats what it has seen three times; of one of the tasks the solution is not known."""
     unsolved = ARC | {"test": [{"input": [[1, 1]]}]}
     for name, task in {"a": ARC, "b": unsolved}.items():
         (tmp_path / "tasks").mkdir(exist_ok=True)
         (tmp_path / "tasks" / f"{name}.json").write_text(json.dumps(task))
-    generate(*arc_overrides(tmp_path / "tasks", tmp_path / "store"))
+    run_here(*arc_overrides(tmp_path / "tasks", tmp_path / "store"), compilation_cache)
     store = ActivationStore.open(tmp_path / "store")
     rows = {row["task"]: row for row in store.documents.to_pylist()}
     assert rows["a"]["predicted_grid"] == rows["b"]["predicted_grid"]
@@ -208,7 +205,7 @@ def test_real_arc_tasks(shared, tmp_path):
     (tmp_path / "tasks").mkdir()
     for file in sorted((shared / "data" / "arc_agi" / "training").glob("*.json"))[:12]:
         (tmp_path / "tasks" / file.name).symlink_to(file)
-    generate(*arc_overrides(tmp_path / "tasks", tmp_path / "store"), "data.long_prompts=cut", "data.rows=4")
+    run_here(*arc_overrides(tmp_path / "tasks", tmp_path / "store"), "data.long_prompts=cut", "data.rows=4")
     assert verify_store(str(tmp_path / "store")) == []
     rows = ActivationStore.open(tmp_path / "store").documents.to_pylist()
     assert len({row["task"] for row in rows}) == 12
@@ -234,14 +231,14 @@ def test_real_arc_tasks(shared, tmp_path):
 def test_settings_that_cannot_work(tmp_path, override, message):
     (tmp_path / "a.json").write_text(json.dumps(ARC))
     with pytest.raises(ConfigError, match=message):
-        generate(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), override)
+        run_here(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), override)
     assert not (tmp_path / "store").exists()
 
 
-def test_a_prompt_that_is_too_long_is_named(tmp_path):
+def test_a_prompt_that_is_too_long_is_named(tmp_path, compilation_cache):
     (tmp_path / "a.json").write_text(json.dumps(ARC))
     with pytest.raises(InputError, match="tasks-000000 row 0 .id a#0.: the prompt has .*, more than data"):
-        generate(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), "data.prompt_length=9")
+        run_here(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), "data.prompt_length=9", compilation_cache)
 
 
 @pytest.mark.parametrize("column", ["prompt", "skipped", "finish_reason"])
@@ -249,7 +246,7 @@ def test_columns_that_the_store_has_itself(tmp_path, column):
     (tmp_path / "rows.json").write_text(json.dumps({"text": "a", column: "b"}))
     source = ["data@data.prompts=hf", "data.path=json", f"data.prompts.data_files={tmp_path / 'rows.json'}"]
     with pytest.raises(ConfigError, match=f"the prompts have a column {column}, which data=generate writes"):
-        generate(*arc_overrides("json", tmp_path / "store"), *source, f"data.prompts.info_columns=[{column}]")
+        run_here(*arc_overrides("json", tmp_path / "store"), *source, f"data.prompts.info_columns=[{column}]")
     assert not (tmp_path / "store").exists()
 
 
@@ -262,13 +259,13 @@ def test_a_checkpoint_without_its_head(tmp_path):
     config = json.loads((ASSETS / "config.json").read_text()) | {"tie_word_embeddings": False}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="lm_head.weight is missing"):
-        generate(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), f"model.path={tmp_path / 'model'}")
+        run_here(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), f"model.path={tmp_path / 'model'}")
     assert not (tmp_path / "store").exists()
 
 
-def test_prompts_in_the_chat_template(tmp_path):
+def test_prompts_in_the_chat_template(tmp_path, compilation_cache):
     (tmp_path / "a.json").write_text(json.dumps(ARC))
-    generate(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), "data.template=chat")
+    run_here(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), "data.template=chat", compilation_cache)
     store = ActivationStore.open(tmp_path / "store")
     (row,) = store.documents.to_pylist()
     text = load_tokenizer(str(ASSETS)).decode(store.document(0).tokens[: row["n_prompt"]])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.jobs import ROOT, free_port
+from tests.jobs import HASTY_FLAGS, ROOT, free_port
 
 CONFIG = {
     "model_type": "qwen2",
@@ -60,6 +60,7 @@ for kind in kinds:
 def start(path: Path, processes: int, devices: int, *kinds: str) -> list[subprocess.Popen]:
     """Each kind is a digit for the devices along `tensor`, and one for fsdp."""
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {HASTY_FLAGS}"
     common = [sys.executable, "-c", PROGRAM, str(path), str(free_port()), str(processes)]
     pipes = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return [subprocess.Popen([*common, str(process), *kinds], **pipes) for process in range(processes)]

@@ -1,4 +1,5 @@
-"""The examples work: trainings on a store really train, and the first ten minutes end with a probe that is right."""
+"""The examples work: trainings on a store or a stream really train, and the first ten minutes end with a probe that is
+right."""
 
 import importlib.util
 import subprocess
@@ -44,3 +45,7 @@ def test_the_command_line(real_store):
 
 def test_the_first_ten_minutes():
     assert load("first_ten_minutes").main("${assets:tiny-qwen2}", 3, 250) > 0.75
+
+
+def test_a_sparse_autoencoder_on_a_stream():
+    assert load("train_sae_on_stream").main(100) > 0.65

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline.store.read.reader import ActivationStore
-from tests.jobs import ROOT, assert_same_store, run_here, run_processes, write_text
+from tests.jobs import HASTY_FLAGS, ROOT, assert_same_store, run_here, run_processes, write_text
 from tests.models.test_sae_encoding import CASES
 
 CONFIG = {
@@ -160,8 +160,8 @@ def report(tmp_path_factory) -> dict[str, dict]:
         (path / name).mkdir()
         (path / name / "config.json").write_text(json.dumps(config))
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
-    # How a program is divided is decided before LLVM, whose optimisation takes a third of the time.
-    environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    # How a program is divided is decided before LLVM, whose optimisation takes most of the time.
+    environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {HASTY_FLAGS}"
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(path), *CONFIGS], cwd=ROOT, env=environment, capture_output=True, text=True
     )

@@ -42,8 +42,7 @@ from pipeline.store.format.statistics import (
 from pipeline.store.format.tables import decode_table, table_key
 from pipeline.store.io.digests import ValuesDigest
 from pipeline.store.io.storage import Storage
-from pipeline.store.read.rows import READS_AHEAD, RowRead, slot_side_arrays
-from pipeline.store.read.selected import at_selected
+from pipeline.store.read.rows import READS_AHEAD, RowRead, at_selected, slot_side_arrays
 
 
 @dataclass(frozen=True)

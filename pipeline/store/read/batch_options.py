@@ -1,13 +1,21 @@
-"""What `ActivationStore.batches` is told about the order, the selection and the form of its batches."""
+"""What is asked of `ActivationStore.batches`: arrays, and the order, the selection and the form of batches."""
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import SupportsIndex
 
 from numpy.typing import DTypeLike
 
+from pipeline.core.errors import PipelineError
+from pipeline.core.sites import ActivationKey, Site
+from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.normalisation import Normalisation
+from pipeline.store.read.features import array_name
 from pipeline.store.read.filters import TokenFilter
 from pipeline.store.read.frameworks import Framework
+
+Key = ActivationKey | tuple[SupportsIndex | None, Site | str] | str
 
 
 @dataclass(frozen=True)
@@ -63,3 +71,106 @@ class BatchOptions:
                 f"how many tokens of each of {self.world} readers pass a filter of norms is not known before they are "
                 "read, so their numbers of batches could differ. Use epochs=None, and stop after a number of steps."
             )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The arrays to read, and how. `single`: one activation was asked for, not a list of them. `features`: the widths
+    of the SAEs whose features are read, by what the names of their arrays begin with."""
+
+    names: tuple[str, ...]
+    batch_size: int
+    single: bool = False
+    options: BatchOptions = field(default_factory=BatchOptions)
+    features: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}, must be at least 1")
+        for named, what in ((self.options.token_filter.norms, "norms"), (self.normalisation, "normalisation")):
+            unknown = sorted(set(named) - set(self.names))
+            if unknown:
+                raise ValueError(f"{what} names {unknown}, but the arrays that are read are {list(self.names)}")
+
+    @property
+    def normalisation(self) -> Mapping[str, Normalisation]:
+        return self.options.normalisation or {}
+
+    @property
+    def sparse(self) -> tuple[str, ...]:
+        """The arrays of features that are read piece by piece, as activations are."""
+        return tuple(array_name(name, part) for name in self.features for part in ("index", "value"))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The arrays that are read block by block, as side arrays are."""
+        return tuple(dict.fromkeys((*self.options.outputs, *(array_name(name, "n_active") for name in self.features))))
+
+    @property
+    def seed(self) -> int | None:
+        """None: tokens come in the order of their rows."""
+        return self.options.seed if self.options.shuffle else None
+
+
+@dataclass(frozen=True)
+class Readable:
+    """What batches can be made of. subject: whose arrays these are, in messages. features: the widths of its SAEs, by
+    what the names of their arrays begin with. error: what is raised for an array that is not there."""
+
+    subject: str
+    layout: StoreLayout
+    features: Mapping[str, int]
+    error: type[PipelineError]
+
+    @property
+    def keys(self) -> tuple[ActivationKey, ...]:
+        return tuple(ActivationKey.parse(spec.name) for spec in self.layout.arrays)
+
+    def reading(self, keys: Key | Sequence[Key], batch_size: int, options: BatchOptions) -> Reading:
+        """The arrays that `keys` name, and how to read them. Raises `error`, and ValueError."""
+        single = is_key(keys)
+        names = [self.key(key).name for key in ([keys] if single else keys)]
+        if options.features and not self.features:
+            raise self.error(f"{self.subject} has no features (capture.encode). Leave out features=True.")
+        if not names and not options.features:
+            raise self.error(f"no activations of {self.subject} are asked for; it has {self._key_names()}.")
+        forms = {spec.name: (spec.width, spec.dtype) for spec in self.layout.arrays if spec.name in names}
+        if options.stack and len(set(forms.values())) != 1:
+            raise ValueError(f"stack=True needs one width and dtype, got {forms}. Leave it out to get them by name.")
+        outputs = [spec.name for spec in self.layout.outputs]
+        if unknown := sorted(set(options.outputs) - set(outputs)):
+            raise self.error(f"{self.subject} has no outputs {unknown}; it has {outputs} (capture.outputs).")
+        return Reading(tuple(names), batch_size, single, options, self.features if options.features else {})
+
+    def key(self, key: Key) -> ActivationKey:
+        """Raises `error` for what names no array of activations here."""
+        try:
+            parsed = _parse_key(key)
+        except (TypeError, ValueError) as error:
+            raise self.error(
+                f"{key!r} names no activation ({error}); {self.subject} has {self._key_names()}."
+            ) from error
+        if parsed not in self.keys:
+            raise self.error(f"{self.subject} has no {parsed.name}; it has {self._key_names()}.")
+        return parsed
+
+    def _key_names(self) -> str:
+        names = ", ".join(spec.name for spec in self.layout.arrays)
+        return names or "features only: use batches([], ..., features=True)"
+
+
+def is_key(keys: Key | Sequence[Key]) -> bool:
+    """Whether this is one key, not several: a pair (layer, site) is a tuple too."""
+    if isinstance(keys, tuple) and keys:
+        return keys[0] is None or isinstance(keys[0], SupportsIndex)
+    return isinstance(keys, (ActivationKey, str))
+
+
+def _parse_key(key: Key) -> ActivationKey:
+    """Raises TypeError or ValueError for what names no activation."""
+    if isinstance(key, ActivationKey):
+        return key
+    if isinstance(key, str):
+        return ActivationKey.parse(key)
+    layer, site = key
+    return ActivationKey(-1 if layer is None else operator.index(layer), Site(site))

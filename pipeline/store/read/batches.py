@@ -1,39 +1,33 @@
-"""Batches of tokens for training: read, shuffled and gathered ahead of the training.
+"""Batches of tokens of a store: read, shuffled and gathered ahead of the training.
 
-While one buffer is emptied the next is read. Threads gather `AHEAD` batches before they are asked for. Shapes: n tokens
-of a batch, K keys, D features of an activation.
+While one buffer is emptied the next is read.
 """
 
 import logging
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import count
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 import numpy as np
 import tensorstore as ts
-from jaxtyping import Int32, Int64
+from jaxtyping import Int64
 
 from pipeline.store.format.block_table import BlockTable
-from pipeline.store.format.int8 import dequantised, scale_name
+from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import MIB, SIDE_ARRAYS, StoreLayout
-from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.io.storage import Storage
-from pipeline.store.read.batch_options import BatchOptions
-from pipeline.store.read.buffers import STACKED, StoredBlocks, TokenMemory
-from pipeline.store.read.features import FeatureBatch, array_name, feature_batches
-from pipeline.store.read.frameworks import converter
+from pipeline.store.read.batch_options import Reading
+from pipeline.store.read.buffers import StoredBlocks
+from pipeline.store.read.gathering import Batch, Gatherer, Position, TokenMemory
 from pipeline.store.read.order import VERSION, Buffer, ReadingOrder
 
 log = logging.getLogger(__name__)
-
-AHEAD = 4  # batches
-GATHERING_THREADS = 2
 
 # Memory for the side arrays (20 bytes per token) and outputs of the blocks that are mixed with each other.
 WINDOW_MIB = 64.0
@@ -46,75 +40,6 @@ MIN_PLACES = 32
 
 # Blocks whose side arrays are read at a time while tokens are counted.
 BLOCKS_COUNTED_AT_ONCE = 64
-
-
-@dataclass(frozen=True)
-class Batch:
-    """n tokens, none of them padding.
-
-    activations: [n, D] when one activation was asked for; when a list was, by array name, or [n, K, D] if stacked.
-    documents: the document's number; positions: from 0 in each document window; segments: the window's number in its
-    row. outputs: by array name, [n] or [n, k], those that `BatchOptions.outputs` names. features: with
-    `BatchOptions.features`, by the SAE's name, "blocks.5.resid_post" where one SAE encodes this array. Arrays of numpy,
-    JAX or torch; with JAX, documents stay numpy's (it has no int64 by default).
-    """
-
-    activations: Any
-    tokens: Int32[np.ndarray, " n"]
-    segments: Int32[np.ndarray, " n"]
-    positions: Int32[np.ndarray, " n"]
-    documents: Int64[np.ndarray, " n"]
-    outputs: Mapping[str, Any] = field(default_factory=dict)
-    features: Mapping[str, FeatureBatch] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Position:
-    """A reader's position: it has yielded `batch` batches of epoch `epoch`; the next begins at `token` of `buffer`."""
-
-    epoch: int = 0
-    batch: int = 0
-    buffer: int = 0
-    token: int = 0
-
-
-@dataclass(frozen=True)
-class Reading:
-    """The arrays to read, and how. `single`: one activation was asked for, not a list of them. `features`: the widths
-    of the SAEs whose features are read, by what the names of their arrays begin with."""
-
-    names: tuple[str, ...]
-    batch_size: int
-    single: bool = False
-    options: BatchOptions = field(default_factory=BatchOptions)
-    features: Mapping[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}, must be at least 1")
-        for named, what in ((self.options.token_filter.norms, "norms"), (self.normalisation, "normalisation")):
-            unknown = sorted(set(named) - set(self.names))
-            if unknown:
-                raise ValueError(f"{what} names {unknown}, but the arrays that are read are {list(self.names)}")
-
-    @property
-    def normalisation(self) -> Mapping[str, Normalisation]:
-        return self.options.normalisation or {}
-
-    @property
-    def sparse(self) -> tuple[str, ...]:
-        """The arrays of features that are read piece by piece, as activations are."""
-        return tuple(array_name(name, part) for name in self.features for part in ("index", "value"))
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The arrays that are read block by block, as side arrays are."""
-        return tuple(dict.fromkeys((*self.options.outputs, *(array_name(name, "n_active") for name in self.features))))
-
-    @property
-    def seed(self) -> int | None:
-        """None: tokens come in the order of their rows."""
-        return self.options.seed if self.options.shuffle else None
 
 
 class BatchReader(Iterator[Batch]):
@@ -244,66 +169,24 @@ class _BatchSource:
 
     def read(self, start: Position) -> Iterator[tuple[Batch, Position]]:
         """The batches from a position on, each with the position after it."""
-        gatherers = ThreadPoolExecutor(GATHERING_THREADS, thread_name_prefix="gather")
+        gatherer = Gatherer(self._reading, self._drops_last(self._order), self._limit, self._refuse_endless)
         filler = ThreadPoolExecutor(1, thread_name_prefix="fill")
-        ahead: deque[tuple[Future[Batch], Position]] = deque()
         try:
-            for batch in self._submitted(gatherers, self._filled(filler, start), start):
-                ahead.append(batch)
-                if len(ahead) > AHEAD:
-                    yield _done(ahead.popleft())
-            while ahead:
-                yield _done(ahead.popleft())
+            yield from gatherer.batches(self._filled(filler, start), start)
         finally:
             # Without waiting: a reader that is dropped may be collected in one of these threads. And not the threads of
             # `_blocks`, which end when nothing refers to them: the collector may run in any thread at any time, and
             # `filler` may be submitting to them, with the lock that their shutdown takes.
             filler.shutdown(wait=False, cancel_futures=True)
-            gatherers.shutdown(wait=False, cancel_futures=True)
-
-    def _submitted(
-        self, gatherers: ThreadPoolExecutor, filled: Iterator[tuple[Buffer, TokenMemory, bool]], begin: Position
-    ) -> Iterator[tuple[Future[Batch], Position]]:
-        """Batches that are being gathered, each with the position after it."""
-        size, drop_last = self._reading.batch_size, self._drops_last(self._order)
-        finish = self._finisher()
-        batch, start = begin.batch, begin.token
-        limit = self._limit(begin.epoch)
-        parts, have, out = [], 0, {}
-        for buffer, memory, is_last in filled:
-            stop = start
-            while stop < len(memory.order) and batch != limit:
-                start, stop = stop, min(stop + size - have, len(memory.order))
-                out = out or memory.like(size)
-                parts.append(gatherers.submit(memory.gather, start, stop, out, have))
-                memory.users.append(parts[-1])
-                have += stop - start
-                if have == size:
-                    batch += 1
-                    after = Position(buffer.epoch, batch, buffer.index, stop)
-                    yield gatherers.submit(finish, parts, out, have), after
-                    parts, have, out = [], 0, {}
-            start = 0
-            if is_last:
-                after = Position(buffer.epoch + 1)
-                if have and not drop_last:
-                    yield gatherers.submit(finish, parts, out, have), after
-                elif not batch and self._options.epochs is None:
-                    self._refuse(have)
-                parts, have, out, batch = [], 0, {}, 0
-                limit = self._limit(buffer.epoch + 1)
 
     def _filled(self, filler: ThreadPoolExecutor, start: Position) -> Iterator[tuple[Buffer, TokenMemory, bool]]:
         """Filled buffers, and whether each is the epoch's last. Each is filled anew after the next was asked for."""
-        reading, rows = self._reading, self._memory_rows()
-        names = reading.names, reading.sparse, reading.outputs
-        free = [TokenMemory(self._blocks, *names, rows, self._options.stack) for _ in range(2)]
+        free = [TokenMemory(self._blocks.layout, self._reading, self._memory_rows()) for _ in range(2)]
         filling: deque[tuple[Buffer, TokenMemory, Future[None]]] = deque()
         for buffer in self._buffers(start):
             memory = free.pop()
-            filling.append(
-                (buffer, memory, filler.submit(memory.fill, buffer, self._order, self._options.token_filter))
-            )
+            done = filler.submit(self._blocks.fill, memory, buffer, self._order, self._options.token_filter)
+            filling.append((buffer, memory, done))
             if len(filling) > 1:
                 before, memory, done = filling.popleft()
                 done.result()
@@ -352,6 +235,11 @@ class _BatchSource:
     def _drops_last(self, order: ReadingOrder) -> bool:
         return self._options.drop_last or order.world > 1
 
+    def _refuse_endless(self, tokens: int) -> None:
+        """Raises ValueError where a reader without an end has no batch in an epoch."""
+        if self._options.epochs is None:
+            self._refuse(tokens)
+
     def _refuse(self, tokens: int) -> NoReturn:
         raise ValueError(
             f"one of {self._options.world} readers has {tokens} tokens in an epoch, less than one batch of "
@@ -374,43 +262,6 @@ class _BatchSource:
                 per_row = self._options.token_filter.keeps(side_arrays).sum(axis=1)
                 counts.append(np.add.reduceat(per_row, range(0, len(per_row), self._order.piece_rows)).tolist())
         return counts
-
-    def _finisher(self) -> Callable[[Sequence[Future[None]], dict[str, np.ndarray], int], Batch]:
-        """The function that makes a batch of gathered memory: dtype, normalisation, framework."""
-        reading, options = self._reading, self._options
-        convert = converter(options.framework)
-
-        def normalised(name: str, values: np.ndarray) -> np.ndarray:
-            if name in reading.normalisation:
-                return reading.normalisation[name].apply(values, options.dtype)
-            return values if options.dtype is None else values.astype(options.dtype, copy=False)
-
-        def finish(parts: Sequence[Future[None]], out: dict[str, np.ndarray], num_tokens: int) -> Batch:
-            for part in parts:
-                part.result()
-            out = {name: values[:num_tokens] for name, values in out.items()}
-            for name in [name for name in out if scale_name(name) in out]:
-                out[name] = dequantised(out[name], out.pop(scale_name(name)))
-            side_arrays = {spec.name: convert(out.pop(spec.name)) for spec in SIDE_ARRAYS}
-            more = {name: convert(out.pop(name)) for name in {*reading.sparse, *reading.outputs}}
-            side_arrays["outputs"] = {name: more[name] for name in options.outputs}
-            side_arrays["features"] = feature_batches(reading.features, more, options.framework)
-            if not options.stack:
-                activations = {name: convert(normalised(name, values)) for name, values in out.items()}
-                return Batch(activations[reading.names[0]] if reading.single else activations, **side_arrays)
-            stacked = out[STACKED]
-            if reading.normalisation:
-                keys = [normalised(name, stacked[:, k]) for k, name in enumerate(reading.names)]
-                stacked = np.stack(keys, axis=1)
-            elif options.dtype is not None:
-                stacked = stacked.astype(options.dtype, copy=False)
-            return Batch(convert(stacked), **side_arrays)
-
-        return finish
-
-
-def _done(under_way: tuple[Future[Batch], Position]) -> tuple[Batch, Position]:
-    return under_way[0].result(), under_way[1]
 
 
 def _piece_mib(layout: StoreLayout, reading: Reading, piece_rows: int) -> float:

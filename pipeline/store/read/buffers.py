@@ -4,7 +4,7 @@ Shapes: S slots (row, slot of it) of a buffer, T positions of a row, K keys, D f
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 import numpy as np
@@ -12,13 +12,12 @@ import tensorstore as ts
 from jaxtyping import Bool, Int64, Shaped
 
 from pipeline.store.format.block_table import BlockTable
-from pipeline.store.format.int8 import Dequantised, scale_name
 from pipeline.store.format.layout import DOCUMENTS, MIB, POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS, StoreLayout
 from pipeline.store.format.tables import read_tables
 from pipeline.store.generated.completions import completion_slots
 from pipeline.store.io.storage import Storage
 from pipeline.store.read.filters import COMPLETIONS, TokenFilter
-from pipeline.store.read.frameworks import aligned_empty
+from pipeline.store.read.gathering import TokenMemory
 from pipeline.store.read.order import Buffer, ReadingOrder
 from pipeline.store.read.rows import (
     ReadsAhead,
@@ -65,6 +64,34 @@ class StoredBlocks:
     def retry_read(self, read: Callable[[], None]) -> None:
         """Calls `read`, and again while it finds something damaged or missing; see `KeyValueStore.retry_read`."""
         self._storage.retry_read(read)
+
+    def fill(self, memory: TokenMemory, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter) -> None:
+        """Waits until no task uses the memory, then reads the buffer's pieces into it. Raises StoreError."""
+        memory.wait_for_users()
+        self.retry_read(lambda: self._fill(memory, buffer, order, token_filter))
+
+    def _fill(self, memory: TokenMemory, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter) -> None:
+        row_numbers: list[np.ndarray] = []
+        row = 0
+        with ReadsAhead(self.is_remote) as reads:
+            for piece in buffer.pieces:
+                first = self.first_row(piece.block) + piece.first
+                for name, target in memory.targets.items():
+                    reads.add(self.start(name, first, target[row : row + piece.num_rows]))
+                row_numbers.append(np.arange(first, first + piece.num_rows))
+                row += piece.num_rows
+            completions = {COMPLETIONS: np.empty((row, self.layout.slots), bool)}
+            arrays = memory.side_arrays | completions
+            more = (*token_filter.side_arrays, *memory.side_arrays)
+            side_arrays = self.side_arrays(buffer, more)  # while activations are under way
+            for name in side_arrays[0]:
+                np.concatenate([sides[name] for sides in side_arrays], out=arrays[name][:row])
+            slots = memory.chosen(token_filter, row, completions)
+            reads.wait()
+        has_any = memory.side_arrays["segments"][:row, 0] > 0
+        for name, target in memory.targets.items():
+            self.require(name, np.concatenate(row_numbers), target[:row], has_any)
+        memory.order = order.shuffled(buffer, memory.within_norms(token_filter, slots))
 
     def close(self) -> None:
         """Ends the threads after their present reads."""
@@ -163,94 +190,3 @@ class StoredBlocks:
         array = self.arrays[name]
         values = np.empty((self.blocks[block].rows, *array.shape[1:]), array.dtype.numpy_dtype)
         return values, RowRead(array, self.first_row(block), values)
-
-
-class TokenMemory:
-    """Memory for whole pieces: [S, D] by array name, or [S, K, D] under `STACKED`, [S] by side array, and [S] or [S, k]
-    by array of outputs or features.
-
-    Beside activations of int8 stand their scales, likewise, under `scale_name` of these names.
-    `order`: the slots, in the order in which batches take them. `users`: the tasks that still read the memory.
-    """
-
-    def __init__(
-        self,
-        blocks: StoredBlocks,
-        names: Sequence[str],
-        sparse: Sequence[str],
-        outputs: Sequence[str],
-        rows: int,
-        stack: bool,
-    ) -> None:
-        """names: arrays of activations, which `stack` puts into one memory. sparse: arrays of features that are read
-        piece by piece. outputs: arrays that are read block by block."""
-        self._blocks = blocks
-        slots = blocks.layout.slots
-        self._targets: dict[str, np.ndarray] = {}
-        self._slots: dict[str, np.ndarray] = {}
-        groups = {STACKED: list(names)}
-        if blocks.layout.scales:
-            groups[scale_name(STACKED)] = [scale_name(name) for name in names]
-        separate = list(sparse) if stack else [name for group in (*groups.values(), sparse) for name in group]
-        for stacked, group in groups.items() if stack else ():
-            first = blocks.arrays[group[0]]
-            memory = np.empty((rows, slots, len(group), first.shape[2]), first.dtype.numpy_dtype)
-            self._targets |= {name: memory[:, :, k] for k, name in enumerate(group)}
-            self._slots[stacked] = memory.reshape(-1, *memory.shape[2:])
-        for name in separate:
-            array = blocks.arrays[name]
-            self._targets[name] = np.empty((rows, slots, array.shape[2]), array.dtype.numpy_dtype)
-            self._slots[name] = self._targets[name].reshape(-1, array.shape[2])
-        self._side_arrays = {spec.name: np.empty((rows, slots), spec.dtype) for spec in SIDE_ARRAYS}
-        for spec in (spec for spec in blocks.layout.outputs if spec.name in outputs):
-            self._side_arrays[spec.name] = np.empty((rows, *blocks.layout.shard_shape(spec)[1:]), spec.dtype)
-        self._slots |= {name: side.reshape(-1, *side.shape[2:]) for name, side in self._side_arrays.items()}
-        self._completions = np.zeros((rows, slots), bool)
-        self.order: Int64[np.ndarray, " n"] = np.empty(0, np.int64)
-        self.users: list[Future[None]] = []
-
-    def fill(self, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter) -> None:
-        """Waits until no task uses the memory, then reads the buffer's pieces into it. Raises StoreError."""
-        for user in self.users:
-            user.exception()  # waits; the error is raised where the result is taken
-        self.users = []
-        self._blocks.retry_read(lambda: self._fill(buffer, order, token_filter))
-
-    def _fill(self, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter) -> None:
-        row_numbers: list[np.ndarray] = []
-        row = 0
-        with ReadsAhead(self._blocks.is_remote) as reads:
-            for piece in buffer.pieces:
-                first = self._blocks.first_row(piece.block) + piece.first
-                for name, target in self._targets.items():
-                    reads.add(self._blocks.start(name, first, target[row : row + piece.num_rows]))
-                row_numbers.append(np.arange(first, first + piece.num_rows))
-                row += piece.num_rows
-            filter_inputs = self._side_arrays | {COMPLETIONS: self._completions}
-            more = (*token_filter.side_arrays, *self._side_arrays)
-            side_arrays = self._blocks.side_arrays(buffer, more)  # while activations are under way
-            for name in side_arrays[0]:
-                np.concatenate([sides[name] for sides in side_arrays], out=filter_inputs[name][:row])
-            slots = np.flatnonzero(token_filter.keeps({name: side[:row] for name, side in filter_inputs.items()}))
-            reads.wait()
-        has_any = self._side_arrays["segments"][:row, 0] > 0
-        for name, target in self._targets.items():
-            self._blocks.require(name, np.concatenate(row_numbers), target[:row], has_any)
-        flat = {name: target.reshape(-1, target.shape[2]) for name, target in self._targets.items()}
-        for name in [name for name in flat if scale_name(name) in flat]:
-            flat[name] = Dequantised(flat[name], flat.pop(scale_name(name)))
-        self.order = order.shuffled(buffer, token_filter.within_norms(slots, flat))
-
-    def like(self, num_tokens: int) -> dict[str, np.ndarray]:
-        """Memory for a batch of `num_tokens` tokens, by name."""
-        slots = self._slots.items()
-        return {name: aligned_empty((num_tokens, *values.shape[1:]), values.dtype) for name, values in slots}
-
-    def gather(self, start: int, stop: int, out: Mapping[str, np.ndarray], at: int) -> None:
-        """Copies the tokens `order[start:stop]` into `out`, from its token `at` on."""
-        slots = self.order[start:stop]
-        for name, values in self._slots.items():
-            # As plain integers, for which numpy lets other threads run; mode="raise" would copy twice.
-            integers = f"u{values.itemsize}"
-            target = out[name][at : at + len(slots)]
-            np.take(values.view(integers), slots, axis=0, out=target.view(integers), mode="clip")

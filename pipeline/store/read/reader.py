@@ -13,6 +13,7 @@ activations are stored: `capture.positions`), D features of an activation.
 
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, SupportsIndex
@@ -35,21 +36,18 @@ from pipeline.store.format.keys import features_name
 from pipeline.store.format.layout import SEGMENTS, SELECTED, SIDE_ARRAYS
 from pipeline.store.format.metadata import StoreMetadata, StoreRoot, require_root
 from pipeline.store.format.normalisation import Normalisation
-from pipeline.store.format.statistics import Statistics, merge, merge_streams, read_merged, token_statistics
+from pipeline.store.format.statistics import Statistics, merge_streams, read_merged
 from pipeline.store.format.tables import empty_table, read_tables
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.storage import Storage, StorageLike
-from pipeline.store.read.batch_options import BatchOptions
-from pipeline.store.read.batches import BatchReader, Reading
+from pipeline.store.read.batch_options import BatchOptions, Key, Readable, Reading, is_key
+from pipeline.store.read.batches import BatchReader
 from pipeline.store.read.features import FeatureBatch, feature_batches
 from pipeline.store.read.filters import TokenFilter
+from pipeline.store.read.gathering import sample_statistics
 from pipeline.store.read.order import ReadingOrder
-from pipeline.store.read.rows import slot_side_arrays
-from pipeline.store.read.selected import at_selected
+from pipeline.store.read.rows import at_selected, slot_side_arrays
 from pipeline.store.read.stored_rows import Rows, StoredRows, is_one_row
-
-Key = ActivationKey | tuple[SupportsIndex | None, Site | str] | str
-
 
 # MiB of activations that a sample's tokens are drawn from.
 SAMPLE_BUFFER_MIB = 64.0
@@ -277,7 +275,7 @@ class ActivationStore:
         See `Statistics.normalisation`. Raises StoreError for a store that was made with capture.statistics=false:
         `sample` finds statistics there.
         """
-        parsed = (self._key(key) for key in ([keys] if _is_key(keys) else keys))
+        parsed = (self._key(key) for key in ([keys] if is_key(keys) else keys))
         return {key.name: self.statistics(key.layer, key.site).normalisation(per_feature) for key in parsed}
 
     def read(self, layer: SupportsIndex | None, site: Site | str, rows: Rows, dtype: DTypeLike = None) -> np.ndarray:
@@ -390,20 +388,7 @@ class ActivationStore:
 
     def _reading(self, keys: Key | Sequence[Key], batch_size: int, options: BatchOptions) -> Reading:
         """The arrays that `keys` name, and how to read them. Raises StoreError, and ValueError."""
-        single = _is_key(keys)
-        names = [self._key(key).name for key in ([keys] if single else keys)]
-        if options.features and not self._feature_widths:
-            raise StoreError(f"the store {self.path} has no features (capture.encode). Leave out features=True.")
-        if not names and not options.features:
-            raise StoreError(f"no activations of the store {self.path} are asked for; it has {self._key_names()}.")
-        if options.stack and len({(self.arrays[name].shape[2], self.arrays[name].dtype) for name in names}) != 1:
-            sizes = {name: (self.arrays[name].shape[2], self.arrays[name].dtype.name) for name in names}
-            raise ValueError(f"stack=True needs one width and dtype, got {sizes}. Leave it out to get them by name.")
-        stored = [spec.name for spec in self._layout.outputs]
-        if unknown := sorted(set(options.outputs) - set(stored)):
-            raise StoreError(f"the store {self.path} has no outputs {unknown}; it has {stored} (capture.outputs).")
-        features = self._feature_widths if options.features else {}
-        return Reading(tuple(names), batch_size, single, options, features)
+        return self._readable.reading(keys, batch_size, options)
 
     def _reader(
         self, reading: Reading, state: Mapping[str, int] | None = None, order: ReadingOrder | None = None
@@ -421,32 +406,19 @@ class ActivationStore:
 
         The same arguments give the same sample. Raises ValueError where the filter leaves no token.
         """
-        keys = [keys] if _is_key(keys) else keys
+        keys = [keys] if is_key(keys) else keys
         names = [self._key(key).name for key in keys]
         options = BatchOptions(shuffle=True, seed=seed, token_filter=token_filter, buffer_mib=SAMPLE_BUFFER_MIB)
         batches = self._reader(self._reading(names, 4096, options))
-        parts: list[dict[str, Statistics]] = []
-        left = num_tokens
-        for batch in batches:
-            parts.append({name: token_statistics(batch.activations[name][:left]) for name in names})
-            left -= len(batch.tokens)
-            if left <= 0:
-                batches.close()
-        if not parts:
-            raise ValueError("a sample needs at least one token; the filter leaves none")
-        return {name: merge(part[name] for part in parts) for name in names}
+        with closing(batches):
+            return sample_statistics(batches, num_tokens)
 
     def _key(self, key: Key) -> ActivationKey:
-        try:
-            parsed = _parse_key(key)
-        except (TypeError, ValueError) as error:
-            raise StoreError(f"{key!r} names no activation ({error}); {self.path} has {self._key_names()}.") from error
-        if parsed not in self.keys:
-            raise StoreError(f"the store {self.path} has no {parsed.name}; it has {self._key_names()}.")
-        return parsed
+        return self._readable.key(key)
 
-    def _key_names(self) -> str:
-        return ", ".join(key.name for key in self.keys) or "features only: use batches([], ..., features=True)"
+    @cached_property
+    def _readable(self) -> Readable:
+        return Readable(f"the store {self.path}", self._layout, self._feature_widths, StoreError)
 
 
 def _read_blocks(storage: Storage, root: StoreRoot) -> tuple[BlockTable, list[CommitRecord]]:
@@ -462,20 +434,3 @@ def _read_blocks(storage: Storage, root: StoreRoot) -> tuple[BlockTable, list[Co
         return BlockTable.from_records(records).in_row_order(root.metadata.num_streams), []
     streams = read_streams(storage, range(root.metadata.num_streams))
     return join_streams(streams), [blocks.last for blocks in streams.values() if blocks.last is not None]
-
-
-def _is_key(keys: Key | Sequence[Key]) -> bool:
-    """Whether this is one key, not several: a pair (layer, site) is a tuple too."""
-    if isinstance(keys, tuple) and keys:
-        return keys[0] is None or isinstance(keys[0], SupportsIndex)
-    return isinstance(keys, (ActivationKey, str))
-
-
-def _parse_key(key: Key) -> ActivationKey:
-    """Raises TypeError or ValueError for what names no activation."""
-    if isinstance(key, ActivationKey):
-        return key
-    if isinstance(key, str):
-        return ActivationKey.parse(key)
-    layer, site = key
-    return ActivationKey(-1 if layer is None else operator.index(layer), Site(site))

@@ -1,4 +1,7 @@
-"""Reading rows of an array into memory of the caller."""
+"""Reading rows of an array into memory of the caller, and finding the slots of selected tokens in them.
+
+Shapes: R rows, T positions of a row, K slots of a row for selected tokens (-1 where there are fewer).
+"""
 
 from collections import deque
 from collections.abc import Mapping
@@ -7,7 +10,7 @@ from contextlib import suppress
 
 import numpy as np
 import tensorstore as ts
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Bool, Int32, Int64, Shaped
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.block_table import Block
@@ -15,7 +18,6 @@ from pipeline.store.format.layout import MIB, SELECTED, SIDE_ARRAYS
 from pipeline.store.io.failures import VERIFY_REMEDY
 from pipeline.store.io.shard_files import read_chunks
 from pipeline.store.io.storage import KeyValueStore
-from pipeline.store.read.selected import at_selected
 
 # Pieces under way at once. Enough for a local disk; with more, TensorStore's own buffers no longer come from what was
 # freed just before (measured: 30 pieces take 20 to 40 times the page faults of 6).
@@ -183,3 +185,11 @@ def slot_side_arrays(sides: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return sides
     fills = {spec.name: spec.fill for spec in SIDE_ARRAYS}
     return {name: at_selected(values, selected, fills.get(name, 0)) for name, values in sides.items()}
+
+
+def at_selected(
+    values: Shaped[np.ndarray, "R T"], selected: Int32[np.ndarray, "R K"], fill: int
+) -> Shaped[np.ndarray, "R K"]:
+    """The values at the selected positions, `fill` in the slots that hold none."""
+    chosen = np.take_along_axis(values, np.maximum(selected, 0), axis=1)
+    return np.where(selected >= 0, chosen, np.array(fill, values.dtype))

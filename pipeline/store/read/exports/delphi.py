@@ -27,7 +27,7 @@ from pipeline.core.file_errors import named_writing_errors
 from pipeline.store import ActivationStore
 from pipeline.store.format.layout import FEATURE_PARTS, MIB
 from pipeline.store.read.exports.saelens import converted
-from pipeline.store.read.selected import at_selected
+from pipeline.store.read.rows import at_selected
 
 UNFINISHED = "delphi.unfinished"  # the folder of all files until they are complete
 BATCH_MIB = 4  # of stored features, read at a time; sorting and dividing them takes some ten times as much

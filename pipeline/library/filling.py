@@ -1,0 +1,186 @@
+"""Memory that is filled with computed activations while a training reads other memory.
+
+feed thread                 fill thread                                            the training's thread
+documents -> token blocks   rows of a block -> step on the devices -> free half    batches of the filled half
+"""
+
+import atexit
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.data.documents import TokenBlock
+from pipeline.data.feed import Feed, InTurn
+from pipeline.extraction.block_warnings import SlotChecks, check_finite
+from pipeline.extraction.loaded_step import LoadedStep
+from pipeline.extraction.transfer import StepInFlight, start_transfer, stored_names
+from pipeline.planning.plan import Plan
+from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
+from pipeline.store.read.gathering import Reading, TokenMemory
+from pipeline.store.read.order import Buffer, permutation
+from pipeline.store.read.rows import slot_side_arrays
+
+_JOIN_TIMEOUT_S = 60.0  # a step that is under way
+
+
+class FeedPosition(NamedTuple):
+    """Where the next step begins: with row `row` of the next block of `work`."""
+
+    work: InTurn
+    row: int = 0
+
+
+@dataclass
+class Waits:
+    """Seconds that the threads of a stream waited for each other.
+
+    consumer: the training, for filled memory. devices: the filling, for memory that the training has read; the steps
+    in flight still compute then. data: the filling, for documents that are read, tokenised and packed.
+    """
+
+    consumer: float = 0.0
+    devices: float = 0.0
+    data: float = 0.0
+
+    @contextmanager
+    def waiting(self, whose: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            setattr(self, whose, getattr(self, whose) + time.monotonic() - began)
+
+
+class _Filled(NamedTuple):
+    index: int
+    memory: TokenMemory
+    begin: FeedPosition | None  # of its first step; None without one
+    is_last: bool
+
+
+class Filler:
+    """A thread that fills two memories in turn, each with the same number of steps, until the data ends.
+
+    What the n-th filling holds, and in which order, depends on the plan, the work and the seed alone. `begins` says
+    where each filling begins that was given out.
+    """
+
+    def __init__(
+        self, plan: Plan, step: LoadedStep, memories: Sequence[TokenMemory], reading: Reading, rank: int
+    ) -> None:
+        self.waits = Waits()
+        self.begins: dict[int, FeedPosition] = {}
+        self._plan = plan
+        self._step = step
+        self._reading = reading
+        self._rank = rank
+        self._names = stored_names(plan.step)
+        self._free: queue.Queue[TokenMemory | None] = queue.Queue()
+        self._filled: queue.Queue[_Filled | BaseException] = queue.Queue()
+        self._closed = threading.Event()
+        self._feed: Feed | None = None
+        self._thread: threading.Thread | None = None
+        for memory in memories:
+            self._free.put(memory)
+
+    def filled(self, begin: FeedPosition, index: int) -> Iterator[tuple[Buffer, TokenMemory, bool]]:
+        """The fillings from number `index` on, which begins at `begin`, and whether each is the last. Each is filled
+        anew after the next was asked for. Raises what failed in a thread, where it did."""
+        atexit.register(self.close)  # before JAX ends, which the thread uses
+        self._feed = Feed(begin.work)
+        self._thread = threading.Thread(target=self._run, args=(begin, index), name="fill", daemon=True)
+        self._thread.start()
+        while True:
+            with self.waits.waiting("consumer"):
+                item = self._filled.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item.begin is not None:
+                self.begins[item.index] = item.begin
+            yield Buffer(0, item.index, ()), item.memory, item.is_last
+            if item.is_last:
+                return
+            self._free.put(item.memory)
+
+    def close(self) -> None:
+        """Ends the threads, after the step that is under way."""
+        atexit.unregister(self.close)
+        self._closed.set()
+        self._free.put(None)
+        if self._thread is not None:
+            self._feed.close()
+            if threading.current_thread() is not self._thread:  # which may collect the reader
+                self._thread.join(_JOIN_TIMEOUT_S)
+
+    def _run(self, begin: FeedPosition, first_index: int) -> None:
+        try:
+            steps = self._steps(begin)
+            for index in count(first_index):
+                with self.waits.waiting("devices"):
+                    memory = self._free.get()
+                    if memory is not None:
+                        memory.wait_for_users()
+                if memory is None:
+                    return
+                filled = self._fill(index, memory, steps)
+                if self._closed.is_set():
+                    return
+                self._filled.put(filled)
+                if filled.is_last:
+                    return
+        except BaseException as error:  # raised on the thread that reads
+            self._filled.put(error)
+
+    def _steps(self, begin: FeedPosition) -> Iterator[tuple[StepInFlight, FeedPosition]]:
+        """The steps from `begin` on, each with its position. Those after one are in flight when it is given out."""
+        checks = SlotChecks(self._plan)
+        in_flight: deque[tuple[StepInFlight, FeedPosition]] = deque()
+        work, skip = begin
+        while (block := self._next_block()) is not None:
+            checks.check(block)
+            for first_row in range(skip, block.num_rows, self._plan.mesh.process_rows):
+                if len(in_flight) == self._plan.memory.inflight_steps:
+                    yield in_flight.popleft()
+                step = start_transfer(self._step(block, first_row), block, first_row, self._plan)
+                in_flight.append((step, FeedPosition(work, first_row)))
+            work, skip = work.after(block), 0
+        yield from in_flight
+
+    def _next_block(self) -> TokenBlock | None:
+        with self.waits.waiting("data"):
+            return self._feed.get()
+
+    def _fill(self, index: int, memory: TokenMemory, steps: Iterator[tuple[StepInFlight, FeedPosition]]) -> _Filled:
+        begin, row = None, 0
+        while row < memory.rows and not self._closed.is_set() and (item := next(steps, None)) is not None:
+            step, position = item
+            begin = begin or position
+            self._drain(step, memory, row)
+            row += step.num_rows
+        token_filter, seed = self._reading.options.token_filter, self._reading.seed
+        slots = memory.within_norms(token_filter, memory.chosen(token_filter, row))
+        memory.order = slots if seed is None else slots[permutation(len(slots), seed, self._rank, index)]
+        return _Filled(index, memory, begin, is_last=row < memory.rows)
+
+    def _drain(self, step: StepInFlight, memory: TokenMemory, row: int) -> None:
+        """Waits for a step's outputs and copies them into the rows of the memory from `row` on."""
+        check_finite(self._plan, step.block, np.asarray(step.counts)[1:].tolist())
+        arrays = memory.targets | memory.side_arrays
+        while step.copies:
+            copy = step.copies.pop()
+            if (name := self._names[copy.output]) in arrays:
+                np.copyto(arrays[name][copy.place(row)], copy.wait())
+        rows = slice(step.first_row, step.first_row + step.num_rows)
+        names = [spec.name for spec in SIDE_ARRAYS] + ([SELECTED.name] if step.block.selected is not None else [])
+        sides = slot_side_arrays({name: getattr(step.block, name)[rows] for name in names})
+        for name, values in sides.items():
+            target = memory.side_arrays[name][row : row + step.num_rows]
+            target[: len(values)], target[len(values) :] = values, 0  # segment 0: no token

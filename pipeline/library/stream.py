@@ -1,0 +1,215 @@
+"""Batches of activations for a training, computed while it trains, without a store: `from pipeline import Stream`."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Self
+
+import jax
+
+from pipeline.cluster.devices import topology
+from pipeline.cluster.topology import Topology
+from pipeline.config import composing
+from pipeline.config.limits import shown
+from pipeline.config.schema import GenerateData, ParquetData, RunConfig
+from pipeline.core.errors import ConfigError
+from pipeline.core.sites import ActivationKey
+from pipeline.extraction.job_run import load_step
+from pipeline.job.opening import Job, open_job, replanned
+from pipeline.library.settings import settings
+from pipeline.library.stream_reader import StreamReader, host_bytes
+from pipeline.step.compilation_cache import use_compilation_cache
+from pipeline.store.format.layout import MIB
+from pipeline.store.format.normalisation import Normalisation
+from pipeline.store.format.statistics import Statistics
+from pipeline.store.read.batch_options import BatchOptions, Key, Readable, is_key
+from pipeline.store.read.filters import TokenFilter
+from pipeline.store.read.gathering import sample_statistics
+
+BUFFER_TOKENS = 1 << 18
+_NO_STORE = "memory://stream/"
+_SAMPLE_BATCH = 4096
+
+
+class Stream:
+    """A model and its data, opened and loaded, that gives batches of activations while it computes them.
+
+        stream = Stream("Qwen/Qwen2.5-0.5B", layers=[12], data="hf://datasets/owner/name/*.parquet")
+        batches = stream.batches(4096, seed=0, framework="torch")
+        for batch in batches:
+            batch.activations                        # [4096, d]
+            checkpoint["stream"] = batches.state()   # small; `batches(..., state=...)` goes on, bit for bit
+
+    The tokens and the values are those that a store of the same configuration holds; nothing is written. The order is
+    that of the data, shuffled within half a buffer. The data is read once.
+
+    config: the command's configuration. keys: the activations that are captured.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        layers: Sequence[int] | str,
+        sites: Sequence[str] = ("resid_post",),
+        *,
+        data: str | Mapping[str, object],
+        max_tokens: int | None = None,
+        progress: bool = True,
+        **options: object,
+    ) -> None:
+        """Opens the model and the data, loads the weights that the captured layers need, and compiles the step.
+
+        data: the path or glob of parquet files with a column `text`, local or remote (hf://, gs://), or a dict of keys
+        of the configuration's `data`, e.g. {"path": ..., "text_column": "content", "row_groups_per_shard": 1}.
+        max_tokens: of the data, met within one row per stream of documents; None for all. Everything else is as in
+        `Extractor`, whose options are the configuration's keys by their last name. `length` is `batch.length`, 256.
+        For other data, and whole experiments: `Stream.from_config`.
+
+        Raises ConfigError, InputError or CheckpointError, as the command does.
+        """
+        named = dict(model=model, layers=layers, sites=sites, **options)
+        given = {"path": data} if isinstance(data, str) else dict(data)
+        if given.get("source", "parquet") != "parquet":
+            raise ConfigError(
+                f"data has the source {shown(given['source'])}. Stream(...) reads parquet files; use "
+                "Stream.from_config for others, e.g. Stream.from_config(['data=arc', ...])."
+            )
+        values = {"data.source": "parquet", "data.repo": "none", "data.subset": "none", "store.path": "none"}
+        values |= {f"data.{key}": value for key, value in given.items()} | settings(named, "Stream")
+        values |= {"run.max_tokens": max_tokens, "run.progress": progress}
+        self._open(composing.from_values(ParquetData, values))
+
+    @classmethod
+    def from_config(cls, overrides: Sequence[str]) -> Self:
+        """The stream of a command: `python -m pipeline.run` with these overrides would fill a store with what it gives.
+
+            Stream.from_config(["+experiment=demo_text", "run.max_tokens=100000"])
+
+        `store.path` is not used. Raises as `Stream(...)`.
+        """
+        stream = cls.__new__(cls)
+        stream._open(composing.compose([*overrides, "store.path=none"]))
+        return stream
+
+    def _open(self, config: RunConfig) -> None:
+        if isinstance(config.data, GenerateData):
+            raise ConfigError("data=generate writes its documents into a store. Fill one, and read store.batches.")
+        if config.run.claim:
+            raise ConfigError("run.claim=true: claims are kept in a store. Use rank and world of Stream.batches.")
+        use_compilation_cache(config.run.compilation_cache)
+        capture = replace(config.capture, statistics=False)  # which nobody would read
+        self.config = replace(config, capture=capture, store=replace(config.store, path=_NO_STORE))
+        self._job = open_job(self.config, _own_devices(topology(config.run)))
+        self.keys: tuple[ActivationKey, ...] = self._job.plan.step.keys
+        widths = {encoder.spec.name: encoder.spec.sae.width for encoder in self._job.encoders}
+        self._readable = Readable("the stream", self._job.layout, widths, ConfigError)
+        self._step = load_step(self._job, jax.local_devices())
+
+    def batches(
+        self,
+        batch_size: int,
+        keys: Key | Sequence[Key] | None = None,
+        *,
+        shuffle_buffer_tokens: int = BUFFER_TOKENS,
+        state: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> StreamReader:
+        """Every activation of this process's share of the data exactly once, `batch_size` tokens at a time, no padding.
+
+        keys: as in `ActivationStore.batches`; None for what is captured: one array if it is one, else all by name.
+        shuffle_buffer_tokens: slots for tokens in the buffer, rounded down to whole steps. One half of it is filled
+        while the other is emptied in random order; the first batch comes when the first half is full.
+        state: `StreamReader.state()` of an equal reader, to go on from there: at most half a buffer is computed again.
+        fields: of `BatchOptions`: shuffle (here true by default), seed, rank, world, token_filter, normalisation,
+        stack, dtype, framework, outputs, features and drop_last. rank and world divide the streams of documents among
+        readers, which need not have equally many batches; by default they are the index and number of JAX's processes
+        (of all workers: run.worker_index, run.worker_count), each of which computes on its own devices.
+
+        Raises ValueError for options that contradict each other, and for a state of another stream; ConfigError for
+        keys that are not captured, a rank without documents and a buffer that is too small or exceeds the memory.
+        """
+        for name, remedy in (("epochs", "a stream reads the data once"), ("buffer_mib", "give shuffle_buffer_tokens")):
+            if name in fields:
+                raise ValueError(f"Stream.batches has no option {name}: {remedy}.")
+        here = topology(self.config.run)
+        options = BatchOptions(**{"shuffle": True, "rank": here.index, "world": here.count} | fields)
+        if options.token_filter.part is not None:
+            raise ValueError(
+                "TokenFilter(part=...) is for stores of data=generate: a stream's documents have no parts."
+            )
+        reading = self._readable.reading(self._keys(keys), batch_size, options)
+        job = self._share(options.rank, options.world)
+        half_steps = _half_steps(job, shuffle_buffer_tokens)
+        _require_memory(host_bytes(job, reading, half_steps), here)
+        return StreamReader(job, self._step, reading, half_steps, state)
+
+    def sample(
+        self,
+        keys: Key | Sequence[Key] | None = None,
+        num_tokens: int = 65536,
+        token_filter: TokenFilter = TokenFilter(),  # noqa: B008  frozen
+    ) -> dict[str, Statistics]:
+        """Statistics of some activations, by array name, from the first `num_tokens` tokens of the data, which are
+        computed for it. The same in every process and for every rank.
+
+        Raises ValueError where the filter leaves no token, and what `batches` raises.
+        """
+        step_slots = self._job.plan.mesh.process_rows * self._job.layout.slots
+        chosen = self._keys(keys)
+        batches = self.batches(
+            _SAMPLE_BATCH,
+            [chosen] if is_key(chosen) else chosen,
+            shuffle_buffer_tokens=max(2 * step_slots, min(num_tokens, BUFFER_TOKENS)),
+            **{"shuffle": False, "rank": 0, "world": 1, "token_filter": token_filter},
+        )
+        with closing(batches):
+            return sample_statistics(batches, num_tokens)
+
+    def normalisation(
+        self, keys: Key | Sequence[Key] | None = None, per_feature: bool = False, num_tokens: int = 65536
+    ) -> dict[str, Normalisation]:
+        """By array name, the normalisation to zero mean and unit variance, from a `sample` of the data's beginning."""
+        sample = self.sample(keys, num_tokens)
+        return {name: statistics.normalisation(per_feature) for name, statistics in sample.items()}
+
+    def _keys(self, keys: Key | Sequence[Key] | None) -> Key | Sequence[Key]:
+        if keys is not None:
+            return keys
+        return self.keys[0] if len(self.keys) == 1 else self.keys
+
+    def _share(self, rank: int, world: int) -> Job:
+        """The job of reader `rank` of `world`: its streams of documents."""
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} of {world}: rank must be 0 to world - 1")
+        job = replanned(self._job, _own_devices(replace(topology(self.config.run), workers=world, worker=rank)))
+        if not job.plan.streams.local:
+            raise ConfigError(
+                f"rank {rank} of {world} has no documents: the data's {len(job.source.shards)} source shards are "
+                f"divided among {job.plan.streams.count} streams, and these among the readers. Use fewer readers, or "
+                "more streams (data.num_streams) and source shards (data.row_groups_per_shard divides parquet files)."
+            )
+        return job
+
+
+def _own_devices(devices: Topology) -> Topology:
+    """This process as a worker of its own, on its own devices: so no reader waits for another."""
+    return replace(devices, devices=jax.local_device_count(), processes=1, process=0)
+
+
+def _half_steps(job: Job, tokens: int) -> int:
+    """Steps that half a buffer of so many slots for tokens takes. Raises ConfigError for less than one."""
+    rows, slots = job.plan.mesh.process_rows, job.layout.slots
+    if tokens < 2 * rows * slots:
+        raise ConfigError(
+            f"shuffle_buffer_tokens is {tokens}, but each half of the buffer takes at least a step of {rows} rows with "
+            f"{slots} slots for tokens. Set it to at least {2 * rows * slots}, or lower batch.rows."
+        )
+    return tokens // (2 * rows * slots)
+
+
+def _require_memory(num_bytes: int, devices: Topology) -> None:
+    if devices.host_memory is not None and num_bytes > devices.host_memory:
+        raise ConfigError(
+            f"the stream's activations would take {num_bytes / MIB:.0f} MiB on this host, which has "
+            f"{devices.host_memory / MIB:.0f} MiB. Lower shuffle_buffer_tokens, or capture fewer layers and sites."
+        )

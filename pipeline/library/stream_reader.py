@@ -1,0 +1,152 @@
+"""The batches of a stream, and the state from which they go on."""
+
+import hashlib
+import json
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any, Self
+
+from pipeline.data.documents import Cursor
+from pipeline.data.feed import InTurn, StreamWork
+from pipeline.extraction.loaded_step import LoadedStep
+from pipeline.job.opening import Job
+from pipeline.library.filling import FeedPosition, Filler, Waits
+from pipeline.store.format.int8 import scale_name
+from pipeline.store.format.layout import MIB, SIDE_ARRAYS
+from pipeline.store.read.gathering import AHEAD, Batch, Gatherer, Position, Reading, TokenMemory
+
+log = logging.getLogger("pipeline")
+
+_DIGEST = 16  # characters of a checksum in a state
+
+
+class StreamReader(Iterator[Batch]):
+    """Iterates over the batches of a stream, once over the data. One thread may use it at a time.
+
+    `state()` is a few numbers for each of the process's streams of documents; a reader that is made with it goes on
+    after the batch that was yielded last. Dropping or closing the reader ends its threads.
+
+    host_bytes: the most memory that activations take on the host: the buffer, steps in flight and batches ahead.
+    waits: the seconds that the training and the devices have waited for each other.
+    """
+
+    def __init__(
+        self, job: Job, step: LoadedStep, reading: Reading, half_steps: int, state: Mapping[str, Any] | None
+    ) -> None:
+        """half_steps: steps that one half of the buffer takes."""
+        memories = [TokenMemory(job.layout, reading, half_steps * job.plan.mesh.process_rows) for _ in range(2)]
+        self.host_bytes = host_bytes(job, reading, half_steps)
+        self.num_tokens = 0
+        self._identity = _identity(job, reading, half_steps)
+        work = job.work()
+        begin, self._position = FeedPosition(InTurn(work)), Position()
+        if state is not None:
+            begin, self._position = _restored(dict(state), self._identity, work)
+        self._filler = Filler(job.plan, step, memories, reading, reading.options.rank)
+        self._filler.begins[self._position.buffer] = begin
+        filled = self._filler.filled(begin, self._position.buffer)
+        self._batches = Gatherer(reading, reading.options.drop_last).batches(filled, self._position)
+        weakref.finalize(self, self._filler.close).atexit = False  # the filler sees to that
+        log.info(
+            "a stream of batches: a buffer of %d slots for tokens, up to %.1f MiB of activations on the host",
+            *(2 * memories[0].rows * job.layout.slots, self.host_bytes / MIB),
+        )
+
+    @property
+    def waits(self) -> Waits:
+        return self._filler.waits
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        """Raises what failed while the batch was computed: NotFiniteError, InputError or another PipelineError."""
+        batch, self._position = next(self._batches)
+        self.num_tokens += len(batch.tokens)
+        for index in [index for index in self._filler.begins if index < self._position.buffer]:
+            del self._filler.begins[index]
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """The position, as JSON: batch, filling and token of it; where that filling begins in each stream of documents;
+        and what the order depends on, by name."""
+        work, row = self._filler.begins.get(self._position.buffer, FeedPosition(InTurn(())))
+        if self._position.epoch:  # the data has ended
+            work, row = InTurn(()), 0
+        return asdict(self._position) | {"row": row, "streams": list(map(_entry, work.work)), "of": self._identity}
+
+    def close(self) -> None:
+        """Ends the reader's threads, after the step that is under way."""
+        self._batches.close()
+        self._filler.close()
+
+
+def host_bytes(job: Job, reading: Reading, half_steps: int) -> int:
+    """The most memory that activations and side arrays take on the host: both halves of the buffer, steps in flight,
+    and batches that are gathered ahead."""
+    names = {*reading.names, *map(scale_name, reading.names), *reading.sparse, *reading.outputs}
+    specs = (*SIDE_ARRAYS, *(spec for spec in job.layout.all_arrays if spec.name in names))
+    slot_bytes = sum(spec.position_bytes for spec in specs)
+    buffer_slots = 2 * half_steps * job.plan.mesh.process_rows * job.layout.slots
+    memory = job.plan.memory
+    in_flight = memory.inflight_steps * (memory.step_bytes + memory.step_statistics_bytes)
+    return (buffer_slots + (AHEAD + 1) * reading.batch_size) * slot_bytes + in_flight
+
+
+def _identity(job: Job, reading: Reading, half_steps: int) -> dict[str, int | str | None]:
+    """What a stream's batches depend on: names and values, or checksums of values."""
+    metadata, options = job.metadata, reading.options
+    sections = ("model", "tokenizer", "data", "batch", "capture")
+    return {
+        **{name: _checksum(getattr(metadata, name)) for name in sections},
+        "batch.rows": job.plan.step.rows,
+        "rows_per_block": metadata.rows_per_block,
+        "num_streams": metadata.num_streams,
+        "max_tokens": job.plan.streams.max_tokens,
+        "rank": options.rank,
+        "world": options.world,
+        "seed": reading.seed,
+        "batch_size": reading.batch_size,
+        "shuffle_buffer_tokens": 2 * half_steps * job.plan.mesh.process_rows * job.layout.slots,
+        "token_filter": _checksum(asdict(options.token_filter)),
+    }
+
+
+def _checksum(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:_DIGEST]
+
+
+def _entry(work: StreamWork) -> list[int | None]:
+    """What is left of one stream of documents, in a state."""
+    start = work.start
+    return [work.stream.stream, work.index, start.shard, start.document, start.token, start.ordinal, work.wanted]
+
+
+def _restored(
+    state: dict[str, Any], identity: Mapping[str, object], work: Sequence[StreamWork]
+) -> tuple[FeedPosition, Position]:
+    """The position in an earlier reader's state. Raises ValueError for one of another stream."""
+    try:
+        others = dict(state["of"])
+        different = [
+            f"{name} ({others.get(name)!r} in the state, {value!r} here)"
+            for name, value in identity.items()
+            if others.get(name) != value
+        ]
+        position = Position(**{field.name: int(state[field.name]) for field in fields(Position)})
+        row, entries = int(state["row"]), [tuple(entry) for entry in state["streams"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the state is not a Stream's ({error!r}). Start again without a state.") from error
+    if different:
+        raise ValueError(
+            f"the state is of another stream, which differs in {', '.join(different)}. Use the configuration and the "
+            "options of the reader that the state came from, or start again without a state."
+        )
+    by_stream = {item.stream.stream: item for item in work}
+    left = []
+    for stream, index, shard, document, token, ordinal, wanted in entries:
+        start = Cursor(shard, document, token, ordinal)
+        left.append(replace(by_stream[stream], start=start, index=index, token_budget=wanted, wanted=wanted))
+    return FeedPosition(InTurn(left), row), position

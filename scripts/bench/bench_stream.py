@@ -1,0 +1,177 @@
+"""Training on a stream: what it costs beyond its forward pass, how well it shuffles, and what an SAE learns from it.
+
+    python -m scripts.bench.bench_stream speed [--repetitions 3] [--tokens 9000]
+    python -m scripts.bench.bench_stream shuffle [--tokens 100000]
+    python -m scripts.bench.bench_stream loss [--repetitions 5] [--tokens 100000]
+
+speed: bench_job's model (d=768, float32, random weights, steps of 8 x 256 tokens) and text, layers 2 and 5 captured.
+The same tokens through the bare forward pass, whose results stay on the device, and through `Stream.batches`, from
+making the reader to the last batch: with a consumer that does nothing, and with one that trains a top-k SAE, which is
+compared with the forward pass and the training on a batch in memory, one after the other. All in turn in one process;
+the ratios are medians.
+
+shuffle: the share of a batch's pairs of tokens that come from one document, of a stream and of `store.batches` with as
+much memory, on the demo's text with the bundled model. Pieces of the store have 1,024 tokens, as with d = 4096.
+
+loss: an SAE from a stream and from a store, with other seeds in every repetition; the loss of the last tenth.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from pipeline import Stream
+from pipeline.config import composing
+from pipeline.extraction import job_run
+from pipeline.library import StreamReader
+from pipeline.store import ActivationStore, Batch
+from scripts.bench import bench_job
+from scripts.examples import train_sae_on_stream as sae
+
+LAYERS, SPEED_KEY, WIDTH = "[2,5]", "blocks.5.resid_post", 768
+SPEED_BATCH, SPEED_BUFFER = 1024, 8192
+KEY = "blocks.3.resid_post"
+TOKEN_BYTES = 256  # of the bundled model's activations in bfloat16
+BATCH = 1024
+SEEDS = 3
+
+
+class Cost(NamedTuple):
+    """What some work took. Seconds of all cores tell how much there was to do, also on a machine that others use."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def cost(work: Callable[[], object]) -> Cost:
+    wall, cpu = time.perf_counter(), time.process_time()
+    jax.block_until_ready(work())
+    return Cost(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def trained(batches: Iterable[Batch]) -> dict:
+    training = sae.init(WIDTH)
+    for count, batch in enumerate(batches):
+        training, _ = sae.step(training, batch.activations, count + 1)
+    return training
+
+
+def measure_speed(repetitions: int, tokens: int) -> None:
+    bench_job.prepare()
+    stream = Stream.from_config(bench_job.overrides(LAYERS, tokens))
+    case = bench_job.case_of("stream", LAYERS, stream._job, stream._step)
+
+    def batches() -> StreamReader:
+        return stream.batches(
+            SPEED_BATCH, SPEED_KEY, shuffle_buffer_tokens=SPEED_BUFFER, framework="jax", drop_last=True
+        )
+
+    held = [next(batches())] * (tokens // SPEED_BATCH)
+    trained(held[:2])  # compiles
+    bench_job.bare_forward(case)  # the first one is slower
+    rows = []
+    for _ in range(repetitions):
+        forward = cost(lambda: bench_job.bare_forward(case))
+        idle = cost(lambda: sum(len(batch.tokens) for batch in batches()))
+        training = cost(lambda: trained(held))
+        reader = batches()
+        both = cost(lambda reader=reader: trained(reader))
+        names = ("forward", "stream", "training", "both")
+        print(dict(zip(names, (forward, idle, training, both), strict=True)), reader.waits, flush=True)
+        rows.append([(a / f, b / (f + t)) for f, a, t, b in zip(forward, idle, training, both, strict=True)])
+    for place, what in enumerate(Cost._fields):
+        alone, both = (statistics.median(row[place][ratio] for row in rows) for ratio in range(2))
+        print(f"{what}: a stream takes {alone:.3f} times its forward pass; with a training, {both:.3f} times both")
+    print(f"{tokens} tokens, up to {reader.host_bytes / 2**20:.0f} MiB on the host")
+
+
+def same_document(batches: Iterable[Batch]) -> float:
+    """The share of a batch's pairs of tokens that come from one document; the mean over batches."""
+    shares = []
+    for batch in batches:
+        counts = np.unique(batch.documents, return_counts=True)[1]
+        shares.append((counts * (counts - 1)).sum() / (len(batch.documents) * (len(batch.documents) - 1)))
+    return float(np.mean(shares))
+
+
+def demo_overrides(tokens: int) -> list[str]:
+    overrides = ["+experiment=demo_text", f"data.path={bench_job.BUILD / 'text'}", "capture.layers=[3]"]
+    return [*overrides, f"run.max_tokens={tokens}", "batch.rows=4", "store.shard_mib=0.25", "run.progress=false"]
+
+
+def demo_store(folder: Path, tokens: int) -> ActivationStore:
+    """Of the demo's text; a piece has 1,024 tokens."""
+    bench_job.prepare()
+    job_run.run(composing.compose([*demo_overrides(tokens), f"store.path={folder / 'store'}"]))
+    return ActivationStore.open(str(folder / "store"))
+
+
+def measure_shuffle(folder: Path, tokens: int) -> None:
+    store = demo_store(folder, tokens)
+    streams = {count: Stream.from_config([*demo_overrides(tokens), f"data.num_streams={count}"]) for count in (1, 6)}
+    in_order = list(store.batches(KEY, BATCH))  # of a stream with shuffle=False, too
+    documents = np.mean([len(np.unique(batch.documents)) for batch in in_order])
+    print(f"{store.num_tokens} tokens, batches of {BATCH}")
+    print(f"in order, a batch has {documents:.1f} documents: {same_document(in_order):.4f}")
+    for buffer in (16384, 32768, 65536):
+        shares = {
+            f"stream, data.num_streams={count}": same_document(stream.batches(BATCH, shuffle_buffer_tokens=buffer))
+            for count, stream in streams.items()
+        }
+        mib = buffer / 2 * TOKEN_BYTES / 2**20  # of each of two
+        stored = [same_document(store.batches(KEY, BATCH, shuffle=True, seed=s, buffer_mib=mib)) for s in range(SEEDS)]
+        shares["store"] = float(np.mean(stored))
+        print(f"{buffer:6} tokens in memory:", {name: round(share, 4) for name, share in shares.items()}, flush=True)
+
+
+def last_losses(batches: Iterable[Batch], width: int) -> float:
+    """The mean loss of the last tenth of a training."""
+    training, losses = sae.init(width), []
+    for count, batch in enumerate(batches):
+        training, loss = sae.step(training, batch.activations, count + 1)
+        losses.append(float(loss))
+    return float(np.mean(losses[-len(losses) // 10 :]))
+
+
+def measure_loss(folder: Path, tokens: int, repetitions: int) -> None:
+    store = demo_store(folder, tokens)
+    stream = Stream.from_config(demo_overrides(tokens))
+    options = {"normalisation": store.normalisation([KEY]), "dtype": "float32", "framework": "jax", "drop_last": True}
+    width = len(options["normalisation"][KEY].mean)
+    results: dict[str, list[float]] = {"stream": [], "store": []}
+    for seed in range(repetitions):
+        streamed = stream.batches(256, KEY, shuffle_buffer_tokens=65536, seed=seed, **options)
+        stored = store.batches(KEY, 256, shuffle=True, seed=seed, buffer_mib=65536 / 2 * TOKEN_BYTES / 2**20, **options)
+        for name, batches in (("stream", streamed), ("store", stored)):
+            results[name].append(last_losses(batches, width))
+        print({name: round(losses[-1], 5) for name, losses in results.items()}, flush=True)
+    for name, losses in results.items():
+        print(f"{name}: {np.mean(losses):.5f}, standard deviation {np.std(losses, ddof=1):.5f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["speed", "shuffle", "loss"])
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--tokens", type=int)
+    options = parser.parse_args()
+    options.tokens = options.tokens or (9_000 if options.what == "speed" else 100_000)
+    with tempfile.TemporaryDirectory() as folder:
+        match options.what:
+            case "speed":
+                measure_speed(options.repetitions, options.tokens)
+            case "shuffle":
+                measure_shuffle(Path(folder), options.tokens)
+            case "loss":
+                measure_loss(Path(folder), options.tokens, options.repetitions)
+
+
+if __name__ == "__main__":
+    main()

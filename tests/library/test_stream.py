@@ -1,0 +1,356 @@
+"""A Stream: the tokens and values of a store of the same configuration, each once, in an order that depends on the
+configuration and the seed alone, and goes on bit for bit wherever it was stopped."""
+
+import gc
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline import Stream
+from pipeline.core.errors import ConfigError, InputError
+from pipeline.library import StreamReader
+from pipeline.store import ActivationStore, Batch, TokenFilter
+from tests.jobs import ROOT, free_port, read_until, run_here, write_text
+from tests.token_batches import arrays, assert_all_same, tokens_of
+
+KEYS = ["blocks.2.resid_post", "blocks.4.resid_post"]
+SMALL = ["batch.rows=4", "batch.length=128", "store.shard_mib=0.25", "run.progress=false"]
+BUFFER = 8192  # slots for tokens: two halves of eight steps
+SIZE = 100
+
+
+def overrides_of(text: Path) -> list[str]:
+    return ["data=demo", f"data.path={text}", "model=tiny", "capture.layers=[2,4]", *SMALL, "data.num_streams=2"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """Three parquet files of documents, some of several windows, so that one of two streams ends early."""
+    return write_text(tmp_path_factory.mktemp("text"), files=3, documents=40, max_characters=1500)
+
+
+@pytest.fixture(scope="module")
+def overrides(text) -> list[str]:
+    return overrides_of(text)
+
+
+@pytest.fixture(scope="module")
+def stream(overrides) -> Stream:
+    return Stream.from_config(overrides)
+
+
+@pytest.fixture(scope="module")
+def store(overrides, tmp_path_factory) -> ActivationStore:
+    path = str(tmp_path_factory.mktemp("store") / "store")
+    run_here(*overrides, f"store.path={path}")
+    return ActivationStore.open(path)
+
+
+@pytest.fixture(scope="module")
+def whole(stream) -> list[Batch]:
+    """All batches of seed 3."""
+    return list(batches_of(stream))
+
+
+def batches_of(stream: Stream, **options) -> StreamReader:
+    return stream.batches(SIZE, **{"shuffle_buffer_tokens": BUFFER, "seed": 3} | options)
+
+
+def test_every_token_once_with_the_values_of_the_store(whole, store):
+    assert sum(len(batch.tokens) for batch in whole) == store.num_tokens > 2 * BUFFER
+    assert tokens_of(whole) == tokens_of(store.batches(KEYS, SIZE))
+    assert [len(batch.tokens) for batch in whole[:-1]] == [SIZE] * (len(whole) - 1)
+
+
+def test_in_order_of_rows_it_is_the_store(stream, store):
+    assert_all_same(batches_of(stream, shuffle=False), store.batches(KEYS, SIZE))
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        (
+            ["model.dtype=bfloat16", "capture.dtype=int8", "capture.int8_group=32", "capture.statistics=false"],
+            {"stack": True},
+        ),
+        (
+            ["capture.positions=regex", 'capture.regex="^ [a-z]"', "capture.outputs=[loss,top_logprobs]"],
+            {"outputs": ("loss", "top_ids", "top_logprobs")},
+        ),
+        (["capture.dtype=float32", "batch.packing=pad", "run.max_tokens=5000"], {"dtype": "float16"}),
+    ],
+    ids=["int8", "selected", "padded"],
+)
+def test_other_kinds_of_stores(overrides, tmp_path, settings, options):
+    run_here(*overrides, *settings, f"store.path={tmp_path / 'store'}")
+    store = ActivationStore.open(str(tmp_path / "store"))
+    stream = Stream.from_config([*overrides, *settings])
+    batches = list(batches_of(stream, **options))
+    assert sum(len(batch.tokens) for batch in batches) == store.num_activations
+    assert tokens_of(batches) == tokens_of(store.batches(KEYS, SIZE, **options))
+
+
+def test_abandoned_and_resumed_it_yields_the_same_batches(stream, whole):
+    stops, state, resumed = (1, 37, 38, 113, 160), None, []
+    for stop in (*stops, 200):
+        batches = batches_of(stream, state=state)
+        resumed += [next(batches) for _ in range(stop - len(resumed))]
+        state = json.loads(json.dumps(batches.state()))
+        del batches  # without closing it
+    assert len(json.dumps(state)) < 1000
+    assert_all_same(resumed, whole[:200])
+    assert_all_same(batches_of(stream, state=state), whole[200:])
+
+
+def test_a_state_of_the_end_yields_nothing(stream, whole):
+    batches = batches_of(stream)
+    assert len(list(batches)) == len(whole)
+    assert next(batches, None) is None
+    assert next(batches_of(stream, state=batches.state()), None) is None
+
+
+def test_at_most_half_a_buffer_is_computed_again(stream, whole):
+    batches = batches_of(stream)
+    for _ in range(90):
+        next(batches)
+    state = batches.state()
+    batches.close()
+    begin = int(np.cumsum([len(batch.tokens) for batch in whole])[89]) - state["token"]
+    assert 0 <= state["token"] <= BUFFER // 2
+    assert begin >= BUFFER // 2  # what is computed again begins after the first half
+
+
+def test_the_order_depends_on_the_seed_alone(stream, whole):
+    def slowly(batches: Iterator[Batch]) -> Iterator[Batch]:
+        for number, batch in enumerate(batches):
+            time.sleep(0.02 * (number % 40 == 0))
+            yield batch
+
+    assert_all_same(slowly(batches_of(stream)), whole)
+    other = list(batches_of(stream, seed=4))
+    assert any(a.tokens.tobytes() != b.tokens.tobytes() for a, b in zip(other[:5], whole[:5], strict=True))
+    assert tokens_of(other) == tokens_of(whole)
+
+
+def test_batches_mix_the_documents_of_half_a_buffer(whole, stream):
+    in_order = next(batches_of(stream, shuffle=False))
+    assert len(np.unique(whole[5].documents)) > 3 * len(np.unique(in_order.documents))
+
+
+def test_the_shares_of_two_readers_are_disjoint_and_complete(stream, whole):
+    shares = [list(batches_of(stream, rank=rank, world=2)) for rank in range(2)]
+    documents = [np.unique(np.concatenate([batch.documents for batch in share])) for share in shares]
+    assert len(np.intersect1d(*documents)) == 0
+    assert min(map(len, shares)) > 20
+    assert tokens_of([*shares[0], *shares[1]]) == tokens_of(whole)
+    state = batches_of(stream, rank=0, world=2).state()
+    with pytest.raises(ValueError, match="differs in rank"):
+        batches_of(stream, rank=1, world=2, state=state)
+
+
+def test_other_arguments_than_overrides(text, stream, whole):
+    options = {"rows": 4, "length": 128, "shard_mib": 0.25, "model_dtype": "float32", "progress": False}
+    data = {"path": str(text), "num_streams": 2}
+    named = Stream("${assets:tiny-qwen2}", layers=[2, 4], data=data, **options)
+    assert_all_same(batches_of(named), whole)
+    assert batches_of(named).state() == batches_of(stream).state()
+    with pytest.raises(ConfigError, match=r"Stream has no option 'row'\. Did you mean rows\?"):
+        Stream("${assets:tiny-qwen2}", layers=[2], data=data, row=4)
+    with pytest.raises(ConfigError, match="has the source 'hf'"):
+        Stream("${assets:tiny-qwen2}", layers=[2], data={"source": "hf", "path": str(text)})
+    with pytest.raises(ConfigError, match=r"data\.pth is not a key"):
+        Stream("${assets:tiny-qwen2}", layers=[2], data={"pth": str(text)})
+
+
+def test_a_state_of_another_stream_is_refused_by_name(stream, overrides):
+    state = batches_of(stream).state()
+    for name, options in (("seed", {"seed": 4}), ("shuffle_buffer_tokens", {"shuffle_buffer_tokens": 2 * BUFFER})):
+        with pytest.raises(ValueError, match=f"differs in {name} .* Use the configuration"):
+            batches_of(stream, **options, state=state)
+    with pytest.raises(ValueError, match=r"differs in batch_size \(100 in the state, 50 here\)"):
+        stream.batches(50, shuffle_buffer_tokens=BUFFER, seed=3, state=state)
+    with pytest.raises(ValueError, match="differs in token_filter"):
+        batches_of(stream, token_filter=TokenFilter(skip_first=1), state=state)
+    worker = ["run.worker_index=1", "run.worker_count=2"]
+    other = Stream.from_config([*overrides, "capture.layers=[3]", "run.max_tokens=9000", *worker])
+    with pytest.raises(ValueError, match=r"differs in capture .*, max_tokens \(None .*, 9000 here\), rank .*, world"):
+        batches_of(other, state=state)
+    with pytest.raises(ValueError, match="the state is not a Stream's"):
+        batches_of(stream, state={"epoch": 0, "batch": 3, "buffer": 0, "token": 5, "order": 1, "rank": 0, "world": 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"shuffle_buffer_tokens": 1000}, ConfigError, "Set it to at least 1024, or lower batch.rows"),
+        ({"shuffle_buffer_tokens": 1 << 40}, ConfigError, "Lower shuffle_buffer_tokens"),
+        ({"keys": (3, "resid_post")}, ConfigError, "the stream has no blocks.3.resid_post; it has blocks.2"),
+        ({"outputs": ("loss",)}, ConfigError, r"no outputs \['loss'\]; it has \[\]"),
+        ({"features": True}, ConfigError, "no features"),
+        ({"rank": 2, "world": 3}, ConfigError, "rank 2 of 3 has no documents: .*row_groups_per_shard"),
+        ({"rank": 2, "world": 2}, ValueError, "rank must be 0 to world - 1"),
+        ({"epochs": 2}, ValueError, "a stream reads the data once"),
+        ({"buffer_mib": 8}, ValueError, "give shuffle_buffer_tokens"),
+        ({"framework": "tensorflow"}, ValueError, "tensorflow"),
+        ({"token_filter": TokenFilter(part="prompt")}, ValueError, "a stream's documents have no parts"),
+    ],
+)
+def test_options_that_are_refused(stream, options, error, message):
+    with pytest.raises(error, match=message):
+        batches_of(stream, **options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["data=generate", "data@data.prompts=demo", "data.path=none"], "data=generate writes its documents"),
+        (["run.claim=true"], "Use rank and world of Stream.batches"),
+        (["capture.layers=[40]"], r"capture.layers .* 40"),
+    ],
+)
+def test_configurations_that_are_refused(overrides, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Stream.from_config([*(overrides if "data=generate" not in settings else overrides[2:-1]), *settings])
+
+
+def test_keys_filters_and_frameworks(stream, store, whole):
+    token_filter = TokenFilter(skip_first=2, norms={KEYS[1]: (0.0, 100.0)})
+    batches = list(batches_of(stream, keys=(4, "resid_post"), token_filter=token_filter, framework="jax"))
+    assert isinstance(batches[0].activations, jax.Array)
+    assert batches[0].activations.dtype == jax.numpy.bfloat16
+    expected = store.batches((4, "resid_post"), SIZE, token_filter=token_filter)
+    assert tokens_of(batches) == tokens_of(expected)
+    stacked = next(batches_of(stream, keys=[(4, "resid_post"), KEYS[0]], stack=True))
+    assert stacked.activations.tobytes() == np.stack([whole[0].activations[k] for k in KEYS[::-1]], 1).tobytes()
+
+
+def test_normalisation_of_a_sample(stream, store):
+    normalisation = stream.normalisation(num_tokens=6000)
+    values = np.concatenate([batch.activations[KEYS[0]] for batch in batches_of(stream, normalisation=normalisation)])
+    assert values.dtype == np.float32
+    assert np.abs(values.mean(axis=0)).max() < 0.2
+    np.testing.assert_allclose((values**2).mean(), 1, atol=0.1)
+    everything = stream.sample(KEYS[0], num_tokens=1 << 30)[KEYS[0]]
+    np.testing.assert_allclose(everything.mean, store.statistics(2, "resid_post").mean, rtol=1e-3, atol=1e-4)
+
+
+def test_waits_are_reported_and_memory_is_as_planned(stream):
+    batches = batches_of(stream)
+    next(batches)
+    assert batches.waits.consumer > 0
+    for _ in batches:  # slowly, until the other half is full before this one is empty
+        time.sleep(0.05 * (batches.waits.devices < 0.1))
+    assert batches.waits.devices > 0.1
+    row_bytes, slot_bytes = 128 * 2 * 2 * 128, 2 * 2 * 128 + 20
+    job = stream._job.plan.memory
+    in_flight = job.inflight_steps * (4 * row_bytes + job.step_statistics_bytes)
+    assert batches.host_bytes == (BUFFER + 5 * SIZE) * slot_bytes + in_flight
+
+
+def test_a_reader_that_is_closed_or_dropped_ends_its_threads(stream):
+    def threads() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name in ("feed", "fill")]
+
+    gc.collect()
+    before = threads()
+    batches = batches_of(stream)
+    next(batches)
+    begun = [thread for thread in threads() if thread not in before]
+    assert sorted(thread.name for thread in begun) == ["feed", "fill"]
+    batches.close()
+    assert next(batches, None) is None
+    assert not any(thread.is_alive() for thread in begun)
+    batches = batches_of(stream)
+    next(batches)
+    begun = [thread for thread in threads() if thread not in before]
+    assert len(begun) == 2
+    del batches
+    for thread in begun:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in begun)
+
+
+def test_what_fails_is_raised_where_it_stands(tmp_path):
+    text = write_text(tmp_path / "text", files=1, documents=60, max_characters=1500)
+    [file] = text.iterdir()
+    table = pq.read_table(file).to_pydict()
+    table["text"][55] = ""
+    pq.write_table(pa.table(table), file)
+    settings = [setting for setting in overrides_of(text) if "num_streams" not in setting]
+    batches = Stream.from_config(settings).batches(SIZE, shuffle_buffer_tokens=2048)
+    with pytest.raises(InputError, match="row 55"):
+        for number, _ in enumerate(batches):  # noqa: B007
+            pass
+    assert number > 50
+
+
+KILLED = """
+import json, os, sys
+import numpy as np
+from pathlib import Path
+from pipeline import Stream
+from tests.library.test_stream import batches_of
+from tests.token_batches import arrays
+folder, stop, *overrides = sys.argv[1:]
+checkpoint = Path(folder) / "checkpoint.json"
+saved = json.loads(checkpoint.read_text()) if checkpoint.exists() else {"state": None, "done": 0}
+batches = batches_of(Stream.from_config(overrides), state=saved["state"])
+for number, batch in enumerate(batches, saved["done"]):
+    np.savez(Path(folder) / f"{number:03}.npz", **{k: v.view(np.uint8) for k, v in arrays(batch).items()})
+    checkpoint.write_text(json.dumps({"state": batches.state(), "done": number + 1}))
+    print("batch", number, flush=True)
+    if number >= int(stop):
+        sys.exit()  # with a reader that is open
+"""
+
+
+@pytest.mark.slow  # six processes, which load the model each
+def test_killed_and_resumed_it_yields_the_same_batches(overrides, whole, tmp_path):
+    for batches in (7, 34, 1, 60, 20):
+        command = [sys.executable, "-c", KILLED, str(tmp_path), "1000", *overrides]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for _ in range(batches):
+            read_until("batch", process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), "199", *overrides], cwd=ROOT, timeout=120)
+    assert ended.returncode == 0
+    assert len(list(tmp_path.glob("*.npz"))) >= 200
+    for number, batch in enumerate(whole[:200]):
+        saved = np.load(tmp_path / f"{number:03}.npz")
+        assert {name: saved[name].tobytes() for name in saved} == {k: v.tobytes() for k, v in arrays(batch).items()}
+
+
+JOINED = """
+import json, sys
+from pathlib import Path
+import jax
+port, process, folder, *overrides = sys.argv[1:]
+jax.distributed.initialize(f"localhost:{port}", 2, int(process))
+from tests.library.test_stream import Stream, batches_of, tokens_of
+batches = batches_of(Stream.from_config(overrides))
+tokens = [token.hex() for token in tokens_of(batches)]
+said = [batches.state()["of"]["rank"], batches.state()["of"]["world"], tokens]
+(Path(folder) / f"{process}.json").write_text(json.dumps(said))
+"""
+
+
+@pytest.mark.slow  # two processes that join
+def test_processes_that_have_joined_compute_their_own_shares(overrides, whole, tmp_path):
+    command = [sys.executable, "-c", JOINED, str(free_port())]
+    processes = [subprocess.Popen([*command, str(n), str(tmp_path), *overrides], cwd=ROOT) for n in range(2)]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    said = [json.loads((tmp_path / f"{n}.json").read_text()) for n in range(2)]
+    assert [share[:2] for share in said] == [[0, 2], [1, 2]]
+    assert sorted(bytes.fromhex(token) for share in said for token in share[2]) == tokens_of(whole)
