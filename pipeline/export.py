@@ -48,7 +48,7 @@ class Settings:
     )
     dtype: str = setting(
         "export.dtype",
-        "float32 (exact) or float16; neither format has bfloat16",
+        "float32 (exact) or float16; neither library reads bfloat16",
         one_of("float32", "float16"),
         default="float32",
     )

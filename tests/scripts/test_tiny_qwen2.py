@@ -97,6 +97,7 @@ def test_the_model_is_trained(ids):
 
 @pytest.mark.slow  # a minute: reads the whole corpus, compiles the training step, computes all held-out losses
 def test_the_training_script_writes_a_checkpoint_of_the_same_kind(tmp_path):
+    pytest.importorskip("optax")
     arguments = [sys.executable, "-m", "scripts.train.train_demo_model", "--out", tmp_path, "--steps", "3"]
     subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True, timeout=600)
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in MODEL.iterdir()}
