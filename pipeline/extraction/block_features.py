@@ -44,7 +44,7 @@ class FeatureThreads:
         indexes: dict[str, bytes] = {}
         if self._with_index:
             key = index_key(encoder.name, block.stream, block.index)
-            indexes[key] = encode_index(matrix, parts["value"].dtype, key)
+            indexes[key] = encode_index(matrix, key)
         statistics = None
         if self._spec.statistics:
             statistics = feature_statistics(parts, block.stored, matrix)

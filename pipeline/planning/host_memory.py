@@ -13,7 +13,7 @@ MAX_STEPS_IN_FLIGHT = 4  # one computing, one copying to the host, one being dra
 MAX_STEPS_PER_BLOCK = 64  # bounds what a kill loses, and how many rows are packed before the devices need them
 _HOST_BUFFERS = 2  # one is filled while the other is written
 MAX_SORTING_THREADS = 4  # each sorts the features of one SAE in a block
-_SORTING_BYTES = 32  # that this takes for each feature of a token
+_SORTING_BYTES = 40  # that this takes for each feature of a token
 
 
 @dataclass(frozen=True)

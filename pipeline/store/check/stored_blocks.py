@@ -280,7 +280,7 @@ def _check_features(
         key = index_key(sae["features"], record.stream, record.block)
         if (content := store.storage.read(key)) is None:
             yield Problem(key, "is missing, although the block is committed")
-        elif content != encode_index(matrix, parts["value"].dtype, key):
+        elif content != encode_index(matrix, key):
             yield Problem(key, "is not the index of the features that the block's arrays have")
 
 

@@ -8,16 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Bool, Shaped
-from scipy.sparse import csc_matrix
 
-from pipeline.store.features.index_file import by_feature, largest
+from pipeline.store.features.index_file import ByFeature, by_feature
 from pipeline.store.format.layout import ERROR_PARTS
 from pipeline.store.format.norms import norms_of
 from pipeline.store.format.statistics import Statistics, with_norms
 
 
 def feature_statistics(
-    parts: Mapping[str, Shaped[np.ndarray, "R S *k"]], valid: Bool[np.ndarray, "R S"], matrix: csc_matrix
+    parts: Mapping[str, Shaped[np.ndarray, "R S *k"]], valid: Bool[np.ndarray, "R S"], matrix: ByFeature
 ) -> Statistics:
     """Of the valid tokens' stored features. `parts`: the block's arrays, by the last part of their names; `matrix`:
     `by_feature` of them. A token with a value that is not finite is left out."""
@@ -27,11 +26,11 @@ def feature_statistics(
         finite &= np.isfinite(parts["squared_error"])
     not_finite = int((valid & ~finite).sum())
     if not_finite:
-        matrix = by_feature(np.where(finite[..., None], index, -1), value, matrix.shape[1])
-    count, fired = int(finite.sum()), np.diff(matrix.indptr).astype(np.int64)
-    values = matrix.data.view(value.dtype).astype(np.float64)
-    mean = _sums(values, matrix) / max(count, 1)
-    m2 = np.maximum(_sums(np.square(values), matrix) - count * np.square(mean), 0)
+        matrix = by_feature(np.where(finite[..., None], index, -1), value, len(matrix.firsts) - 1)
+    count, fired = int(finite.sum()), np.diff(matrix.firsts)
+    values = matrix.values.astype(np.float64)
+    mean = matrix.reduce(np.add, values) / max(count, 1)
+    m2 = np.maximum(matrix.reduce(np.add, np.square(values)) - count * np.square(mean), 0)
     squared_error, cosine_sum = (
         float(parts[name][finite].sum(dtype=np.float64)) if name in parts else None for name in ERROR_PARTS
     )
@@ -39,15 +38,7 @@ def feature_statistics(
         with_norms(norms_of(value[finite]), not_finite, mean, m2),
         squared_error=squared_error,
         fired=fired,
-        maximum=largest(matrix, value.dtype),
+        maximum=matrix.reduce(np.maximum, matrix.values.astype(np.float32)),
         num_active=int(parts["n_active"][finite].sum(dtype=np.int64)),
         cosine_sum=cosine_sum,
     )
-
-
-def _sums(values: Shaped[np.ndarray, " n"], matrix: csc_matrix) -> Shaped[np.ndarray, " F"]:
-    """Of each feature's values."""
-    sums, fires = np.zeros(matrix.shape[1]), np.diff(matrix.indptr) > 0
-    if fires.any():
-        sums[fires] = np.add.reduceat(values, matrix.indptr[:-1][fires])
-    return sums

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 from crc32c import crc32c
-from jaxtyping import Float32, Int32, Shaped, UInt32
-from scipy.sparse import csc_matrix, csr_matrix
+from jaxtyping import Float32, Int32, Int64, Shaped, UInt32
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.keys import index_prefix
@@ -38,6 +37,21 @@ class BlockFirings(NamedTuple):
     values: Float32[np.ndarray, " n"]
 
 
+class ByFeature(NamedTuple):
+    """The n stored features of a block's tokens as a sparse matrix [R * S, F] in the CSC format."""
+
+    firsts: Int64[np.ndarray, " F+1"]  # where those of each feature begin
+    slots: UInt32[np.ndarray, " n"]  # of the tokens, ascending in each feature
+    values: Shaped[np.ndarray, " n"]
+
+    def reduce(self, reduction: np.ufunc, values: Shaped[np.ndarray, " n"]) -> Shaped[np.ndarray, " F"]:
+        """The reduction of each feature's values; 0 where it does not fire."""
+        reduced, fires = np.zeros(len(self.firsts) - 1, values.dtype), np.diff(self.firsts) > 0
+        if fires.any():
+            reduced[fires] = reduction.reduceat(values, self.firsts[:-1][fires])
+        return reduced
+
+
 def index_key(features: str, stream: int, block: int) -> str:
     """The key, relative to the store, of a block's index. `features`: what the names of the SAE's arrays begin with."""
     return f"{index_prefix(features)}stream-{stream:05d}/block-{block:06d}.csc"
@@ -53,38 +67,35 @@ def firing_type(value_type: np.dtype) -> np.dtype:
     return np.dtype([("slot", "<u4"), ("value", f"<u{value_type.itemsize}")])
 
 
-def by_feature(index: Int32[np.ndarray, "R S k"], value: Shaped[np.ndarray, "R S k"], width: int) -> csc_matrix:
-    """The bits of the values that are stored, [R * S, F]. Raises ValueError for an index that is not below `width`."""
+def by_feature(index: Int32[np.ndarray, "R S k"], value: Shaped[np.ndarray, "R S k"], width: int) -> ByFeature:
+    """A block's stored features, by feature. Raises ValueError for an index that is not below `width`."""
     index, value = index.reshape(-1, index.shape[2]), value.reshape(-1, value.shape[2])
     fires = index >= 0
-    bits = value.view(f"<u{value.dtype.itemsize}")
-    firsts = np.concatenate([[0], np.cumsum(fires.sum(axis=1))])
-    return csr_matrix((bits[fires], index[fires], firsts), shape=(len(index), width)).tocsc()
+    features = index[fires]
+    counts = np.bincount(features, minlength=width)
+    if len(counts) > width:
+        raise ValueError(f"feature {len(counts) - 1} of an SAE with {width} features")
+    keys = features.astype(np.uint64) << np.uint64(32) | np.arange(len(features), dtype=np.uint64)
+    keys.sort()  # several times as fast as a stable argsort of the features
+    order = (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    slots = np.repeat(np.arange(len(index), dtype=np.uint32), np.count_nonzero(fires, axis=1))
+    return ByFeature(np.concatenate([[0], np.cumsum(counts)]), slots[order], value[fires][order])
 
 
-def encode_index(matrix: csc_matrix, value_type: np.dtype, key: str) -> bytes:
+def encode_index(matrix: ByFeature, key: str) -> bytes:
     """The index file of a block, which is stored under `key`."""
-    entries = np.zeros(matrix.shape[1], ENTRY)
-    entries["first"], entries["count"] = matrix.indptr[:-1], np.diff(matrix.indptr)
-    entries["maximum"] = largest(matrix, value_type)
-    firings = np.empty(matrix.nnz, firing_type(value_type))
-    firings["slot"], firings["value"] = matrix.indices, matrix.data
+    entries = np.zeros(len(matrix.firsts) - 1, ENTRY)
+    entries["first"], entries["count"] = matrix.firsts[:-1], np.diff(matrix.firsts)
+    entries["maximum"] = matrix.reduce(np.maximum, matrix.values.astype(np.float32))
+    firings = np.empty(len(matrix.slots), firing_type(matrix.values.dtype))
+    firings["slot"], firings["value"] = matrix.slots, matrix.values.view(firings.dtype["value"])
     content, size = memoryview(firings).cast("B"), firings.itemsize
-    ends = (matrix.indptr * size).tolist()
+    ends = (matrix.firsts * size).tolist()
     entries["firings_crc32c"] = [crc32c(content[first:end]) for first, end in pairwise(ends)]
     checked, begun = memoryview(entries).cast("B"), crc32c(key.encode())
     starts = range(0, entries.nbytes, ENTRY.itemsize)
     entries["entry_crc32c"] = [_entry_checksum(checked[at : at + _CHECKED], n, begun) for n, at in enumerate(starts)]
     return b"".join((checked, content))
-
-
-def largest(matrix: csc_matrix, value_type: np.dtype) -> Float32[np.ndarray, " F"]:
-    """Each feature's largest value; 0 where it does not fire."""
-    maxima, fires = np.zeros(matrix.shape[1], np.float32), np.diff(matrix.indptr) > 0
-    if fires.any():
-        values = matrix.data.view(value_type).astype(np.float32)
-        maxima[fires] = np.maximum.reduceat(values, matrix.indptr[:-1][fires])
-    return maxima
 
 
 def entry_range(feature: int) -> tuple[int, int]:
