@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := scripts/constraints.txt
 
-.PHONY: help setup setup-test demo test test-fast test-slow lint docs readme train-demo-model clean \
+.PHONY: help setup setup-test demo test test-fast test-slow lint docs readme train-demo-model train-demo-sae clean \
 	audit-tpu first-day bench bench-reader bench-writer bench-host bench-startup bench-gpu bench-peers bench-scale
 
 help:  ## list the targets
@@ -75,7 +75,7 @@ docs: $(VENV)/.setup-docs  ## the API reference, from docstrings: build/docs/ind
 audit-tpu: setup-test  ## what the compiled programs do on TPU slices, against docs/audit-tpu.json; no TPU is needed
 	$(BIN)/python -m scripts.audit.audit_tpu $(AUDIT_TPU)
 
-bench: setup  ## the job against its own bare forward pass; writes build/bench.json
+bench: setup-test  ## the job against its own bare forward pass; writes build/bench.json
 	$(BIN)/python scripts/bench/bench_job.py
 
 bench-reader: setup  ## the reader against numpy on the same files; writes build/bench-reader.json
@@ -106,7 +106,10 @@ readme: setup  ## write the README's table of configuration keys
 	$(BIN)/python scripts/docs/config_table.py
 
 train-demo-model: $(VENV)/.setup-train  ## train the bundled model again, in minutes
-	$(BIN)/python scripts/train/train_demo_model.py --out pipeline/assets/tiny-qwen2
+	$(BIN)/python -m scripts.train.train_demo_model --out pipeline/assets/tiny-qwen2
+
+train-demo-sae: $(VENV)/.setup-train  ## train the bundled SAE again, in minutes
+	$(BIN)/python -m scripts.train.train_demo_sae --out pipeline/assets/tiny-sae
 
 clean:  ## remove what was built, but not .venv
 	rm -rf build

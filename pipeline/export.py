@@ -1,8 +1,11 @@
-"""Copies a store into SAELens' cached activations: `python -m pipeline.export store.path=... export.path=...`.
+"""Copies a store into another library's format: `python -m pipeline.export store.path=... export.path=...`.
 
-The copy is the Arrow data set that SAELens' CacheActivationsRunner writes and that its training runners read with
-`use_cached_activations`: a row per context, with a column [context, d] for each TransformerLens hook and a column of
-token ids. Your own training loop needs no copy: see docs/reading.md.
+format=saelens: activations as the Arrow data set that SAELens' CacheActivationsRunner writes and that its training
+runners read with `use_cached_activations`: a row per context, with a column [context, d] for each TransformerLens hook
+and a column of token ids. Your own training loop needs no copy: see docs/reading.md.
+
+format=delphi: features (`capture.encode`) as the latents that EleutherAI's delphi caches, for its LatentDataset: a
+folder for each SAE, with files for ranges of features.
 
 Contexts are cut from the stored tokens in order, without padding: every position is a token, and a context may begin in
 the middle of a document. The last tokens, fewer than a context, are left out.
@@ -24,13 +27,19 @@ from pipeline.cli.settings import local_path, names, one_of, setting, store_path
 from pipeline.cli.store_command import run_command
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.store import ActivationStore
-from pipeline.store.read.saelens_export import write_cached_activations
+from pipeline.store.read.exports.delphi import write_latents
+from pipeline.store.read.exports.saelens import write_cached_activations
+
+DEFAULT_SPLITS = 5  # delphi's
 
 
 @dataclass(frozen=True)
 class Settings:
     store: str = store_path()
-    path: str = setting("export.path", "a new local folder for the data set", local_path)
+    path: str = setting("export.path", "a new local folder for the copy", local_path)
+    format: str = setting(
+        "export.format", "saelens: activations; delphi: features", one_of("saelens", "delphi"), default="saelens"
+    )
     arrays: tuple[str, ...] = setting(
         "export.arrays", "names, separated by commas; if not given, all", names, default=()
     )
@@ -39,22 +48,52 @@ class Settings:
     )
     dtype: str = setting(
         "export.dtype",
-        "float32 (exact) or float16; Arrow has no bfloat16",
+        "float32 (exact) or float16; neither format has bfloat16",
         one_of("float32", "float16"),
         default="float32",
+    )
+    splits: int | None = setting(
+        "export.splits",
+        f"of delphi: files for each SAE; if not given, {DEFAULT_SPLITS}",
+        whole_number(1),
+        default=None,
     )
 
 
 def export(settings: Settings) -> int:
-    """Writes the data set. Returns the exit code."""
+    """Writes the copy. Returns the exit code."""
     store = ActivationStore.open(settings.store)
+    path, context = Path(settings.path).expanduser(), settings.context or store.length
+    if settings.format == "delphi":
+        _export_features(settings, store, path, context)
+    else:
+        _export_activations(settings, store, path, context)
+    return EXIT_OK
+
+
+def _export_activations(settings: Settings, store: ActivationStore, path: Path, context: int) -> None:
+    if settings.splits is not None:
+        raise ConfigError(f"export.splits={settings.splits} is of export.format=delphi. Leave it out.")
     arrays = settings.arrays or tuple(key.name for key in store.keys)
     if not arrays:
-        raise ConfigError(f"{settings.store} has features, but no activations, which are what is exported.")
-    context, path = settings.context or store.length, Path(settings.path).expanduser()
+        raise ConfigError(
+            f"{settings.store} has features, but no activations, which are what is exported. export.format=delphi "
+            f"exports features."
+        )
     contexts, left = write_cached_activations(store, path, arrays, context, settings.dtype)
     print(f"{settings.path}: {contexts:,} contexts of {context} tokens; {left} tokens are left out")
-    return EXIT_OK
+
+
+def _export_features(settings: Settings, store: ActivationStore, path: Path, context: int) -> None:
+    arrays = settings.arrays or tuple(sae["features"].removeprefix("features.") for sae in store.metadata.encoders)
+    if not arrays:
+        raise ConfigError(
+            f"{settings.store} has no features, which are what export.format=delphi exports: it was made without "
+            f"capture.encode."
+        )
+    done = write_latents(store, path, arrays, context, settings.splits or DEFAULT_SPLITS, settings.dtype)
+    print(f"{settings.path}: {done.contexts:,} contexts of {context} tokens; {done.left_tokens} tokens are left out")
+    print(f"{done.firings:,} values of features; {done.not_stored:,} more are not stored (capture.encode_top)")
 
 
 def main(arguments: list[str]) -> int:

@@ -4,6 +4,9 @@ Prints what the store holds and, from a sample of its rows, the norms of its act
 with charts and text as one HTML page that loads nothing else, `inspect.png` the charts alone. Unfinished and remote
 stores can be inspected, too.
 
+`inspect.features_html` writes a page about the features of an SAE (`capture.encode`): how often they fire, and of some
+of them the values and the contexts of the strongest firings.
+
 Exit codes: 0 done; 1 the store cannot be reached; 2 there is no store, or a setting is wrong; 42 interrupted.
 """
 
@@ -15,10 +18,11 @@ if __name__ == "__main__":
 import sys
 from dataclasses import dataclass
 
-from pipeline.cli.settings import local_path, setting, store_path, whole_number
+from pipeline.cli.settings import local_path, setting, store_path, whole_number, whole_numbers
 from pipeline.cli.store_command import run_command
-from pipeline.core.errors import EXIT_OK
-from pipeline.inspection.report import inspect
+from pipeline.core.errors import EXIT_OK, ConfigError
+from pipeline.inspection.features import FeatureChoice
+from pipeline.inspection.report import inspect, inspect_features
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,33 @@ class Settings:
         "where tokenizer.json is; if not given, where the run had it (the page shows token ids if it is gone)",
         default=None,
     )
+    features_html: str | None = setting(
+        "inspect.features_html", "a local file for the page of an SAE's features", local_path, default=None
+    )
+    sae: str | None = setting(
+        "inspect.sae", "of that page, where the store has several: e.g. blocks.5.resid_post", default=None
+    )
+    features: tuple[int, ...] = setting(
+        "inspect.features",
+        "of that page, e.g. [12,99]; if not given, those that fire most and least often",
+        whole_numbers,
+        default=(),
+    )
+    extremes: int = setting(
+        "inspect.extremes", "how many of the most frequent, and of the least frequent", whole_number(1), default=8
+    )
+    contexts: int = setting("inspect.contexts", "contexts of each feature, at most", whole_number(1), default=8)
 
 
 def inspect_store(settings: Settings) -> int:
     """Prints the report and writes the files. Returns the exit code."""
+    if settings.features_html is None and (settings.sae or settings.features):
+        given = "inspect.sae" if settings.sae else "inspect.features"
+        raise ConfigError(f"{given} is of the page of features. Say where to write it: inspect.features_html=...")
     inspect(settings.path, settings.html, settings.png, settings.tokens, settings.seed, settings.tokenizer)
+    if settings.features_html is not None:
+        choice = FeatureChoice(settings.sae, settings.features, settings.extremes, settings.contexts)
+        inspect_features(settings.path, settings.features_html, choice, settings.tokenizer)
     return EXIT_OK
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT, run, write_text
+from tests.jobs import ROOT, run, run_here, write_text
 from tests.store.emulators import gcs_emulator, s3_emulator
 from tests.store.fault_proxy import FaultProxy
 
@@ -124,6 +124,18 @@ def real_store(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = str(folder / "store")
     done = run(f"data.path={text}", f"store.path={path}", "store.shard_mib=1", "run.max_tokens=40000")
     assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.fixture(scope="session")
+def encoded_store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of a store of about 10,000 tokens of English prose: layer 4 of the bundled model in float32, and its
+    features by the bundled SAE."""
+    folder = tmp_path_factory.mktemp("encoded")
+    capture = ["capture.layers=[4]", "capture.dtype=float32", "capture.keep=both", "capture.encode_top=16"]
+    sae = "capture.encode={blocks.4.resid_post: '${assets:tiny-sae}'}"
+    text, path = write_text(folder / "text", files=1, documents=40), str(folder / "store")
+    run_here(f"data.path={text}", f"store.path={path}", "store.shard_mib=1", "run.max_tokens=10000", *capture, sae)
     return path
 
 

@@ -50,6 +50,15 @@ def whole_number(least: int) -> Callable[[str, str], int]:
     return parse
 
 
+def whole_numbers(value: str, key: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them, in brackets or not."""
+    parts = value.removeprefix("[").removesuffix("]").split(",")
+    try:
+        return tuple(whole_number(0)(part.strip(), key) for part in parts)
+    except ConfigError as error:
+        raise ConfigError(f"{key}={shortened(value, 80)}: expected whole numbers, e.g. [12,99].") from error
+
+
 def fraction(value: str, key: str) -> float:
     """A number above 0, at most 1."""
     try:

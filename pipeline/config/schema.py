@@ -240,6 +240,10 @@ class CaptureConfig:
     encode_top: int = key(64, "of `encode`: features of each token that are stored, those with the largest values")
     encode_threshold: float = key(0.0, "of `encode`: what a feature's value must exceed to fire")
     encode_dtype: FeatureDtype = key(FeatureDtype.bfloat16, "of `encode`: store values as `bfloat16` or `float32`")
+    encode_index: bool = key(
+        True, "of `encode`: also an index by feature, so that one feature is read without the others"
+    )
+    encode_error: bool = key(False, "of `encode`: also how well SAEs reconstruct each token, by a second product")
     keep: Keep = key(Keep.features, "of encoded arrays: `features` alone, or `both`, the activations too")
     statistics: bool = key(True, "mean, variance and norms of every array, computed on the devices")
     on_not_finite: OnNotFinite = key(

@@ -26,10 +26,10 @@ def merge_rows(spec: StepSpec, block: TokenBlock, rows: RowStatistics) -> dict[s
     """A block's statistics, by array name, from those of its rows."""
     moments, norms = rows.moments[: block.num_rows], rows.norms[: block.num_rows]
     statistics, first = {}, 0
-    for number, (key, width) in enumerate(zip(spec.keys, spec.widths, strict=True)):
+    for number, (key, width) in enumerate(spec.statistics_widths.items()):
         mean, m2 = moments[:, 0, first : first + width], moments[:, 1, first : first + width]
         squared_error = None
-        if rows.squared_errors is not None:
+        if rows.squared_errors is not None and key in spec.keys:
             squared_error = float(rows.squared_errors[: block.num_rows, number].sum(dtype=np.float64))
         statistics[key.name] = block_statistics(block.stored, mean, m2, norms[:, number], squared_error)
         first += width

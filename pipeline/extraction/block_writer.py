@@ -9,7 +9,9 @@ import logging
 import queue
 import threading
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -17,6 +19,7 @@ import numpy as np
 from pipeline.core.errors import StoreError
 from pipeline.data.documents import TokenBlock
 from pipeline.extraction.block_contents import commit_record, merge_rows, side_arrays
+from pipeline.extraction.block_features import FeatureSummary, FeatureThreads
 from pipeline.extraction.block_warnings import SlotChecks, check_finite
 from pipeline.extraction.buffers import BlockBuffers
 from pipeline.extraction.claiming import ClaimedStreams
@@ -31,12 +34,20 @@ log = logging.getLogger("pipeline")
 POLL_S = 0.02  # how often an idle writer checks whether a block's writes have finished
 
 
-class _Pending(NamedTuple):
-    """A block whose writes are under way."""
+@dataclass(eq=False)
+class _Pending:
+    """A block on its way to the store. `writes` are under way once its features are summarised; until then None."""
 
-    writes: PendingBlock
-    record: CommitRecord
+    block: TokenBlock
     buffers: BlockBuffers
+    arrays: Mapping[str, np.ndarray]
+    features: list[Future[FeatureSummary]]
+    record: CommitRecord
+    writes: PendingBlock | None = None
+
+    @property
+    def is_summarised(self) -> bool:
+        return all(summary.done() for summary in self.features)
 
 
 class BlockWriter:
@@ -57,7 +68,8 @@ class BlockWriter:
         self._queue: queue.Queue[StepInFlight | None] = queue.Queue()  # as many steps as are in flight
         self._free = [BlockBuffers.allocate(plan) for _ in range(plan.memory.host_buffers)]
         self._filled: BlockBuffers | None = None  # of the block that is being drained
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_Pending] = deque()  # the writes of the first ones are under way
+        self._features = FeatureThreads(plan.step, bool(store.metadata.indexed_features))
         self._failed_streams: set[int] = set()  # of which a block could not be stored, and so none after it is
         self._error: BaseException | None = None
         self._has_raised = False
@@ -156,7 +168,7 @@ class BlockWriter:
             np.copyto(self._filled.leaves()[copy.output][copy.place(first_row)], values)
 
     def _begin(self, block: TokenBlock) -> None:
-        """Starts writing a block whose activations are all in the buffers."""
+        """Begins with a block whose activations are all in the buffers."""
         buffers, self._filled = self._filled, None
         if not self._may_commit(block.stream):
             self._finished(block.stream, buffers)
@@ -165,21 +177,49 @@ class BlockWriter:
             self._checks.check(block)
             buffers.pad(block.num_rows, self._plan)
             arrays = buffers.arrays(self._plan) | side_arrays(block, self._plan.rows_per_block)
+        features = self._features.start(block, arrays)
+        self._pending.append(_Pending(block, buffers, arrays, features, commit_record(block)))
+        self._write_summarised()
+
+    def _write_summarised(self) -> None:
+        """Starts the writes of pending blocks, in their order, as far as they need no waiting."""
+        for pending in [*self._pending]:
+            if not pending.is_summarised:
+                return
+            self._write(pending)
+
+    def _write(self, pending: _Pending) -> bool:
+        """Starts writing a block, unless its writes are under way; waits until its features are summarised. False: it
+        is dropped, since it cannot be written, or its stream is no longer this process's."""
+        if pending.writes is not None:
+            return True
+        block = pending.block
         with self._metrics.stage(Stage.WRITER_STATISTICS):
-            statistics = merge_rows(self._plan.step, block, buffers.statistics) if buffers.statistics else None
+            summaries = [summary.result() for summary in pending.features]
+            statistics = None
+            if self._plan.step.statistics:
+                rows = pending.buffers.statistics
+                of_arrays = {} if rows is None else merge_rows(self._plan.step, block, rows)
+                statistics = of_arrays | {summary.name: summary.statistics for summary in summaries}
+            indexes = {key: content for summary in summaries for key, content in summary.indexes.items()}
         try:
-            with self._metrics.stage(Stage.WRITER_STORE):
-                writes = self._store.begin_block(block.stream, block.index, arrays, block.table, statistics)
+            if self._may_commit(block.stream):
+                with self._metrics.stage(Stage.WRITER_STORE):
+                    pending.writes = self._store.begin_block(
+                        block.stream, block.index, pending.arrays, block.table, statistics, indexes
+                    )
+                return True
         except StoreError as error:
             self._failed_streams.add(block.stream)
             self._fail(error)
-            self._finished(block.stream, buffers)
-            return
-        self._pending.append(_Pending(writes, commit_record(block), buffers))
+        self._pending.remove(pending)
+        self._finished(block.stream, pending.buffers)
+        return False
 
     def _commit_durable(self) -> None:
         """Commits the oldest pending blocks as far as they need no waiting."""
-        while self._pending and self._pending[0].writes.done:
+        self._write_summarised()
+        while self._pending and self._pending[0].writes is not None and self._pending[0].writes.done:
             self._commit()
 
     def _commit_pending(self) -> None:
@@ -191,7 +231,10 @@ class BlockWriter:
 
         Where that fails, no later block of its stream is committed; those of other streams are.
         """
-        writes, record, buffers = self._pending.popleft()
+        if not self._write(self._pending[0]):
+            return
+        pending = self._pending.popleft()
+        writes, record = pending.writes, pending.record
         try:
             with self._metrics.stage(Stage.WRITER_STORE):
                 writes.wait()
@@ -203,7 +246,7 @@ class BlockWriter:
             if not isinstance(error, StoreError):
                 raise
             self._fail(error)
-        self._finished(record.stream, buffers)
+        self._finished(record.stream, pending.buffers)
 
     def _may_commit(self, stream: int) -> bool:
         return stream not in self._failed_streams and (self._claimed is None or self._claimed.holds(stream))

@@ -31,13 +31,12 @@ class BlockBuffers(NamedTuple):
             np.empty((rows, spec.slots, *([] if array.width is None else [array.width])), array.dtype)
             for array in spec.outputs
         )
-        if not spec.statistics:
+        if not spec.statistics_widths:
             return cls(activations, scales, None, outputs)
-        keys = len(spec.keys)
         statistics = RowStatistics(
-            moments=np.empty((rows, 2, sum(spec.widths)), np.float32),
-            norms=np.empty((rows, keys, spec.slots), np.float32),
-            squared_errors=np.empty((rows, keys), np.float32) if spec.measures_error else None,
+            moments=np.empty((rows, 2, sum(spec.statistics_widths.values())), np.float32),
+            norms=np.empty((rows, len(spec.statistics_widths), spec.slots), np.float32),
+            squared_errors=np.empty((rows, len(spec.keys)), np.float32) if spec.measures_error else None,
         )
         return cls(activations, scales, statistics, outputs)
 

@@ -95,6 +95,8 @@ def open_store(job: Job) -> StoreWriter:
         raise StoreError(
             f"the store {path} was not there when this job was planned, and is now. Run the same command again."
         ) from error
+    if job.config.capture.encode_index and job.encoders and not store.metadata.indexed_features:
+        log.warning("%s was made without an index by feature, and gets none (capture.encode_index)", path)
     if not (store.complete and has_own_share(job, store)):
         store.reopen(job.plan.streams.target)
         if not job.plan.checks.fail_on_not_finite:

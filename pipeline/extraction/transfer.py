@@ -77,7 +77,7 @@ def empty_step(block: TokenBlock) -> StepInFlight:
 def stored_names(spec: StepSpec) -> list[str | None]:
     """The name of the array that each `HostBlock.output` is part of; None for statistics."""
     names = [key.name for key in spec.keys]
-    statistics = [None] * (2 + spec.measures_error if spec.statistics else 0)
+    statistics = [None] * (2 + spec.measures_error if spec.statistics_widths else 0)
     scales = map(scale_name, names[: len(spec.scale_counts)])
     return [*names, *scales, *statistics, *(array.name for array in spec.outputs)]
 

@@ -60,7 +60,7 @@ def _by_layer(views: Sequence[ActivationView]) -> Chart | None:
     means = np.array([view.valid_norms.mean() for view in views])
 
     def draw(ax: Axes) -> None:
-        _set_axis(ax, "x", "layer", min(layers) - 0.5, max(layers) + 0.5)
+        set_axis(ax, "x", "layer", min(layers) - 0.5, max(layers) + 0.5)
         _set_norm_axis(ax, "L2 norm", lows.min(), max(highs.max(), means.max()))
         ax.xaxis.get_major_locator().set_params(integer=True)
         for k, site in enumerate(dict.fromkeys(key.site for key in keys if key.site.per_layer)):
@@ -87,7 +87,7 @@ def _by_position(views: Sequence[ActivationView], sample: StoreSample) -> Chart:
     centres = np.array([math.sqrt(left * max(left, right - 1)) for left, right in pairwise(edges.tolist())])
 
     def draw(ax: Axes) -> None:
-        _set_axis(ax, "x", "position, from 1", 1, max(2, int(edges[-1])))
+        set_axis(ax, "x", "position, from 1", 1, max(2, int(edges[-1])))
         _set_norm_axis(ax, "mean L2 norm", np.nanmin(means), np.nanmax(means))
         for style, values in zip(_styles(views), means, strict=True):
             is_filled = np.isfinite(values)
@@ -136,8 +136,8 @@ def _spectra(views: Sequence[ActivationView]) -> Chart | None:
         return None
 
     def draw(ax: Axes) -> None:
-        _set_axis(ax, "x", "components", 1, most)
-        _set_axis(ax, "y", "share of the variance", 0, 1)
+        set_axis(ax, "x", "components", 1, most)
+        set_axis(ax, "y", "share of the variance", 0, 1)
         for style, view in zip(_styles(views), views, strict=True):
             if view.spectrum.size:
                 components = np.unique(np.geomspace(1, len(view.spectrum), 60).round().astype(int))
@@ -155,9 +155,9 @@ def _histogram(view: ActivationView) -> Chart:
     edges = spaced(low, max(high, low * 1.001), 61)
 
     def draw(ax: Axes) -> None:
-        _draw_histogram(ax, norms, edges, COLOURS[0], "L2 norm", "tokens")
+        draw_histogram(ax, norms, edges, COLOURS[0], "L2 norm", "tokens")
         if norms.size:
-            _draw_rule(ax, float(np.median(norms)), "median")
+            draw_rule(ax, float(np.median(norms)), "median")
 
     return Chart(view.name, draw, size=(300, 180))
 
@@ -188,8 +188,8 @@ def document_charts(summary: Summary) -> list[Chart]:
         xs = range(0, len(summary.blocks), step)
 
         def draw(ax: Axes) -> None:
-            _set_axis(ax, "x", "block", 0, max(1, xs[-1]))
-            _set_axis(ax, "y", "padding", 0, max(0.05, *shares))
+            set_axis(ax, "x", "block", 0, max(1, xs[-1]))
+            set_axis(ax, "y", "padding", 0, max(0.05, *shares))
             ax.xaxis.get_major_locator().set_params(integer=True)
             ax.plot(xs, shares, color=COLOURS[3], marker="o" if len(xs) < 60 else None)
 
@@ -202,9 +202,9 @@ def _document_lengths(lengths: np.ndarray, row_length: int) -> Chart:
     edges = np.unique(np.geomspace(lengths.min(), high, 50).round().astype(int))
 
     def draw(ax: Axes) -> None:
-        _draw_histogram(ax, lengths, edges, COLOURS[2], "tokens", "documents")
+        draw_histogram(ax, lengths, edges, COLOURS[2], "tokens", "documents")
         if edges[0] < row_length < edges[-1]:
-            _draw_rule(ax, row_length, "a row")
+            draw_rule(ax, row_length, "a row")
 
     return Chart("Lengths of documents", draw)
 
@@ -226,8 +226,8 @@ def _token_rate(snapshots: Sequence[Mapping[str, Any]]) -> Chart:
     rates = np.diff(tokens) / np.maximum(np.diff(times), 1e-9)
 
     def draw(ax: Axes) -> None:
-        _set_axis(ax, "x", "seconds", 0, max(times[-1], 1e-9))
-        _set_axis(ax, "y", "tokens/s", 0, max(1.0, rates.max()))
+        set_axis(ax, "x", "seconds", 0, max(times[-1], 1e-9))
+        set_axis(ax, "y", "tokens/s", 0, max(1.0, rates.max()))
         ax.plot(times[1:], rates, color=COLOURS[0])
 
     return Chart("Tokens per second", draw, size=(620, 200))
@@ -235,7 +235,7 @@ def _token_rate(snapshots: Sequence[Mapping[str, Any]]) -> Chart:
 
 def _thread_stages(thread: str, stages: Sequence[tuple[str, float]], total_s: float) -> Chart:
     def draw(ax: Axes) -> None:
-        _set_axis(ax, "x", f"seconds of {total_s:.1f}", 0, max(total_s, 1e-9))
+        set_axis(ax, "x", f"seconds of {total_s:.1f}", 0, max(total_s, 1e-9))
         ax.barh(range(len(stages)), [seconds for _, seconds in stages], color=COLOURS)
         ax.set_yticks(range(len(stages)), [f"{stage} {seconds:.1f} s" for stage, seconds in stages])
         ax.invert_yaxis()
@@ -244,21 +244,23 @@ def _thread_stages(thread: str, stages: Sequence[tuple[str, float]], total_s: fl
     return Chart(f"Seconds of the {thread} thread", draw, size=(460, 60 + 22 * len(stages)))
 
 
-def _draw_histogram(ax: Axes, values: np.ndarray, edges: np.ndarray, colour: str, x_label: str, y_label: str) -> None:
+def draw_histogram(ax: Axes, values: np.ndarray, edges: np.ndarray, colour: str, x_label: str, y_label: str) -> None:
     heights = np.histogram(values, edges)[0]
-    _set_axis(ax, "x", x_label, float(edges[0]), float(edges[-1]))
-    _set_axis(ax, "y", y_label, 0, 1.15 * max(1, heights.max()))
+    set_axis(ax, "x", x_label, float(edges[0]), float(edges[-1]))
+    set_axis(ax, "y", y_label, 0, 1.15 * max(1, heights.max()))
     ax.stairs(heights, edges, color=colour, fill=True)
 
 
-def _draw_rule(ax: Axes, x: float, label: str) -> None:
+def draw_rule(ax: Axes, x: float, label: str) -> None:
     ax.axvline(x, color="#98a3af", linestyle="--", linewidth=1)
     ax.annotate(label, (x, 0.93), xycoords=("data", "axes fraction"))
 
 
-def _set_axis(ax: Axes, name: str, label: str, low: float, high: float) -> None:
-    """The limits of the axis `name`, x or y, which is logarithmic if they differ by a factor of 20 or more."""
-    is_logarithmic = low > 0 and high / low >= _LOGARITHMIC_FROM
+def set_axis(ax: Axes, name: str, label: str, low: float, high: float, is_logarithmic: bool | None = None) -> None:
+    """The limits of the axis `name`, x or y. Unless given, it is logarithmic if they differ by a factor of 20 or
+    more."""
+    if is_logarithmic is None:
+        is_logarithmic = low > 0 and high / low >= _LOGARITHMIC_FROM
     ax.set(**{f"{name}scale": "log" if is_logarithmic else "linear", f"{name}lim": (low, high), f"{name}label": label})
     axis = ax.xaxis if name == "x" else ax.yaxis
     if is_logarithmic:
@@ -270,6 +272,6 @@ def _set_axis(ax: Axes, name: str, label: str, low: float, high: float) -> None:
 def _set_norm_axis(ax: Axes, label: str, low: float, high: float) -> None:
     """The y axis for norms from `low` to `high`, from 0 unless it is logarithmic."""
     if low > 0 and high / low > _LOGARITHMIC_FROM:
-        _set_axis(ax, "y", label, low / 1.1, high * 1.1)
+        set_axis(ax, "y", label, low / 1.1, high * 1.1)
     else:
-        _set_axis(ax, "y", label, 0, max(high * 1.05, 1e-9))
+        set_axis(ax, "y", label, 0, max(high * 1.05, 1e-9))

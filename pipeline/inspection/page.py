@@ -72,8 +72,8 @@ def _norms(sample: StoreSample) -> str:
     left_out = len(sample.views) - MAX_HISTOGRAMS
     more = f"<p>{left_out} more arrays have no histogram here.</p>" if left_out > 0 else ""
     return (
-        f"<h2>Norms and variance</h2>{_figures(norm_charts(sample))}"
-        f"<h2>Histograms of norms</h2>{_figures(histograms(sample))}{more}"
+        f"<h2>Norms and variance</h2>{figures(norm_charts(sample))}"
+        f"<h2>Histograms of norms</h2>{figures(histograms(sample))}{more}"
     )
 
 
@@ -86,10 +86,9 @@ def _text(sample: StoreSample, tokenizer: TextTokenizer | None) -> str:
         _row_of_text(sample, row, view, float(low), float(high), tokenizer)
         for row in range(min(TEXT_ROWS, len(sample.rows)))
     ]
-    ramp = f"linear-gradient(90deg, {', '.join(_heat(share) for share in (0, 0.25, 0.5, 0.75, 1))})"
     return (
         f"<h2>Text, coloured by norm</h2><p>{escape(view.name)}, the first {TEXT_TOKENS} tokens of some rows. Colours "
-        f'are logarithmic: {number(float(low))}<span class="scale" style="background:{ramp}"></span>'
+        f'are logarithmic: {number(float(low))}<span class="scale" style="background:{ramp()}"></span>'
         f"{number(float(high))}. Hover over a token to see its numbers; <b>▸</b> begins a document, or a window "
         "of a long one.</p>"
         f"{''.join(blocks)}"
@@ -108,25 +107,34 @@ def _row_of_text(
         if text.segments[row, t] != segment:
             segment = text.segments[row, t]
             spans.append(f'{"<br>" if spans else ""}<b title="document {text.documents[row, t]}">▸</b>')
-        decoded = tokenizer.decode([token]) if tokenizer else f"{token} "
-        shown = escape(decoded).replace("\n", "↵")
+        shown = escape(shown_token(token, tokenizer))
         title = f"token {token}, position {text.positions[row, t]}"
         if t not in sample.selected[row]:
             spans.append(f'<span title="{title}">{shown}</span>')
             continue
         share = (math.log(max(norm, 1e-9)) - log_low) / log_range if math.isfinite(norm) else 1.0
         title += f", norm {number(norm)}"
-        spans.append(f'<span style="background:{_heat(share)}" title="{title}">{shown}</span>')
+        spans.append(f'<span style="background:{heat(share)}" title="{title}">{shown}</span>')
     return f'<div class="text" title="row {sample.rows[row]}">{"".join(spans)}</div>'
 
 
-def _heat(share: float) -> str:
+def shown_token(token: int, tokenizer: TextTokenizer | None) -> str:
+    """A token's text, or its number without a tokenizer."""
+    return tokenizer.decode([token]).replace("\n", "↵") if tokenizer else f"{token} "
+
+
+def heat(share: float) -> str:
     """A colour from white over yellow to red."""
     stops = np.array([[255, 255, 255], [255, 243, 199], [253, 208, 120], [245, 145, 80], [222, 82, 62]])
     at = min(max(share, 0.0), 1.0) * (len(stops) - 1)
     k = min(int(at), len(stops) - 2)
     red, green, blue = (stops[k] + (stops[k + 1] - stops[k]) * (at - k)).round().astype(int)
     return f"rgb({red},{green},{blue})"
+
+
+def ramp() -> str:
+    """The colours of `heat`, as a CSS background."""
+    return f"linear-gradient(90deg, {', '.join(heat(share) for share in (0, 0.25, 0.5, 0.75, 1))})"
 
 
 def _packing(sample: StoreSample) -> str:
@@ -139,21 +147,22 @@ def _packing(sample: StoreSample) -> str:
 
 
 def _documents(summary: Summary) -> str:
-    return f"<h2>Documents and blocks</h2>{_figures(document_charts(summary))}"
+    return f"<h2>Documents and blocks</h2>{figures(document_charts(summary))}"
 
 
 def _run(summary: Summary) -> str:
     parts = []
     for name, snapshots in summary.runs.items():
         last = snapshots[-1]
-        figures = (
+        rate = (
             f"{last['tokens']:,} tokens in {last['elapsed_s']:.1f} s, {last['tokens_per_s']:,.0f} tokens/s; peak "
             f"memory {last['peak_rss_mib']} MiB."
         )
-        parts.append(f"<p><code>{escape(name)}</code><br>{figures}</p>{_figures(run_charts(snapshots))}")
+        parts.append(f"<p><code>{escape(name)}</code><br>{rate}</p>{figures(run_charts(snapshots))}")
     return f"<h2>Runs</h2>{''.join(parts) or '<p>There is no log of a run.</p>'}"
 
 
-def _figures(charts: Sequence[Chart]) -> str:
+def figures(charts: Sequence[Chart]) -> str:
+    """Charts side by side, with their captions."""
     figures = (f"<figure><figcaption>{escape(c.caption)}</figcaption>{svg(c)}</figure>" for c in charts)
     return f'<div class="charts">{"".join(figures)}</div>'

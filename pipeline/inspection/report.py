@@ -10,6 +10,7 @@ from pipeline.core.errors import ConfigError, PipelineError
 from pipeline.core.file_errors import named_writing_errors
 from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
 from pipeline.inspection.charts import Chart, document_charts, histograms, norm_charts, run_charts
+from pipeline.inspection.features import SUMMARY_HEADER, FeatureChoice, summary_rows, view_features
 from pipeline.inspection.sample import StoreSample, take_sample
 from pipeline.inspection.summary import Summary, summarise
 from pipeline.inspection.tables import HEADER, table_row
@@ -19,14 +20,17 @@ from pipeline.store import ActivationStore
 def inspect(
     store_path: str, html: str | None, png: str | None, num_tokens: int, seed: int, tokenizer: str | None
 ) -> None:
-    """Prints a store's summary and the norms of a sample of `num_tokens` token slots. Writes the page to `html` and the
-    charts to `png`, where given. `tokenizer`: see `find_tokenizer`. Raises StoreError, ConfigError."""
+    """Prints a store's summary, the norms of a sample of `num_tokens` token slots, and how often features fire. Writes
+    the page to `html` and the charts to `png`, where given. `tokenizer`: see `find_tokenizer`. Raises StoreError,
+    ConfigError."""
     store = ActivationStore.open(store_path)
     summary = summarise(store)
     sample = take_sample(store, num_tokens, seed) if len(summary.blocks) else None
     print("\n".join(summary.lines()))
     if sample is not None and sample.views:
         print("\n".join(_columns([HEADER, *map(table_row, sample.views)])))
+    if sae_rows := summary_rows(store):
+        print("\n".join(_columns([SUMMARY_HEADER, *sae_rows])))
     if html is not None:
         from pipeline.inspection.page import render  # imports matplotlib
 
@@ -38,6 +42,18 @@ def inspect(
 
         with _written("png", png) as path:
             write_png(path, summary.path, _all_charts(summary, sample))
+
+
+def inspect_features(store_path: str, html: str, choice: FeatureChoice, tokenizer: str | None) -> None:
+    """Writes the page of an SAE's features to `html`. `tokenizer`: see `find_tokenizer`. Raises StoreError,
+    ConfigError."""
+    from pipeline.inspection.feature_page import render  # imports matplotlib
+
+    store = ActivationStore.open(store_path)
+    summary = summarise(store)
+    page = render(summary, view_features(store, choice), find_tokenizer(summary, tokenizer))
+    with _written("features_html", html) as path:
+        path.write_text(page, encoding="utf-8")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pipeline.config.schema import CaptureConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.sae.loading import SAE, open_sae
-from pipeline.models.sae.params import SAEParams, encoder_arrays, load_params
+from pipeline.models.sae.params import SAEParams, load_params, needed_arrays
 from pipeline.planning.capture import captured_keys
 from pipeline.planning.model_facts import ModelFacts
 from pipeline.step.spec import EncoderSpec
@@ -41,6 +41,7 @@ class Encoder:
         """What determines the features, as plain JSON: independent of where the checkpoint is stored."""
         spec, sae = self.spec, self.sae
         threshold = {"threshold": spec.threshold} if spec.threshold else {}
+        error = {"error": True} if spec.decodes else {}
         return {
             "features": spec.name,
             "array": spec.key.name,
@@ -48,6 +49,7 @@ class Encoder:
             "top": spec.top,
             "dtype": spec.dtype,
             **threshold,
+            **error,
             "activation": str(spec.sae.activation),
             "sha256": sae.digest(spec.arrays),
         }
@@ -75,14 +77,27 @@ def open_encoders(capture: CaptureConfig, model: ModelFacts) -> tuple[Encoder, .
                 f"{width}. Give the SAE of this model, layer and site."
             )
         _compare_places(sae, address, key, model)
+        if sae.spec.k is not None and sae.spec.k < capture.encode_top:
+            log.warning(
+                "%s has at most %d features in a token: the other slots of capture.encode_top=%d stay empty",
+                *(address, sae.spec.k, capture.encode_top),
+            )
+        decodes = capture.encode_error
+        if decodes and (sae.spec.is_transcoder or sae.spec.d_out != width):
+            raise ConfigError(
+                f"capture.encode_error with the transcoder {address}, which predicts another array than it reads. Set "
+                "capture.encode_error=false, or leave it out."
+            )
         spec = EncoderSpec(
             key=key,
             name=features_name(key.name, name),
             sae=sae.spec,
-            arrays=encoder_arrays(sae.shapes),
+            arrays=needed_arrays(sae.shapes, decodes),
             top=capture.encode_top,
             dtype=str(capture.encode_dtype),
             threshold=capture.encode_threshold,
+            indexed=capture.encode_index,
+            decodes=decodes,
         )
         encoders.append(Encoder(spec, sae))
     return tuple(encoders)

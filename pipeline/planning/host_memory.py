@@ -12,6 +12,8 @@ from pipeline.store.format.layout import MIB, is_plain_files, rows_per_block_for
 MAX_STEPS_IN_FLIGHT = 4  # one computing, one copying to the host, one being drained, one in reserve
 MAX_STEPS_PER_BLOCK = 64  # bounds what a kill loses, and how many rows are packed before the devices need them
 _HOST_BUFFERS = 2  # one is filled while the other is written
+MAX_SORTING_THREADS = 4  # each sorts the features of one SAE in a block
+_SORTING_BYTES = 32  # that this takes for each feature of a token
 
 
 @dataclass(frozen=True)
@@ -25,17 +27,18 @@ class HostMemoryPlan:
     block_statistics_bytes: int  # row statistics of one block
     host_buffers: int  # each holds one block
     encoded_blocks: int  # copies that TensorStore encodes and writes; 0 if files are written from the buffers
+    index_bytes: int  # of indexes by feature, on their way to the store, and what making them takes
     notes: tuple[str, ...] = ()
 
     @property
     def host_bytes(self) -> int:
-        """The most that activations and row statistics take: in flight, in buffers, and encoded for the store.
+        """The most that activations, row statistics and indexes take: in flight, in buffers, and encoded for the store.
 
         All buffers may be waiting for the store. What the C library's allocator keeps is not included.
         """
         steps = self.inflight_steps * (self.step_bytes + self.step_statistics_bytes)
         buffers = self.host_buffers * (self.block_bytes + self.block_statistics_bytes)
-        return steps + buffers + self.encoded_blocks * self.block_bytes
+        return steps + buffers + self.encoded_blocks * self.block_bytes + self.index_bytes
 
 
 def plan_host_memory(
@@ -51,6 +54,7 @@ def plan_host_memory(
         block_bytes=rows_per_block * step.row_bytes,
         block_statistics_bytes=rows_per_block * step.row_statistics_bytes,
         host_buffers=_HOST_BUFFERS,
+        index_bytes=_index_bytes(step, rows_per_block),
         encoded_blocks=0 if is_plain_files(config.store.path, config.store.compression) else _HOST_BUFFERS,
         notes=("one step in flight: nothing overlaps; raise run.max_inflight_mib",)
         if inflight_steps == 1 and not topology.few_cores
@@ -64,6 +68,15 @@ def plan_host_memory(
             f"MiB. Lower store.shard_mib, batch.rows or run.max_inflight_mib."
         )
     return plan
+
+
+def _index_bytes(step: StepSpec, rows_per_block: int) -> int:
+    """Features are sorted where there are statistics or an index, of a few SAEs at a time; the indexes are held until
+    they are stored."""
+    tops = sorted(encoder.top for encoder in step.encoders if encoder.indexed or step.statistics)
+    sorting = _SORTING_BYTES * sum(tops[-MAX_SORTING_THREADS:])
+    stored = sum(encoder.index_bytes for encoder in step.encoders)
+    return rows_per_block * step.slots * (sorting + _HOST_BUFFERS * stored)
 
 
 def plan_rows_per_block(store: StoreConfig, step: StepSpec, process_rows: int, stored: int | None) -> int:

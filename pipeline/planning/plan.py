@@ -60,7 +60,8 @@ class Plan:
         dtype = f" as {step.dtype}" if step.keys else ""
         shown = ", ".join(names if len(names) <= 6 else [*names[:3], f"... {len(names) - 4} more ...", names[-1]])
         selected = "" if step.selected is None else f", of up to {step.selected} selected tokens of each row"
-        gigabytes = (step.row_bytes / step.length + SIDE_BYTES) * (streams.max_tokens or 1_000_000) / 1e9
+        token_bytes = step.row_bytes / step.length + step.index_bytes + SIDE_BYTES
+        gigabytes = token_bytes * (streams.max_tokens or 1_000_000) / 1e9
         size = f"{gigabytes:,.2f} GB without padding or compression"
         wanted = f"all tokens of the data, a million take {size}; set run.max_tokens to store fewer"
         if streams.max_tokens is not None:

@@ -129,15 +129,20 @@ def _compile(
         stored = StoredTokens(tokens, segments, selected)
 
         @jax.named_scope("store")
-        def store(activation: Array, dtype: str) -> Stored:
-            """As it is stored. Counted below, or a TPU would keep it in another layout until the step's end."""
+        def store(key: ActivationKey, activation: Array) -> Stored | None:
+            """As it is stored. Counted below, or a TPU would keep it in another layout until the step's end. What has
+            only statistics keeps the model's dtype."""
+            is_kept = key in spec.keys
+            if not is_kept and key not in spec.statistics_widths:
+                return None
             masked = jnp.where(stored.exist[:, :, None], stored.take(activation), 0)
-            return as_stored(masked, dtype, spec.int8_group, spec.measures_error)
+            dtype = key.site.stored_dtype(spec.dtype) if is_kept else str(activation.dtype)
+            return as_stored(masked, dtype, spec.int8_group, spec.measures_error and is_kept)
 
         def finish(key: ActivationKey, activation: Array) -> _Finished:
             has_outputs = bool(spec.head_outputs) and key == FINAL_NORM
             return _Finished(
-                store(activation, key.site.stored_dtype(spec.dtype)) if key in spec.keys else None,
+                store(key, activation),
                 head_outputs(spec, head, params, activation, stored, mesh) if has_outputs else None,
                 features_of(key, spec, params, activation, stored, mesh),
             )
@@ -151,7 +156,9 @@ def _compile(
         counted = (stored.valid, *(~each for each in finite), *not_finite, *(each.not_finite for each in features))
         counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in counted])
         with jax.named_scope("statistics"):
-            statistics = row_statistics(finished, stored.exist, finite) if spec.statistics else None
+            measured = [captured[key].stored for key in spec.statistics_widths]
+            finite = [is_finite(each) for each in measured]
+            statistics = row_statistics(measured, stored.exist, finite) if measured else None
         scales = tuple(each.scales for each in finished if each.scales is not None)
         return StepOutputs(tuple(each.values for each in finished), scales, statistics, counts, outputs)
 
@@ -169,5 +176,7 @@ def _output_shardings(spec: StepSpec, mesh: Mesh) -> StepOutputs:
     by_rows = row_sharding(mesh)
     activations = tuple(activation_sharding(mesh, width) for width in spec.widths)
     scales = (by_rows,) * len(spec.scale_counts)
-    statistics = RowStatistics(by_rows, by_rows, by_rows if spec.measures_error else None) if spec.statistics else None
+    statistics = (
+        RowStatistics(by_rows, by_rows, by_rows if spec.measures_error else None) if spec.statistics_widths else None
+    )
     return StepOutputs(activations, scales, statistics, replicated(mesh), (by_rows,) * len(spec.outputs))

@@ -18,7 +18,8 @@ from pipeline.step.spec import StepSpec
 
 
 class StoredFeatures(NamedTuple):
-    """In the order of `layout.feature_specs`: index and value [B, S, k], n_active [B, S]."""
+    """In the order of `layout.feature_specs`: index and value [B, S, k], n_active [B, S], and where the reconstruction
+    is measured squared_error and cosine [B, S]."""
 
     arrays: tuple[Shaped[Array, "B S *k"], ...]
     not_finite: Bool[Array, "B S"]  # tokens with an activation, or a value, that is not
@@ -34,7 +35,8 @@ def features_of(
     taken = jnp.where(stored.exist[:, :, None], stored.take(x), 0)
     features = {}
     for encoder in encoders:
-        found = encode(encoder.sae, params["encoders"][encoder.name], taken, encoder.top, encoder.threshold, mesh)
+        arrays = params["encoders"][encoder.name]
+        found = encode(encoder.sae, arrays, taken, encoder.top, encoder.threshold, mesh, encoder.decodes)
         with jax.named_scope("store"):
             is_finite = jnp.isfinite(taken).all(axis=-1) & jnp.isfinite(found.value).all(axis=-1)
             features[encoder.name] = StoredFeatures(
@@ -42,6 +44,7 @@ def features_of(
                     jnp.where(stored.exist[:, :, None], found.index, -1),
                     jnp.where(stored.exist[:, :, None], found.value, 0).astype(encoder.dtype),
                     jnp.where(stored.exist, found.n_active, 0),
+                    *(jnp.where(stored.exist, part, 0) for part in found.reconstruction or ()),
                 ),
                 ~is_finite,
             )

@@ -19,11 +19,18 @@ class EncoderSpec:
     top: int  # features of each token that are stored
     dtype: str  # of their values
     threshold: float  # what a value must exceed
+    indexed: bool = True  # whether a new store has an index by feature
+    decodes: bool = False  # whether its reconstruction is measured
+
+    @property
+    def index_bytes(self) -> int:
+        """Of the features of a token in the index, all slots being filled."""
+        return self.top * (ITEM_BYTES["int32"] + ITEM_BYTES[self.dtype]) if self.indexed else 0
 
     @property
     def flops_per_token(self) -> int:
-        """Of the product with the encoder's matrix."""
-        return 2 * self.sae.d_in * self.sae.width
+        """Of the product with the encoder's matrix, and with the decoder's."""
+        return 2 * (self.sae.d_in + self.decodes * self.sae.d_out) * self.sae.width
 
     def device_bytes(self, dtype: str, tensor: int) -> int:
         """Of the arrays on each device, where `tensor` devices divide the features."""
@@ -43,7 +50,7 @@ class StepSpec:
     length: int  # T
     dtype: str  # of the stored activations, but for integers: `dtypes`
     attention: str = "auto"  # the implementation that is asked for; auto is decided where the devices are known
-    statistics: bool = True  # whether the step computes them too
+    statistics: bool = True  # whether they are kept, of activations and of features
     selected: int | None = None  # K of a row; None: the activations of all tokens are stored
     int8_group: int | None = None  # of int8: features that share a scale; None: all of a token's
     head_outputs: tuple[ArraySpec, ...] = ()  # what the model's head says of each slot's token
@@ -63,7 +70,12 @@ class StepSpec:
     def outputs(self) -> tuple[ArraySpec, ...]:
         """The arrays of what is computed from activations: by the model's head, and by SAEs."""
         slots = (TOKENS if self.selected is None else SELECTED).slots
-        features = (feature_specs(encoder.name, encoder.top, encoder.dtype, slots) for encoder in self.encoders)
+        features = (
+            feature_specs(
+                encoder.name, encoder.top, encoder.dtype, slots, encoder.key.name if encoder.decodes else None
+            )
+            for encoder in self.encoders
+        )
         return (*self.head_outputs, *(array for arrays in features for array in arrays))
 
     @property
@@ -81,6 +93,11 @@ class StepSpec:
     def encoder_flops(self) -> int:
         """Per token slot."""
         return round(sum(encoder.flops_per_token for encoder in self.encoders) * self.slots / self.length)
+
+    @property
+    def index_bytes(self) -> float:
+        """Per token slot, of the indexes by feature."""
+        return sum(encoder.index_bytes for encoder in self.encoders) * self.slots / self.length
 
     @property
     def counted_names(self) -> tuple[str, ...]:
@@ -118,14 +135,20 @@ class StepSpec:
         return self.slots * max(*self._item_bytes, *(spec.position_bytes for spec in self.outputs), 0)
 
     @property
+    def statistics_widths(self) -> dict[ActivationKey, int]:
+        """D of the activations whose statistics the step computes: the stored ones, then what is reconstructed."""
+        stored = dict(zip(self.keys, self.widths, strict=True))
+        reconstructed = {encoder.key: encoder.sae.d_in for encoder in self.encoders if encoder.decodes}
+        return stored | reconstructed if self.statistics else {}
+
+    @property
     def measures_error(self) -> bool:
         """Whether the statistics include the error of storing: for dtypes of one byte."""
-        return self.statistics and ITEM_BYTES[self.dtype] == 1
+        return self.statistics and bool(self.keys) and ITEM_BYTES[self.dtype] == 1
 
     @property
     def row_statistics_bytes(self) -> int:
         """Of what the step computes of a row's activations: `RowStatistics`."""
-        if not self.statistics:
-            return 0
-        numbers = 2 * sum(self.widths) + len(self.keys) * (self.slots + self.measures_error)
+        numbers = 2 * sum(self.statistics_widths.values()) + len(self.statistics_widths) * self.slots
+        numbers += len(self.keys) * self.measures_error
         return numbers * ITEM_BYTES["float32"]

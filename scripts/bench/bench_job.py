@@ -2,8 +2,9 @@
 
 A 12-layer, d=768, float32, Qwen2-shaped model with random weights, 8 rows of 256 tokens, on the demo's text. Bare
 forward, without statistics, and whole job (text to durable store, start-up excluded) alternate in one process over the
-same tokens, and the ratios are medians over pairs of neighbours, because a shared machine drifts. Memory is measured in
-processes of their own.
+same tokens, and the ratios are medians over pairs of neighbours, because a shared machine drifts. So do the job of one
+layer and the same job that stores the features of an SAE instead, as wide as GPT-2's published ones. Memory is measured
+in processes of their own.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
+import numpy as np
+from safetensors.numpy import save_file
 
 from pipeline.cluster import preemption, sharding
 from pipeline.config import composing
@@ -47,6 +50,7 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 ROWS, LENGTH, EARLY_LAYER, LAST_LAYER = 8, 256, 5, 11
+FEATURES, MEAN_ACTIVE = 24576, 50
 
 
 @dataclass
@@ -66,7 +70,7 @@ class Case:
         return statistics.median(whole / bare for whole, bare in zip(self.whole, self.forward, strict=True))
 
 
-def overrides(layers: str, max_tokens: int) -> list[str]:
+def overrides(layers: str, max_tokens: int, *more: str) -> list[str]:
     return [
         "data=fineweb",
         f"data.path={BUILD / 'text'}",
@@ -80,12 +84,13 @@ def overrides(layers: str, max_tokens: int) -> list[str]:
         f"batch.length={LENGTH}",
         f"run.max_tokens={max_tokens}",
         "run.progress=false",
+        *more,
     ]
 
 
-def open_case(name: str, layers: str, max_tokens: int) -> Case:
-    path = BUILD / "stores" / name
-    job = open_job(composing.compose([*overrides(layers, max_tokens), f"store.path={path}"]))
+def open_case(name: str, layers: str, max_tokens: int, *more: str) -> Case:
+    store = f"store.path={BUILD / 'stores' / name}"
+    job = open_job(composing.compose(overrides(layers, max_tokens, store, *more)))
     return case_of(name, layers, job, load_step(job))
 
 
@@ -126,6 +131,40 @@ def whole_job(case: Case) -> float:
     return metrics.tokens / metrics.elapsed_s
 
 
+def write_sae(folder: Path) -> None:
+    """A JumpReLU SAE with random weights, of which about MEAN_ACTIVE features fire for a token."""
+    width, rng = MODEL["hidden_size"], np.random.default_rng(0)
+    encoder = rng.normal(size=(width, FEATURES)).astype(np.float32)
+    encoder /= np.linalg.norm(encoder, axis=0)
+    threshold = statistics.NormalDist().inv_cdf(1 - MEAN_ACTIVE / FEATURES)  # of activations scaled to length sqrt(d)
+    tensors = {
+        **{"W_enc": encoder, "W_dec": np.ascontiguousarray(encoder.T), "b_enc": np.zeros(FEATURES, np.float32)},
+        **{"b_dec": np.zeros(width, np.float32), "threshold": np.full(FEATURES, threshold, np.float32)},
+    }
+    config = {"architecture": "jumprelu", "d_in": width, "d_sae": FEATURES, "apply_b_dec_to_input": True}
+    folder.mkdir()
+    (folder / "cfg.json").write_text(json.dumps(config | {"normalize_activations": "constant_norm_rescale"}))
+    save_file(tensors, folder / "sae_weights.safetensors")
+
+
+def measure_features(case: Case, one: Case, repeats: int) -> dict[str, float]:
+    """What features cost, against the activations of the same layer, and the share of the product in the FLOPs."""
+    for number in range(repeats + 1):
+        pair = whole_job(one), whole_job(case)
+        if number:  # the first one is slower
+            case.forward.append(pair[0])
+            case.whole.append(pair[1])
+            print(f"layer {one.layers}: activations {pair[0]:7.1f} tokens/s, features {pair[1]:7.1f}", flush=True)
+    store = ActivationStore.open(case.job.config.store.path)
+    flops = case.job.plan.step.encoder_flops
+    total = flops + case.job.model.flops_per_token(case.job.plan.step.forward_keys, LENGTH)
+    return {
+        "features_ratio": round(case.ratio, 4),
+        "features_flops_share": round(flops / total, 4),
+        "features_l0": round(store.feature_statistics(f"blocks.{EARLY_LAYER}.resid_post").l0, 1),
+    }
+
+
 def reader_gib_per_s(path: Path) -> float:
     """GiB/s of shuffled batches of 4096 tokens of one layer, from the page cache, after one warm-up pass."""
     store = ActivationStore.open(str(path))
@@ -153,6 +192,7 @@ def prepare() -> None:
     shutil.rmtree(BUILD, ignore_errors=True)
     (BUILD / "model").mkdir(parents=True)
     (BUILD / "model" / "config.json").write_text(json.dumps(MODEL, indent=1))
+    write_sae(BUILD / "sae")
     subprocess.run([sys.executable, "scripts/demo/make_demo_text.py", "--out", str(BUILD / "text")], check=True)
 
 
@@ -181,6 +221,9 @@ def main() -> None:
                 f"forward {case.forward[-1]:7.1f} tokens/s, job {case.whole[-1]:7.1f} tokens/s",
                 flush=True,
             )
+    encode = f"capture.encode={{blocks.{EARLY_LAYER}.resid_post: {BUILD / 'sae'}}}"
+    features = open_case("features", f"[{EARLY_LAYER}]", options.tokens, encode)
+    of_features = measure_features(features, cases["one"], options.repeats)
     early = statistics.median(cases["one"].whole) / statistics.median(cases["last"].whole)
     short, long = peak_memory_mib(options.tokens), peak_memory_mib(4 * options.tokens)
     result = {
@@ -189,6 +232,7 @@ def main() -> None:
         "ratio_one_layer": round(cases["one"].ratio, 4),
         "ratio_all_layers": round(cases["all"].ratio, 4),
         "early_exit_speedup": round(early, 3),
+        **of_features,
         "peak_rss_mib": long,
         "peak_rss_mib_quarter_run": short,
         "reader_gib_per_s": round(reader_gib_per_s(BUILD / "stores" / "all"), 3),

@@ -20,7 +20,7 @@ from bench_reader import BATCH_SIZE, LAYERS, LENGTH, PATH, WIDTH, write_store
 from sae_lens.training.activations_store import ActivationsStore
 
 from pipeline.store import ActivationStore
-from pipeline.store.read.saelens_export import write_cached_activations
+from pipeline.store.read.exports.saelens import write_cached_activations
 
 CACHE = Path("build/bench-reader/saelens")
 HOOK = f"blocks.{LAYERS[0]}.hook_resid_post"

@@ -1,4 +1,4 @@
-"""The demo: the main job on text and on ARC tasks, verified, with where it went and how fast.
+"""The demo: the main job on text and on ARC tasks, verified; where it went and how fast, and what features fire on.
 
 Needs no network. Everything it makes is under build/demo, and made anew each time.
 """
@@ -9,6 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
+from pipeline.store import ActivationStore
+
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = Path("build/demo")
 
@@ -16,6 +19,11 @@ JOBS = {
     "text": "FineWeb-schema documents made from this Python's own documentation",
     "arc": "ARC-AGI-format tasks, each once as it is and once augmented",
 }
+
+SAE = "blocks.4.resid_post"  # what the bundled SAE encodes
+SHOWN_FREQUENCIES = (0.004, 0.006, 0.01, 0.02)  # about, of the features that are shown
+SHOWN_FIRINGS = 3  # of each
+TOKENS_BEFORE, TOKENS_AFTER = 8, 4
 
 
 def python(*arguments: str) -> None:
@@ -37,13 +45,14 @@ def main() -> None:
         python("-m", "pipeline.verify", f"store.path={DEMO / 'stores' / name}")
     for name in JOBS:
         show(DEMO / "stores" / name)
+    show_features(DEMO / "stores" / "text")
+    page = [f"inspect.features_html={DEMO / 'features.html'}", "inspect.extremes=4"]
+    python("-m", "pipeline.inspect", f"store.path={DEMO / 'stores' / 'text'}", *page)
     print(f"\nThe demo took {time.monotonic() - began:.0f} s.")
 
 
 def show(path: Path) -> None:
     """What a store holds, and the lines that read it back: the lines are run, not only printed."""
-    from pipeline.store import ActivationStore
-
     store = ActivationStore.open(str(ROOT / path))
     size_mib = sum(file.stat().st_size for file in (ROOT / path).rglob("*") if file.is_file()) / (1 << 20)
     layer, site = store.layers[0], str(store.sites[0])
@@ -53,6 +62,33 @@ def show(path: Path) -> None:
     print("  from pipeline.store import ActivationStore")
     print(f'  store = ActivationStore.open("{path}")')
     print(f'  store.read(layer={layer}, site="{site}", rows=0)  # {activations.dtype} {activations.shape}')
+
+
+def show_features(path: Path) -> None:
+    """What some features of the bundled SAE fire on: the firings of each that are its strongest, with text around."""
+    store, tokenizer = ActivationStore.open(str(ROOT / path)), load_tokenizer(str(ROOT / "pipeline/assets/tiny-qwen2"))
+    statistics = store.feature_statistics(SAE)
+    frequency = statistics.count / statistics.tokens
+    print(f"\n{path}: {len(frequency)} features of {SAE}, of which {statistics.l0:.0f} fire in a token")
+    print(f'  store.feature_statistics("{SAE}")  # how often each fires, mean, maximum')
+    print(f'  store.feature("{SAE}", 12, top=2)  # its strongest firings')
+    for share in SHOWN_FREQUENCIES:
+        feature = int(abs(frequency - share).argmin())
+        firings = store.feature(SAE, feature, top=SHOWN_FIRINGS)
+        print(f"  feature {feature} fires in {frequency[feature]:.2%} of tokens:")
+        for row, slot, value in zip(firings.rows, firings.slots, firings.values, strict=True):
+            print(f"    {value:5.1f}  {marked(store, tokenizer, int(row), int(slot))}")
+
+
+def marked(store: ActivationStore, tokenizer: TextTokenizer, row: int, slot: int) -> str:
+    """The text around a token of a row, the token in brackets."""
+    rows = store.read_tokens(row)
+    window = [
+        t for t in range(max(0, slot - 8), min(slot + 5, store.length)) if rows.segments[t] == rows.segments[slot]
+    ]
+    parts = [tokenizer.decode(rows.tokens[[t]]) for t in window]
+    parts[window.index(slot)] = f"[{parts[window.index(slot)]}]"
+    return " ".join("".join(parts).split())
 
 
 if __name__ == "__main__":

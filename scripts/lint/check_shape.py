@@ -15,7 +15,9 @@ MAX_MODULES = 15  # of a room
 MAX_LINES = 60  # of a function
 MAX_METHODS = 15  # public ones of a class
 MAX_PARAMETERS = 8  # of a function, without self
-EXCEPTIONS: Mapping[str, str] = {}  # by name, with the reason
+EXCEPTIONS: Mapping[str, str] = {  # by name, with the reason
+    "pipeline.store.read.reader:ActivationStore": "all that one asks of a store; each method is one question",
+}
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Trains the bundled model: a Qwen2 of 1.4 million parameters and its tokenizer, on two CPU cores in minutes.
 
-    python scripts/train/train_demo_model.py --out pipeline/assets/tiny-qwen2 [--steps 1500]
+    python -m scripts.train.train_demo_model --out pipeline/assets/tiny-qwen2 [--steps 1500]
 
 It learns the demo's text and tasks (make_demo_text.py, make_demo_tasks.py), read, tokenised and packed by the pipeline
 itself, through the pipeline's own forward pass. One document in twenty is held out, and so is each kind's first task.
@@ -10,7 +10,6 @@ Letters: R rows, T positions, B rows of a step, V vocabulary.
 """
 
 import argparse
-import hashlib
 import json
 import platform
 import tempfile
@@ -26,11 +25,8 @@ import ml_dtypes
 import numpy as np
 import optax
 import pyarrow.parquet as pq
-from demo_tokenizer import END, VOCAB_SIZE, write_tokenizer
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, Int32
-from make_demo_tasks import KINDS, make_task
-from make_demo_text import Text, documents, write_shards
 from optax.contrib import MuonDimensionNumbers, muon
 from safetensors.numpy import save
 
@@ -44,9 +40,12 @@ from pipeline.data.tokenised import TokenisedDocuments
 from pipeline.models.decoder import Params
 from pipeline.models.leaves import Leaf, LeafTree, needed_leaves
 from pipeline.models.registry import Model, open_model
+from scripts.demo.demo_tokenizer import END, VOCAB_SIZE, write_tokenizer
+from scripts.demo.make_demo_tasks import KINDS, make_task
+from scripts.demo.make_demo_text import Text, documents, write_shards
+from scripts.train.held_out import is_held_out
 
 SEED = 0
-HELD_OUT_SHARE = 0.05  # of the documents
 TASKS_PER_KIND = 6  # the first of each kind is held out
 STEP_TOKENS = 2048
 REPORTED_STEPS = 50
@@ -96,8 +95,7 @@ def write_corpus(work: Path) -> list[str]:
     learned: list[Text] = []
     held_out: list[Text] = []
     for text in documents():
-        is_held_out = hashlib.sha256(text.name.encode()).digest()[0] < 256 * HELD_OUT_SHARE
-        (held_out if is_held_out else learned).append(text)
+        (held_out if is_held_out(text) else learned).append(text)
     write_shards(learned, work / "text", 1)
     write_shards(held_out, work / "held_out_text", 1)
     for number in range(TASKS_PER_KIND * len(KINDS)):

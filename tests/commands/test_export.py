@@ -12,7 +12,7 @@ from datasets import load_from_disk
 from pipeline.export import main
 from pipeline.inspect import main as inspect
 from pipeline.store import ActivationStore
-from pipeline.store.read.saelens_export import FILE, UNFINISHED
+from pipeline.store.read.exports.saelens import FILE, UNFINISHED
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import NUM_STREAMS, WIDTHS, layout, metadata, stored_tokens, write_blocks
 from tests.store.test_shard_files import largest_file

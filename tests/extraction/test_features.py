@@ -7,17 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from pipeline import Stream, delete, export, finalize, inspect, merge, verify
 from pipeline.config import composing
-from pipeline.core.errors import CheckpointError, ConfigError, StoreMismatch
+from pipeline.core.errors import CheckpointError, ConfigError, StoreError, StoreMismatch
+from pipeline.inspection.features import FeatureChoice, view_features
 from pipeline.job.opening import open_job
 from pipeline.models.sae.loading import open_sae
 from pipeline.store import ActivationStore
+from pipeline.store.check.scope import Level, Scope
 from pipeline.store.check.verifying import verify_store
-from tests.jobs import assert_same_store, run_and_signal, run_here, run_processes, write_text
+from tests.extraction.test_processes import chaos
+from tests.jobs import assert_same_store, committed, run_and_signal, run_here, run_processes, write_text
 from tests.models import sae_files
-from tests.models.sae_files import D_IN, encode_dense
+from tests.models.sae_files import D_IN, WIDTH, decode_dense, encode_dense
 from tests.token_batches import tokens_of
 
 TOP = 8
@@ -148,6 +152,23 @@ def test_a_killed_job_resumed_by_two_processes_makes_the_same_store(alone, tmp_p
     assert_same_store(again, path)
 
 
+@pytest.mark.slow
+def test_chaos_leaves_the_same_features(folder, overrides, tmp_path) -> None:
+    """Runs of one, two and four processes with four devices together, which are killed, stopped or told to end."""
+    text = [f"data.path={write_text(tmp_path / 'text', files=4, documents=60)}", "data.num_streams=4"]
+    several = {name: str(folder / name) for name in ("jumprelu", "topk")}
+    job = [*overrides, *text, encode(several), "capture.encode_error=true", "batch.rows=8"]
+    assert run_processes(1, 4, *job, f"store.path={tmp_path}/reference").returncode == 0
+    for number in range(3):
+        store = tmp_path / str(number)
+        setups = [(1, 4), (2, 2), (4, 1)]
+        rounds = chaos(job, store, committed(tmp_path / "reference"), rounds=5, seed=number, setups=setups)
+        assert sum(code != 0 for _, code, _ in rounds) >= 3
+        assert run_processes(2, 2, *job, f"store.path={store}").returncode == 0
+        assert_same_store(store, tmp_path / "reference")
+        assert verify_store(str(store)) == []
+
+
 def test_another_sae_or_option_is_another_store(folder, alone, tmp_path) -> None:
     features, path = alone
     moved = shutil.copytree(folder / "jumprelu", tmp_path / "elsewhere")
@@ -157,6 +178,158 @@ def test_another_sae_or_option_is_another_store(folder, alone, tmp_path) -> None
     for change in (encode(str(tensors.folder)), "capture.encode_threshold=0.5", "capture.encode_dtype=float32"):
         with pytest.raises(StoreMismatch, match="capture.encode"):
             run_here(*features, change, store)
+
+
+def test_how_well_an_sae_reconstructs_is_measured(folder, overrides, both, tmp_path) -> None:
+    """Against its decoder in numpy, and whether the activations are stored or not."""
+    names = [name for name in FORMATS if name != "transcoder"]
+    saes = encode({name: str(folder / name) for name in names})
+    dtypes = ["capture.dtype=float32", "capture.encode_dtype=float32", "capture.encode_error=true"]
+    for keep in ("features", "both"):
+        run_here(*overrides, *dtypes, saes, f"capture.keep={keep}", f"store.path={tmp_path}/{keep}")
+        assert verify_store(f"{tmp_path}/{keep}") == []
+    alone, kept = (ActivationStore.open(f"{tmp_path}/{keep}") for keep in ("features", "both"))
+    valid, outputs = kept.read_tokens(slice(None)).segments > 0, kept.read_outputs(slice(None))
+    x = kept.read(1, "attn_in", slice(None))[valid].astype(np.float64)
+    for name in names:
+        sae = open_sae(str(folder / name))
+        out = decode_dense(sae, encode_dense(sae, x), x)
+        error = np.square(x - out).sum(axis=1)
+        cosine = (x * out).sum(axis=1) / np.linalg.norm(x, axis=1) / np.linalg.norm(out, axis=1)
+        for part, expected in (("squared_error", error), ("cosine", cosine)):
+            stored = outputs[f"features.{ARRAY}.{name}.{part}"]
+            assert np.isclose(stored[valid], expected, rtol=1e-3, atol=1e-4).mean() > 0.99  # else at a threshold
+            assert not stored[~valid].any()
+        explained = 1 - error.sum() / np.square(x - x.mean(axis=0)).sum()
+        for store in (alone, kept):
+            statistics = store.feature_statistics(f"{ARRAY}.{name}")
+            assert statistics.tokens == len(x)
+            assert statistics.explained_variance == pytest.approx(explained, rel=1e-3)
+            assert statistics.cosine == pytest.approx(cosine.mean(), abs=1e-4)
+    assert both.feature_statistics(f"{ARRAY}.{names[0]}").explained_variance is None
+
+
+def fired(store: ActivationStore, name: str, feature: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, slots and values of a feature, by reading all features of all tokens."""
+    outputs = store.read_outputs(slice(None))
+    index, value = (outputs[f"features.{name}.{part}"] for part in ("index", "value"))
+    row, slot, rank = np.nonzero(index == feature)
+    return store.rows[row], slot, value[row, slot, rank].astype(np.float32)
+
+
+def assert_indexed(store: ActivationStore, name: str) -> None:
+    """The index by feature and the statistics say the same as the arrays of all features."""
+    valid, outputs = store.read_selected(slice(None)) >= 0, store.read_outputs(slice(None))
+    n_active = outputs[f"features.{name}.n_active"][valid]
+    statistics = store.feature_statistics(name)
+    assert statistics.tokens == valid.sum()
+    assert statistics.l0 == pytest.approx(n_active.mean())
+    for feature in range(len(statistics.count)):
+        rows, slots, values = fired(store, name, feature)
+        firings = store.feature(name, feature)
+        for expected, found in zip((rows, slots, values), (firings.rows, firings.slots, firings.values), strict=True):
+            np.testing.assert_array_equal(found, expected)
+        assert statistics.count[feature] == len(values)
+        assert statistics.maximum[feature] == max(values, default=0)
+        assert statistics.mean[feature] == pytest.approx(values.mean() if len(values) else 0)
+        strongest, order = store.feature(name, feature, top=3), np.argsort(-values, kind="stable")[:3]
+        for expected, found in zip((rows, slots, values), vars(strongest).values(), strict=True):
+            np.testing.assert_array_equal(found, expected[order])
+    assert statistics.count.sum() == (outputs[f"features.{name}.index"] >= 0).sum() > 0
+
+
+@pytest.mark.parametrize("name", ["standard", "jumprelu"])
+def test_a_feature_is_read_without_the_others(both, name) -> None:
+    assert_indexed(both, f"{ARRAY}.{name}")
+
+
+def test_a_feature_of_an_unfinished_store(alone, tmp_path) -> None:
+    copy = shutil.copytree(alone[1], tmp_path / "store")
+    last = max((copy / "_commits/stream-00000").glob("*.json"))
+    last.unlink()
+    root = json.loads((copy / "zarr.json").read_text())
+    attributes = root["attributes"]["activation_store"]
+    attributes["complete"] = False
+    for key in ("blocks", "blocks_sha256", "statistics_digests", "sha256"):
+        del attributes[key]
+    (copy / "zarr.json").write_text(json.dumps(root))
+    store = ActivationStore.open(str(copy))
+    assert 0 < len(store.blocks) < len(ActivationStore.open(str(alone[1])).blocks)
+    assert_indexed(store, ARRAY)
+
+
+WRONG_FEATURES = {
+    "other array": (
+        lambda store: store.feature("blocks.2.attn_in", 0),
+        StoreError,
+        "it has those of: blocks.1.attn_in",
+    ),
+    "no feature": (lambda store: store.feature(ARRAY, 40), StoreError, "the features 0 to 39"),
+    "negative": (lambda store: store.feature(ARRAY, -1), StoreError, "the features 0 to 39"),
+    "top": (lambda store: store.feature(ARRAY, 0, top=0), ValueError, "at least one firing"),
+    "statistics": (lambda store: store.feature_statistics("x"), StoreError, "no features of 'x'"),
+}
+
+
+@pytest.mark.parametrize(("ask", "error", "message"), WRONG_FEATURES.values(), ids=WRONG_FEATURES.keys())
+def test_a_feature_that_is_not_there(alone, ask, error, message) -> None:
+    with pytest.raises(error, match=message):
+        ask(ActivationStore.open(str(alone[1])))
+
+
+def test_without_index_or_statistics(folder, overrides, tmp_path) -> None:
+    some = [*overrides, encode(str(folder / "topk")), "run.max_tokens=600"]
+    run_here(*some, "capture.encode_index=false", f"store.path={tmp_path}/a")
+    run_here(*some, "capture.statistics=false", f"store.path={tmp_path}/b")
+    first, second = (ActivationStore.open(f"{tmp_path}/{name}") for name in "ab")
+    assert verify_store(f"{tmp_path}/a") == verify_store(f"{tmp_path}/b") == []
+    assert not (tmp_path / "a/_features").exists()
+    with pytest.raises(StoreError, match="made with capture.encode_index=false"):
+        first.feature(ARRAY, 0)
+    with pytest.raises(StoreError, match="made with capture.statistics=false"):
+        second.feature_statistics(ARRAY)
+    for feature, count in enumerate(first.feature_statistics(ARRAY).count):
+        assert len(second.feature(ARRAY, feature).rows) == count
+
+
+INDEX = f"_features/{ARRAY}/stream-00001/block-000000.csc"
+DAMAGE = {
+    "cut": lambda content: content[:-1],
+    "empty": lambda content: b"",
+    "longer": lambda content: content + b"0",
+    "entry": lambda content: content[:9] + bytes([content[9] ^ 1]) + content[10:],
+    "firing": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "another block's": None,
+    "missing": None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("level", ["all", "checksums", "objects"])
+def test_verify_names_a_damaged_index(alone, tmp_path, damage, level) -> None:
+    copy = shutil.copytree(alone[1], tmp_path / "store")
+    path = copy / INDEX
+    if damage == "missing":
+        path.unlink()
+    elif damage == "another block's":
+        shutil.copyfile(alone[1] / INDEX.replace("000000", "000001"), path)
+    else:
+        path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    problems = verify_store(str(copy), scope=Scope(level=Level[level]))
+    if level != "objects" or damage == "missing":
+        assert [problem.where for problem in problems] == [INDEX]
+    store = ActivationStore.open(str(copy))
+    if damage != "longer":
+        with pytest.raises(StoreError, match=INDEX):
+            [store.feature(ARRAY, feature) for feature in range(40)]
+
+
+def test_an_index_of_no_block_is_named(alone, tmp_path) -> None:
+    copy = shutil.copytree(alone[1], tmp_path / "store")
+    for other in ("block-000099.csc", "x"):
+        shutil.copyfile(copy / INDEX, (copy / INDEX).with_name(other))
+    problems = verify_store(str(copy))
+    assert {Path(problem.where).name for problem in problems} == {"block-000099.csc", "x"}
 
 
 @pytest.mark.parametrize(
@@ -196,9 +369,29 @@ def test_features_of_selected_tokens(folder, overrides, tmp_path) -> None:
     store = ActivationStore.open(f"{tmp_path}/store")
     valid = store.read_selected(slice(None)) >= 0
     expected = encode_dense(open_sae(str(folder / "gated")), store.read(1, "attn_in", slice(None))[valid])
-    n_active = store.read_outputs(slice(None))[f"features.{ARRAY}.n_active"]
+    outputs = store.read_outputs(slice(None))
+    index, n_active = outputs[f"features.{ARRAY}.index"], outputs[f"features.{ARRAY}.n_active"]
     assert abs(n_active[valid] - (expected > 0).sum(axis=1)).mean() < 0.1
     assert not n_active[~valid].any()
+    to_delphi = [f"export.path={tmp_path}/latents", "export.format=delphi", "export.context=1", "export.splits=1"]
+    assert export.main([f"store.path={tmp_path}/store", *to_delphi]) == 0
+    split = load_file(tmp_path / f"latents/{ARRAY}/0_{WIDTH - 1}.safetensors")
+    whole = store.read_tokens(slice(None), whole=True)
+    fired = np.zeros(whole.tokens.shape, bool)
+    rows, slots = np.nonzero(n_active)
+    fired[rows, store.read_selected(slice(None))[rows, slots]] = True
+    np.testing.assert_array_equal(
+        split["tokens"][:, 0], whole.tokens[whole.segments > 0]
+    )  # also between those selected
+    np.testing.assert_array_equal(
+        np.unique(split["locations"][:, 0]), np.flatnonzero(fired[whole.segments > 0]).astype(np.uint16)
+    )
+    feature = int(index[valid][:, 0][0])
+    (view,) = view_features(store, FeatureChoice(features=(feature,), contexts=1000)).features
+    assert view.contexts
+    stored = sum(int(np.isfinite(context.values).sum()) for context in view.contexts)
+    assert stored == sum(context.values[context.place] > 0 for context in view.contexts)  # the others are not selected
+    assert sum(len(context.tokens) for context in view.contexts) > stored
 
 
 WRONG = {

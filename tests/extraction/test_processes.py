@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -239,12 +240,22 @@ def disturb(launcher: subprocess.Popen, store: Path, rng: random.Random) -> str:
     return fault
 
 
-def chaos(overrides: list[str], store: Path, num_blocks: int, rounds: int, seed: int) -> list[tuple[str, int, float]]:
+SETUPS = ((2, 2), (2, 1), (1, 2), (4, 1))  # processes, devices of each
+
+
+def chaos(
+    overrides: list[str],
+    store: Path,
+    num_blocks: int,
+    rounds: int,
+    seed: int,
+    setups: Sequence[tuple[int, int]] = SETUPS,
+) -> list[tuple[str, int, float]]:
     """(fault, exit code, seconds from the fault to the end) of each round. `num_blocks`: those of a complete store."""
     rng = random.Random(seed)
     seen = []
     for _ in range(rounds):
-        processes, devices = rng.choice([(2, 2), (2, 1), (1, 2), (4, 1)])
+        processes, devices = rng.choice(setups)
         with local_processes(processes, devices, *overrides, f"store.path={store}") as launcher:
             fault = disturb(launcher, store, rng)
             began = time.monotonic()

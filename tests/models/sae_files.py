@@ -241,11 +241,16 @@ def dense_values(spec: SAESpec, arrays: Mapping[str, np.ndarray], x: np.ndarray)
 
 def decode_dense(sae: SAE, values: np.ndarray, x: np.ndarray) -> np.ndarray:
     """The reconstruction or prediction [..., O] from values [..., F] and the activations [..., D], in float64."""
-    arrays = {name: array.astype(np.float64) for name, array in sae.arrays().items()}
+    return decoded_values(sae.spec, sae.arrays(), values, x)
+
+
+def decoded_values(spec: SAESpec, arrays: Mapping[str, np.ndarray], values: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """As `decode_dense`."""
+    arrays = {name: array.astype(np.float64) for name, array in arrays.items()}
     out = (values / arrays.get("feature_scale", 1)) @ arrays["w_dec"] + arrays.get("b_out", 0)
     x = np.asarray(x, np.float64)
-    if sae.spec.undo_scaling and sae.spec.input_scaling is InputScaling.constant_norm:
-        out = out * np.linalg.norm(x, axis=-1, keepdims=True) / np.sqrt(sae.spec.d_in)
-    if sae.spec.undo_scaling and sae.spec.input_scaling is InputScaling.layer_norm:
+    if spec.undo_scaling and spec.input_scaling is InputScaling.constant_norm:
+        out = out * np.linalg.norm(x, axis=-1, keepdims=True) / np.sqrt(spec.d_in)
+    if spec.undo_scaling and spec.input_scaling is InputScaling.layer_norm:
         out = out * x.std(axis=-1, ddof=1, keepdims=True) + x.mean(axis=-1, keepdims=True)
     return out + (x @ arrays["w_skip"] if "w_skip" in arrays else 0)

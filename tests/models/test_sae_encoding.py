@@ -6,7 +6,7 @@ import pytest
 from pipeline.models.sae import encoding
 from pipeline.models.sae.encoding import encode
 from pipeline.models.sae.spec import ARRAYS, Activation, InputScaling, SAESpec
-from tests.models.sae_files import dense_values
+from tests.models.sae_files import decoded_values, dense_values
 
 D = 12
 ROWS = (2, 5)  # of tokens
@@ -14,12 +14,12 @@ ROWS = (2, 5)  # of tokens
 
 def sae_arrays(sae: SAESpec, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Random arrays, of which about a tenth of the features fires."""
-    names = {"w_enc", "b_enc"}
+    names = {"w_enc", "b_enc", "w_dec", "b_out"}
     names |= {Activation.jumprelu: {"threshold"}, Activation.gated: {"gate_scale", "gate_bias"}}.get(
         sae.activation, set()
     )
     names |= {"feature_scale"} if sae.activation is Activation.topk else {"b_in"}
-    sizes = {"D": sae.d_in, "F": sae.width}
+    sizes = {"D": sae.d_in, "F": sae.width, "O": sae.d_out}
     arrays = {name: rng.normal(size=[sizes[axis] for axis in ARRAYS[name]]).astype(np.float32) for name in names}
     arrays["b_enc"] -= 3
     for name in arrays.keys() & {"threshold", "gate_scale", "feature_scale"}:
@@ -29,7 +29,7 @@ def sae_arrays(sae: SAESpec, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 def assert_features(features: encoding.Features, expected: np.ndarray, slots: int, threshold: float) -> None:
     expected = np.where(expected > threshold, expected, 0)
-    index, value, n_active = map(np.asarray, features)
+    index, value, n_active = map(np.asarray, features[:3])
     np.testing.assert_array_equal(n_active, (expected > 0).sum(axis=-1))
     order = np.argsort(-expected, axis=-1, kind="stable")[..., :slots]
     largest = np.take_along_axis(expected, order, axis=-1)
@@ -42,10 +42,10 @@ def assert_features(features: encoding.Features, expected: np.ndarray, slots: in
 
 CASES = {
     "relu": SAESpec(D, 50, D, Activation.relu),
-    "jumprelu": SAESpec(D, 50, D, Activation.jumprelu, input_scaling=InputScaling.constant_norm),
+    "jumprelu": SAESpec(D, 50, D, Activation.jumprelu, input_scaling=InputScaling.constant_norm, undo_scaling=True),
     "gated": SAESpec(D, 50, D, Activation.gated),
     "topk": SAESpec(D, 50, D, Activation.topk, k=6),
-    "layer_norm": SAESpec(D, 50, D, Activation.relu, input_scaling=InputScaling.layer_norm),
+    "layer_norm": SAESpec(D, 50, D, Activation.relu, input_scaling=InputScaling.layer_norm, undo_scaling=True),
 }
 
 
@@ -65,10 +65,24 @@ def test_features_are_those_of_the_definition(name: str, slots: int, threshold: 
     assert_features(features, dense_values(sae, arrays, x), slots, threshold)
 
 
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("name", CASES)
+def test_how_near_the_reconstruction_is(name: str) -> None:
+    sae, rng = CASES[name], np.random.default_rng(1)
+    arrays, x = sae_arrays(sae, rng), 3 * rng.normal(size=(*ROWS, D)).astype(np.float32)
+    features = encode(sae, arrays, x, 3, decodes=True)  # of all features that fire, not of the three
+    assert_features(features, dense_values(sae, arrays, x), 3, 0)
+    out = decoded_values(sae, arrays, dense_values(sae, arrays, x), x)
+    squared_error, cosine = map(np.asarray, features.reconstruction)
+    np.testing.assert_allclose(squared_error, np.square(x - out).sum(axis=-1), rtol=1e-4)
+    lengths = np.linalg.norm(x, axis=-1) * np.linalg.norm(out, axis=-1)
+    np.testing.assert_allclose(cosine, (x * out).sum(axis=-1) / lengths, atol=1e-5)
+
+
 def test_of_equal_values_the_lower_index_comes_first() -> None:
     sae = SAESpec(1, 40, 1, Activation.relu)
     arrays = {"w_enc": np.ones((1, 40), np.float32), "b_enc": np.zeros(40, np.float32)}
-    index, value, n_active = encode(sae, arrays, np.array([[[2.0], [-1.0], [0.0]]], np.float32), 5)
+    index, value, n_active, _ = encode(sae, arrays, np.array([[[2.0], [-1.0], [0.0]]], np.float32), 5)
     assert np.asarray(index).tolist() == [[[0, 1, 2, 3, 4], [-1] * 5, [-1] * 5]]
     assert np.asarray(value).tolist() == [[[2.0] * 5, [0.0] * 5, [0.0] * 5]]
     assert np.asarray(n_active).tolist() == [[40, 0, 0]]

@@ -169,6 +169,11 @@ features = jax.jit(lambda x, params: encode(sae, params, x, 64, mesh=mesh)).lowe
 assert features.memory_analysis().temp_size_in_bytes < 300 * 2**20
 sizes = (math.prod(map(int, shape.split(","))) for shape in re.findall(r"[a-z0-9]+\\[([0-9,]+)\\]", features.as_text()))
 assert max(sizes) == 2304 * 65536  # the matrix: no array of all tokens and features
+params = abstract_params(sae, ("w_enc", "b_enc", "threshold", "w_dec", "b_out"), "bfloat16", mesh)
+decodes = jax.jit(lambda x, params: encode(sae, params, x, 64, mesh=mesh, decodes=True)).lower(x, params).compile()
+assert decodes.memory_analysis().temp_size_in_bytes < 400 * 2**20
+sizes = (math.prod(map(int, shape.split(","))) for shape in re.findall(r"[a-z0-9]+\\[([0-9,]+)\\]", decodes.as_text()))
+assert max(sizes) == 2304 * 65536
 """
 
 

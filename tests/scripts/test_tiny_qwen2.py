@@ -17,7 +17,6 @@ from pipeline.models.registry import open_model
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "pipeline" / "assets" / "tiny-qwen2"
-SCRIPT = ROOT / "scripts" / "train_demo_model.py"
 FINAL_NORM = ActivationKey(-1, Site.final_norm)
 TEXT = """\
 Return a list of the lines in the file, without the line endings. If the optional argument size is given, it must be
@@ -98,8 +97,8 @@ def test_the_model_is_trained(ids):
 
 @pytest.mark.slow  # a minute: reads the whole corpus, compiles the training step, computes all held-out losses
 def test_the_training_script_writes_a_checkpoint_of_the_same_kind(tmp_path):
-    arguments = [sys.executable, SCRIPT, "--out", tmp_path, "--steps", "3"]
-    subprocess.run(arguments, check=True, capture_output=True, timeout=600)
+    arguments = [sys.executable, "-m", "scripts.train.train_demo_model", "--out", tmp_path, "--steps", "3"]
+    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True, timeout=600)
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in MODEL.iterdir()}
     for name in ("config.json", "tokenizer_config.json"):
         assert json.loads((tmp_path / name).read_text()) == json.loads((MODEL / name).read_text())

@@ -11,12 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.config.composing import PACKAGE
+from pipeline.core.errors import StoreError, StoreMismatch
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import read_stream_records
-from tests.jobs import run
+from pipeline.store.write.merging import merge_stores
+from tests.jobs import run, run_here
 
 STORES = Path(__file__).with_name("stores_of_0_1_0.zip")
+ASSETS = PACKAGE / "assets"
 
 
 @pytest.fixture
@@ -62,3 +66,33 @@ def test_it_is_extended(stores):
     assert attributes(path)["target"] == target
     records = [record for stream in range(2) for record in read_stream_records(store.storage, stream)]
     assert [record.digests is None for record in records].count(True) == sum(not r.truncated for r in before.blocks)
+
+
+def test_features_without_an_index_are_read_and_extended(tmp_path, monkeypatch):
+    """feature_store.zip holds a store of features of a program that wrote neither statistics nor an index of them, and
+    what it was made of."""
+    with zipfile.ZipFile(STORES.with_name("feature_store.zip")) as archive:
+        archive.extractall(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert verify_store("store") == []
+    before = ActivationStore.open("store")
+    name = "blocks.1.attn_in"
+    for asked in (lambda: before.feature(name, 3), lambda: before.feature_statistics(name)):
+        with pytest.raises(StoreError, match="or by an earlier program"):
+            asked()
+    settings = [
+        *("data.path=text", "model.path=model", "model.init=random", f"model.tokenizer={ASSETS}/tiny-qwen2"),
+        *("model.dtype=float32", "batch.rows=4", "batch.length=64", "store.shard_mib=0.02", "data.num_streams=2"),
+        *("capture.layers=[1]", "capture.sites=[attn_in]", "capture.encode_top=8", f"capture.encode={{{name}: sae}}"),
+    ]
+    run_here(*settings, "run.max_tokens=3000", "store.path=store")
+    run_here(*settings, "run.max_tokens=3000", "store.path=anew")
+    store, anew = ActivationStore.open("store"), ActivationStore.open("anew")
+    assert verify_store("store") == verify_store("anew") == []
+    for part, values in anew.read_outputs(anew.rows).items():
+        np.testing.assert_array_equal(store.read_outputs(store.rows)[part], values)
+    assert store.metadata.indexed_features == ()
+    assert list(tmp_path.glob("store/_features/*")) == []
+    assert anew.feature(name, 3).rows.size
+    with pytest.raises(StoreMismatch, match="indexes by feature"):
+        merge_stores(["store", "anew"], "merged")

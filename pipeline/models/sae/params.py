@@ -1,4 +1,4 @@
-"""The arrays of an SAE that encoding needs: how large they are, and how they get onto the devices.
+"""The arrays of an SAE that encoding and decoding need: how large they are, and how they get onto the devices.
 
 Matrices are in the model's dtype, all else in float32. The mesh's `tensor` axis divides the features.
 """
@@ -14,12 +14,12 @@ from jaxtyping import Array, Shaped
 from pipeline.models.sae.spec import ARRAYS, SAESpec
 
 SAEParams = dict[str, Array]
-"""The arrays of `ARRAYS` that encoding needs, by name."""
+"""The arrays of `ARRAYS` that are needed, by name."""
 
 
-def encoder_arrays(names: Collection[str]) -> tuple[str, ...]:
-    """Those of a checkpoint's arrays that encoding needs."""
-    return tuple(name for name, axes in ARRAYS.items() if name in names and "O" not in axes)
+def needed_arrays(names: Collection[str], decodes: bool) -> tuple[str, ...]:
+    """Those of a checkpoint's arrays that encoding needs, or encoding and decoding."""
+    return tuple(name for name, axes in ARRAYS.items() if name in names and (decodes or "O" not in axes))
 
 
 def load_params(

@@ -22,11 +22,12 @@ class Cost:
     activation_bytes: float  # copied from the device, and stored
     fill: float  # the fraction of slots that hold a valid token
     received_bytes: float = 0.0  # by each chip from the others in a step, for each of the step's slots
+    index_bytes: float = 0.0  # made on the host, and stored
 
     @property
     def stored_bytes(self) -> float:
         """Per valid token, in the store."""
-        return (self.activation_bytes + SIDE_BYTES) / self.fill
+        return (self.activation_bytes + self.index_bytes + SIDE_BYTES) / self.fill
 
 
 @dataclass(frozen=True)

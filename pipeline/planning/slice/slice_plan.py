@@ -199,6 +199,7 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
         step.row_bytes / step.length,
         options.fill,
         _received_bytes(config, model, job) / (step.rows * step.length),
+        step.index_bytes,
     )
     limits = throughput_limits(cost, tpu_slice, options.mfu, _store_bytes_per_s(options, cost, job))
     num_data = tpu_slice.num_chips // job.mesh.tensor
@@ -283,6 +284,7 @@ def _output_bytes(job: Plan, tpu_slice: Slice) -> int:
 def _objects_per_block(job: Plan) -> int:
     arrays = len(job.step.keys) + len(job.step.scale_counts) + len(job.step.outputs)
     arrays += len(SIDE_ARRAYS) + (job.step.selected is not None)
+    arrays += sum(encoder.indexed for encoder in job.step.encoders)
     return arrays + job.step.statistics + _RECORDS_PER_BLOCK
 
 

@@ -189,19 +189,25 @@ def check_statistics(stored: Statistics, computed: Statistics, flushed: float = 
 
     The devices sum rows in float32, in an order of their own, and take values below `flushed` for zeros.
     """
-    for name in ("count", "not_finite"):
+    for name in ("count", "not_finite", "num_active"):
         if getattr(stored, name) != getattr(computed, name):
             yield f"the statistics say {name} {getattr(stored, name)}, the values give {getattr(computed, name)}"
             return
     if stored.mean.shape != computed.mean.shape:
         yield f"the statistics are of {stored.mean.size} features, the values have {computed.mean.size}"
         return
+    for name in ("fired", "maximum"):
+        if not np.array_equal(getattr(stored, name), getattr(computed, name)):
+            yield f"{name} of the stored statistics is not that of the values"
+            return
     with np.errstate(over="ignore", invalid="ignore"):  # squares beyond float32 agree if both are
         count, deviation = max(computed.count, 1), np.sqrt(computed.variance)
         size = np.abs(computed.mean) + deviation
         flushed_norms = count * flushed * np.sqrt(computed.mean.size)
         rounding = count * (np.square(_RELATIVE * size) + flushed * (2 * deviation + flushed))
         wrong = {
+            "squared error": stored.fired is not None and _differ(stored.squared_error, computed.squared_error),
+            "sum of cosines": _differ(stored.cosine_sum, computed.cosine_sum),
             "mean": np.abs(stored.mean - computed.mean) > _RELATIVE * size + flushed,
             "variance": np.abs(stored.m2 - computed.m2) > rounding + 10 * _RELATIVE * computed.m2,
             "sum of norms": abs(stored.norm_sum - computed.norm_sum) > _RELATIVE * computed.norm_sum + flushed_norms,
@@ -212,6 +218,13 @@ def check_statistics(stored: Statistics, computed: Statistics, flushed: float = 
         if np.any(is_wrong):
             features = f" in {np.count_nonzero(is_wrong)} features" if np.ndim(is_wrong) else ""
             yield f"the {what} of the stored statistics is not that of the values{features}"
+
+
+def _differ(stored: float | None, computed: float | None) -> bool:
+    """Whether two sums are not the same but for rounding."""
+    if stored is None or computed is None:
+        return stored is not computed
+    return abs(stored - computed) > _RELATIVE * abs(computed)
 
 
 def _is_shifted(stored: Int64[np.ndarray, " bins"], computed: Int64[np.ndarray, " bins"]) -> bool:
@@ -287,6 +300,19 @@ def check_features(
         if wrong.any():
             rows = wrong.reshape(len(wrong), -1).any(axis=1)
             yield f"{_ranges(rows)} of the rows: {what}"
+
+
+def check_reconstruction(
+    parts: Mapping[str, Float32[np.ndarray, "R S"]], valid: Bool[np.ndarray, "R S"], may_be_not_finite: bool
+) -> Iterator[tuple[str, str]]:
+    """What is wrong with how an SAE reconstructs some rows' tokens, by the part that is wrong."""
+    for part, least, most in (("squared_error", 0, np.inf), ("cosine", -1 - _RELATIVE, 1 + _RELATIVE)):
+        values = parts[part]
+        yield from ((part, what) for what in check_padding(values, valid))
+        if not may_be_not_finite and not np.isfinite(values).all():
+            yield part, f"{np.count_nonzero(~np.isfinite(values))} tokens have values that are not finite"
+        elif ((values < least) | (values > most)).any():
+            yield part, f"values outside {least:g} to {most:g}"
 
 
 def _ranges(filled: Bool[np.ndarray, " R"]) -> str:

@@ -43,16 +43,19 @@ class StreamStatistics:
             self.total = own and block.running
         self._next = number + 1
         if self.total and block.running:
+            key = statistics_key(block.record.stream, number)
             for name, expected in self.total.items():
-                for what in check_statistics(block.running[name], expected):
-                    yield Problem(statistics_key(block.record.stream, number), f"running, {name}: {what}")
+                if name not in block.running:
+                    yield Problem(key, f"running, {name}: they are missing")
+                    continue
+                yield from (
+                    Problem(key, f"running, {name}: {w}") for w in check_statistics(block.running[name], expected)
+                )
 
 
 def merged(first: BlockStatistics | None, second: BlockStatistics | None) -> BlockStatistics | None:
-    """Both together; None where one is, and {} where they are not of the same arrays."""
-    if first is None or second is None:
-        return None
-    return merge_arrays(first, second) if set(first) == set(second) else {}
+    """Of the arrays that both have; None where one is."""
+    return None if first is None or second is None else merge_arrays(first, second)
 
 
 def stored_total(storage: Storage, last: CommitRecord) -> BlockStatistics | None:
@@ -69,7 +72,7 @@ def check_merged(store: OpenStore, total: BlockStatistics | None) -> Iterator[Pr
     if not store.root.complete or total is None:
         return
     digests = store.root.statistics_digests
-    keys = [MERGED_GROUP_KEY, *(key for spec in store.layout.arrays for key in merged_keys(spec.name))]
+    keys = [MERGED_GROUP_KEY, *(key for name in store.layout.summarised for key in merged_keys(name))]
     wrong = [Problem(key, what, Remedy.merge_again) for key in keys if (what := store.storage.file_problem(key))]
     if wrong:
         yield from wrong

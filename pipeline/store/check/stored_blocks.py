@@ -16,6 +16,7 @@ from pipeline.store.check.block_checks import (
     check_ids,
     check_output,
     check_padding,
+    check_reconstruction,
     check_selected,
     check_selected_of_documents,
     check_side_arrays,
@@ -23,9 +24,11 @@ from pipeline.store.check.block_checks import (
     check_table,
     next_in_window,
 )
+from pipeline.store.features.block_statistics import feature_statistics
+from pipeline.store.features.index_file import by_feature, check_index, encode_index, index_key
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.int8 import scale_name
-from pipeline.store.format.layout import FEATURE_PARTS, OUTPUT_NAMES, StoreLayout
+from pipeline.store.format.layout import FEATURE_PARTS, OUTPUT_NAMES, StoreLayout, feature_parts
 from pipeline.store.format.metadata import Json, StoreRoot
 from pipeline.store.format.problems import Problem, Remedy
 from pipeline.store.format.statistics import (
@@ -119,6 +122,13 @@ def _check_checksums(store: OpenStore, record: CommitRecord, missing: frozenset[
             yield Problem(key, str(error))
             continue
         yield from (Problem(key, what) for what in _compare_digest(record, spec.name, digest))
+    for sae in store.root.metadata.encoders if store.root.metadata.indexed_features else ():
+        key = index_key(sae["features"], record.stream, record.block)
+        value_type = store.arrays[f"{sae['features']}.value"].dtype.numpy_dtype
+        try:
+            check_index(store.storage.read(key), sae["width"], value_type, key)
+        except StoreError as error:
+            yield Problem(key, str(error))
 
 
 def _check_arrays(
@@ -163,7 +173,7 @@ def _check_arrays(
     for name in (name for name in OUTPUT_NAMES if name in keys and name not in missing):
         yield from _check_output(store, name, keys[name], record, valid, has_next)
     for sae in store.root.metadata.encoders:
-        yield from _check_features(store, sae, keys, record, missing, valid)
+        yield from _check_features(store, sae, keys, record, missing, valid, statistics.get(sae["features"]))
 
 
 def _check_activations(
@@ -231,26 +241,47 @@ def _check_features(
     record: CommitRecord,
     missing: frozenset[str],
     valid: np.ndarray,
+    statistics: Statistics | None,
 ) -> Iterator[Problem]:
-    """The problems of what an SAE makes of a block's activations."""
-    names = [f"{sae['features']}.{part}" for part in FEATURE_PARTS]
-    parts: list[np.ndarray] = []
-    for name in (name for name in names if name not in missing):
+    """The problems of what an SAE makes of a block's activations, of its statistics and its index by feature."""
+    is_reconstructed = sae["features"] in store.root.metadata.reconstructed
+    names = {part: f"{sae['features']}.{part}" for part in feature_parts(is_reconstructed)}
+    parts: dict[str, np.ndarray] = {}
+    for part, name in names.items():
+        if name in missing:
+            continue
         digest = _digest(store, name)
         try:
-            parts.append(np.concatenate(list(_read_block(store, name, record, digest))))
+            parts[part] = np.concatenate(list(_read_block(store, name, record, digest)))
         except StoreError as error:
             yield Problem(keys[name], str(error))
             continue
         yield from (Problem(keys[name], what) for what in _compare_digest(record, name, digest))
     if len(parts) < len(names):
         return
-    step = store.layout.piece_rows(names)  # what checking takes besides is a multiple of a piece
+    step = store.layout.piece_rows(list(names.values()))  # what checking takes besides is a multiple of a piece
+    wrong = []
     for row in range(0, len(valid), step):
         rows = slice(row, row + step)
-        some = (part[rows] for part in (*parts, valid))
+        some = (values[rows] for values in (*(parts[part] for part in FEATURE_PARTS), valid))
         for what in check_features(*some, sae["width"], store.root.allows_not_finite):
-            yield Problem(keys[names[0]], f"rows {row} to {min(row + step, len(valid)) - 1} of the block: {what}")
+            wrong.append(f"rows {row} to {min(row + step, len(valid)) - 1} of the block: {what}")
+    yield from (Problem(keys[names["index"]], what) for what in wrong)
+    if is_reconstructed:
+        errors = check_reconstruction(parts, valid, store.root.allows_not_finite)
+        yield from (Problem(keys[names[part]], what) for part, what in errors)
+    if wrong:
+        return
+    matrix = by_feature(parts["index"], parts["value"], sae["width"])
+    if statistics is not None:
+        computed = feature_statistics(parts, valid, matrix)
+        yield from (Problem(keys[names["value"]], what) for what in check_statistics(statistics, computed))
+    if sae["features"] in store.root.metadata.indexed_features:
+        key = index_key(sae["features"], record.stream, record.block)
+        if (content := store.storage.read(key)) is None:
+            yield Problem(key, "is missing, although the block is committed")
+        elif content != encode_index(matrix, parts["value"].dtype, key):
+            yield Problem(key, "is not the index of the features that the block's arrays have")
 
 
 def _scales(store: OpenStore, name: str, record: CommitRecord) -> np.ndarray | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -12,9 +13,12 @@ from pipeline.store.check.ahead import map_ahead
 from pipeline.store.check.scope import Level, Scope
 from pipeline.store.check.stored_blocks import OpenStore
 from pipeline.store.check.stored_records import StreamRecords, is_in_stream, join_tables, read_again, stream_prefix
+from pipeline.store.features.index_file import index_key
 from pipeline.store.format.arrays import fill_digest
 from pipeline.store.format.block_table import BlockTable
+from pipeline.store.format.keys import index_prefix
 from pipeline.store.format.layout import POSITIONS, SIDE_ARRAYS, ArraySpec, StoreLayout
+from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.format.problems import Problem, Remedy
 from pipeline.store.format.statistics import STATISTICS_PREFIX, statistics_key
 from pipeline.store.format.tables import TABLES_PREFIX, table_key
@@ -48,7 +52,7 @@ def check_objects(
     storage, layout, is_complete = store.storage, store.layout, store.root.complete
     problems: list[Problem] = []
     if is_complete or scope.level is Level.objects or scope.sample < 1:
-        problems += _check_files(storage, layout.num_streams, scope, streams, is_complete)
+        problems += _check_files(storage, store.root.metadata, scope, streams, is_complete)
     listed = [records.listed * layout.num_streams + stream for stream, records in streams.items()]
     blocks = _Blocks(np.sort(np.concatenate([np.empty(0, np.int64), *listed])), join_tables(streams))
     lacking: dict[str, Bool[np.ndarray, " blocks"]] = {}
@@ -152,10 +156,14 @@ def _list_in_parts(storage: Storage, prefix: str, in_parts: bool) -> Iterator[li
 
 
 def _check_files(
-    storage: Storage, num_streams: int, scope: Scope, streams: Mapping[int, StreamRecords], is_complete: bool
+    storage: Storage, metadata: StoreMetadata, scope: Scope, streams: Mapping[int, StreamRecords], is_complete: bool
 ) -> Iterator[Problem]:
-    """The problems of the document tables' and the statistics' keys."""
-    kinds = ((TABLES_PREFIX, table_key), (STATISTICS_PREFIX, statistics_key))
+    """The problems of the document tables', the statistics' and the indexes' keys."""
+    kinds = (
+        (TABLES_PREFIX, table_key),
+        (STATISTICS_PREFIX, statistics_key),
+        *((index_prefix(features), partial(index_key, features)) for features in metadata.indexed_features),
+    )
 
     def list_stream(kind_and_stream: tuple[tuple, int]) -> tuple[tuple, int, list[str]]:
         kind, stream = kind_and_stream
@@ -163,7 +171,7 @@ def _check_files(
 
     for (prefix, key_of), stream, keys in map_ahead(list_stream, product(kinds, streams), _LISTINGS_AT_ONCE):
         records = streams[stream]
-        needed = records.table if prefix == TABLES_PREFIX else records.table[records.table.has_statistics]
+        needed = records.table[records.table.has_statistics] if prefix == STATISTICS_PREFIX else records.table
         unread = (block.block for block in needed if not scope.reads_block(stream, block.block))
         yield from _absent((key_of(stream, block) for block in unread), keys)
         if is_complete:
@@ -172,7 +180,7 @@ def _check_files(
     if is_complete and scope.is_first:
         for prefix, _ in kinds:
             keys = storage.list_keys(prefix)
-            yield from (_leftover(key) for key in keys if not is_in_stream(prefix, key, num_streams))
+            yield from (_leftover(key) for key in keys if not is_in_stream(prefix, key, metadata.num_streams))
 
 
 def _absent(needed: Iterable[str], keys: Iterable[str]) -> Iterator[Problem]:

@@ -5,9 +5,11 @@ from collections.abc import Collection
 
 from pipeline.core.sites import ActivationKey
 from pipeline.store.format.int8 import scale_name
-from pipeline.store.format.layout import FEATURE_PARTS, OUTPUT_NAMES, SELECTED, SIDE_ARRAYS
+from pipeline.store.format.layout import ERROR_PARTS, FEATURE_PARTS, OUTPUT_NAMES, SELECTED, SIDE_ARRAYS
 
 LOCK_SUFFIX = ".__lock"  # of the temporary file of a local object; a killed process leaves it behind
+
+INDEX_PREFIX = "_features/"  # of the indexes by feature
 
 MANIFEST_KEY = "_data/manifest.json"  # what footers of input files say; made again where it is missing
 
@@ -55,14 +57,24 @@ def is_features_name(name: object) -> bool:
     """Whether the names of features' arrays may begin with this."""
     if not isinstance(name, str):
         return False
-    match = re.fullmatch(rf"features\.(blocks\.\d+\.\w+|\w+)(\.{ENCODER_NAME})?", name, re.ASCII)
-    return match is not None and is_activation_name(match[1])
+    return is_activation_name(array_of(name))
+
+
+def array_of(features: str) -> str | None:
+    """The array whose features these are: the inverse of `features_name`. None for other names."""
+    match = re.fullmatch(rf"features\.(blocks\.\d+\.\w+|\w+)(\.{ENCODER_NAME})?", features, re.ASCII)
+    return match and match[1]
+
+
+def index_prefix(features: str) -> str:
+    """What the keys of the blocks' indexes by feature begin with. `features`: as in `features_name`."""
+    return f"{INDEX_PREFIX}{features.removeprefix('features.')}/"
 
 
 def is_array_name(name: str) -> bool:
     """Whether an array of some store may have this name."""
     stem, _, part = name.rpartition(".")
-    if part in FEATURE_PARTS and is_features_name(stem):
+    if part in (*FEATURE_PARTS, *ERROR_PARTS) and is_features_name(stem):
         return True
     sides = {*OUTPUT_NAMES, *(spec.name for spec in (*SIDE_ARRAYS, SELECTED))}
     return name in sides or is_activation_name(name) or is_activation_name(name.removesuffix(scale_name("")))
@@ -79,16 +91,22 @@ class StoreKeys:
         sides = [*(spec.name for spec in (*SIDE_ARRAYS, SELECTED)), *outputs]
         arrays = "|".join(map(re.escape, [*sides, *activations, *map(scale_name, activations)]))
         of_activations = "|".join(map(re.escape, activations)) or "(?!)"
+        features = [name.removesuffix(".index") for name in outputs if name.endswith(".index")]
+        reconstructed = [array_of(name) for name in features]  # has statistics, even if it is not stored
+        summarised = "|".join(map(re.escape, [*activations, *reconstructed, *features])) or "(?!)"
+        indexed = "|".join(re.escape(index_prefix(name)[:-1]) for name in features) or "(?!)"
         patterns = (
             *_FIXED,
             rf"({arrays})/(zarr\.json|c/\d+/0(/0)?)",
-            rf"stats/({of_activations})/(zarr\.json|c/0/0)",
+            rf"stats/({summarised})/(zarr\.json|c/0/0)",
+            rf"({indexed})/stream-\d{{5,}}/block-\d{{6,}}\.csc",
             rf"_generated/stream-\d{{5,}}/group-\d{{6,}}\.({of_activations})\.activations",
         )
         self._own = re.compile(f"({'|'.join(patterns)})({re.escape(LOCK_SUFFIX)})?", re.ASCII)
         self._folders = re.compile(
             rf"(_commits|_documents|_stats|_generated)(/stream-\d{{5,}})?|_blocks|_claims|_claims_test|_metrics|_data"
-            rf"|({arrays})(/c(/\d+(/0)?)?)?|stats(/({of_activations})(/c(/0)?)?)?",
+            rf"|({arrays})(/c(/\d+(/0)?)?)?|stats(/({summarised})(/c(/0)?)?)?"
+            rf"|{INDEX_PREFIX[:-1]}|({indexed})(/stream-\d{{5,}})?",
             re.ASCII,
         )
         names = dict.fromkeys((*sides, *activations, *map(scale_name, activations)))
@@ -96,6 +114,7 @@ class StoreKeys:
             "_documents",
             "_stats",
             "stats",
+            INDEX_PREFIX[:-1],
             "_blocks",
             "_metrics",
             "_claims",

@@ -97,11 +97,20 @@ def output_specs(outputs: Collection[str], num_top: int, slots: str) -> tuple[Ar
 
 
 FEATURE_PARTS = ("index", "value", "n_active")
+ERROR_PARTS = ("squared_error", "cosine")  # of the reconstruction, where it is measured
 
 
-def feature_specs(name: str, top: int, dtype: str, slots: str) -> tuple[ArraySpec, ...]:
+def feature_parts(is_reconstructed: bool) -> tuple[str, ...]:
+    """The last parts of the names of an SAE's arrays."""
+    return (*FEATURE_PARTS, *(ERROR_PARTS if is_reconstructed else ()))
+
+
+def feature_specs(
+    name: str, top: int, dtype: str, slots: str, reconstructed: str | None = None
+) -> tuple[ArraySpec, ...]:
     """The arrays of an SAE's features, whose names begin with `name`, `top` of each token, with the slots that
-    activations have. Index and value have chunks of the same tokens."""
+    activations have. Index and value have chunks of the same tokens. `reconstructed`: the array whose reconstruction is
+    measured, if it is."""
     index = ArraySpec(
         f"{name}.index",
         "int32",
@@ -121,7 +130,14 @@ def feature_specs(name: str, top: int, dtype: str, slots: str) -> tuple[ArraySpe
     )
     description = "how many features fire, also of those that are not stored"
     n_active = ArraySpec(f"{name}.n_active", "int32", attributes={"description": description}, slots=slots)
-    return index, value, n_active
+    if reconstructed is None:
+        return index, value, n_active
+    descriptions = ("|x - reconstruction|^2", "of the angle between x and its reconstruction")
+    errors = (
+        ArraySpec(f"{name}.{part}", "float32", attributes={"description": what, "x": reconstructed}, slots=slots)
+        for part, what in zip(ERROR_PARTS, descriptions, strict=True)
+    )
+    return index, value, n_active, *errors
 
 
 def scale_spec(activation: ArraySpec, groups: int) -> ArraySpec:
@@ -162,6 +178,14 @@ class StoreLayout:
     @property
     def all_arrays(self) -> tuple[ArraySpec, ...]:
         return (*self.side_arrays, *self.arrays, *self.scales, *self.outputs)
+
+    @property
+    def summarised(self) -> tuple[str, ...]:
+        """The names under which there may be statistics: of arrays of activations, even of those that are reconstructed
+        and not stored, and of SAEs' features."""
+        features = (spec.name.removesuffix(".index") for spec in self.outputs if spec.name.endswith(".index"))
+        reconstructed = (str(spec.attributes["x"]) for spec in self.outputs if "x" in spec.attributes)
+        return tuple(dict.fromkeys((*(spec.name for spec in self.arrays), *reconstructed, *features)))
 
     @property
     def slots(self) -> int:

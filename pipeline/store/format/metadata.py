@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.store.format.int8 import DTYPE as INT8
 from pipeline.store.format.int8 import scale_name
+from pipeline.store.format.keys import array_of
 from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS, TOKENS, ArraySpec, feature_specs, output_specs
 from pipeline.store.format.root_types import require_root_types
 from pipeline.store.format.target import Target
@@ -77,13 +78,29 @@ class StoreMetadata:
         """The arrays of what the model's head says of each token, and of what SAEs make of its activations."""
         slots = SELECTED.slots if self.selects else TOKENS.slots
         of_head = output_specs(self.capture.get("outputs", ()), self.capture.get("top_logprobs", 0), slots)
-        of_saes = (feature_specs(sae["features"], sae["top"], sae["dtype"], slots) for sae in self.encoders)
+        of_saes = (
+            feature_specs(sae["features"], sae["top"], sae["dtype"], slots, self.reconstructed.get(sae["features"]))
+            for sae in self.encoders
+        )
         return (*of_head, *(spec for specs in of_saes for spec in specs))
 
     @property
     def encoders(self) -> tuple[Json, ...]:
         """The SAEs that encoded activations, in order; `features` is what the names of their arrays begin with."""
         return tuple(self.capture.get("encode", ()))
+
+    @property
+    def reconstructed(self) -> dict[str, str]:
+        """By what the names of its arrays begin with, the array that an SAE reconstructs, where that is measured."""
+        return {sae["features"]: array_of(sae["features"]) for sae in self.encoders if sae.get("error") is True}
+
+    @property
+    def indexed_features(self) -> tuple[str, ...]:
+        """What the names of the arrays begin with whose blocks have an index by feature: as the run was told that
+        created the store. Stores of earlier programs have none."""
+        capture = self.config.get("capture")
+        has_index = isinstance(capture, dict) and capture.get("encode_index") is True
+        return tuple(sae["features"] for sae in self.encoders) if has_index else ()
 
     def content(self) -> dict[str, Any]:
         """Everything that the fingerprint covers."""

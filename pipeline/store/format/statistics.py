@@ -8,7 +8,8 @@ stream. Samples of a store are merged in the same way.
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -51,12 +52,18 @@ _SCHEMA = pa.schema(
     ]
 )
 _SQUARED_ERROR = pa.field("squared_error", pa.float64())  # only where it is measured
+_OF_FEATURES = (  # only with features of SAEs
+    pa.field("fired", pa.list_(pa.int64())),
+    pa.field("maximum", pa.list_(pa.float32())),
+    pa.field("num_active", pa.int64()),
+    pa.field("cosine_sum", pa.float64()),
+)
 _FIRST_BLOCK = pa.field("first_block", pa.int64())  # only with running statistics, which begin at block 0
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of one activation array's valid tokens, as they are stored.
+    """Statistics of the valid tokens of one activation array, or of an SAE's features, as they are stored.
 
     count: finite tokens.
     not_finite: tokens with a value that is not finite; they are left out of everything else.
@@ -65,6 +72,12 @@ class Statistics:
     norm_sum: of the tokens' L2 norms.
     norm_histogram: the number of norms in each of NUM_BINS bins, BINS_PER_OCTAVE to a factor of two.
     squared_error: the sum of squared differences between computed and stored values; None where it is not measured.
+
+    Only of features, which are 0 in the tokens where they do not fire (else None):
+    fired: the number of tokens in which each is stored.
+    maximum: each one's largest value, or 0.
+    num_active: how many fire in all tokens together, also those for which there was no slot.
+    squared_error, cosine_sum: of the activations' reconstruction, where it is measured.
     """
 
     count: int
@@ -74,6 +87,10 @@ class Statistics:
     norm_sum: float
     norm_histogram: Int64[np.ndarray, " bins"]
     squared_error: float | None = None
+    fired: Int64[np.ndarray, " d"] | None = None
+    maximum: Float32[np.ndarray, " d"] | None = None
+    num_active: int | None = None
+    cosine_sum: float | None = None
 
     @property
     def relative_error(self) -> float | None:
@@ -120,7 +137,7 @@ def block_statistics(
     """The statistics of a block from those of its rows; a norm is NaN where a value of the token is not finite."""
     finite = valid & ~np.isnan(norms)
     merged = _merge_groups(finite.sum(axis=1), mean.astype(np.float64), m2.astype(np.float64))
-    statistics = _with_norms(norms[finite], int((valid & ~finite).sum()), *merged)
+    statistics = with_norms(norms[finite], int((valid & ~finite).sum()), *merged)
     return replace(statistics, squared_error=squared_error)
 
 
@@ -130,7 +147,7 @@ def token_statistics(activations: np.ndarray) -> Statistics:
     values = activations[finite].astype(np.float64)
     mean = values.sum(axis=0) / max(len(values), 1)
     m2 = np.square(values - mean).sum(axis=0)
-    return _with_norms(norms_of(activations[finite]), int((~finite).sum()), mean, m2)
+    return with_norms(norms_of(activations[finite]), int((~finite).sum()), mean, m2)
 
 
 def piece_statistics(values: np.ndarray, scales: np.ndarray | None) -> Statistics:
@@ -145,10 +162,10 @@ def piece_statistics(values: np.ndarray, scales: np.ndarray | None) -> Statistic
         mean = finite.mean(axis=0, dtype=np.float64) if len(finite) else np.zeros(values.shape[1])
         deviations = finite - mean.astype(np.float32)
         m2 = np.einsum("nd,nd->d", deviations, deviations).astype(np.float64)
-    return _with_norms(norms[is_finite], int((~is_finite).sum()), mean, m2)
+    return with_norms(norms[is_finite], int((~is_finite).sum()), mean, m2)
 
 
-def _with_norms(
+def with_norms(
     norms: Float32[np.ndarray, " n"], not_finite: int, mean: Float64[np.ndarray, " d"], m2: Float64[np.ndarray, " d"]
 ) -> Statistics:
     """The statistics of n finite tokens with these L2 norms."""
@@ -174,9 +191,17 @@ def merge(parts: Iterable[Statistics]) -> Statistics:
             m2=m2,
             norm_sum=total.norm_sum + part.norm_sum,
             norm_histogram=total.norm_histogram + part.norm_histogram,
-            squared_error=None if None in (errors := (total.squared_error, part.squared_error)) else sum(errors),
+            squared_error=_together(operator.add, total.squared_error, part.squared_error),
+            fired=_together(operator.add, total.fired, part.fired),
+            maximum=_together(np.maximum, total.maximum, part.maximum),
+            num_active=_together(operator.add, total.num_active, part.num_active),
+            cosine_sum=_together(operator.add, total.cosine_sum, part.cosine_sum),
         )
     return total
+
+
+def _together(combine: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
+    return None if first is None or second is None else combine(first, second)
 
 
 def _merge_groups(
@@ -198,6 +223,8 @@ def encode_statistics(statistics: BlockStatistics, block: int = 0, running: Bloc
     schema = _SCHEMA
     if any(part.squared_error is not None for part in statistics.values()):
         schema = schema.append(_SQUARED_ERROR)
+    if any(part.fired is not None for part in statistics.values()):
+        schema = pa.schema([*schema, *_OF_FEATURES])
     if running is not None:
         schema = schema.append(_FIRST_BLOCK)
     rows = [
@@ -218,7 +245,7 @@ def decode_statistics(content: bytes | None, record: CommitRecord) -> tuple[Bloc
     columns = {
         name: table[name].to_pylist()
         if not pa.types.is_list(table[name].type)
-        else [v.values.to_numpy() for v in table[name]]
+        else [None if v.values is None else v.values.to_numpy() for v in table[name]]
         for name in table.column_names
     }
     firsts = columns.pop(_FIRST_BLOCK.name, [record.block] * table.num_rows)
@@ -248,8 +275,9 @@ def read_running(storage: Storage, last: CommitRecord) -> BlockStatistics | None
 
 
 def merge_arrays(first: BlockStatistics, second: BlockStatistics) -> dict[str, Statistics]:
-    """The statistics of two sets of tokens together, by array."""
-    return {name: merge([statistics, second[name]]) for name, statistics in first.items()}
+    """The statistics of two sets of tokens together, of the arrays that both have: blocks of earlier programs have none
+    of features."""
+    return {name: merge([statistics, second[name]]) for name, statistics in first.items() if name in second}
 
 
 def merge_streams(storage: Storage, last: Sequence[CommitRecord]) -> dict[str, Statistics]:
@@ -277,10 +305,14 @@ def merged_digest(objects: Mapping[str, bytes | None], name: str) -> str | None:
 
 
 def encode_merged(statistics: Mapping[str, Statistics]) -> dict[str, bytes]:
-    """`stats/` by key: for each array a float64 Zarr array [mean or variance, feature], the rest in its attributes."""
+    """`stats/` by key: for each array a float64 Zarr array [mean or variance, feature], with features of SAEs also how
+    often each fired and its largest value; the rest in its attributes."""
     objects = {MERGED_GROUP_KEY: MERGED_GROUP} if statistics else {}
     for name, merged in statistics.items():
-        values = np.stack([merged.mean, merged.variance])
+        by_feature = {"mean": merged.mean, "variance": merged.variance}
+        if merged.fired is not None:
+            by_feature |= {"fired": merged.fired, "maximum": merged.maximum}
+        values = np.stack(list(by_feature.values()))
         quantiles = {str(q): merged.norm_quantile(q) for q in QUANTILES}
         used = np.flatnonzero(merged.norm_histogram)
         first, last = (int(used[0]), int(used[-1])) if len(used) else (0, 0)
@@ -297,7 +329,10 @@ def encode_merged(statistics: Mapping[str, Statistics]) -> dict[str, bytes]:
                 "counts": merged.norm_histogram[first : last + 1].tolist(),
             },
         }
-        if merged.squared_error is not None:
+        if merged.fired is not None:
+            own = {name: getattr(merged, name) for name in ("num_active", "squared_error", "cosine_sum")}
+            attributes |= {name: value for name, value in own.items() if value is not None}
+        elif merged.squared_error is not None:
             attributes |= {"squared_error": merged.squared_error, "relative_error": merged.relative_error}
         metadata = {
             "zarr_format": 3,
@@ -308,7 +343,7 @@ def encode_merged(statistics: Mapping[str, Statistics]) -> dict[str, bytes]:
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "fill_value": 0.0,
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-            "dimension_names": ["mean_variance", "feature"],
+            "dimension_names": ["_".join(by_feature), "feature"],
             "attributes": attributes,
         }
         objects |= zip(merged_keys(name), (_json(metadata), values.astype("<f8").tobytes()), strict=True)
@@ -337,7 +372,9 @@ def decode_merged(objects: Mapping[str, bytes], name: str) -> Statistics:
     zarr_json = parse_json(objects[zarr_json_key], zarr_json_key)
     try:
         attributes = zarr_json["attributes"]
-        mean, variance = np.frombuffer(objects[values_key], "<f8").reshape(2, -1)
+        values = np.frombuffer(objects[values_key], "<f8").reshape(zarr_json["shape"][0], -1)
+        mean, variance, *of_features = values
+        fired, maximum = of_features or (None, None)
         histogram = np.zeros(NUM_BINS, np.int64)
         counts, first = attributes["norm_histogram"]["counts"], attributes["norm_histogram"]["first_bin"]
         histogram[first : first + len(counts)] = counts
@@ -349,6 +386,10 @@ def decode_merged(objects: Mapping[str, bytes], name: str) -> Statistics:
             attributes["norm_sum"],
             histogram,
             attributes.get("squared_error"),
+            None if fired is None else fired.astype(np.int64),
+            None if maximum is None else maximum.astype(np.float32),
+            attributes.get("num_active"),
+            attributes.get("cosine_sum"),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise StoreInvalid(f"{zarr_json_key} does not hold merged statistics: {error!r}. {DAMAGE_REMEDY}") from error

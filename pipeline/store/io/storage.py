@@ -9,7 +9,7 @@ import random
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -81,12 +81,14 @@ class KeyValueStore:
         """The object's bytes, or None where there is none; see `require_file`."""
         return next(self.read_many([key]))
 
-    def read_many(self, keys: list[str]) -> Iterator[bytes | None]:
-        """The objects' bytes, in order, None where there is none; many are asked for at once. See `require_file`."""
+    def read_many(self, keys: Sequence[str], ranges: Iterable[tuple[int, int]] | None = None) -> Iterator[bytes | None]:
+        """The objects' bytes, in order, None where there is none; many are asked for at once. `ranges`: of each object
+        the bytes to read, from the first up to before the last. See `require_file`."""
         reads: deque[tuple[str, ts.Future]] = deque()
-        for key in keys:
+        slices = itertools.repeat(None) if ranges is None else itertools.starmap(slice, ranges)
+        for key, wanted in zip(keys, slices, strict=False):
             self.require_file(key)
-            reads.append((key, self.kvstore.read(key)))
+            reads.append((key, self.kvstore.read(key, byte_range=wanted)))
             if len(reads) > _KEYS_AHEAD:
                 yield self._value(*reads.popleft())
         while reads:

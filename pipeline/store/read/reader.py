@@ -28,9 +28,11 @@ from numpy.typing import DTypeLike
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.core.sites import ActivationKey, Site
+from pipeline.store.features.firings import FeatureIndexes, FeatureStatistics, Firings
 from pipeline.store.format.arrays import open_existing, require_layout
 from pipeline.store.format.block_table import Block, BlockTable, join_streams, read_streams, read_table, split_streams
 from pipeline.store.format.commits import CommitRecord, read_consolidated
+from pipeline.store.format.keys import features_name
 from pipeline.store.format.layout import SEGMENTS, SELECTED, SIDE_ARRAYS
 from pipeline.store.format.metadata import StoreMetadata, StoreRoot, require_root
 from pipeline.store.format.normalisation import Normalisation
@@ -203,18 +205,69 @@ class ActivationStore:
 
         Raises StoreError for a store that was made with capture.statistics=false.
         """
-        name = self._key((layer, site)).name
+        return self._merged_statistics(self._key((layer, site)).name)
+
+    def _merged_statistics(self, name: str) -> Statistics:
+        digests = self._statistics_digests
         if self.complete:
-            statistics = read_merged(self.storage, name, (self._statistics_digests or {}).get(name))
-            if statistics is None and len(self.blocks) and self.blocks.has_statistics.all():
+            statistics = read_merged(self.storage, name, (digests or {}).get(name))
+            expected = self.blocks.has_statistics.all() and (digests is None or name in digests)
+            if statistics is None and len(self.blocks) and expected:
                 raise StoreInvalid(
                     f"{self.path} is complete, but its statistics of {name} are missing. {DAMAGE_REMEDY}"
                 )
         else:
             statistics = merge_streams(self.storage, self._last).get(name)
         if statistics is None:
-            raise StoreError(f"{self.path} has no statistics of {name}: it was made with capture.statistics=false.")
+            earlier = ", or by an earlier program" if name in self._feature_widths else ""
+            raise StoreError(
+                f"{self.path} has no statistics of {name}: it was made with capture.statistics=false{earlier}."
+            )
         return statistics
+
+    def feature_statistics(self, name: str) -> FeatureStatistics:
+        """How often each feature of an SAE fires, and how strongly, over every token whose features are stored; with
+        capture.encode_error also how well the SAE reconstructs them.
+
+        `name`: of the array that the SAE encodes, e.g. "blocks.5.resid_post", with ".<its name>" where several encode
+        it. Raises StoreError where there is no such SAE, and for a store without statistics of features.
+        """
+        features = self._features_name(name)
+        array = self.metadata.reconstructed.get(features)
+        statistics = self._merged_statistics(features)
+        return FeatureStatistics.of(statistics, None if array is None else self._merged_statistics(array))
+
+    def feature(self, name: str, feature: SupportsIndex, top: int | None = None) -> Firings:
+        """Where one feature of an SAE fires, in the order of the store, or the `top` strongest of its firings.
+
+        `name`: as in `feature_statistics`. Two small reads of each block; with `top` one of each, and another of at
+        most `top` blocks. Raises StoreError where there is no such SAE or feature, and for a store without an index by
+        feature.
+        """
+        features = self._features_name(name)
+        width, feature = self._feature_widths[features], operator.index(feature)
+        if not 0 <= feature < width:
+            raise StoreError(f"feature {feature} of {name}: the SAE has the features 0 to {width - 1}.")
+        if top is not None and top < 1:
+            raise ValueError(f"top is {top}. Ask for at least one firing, or for all with top=None.")
+        if features not in self.metadata.indexed_features:
+            raise StoreError(
+                f"the store {self.path} has no index by feature: it was made with capture.encode_index=false, or by an "
+                "earlier program. Read all features with batches(..., features=True)."
+            )
+        value_type = self.arrays[f"{features}.value"].dtype.numpy_dtype
+        indexes = FeatureIndexes(
+            self.storage, features, width, value_type, self.slots, self.blocks, self._layout.first_row
+        )
+        return self.storage.retry_read(lambda: indexes.read(feature, top))
+
+    def _features_name(self, name: str) -> str:
+        """What the names of an SAE's arrays begin with."""
+        features = features_name(name)
+        if features not in self._feature_widths:
+            stored = ", ".join(stored.removeprefix("features.") for stored in self._feature_widths) or "none"
+            raise StoreError(f"the store {self.path} has no features of {name!r}; it has those of: {stored}.")
+        return features
 
     def normalisation(self, keys: Key | Sequence[Key], per_feature: bool = False) -> dict[str, Normalisation]:
         """By array name, the normalisation to zero mean and unit variance, from the stored statistics.

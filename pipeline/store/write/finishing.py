@@ -125,7 +125,7 @@ def _summaries(
 
 
 def _read_initial_state(storage: Storage, layout: StoreLayout) -> _InitialState:
-    keys = [TABLE_KEY, MERGED_GROUP_KEY, *(key for spec in layout.arrays for key in merged_keys(spec.name))]
+    keys = [TABLE_KEY, MERGED_GROUP_KEY, *(key for name in layout.summarised for key in merged_keys(name))]
     stored = dict(zip(keys, storage.read_with_generations(keys), strict=True))
     objects = {key: content for key, (content, _) in stored.items()}
     generations = {key: generation for key, (_, generation) in stored.items()}
@@ -134,7 +134,7 @@ def _read_initial_state(storage: Storage, layout: StoreLayout) -> _InitialState:
 
 def _merged_digests(objects: Mapping[str, bytes | None], layout: StoreLayout) -> dict[str, str]:
     """By array, the digests of the merged statistics that are among the objects."""
-    digests = {spec.name: merged_digest(objects, spec.name) for spec in layout.arrays}
+    digests = {name: merged_digest(objects, name) for name in layout.summarised}
     return {name: digest for name, digest in digests.items() if digest is not None}
 
 

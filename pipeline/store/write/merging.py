@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from pipeline.core.errors import StoreError, StoreMismatch
+from pipeline.store.features.index_file import index_keys
 from pipeline.store.format.commits import CommitRecord, read_commit_records, read_stream_records
 from pipeline.store.format.layout import MAX_ROWS, MIB, StoreLayout
 from pipeline.store.format.metadata import ROOT_KEY
@@ -94,6 +95,8 @@ def _require_fit(first: StoreWriter, other: StoreWriter) -> None:
         for (name, left), right in zip(_formats(first).items(), _formats(other).values(), strict=True)
         if left != right
     ]
+    if first.metadata.indexed_features != other.metadata.indexed_features:
+        different.append("capture.encode_index: one has indexes by feature, the other has none")
     if different:
         lines = "".join(f"\n  {line}" for line in different)
         raise StoreMismatch(f"the stores {first.path} and {other.path} are of different configurations:{lines}")
@@ -208,6 +211,7 @@ def _start_block(
     keys.append(table_key(stream, block))
     if record.statistics_sha256:
         keys.append(statistics_key(stream, block))
+    keys += index_keys(target.metadata, stream, block)
     source.storage.require_no_links(keys)
 
     def copy(key: str) -> None:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import tensorstore as ts
 
 from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.store.features.index_file import index_keys
 from pipeline.store.format.arrays import open_existing, open_or_create, read_array_digests, require_layout, set_rows
 from pipeline.store.format.commits import CONSOLIDATED_KEY, CommitRecord, commit_key, parse_record
 from pipeline.store.format.layout import MAX_ROWS, ArraySpec, StoreLayout, is_plain_files
@@ -156,8 +157,10 @@ class StoreWriter:
         arrays: Mapping[str, np.ndarray],
         table: pa.Table,
         statistics: BlockStatistics | None = None,
+        indexes: Mapping[str, bytes] | None = None,
     ) -> PendingBlock:
-        """Starts writing a block's arrays, its document table and its statistics (if any); does not wait.
+        """Starts writing a block's arrays, its document table, its statistics (if any) and, by key, its indexes by
+        feature (where the store has them); does not wait.
 
         `arrays` holds every array of the layout by name, each of its full shard shape, with zeros (documents, selected:
         -1) where padded. The arrays are not copied: leave them untouched until `commit` returns.
@@ -169,6 +172,9 @@ class StoreWriter:
         if self.layout.first_row(stream, block) + self.layout.rows_per_block > MAX_ROWS:
             raise StoreInvalid(f"block {block} of stream {stream} is beyond row {MAX_ROWS}, the most a store can have.")
         self._check_arrays(arrays)
+        indexes = indexes or {}
+        if set(indexes) != (needed := set(index_keys(self.metadata, stream, block))):
+            raise ValueError(f"a block needs the indexes {needed}, got {set(indexes)}")
         self._withdraw(stream, block)
         tables = {table_key(stream, block): encode_table(table)}
         if statistics is not None:
@@ -179,7 +185,7 @@ class StoreWriter:
             return PendingBlock(stream, block, {}, {}, table_sha256, statistics_sha256)
         # These first: should one fail at once, nothing reads the arrays.
         futures: dict[str, Written] = {
-            self.storage.url(key): self.storage.start_write(key, parquet) for key, parquet in tables.items()
+            self.storage.url(key): self.storage.start_write(key, content) for key, content in (tables | indexes).items()
         }
         digests: dict[str, Future[str]] = {}
         for spec in self.layout.all_arrays:

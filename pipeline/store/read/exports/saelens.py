@@ -67,7 +67,7 @@ def write_cached_activations(
             kept = contexts * context
             columns = {"token_ids": batch.tokens[:kept].reshape(contexts, context)}
             for name in names:
-                values = _converted(name, batch.activations[name][:kept], dtype)
+                values = converted(name, batch.activations[name][:kept], dtype)
                 columns[hooks[name]] = values.reshape(contexts, context, values.shape[1])
             if contexts:
                 writer.write_batch(columns)
@@ -117,7 +117,7 @@ def _hook_names(store: ActivationStore, names: Sequence[str]) -> Mapping[str, st
     return hooks
 
 
-def _converted(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
+def converted(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
     with np.errstate(over="ignore"):
         converted = values.astype(dtype)
     if not np.isfinite(converted).all() and np.isfinite(values.astype(np.float32)).all():

@@ -1,0 +1,51 @@
+"""A block's features of SAEs: their statistics and indexes by feature, made on threads of their own."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.data.documents import TokenBlock
+from pipeline.planning.host_memory import MAX_SORTING_THREADS
+from pipeline.step.spec import EncoderSpec, StepSpec
+from pipeline.store.features.block_statistics import feature_statistics
+from pipeline.store.features.index_file import by_feature, encode_index, index_key
+from pipeline.store.format.layout import feature_parts
+from pipeline.store.format.statistics import Statistics
+
+
+class FeatureSummary(NamedTuple):
+    """Of an SAE, in a block. statistics: None where none are kept. indexes: by key; at most one."""
+
+    name: str
+    statistics: Statistics | None
+    indexes: dict[str, bytes]
+
+
+class FeatureThreads:
+    """Summarises the features of blocks, while the writer thread goes on."""
+
+    def __init__(self, spec: StepSpec, with_index: bool) -> None:
+        self._spec = spec
+        self._with_index = with_index
+        self._pool = ThreadPoolExecutor(MAX_SORTING_THREADS, "features")
+
+    def start(self, block: TokenBlock, arrays: Mapping[str, np.ndarray]) -> list[Future[FeatureSummary]]:
+        """One for each SAE; none where neither statistics nor an index are kept. Leave the arrays untouched."""
+        if not (self._spec.statistics or self._with_index):
+            return []
+        return [self._pool.submit(self._summarise, encoder, block, arrays) for encoder in self._spec.encoders]
+
+    def _summarise(self, encoder: EncoderSpec, block: TokenBlock, arrays: Mapping[str, np.ndarray]) -> FeatureSummary:
+        names = feature_parts(encoder.decodes)
+        parts = {part: arrays[f"{encoder.name}.{part}"][: block.num_rows] for part in names}
+        matrix = by_feature(parts["index"], parts["value"], encoder.sae.width)
+        indexes: dict[str, bytes] = {}
+        if self._with_index:
+            key = index_key(encoder.name, block.stream, block.index)
+            indexes[key] = encode_index(matrix, parts["value"].dtype, key)
+        statistics = None
+        if self._spec.statistics:
+            statistics = feature_statistics(parts, block.stored, matrix)
+        return FeatureSummary(encoder.name, statistics, indexes)

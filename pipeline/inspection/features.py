@@ -1,0 +1,197 @@
+"""What the features of an SAE fire on: some of them, each with its values and the contexts of its strongest firings.
+
+Shapes: F features of the SAE, n firings of one, T positions of a row, c tokens of a context.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int32, Int64
+
+from pipeline.core.errors import ConfigError, StoreInvalid
+from pipeline.store import ActivationStore
+from pipeline.store.features.firings import FeatureStatistics
+from pipeline.store.format.keys import features_name
+from pipeline.store.io.failures import VERIFY_REMEDY
+
+TOKENS_BEFORE, TOKENS_AFTER = 28, 12  # of a context, around the strongest firing
+# Of a feature that fires more often, only the strongest are read: as many times the contexts.
+MAX_FIRINGS, TOP_PER_CONTEXT = 5_000_000, 64
+
+
+@dataclass(frozen=True)
+class FeatureChoice:
+    """Which features to show. sae: its name, None for a store's only one. features: () for the `extremes` that fire
+    most often and the `extremes` that fire least often. contexts: the most to show of each."""
+
+    sae: str | None = None
+    features: tuple[int, ...] = ()
+    extremes: int = 8
+    contexts: int = 8
+
+
+@dataclass(frozen=True)
+class Context:
+    """Tokens of one window of a document, around a firing.
+
+    place: which of them is the strongest firing of the row. values: the feature's, 0 where it does not fire, NaN where
+    the features of the token are not stored. document: its number. position: of the firing, in its window.
+    """
+
+    tokens: Int32[np.ndarray, " c"]
+    values: Float32[np.ndarray, " c"]
+    place: int
+    row: int
+    document: int
+    position: int
+
+
+@dataclass(frozen=True)
+class FeatureView:
+    """One feature. count: how many tokens it is stored in; frequency: of all whose features are stored. mean and
+    maximum: of its values there. values: all of them, or None of more than MAX_FIRINGS."""
+
+    feature: int
+    count: int
+    frequency: float
+    mean: float
+    maximum: float
+    values: Float32[np.ndarray, " n"] | None
+    contexts: tuple[Context, ...]
+
+
+@dataclass(frozen=True)
+class SAEView:
+    """An SAE of a store. description: as the store's root has it."""
+
+    name: str
+    description: dict[str, object]
+    statistics: FeatureStatistics
+    features: tuple[FeatureView, ...]
+
+    @property
+    def frequencies(self) -> np.ndarray:
+        """[F], the share of tokens in which each feature is stored."""
+        return self.statistics.count / max(self.statistics.tokens, 1)
+
+
+def view_features(store: ActivationStore, choice: FeatureChoice) -> SAEView:
+    """Raises ConfigError for a choice that the store does not have, and StoreError."""
+    name = _sae_name(store, choice.sae)
+    statistics = store.feature_statistics(name)
+    width = len(statistics.count)
+    if wrong := [feature for feature in choice.features if feature >= width]:
+        raise ConfigError(f"inspect.features: {name} has the features 0 to {width - 1}, not {wrong[0]}.")
+    chosen = choice.features or most_and_least_frequent(statistics.count, choice.extremes)
+    views = tuple(_view(store, name, feature, statistics, choice.contexts) for feature in chosen)
+    described = {sae["features"]: sae for sae in store.metadata.encoders}
+    return SAEView(name, described[features_name(name)], statistics, views)
+
+
+def _sae_name(store: ActivationStore, given: str | None) -> str:
+    names = [sae["features"].removeprefix("features.") for sae in store.metadata.encoders]
+    if not names:
+        raise ConfigError(f"inspect.features_html: {store.path} has no features; it was made without capture.encode.")
+    if given is None and len(names) > 1:
+        raise ConfigError(f"inspect.sae is missing: the store has features of {', '.join(names)}. Choose one.")
+    if given is not None and given not in names:
+        raise ConfigError(f"inspect.sae={given}: the store has features of {', '.join(names)}.")
+    if features_name(given or names[0]) not in store.metadata.indexed_features:
+        raise ConfigError(
+            f"inspect.features_html: {store.path} has no index by feature, which the page needs: it was made with "
+            f"capture.encode_index=false, or by an earlier program. Make the store again."
+        )
+    return given or names[0]
+
+
+def most_and_least_frequent(count: Int64[np.ndarray, " F"], num: int) -> tuple[int, ...]:
+    """The `num` features that fire most often, and the `num` that do so least often, but at all; by falling count."""
+    order = np.argsort(-count, kind="stable")
+    order = order[count[order] > 0]
+    return tuple(order.tolist() if len(order) <= 2 * num else [*order[:num].tolist(), *order[-num:].tolist()])
+
+
+def _view(
+    store: ActivationStore, name: str, feature: int, statistics: FeatureStatistics, num_contexts: int
+) -> FeatureView:
+    count = int(statistics.count[feature])
+    is_whole = count <= MAX_FIRINGS
+    firings = store.feature(name, feature, None if is_whole else num_contexts * TOP_PER_CONTEXT)
+    return FeatureView(
+        feature,
+        count,
+        count / max(statistics.tokens, 1),
+        float(statistics.mean[feature]),
+        float(statistics.maximum[feature]),
+        firings.values if is_whole else None,
+        _contexts(store, name, feature, *_strongest_of_rows(firings.rows, firings.slots, firings.values, num_contexts)),
+    )
+
+
+def _strongest_of_rows(
+    rows: Int64[np.ndarray, " n"], slots: Int64[np.ndarray, " n"], values: Float32[np.ndarray, " n"], num: int
+) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " m"]]:
+    """Row and slot of the strongest firing of each row, of the `num` rows with the strongest ones."""
+    order = np.argsort(-values, kind="stable")
+    first = np.sort(np.unique(rows[order], return_index=True)[1])[:num]
+    return rows[order][first], slots[order][first]
+
+
+def _contexts(
+    store: ActivationStore, name: str, feature: int, rows: Int64[np.ndarray, " m"], slots: Int64[np.ndarray, " m"]
+) -> tuple[Context, ...]:
+    if not len(rows):
+        return ()
+    text, selected, outputs = store.read_tokens(rows, whole=True), store.read_selected(rows), store.read_outputs(rows)
+    index, value = (outputs[f"{features_name(name)}.{part}"] for part in ("index", "value"))
+    contexts = []
+    for n, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
+        values = _values_of_row(selected[n], index[n] == feature, value[n], store.length)
+        place = int(selected[n, slot])
+        if place < 0 or not values[place] > 0:
+            raise StoreInvalid(
+                f"{store.path}: the index by feature has a firing of feature {feature} of {name} in row {row}, slot "
+                f"{slot}, where the arrays have none. {VERIFY_REMEDY}"
+            )
+        window = np.flatnonzero(text.segments[n] == text.segments[n, place])
+        window = window[(window >= place - TOKENS_BEFORE) & (window <= place + TOKENS_AFTER)]
+        contexts.append(
+            Context(
+                text.tokens[n, window],
+                values[window],
+                int(np.searchsorted(window, place)),
+                row,
+                int(text.documents[n, place]),
+                int(text.positions[n, place]),
+            )
+        )
+    return tuple(contexts)
+
+
+def _values_of_row(
+    selected: Int32[np.ndarray, " S"], is_feature: Bool[np.ndarray, "S k"], value: np.ndarray, length: int
+) -> Float32[np.ndarray, " T"]:
+    values = np.full(length, np.nan, np.float32)
+    is_filled = selected >= 0
+    values[selected[is_filled]] = np.where(is_feature, value.astype(np.float32), 0).sum(axis=1)[is_filled]
+    return values
+
+
+def summary_rows(store: ActivationStore) -> Sequence[list[str]]:
+    """A line for each SAE, under SUMMARY_HEADER; none for a store without statistics of features."""
+    capture = store.metadata.config.get("capture") or {}
+    is_new = "encode_index" in capture  # an earlier program made no statistics of features
+    if not is_new or not len(store.blocks) or not store.blocks.has_statistics.all():
+        return []
+    rows = []
+    for sae in store.metadata.encoders:
+        name = sae["features"].removeprefix("features.")
+        statistics = store.feature_statistics(name)
+        frequency = statistics.count / max(statistics.tokens, 1)
+        shares = [(statistics.count == 0).sum(), (frequency > 0.01).sum(), (frequency > 0.1).sum()]
+        rows.append([name, f"{sae['width']:,}", f"{statistics.l0:.1f}", *(f"{int(share):,}" for share in shares)])
+    return rows
+
+
+SUMMARY_HEADER = ["features of", "number", "L0", "never fire", "in > 1 %", "in > 10 %"]

@@ -1,0 +1,133 @@
+"""A block's features by feature: the numbers of its arrays again, as a sparse matrix in the CSC format.
+
+So one feature is found without reading the others. An index file has an ENTRY for each of the F features, then the
+firings: by feature, and of a feature in the order of the tokens. Nothing is in it that the arrays do not say.
+
+Shapes: R rows of a block, S slots of a row, k features of a token that are stored, F features of the SAE.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from crc32c import crc32c
+from jaxtyping import Float32, Int32, Shaped, UInt32
+from scipy.sparse import csc_matrix, csr_matrix
+
+from pipeline.core.errors import StoreInvalid
+from pipeline.store.format.keys import index_prefix
+from pipeline.store.format.metadata import StoreMetadata
+from pipeline.store.io.failures import DAMAGE_REMEDY
+
+ENTRY = np.dtype(
+    [
+        ("first", "<u8"),  # firings of the features before
+        ("count", "<u4"),  # of the feature's own
+        ("maximum", "<f4"),  # the largest value among them, or 0
+        ("firings_crc32c", "<u4"),
+        ("entry_crc32c", "<u4"),  # of the object's key, the number of the feature, and the five fields before
+    ]
+)
+_CHECKED = ENTRY.itemsize - 4  # bytes
+
+
+class BlockFirings(NamedTuple):
+    """Where a feature fires in a block. slots: row * S + slot of the token, ascending. values: in float32."""
+
+    slots: UInt32[np.ndarray, " n"]
+    values: Float32[np.ndarray, " n"]
+
+
+def index_key(features: str, stream: int, block: int) -> str:
+    """The key, relative to the store, of a block's index. `features`: what the names of the SAE's arrays begin with."""
+    return f"{index_prefix(features)}stream-{stream:05d}/block-{block:06d}.csc"
+
+
+def index_keys(metadata: StoreMetadata, stream: int, block: int) -> list[str]:
+    """The keys of a block's indexes, of a store that has them."""
+    return [index_key(features, stream, block) for features in metadata.indexed_features]
+
+
+def firing_type(value_type: np.dtype) -> np.dtype:
+    """Of a firing: its slot, and the bits of its value."""
+    return np.dtype([("slot", "<u4"), ("value", f"<u{value_type.itemsize}")])
+
+
+def by_feature(index: Int32[np.ndarray, "R S k"], value: Shaped[np.ndarray, "R S k"], width: int) -> csc_matrix:
+    """The bits of the values that are stored, [R * S, F]. Raises ValueError for an index that is not below `width`."""
+    index, value = index.reshape(-1, index.shape[2]), value.reshape(-1, value.shape[2])
+    fires = index >= 0
+    bits = value.view(f"<u{value.dtype.itemsize}")
+    firsts = np.concatenate([[0], np.cumsum(fires.sum(axis=1))])
+    return csr_matrix((bits[fires], index[fires], firsts), shape=(len(index), width)).tocsc()
+
+
+def encode_index(matrix: csc_matrix, value_type: np.dtype, key: str) -> bytes:
+    """The index file of a block, which is stored under `key`."""
+    entries = np.zeros(matrix.shape[1], ENTRY)
+    entries["first"], entries["count"] = matrix.indptr[:-1], np.diff(matrix.indptr)
+    entries["maximum"] = largest(matrix, value_type)
+    firings = np.empty(matrix.nnz, firing_type(value_type))
+    firings["slot"], firings["value"] = matrix.indices, matrix.data
+    content, size = memoryview(firings).cast("B"), firings.itemsize
+    ends = (matrix.indptr * size).tolist()
+    entries["firings_crc32c"] = [crc32c(content[first:end]) for first, end in pairwise(ends)]
+    checked, begun = memoryview(entries).cast("B"), crc32c(key.encode())
+    starts = range(0, entries.nbytes, ENTRY.itemsize)
+    entries["entry_crc32c"] = [_entry_checksum(checked[at : at + _CHECKED], n, begun) for n, at in enumerate(starts)]
+    return b"".join((checked, content))
+
+
+def largest(matrix: csc_matrix, value_type: np.dtype) -> Float32[np.ndarray, " F"]:
+    """Each feature's largest value; 0 where it does not fire."""
+    maxima, fires = np.zeros(matrix.shape[1], np.float32), np.diff(matrix.indptr) > 0
+    if fires.any():
+        values = matrix.data.view(value_type).astype(np.float32)
+        maxima[fires] = np.maximum.reduceat(values, matrix.indptr[:-1][fires])
+    return maxima
+
+
+def entry_range(feature: int) -> tuple[int, int]:
+    """The bytes of an index file that hold a feature's entry."""
+    return feature * ENTRY.itemsize, (feature + 1) * ENTRY.itemsize
+
+
+def decode_entry(content: bytes, feature: int, key: str) -> np.void:
+    """A feature's ENTRY. Raises StoreInvalid for one that is damaged, or another's."""
+    if len(content) == ENTRY.itemsize:
+        [entry] = np.frombuffer(content, ENTRY)
+        if entry["entry_crc32c"] == _entry_checksum(content[:_CHECKED], feature, crc32c(key.encode())):
+            return entry
+    raise StoreInvalid(f"{key} does not hold an index of feature {feature}: it is damaged. {DAMAGE_REMEDY}")
+
+
+def firings_range(entry: np.void, width: int, value_type: np.dtype) -> tuple[int, int]:
+    """The bytes of an index file that hold a feature's firings."""
+    size = firing_type(value_type).itemsize
+    first = width * ENTRY.itemsize + int(entry["first"]) * size
+    return first, first + int(entry["count"]) * size
+
+
+def decode_firings(content: bytes, entry: np.void, value_type: np.dtype, key: str) -> BlockFirings:
+    """A feature's firings. Raises StoreInvalid for damaged ones."""
+    if crc32c(content) != entry["firings_crc32c"]:
+        raise StoreInvalid(f"{key} does not match its own checksums: it is damaged. {DAMAGE_REMEDY}")
+    firings = np.frombuffer(content, firing_type(value_type))
+    return BlockFirings(firings["slot"], firings["value"].view(value_type).astype(np.float32))
+
+
+def check_index(content: bytes | None, width: int, value_type: np.dtype, key: str) -> None:
+    """Raises StoreInvalid for an index file that is missing, or does not match its own checksums."""
+    if content is None:
+        raise StoreInvalid(f"{key} is missing, although its block is committed. {DAMAGE_REMEDY}")
+    end = width * ENTRY.itemsize
+    for feature in range(width):
+        entry = decode_entry(content[slice(*entry_range(feature))], feature, key)
+        first, end = firings_range(entry, width, value_type)
+        decode_firings(content[first:end], entry, value_type, key)
+    if len(content) != end:
+        raise StoreInvalid(f"{key} has {len(content)} bytes, expected {end}. {DAMAGE_REMEDY}")
+
+
+def _entry_checksum(checked: bytes | memoryview, feature: int, begun: int) -> int:
+    return crc32c(checked, crc32c(feature.to_bytes(4, "little"), begun))

@@ -1,0 +1,1 @@
+"""Copies of a store in the formats of other libraries."""

@@ -1,0 +1,216 @@
+"""A store's features as the latents that EleutherAI's delphi caches (`LatentCache`), for its `LatentDataset`.
+
+A folder for each SAE, with its features in ranges: `{first}_{last}.safetensors` with `locations` [n, 3] (context,
+position, feature - first), `activations` [n] and `tokens` [contexts, context], and config.json.
+
+Letters: n rows, T positions of a row, S slots of a row, k features of a token that are stored.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int32, Int64
+from tqdm import tqdm
+
+from pipeline.core.addresses import without_credentials
+from pipeline.core.errors import ConfigError
+from pipeline.core.file_errors import named_writing_errors
+from pipeline.store import ActivationStore
+from pipeline.store.format.layout import FEATURE_PARTS, MIB
+from pipeline.store.read.exports.saelens import converted
+from pipeline.store.read.rows import at_selected
+
+UNFINISHED = "delphi.unfinished"  # the folder of all files until they are complete
+BATCH_MIB = 4  # of stored features, read at a time; sorting and dividing them takes some ten times as much
+_PREFIX = "features."
+_MOST_OF_UINT16 = 1 << 16
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written. left_tokens: the last ones, fewer than a context. firings: of all SAEs. not_stored: how many
+    more there were for which the store had no slot (`capture.encode_top`)."""
+
+    contexts: int
+    left_tokens: int
+    firings: int
+    not_stored: int
+
+
+@dataclass(frozen=True)
+class _Split:
+    """The files of one SAE's features first..last, in parts until all is known. dtype: of `locations`."""
+
+    folder: Path
+    first: int
+    last: int
+    dtype: np.dtype
+
+    @cached_property
+    def _parts(self) -> Mapping[str, Path]:
+        return {name: self.folder / f"{self.first}.{name}" for name in ("activations", "locations")}
+
+    def append(self, places: Int64[np.ndarray, "m 2"], index: Int32[np.ndarray, " m"], values: np.ndarray) -> int:
+        """Of these features those in the range. Returns how many."""
+        chosen = (index >= self.first) & (index <= self.last)
+        locations = np.column_stack([places[chosen], index[chosen] - self.first]).astype(self.dtype)
+        for name, array in (("activations", values[chosen]), ("locations", locations)):
+            with self._parts[name].open("ab") as part:
+                part.write(array.tobytes())
+        return len(locations)
+
+    def finish(self, tokens: Path, contexts: int, context: int, dtype: str) -> None:
+        """Joins the parts to one safetensors file, the widest numbers first, so that all are aligned."""
+        parts = {"tokens": tokens, **self._parts}
+        num = self._parts["activations"].stat().st_size // np.dtype(dtype).itemsize
+        shapes = {"tokens": [contexts, context], "activations": [num], "locations": [num, 3]}
+        dtypes = {"tokens": "I64", "activations": {"float32": "F32", "float16": "F16"}[dtype]}
+        dtypes["locations"] = "U16" if self.dtype == np.uint16 else "U32"
+        header, end = {}, 0
+        for name, part in parts.items():
+            begin, end = end, end + part.stat().st_size
+            header[name] = {"dtype": dtypes[name], "shape": shapes[name], "data_offsets": [begin, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with (self.folder / f"{self.first}_{self.last}.safetensors").open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for part in parts.values():
+                with part.open("rb") as source:
+                    shutil.copyfileobj(source, file, MIB)
+            file.flush()
+            os.fsync(file.fileno())
+        for part in self._parts.values():
+            part.unlink()
+
+
+def write_latents(
+    store: ActivationStore, path: Path, names: Sequence[str], context: int, splits: int, dtype: str
+) -> Exported:
+    """Writes the features of `names`, as `store.batches(features=True)` calls them, to `path`, a folder.
+
+    Contexts are cut from the stored tokens, in the order of their rows and without padding. What an interrupted export
+    has left in the folder is replaced. Raises ConfigError when it has anything else, for unknown names, a store without
+    one context, SAEs with fewer features than `splits` and values that do not fit into `dtype`; StoreError, and
+    PipelineError where the files cannot be written.
+    """
+    widths = {sae["features"].removeprefix(_PREFIX): sae["width"] for sae in store.metadata.encoders}
+    if unknown := sorted(set(names) - set(widths)):
+        raise ConfigError(f"export.arrays: the store has no features of {unknown}, but of {sorted(widths)}.")
+    contexts = store.num_tokens // context
+    if not contexts:
+        raise ConfigError(
+            f"{store.path} has {store.num_tokens} tokens, less than one context of {context}. Lower export.context."
+        )
+    if narrow := sorted(name for name in names if widths[name] < splits):
+        raise ConfigError(f"export.splits={splits}: {narrow[0]} has {widths[narrow[0]]} features. Lower it.")
+    with named_writing_errors(f"export.path={path}"), _unfinished(path, names) as folder:
+        divided = {name: _splits(folder / name, widths[name], splits, contexts, context) for name in names}
+        firings, not_stored = _write_parts(store, folder / "tokens", divided, contexts, context, dtype)
+        for name, parts in divided.items():
+            for split in parts:
+                split.finish(folder / "tokens", contexts, context, dtype)
+            config = json.dumps(_config(store, contexts, context, splits), indent=4)
+            (folder / name / "config.json").write_text(config)
+        (folder / "tokens").unlink()
+    return Exported(contexts, store.num_tokens - contexts * context, firings, not_stored)
+
+
+@contextmanager
+def _unfinished(path: Path, names: Sequence[str]) -> Iterator[Path]:
+    """A folder in `path` to write to, whose content is moved to `path` at the end; deleted where that is not reached.
+
+    Raises ConfigError where `path` has anything that no interrupted export has left.
+    """
+    left = {file.name for file in path.iterdir()} if path.exists() else set()
+    if left and (UNFINISHED not in left or left - {UNFINISHED, *names}):
+        raise ConfigError(f"export.path={path} is not empty. Choose another, or delete what is there.")
+    for name in left:
+        shutil.rmtree(path / name)
+    folder = path / UNFINISHED
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        for done in sorted(folder.iterdir()):
+            done.rename(path / done.name)
+        folder.rmdir()
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _splits(folder: Path, width: int, splits: int, contexts: int, context: int) -> list[_Split]:
+    folder.mkdir()
+    edges = [width * k // splits for k in range(splits + 1)]
+    most = max(contexts, context, -(-width // splits))
+    dtype = np.dtype(np.uint16 if most <= _MOST_OF_UINT16 else np.uint32)
+    return [_Split(folder, first, end - 1, dtype) for first, end in pairwise(edges)]
+
+
+def _write_parts(
+    store: ActivationStore, tokens: Path, divided: Mapping[str, list[_Split]], contexts: int, context: int, dtype: str
+) -> tuple[int, int]:
+    """Goes over the store once. Returns the number of firings written, and of those that were not stored."""
+    first = firings = not_stored = 0
+    with tokens.open("wb") as file, tqdm(total=store.num_tokens, unit="token", desc="export", file=sys.stderr) as bar:
+        for rows in np.array_split(store.rows, _num_batches(store)):
+            text = store.read_tokens(rows, whole=True)
+            valid = text.segments > 0
+            numbers = first + np.cumsum(valid).reshape(valid.shape) - 1
+            is_kept = valid & (numbers < contexts * context)
+            file.write(text.tokens[is_kept].astype(np.int64).tobytes())
+            at_slots = at_selected(np.where(is_kept, numbers, -1), store.read_selected(rows), -1)
+            outputs = store.read_outputs(rows)
+            for name, splits in divided.items():
+                index, values, n_active = (outputs[f"{_PREFIX}{name}.{part}"] for part in FEATURE_PARTS)
+                not_stored += int(n_active.sum() - (index >= 0).sum())
+                places, index, values = _firings(at_slots, index, converted(name, values, dtype), context)
+                firings += sum(split.append(places, index, values) for split in splits)
+            first += int(valid.sum())
+            bar.update(int(valid.sum()))
+    return firings, not_stored
+
+
+def _num_batches(store: ActivationStore) -> int:
+    arrays = [array for name, array in store.arrays.items() if name.startswith(_PREFIX)]
+    row_bytes = sum(int(np.prod(array.shape[1:])) * array.dtype.numpy_dtype.itemsize for array in arrays)
+    return max(1, -(-len(store.rows) * row_bytes // (BATCH_MIB * MIB)))
+
+
+def _firings(
+    numbers: Int64[np.ndarray, "n S"], index: Int32[np.ndarray, "n S k"], values: np.ndarray, context: int
+) -> tuple[Int64[np.ndarray, "m 2"], Int32[np.ndarray, " m"], np.ndarray]:
+    """(context, position), feature and value of the features that fire, in the order of tokens and features.
+
+    `numbers`: which token of the export stands in a slot, -1 where none does.
+    """
+    order = np.argsort(index, axis=-1)
+    index, values = np.take_along_axis(index, order, axis=-1), np.take_along_axis(values, order, axis=-1)
+    fires = (index >= 0) & (numbers >= 0)[..., None]
+    token = np.broadcast_to(numbers[..., None], index.shape)[fires]
+    return np.column_stack(np.divmod(token, context)), index[fires], values[fires]
+
+
+def _config(store: ActivationStore, contexts: int, context: int, splits: int) -> Mapping[str, object]:
+    """The keys of delphi's CacheConfig that it reads again."""
+    model, data = (store.metadata.config.get(part) or {} for part in ("model", "data"))
+    is_files = data.get("source") == "parquet" and data.get("path")  # not of a Hub data set, which may have a subset
+    return {
+        "dataset_repo": without_credentials(str(data.get("path") or data.get("repo") or "")),
+        "dataset_split": data.get("split") or "",
+        "dataset_name": "" if is_files else data.get("subset") or "",
+        "dataset_column": data.get("text_column") or "text",
+        "cache_ctx_len": context,
+        "ctx_len": context,
+        "n_tokens": contexts * context,
+        "n_splits": splits,
+        "model_name": without_credentials(str(model.get("path") or "")),
+    }

@@ -1,0 +1,214 @@
+"""`python -m pipeline.export export.format=delphi`: the files hold the store's features, and delphi reads them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from pipeline.export import main
+from pipeline.store import ActivationStore
+from pipeline.store.read.exports.delphi import UNFINISHED
+from tests.store.example_store import stored_tokens
+from tests.store.test_feature_batches import ENCODERS, WIDTH, write
+from tests.store.test_shard_files import largest_file
+
+NAMES = [name for name, *_ in ENCODERS]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> str:
+    """Features of two SAEs, and no activations."""
+    return write(str(tmp_path_factory.mktemp("features")), keeps_activations=False)
+
+
+def exported(store: str, path: Path, *arguments: str) -> Path:
+    assert main([f"store.path={store}", f"export.path={path}", "export.format=delphi", *arguments]) == 0
+    return path
+
+
+def stored(store: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """All token ids [n] in the order of their rows, and the values of all features [n, F]; 0 where none is stored."""
+    opened = ActivationStore.open(store)
+    valid = opened.read_tokens(opened.rows).segments > 0
+    outputs = opened.read_outputs(opened.rows)
+    index, value = (outputs[f"features.{name}.{part}"][valid] for part in ("index", "value"))
+    dense = np.zeros((len(index), WIDTH + 1), np.float32)  # one more for what is empty
+    np.put_along_axis(dense, index, value.astype(np.float32), axis=1)
+    return opened.read_tokens(opened.rows).tokens[valid], dense[:, :WIDTH]
+
+
+def edges(folder: Path) -> list[tuple[int, int]]:
+    return sorted(tuple(map(int, file.stem.split("_"))) for file in folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(("context", "splits"), [(None, None), (5, 1), (3, 7), (1, WIDTH)])
+def test_the_files_hold_the_stored_features(store, tmp_path, context, splits, capsys):
+    given = [f"export.context={context}"] if context else []
+    given += [f"export.splits={splits}"] if splits else []
+    exported(store, tmp_path / "latents", *given)
+    context = context or ActivationStore.open(store).length
+    contexts, left = divmod(stored_tokens(), context)
+    printed = capsys.readouterr().out
+    assert f"{contexts} contexts of {context} tokens; {left} tokens are left out" in printed
+    assert sorted(path.name for path in (tmp_path / "latents").iterdir()) == sorted(NAMES)
+    firings = 0
+    for name in NAMES:
+        tokens, dense = stored(store, name)
+        folder = tmp_path / "latents" / name
+        ranges = edges(folder)
+        assert len(ranges) == (splits or 5)
+        assert [first for first, _ in ranges] == [0, *(last + 1 for _, last in ranges[:-1])]
+        assert ranges[-1][1] == WIDTH - 1
+        found = np.zeros((contexts, context, WIDTH), np.float32)
+        for first, last in ranges:
+            split = load_file(folder / f"{first}_{last}.safetensors")
+            np.testing.assert_array_equal(split["tokens"], tokens[: contexts * context].reshape(contexts, context))
+            assert split["locations"].dtype == np.uint16
+            assert split["activations"].dtype == np.float32
+            row, position, feature = split["locations"].astype(np.int64).T
+            flat = np.ravel_multi_index((row, position, feature), found.shape)
+            assert (np.diff(flat) > 0).all()  # delphi groups contexts by consecutive locations
+            found[row, position, first + feature] = split["activations"]
+            firings += len(split["activations"])
+        np.testing.assert_array_equal(found.reshape(-1, WIDTH), dense[: contexts * context])
+    opened = ActivationStore.open(store).read_outputs(slice(None))
+    missing = sum(int(opened[f"features.{name}.n_active"].sum()) - (stored(store, name)[1] > 0).sum() for name in NAMES)
+    assert f"{firings:,} values of features; {missing:,} more are not stored" in printed
+    assert missing > 0
+
+
+def test_batches_of_rows_give_the_same_files(store, tmp_path, monkeypatch, capsys):
+    whole = exported(store, tmp_path / "whole")
+    monkeypatch.setattr("pipeline.store.read.exports.delphi.BATCH_MIB", 0.0005)
+    in_parts = exported(store, tmp_path / "parts")
+    files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
+    assert len(files) == 2 * (5 + 1)
+    assert all((whole / file).read_bytes() == (in_parts / file).read_bytes() for file in files)
+
+
+def test_locations_beyond_16_bits_get_32(store, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("pipeline.store.read.exports.delphi._MOST_OF_UINT16", 4)
+    folder = exported(store, tmp_path / "latents") / NAMES[0]
+    assert {load_file(file)["locations"].dtype for file in folder.glob("*.safetensors")} == {np.dtype(np.uint32)}
+
+
+def test_what_a_killed_export_left_is_replaced(store, tmp_path, capsys):
+    path = exported(store, tmp_path / "latents")
+    expected = {file: file.read_bytes() for file in path.rglob("*.safetensors")}
+    (path / NAMES[0]).rename(tmp_path / "aside")  # killed while the folders were moved to their places
+    (path / UNFINISHED).mkdir()
+    (tmp_path / "aside").rename(path / UNFINISHED / NAMES[0])
+    exported(store, path)
+    assert {file: file.read_bytes() for file in path.rglob("*.safetensors")} == expected
+    (path / "notes").write_text("mine")
+    for names in ([], [UNFINISHED]):
+        for name in names:
+            (path / name).mkdir()
+        assert main([f"store.path={store}", f"export.path={path}", "export.format=delphi"]) == 2
+        assert "is not empty" in capsys.readouterr().err
+    assert (path / "notes").read_text() == "mine"
+    assert all(file.exists() for file in expected)
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_in_the_way(store, tmp_path, capsys):
+    with largest_file(600):
+        arguments = [f"store.path={store}", f"export.path={tmp_path / 'latents'}", "export.format=delphi"]
+        assert main(arguments) == 1
+    assert "cannot be written: " in capsys.readouterr().err
+    assert list((tmp_path / "latents").iterdir()) == []
+    assert main(arguments) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export.arrays=embed"], "no features of ['embed'], but"),
+        (["export.context=100000"], "less than one context of 100000"),
+        (["export.splits=41"], "has 40 features"),
+        (["export.splits=0"], "export.splits=0"),
+        (["export.format=csv"], "export.format=csv"),
+        (["export.format=saelens", "export.splits=2"], "is of export.format=delphi"),
+    ],
+)
+def test_settings_that_are_wrong(store, arguments, message, tmp_path, capsys):
+    format_given = [] if arguments[0].startswith("export.format") else ["export.format=delphi"]
+    assert main([f"store.path={store}", f"export.path={tmp_path / 'b'}", *format_given, *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_store_without_features(real_store, tmp_path, capsys):
+    assert main([f"store.path={real_store}", f"export.path={tmp_path / 'b'}", "export.format=delphi"]) == 2
+    assert "has no features" in capsys.readouterr().err
+
+
+def test_delphi_writes_the_same_files(store, tmp_path, capsys):
+    """From the same tokens and values, with its own cache."""
+    pytest.importorskip("delphi")
+    import torch
+    from delphi.latents import LatentCache
+
+    ours, theirs, name = exported(store, tmp_path / "ours", "export.dtype=float16"), tmp_path / "theirs", NAMES[0]
+    context = ActivationStore.open(store).length
+    tokens, dense = stored(store, name)
+    contexts = len(tokens) // context
+    cache = LatentCache(None, {}, batch_size=contexts)
+    latents = torch.from_numpy(dense[: contexts * context].reshape(contexts, context, WIDTH))
+    ids = torch.from_numpy(tokens[: contexts * context].astype(np.int64).reshape(contexts, context))
+    cache.cache.add(latents, ids, 0, name)
+    cache.cache.save()
+    cache.width = WIDTH
+    cache.save_splits(5, theirs)
+    assert edges(theirs / name) == edges(ours / name)
+    for first, last in edges(theirs / name):
+        expected, found = (load_file(folder / name / f"{first}_{last}.safetensors") for folder in (theirs, ours))
+        assert set(expected) == set(found)
+        for key, values in expected.items():
+            assert values.dtype == found[key].dtype
+            np.testing.assert_array_equal(values, found[key])
+
+
+@pytest.mark.parametrize("selected", [False, True], ids=["all", "selected"])
+def test_delphi_reads_every_feature(store, tmp_path, selected, capsys):
+    pytest.importorskip("delphi")
+    import torch
+    from delphi.config import ConstructorConfig, SamplerConfig
+    from delphi.latents import LatentDataset
+
+    class Words:
+        """Stands for a tokenizer of the store's ids, which delphi needs to show them."""
+
+        def batch_decode(self, ids):
+            return [str(int(token)) for token in ids]
+
+    name = NAMES[1]
+    path = exported(store, tmp_path / "latents", f"export.arrays={name}", "export.context=4")
+    tokens, dense = stored(store, name)
+    dense = dense[: len(tokens) // 4 * 4]
+    wanted = [3, 17, 39] if selected else np.flatnonzero(dense.any(axis=0)).tolist()
+    dataset = LatentDataset(
+        path,
+        SamplerConfig(n_examples_train=2, n_examples_test=0, n_quantiles=1),
+        ConstructorConfig(example_ctx_len=4, min_examples=1, n_non_activating=1),
+        tokenizer=Words(),
+        modules=[name],
+        latents={name: torch.tensor(wanted)} if selected else None,
+    )
+    records = {record.latent.latent_index: record for record in dataset}
+    assert sorted(records) == [feature for feature in wanted if dense[:, feature].any()]
+    assert len(records) > 2
+    for feature, record in records.items():
+        assert record.per_token_frequency == (dense[:, feature] > 0).mean()
+        found = np.sort([float(value) for example in record.examples for value in example.activations if value > 0])
+        np.testing.assert_array_equal(found, np.sort(dense[dense[:, feature] > 0, feature]))
+        strongest = int(dense[:, feature].argmax()) // 4
+        assert record.max_activation == dense[:, feature].max()
+        at_most = [example for example in record.examples if example.max_activation == record.max_activation]
+        contexts = [example.tokens.tolist() for example in at_most]
+        assert tokens[strongest * 4 : strongest * 4 + 4].tolist() in contexts
+    config = json.loads((path / name / "config.json").read_text())
+    assert (config["cache_ctx_len"], config["n_splits"]) == (4, 5)
+    shutil.rmtree(path)

@@ -1,0 +1,202 @@
+"""The page of features that `pipeline.inspect` writes: what it says is what is in the store."""
+
+import re
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipeline.cli.settings import parse
+from pipeline.core.errors import ConfigError
+from pipeline.data.text.tokenizer import load_tokenizer
+from pipeline.inspect import Settings, main
+from pipeline.inspection.feature_page import render
+from pipeline.inspection.features import (
+    TOKENS_AFTER,
+    TOKENS_BEFORE,
+    FeatureChoice,
+    most_and_least_frequent,
+    view_features,
+)
+from pipeline.inspection.summary import summarise
+from pipeline.store import ActivationStore
+from tests.browser import CHROMIUM, DRIVER, browser
+from tests.commands.test_inspect import Page
+from tests.store.test_feature_batches import ENCODERS, write
+
+KEY = "blocks.4.resid_post"
+
+
+@pytest.fixture(scope="module")
+def store(encoded_store) -> ActivationStore:
+    return ActivationStore.open(encoded_store)
+
+
+@pytest.fixture(scope="module")
+def dense(store) -> np.ndarray:
+    """The values of all features, [rows, positions, F], from the arrays by token."""
+    outputs = store.read_outputs(slice(None))
+    index, value = (outputs[f"features.{KEY}.{part}"] for part in ("index", "value"))
+    values = np.zeros((*index.shape[:2], 769), np.float32)
+    np.put_along_axis(values, index, value.astype(np.float32), axis=2)
+    return values[..., :768]
+
+
+def test_the_most_and_the_least_frequent_are_chosen():
+    assert most_and_least_frequent(np.array([3, 0, 9, 9, 1, 0, 5]), 2) == (2, 3, 0, 4)
+    assert most_and_least_frequent(np.array([3, 0, 9]), 2) == (2, 0)
+    assert most_and_least_frequent(np.zeros(3, int), 2) == ()
+
+
+def test_a_features_numbers_are_those_of_the_arrays(store, dense):
+    sae = view_features(store, FeatureChoice(extremes=3))
+    counts = (dense > 0).sum(axis=(0, 1))
+    assert [view.feature for view in sae.features] == list(most_and_least_frequent(counts, 3))
+    np.testing.assert_allclose(sae.frequencies, counts / store.num_tokens)
+    for view in sae.features:
+        values = dense[..., view.feature][dense[..., view.feature] > 0]
+        assert (view.count, view.frequency) == (len(values), len(values) / store.num_tokens)
+        assert (view.mean, view.maximum) == (pytest.approx(values.mean(), rel=1e-5), values.max())
+        np.testing.assert_array_equal(view.values, values)
+
+
+@pytest.mark.parametrize("most", [None, 0], ids=["all firings", "the strongest"])
+def test_contexts_are_of_the_rows_with_the_strongest_firings(store, dense, monkeypatch, most):
+    if most is not None:
+        monkeypatch.setattr("pipeline.inspection.features.MAX_FIRINGS", most)
+    text = store.read_tokens(slice(None))
+    cut = 0
+    for view in view_features(store, FeatureChoice(features=(12, 99, 500), contexts=5)).features:
+        values = dense[..., view.feature]
+        assert (view.values is None) == (most == 0)
+        strongest = values.max(axis=1)
+        assert [c.values[c.place] for c in view.contexts] == np.sort(strongest[strongest > 0])[::-1][:5].tolist()
+        assert len({context.row for context in view.contexts}) == len(view.contexts)
+        for context in view.contexts:
+            n = int(np.flatnonzero(store.rows == context.row)[0])
+            place = int(values[n].argmax())
+            begin = max(place - TOKENS_BEFORE, place - int(text.positions[n, place]))
+            window = slice(begin, begin + len(context.tokens))
+            assert context.place == place - begin
+            np.testing.assert_array_equal(context.tokens, text.tokens[n, window])
+            np.testing.assert_array_equal(context.values, values[n, window])
+            assert set(text.documents[n, window]) == {context.document}
+            assert context.position == text.positions[n, place]
+            is_whole = len(context.tokens) == context.place + TOKENS_AFTER + 1
+            assert is_whole or window.stop == 256 or text.segments[n, window.stop] != text.segments[n, place]
+            cut += not is_whole or context.place < TOKENS_BEFORE
+    assert cut  # some contexts are cut where their window begins or ends
+
+
+def test_the_page_is_whole_and_loads_nothing(encoded_store, store, tmp_path, capsys):
+    file = tmp_path / "features.html"
+    arguments = [f"store.path={encoded_store}", f"inspect.features_html={file}", "inspect.features=[12,99]"]
+    assert main([*arguments, "inspect.contexts=3", "inspect.tokens=512"]) == 0
+    assert f"{file}: " in capsys.readouterr().out
+    text = file.read_text()
+    page = Page(text)
+    assert page.tags.count("svg") == 3
+    assert not re.search(r"https?://|src=|@import|url\((?!#)|href=\"(?!#|data:image/png;)", text)
+    assert '<meta name="viewport"' in text
+    assert re.findall(r'<h2 id="f(\d+)">', text) == ["12", "99"]
+    assert text.count('class="context"') == 6
+    tokenizer = load_tokenizer("pipeline/assets/tiny-qwen2")
+    for view in view_features(store, FeatureChoice(features=(12, 99), contexts=3)).features:
+        assert f"({view.count:,}); mean {view.mean:.4g}, maximum {view.maximum:.4g}." in page.text
+        for context in view.contexts:
+            shown = "".join(tokenizer.decode([token]) for token in context.tokens)
+            assert shown.replace("\n", "↵") in page.text
+
+
+def test_how_many_features_fire_is_printed(encoded_store, store, dense, capsys):
+    assert main([f"store.path={encoded_store}", "inspect.tokens=512"]) == 0
+    frequency = (dense > 0).sum(axis=(0, 1)) / store.num_tokens
+    counts = [(frequency == 0).sum(), (frequency > 0.01).sum(), (frequency > 0.1).sum()]
+    assert counts[2] > 0
+    assert re.search(" +".join([KEY, "768", r"16\.0", *map(str, counts)]), capsys.readouterr().out)
+
+
+def test_a_feature_that_never_fires(store):
+    sae = view_features(store, FeatureChoice(features=(12, 99)))
+    count = sae.statistics.count.copy()
+    count[12] = 0
+    silent = replace(sae.features[0], count=0, frequency=0.0, values=np.empty(0, np.float32), contexts=())
+    statistics = replace(sae.statistics, count=count)
+    page = Page(render(summarise(store), replace(sae, statistics=statistics, features=(silent, sae.features[1])), None))
+    assert page.text.count("It does not fire in this store.") == 1
+    never = int((count == 0).sum())
+    assert f"{never:,} ({never / 768:.1%})" in page.text
+    assert "".join(f"{token} " for token in sae.features[1].contexts[0].tokens) in page.text  # without a tokenizer
+
+
+def test_a_feature_with_too_many_firings_has_no_histogram(encoded_store, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("pipeline.inspection.features.MAX_FIRINGS", 0)
+    file = tmp_path / "features.html"
+    assert main([f"store.path={encoded_store}", f"inspect.features_html={file}", "inspect.features=12"]) == 0
+    page = Page(file.read_text())
+    assert page.tags.count("svg") == 1
+    assert "Its histogram is left out" in page.text
+
+
+def test_settings():
+    given = ["store.path=s", "inspect.features_html=p", "inspect.sae=a.b", "inspect.features=[3, 4]"]
+    settings = parse(Settings, [*given, "inspect.extremes=2", "inspect.contexts=5"])
+    assert (settings.sae, settings.features, settings.extremes, settings.contexts) == ("a.b", (3, 4), 2, 5)
+    for wrong in ("inspect.features=a", "inspect.features=[1,,2]", "inspect.features=[-1]", "inspect.extremes=0"):
+        with pytest.raises(ConfigError, match=re.escape(wrong)):
+            parse(Settings, ["store.path=s", wrong])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect.features=[768]"], "has the features 0 to 767, not 768"),
+        (["inspect.sae=blocks.2.resid_post"], "inspect.sae=blocks.2.resid_post: the store has features of blocks.4"),
+    ],
+)
+def test_choices_that_the_store_does_not_have(encoded_store, tmp_path, arguments, message, capsys):
+    page = f"inspect.features_html={tmp_path / 'p'}"
+    assert main([f"store.path={encoded_store}", page, "inspect.tokens=512", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "p").exists()
+
+
+def test_stores_that_have_no_page_of_features(real_store, encoded_store, tmp_path, capsys):
+    page = f"inspect.features_html={tmp_path / 'p'}"
+    two = write(str(tmp_path / "two"), keeps_activations=True)
+    cases = [
+        ([f"store.path={real_store}", page], "has no features"),
+        ([f"store.path={two}", page], "inspect.sae is missing"),
+        ([f"store.path={two}", page, f"inspect.sae={ENCODERS[0][0]}"], "has no index by feature"),
+        ([f"store.path={encoded_store}", "inspect.features=[1]"], "inspect.features is of the page of features"),
+    ]
+    for arguments, message in cases:
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_an_index_that_contradicts_the_arrays_is_named(encoded_store, tmp_path, capsys):
+    copy = shutil.copytree(encoded_store, tmp_path / "store")
+    array = ActivationStore.open(copy).arrays[f"features.{KEY}.index"]
+    array.write(np.zeros(array.shape, np.int32)).result()
+    assert main([f"store.path={copy}", f"inspect.features_html={tmp_path / 'p'}", "inspect.features=12"]) == 2
+    assert "the index by feature has a firing of feature 12" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # starts a browser
+@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
+def test_a_browser_shows_the_page(encoded_store, tmp_path, capsys):
+    file = tmp_path / "features.html"
+    assert main([f"store.path={encoded_store}", f"inspect.features_html={file}"]) == 0
+    with browser() as tab:
+        for width in (375, 1200):
+            tab.open(file, width)
+            assert tab.complaints() == []
+            assert tab.requests() == [file.as_uri()]
+            shown, needed = tab.evaluate("[innerWidth, document.documentElement.scrollWidth]")
+            assert shown == width
+            assert needed <= width  # nothing to scroll sideways to
+            assert tab.evaluate("document.querySelectorAll('.context').length") > 50
+            tab.screenshot(tmp_path / f"{width}.png")
+            assert (tmp_path / f"{width}.png").stat().st_size > 50_000

@@ -1,0 +1,76 @@
+"""The bundled SAE: small, in a format that others read, and trained."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from pipeline.models.sae.loading import open_sae
+from pipeline.models.sae.spec import Activation
+from pipeline.store import ActivationStore
+from tests.models.sae_files import encode_dense
+
+ROOT = Path(__file__).parents[2]
+SAE = ROOT / "pipeline" / "assets" / "tiny-sae"
+KEY = "blocks.4.resid_post"
+
+
+def test_the_folder_is_small_and_complete():
+    files = {path.name: path.stat().st_size for path in SAE.iterdir()}
+    assert set(files) == {"README.md", "cfg.json", "sae_weights.safetensors"}
+    assert sum(files.values()) < 2_000_000
+
+
+def test_it_is_of_the_demos_layer():
+    sae = open_sae(str(SAE))
+    assert (sae.spec.activation, sae.spec.d_in, sae.hook_name) == (Activation.topk, 128, "blocks.4.hook_resid_post")
+    np.testing.assert_allclose(np.linalg.norm(sae.read("w_dec"), axis=1), 1, atol=1e-5)
+
+
+def test_the_recorded_figures():
+    """Measured by the training script on documents that neither the model nor the SAE has learned."""
+    config = json.loads((SAE / "cfg.json").read_text())
+    measured = config["metadata"]
+    assert measured["explained_variance"] > 0.8
+    assert measured["features_that_fire"] > 0.99 * config["d_sae"]
+    readme = (SAE / "README.md").read_text()
+    assert f"explains {measured['explained_variance']:.1%} of the variance" in readme
+    assert f"with {measured['l0']:g} of {config['d_sae']} features per token" in readme
+
+
+def test_it_explains_what_the_main_job_stores(encoded_store):
+    store, tensors = ActivationStore.open(encoded_store), load_file(SAE / "sae_weights.safetensors")
+    (batch,) = store.batches([KEY], store.num_tokens, features=True)
+    x, features = batch.activations[KEY], batch.features[KEY]
+    np.testing.assert_allclose(
+        features.dense().astype(np.float32), encode_dense(open_sae(str(SAE)), x), rtol=0.01, atol=1e-3
+    )
+    error = x - features.dense().astype(np.float32) @ tensors["W_dec"] - tensors["b_dec"]
+    assert np.square(error).sum() < 0.2 * np.square(x - x.mean(axis=0)).sum()
+    assert features.n_active.mean() == pytest.approx(16, abs=0.1)
+
+
+def test_sae_lens_reads_and_computes_the_same(encoded_store):
+    sae_lens, torch = pytest.importorskip("sae_lens"), pytest.importorskip("torch")
+    theirs = sae_lens.SAE.load_from_disk(str(SAE), device="cpu", dtype="float32")
+    x = ActivationStore.open(encoded_store).read(4, "resid_post", slice(0, 8))
+    with torch.no_grad():
+        values = theirs.encode(torch.from_numpy(x)).to_dense().numpy()
+    np.testing.assert_allclose(values, encode_dense(open_sae(str(SAE)), x), atol=1e-4)
+
+
+@pytest.mark.slow  # a minute: stores the activations of the whole corpus, and compiles the training step
+def test_the_training_script_writes_an_sae_of_the_same_kind(tmp_path):
+    pytest.importorskip("optax")
+    arguments = [sys.executable, "-m", "scripts.train.train_demo_sae", "--out", tmp_path, "--steps", "50"]
+    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True, timeout=900)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in SAE.iterdir()}
+    theirs, ours = (json.loads((folder / "cfg.json").read_text()) for folder in (SAE, tmp_path))
+    assert {**theirs, "metadata": 0} == {**ours, "metadata": 0}
+    assert theirs["metadata"].keys() == ours["metadata"].keys()
+    assert 0.2 < ours["metadata"]["explained_variance"] < theirs["metadata"]["explained_variance"]
+    assert open_sae(str(tmp_path)).shapes == open_sae(str(SAE)).shapes
