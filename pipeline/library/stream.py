@@ -97,8 +97,7 @@ class Stream:
         if config.run.claim:
             raise ConfigError("run.claim=true: claims are kept in a store. Use rank and world of Stream.batches.")
         use_compilation_cache(config.run.compilation_cache)
-        capture = replace(config.capture, statistics=False)  # which nobody would read
-        self.config = replace(config, capture=capture, store=replace(config.store, path=_NO_STORE))
+        self.config = replace(config, store=replace(config.store, path=_NO_STORE))
         self._job = open_job(self.config, _own_devices(topology(config.run)))
         self.keys: tuple[ActivationKey, ...] = self._job.plan.step.keys
         widths = {encoder.spec.name: encoder.spec.sae.width for encoder in self._job.encoders}

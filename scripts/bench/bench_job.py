@@ -70,7 +70,11 @@ class Case:
         return statistics.median(whole / bare for whole, bare in zip(self.whole, self.forward, strict=True))
 
 
+<<<<<<< HEAD
 def overrides(layers: str, max_tokens: int) -> list[str]:
+=======
+def overrides(layers: str, max_tokens: int, *more: str) -> list[str]:
+>>>>>>> stream
     return [
         "data=fineweb",
         f"data.path={BUILD / 'text'}",
@@ -84,12 +88,18 @@ def overrides(layers: str, max_tokens: int) -> list[str]:
         f"batch.length={LENGTH}",
         f"run.max_tokens={max_tokens}",
         "run.progress=false",
+        *more,
     ]
 
 
 def open_case(name: str, layers: str, max_tokens: int, *more: str) -> Case:
+<<<<<<< HEAD
     path = BUILD / "stores" / name
     job = open_job(composing.compose([*overrides(layers, max_tokens), *more, f"store.path={path}"]))
+=======
+    store = f"store.path={BUILD / 'stores' / name}"
+    job = open_job(composing.compose(overrides(layers, max_tokens, store, *more)))
+>>>>>>> stream
     return case_of(name, layers, job, load_step(job))
 
 

@@ -135,12 +135,14 @@ def alone(folder, overrides, tmp_path_factory) -> tuple[list[str], Path]:
     return features, path
 
 
-def test_a_stream_has_them_too(alone) -> None:
-    """As the store does: a stream computes what the store holds, and nothing else."""
-    features, path = alone
-    batches = list(Stream.from_config(features).batches(50, shuffle_buffer_tokens=2048, features=True))
+def test_a_stream_has_them_too(alone, tmp_path) -> None:
+    """As the store does, with the errors of reconstruction."""
+    features = [*alone[0], "capture.encode_error=true", "run.max_tokens=2000"]
+    run_here(*features, f"store.path={tmp_path / 'store'}")
+    options = {"features": True, "outputs": (f"features.{ARRAY}.squared_error", f"features.{ARRAY}.cosine")}
+    batches = list(Stream.from_config(features).batches(50, shuffle_buffer_tokens=2048, **options))
     assert batches[0].activations == {}
-    assert tokens_of(batches) == tokens_of(ActivationStore.open(str(path)).batches([], 50, features=True))
+    assert tokens_of(batches) == tokens_of(ActivationStore.open(str(tmp_path / "store")).batches([], 50, **options))
 
 
 def test_a_killed_job_resumed_by_two_processes_makes_the_same_store(alone, tmp_path) -> None:
