@@ -70,11 +70,7 @@ class Case:
         return statistics.median(whole / bare for whole, bare in zip(self.whole, self.forward, strict=True))
 
 
-<<<<<<< HEAD
-def overrides(layers: str, max_tokens: int) -> list[str]:
-=======
 def overrides(layers: str, max_tokens: int, *more: str) -> list[str]:
->>>>>>> stream
     return [
         "data=fineweb",
         f"data.path={BUILD / 'text'}",
@@ -93,13 +89,8 @@ def overrides(layers: str, max_tokens: int, *more: str) -> list[str]:
 
 
 def open_case(name: str, layers: str, max_tokens: int, *more: str) -> Case:
-<<<<<<< HEAD
-    path = BUILD / "stores" / name
-    job = open_job(composing.compose([*overrides(layers, max_tokens), *more, f"store.path={path}"]))
-=======
     store = f"store.path={BUILD / 'stores' / name}"
     job = open_job(composing.compose(overrides(layers, max_tokens, store, *more)))
->>>>>>> stream
     return case_of(name, layers, job, load_step(job))
 
 
