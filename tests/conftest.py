@@ -43,7 +43,7 @@ LONGEST = (
 # Whose programs LLVM would take longer to optimise than they then run. What XLA makes of them is the same without; last
 # bits are not, so none of these compares with what another process has computed.
 HASTILY_COMPILED = (
-    *("tests/models/", "tests/generation/test_generator.py", "tests/step/test_compiled_step.py"),
+    *("tests/library/", "tests/models/", "tests/generation/test_generator.py", "tests/step/test_compiled_step.py"),
     *("tests/step/test_head_outputs.py", "tests/step/test_storage_dtypes.py", "tests/step/test_stored_statistics.py"),
     "tests/step/test_weights_error.py",
 )
