@@ -36,14 +36,16 @@ SECRET = "ya29.nobody-may-see-this"
 MEASURED = "measured"  # the property of a test that is printed at the end
 # By how long they take. The others follow.
 LONGEST = (
-    *("test_processes.py", "test_compile_check.py", "test_mesh.py", "test_generate.py", "test_process_startup.py"),
-    *("test_claiming.py", "test_resume.py", "test_generator.py", "test_cli.py", "test_compilation_cache.py"),
-    *("test_weights_error.py", "test_positions.py", "test_compiled_step.py", "test_generation_mesh.py"),
+    *("test_processes.py", "test_parity.py", "test_compile_check.py", "test_generate.py", "test_mesh.py"),
+    *("test_claiming.py", "test_positions.py", "test_int8.py", "test_generator.py", "test_cli.py", "test_extractor.py"),
+    *("test_resume.py", "test_compilation_cache.py", "test_run.py", "test_bfloat16.py", "test_attention_splash.py"),
+    *("test_process_startup.py", "test_features.py", "test_remote_job.py", "test_generation_mesh.py"),
+    *("test_generation_tpu.py", "test_weights_error.py", "test_compiled_step.py", "test_families.py"),
 )
 # Whose programs LLVM would take longer to optimise than they then run. What XLA makes of them is the same without; last
 # bits are not, so none of these compares with what another process has computed.
 HASTILY_COMPILED = (
-    *("tests/models/", "tests/generation/test_generator.py", "tests/step/test_compiled_step.py"),
+    *("tests/library/", "tests/models/", "tests/generation/test_generator.py", "tests/step/test_compiled_step.py"),
     *("tests/step/test_head_outputs.py", "tests/step/test_storage_dtypes.py", "tests/step/test_stored_statistics.py"),
     "tests/step/test_weights_error.py",
 )
@@ -57,7 +59,11 @@ SLOW = (  # what compiles many programs, or large ones, or runs whole jobs
     *("generation/test_generator.py", "generation/test_sampling.py", "models/test_families.py", "models/test_int8.py"),
     *("models/test_attention_splash.py", "models/test_parity.py", "step/test_compiled_step.py"),
     *("step/test_storage_dtypes.py", "step/test_stored_statistics.py", "step/test_weights_error.py"),
-    *("extraction/test_zero_activations.py", "library/test_stream.py"),
+    *("extraction/test_zero_activations.py", "extraction/test_expert_stores.py", "extraction/test_features.py"),
+    *("extraction/test_extension.py", "models/test_attention_xla.py", "models/test_attention_xla_segments.py"),
+    *("models/test_experts.py", "models/test_real_encoder.py", "step/test_head_outputs.py"),
+    *("store/test_all_zero_blocks.py", "store/test_verifying_in_parts.py", "scripts/test_attention_blocks.py"),
+    "library/test_stream.py",
 )
 
 

@@ -202,6 +202,7 @@ class BlockWriter:
                 of_arrays = {} if rows is None else merge_rows(self._plan.step, block, rows)
                 statistics = of_arrays | {summary.name: summary.statistics for summary in summaries}
             indexes = {key: content for summary in summaries for key, content in summary.indexes.items()}
+            pending.features.clear()  # and so their memory, once it is written
         try:
             if self._may_commit(block.stream):
                 with self._metrics.stage(Stage.WRITER_STORE):

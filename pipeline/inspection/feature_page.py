@@ -39,15 +39,15 @@ def render(summary: Summary, sae: SAEView, tokenizer: TextTokenizer | None) -> s
 
 def _facts(summary: Summary, sae: SAEView) -> str:
     statistics, described = sae.statistics, sae.description
-    never = int((statistics.count == 0).sum())
+    nowhere, stored = int((statistics.count == 0).sum()), statistics.count.sum() / max(statistics.tokens, 1)
     facts = {
         "store": summary.path,
         "model": summary.root.metadata.config.get("model", {}).get("path", summary.root.metadata.model.get("family")),
         "SAE": f"{len(statistics.count):,} features ({described.get('activation')}), of which the {described['top']} "
         f"largest of each token are stored, as {described['dtype']}",
         "tokens": f"{statistics.tokens:,}",
-        "L0": f"{statistics.l0:.1f} features fire in a token on average",
-        "never fire": f"{never:,} ({never / len(statistics.count):.1%})",
+        "L0": f"{statistics.l0:.1f} features fire in a token on average, {stored:.1f} of them are stored",
+        "stored nowhere": f"{nowhere:,} features ({nowhere / len(statistics.count):.1%})",
     }
     if statistics.explained_variance is not None:
         facts["explains"] = (
@@ -85,13 +85,13 @@ def _table(sae: SAEView, tokenizer: TextTokenizer | None) -> str:
 def _feature(view: FeatureView, tokenizer: TextTokenizer | None) -> str:
     title = f'<h2 id="f{view.feature}"><a href="#f{view.feature}">Feature {view.feature}</a></h2>'
     if not view.count:
-        return f"{title}<p>It does not fire in this store.</p>"
+        return f"{title}<p>It is not stored for any token.</p>"
     chart = value_histogram(view)
     figure = f"<figure><figcaption>{chart.caption}</figcaption>{svg(chart)}</figure>" if chart else ""
     left_out = "" if chart else f" Its histogram is left out: it fires more than {MAX_FIRINGS:,} times."
     contexts = "".join(_context(context, view.maximum, tokenizer) for context in view.contexts)
     return (
-        f"{title}<p>Fires in {_percent(view.frequency)} of tokens ({view.count:,}); mean {number(view.mean)}, maximum "
+        f"{title}<p>Stored in {_percent(view.frequency)} of tokens ({view.count:,}); mean {number(view.mean)}, maximum "
         f"{number(view.maximum)}.{left_out} The strongest firing of each of {len(view.contexts)} rows:</p>"
         f'<div class="feature"><div class="contexts">{contexts}</div>{figure}</div>'
     )

@@ -143,8 +143,9 @@ def _contexts(
 ) -> tuple[Context, ...]:
     if not len(rows):
         return ()
-    text, selected, outputs = store.read_tokens(rows, whole=True), store.read_selected(rows), store.read_outputs(rows)
-    index, value = (outputs[f"{features_name(name)}.{part}"] for part in ("index", "value"))
+    text, selected = store.read_tokens(rows, whole=True), store.read_selected(rows)
+    parts = [f"{features_name(name)}.{part}" for part in ("index", "value")]
+    index, value = map(store.read_outputs(rows, parts).get, parts)
     contexts = []
     for n, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
         values = _values_of_row(selected[n], index[n] == feature, value[n], store.length)
@@ -196,4 +197,4 @@ def summary_rows(store: ActivationStore) -> Sequence[list[str]]:
     return rows
 
 
-SUMMARY_HEADER = ["features of", "number", "L0", "explained", "never fire", "in > 1 %", "in > 10 %"]
+SUMMARY_HEADER = ["features of", "number", "L0", "explained", "nowhere", "in > 1 %", "in > 10 %"]

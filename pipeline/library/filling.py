@@ -83,8 +83,8 @@ class Filler:
         self._reading = reading
         self._rank = rank
         self._names = stored_names(plan.step)
-        self._free: queue.Queue[TokenMemory | None] = queue.Queue()
-        self._filled: queue.Queue[_Filled | BaseException] = queue.Queue()
+        self._free: queue.SimpleQueue[TokenMemory | None] = queue.SimpleQueue()  # a finaliser may put
+        self._filled: queue.SimpleQueue[_Filled | BaseException] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._feed: Feed | None = None
         self._thread: threading.Thread | None = None

@@ -43,7 +43,7 @@ class StreamReader(Iterator[Batch]):
         work = job.work()
         begin, self._position = FeedPosition(InTurn(work)), Position()
         if state is not None:
-            begin, self._position = _restored(dict(state), self._identity, work)
+            begin, self._position = _restored(state, self._identity, work)
         self._filler = Filler(job.plan, step, memories, reading, reading.options.rank)
         self._filler.begins[self._position.buffer] = begin
         filled = self._filler.filled(begin, self._position.buffer)
@@ -125,7 +125,7 @@ def _entry(work: StreamWork) -> list[int | None]:
 
 
 def _restored(
-    state: dict[str, Any], identity: Mapping[str, object], work: Sequence[StreamWork]
+    state: Mapping[str, Any], identity: Mapping[str, object], work: Sequence[StreamWork]
 ) -> tuple[FeedPosition, Position]:
     """The position in an earlier reader's state. Raises ValueError for one of another stream."""
     try:
@@ -136,17 +136,17 @@ def _restored(
             if others.get(name) != value
         ]
         position = Position(**{field.name: int(state[field.name]) for field in fields(Position)})
-        row, entries = int(state["row"]), [tuple(entry) for entry in state["streams"]]
-    except (KeyError, TypeError, ValueError) as error:
+        row, left, by_stream = int(state["row"]), [], {item.stream.stream: item for item in work}
+        for stream, index, shard, document, token, ordinal, wanted in state["streams"] if not different else ():
+            start = Cursor(shard, document, token, ordinal)
+            left.append(replace(by_stream[stream], start=start, index=index, token_budget=wanted, wanted=wanted))
+        if min(row, *asdict(position).values()) < 0:
+            raise ValueError("a negative position")
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"the state is not a Stream's ({error!r}). Start again without a state.") from error
     if different:
         raise ValueError(
             f"the state is of another stream, which differs in {', '.join(different)}. Use the configuration and the "
             "options of the reader that the state came from, or start again without a state."
         )
-    by_stream = {item.stream.stream: item for item in work}
-    left = []
-    for stream, index, shard, document, token, ordinal, wanted in entries:
-        start = Cursor(shard, document, token, ordinal)
-        left.append(replace(by_stream[stream], start=start, index=index, token_budget=wanted, wanted=wanted))
     return FeedPosition(InTurn(left), row), position

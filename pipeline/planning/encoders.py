@@ -83,6 +83,12 @@ def open_encoders(capture: CaptureConfig, model: ModelFacts) -> tuple[Encoder, .
                 *(address, sae.spec.k, capture.encode_top),
             )
         decodes = capture.encode_error
+        if decodes and sae.spec.is_transcoder is None:
+            log.warning(
+                "the files of %s do not say whether it is a transcoder: if it is, capture.encode_error compares its "
+                "prediction of another array with what it reads, which means nothing",
+                address,
+            )
         if decodes and (sae.spec.is_transcoder or sae.spec.d_out != width):
             raise ConfigError(
                 f"capture.encode_error with the transcoder {address}, which predicts another array than it reads. Set "

@@ -7,12 +7,15 @@ from pipeline.cluster.topology import Topology
 from pipeline.config.schema import RunConfig, StoreConfig
 from pipeline.core.errors import ConfigError
 from pipeline.step.spec import StepSpec
+from pipeline.store.features.index_file import ENTRY
 from pipeline.store.format.layout import MIB, is_plain_files, rows_per_block_for
+from pipeline.store.write.committed_streams import RUNNING_KEPT
 
 MAX_STEPS_IN_FLIGHT = 4  # one computing, one copying to the host, one being drained, one in reserve
 MAX_STEPS_PER_BLOCK = 64  # bounds what a kill loses, and how many rows are packed before the devices need them
 _HOST_BUFFERS = 2  # one is filled while the other is written
 MAX_SORTING_THREADS = 4  # each sorts the features of one SAE in a block
+_RUNNING_BYTES = 28  # of the statistics of a feature, which are kept for RUNNING_KEPT streams
 _SORTING_BYTES = 40  # that this takes for each feature of a token
 
 
@@ -76,7 +79,11 @@ def _index_bytes(step: StepSpec, rows_per_block: int) -> int:
     tops = sorted(encoder.top for encoder in step.encoders if encoder.indexed or step.statistics)
     sorting = _SORTING_BYTES * sum(tops[-MAX_SORTING_THREADS:])
     stored = sum(encoder.index_bytes for encoder in step.encoders)
-    return rows_per_block * step.slots * (sorting + _HOST_BUFFERS * stored)
+    entries = sum(encoder.sae.width * ENTRY.itemsize for encoder in step.encoders if encoder.indexed)
+    running = sum(encoder.sae.width * _RUNNING_BYTES for encoder in step.encoders) if step.statistics else 0
+    # Each index is there twice while it is written.
+    indexes = 2 * _HOST_BUFFERS * (rows_per_block * step.slots * stored + entries)
+    return rows_per_block * step.slots * sorting + indexes + RUNNING_KEPT * running
 
 
 def plan_rows_per_block(store: StoreConfig, step: StepSpec, process_rows: int, stored: int | None) -> int:

@@ -39,6 +39,8 @@ def features_of(
         found = encode(encoder.sae, arrays, taken, encoder.top, encoder.threshold, mesh, encoder.decodes)
         with jax.named_scope("store"):
             is_finite = jnp.isfinite(taken).all(axis=-1) & jnp.isfinite(found.value).all(axis=-1)
+            for part in found.reconstruction or ():
+                is_finite &= jnp.isfinite(part)
             features[encoder.name] = StoredFeatures(
                 (
                     jnp.where(stored.exist[:, :, None], found.index, -1),

@@ -50,10 +50,9 @@ def write_store(num_blocks: int) -> None:
     encoder = {"features": FEATURES, "array": ARRAY, "width": WIDTH, "top": TOP, "dtype": "bfloat16"}
     metadata = StoreMetadata(
         **{"model": {}, "tokenizer": {}, "data": {}, "batch": {"length": LENGTH}, "store": {"compression": "none"}},
-        capture={"arrays": [], "dtype": "bfloat16", "encode": [encoder]},
+        capture={"arrays": [], "dtype": "bfloat16", "encode": [encoder], "encode_index": True},
         num_streams=1,
         rows_per_block=ROWS,
-        config={"capture": {"encode_index": True}},
     )
     layout = StoreLayout(1, ROWS, LENGTH, (), outputs=feature_specs(FEATURES, TOP, "bfloat16", "position"))
     writer = StoreWriter.open(str(PATH), metadata, layout)

@@ -1,5 +1,4 @@
-"""Writes SAEs as the libraries that train them do, with what they compute; run by test_sae_libraries in their environment.
-
+"""Writes SAEs as the libraries that train them do, with what they compute, for test_sae_libraries.
     python tests/models/sae_libraries.py FOLDER
 
 For each case a folder with its checkpoint, and reference.npz: x [n, D], features [n, F], out [n, O]. Prints the names.

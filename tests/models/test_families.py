@@ -293,8 +293,9 @@ def test_a_site_alone_equals_the_site_among_all(family: str, tmp_path) -> None:
 
     def captured(*keys: ActivationKey) -> dict[ActivationKey, jax.Array]:
         params = model.load(keys, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-        return model.apply(params, tokens, jnp.ones_like(tokens), positions, keys)
+        return apply(params, tokens, jnp.ones_like(tokens), positions, keys)
 
+    apply = jax.jit(model.apply, static_argnames="keys")
     keys = activation_keys((2,), tuple(site for site in model.sites if site.per_layer))
     for key, expected in captured(*keys).items():
         np.testing.assert_allclose(captured(key)[key], expected, rtol=1e-4, atol=1e-5, err_msg=key.name)

@@ -94,5 +94,5 @@ def test_features_without_an_index_are_read_and_extended(tmp_path, monkeypatch):
     assert store.metadata.indexed_features == ()
     assert list(tmp_path.glob("store/_features/*")) == []
     assert anew.feature(name, 3).rows.size
-    with pytest.raises(StoreMismatch, match="indexes by feature"):
+    with pytest.raises(StoreMismatch, match="capture.encode_index: None and True"):
         merge_stores(["store", "anew"], "merged")

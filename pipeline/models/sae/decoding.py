@@ -25,7 +25,9 @@ def decode(
 ) -> Float32[Array, "n O"]:
     """What the decoder makes of the values of all features. `params` and `values` are those of this device's features
     where the mesh's `axis` divides them."""
-    values = values / params.get("feature_scale", 1)
+    if "feature_scale" in params:
+        scale = params["feature_scale"]
+        values = jnp.where(scale > 0, values / jnp.where(scale > 0, scale, 1), 0)
     out = jnp.einsum("nF,FO->nO", values.astype(x.dtype), params["w_dec"], preferred_element_type=jnp.float32)
     if axis:
         out = jax.lax.psum(out, axis)

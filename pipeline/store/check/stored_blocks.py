@@ -278,7 +278,12 @@ def _check_features(
         yield from (Problem(keys[names["value"]], what) for what in check_statistics(statistics, computed))
     if sae["features"] in store.root.metadata.indexed_features:
         key = index_key(sae["features"], record.stream, record.block)
-        if (content := store.storage.read(key)) is None:
+        try:
+            content = store.storage.read(key)
+        except StoreError as error:
+            yield Problem(key, str(error))
+            return
+        if content is None:
             yield Problem(key, "is missing, although the block is committed")
         elif content != encode_index(matrix, key):
             yield Problem(key, "is not the index of the features that the block's arrays have")

@@ -36,8 +36,9 @@ class FeatureStatistics:
 
     tokens: their number. count: in how many of them each feature is stored. mean, maximum: of its values there; 0 for
     one that is stored nowhere. l0: how many features fire in a token on average, also those that are not stored.
-    With capture.encode_error, else None: explained_variance: 1 - sum of |x - reconstruction|^2 / sum of |x - mean x|^2;
-    cosine: of the angle between x and its reconstruction, on average.
+    With capture.encode_error, else None: explained_variance: 1 - sum of |x - reconstruction|^2 / sum of |x - mean x|^2
+    (None where these would be of different tokens, since some are not finite); cosine: of the angle between x and its
+    reconstruction, on average.
     """
 
     tokens: int
@@ -54,9 +55,10 @@ class FeatureStatistics:
         tokens, fired = statistics.count, statistics.fired
         mean = statistics.mean * tokens / np.maximum(fired, 1)
         explained, cosine = None, None
-        if activations is not None and statistics.squared_error is not None:
-            explained = 1 - statistics.squared_error / max(float(activations.m2.sum()), np.finfo(np.float64).tiny)
-            cosine = statistics.cosine_sum / max(tokens, 1)
+        if activations is not None and statistics.squared_error is not None and tokens:
+            cosine = statistics.cosine_sum / tokens
+            if activations.count == tokens and (variance := float(activations.m2.sum())):
+                explained = 1 - statistics.squared_error / variance
         l0 = statistics.num_active / max(tokens, 1)
         return cls(tokens, fired, mean, statistics.maximum, l0, explained, cosine)
 
@@ -87,11 +89,13 @@ class FeatureIndexes:
         contents = _read(self.storage, [keys[n] for n in fires], ranges)
         rows, slots, values = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.float32)]
         for n, content in zip(fires, contents, strict=True):
+            block = self.blocks[n]
             firings = decode_firings(content, entries[n], self.value_type, keys[n])
             row, slot = np.divmod(firings.slots.astype(np.int64), self.slots)
-            rows.append(self.first_row(self.blocks[n].stream, self.blocks[n].block) + row)
-            slots.append(slot)
-            values.append(firings.values)
+            is_known = row < block.rows  # a longer run may have replaced a truncated block since the store was opened
+            rows.append(self.first_row(block.stream, block.block) + row[is_known])
+            slots.append(slot[is_known])
+            values.append(firings.values[is_known])
         found = Firings(*map(np.concatenate, (rows, slots, values)))
         if top is None:
             return found

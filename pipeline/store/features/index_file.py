@@ -6,7 +6,6 @@ firings: by feature, and of a feature in the order of the tokens. Nothing is in 
 Shapes: R rows of a block, S slots of a row, k features of a token that are stored, F features of the SAE.
 """
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -91,7 +90,8 @@ def encode_index(matrix: ByFeature, key: str) -> bytes:
     firings["slot"], firings["value"] = matrix.slots, matrix.values.view(firings.dtype["value"])
     content, size = memoryview(firings).cast("B"), firings.itemsize
     ends = (matrix.firsts * size).tolist()
-    entries["firings_crc32c"] = [crc32c(content[first:end]) for first, end in pairwise(ends)]
+    fires = np.flatnonzero(entries["count"])
+    entries["firings_crc32c"][fires] = [crc32c(content[ends[n] : ends[n + 1]]) for n in fires.tolist()]  # else 0
     checked, begun = memoryview(entries).cast("B"), crc32c(key.encode())
     starts = range(0, entries.nbytes, ENTRY.itemsize)
     entries["entry_crc32c"] = [_entry_checksum(checked[at : at + _CHECKED], n, begun) for n, at in enumerate(starts)]

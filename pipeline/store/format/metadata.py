@@ -96,11 +96,9 @@ class StoreMetadata:
 
     @property
     def indexed_features(self) -> tuple[str, ...]:
-        """What the names of the arrays begin with whose blocks have an index by feature: as the run was told that
-        created the store. Stores of earlier programs have none."""
-        capture = self.config.get("capture")
-        has_index = isinstance(capture, dict) and capture.get("encode_index") is True
-        return tuple(sae["features"] for sae in self.encoders) if has_index else ()
+        """What the names of the arrays begin with whose blocks have an index by feature; none in stores of earlier
+        programs."""
+        return tuple(sae["features"] for sae in self.encoders) if self.capture.get("encode_index") is True else ()
 
     def content(self) -> dict[str, Any]:
         """Everything that the fingerprint covers."""

@@ -38,7 +38,7 @@ def _are_encoders(value: Any) -> bool:
         isinstance(sae, dict)
         and is_features_name(sae.get("features"))
         and _is_count(sae.get("top"), 1)
-        and _is_count(sae.get("width"), 1)
+        and _is_count(sae.get("width"), 1, _MAX_WIDTH)
         and sae.get("dtype") in ("bfloat16", "float32")
         for sae in value
     )
@@ -49,6 +49,7 @@ def _are_outputs(value: Any) -> bool:
 
 
 _ABSENT = object()
+_MAX_WIDTH = 1 << 26  # features of an SAE; checking a store takes memory for each
 _OBJECTS = ("model", "tokenizer", "data", "batch", "capture", "store")
 _CONFIGS = ("run", "model", "data", "capture", "batch", "store")
 _RULES = (

@@ -391,7 +391,7 @@ def decode_merged(objects: Mapping[str, bytes], name: str) -> Statistics:
             attributes.get("num_active"),
             attributes.get("cosine_sum"),
         )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
         raise StoreInvalid(f"{zarr_json_key} does not hold merged statistics: {error!r}. {DAMAGE_REMEDY}") from error
 
 

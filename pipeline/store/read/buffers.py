@@ -34,8 +34,6 @@ WHOLE_MIB = 64.0
 
 FILES_AT_ONCE = 4  # local store shards that are read, each by a thread
 
-STACKED = "stacked"  # the name of the memory [S, K, D] that several arrays of one width share
-
 
 class StoredBlocks:
     """The committed blocks of a store, and the side arrays of those that are being read."""

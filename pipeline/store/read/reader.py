@@ -12,7 +12,7 @@ activations are stored: `capture.positions`), D features of an activation.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -209,10 +209,10 @@ class ActivationStore:
 
     def _merged_statistics(self, name: str) -> Statistics:
         digests = self._statistics_digests
+        is_named = digests is None or name in digests  # else what is there is of another extent
         if self.complete:
-            statistics = read_merged(self.storage, name, (digests or {}).get(name))
-            expected = self.blocks.has_statistics.all() and (digests is None or name in digests)
-            if statistics is None and len(self.blocks) and expected:
+            statistics = read_merged(self.storage, name, (digests or {}).get(name)) if is_named else None
+            if statistics is None and len(self.blocks) and self.blocks.has_statistics.all() and is_named:
                 raise StoreInvalid(
                     f"{self.path} is complete, but its statistics of {name} are missing. {DAMAGE_REMEDY}"
                 )
@@ -310,15 +310,17 @@ class ActivationStore:
             selected = np.where(segments > 0, np.arange(self.length, dtype=np.int32), np.int32(-1))
         return selected[0] if is_one_row(rows) else selected
 
-    def read_outputs(self, rows: Rows) -> dict[str, np.ndarray]:
+    def read_outputs(self, rows: Rows, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
         """What the model's head says of the tokens of some rows, chosen as in `read`, and the features that SAEs gave
-        them, by array name; {} for a store without `capture.outputs` and `capture.encode`.
+        them, by array name; {} for a store without `capture.outputs` and `capture.encode`. names: the arrays to read;
+        None for all.
 
         [n, S], or [n, S, k] of the k likeliest next tokens, or of k features ([S], [S, k] for one row). Where there is
         no token: 0, and as a feature's index -1.
         """
         wanted = self._rows.chosen(rows)
-        outputs = {spec.name: self._rows.read(spec.name, wanted) for spec in self._layout.outputs}
+        chosen = [spec.name for spec in self._layout.outputs if names is None or spec.name in names]
+        outputs = {name: self._rows.read(name, wanted) for name in chosen}
         return {name: values[0] if is_one_row(rows) else values for name, values in outputs.items()}
 
     def document(self, id: str | SupportsIndex, keys: Sequence[Key] | None = None) -> DocumentActivations:

@@ -13,7 +13,7 @@ from pipeline.store.format.commits import CommitRecord, read_commit_records
 from pipeline.store.format.statistics import BlockStatistics, merge_arrays, read_running
 from pipeline.store.io.storage import Storage
 
-_RUNNING_KEPT = 32  # streams whose running statistics are kept; those of others are read again
+RUNNING_KEPT = 32  # streams whose running statistics are kept; those of others are read again
 
 
 class CommittedStreams:
@@ -70,7 +70,7 @@ class CommittedStreams:
             running = before and merge_arrays(before, statistics)
         if running is not None:
             self._running[stream, block] = running
-        while len(self._running) > _RUNNING_KEPT:
+        while len(self._running) > RUNNING_KEPT:
             del self._running[next(iter(self._running))]
         return running
 

@@ -95,8 +95,6 @@ def _require_fit(first: StoreWriter, other: StoreWriter) -> None:
         for (name, left), right in zip(_formats(first).items(), _formats(other).values(), strict=True)
         if left != right
     ]
-    if first.metadata.indexed_features != other.metadata.indexed_features:
-        different.append("capture.encode_index: one has indexes by feature, the other has none")
     if different:
         lines = "".join(f"\n  {line}" for line in different)
         raise StoreMismatch(f"the stores {first.path} and {other.path} are of different configurations:{lines}")

@@ -168,7 +168,9 @@ def _write_parts(
             is_kept = valid & (numbers < contexts * context)
             file.write(text.tokens[is_kept].astype(np.int64).tobytes())
             at_slots = at_selected(np.where(is_kept, numbers, -1), store.read_selected(rows), -1)
-            outputs = store.read_outputs(rows)
+            outputs = store.read_outputs(
+                rows, [f"{_PREFIX}{name}.{part}" for name in divided for part in FEATURE_PARTS]
+            )
             for name, splits in divided.items():
                 index, values, n_active = (outputs[f"{_PREFIX}{name}.{part}"] for part in FEATURE_PARTS)
                 not_stored += int(n_active.sum() - (index >= 0).sum())
