@@ -125,9 +125,9 @@ def test_a_feature_that_never_fires(store):
     silent = replace(sae.features[0], count=0, frequency=0.0, values=np.empty(0, np.float32), contexts=())
     statistics = replace(sae.statistics, count=count)
     page = Page(render(summarise(store), replace(sae, statistics=statistics, features=(silent, sae.features[1])), None))
-    assert page.text.count("It does not fire in this store.") == 1
+    assert page.text.count("It is not stored for any token.") == 1
     never = int((count == 0).sum())
-    assert f"{never:,} ({never / 768:.1%})" in page.text
+    assert f"{never:,} features ({never / 768:.1%})" in page.text
     assert "".join(f"{token} " for token in sae.features[1].contexts[0].tokens) in page.text  # without a tokenizer
 
 

@@ -327,6 +327,38 @@ def test_verify_names_a_damaged_index(alone, tmp_path, damage, level) -> None:
             [store.feature(ARRAY, feature) for feature in range(40)]
 
 
+def test_an_index_that_is_no_file_is_named(alone, tmp_path) -> None:
+    copy = shutil.copytree(alone[1], tmp_path / "store")
+    (copy / INDEX).unlink()
+    (copy / INDEX).mkdir()
+    assert INDEX in {problem.where for problem in verify_store(str(copy))}
+
+
+def test_statistics_that_the_root_does_not_name_are_not_read(alone, tmp_path) -> None:
+    """As an earlier program leaves them that extends a store."""
+    copy = shutil.copytree(alone[1], tmp_path / "store")
+    root = json.loads((copy / "zarr.json").read_text())
+    attributes = root["attributes"]["activation_store"]
+    del attributes["statistics_digests"][f"features.{ARRAY}"], attributes["sha256"]
+    (copy / "zarr.json").write_text(json.dumps(root))
+    with pytest.raises(StoreError, match="or by an earlier program"):
+        ActivationStore.open(str(copy)).feature_statistics(ARRAY)
+
+
+def test_firings_are_of_the_rows_that_the_store_had_when_it_was_opened(alone, tmp_path) -> None:
+    features, _ = alone
+    path = f"store.path={tmp_path}/store"
+    run_here(*features, "run.max_tokens=300", path)
+    store = ActivationStore.open(f"{tmp_path}/store")
+    before = {feature: store.feature(ARRAY, feature) for feature in range(WIDTH)}
+    run_here(*features, "run.max_tokens=1200", path)  # writes the truncated blocks again
+    for feature, firings in before.items():
+        again = store.feature(ARRAY, feature)
+        for one, other in zip(vars(firings).values(), vars(again).values(), strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert_indexed(ActivationStore.open(f"{tmp_path}/store"), ARRAY)
+
+
 def test_an_index_of_no_block_is_named(alone, tmp_path) -> None:
     copy = shutil.copytree(alone[1], tmp_path / "store")
     for other in ("block-000099.csc", "x"):

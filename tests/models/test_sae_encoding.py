@@ -79,6 +79,14 @@ def test_how_near_the_reconstruction_is(name: str) -> None:
     np.testing.assert_allclose(cosine, (x * out).sum(axis=-1) / lengths, atol=1e-5)
 
 
+def test_a_feature_without_a_decoder_decodes_to_nothing() -> None:
+    sae, rng = CASES["topk"], np.random.default_rng(2)
+    arrays = sae_arrays(sae, rng)
+    arrays["feature_scale"][:20] = 0  # norms of its decoder's rows
+    features = encode(sae, arrays, 3 * rng.normal(size=(*ROWS, D)).astype(np.float32), 3, decodes=True)
+    assert np.isfinite(features.reconstruction.squared_error).all()
+
+
 def test_of_equal_values_the_lower_index_comes_first() -> None:
     sae = SAESpec(1, 40, 1, Activation.relu)
     arrays = {"w_enc": np.ones((1, 40), np.float32), "b_enc": np.zeros(40, np.float32)}
