@@ -216,6 +216,11 @@ def error(got: np.ndarray, expected: np.ndarray) -> float:
     return float(np.max(np.abs(got - expected)) / np.max(np.abs(expected)))
 
 
+def bound(key: ActivationKey, model: Model) -> float:
+    """1e-5 for each layer that the activations went through: how float32 is rounded depends on the CPU."""
+    return 1e-5 * (key.layer + 1 if key.site.per_layer else model.num_layers)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_site_of_every_layer(case: str, tmp_path) -> None:
     family, overrides = CASES[case]
@@ -227,10 +232,10 @@ def test_every_site_of_every_layer(case: str, tmp_path) -> None:
     got = run(model, keys, *batch)
     assert {key: values.shape[2] for key, values in got.items()} == {key: model.width(key.site) for key in keys}
     assert {key for key in expected if not key.site.per_layer or key.site in model.sites} == {*keys}
-    errors = {key.name: error(got[key], expected[key]) for key in keys if key.site is not Site.router_indices}
+    errors = {key: error(got[key], expected[key]) for key in keys if key.site is not Site.router_indices}
     for key in (key for key in keys if key.site is Site.router_indices):
         np.testing.assert_array_equal(got[key], expected[key])
-    assert {name: value for name, value in errors.items() if not value <= 1e-5} == {}
+    assert {key.name: value for key, value in errors.items() if not value <= bound(key, model)} == {}
 
 
 SCANNED = {
@@ -255,8 +260,10 @@ def test_scanned_layers_equal_single_ones(case: str, tmp_path) -> None:
     family, overrides = SCANNED[case]
     reference = save_random(family, tmp_path, **overrides)
     batch = unpacked(np.random.default_rng(2), 2, 64)
-    got = run(open_model(str(tmp_path)), (LAST_KEY,), *batch)
-    assert error(got[LAST_KEY], reference_activations(reference, batch[0])[LAST_KEY]) < 1e-5
+    model = open_model(str(tmp_path))
+    got = run(model, (LAST_KEY,), *batch)
+    expected = reference_activations(reference, batch[0])
+    assert error(got[LAST_KEY], expected[LAST_KEY]) < bound(LAST_KEY, model)
 
 
 FAMILIES = {
@@ -300,7 +307,8 @@ def test_packed_documents_equal_documents_alone(family: str, tmp_path) -> None:
     for row, first, length in documents:
         expected = reference_activations(reference, tokens[row : row + 1, first : first + length])
         for key in keys:
-            assert error(got[key][row : row + 1, first : first + length], expected[key]) < 1e-5, key.name
+            found = got[key][row : row + 1, first : first + length]
+            assert error(found, expected[key]) < bound(key, model), key.name
     assert all(np.isfinite(values).all() for values in got.values())
 
 

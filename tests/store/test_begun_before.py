@@ -55,4 +55,6 @@ def test_it_is_finished_and_equals_a_new_one(kind: str, tmp_path: Path) -> None:
     for name in ("tokens", "segments", "positions", "documents"):
         np.testing.assert_array_equal(left[name], right[name])
     left, right = (store.read(2, "resid_post", store.rows).astype(np.float32) for store in (finished, new))
-    np.testing.assert_allclose(left, right, rtol=2e-2, atol=2e-2)  # another kind of CPU may round another way
+    # Another kind of CPU may round another way, to the next integer of int8 too.
+    step = np.abs(right).max(axis=-1, keepdims=True) / 127 if kind == "int8" else 0
+    assert (np.abs(left - right) <= 2e-2 * (1 + np.abs(right)) + 1.01 * step).all()
