@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := scripts/constraints.txt
 
-.PHONY: help setup setup-test demo test test-fast test-slow lint docs readme train-demo-model train-demo-sae clean \
+.PHONY: help setup setup-test demo test test-fast test-slow test-saes lint docs readme train-demo-model train-demo-sae clean \
 	audit-tpu first-day bench bench-reader bench-writer bench-host bench-startup bench-gpu bench-peers bench-scale
 
 help:  ## list the targets
@@ -27,6 +27,13 @@ $(VENV)/.setup-test: $(VENV)/.setup
 $(VENV)-moto/.setup: scripts/moto-requirements.txt
 	@test -x $(VENV)-moto/bin/python || $(PYTHON) -m venv $(VENV)-moto
 	$(VENV)-moto/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+$(VENV)-saes/.setup: scripts/saes-requirements.txt
+	@test -x $(VENV)-saes/bin/python || $(PYTHON) -m venv $(VENV)-saes
+	$(VENV)-saes/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VENV)-saes/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(VENV)-saes/bin/python -m pip uninstall --quiet --yes torchvision  # which may be of another torch
 	@touch $@
 
 $(VENV)-peers/.setup: scripts/bench/peers/requirements.txt
@@ -56,6 +63,9 @@ test-fast: setup-test  ## what needs no process of its own and compiles little
 
 test-slow: setup-test  ## the long soaks: 20 kills of a 30-block run, ...
 	$(BIN)/python -m pytest -m slow
+
+test-saes: setup-test $(VENV)-saes/.setup  ## SAEs of SAELens, sparsify and dictionary_learning, against these libraries
+	$(BIN)/python -m pytest -m slow tests/models/test_saes_of_libraries.py
 
 lint: setup-test  ## style, formatting, who imports whom, and the sizes of things
 	$(BIN)/ruff check .

@@ -63,7 +63,7 @@ SLOW = (  # what compiles many programs, or large ones, or runs whole jobs
     *("extraction/test_extension.py", "models/test_attention_xla.py", "models/test_attention_xla_segments.py"),
     *("models/test_experts.py", "models/test_real_encoder.py", "step/test_head_outputs.py"),
     *("store/test_all_zero_blocks.py", "store/test_verifying_in_parts.py", "scripts/test_attention_blocks.py"),
-    "library/test_stream.py",
+    "library/test_training_stream.py",
 )
 
 

@@ -160,8 +160,8 @@ def test_a_killed_job_resumed_by_two_processes_makes_the_same_store(alone, tmp_p
 def test_chaos_leaves_the_same_features(folder, overrides, tmp_path, tensor) -> None:
     """Runs of one, two and four processes with four devices together, which are killed, stopped or told to end."""
     config = json.loads((folder / "model/config.json").read_text()) | {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
     }
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(config))

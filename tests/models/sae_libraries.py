@@ -1,4 +1,5 @@
-"""Writes SAEs as the libraries that train them do, with what they compute, for test_sae_libraries.
+"""Writes SAEs as the libraries that train them do, with what they compute, for test_saes_of_libraries.
+
     python tests/models/sae_libraries.py FOLDER
 
 For each case a folder with its checkpoint, and reference.npz: x [n, D], features [n, F], out [n, O]. Prints the names.
