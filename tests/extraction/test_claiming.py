@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -77,8 +77,13 @@ def workers(count: int, *overrides: str) -> Iterator[list[subprocess.Popen]]:
 
 def owners(store: Path) -> set[int]:
     """The process ids of those who hold a stream."""
-    claims = [json.loads(file.read_text()) for file in store.glob("_claims/stream-*.json")]
-    return {int(claim["owner"].split("-")[-2]) for claim in claims if claim["held"]}
+    found = set()
+    for file in store.glob("_claims/stream-*.json"):
+        with suppress(FileNotFoundError):  # a finished store's claims are deleted, also between glob and read
+            claim = json.loads(file.read_text())
+            if claim["held"]:
+                found.add(int(claim["owner"].split("-")[-2]))
+    return found
 
 
 def wait_for_owners(store: Path, count: int, *launched: subprocess.Popen) -> set[int]:
