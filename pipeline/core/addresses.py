@@ -16,6 +16,8 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _NEARLY_URL = re.compile(
     r"(gs|gcs|s3|s3a|s3n|https?|ftps?|file|memory|hdfs|hf|abfss?|wasbs?|az|adl|sftp|ssh):/?(?!/)", re.I
 )
+HUB_SCHEME = "hf://"
+HUB_REMEDY = "Fill one at a local path, gs:// or s3://, and upload it: python -m pipeline.push."
 _CHOOSE = "Give a local path, gs://bucket/folder or s3://bucket/folder."
 
 
@@ -61,7 +63,8 @@ def unusable_path(path: str, name: str) -> str | None:
 
 
 def unusable_store_path(path: str) -> str | None:
-    """Why nobody can mean this as a store's place, and what to give instead; None for a path that may be one."""
+    """Why nobody can mean this as the place of a store to fill, and what to give instead; None for a path that may be
+    one."""
     name, shown = "the store's path", repr(path)
     if has_credentials(path):
         return (
@@ -69,6 +72,8 @@ def unusable_store_path(path: str) -> str | None:
             "them (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
         )
     url = _URL.match(path)
+    if path.startswith(HUB_SCHEME):
+        return f"{name} is {shown}, on the Hub, where a store is only read. {HUB_REMEDY}"
     if (url and url[1] not in STORE_SCHEMES) or (not url and _NEARLY_URL.match(path)):
         return f"{name} is {shown}, which has an unsupported URL scheme. {_CHOOSE}"
     if url and "|" in path:

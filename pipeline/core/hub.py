@@ -36,6 +36,8 @@ from pipeline.core.retries import ATTEMPTS, Attempts, brief_cause, is_transient_
 log = logging.getLogger("pipeline")
 
 _TIMEOUT_S = 30.0  # of requests for which huggingface_hub sets none
+_COMMIT_TIMEOUT_S = 300.0  # a commit of many files takes long, and must not be sent again meanwhile
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=128)  # readers limit themselves
 _TRANSIENT = (
     *(httpx.TimeoutException, httpx.NetworkError, httpx.ProxyError),
     *(httpx.RemoteProtocolError, httpx.DecodingError),  # a body that was cut
@@ -54,7 +56,7 @@ class _Attempts(Attempts):
         if not self.again(cause, asked_s):
             raise HubUnavailable(
                 f"{self.subject} failed {ATTEMPTS} times, at last with: {cause}. Check the network and "
-                f"https://status.huggingface.co, and try again; set HF_HUB_OFFLINE=1 to use the Hub's cache alone."
+                f"https://status.huggingface.co, and try again."
             )
 
 
@@ -66,6 +68,8 @@ class _Client(httpx.Client):
             return super().send(request, stream=stream, **options)
         limits = request.extensions.get("timeout", {})
         timeouts = {name: _TIMEOUT_S if limits.get(name) is None else limits[name] for name in _TIMEOUTS}
+        if "/commit/" in request.url.path:
+            timeouts |= {"read": _COMMIT_TIMEOUT_S, "write": _COMMIT_TIMEOUT_S}
         request.extensions = {**request.extensions, "timeout": timeouts}
         url = urlsplit(str(request.url))  # the query may hold a signature
         attempts = _Attempts(f"{request.method} {url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}")
@@ -82,13 +86,14 @@ class _Client(httpx.Client):
 
 
 _TIMEOUTS = ("connect", "read", "write", "pool")
+_NEEDED_PATHS = r"/resolve(-cache)?/|/api/(models|datasets|repos)/|/api/validate-yaml$|\.git/info/lfs/"
 
 
 def _is_needed(request: httpx.Request) -> bool:
     """Whether a request is for a repository's content: not for statistics of use, or for what the dataset viewer knows,
     which may be down or have no answer for good."""
     if request.url.host == httpx.URL(huggingface_hub.constants.ENDPOINT).host:
-        return re.search("/resolve(-cache)?/|/api/(models|datasets)/", request.url.path) is not None
+        return re.search(_NEEDED_PATHS, request.url.path) is not None
     return request.method == "GET" and not request.url.host.startswith("datasets-server.")  # storage
 
 
@@ -110,15 +115,21 @@ def _asked_s(headers: Mapping[str, str]) -> float | None:
 def repeat_requests() -> None:
     """Has every request of huggingface_hub, and of `datasets` through it, repeated; to be called before the first."""
     hooks = get_session().event_hooks  # they refuse requests in offline mode
-    set_client_factory(lambda: _Client(event_hooks=hooks, follow_redirects=True, timeout=_TIMEOUT_S))
+    options = {"event_hooks": hooks, "follow_redirects": True, "timeout": _TIMEOUT_S, "limits": _LIMITS}
+    set_client_factory(lambda: _Client(**options))
 
 
-def dataset_commit(repo: str, revision: str | None) -> str:
-    """The commit that a revision (None: main) of a data set names now. Raises InputError for what the Hub does not give
-    out, HubUnavailable when it cannot be reached."""
+def dataset_commit(
+    repo: str,
+    revision: str | None,
+    key: str = "data.path or data.repo",
+    invalid: type[PipelineError] = InputError,
+) -> str:
+    """The commit that a revision (None: main) of a data set names now. Raises `invalid`, naming the configuration's
+    `key`, for what the Hub does not give out, HubUnavailable when it cannot be reached."""
     if revision is not None and re.fullmatch("[0-9a-f]{40}", revision):
         return revision
-    with _named_errors(repo, revision, "data.path or data.repo", InputError):
+    with hub_errors(repo, revision, key, invalid):
         repeat_requests()
         return huggingface_hub.HfApi().dataset_info(repo, revision=revision).sha
 
@@ -145,7 +156,7 @@ class Repository:
 
     def file(self, name: str) -> Path | None:
         """A file in the cache; None where the repository has none of that name."""
-        with _named_errors(self.id, self.commit, self.key, self.invalid):
+        with hub_errors(self.id, self.commit, self.key, self.invalid):
             if (known := self._cached(name)) is None:
                 with _alone_on_host(self.id, name):  # another process may have fetched it meanwhile
                     known = self._cached(name) or self._fetch(name)
@@ -166,7 +177,7 @@ class Repository:
 
     def names(self) -> list[str]:
         """The repository's files; in offline mode, those in the cache."""
-        with _named_errors(self.id, self.commit, self.key, self.invalid):
+        with hub_errors(self.id, self.commit, self.key, self.invalid):
             try:
                 repeat_requests()
                 return sorted(huggingface_hub.list_repo_files(self.id, revision=self.commit))
@@ -181,7 +192,7 @@ def open_repository(
     """The repository at the commit that `revision` (None: main) names now, found by fetching `file`; None where it has
     no such file. A Hub that cannot be reached leaves the commit that the cache has. Raises as Repository does.
     """
-    with _named_errors(repo, revision, key, invalid):
+    with hub_errors(repo, revision, key, invalid):
         try:
             with _alone_on_host(repo, file):
                 downloaded = _download(repo, file, revision)
@@ -291,7 +302,9 @@ def refused_by_hub(where: str, key: str, invalid: type[PipelineError]) -> Iterat
 
 
 @contextmanager
-def _named_errors(repo: str, revision: str | None, key: str, invalid: type[PipelineError]) -> Iterator[None]:
+def hub_errors(repo: str, revision: str | None, key: str, invalid: type[PipelineError]) -> Iterator[None]:
+    """Around calls that read a repository: raises `invalid` for what the Hub does not give out, HubUnavailable when it
+    cannot be reached, and PipelineError for what is wrong on this side."""
     try:
         with refused_by_hub(f"{repo}, revision {revision or 'main'}", key, invalid):
             try:

@@ -12,6 +12,7 @@ decoder (Qwen2, LLaMA):
 | `k`              | key-value heads' keys, likewise                        | K * H | `blocks.L.attn.hook_rot_k`     |
 | `v`              | key-value heads' values                                | K * H | `blocks.L.attn.hook_v`         |
 | `attn_entropy`   | entropy of each head's attention, in nats              | N     | `blocks.L.attn.hook_pattern`   |
+| `attn_pattern`   | each head's attention to the tokens of the window      | N * T | `blocks.L.attn.hook_pattern`   |
 | `attn_z`         | heads' outputs before the output projection            | N * H | `blocks.L.attn.hook_z`         |
 | `head_out`       | each head's part of that projection, side by side      | N * D | `blocks.L.attn.hook_result`    |
 | `attn_out`       | what attention adds to the residual stream             | D     | `blocks.L.hook_attn_out`       |
@@ -29,8 +30,10 @@ decoder (Qwen2, LLaMA):
 | `final_norm`     | output of the last norm; needs every layer             | D     | `ln_final.hook_normalized`     |
 
 D features of the residual stream, N heads of H features, K key-value heads, F neurons, E experts of which a token has
-A. The heads of `q`, `k`, `v` and `attn_z` lie side by side in one axis: head n of a site is [n * H, (n + 1) * H). So do
-those of `head_out`, [n * D, (n + 1) * D); their sum, plus the projection's bias, is `attn_out` before any norm.
+A, T the length of a row. The heads of `q`, `k`, `v` and `attn_z` lie side by side in one axis: head n of a site is
+[n * H, (n + 1) * H). So do those of `head_out`, [n * D, (n + 1) * D); their sum, plus the projection's bias, is
+`attn_out` before any norm. Head n of `attn_pattern` is [n * T, (n + 1) * T): the attention to the token with the
+position 0, 1, ... in the query's own window of its document, wherever this stands in the row; then zeros.
 
 HF's `hidden_states[-1]` is `final_norm`, not the last layer's `resid_post`. TransformerLens' `ln_final.hook_normalized`
 is before the norm's weight; `final_norm` here is after it, as in HF. `attn_entropy` is the entropy of the pattern, one
@@ -51,7 +54,11 @@ Other families mean the same by these names, but for:
   `router_indices`, which are stored as int32. `mlp_out` is their sum by `router_weights`, and includes the
   expert that all tokens share. TransformerLens has none of these hooks but `hook_expert_indices`. DeepSeek-V3 chooses
   experts by the sigmoids of `router_logits` plus corrections; `router_weights` are without the corrections.
-* Attention sinks (gpt-oss): `attn_entropy` counts a head's sink as one of the keys.
+* Gated DeltaNet (Qwen3.5, Qwen3-Next): a layer with one in place of attention has no `q`, `k`, `v`, `attn_entropy`,
+  `attn_pattern`, `attn_z` and `head_out`; `attn_in` and `attn_out` are what it reads and adds. In the layers with
+  attention `attn_z` is after each head's gate, so that `head_out` still adds up to `attn_out`.
+* Attention sinks (gpt-oss): `attn_entropy` counts a head's sink as one of the keys; `attn_pattern` is without it, so
+  its sum is less than 1.
 * Norms after a block (OLMo 2 and 3, Gemma): `attn_out` and `mlp_out` are what is added, so after those norms. OLMo has
   no norms before its blocks: `attn_in` is `resid_pre`, and `mlp_in` is `resid_mid`.
 * Parallel residual (GPT-NeoX, Pythia): attention and MLP both read `resid_pre`, each after its own norm, so there is no
@@ -84,6 +91,7 @@ class Site(StrEnum):
     k = "k"
     v = "v"
     attn_entropy = "attn_entropy"
+    attn_pattern = "attn_pattern"
     attn_z = "attn_z"
     head_out = "head_out"
     attn_out = "attn_out"
@@ -115,6 +123,7 @@ _HOOKS = {
     Site.k: "attn.hook_rot_k",
     Site.v: "attn.hook_v",
     Site.attn_entropy: "attn.hook_pattern",
+    Site.attn_pattern: "attn.hook_pattern",
     Site.attn_z: "attn.hook_z",
     Site.head_out: "attn.hook_result",
     Site.mlp_in: "mlp.hook_in",

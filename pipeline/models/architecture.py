@@ -6,7 +6,8 @@ Shape letters, here and in every file of this package:
     F MLP dim, V vocabulary, P learned positions, Y token types, C = 3 for q, k and v in one tensor, L layers of a
     stack, E experts, A experts of a token, M MLP dim of an expert, U MLP dim of the shared expert; W head dim of
     values (H, but in latent attention), and of latent attention Q rank of queries, Z rank of keys and values, R
-    rotating dims of a head, X = H - R + W
+    rotating dims of a head, X = H - R + W; of DeltaNet J key heads, O value heads of each, k and v dims of a key and of
+    a value head, c taps of the convolutions
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from jaxtyping import Array, Bool
+
+DELTA_CHUNK = 64  # positions of a row that a DeltaNet computes at once
 
 
 class Axis(StrEnum):
@@ -36,6 +39,11 @@ class Axis(StrEnum):
     experts = "E"
     d_expert = "M"
     d_shared = "U"
+    delta_heads = "J"
+    delta_values = "O"
+    delta_key_dim = "k"
+    delta_value_dim = "v"
+    delta_taps = "c"
     one = "I"
 
 
@@ -136,6 +144,26 @@ class LatentAttention:
     norm_eps: float = 1e-6  # of these vectors' norms
 
 
+@dataclass(frozen=True)
+class DeltaNet:
+    """Layers with a gated DeltaNet (Yang et al., arXiv 2412.06464) in place of attention: each value head has a state
+    of [key dim, value dim], which decays, and into which a position writes what its key does not return yet."""
+
+    pattern: str  # a letter per layer: D DeltaNet, A attention
+    num_heads: int  # of queries and keys
+    values_per_key: int  # value heads of each of them
+    key_dim: int  # of a head
+    value_dim: int  # of a value head
+    num_taps: int  # of the causal convolutions of queries, keys and values
+
+
+class LayerBlocks(NamedTuple):
+    """Which blocks a layer has. Layers that have the same have weights of the same shapes."""
+
+    is_delta: bool  # a gated DeltaNet; else attention
+    is_sparse: bool  # a mixture of experts; else one MLP
+
+
 class LayerKind(NamedTuple):
     """What a layer does differently from others with weights of the same shapes. In a scan, what differs is data."""
 
@@ -206,6 +234,7 @@ class Architecture:
     rotation: str | None = None  # a letter per layer: R queries and keys rotate, N they do not; None: all by `rope`
     latent: LatentAttention | None = None
     num_ignored_layers: int = 0  # after the last: they predict further tokens, and are not read
+    delta: DeltaNet | None = None  # None: all layers have attention
 
     @property
     def value_dim(self) -> int:
@@ -231,12 +260,15 @@ class Architecture:
     def kind(self, layer: int) -> LayerKind:
         return LayerKind(self.is_local(layer), self.is_rotated(layer))
 
-    def is_sparse(self, layer: int) -> bool:
-        return self.experts is not None and self.experts.pattern[layer] == "S"
+    def blocks(self, layer: int) -> LayerBlocks:
+        is_delta = self.delta is not None and self.delta.pattern[layer] == "D"
+        is_sparse = self.experts is not None and self.experts.pattern[layer] == "S"
+        return LayerBlocks(is_delta, is_sparse)
 
     def axis_size(self, axis: Axis) -> int:
         experts = self.experts or Experts("", 0, 0, 0, False)
         latent = self.latent or LatentAttention(0, 0, 0, RotaryPairs.halves)
+        delta = self.delta or DeltaNet("", 0, 0, 0, 0, 0)
         sizes = {
             Axis.vocab: self.vocab_size,
             Axis.d_model: self.d_model,
@@ -255,12 +287,25 @@ class Architecture:
             Axis.experts: experts.num_experts,
             Axis.d_expert: experts.d_expert,
             Axis.d_shared: experts.d_shared,
+            Axis.delta_heads: delta.num_heads,
+            Axis.delta_values: delta.values_per_key,
+            Axis.delta_key_dim: delta.key_dim,
+            Axis.delta_value_dim: delta.value_dim,
+            Axis.delta_taps: delta.num_taps,
             Axis.one: 1,
         }
         return sizes[axis]
 
 
-TableEntry = str | list[str] | tuple[str | list[str], str]
+@dataclass(frozen=True)
+class Interleaved:
+    """Weights that share a tensor: the first item of each one's first axis, then the second of each."""
+
+    weights: tuple[str, ...]
+    axes: str | None = None  # of the tensor without the other weights, grouped as in the file
+
+
+TableEntry = str | list[str] | tuple[str | list[str], str] | Interleaved
 KeyTable = dict[str, TableEntry]
 """HF key without its prefix -> our key, a name in `weight_specs.WEIGHTS`. `*` stands for the layer's number.
 
@@ -268,7 +313,8 @@ The tensor in the file has the axes of our weight, [outputs, inputs]: `weights["
 tensor [N * H, D]. Where a file has other axes, they follow our key, grouped as in the file: GPT-2's matrices are
 [inputs, outputs], so `("mlp.up", "D F")`. A norm may be over other axes than usual: `("attention.q_norm", "NH")`.
 A list has the weights whose rows are in one tensor, one weight after the other: Phi-3's `["mlp.gate", "mlp.up"]`.
-A list with axes has weights with these axes, whose numbers alternate along the last one.
+A list with axes has weights with these axes, whose numbers alternate along the last one. `Interleaved` has weights that
+take turns head by head, or expert by expert.
 A `#` stands for the expert's number: each of those tensors lacks the axis E.
 
 Ours have outputs first, inputs last. Measured, a matrix product with [out, in] is as fast as with [in, out].
@@ -277,5 +323,7 @@ Ours have outputs first, inputs last. Measured, a matrix product with [out, in] 
 
 def our_keys(entry: TableEntry) -> list[str]:
     """The weights of a table's entry, without the axes of the tensor in the file."""
+    if isinstance(entry, Interleaved):
+        return [*entry.weights]
     weights = entry[0] if isinstance(entry, tuple) else entry
     return [weights] if isinstance(weights, str) else weights

@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int32, PyTree
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture, LayerKind
 from pipeline.models.attention.choosing import Attend
+from pipeline.models.delta_net import delta_block
 from pipeline.models.experts import experts_block
-from pipeline.models.layers import LayerWeights, attention_block, mlp_block, norm, norm_if_any
+from pipeline.models.layers import LayerWeights, Rows, attention_block, mlp_block, norm, norm_if_any
 from pipeline.models.partition import Partition
 from pipeline.models.rope import RopeTable, rope_table
 from pipeline.models.runs import layer_runs, residual_index
@@ -26,7 +27,8 @@ from pipeline.models.runs import layer_runs, residual_index
 class Params(TypedDict, total=False):
     """A transformer's weights. `final_norm` is absent unless it is captured, others where a family lacks them.
 
-    `runs` has one mapping per `LayerRun`; the weights of a run of several layers are stacked along a first axis.
+    `runs` has one mapping for each of a `LayerRun`'s stacks; the weights of several layers are stacked along a first
+    axis.
     """
 
     embed: Float[Array, "V D"]
@@ -51,6 +53,7 @@ class Batch(NamedTuple):
     tokens: Int32[Array, "B T"]
     segments: Int32[Array, "B T"]
     positions: Int32[Array, "B T"]
+    selected: Int32[Array, "B S"] | None = None  # row positions, or -1, of the queries of `attn_pattern`; None: all
 
 
 @dataclass(frozen=True)
@@ -75,23 +78,36 @@ def forward(arch: Architecture, params: Params, batch: Batch, spec: ForwardSpec)
         captured.update(finished)
         return x
 
-    layer = partial(_partitioned_layer, arch, spec.partition, rope_tables(arch, batch.positions), batch.segments)
+    layer = partial(_partitioned_layer, arch, spec.partition, layer_rows(arch, batch, spec.keys))
     residual = spec.partition.residual
     with jax.named_scope("embed"):
         x = residual(embed(arch, params, batch.tokens, batch.positions))
     x = capture(x, _residual_activations(arch, params, x, 0, spec))
-    for run, weights in zip(layer_runs(spec.keys, arch), params["runs"], strict=True):
+    stacks = iter(params["runs"])
+    for run in layer_runs(spec.keys, arch):
+        weights = [next(stacks) for _ in run.stacks]
         with jax.named_scope(f"layers_{run.first}_to_{run.stop - 1}"):
             if len(run) == 1:
                 attend = spec.attend if callable(spec.attend) else spec.attend[run.first]
-                x, sites = layer(x, weights, arch.kind(run.first), attend)
+                x, sites = layer(x, *weights, arch.kind(run.first), attend)
                 inner = {ActivationKey(run.first, site): value for site, value in sites.items()}
                 x = capture(x, {key: inner[key] for key in spec.keys if key in inner})
             else:
-                x = _scan(partial(layer, attend=spec.attend), x, weights, [*map(arch.kind, run.layers)])
+                kinds = [[*map(arch.kind, stack)] for stack in run.stacks]
+                x = _scan(partial(layer, attend=spec.attend), x, weights, kinds)
         x = residual(x)
         x = capture(x, _residual_activations(arch, params, x, run.stop, spec))
     return {key: captured[key] for key in spec.keys}
+
+
+def layer_rows(arch: Architecture, batch: Batch, keys: Sequence[ActivationKey]) -> Rows:
+    """What layers read of a batch, of which `keys` are captured."""
+    selected = batch.selected
+    if all(key.site is not Site.attn_pattern for key in keys):
+        selected = None
+    elif selected is None:
+        selected = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
+    return Rows(batch.segments, rope_tables(arch, batch.positions), selected)
 
 
 def _finish_first(
@@ -106,7 +122,7 @@ def _finish_first(
     """
     if not activations:
         return x, {}
-    heads_joined = {key: value.reshape(*x.shape[:2], -1) for key, value in activations.items()}
+    heads_joined = {key: value.reshape(*value.shape[:2], -1) for key, value in activations.items()}
     finished = {key: finish(key, value) for key, value in heads_joined.items()}
     return jax.lax.optimization_barrier((x, finished))
 
@@ -123,15 +139,14 @@ def _residual_activations(
 def _partitioned_layer(
     arch: Architecture,
     partition: Partition,
-    ropes: tuple[RopeTable, RopeTable] | None,
-    segments: Int32[Array, "B T"],
+    rows: Rows,
     x: Float[Array, "B T D"],
     weights: LayerWeights,
     kind: LayerKind,
     attend: Attend,
 ) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
     """`layer_sites` of a layer whose weights are gathered first, and whose stream is replicated along `tensor`."""
-    x, sites = layer_sites(arch, x, partition.gather(weights), ropes, segments, kind, attend, partition)
+    x, sites = layer_sites(arch, x, partition.gather(weights), rows, kind, attend, partition)
     sites |= {site: partition.residual(sites[site]) for site in STREAM_SITES if site in sites}
     return partition.residual(x), sites
 
@@ -139,37 +154,43 @@ def _partitioned_layer(
 def _scan(
     layer: Callable[..., tuple[Array, dict[Site, Array]]],
     x: Float[Array, "B T D"],
-    weights: LayerWeights,
-    kinds: list[LayerKind],
+    stacks: Sequence[LayerWeights],
+    kinds: Sequence[Sequence[LayerKind]],
 ) -> Float[Array, "B T D"]:
-    """The stream after a run of layers whose weights are stacked. What differs between their kinds is data."""
+    """The stream after a run of layers whose weights are stacked, a layer of each stack after another. What differs
+    between the kinds of a stack's layers is data."""
+    common, data = zip(*map(_kinds_as_data, kinds), strict=True)
+
+    def one_period(x: Array, slices: list[tuple[LayerWeights, dict[str, Array]]]) -> tuple[Array, None]:
+        for same, (weights, differing) in zip(common, slices, strict=True):
+            x = layer(x, weights, LayerKind(**same, **differing))[0]
+        return x, None
+
+    return jax.lax.scan(one_period, x, [*zip(stacks, data, strict=True)])[0]
+
+
+def _kinds_as_data(kinds: Sequence[LayerKind]) -> tuple[dict[str, bool], dict[str, np.ndarray]]:
+    """The fields that all kinds share, and the columns of the others."""
     columns = dict(zip(LayerKind._fields, zip(*kinds, strict=True), strict=True))
     common = {name: values[0] for name, values in columns.items() if len({*values}) == 1}
-    data = {name: np.array(values) for name, values in columns.items() if name not in common}
-
-    def one_layer(x: Array, layer_slice: tuple[LayerWeights, dict[str, Array]]) -> tuple[Array, None]:
-        weights, differing = layer_slice
-        return layer(x, weights, LayerKind(**common, **differing))[0], None
-
-    return jax.lax.scan(one_layer, x, (weights, data))[0]
+    return common, {name: np.array(values) for name, values in columns.items() if name not in common}
 
 
 def layer_sites(
     arch: Architecture,
     x: Float[Array, "B T D"],
     weights: LayerWeights,
-    ropes: tuple[RopeTable, RopeTable] | None,
-    segments: Int32[Array, "B T"],
+    rows: Rows,
     kind: LayerKind,
     attend: Attend,
     partition: Partition = Partition(),  # noqa: B008  frozen
 ) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
-    """The residual stream after a layer, and the sites that the layer has the weights for.
-
-    `ropes` are those of `rope_tables`.
-    """
+    """The residual stream after a layer, and the sites that the layer has the weights for."""
     attention, mlp = weights.get("attention", {}), weights.get("mlp", {})
-    sites = attention_block(x, attention, arch, ropes, segments, kind, attend)
+    if "delta" in weights:
+        sites = delta_block(x, attention, weights["delta"], arch, rows.segments, partition)
+    else:
+        sites = attention_block(x, attention, arch, rows, kind, attend)
     stream = x
     if Site.attn_out in sites:  # not where the capture ends earlier
         stream = norm_if_any(x + sites[Site.attn_out], attention, "sum_norm", arch)

@@ -5,6 +5,7 @@ A layer has the norms, biases and gates that its weights contain (the families' 
     norm        before the block                 post_norm   after it, before its output is added to the stream
     q_norm      of queries, after projection     sum_norm    of the stream, after the addition (post-norm models)
     k_norm      of keys, likewise                *_bias      of the weight or norm of that name
+    gate        of an MLP's neurons; of heads' outputs, by its sigmoid
 
 Letters: B rows, T positions, D model dim, N heads, K key-value heads, H head dim, W head dim of values, F MLP dim,
 R rotating dims, C = 3 for q, k and v.
@@ -14,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int32, Num, PyTree
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Activation, Architecture, BoundedExperts, LatentAttention, LayerKind, Norm
 from pipeline.models.attention.choosing import Attend
-from pipeline.models.attention.entropy import attention_entropy
+from pipeline.models.attention.pattern import attention_entropy, attention_pattern
 from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.int8_weights import Int8Weight, quantise
 from pipeline.models.rope import RopeTable, apply_rope, choose_table, rotate_pairs
@@ -33,10 +34,19 @@ Weights = Mapping[str, Array | Int8Weight]
 """One block's weights by our keys. One that a family lacks is absent; matrices may be int8."""
 
 
+class Rows(NamedTuple):
+    """What layers read of the rows of a batch. Segment 0 is padding."""
+
+    segments: Int32[Array, "B T"]
+    ropes: tuple[RopeTable, RopeTable] | None  # of global layers, of local layers
+    selected: Int32[Array, "B S"] | None = None  # positions of the queries of `attn_pattern`, or -1; None: not captured
+
+
 class LayerWeights(TypedDict, total=False):
     """One layer's weights. The last layer has only those that its captured sites need."""
 
     attention: Weights
+    delta: Weights
     mlp: Weights
 
 
@@ -107,7 +117,8 @@ def _product(
     """
     if x.ndim == 3:
         return _matrix_product(x, weight, dtype)
-    by_heads = partial(jnp.einsum, "BTNH,DNH->BTD", preferred_element_type=dtype)
+    heads = "NOH" if x.ndim == 5 else "NH"
+    by_heads = partial(jnp.einsum, f"BT{heads},D{heads}->BTD", preferred_element_type=dtype)
     return jax.lax.platform_dependent(x, weight, tpu=by_heads, default=partial(_matrix_product, dtype=dtype))
 
 
@@ -126,28 +137,29 @@ def attention_block(
     x: Float[Array, "B T D"],
     weights: Weights,
     arch: Architecture,
-    ropes: tuple[RopeTable, RopeTable] | None,
-    segments: Int32[Array, "B T"],
+    rows: Rows,
     kind: LayerKind,
     attend: Attend,
 ) -> dict[Site, Array]:
-    """The sites of attention on the residual stream x that there are weights for; heads in axes [N or K, H or W].
-
-    `ropes` are the tables of global and local layers.
-    """
+    """The sites of attention on the residual stream x that there are weights for; heads in axes [N or K, H or W]."""
     x = norm_if_any(x, weights, "norm", arch)
     sites = {Site.attn_in: x}
     if arch.latent is None:
-        sites |= _heads(x, weights, arch, ropes, kind)
+        sites |= _heads(x, weights, arch, rows.ropes, kind)
     else:
-        sites |= _latent_heads(x, weights, arch, arch.latent, choose_table(ropes, kind))
+        sites |= _latent_heads(x, weights, arch, arch.latent, choose_table(rows.ropes, kind))
     sinks = {"sinks": weights["sinks"]} if "sinks" in weights else {}
     if sites.keys() >= {Site.q, Site.k}:
-        operands = (sites[Site.q], sites[Site.k], segments)
+        operands = (sites[Site.q], sites[Site.k], rows.segments)
         sites[Site.attn_entropy] = _attend(partial(attention_entropy, **sinks), operands, arch, kind.is_local)
+        if rows.selected is not None:
+            operands = (*operands, rows.selected)
+            sites[Site.attn_pattern] = _attend(partial(attention_pattern, **sinks), operands, arch, kind.is_local)
     if sites.keys() >= {Site.q, Site.k, Site.v}:
-        operands = (sites[Site.q], sites[Site.k], sites[Site.v], segments)
+        operands = (sites[Site.q], sites[Site.k], sites[Site.v], rows.segments)
         z = _attend(partial(attend, **sinks), operands, arch, kind.is_local)
+        if "gate" in weights:
+            z *= jax.nn.sigmoid(project(x, weights, "gate"))
         sites[Site.attn_z] = z
         if "o" in weights:
             sites[Site.head_out] = _multiply(z, weights["o"], _product_of_heads)

@@ -12,7 +12,16 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.models.architecture import Architecture, Axis, KeyTable, TableEntry, our_keys
+from pipeline.models.architecture import (
+    DELTA_CHUNK,
+    Architecture,
+    Axis,
+    DeltaNet,
+    Interleaved,
+    KeyTable,
+    TableEntry,
+    our_keys,
+)
 from pipeline.models.runs import layer_runs
 from pipeline.models.weight_specs import Kind, Step, WeightSpec, weight_spec
 
@@ -29,6 +38,8 @@ class Leaf:
     hf_shape: tuple[int, ...]  # of each of the tensors
     rows: range  # of HF's first axis, which are this weight's
     columns: slice  # of HF's last axis, likewise
+    item_rows: int | None  # that each item of the first of `axes` has in HF's tensor, where weights are interleaved
+    item_part: slice  # of those rows, likewise
     axes: tuple[int, ...]  # of this part, with HF's axes taken apart
     order: tuple[int, ...]  # of `axes` in ours
 
@@ -74,17 +85,17 @@ def needed_leaves(arch: Architecture, table: KeyTable, keys: Sequence[Activation
     """The parameters that `keys` need, not yet read. Raises KeyError for a weight that `WEIGHTS` does not have."""
     trunk_steps = {Step.embed, *(Step.final_norm for key in keys if key.site is Site.final_norm)}
     trunk: dict[str, Leaf] = {}
-    runs = [(run, run.steps(arch)) for run in layer_runs(keys, arch)]
-    layers: list[dict[str, dict[str, Leaf]]] = [{} for _ in runs]
+    stacks = [(stack, run.steps(arch, stack[0])) for run in layer_runs(keys, arch) for stack in run.stacks]
+    layers: list[dict[str, dict[str, Leaf]]] = [{} for _ in stacks]
     for hf_key, entry in table.items():
         for key in our_keys(entry):
             steps = weight_spec(key).steps
             if steps & trunk_steps:
                 trunk[key] = make_leaf(arch, key, hf_key, entry=entry)
-            for (run, run_steps), layer in zip(runs, layers, strict=True):
-                if steps & run_steps:
+            for (stack, stack_steps), layer in zip(stacks, layers, strict=True):
+                if steps & stack_steps:
                     block, _, name = key.partition(".")
-                    layer.setdefault(block, {})[name] = make_leaf(arch, key, hf_key, run.layers, entry)
+                    layer.setdefault(block, {})[name] = make_leaf(arch, key, hf_key, stack, entry)
     return trunk | {"runs": tuple(layers)}
 
 
@@ -97,15 +108,25 @@ def make_leaf(
     spec_axes, experts = spec.axes, None
     if "#" in hf_key:
         spec_axes, experts = spec_axes.replace(Axis.experts, ""), arch.axis_size(Axis.experts)
-    groups = (entry[1] if isinstance(entry, tuple) else spec_axes).split()
+    groups = _file_axes(entry, spec_axes).split()
     letters = "".join(groups)
     ours = letters if spec.kind is Kind.norm else spec_axes.replace(" ", "")  # a norm may be over other axes
     of_layers = (hf_key.replace("*", str(layer)) for layer in layers)
     tensors = (name.replace("#", str(expert)) for name in of_layers for expert in range(experts or 1))
     hf_shape = [_size(arch, group) for group in groups]
     rows, columns = range(hf_shape[0]), slice(None)
+    item_rows, item_part = None, slice(None)
     together = our_keys(entry or key)
-    if isinstance(entry, list):
+    if isinstance(entry, Interleaved):
+        of_items = [_item_rows(arch, _file_axes(entry, weight_spec(weight).axes).split()) for weight in together]
+        first, item_rows = sum(of_items[: together.index(key)]), sum(of_items)
+        item_part = slice(first, first + _item_rows(arch, groups))
+        if len(groups[0]) == 1:
+            hf_shape[1] = item_rows
+        else:
+            hf_shape[0] = item_rows * arch.axis_size(Axis(letters[0]))
+            rows = range(hf_shape[0])
+    elif isinstance(entry, list):
         of_weights = [_size(arch, weight_spec(weight).axes.split()[0]) for weight in together]
         first, hf_shape[0] = sum(of_weights[: together.index(key)]), sum(of_weights)
         rows = range(first, first + len(rows))
@@ -121,9 +142,23 @@ def make_leaf(
         hf_shape=tuple(hf_shape),
         rows=rows,
         columns=columns,
+        item_rows=item_rows,
+        item_part=item_part,
         axes=tuple(arch.axis_size(Axis(letter)) for letter in letters),
         order=tuple(letters.index(letter) for letter in ours),
     )
+
+
+def _file_axes(entry: TableEntry | None, spec_axes: str) -> str:
+    """The axes of one weight's part of a tensor, grouped as in the file."""
+    if isinstance(entry, Interleaved):
+        return entry.axes or spec_axes
+    return entry[1] if isinstance(entry, tuple) else spec_axes
+
+
+def _item_rows(arch: Architecture, groups: Sequence[str]) -> int:
+    """The rows of one item of a weight's first axis, which is a group of its own or the first letter of one."""
+    return _size(arch, groups[1] if len(groups[0]) == 1 else groups[0][1:])
 
 
 def _size(arch: Architecture, letters: str) -> int:
@@ -177,13 +212,16 @@ def flops_per_token(
     """Floating-point operations of the forward pass per token slot, in rows of `length`.
 
     Two per weight of a matrix product, and attention over all of the row's positions, as in PaLM (arXiv 2204.02311,
-    appendix B); without `counts_masked` over those that causal masks and windows leave, in a row of one document.
-    Norms, softmax, rotations and routers do not count, and of the experts only those of a token.
+    appendix B); without `counts_masked` over those that causal masks and windows leave, in a row of one document. A
+    DeltaNet's are those of its chunks.
+    Norms, softmax, rotations, routers and the scores of `attn_pattern`, of some tokens, do not count, and of the
+    experts only those of a token.
     """
     leaves = jax.tree.leaves(needed_leaves(arch, table, keys)["runs"])
     matrices = sum(_used_size(arch, leaf) for leaf in leaves if leaf.num_inputs)
     runs = layer_runs(keys, arch)
-    layers = [layer for run in runs if Step.z in run.steps(arch) for layer in run.layers]
+    steps = {layer: run.steps(arch, layer) for run in runs for layer in run.layers}
+    layers = [layer for layer in steps if Step.z in steps[layer]]
     entropies = [key.layer for key in keys if key.site is Site.attn_entropy]  # whose scores are computed once more
     attended, again = (
         sum(length if counts_masked else _mean_keys(arch, layer, length) for layer in some)
@@ -191,8 +229,16 @@ def flops_per_token(
     )
     products = 2 * attended * (arch.head_dim + arch.value_dim) + 2 * again * arch.head_dim
     by_head = {key.layer for key in keys if key.site is Site.head_out}  # whose projection is one for `attn_out`, too
-    both = sum(Step.o in run.steps(arch) for run in runs if by_head & {*run.layers})
-    return 2 * matrices + (products + 2 * both * arch.value_dim * arch.d_model) * arch.num_heads
+    both = sum(Step.o in steps[layer] for layer in by_head)
+    deltas = sum(_delta_flops(arch.delta) for layer in steps if Step.delta in steps[layer])
+    return 2 * matrices + (products + 2 * both * arch.value_dim * arch.d_model) * arch.num_heads + deltas
+
+
+def _delta_flops(delta: DeltaNet) -> int:
+    """Of a DeltaNet's chunks, per token: the products of `delta_net.delta_rule`, without the inverse of its system."""
+    pairs = 2 * DELTA_CHUNK * 2 * delta.key_dim  # keys, and queries, by the keys of the chunk
+    of_values = DELTA_CHUNK * (delta.key_dim + 2 * delta.value_dim) + 3 * delta.key_dim * delta.value_dim
+    return delta.num_heads * (pairs + delta.values_per_key * 2 * of_values)
 
 
 def _used_size(arch: Architecture, leaf: Leaf) -> int:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jax.sharding import Sharding
@@ -21,6 +21,7 @@ from pipeline.models.head import Head, head_leaf
 from pipeline.models.leaves import LeafTree, WeightBytes, flops_per_token, needed_leaves, weight_bytes
 from pipeline.models.partition import Partition
 from pipeline.models.weight_specs import (
+    ATTENTION_SITES,
     DENSE_SITES,
     SPARSE_SITES,
     TENSOR_AXES,
@@ -79,13 +80,13 @@ class Model:
             lacking.add(Site.mlp_pre_linear)
         if "final_norm" not in self._weight_keys:
             lacking.add(Site.final_norm)
-        for site in (*DENSE_SITES, *SPARSE_SITES):
+        for site in (*ATTENTION_SITES, *DENSE_SITES, *SPARSE_SITES):
             if not any(has_site(self.arch, layer, site) for layer in range(self.num_layers)):
                 lacking.add(site)
         return tuple(site for site in Site if site not in lacking)
 
-    def width(self, site: Site) -> int:
-        """The size of a site's last axis."""
+    def width(self, site: Site, length: int = 0) -> int:
+        """The size of a site's last axis; that of `attn_pattern` in rows of `length`."""
         match site:
             case Site.q:
                 return self.arch.num_heads * self.arch.head_dim
@@ -97,6 +98,8 @@ class Model:
                 return self.arch.num_kv_heads * self.arch.value_dim
             case Site.attn_entropy:
                 return self.arch.num_heads
+            case Site.attn_pattern:
+                return self.arch.num_heads * length
             case Site.head_out:
                 return self.arch.num_heads * self.arch.d_model
             case Site.mlp_pre | Site.mlp_pre_linear | Site.mlp_post:
@@ -142,8 +145,8 @@ class Model:
     @property
     def tensor_dims(self) -> dict[str, int]:
         """The sizes that the mesh's `tensor` axis divides, by their names in messages."""
-        kinds = {self.arch.is_sparse(layer) for layer in range(self.num_layers)}
-        steps = {step for is_sparse in kinds for step in layer_steps(is_sparse)}
+        kinds = {self.arch.blocks(layer) for layer in range(self.num_layers)}
+        steps = {step for blocks in kinds for step in layer_steps(blocks)}
         used = (weight_spec(key) for key in self._weight_keys)
         axes = {axis for spec in used if spec.steps & steps for axis in spec.logical_axes}
         return {name: self.arch.axis_size(axis) for axis, name in TENSOR_AXES.items() if axis in axes}
@@ -197,11 +200,10 @@ class Model:
         keys: Sequence[ActivationKey],
         attend: Attend | Sequence[Attend] = attend_xla,
         partition: Partition = Partition(),  # noqa: B008  frozen
-        finish: Callable[[ActivationKey, Float[Array, "B T width"]], PyTree] = lambda key, activation: activation,
-    ) -> dict[ActivationKey, PyTree]:
-        """What `finish` returns for each of `keys` and its activation. Pure, to be jitted; values at padding (segment
-        0) mean nothing."""
-        spec = ForwardSpec(tuple(keys), attend, partition, finish)
+    ) -> dict[ActivationKey, Float[Array, "B T width"]]:
+        """The activations of `keys`, heads side by side. Pure, to be jitted; values at padding (segment 0) mean
+        nothing."""
+        spec = ForwardSpec(tuple(keys), attend, partition, lambda key, activation: activation)
         return forward(self.arch, params, Batch(tokens, segments, positions), spec)
 
     def leaves(self, keys: Sequence[ActivationKey], with_head: bool = False) -> LeafTree:

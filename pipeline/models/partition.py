@@ -67,6 +67,18 @@ class Partition:
             return compute(inputs, *weights)
         return self._divided(compute, *[PartitionSpec()] * len(weights))(inputs, *weights)
 
+    def by_rows_and_heads(
+        self, compute: Callable[[Int32[Array, "B T"], PyTree], Array], segments: Int32[Array, "B T"], heads: PyTree
+    ) -> Array:
+        """Traced: `compute(segments, heads)` of each device's rows and heads. Heads are the third axis of all arrays of
+        `heads`, and of what comes out."""
+        if self.mesh is None:
+            return compute(segments, heads)
+        by_heads = PartitionSpec("data", None, "tensor")
+        return jax.shard_map(
+            compute, mesh=self.mesh, in_specs=(PartitionSpec("data"), by_heads), out_specs=by_heads, check_vma=False
+        )(segments, heads)
+
     def over_experts(
         self, compute: Callable[[PyTree, Weights, int | Int32[Array, ""]], PyTree], inputs: PyTree, weights: Weights
     ) -> PyTree:
@@ -90,7 +102,7 @@ class Partition:
 
     def _tensor_axes(self, spec: WeightSpec, num_axes: int) -> list[str | None]:
         """The mesh axis of each axis of one layer's weight. An int8 weight's scale has only the first axes."""
-        if spec.kind in (Kind.norm, Kind.router) or self.mesh.shape["tensor"] == 1:
+        if spec.kind in (Kind.norm, Kind.control) or self.mesh.shape["tensor"] == 1:
             return [None] * num_axes
         return ["tensor" if axis in TENSOR_AXES else None for axis in spec.logical_axes[:num_axes]]
 

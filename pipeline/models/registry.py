@@ -21,6 +21,7 @@ from pipeline.models.families import (
     olmo,
     phi3,
     qwen,
+    qwen_delta,
     smollm3,
 )
 from pipeline.models.families.hf_attention import check_long_ropes
@@ -59,11 +60,16 @@ _FAMILIES = {
     "qwen2": Family(qwen.read_qwen2, "Qwen2"),
     "qwen2_moe": Family(moe.read_qwen2_moe, "Qwen2Moe"),
     "qwen3": Family(qwen.read_qwen3, "Qwen3"),
+    "qwen3_5": Family(qwen_delta.read_qwen3_5_beside_vision, "Qwen3_5"),
+    "qwen3_5_moe": Family(qwen_delta.read_qwen3_5_moe_beside_vision, "Qwen3_5Moe"),
+    "qwen3_5_moe_text": Family(qwen_delta.read_qwen3_5_moe, "Qwen3_5Moe"),
+    "qwen3_5_text": Family(qwen_delta.read_qwen3_5, "Qwen3_5"),
     "qwen3_moe": Family(moe.read_qwen3_moe, "Qwen3Moe"),
+    "qwen3_next": Family(qwen_delta.read_qwen3_next, "Qwen3Next"),
     "smollm3": Family(smollm3.read, "SmolLM3", HeadFormat(is_tied=True)),
 }
 _HEADS = (
-    *("Model", "TextModel", "LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForPreTraining"),
+    *("Model", "TextModel", "LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"),
     *("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForNextSentencePrediction"),
 )
 

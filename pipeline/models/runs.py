@@ -1,27 +1,31 @@
 """Which layers a capture needs, and how they are cut into runs. Pure arithmetic on layer numbers.
 
-A run is a sequence of layers that one `lax.scan` computes over weights stacked at load time. A run ends where the
-residual stream is captured, and where dense and sparse layers meet; a layer with a captured site inside is a run of its
-own. No run contains anything after the last captured site.
+A run is a sequence of layers that one `lax.scan` computes over weights stacked at load time: layers with the same
+blocks, or a period of differing layers that repeats, as three with a DeltaNet and one with attention. A run ends where
+the residual stream is captured; a layer with a captured site inside is a run of its own. No run contains anything after
+the last captured site.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.models.architecture import Architecture
+from pipeline.models.architecture import Architecture, LayerBlocks
 from pipeline.models.weight_specs import Step, layer_steps, required_steps
+
+_MAX_PERIOD = 8  # layers that the program of a run contains
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Layers first..stop-1. Where the capture ends inside the run's only layer, `ends_at` has that layer's captured
-    sites."""
+    """Layers first..stop-1, `period` of them in each step of the scan. Where the capture ends inside the run's only
+    layer, `ends_at` has that layer's captured sites."""
 
     first: int
     stop: int
     ends_at: frozenset[Site] = frozenset()
+    period: int = 1
 
     def __len__(self) -> int:
         return self.stop - self.first
@@ -30,10 +34,15 @@ class LayerRun:
     def layers(self) -> range:
         return range(self.first, self.stop)
 
-    def steps(self, arch: Architecture) -> frozenset[Step]:
-        """The steps that each layer of the run computes."""
-        is_sparse = arch.is_sparse(self.first)
-        return required_steps(self.ends_at, arch, is_sparse) if self.ends_at else frozenset(layer_steps(is_sparse))
+    @property
+    def stacks(self) -> tuple[range, ...]:
+        """The layers whose weights are stacked together: those at the same place of each period."""
+        return tuple(range(self.first + place, self.stop, self.period) for place in range(self.period))
+
+    def steps(self, arch: Architecture, layer: int) -> frozenset[Step]:
+        """The steps that one of the run's layers computes."""
+        blocks = arch.blocks(layer)
+        return required_steps(self.ends_at, arch, blocks) if self.ends_at else frozenset(layer_steps(blocks))
 
 
 def residual_index(key: ActivationKey, num_layers: int) -> int | None:
@@ -63,8 +72,25 @@ def layer_runs(keys: Iterable[ActivationKey], arch: Architecture) -> tuple[Layer
             index = key.layer
         cuts.add(index)
         num_whole = max(num_whole, index)
-    cuts |= {layer for layer in range(1, max(cuts)) if arch.is_sparse(layer) != arch.is_sparse(layer - 1)}
     return tuple(
-        LayerRun(first, stop, frozenset(inner[first]) if stop > num_whole else frozenset())
+        LayerRun(run.first, run.stop, frozenset(inner[run.first]) if run.stop > num_whole else frozenset(), run.period)
         for first, stop in pairwise(sorted(cuts))
+        for run in _repeating(first, [arch.blocks(layer) for layer in range(first, stop)])
     )
+
+
+def _repeating(first: int, blocks: list[LayerBlocks]) -> Iterator[LayerRun]:
+    """Runs of the layers from `first` on that have these blocks. Each is as long as a period of few layers allows."""
+    while blocks:
+        lengths = {period: _repeated(blocks, period) for period in range(1, min(_MAX_PERIOD, len(blocks)) + 1)}
+        period = max(lengths, key=lengths.__getitem__)  # of equally long runs the one with the shortest
+        yield LayerRun(first, first + lengths[period], period=period)
+        first, blocks = first + lengths[period], blocks[lengths[period] :]
+
+
+def _repeated(blocks: list[LayerBlocks], period: int) -> int:
+    """How many layers repeat the first `period` of them, those included; 0 unless they do, or are one."""
+    end = period
+    while blocks[end : end + period] == blocks[:period]:
+        end += period
+    return end if end > period or period == 1 else 0

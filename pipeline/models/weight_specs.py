@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from pipeline.core.sites import Site
-from pipeline.models.architecture import Architecture, Axis
+from pipeline.models.architecture import Architecture, Axis, LayerBlocks
 
 
 class Step(StrEnum):
@@ -20,10 +20,11 @@ class Step(StrEnum):
     q = "q"
     k = "k"
     v = "v"
-    entropy = "entropy"  # of attention
+    scores = "scores"  # of attention, once more
     z = "z"  # attention proper
     heads = "heads"  # what each head adds
     o = "o"
+    delta = "delta"  # a gated DeltaNet, with its output projection
     mlp_in = "mlp_in"
     gate = "gate"
     up = "up"
@@ -45,16 +46,21 @@ class LayerStep:
     reads: tuple[Step, ...] = ()
 
 
-_TO_MLP: Mapping[Step, LayerStep] = {
-    Step.attn_in: LayerStep(frozenset({Site.attn_in})),
+_ATTN_IN: Mapping[Step, LayerStep] = {Step.attn_in: LayerStep(frozenset({Site.attn_in}))}
+_MIXED = frozenset({Site.attn_out, Site.resid_mid})
+_ATTENTION: Mapping[Step, LayerStep] = {
     Step.q: LayerStep(frozenset({Site.q}), reads=(Step.attn_in,)),
     Step.k: LayerStep(frozenset({Site.k}), reads=(Step.attn_in,)),
     Step.v: LayerStep(frozenset({Site.v}), reads=(Step.attn_in,)),
-    Step.entropy: LayerStep(frozenset({Site.attn_entropy}), reads=(Step.q, Step.k)),
+    Step.scores: LayerStep(frozenset({Site.attn_entropy, Site.attn_pattern}), reads=(Step.q, Step.k)),
     Step.z: LayerStep(frozenset({Site.attn_z}), reads=(Step.q, Step.k, Step.v)),
     Step.heads: LayerStep(frozenset({Site.head_out}), reads=(Step.z,)),
-    Step.o: LayerStep(frozenset({Site.attn_out, Site.resid_mid}), reads=(Step.z,)),
+    Step.o: LayerStep(_MIXED, reads=(Step.z,)),
     Step.mlp_in: LayerStep(frozenset({Site.mlp_in}), reads=(Step.o,)),
+}
+_DELTA: Mapping[Step, LayerStep] = {
+    Step.delta: LayerStep(_MIXED, reads=(Step.attn_in,)),
+    Step.mlp_in: LayerStep(frozenset({Site.mlp_in}), reads=(Step.delta,)),
 }
 _DENSE: Mapping[Step, LayerStep] = {
     Step.gate: LayerStep(frozenset({Site.mlp_pre}), reads=(Step.mlp_in,)),
@@ -76,21 +82,34 @@ DENSE_SITES, SPARSE_SITES = (
     for steps in (_DENSE, _SPARSE)
 )
 """Sites that only dense layers have; sites that only sparse layers have."""
+ATTENTION_SITES = tuple(
+    site for step in _ATTENTION.values() for site in sorted(step.sites) if site not in {*_MIXED, Site.mlp_in}
+)
+"""Sites that only layers with attention have."""
 
 
 def has_site(arch: Architecture, layer: int, site: Site) -> bool:
     """Whether a layer has a site that some layers of some families lack."""
-    return site not in (DENSE_SITES if arch.is_sparse(layer) else SPARSE_SITES)
+    blocks = arch.blocks(layer)
+    lacking = (DENSE_SITES if blocks.is_sparse else SPARSE_SITES) + (ATTENTION_SITES if blocks.is_delta else ())
+    return site not in lacking
 
 
-def layer_steps(is_sparse: bool) -> Mapping[Step, LayerStep]:
-    """The steps of a sequential layer with a gated MLP or with experts."""
-    return _TO_MLP | (_SPARSE if is_sparse else _DENSE)
+def why_lacking(arch: Architecture, layer: int, site: Site) -> str:
+    """Why `has_site` is false, for people."""
+    if site in ATTENTION_SITES:
+        return "it has a gated DeltaNet in place of attention"
+    return f"its MLP is {'a mixture of experts' if arch.blocks(layer).is_sparse else 'dense'}"
 
 
-def required_steps(sites: Collection[Site], arch: Architecture, is_sparse: bool) -> frozenset[Step]:
+def layer_steps(blocks: LayerBlocks) -> Mapping[Step, LayerStep]:
+    """The steps of a sequential layer, whose MLP is gated where it is dense."""
+    return _ATTN_IN | (_DELTA if blocks.is_delta else _ATTENTION) | (_SPARSE if blocks.is_sparse else _DENSE)
+
+
+def required_steps(sites: Collection[Site], arch: Architecture, blocks: LayerBlocks) -> frozenset[Step]:
     """The steps of a layer that its `sites` require."""
-    steps = layer_steps(is_sparse)
+    steps = layer_steps(blocks)
 
     def with_inputs(step: Step) -> set[Step]:
         reads = steps[step].reads
@@ -106,12 +125,13 @@ def required_steps(sites: Collection[Site], arch: Architecture, is_sparse: bool)
 class Kind(StrEnum):
     """What a weight is for: matrices of layers are divided over a mesh and may be int8, the others are neither.
 
-    So a router is a kind of its own: it is small, and rounding it would send tokens to other experts."""
+    So routers and what controls a DeltaNet's state are a kind of their own: they are small, and rounding them would
+    send tokens to other experts, and change how long a state lasts."""
 
     embedding = "embedding"
     norm = "norm"
     matrix = "matrix"
-    router = "router"
+    control = "control"
 
 
 TENSOR_AXES: Mapping[Axis, str] = {
@@ -120,6 +140,7 @@ TENSOR_AXES: Mapping[Axis, str] = {
     Axis.d_mlp: "MLP neurons",
     Axis.experts: "experts",
     Axis.d_shared: "neurons of the shared expert",
+    Axis.delta_heads: "key heads of DeltaNet",
 }
 """The logical axes of matrices and their biases that are divided along `tensor`, and their names in messages."""
 
@@ -145,7 +166,7 @@ class WeightSpec:
 
     @property
     def is_divided(self) -> bool:
-        """Whether `tensor` divides it: it has an axis that is, and is neither a norm nor a router."""
+        """Whether `tensor` divides it: it has an axis that is, and is neither a norm nor a control."""
         return self.kind is Kind.matrix and any(axis in TENSOR_AXES for axis in self.logical_axes)
 
     @property
@@ -166,8 +187,8 @@ def _matrix(axes: str, *steps: Step) -> WeightSpec:
     return WeightSpec(Kind.matrix, axes, frozenset(steps))
 
 
-def _router(axes: str, *steps: Step) -> WeightSpec:
-    return WeightSpec(Kind.router, axes, frozenset(steps))
+def _control(axes: str, *steps: Step) -> WeightSpec:
+    return WeightSpec(Kind.control, axes, frozenset(steps))
 
 
 WEIGHTS: Mapping[str, WeightSpec] = {
@@ -189,20 +210,34 @@ WEIGHTS: Mapping[str, WeightSpec] = {
     "attention.kv_down_norm": _norm("Z", Step.k, Step.v),
     "attention.kv_up": _matrix("NX Z", Step.k, Step.v),
     "attention.k_rotary": _matrix("R D", Step.k),
-    "attention.sinks": _matrix("N", Step.entropy, Step.z),  # of no product; divided as the heads are
+    "attention.sinks": _matrix("N", Step.scores, Step.z),  # of no product; divided as the heads are
+    "attention.gate": _matrix("NW D", Step.z),  # of each head's output
     "attention.o": _matrix("D NW", Step.heads, Step.o),
     "attention.post_norm": _norm("D", Step.o),
     "attention.sum_norm": _norm("D", Step.o),
+    "delta.q": _matrix("Jk D", Step.delta),
+    "delta.k": _matrix("Jk D", Step.delta),
+    "delta.v": _matrix("JOv D", Step.delta),
+    "delta.q_taps": _control("Jk I c", Step.delta),
+    "delta.k_taps": _control("Jk I c", Step.delta),
+    "delta.v_taps": _control("JOv I c", Step.delta),
+    "delta.write": _control("JO D", Step.delta),
+    "delta.decay": _control("JO D", Step.delta),
+    "delta.decay_offset": replace(_control("JO", Step.delta), is_wide=True),
+    "delta.decay_log_rate": replace(_control("JO", Step.delta), is_wide=True),
+    "delta.z": _matrix("JOv D", Step.delta),
+    "delta.z_norm": _norm("v", Step.delta),
+    "delta.o": _matrix("D JOv", Step.delta),
     "mlp.norm": _norm("D", Step.mlp_in),
     "mlp.gate": _matrix("F D", Step.gate),
     "mlp.up": _matrix("F D", Step.up),
     "mlp.down": _matrix("D F", Step.down),
-    "mlp.router": _router("E D", Step.router),
-    "mlp.router_correction": replace(_router("E", Step.router), is_wide=True),
+    "mlp.router": _control("E D", Step.router),
+    "mlp.router_correction": replace(_control("E", Step.router), is_wide=True),
     "mlp.experts_gate": _matrix("EM D", Step.experts),
     "mlp.experts_up": _matrix("EM D", Step.experts),
     "mlp.experts_down": _matrix("ED M", Step.experts),
-    "mlp.shared_router": _router("I D", Step.shared),
+    "mlp.shared_router": _control("I D", Step.shared),
     "mlp.shared_gate": _matrix("U D", Step.shared),
     "mlp.shared_up": _matrix("U D", Step.shared),
     "mlp.shared_down": _matrix("D U", Step.shared),

@@ -33,10 +33,14 @@ LATENT = {
     "first_k_dense_replace": 1,
 }
 LATENT |= {"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 7, "n_group": 3, "topk_group": 2}
+DELTA = {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 10}
+DELTA |= {"rms_norm_eps": 1e-2}  # a norm follows q k^T v, which a small eps would let enlarge what is rounded
 OWN_SIZES = {
     "gpt2": {"n_inner": SIZES["intermediate_size"]},
     "gpt_oss": {"head_dim": 8},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), DELTA),
 }
 CLASSES = {
     "bert": ("BertConfig", "BertForMaskedLM"),
@@ -59,6 +63,9 @@ CLASSES = {
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
     "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
 }
 
 LLAMA_PLACES = {
@@ -85,7 +92,14 @@ ROUTED_PLACES = {
     Site.router_weights: "layers.*.mlp.gate output 1",
     Site.router_indices: "layers.*.mlp.gate output 2",
 }
-PLACES: dict[str, dict[Site, str]] = {
+DELTA_PLACES = LLAMA_PLACES | {
+    Site.attn_in: "layers.*.input_layernorm output",
+    Site.attn_z: "layers.*.self_attn.o_proj input",
+    Site.attn_out: ("layers.*.self_attn output", "layers.*.linear_attn output"),
+}
+PLACES: dict[str, dict[Site, str | tuple[str, ...]]] = {
+    "qwen3_5_text": DELTA_PLACES,
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), DELTA_PLACES | ROUTED_PLACES),
     "gpt_oss": LLAMA_PLACES | {site: place.replace("gate", "router") for site, place in ROUTED_PLACES.items()},
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3"),
@@ -144,6 +158,10 @@ PLACES: dict[str, dict[Site, str]] = {
 that number, or the second half of the output. A layer that lacks the module lacks the site."""
 
 
+ZERO_CENTRED = ("gemma", "qwen3_5", "qwen3_next")
+"""Families whose norms multiply by 1 + their weight."""
+
+
 OUTPUT_PROJECTIONS = ("self_attn.o_proj", "attn.c_proj", "attention.dense", "attention.output.dense")
 """The ends of these modules' names; their input is every head's z."""
 
@@ -163,7 +181,12 @@ def save_random(family: str, path: Path, *, seed: int = 0, max_shard_size: str =
     with torch.no_grad():  # the usual initialisation leaves biases at 0, norms at 1 and attention almost uniform
         for name, parameter in model.named_parameters():
             is_scale = ("norm" in name.lower() or "ln_" in name) and not name.endswith("bias")
-            parameter.normal_(1.0 if is_scale and not family.startswith("gemma") else 0.0, 0.25)
+            is_centred = family.startswith(ZERO_CENTRED) and not name.endswith("linear_attn.norm.weight")
+            parameter.normal_(1.0 if is_scale and not is_centred else 0.0, 0.25)
+            if name.endswith("A_log"):
+                parameter.normal_(-2.0, 1.0)  # states that last for some chunks, and others that do not
+            elif name.endswith("conv1d.weight"):
+                parameter.normal_(0.0, 1.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.25)
@@ -224,6 +247,7 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
         for site, heads in ((Site.q, query), (Site.k, key), (Site.v, value)):
             keep(module.layer_idx, site, heads.transpose(1, 2))
         keep(module.layer_idx, Site.attn_z, z)
+        keep(module.layer_idx, Site.attn_pattern, weights.transpose(1, 2))
         if hasattr(module, "sinks"):
             weights = torch.cat([weights, (1 - weights.sum(-1, keepdim=True)).clamp(min=0)], dim=-1)
         keep(module.layer_idx, Site.attn_entropy, torch.special.entr(weights).sum(-1).transpose(1, 2)[..., None])
@@ -233,11 +257,13 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
     transformers.AttentionMaskInterface.register("looked_at", transformers.masking_utils.eager_mask)
     model.set_attn_implementation("looked_at")
     handles = []
-    for site, place in PLACES[model.config.model_type].items():
-        name, *side = place.split()
-        for layer in range(model.config.num_hidden_layers) if site.per_layer else (-1,):
-            with suppress(AttributeError):
-                handles.append(hook(site, layer, model.base_model.get_submodule(name.replace("*", str(layer))), *side))
+    for site, places in PLACES[model.config.model_type].items():
+        for place in (places,) if isinstance(places, str) else places:
+            name, *side = place.split()
+            for layer in range(model.config.num_hidden_layers) if site.per_layer else (-1,):
+                with suppress(AttributeError):
+                    module = model.base_model.get_submodule(name.replace("*", str(layer)))
+                    handles.append(hook(site, layer, module, *side))
     for name, module in model.base_model.named_modules():
         layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
         if name.endswith(".mlp.experts"):

@@ -28,6 +28,7 @@ VARIANTS = FAMILIES | {  # as many attributes as can have a meaning at once
     "qwen2": WINDOW | {"layer_types": ALTERNATING, "rope_parameters": LONG_ROPE},
     "qwen2_moe": WINDOW,
     "qwen3_moe": WINDOW,
+    "qwen3_5_moe_text": {},
     "qwen3": WINDOW | {"layer_types": ALTERNATING},
     "smollm3": WINDOW | {"layer_types": ALTERNATING},
 }
@@ -45,7 +46,7 @@ IGNORED = {  # what transformers' model does not read: at inference, or beside t
     "qwen2": {"max_window_layers", "rope_parameters.long_factor"},
     "qwen2_moe": ROUTERS_IN_TRAINING | {"max_window_layers"},
     "qwen3": {"max_window_layers"},
-    "qwen3_moe": ROUTERS_IN_TRAINING,
+    **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe_text"), ROUTERS_IN_TRAINING),
     "smollm3": {"no_rope_layer_interval"},
 }
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_reference import save_random
+from hf_reference import save_random, transformers
 from safetensors.numpy import load_file, save_file
 
 from pipeline.config.schema import CaptureConfig
@@ -68,6 +68,21 @@ def test_a_layer_has_the_sites_of_its_kind(tmp_path) -> None:
         ConfigError, match=r"with the site router_logits, which layer 1 lacks: its MLP is dense.*0, 2, 3"
     ):
         layers([0, 1], "router_logits")
+
+
+def test_a_layer_with_a_delta_net_has_no_sites_of_attention(tmp_path) -> None:
+    save_random("qwen3_5_text", tmp_path)
+    model = open_model(str(tmp_path))
+    assert set(Site) - set(model.sites) == EXPERTS
+
+    def layers(layers: object, site: str) -> list[int]:
+        return [key.layer for key in captured_keys(CaptureConfig(layers=layers, sites=[site]), model)]
+
+    for site in ("q", "k", "v", "attn_z", "head_out", "attn_entropy"):
+        assert layers("all", site) == layers([3], site) == [3]
+        with pytest.raises(ConfigError, match=rf"{site}, which layer 1 lacks: it has a gated DeltaNet.* have it: 3\."):
+            layers([1, 3], site)
+    assert layers("all", "attn_out") == [0, 1, 2, 3]
 
 
 def test_an_mlp_without_gate_does_not_change_the_identity_of_a_model(tmp_path) -> None:
@@ -354,6 +369,32 @@ def loaded_arrays(path: Path) -> list[jax.Array]:
     return jax.tree.leaves(
         open_model(str(path)).load((LAST,), "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     )
+
+
+VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 32, "patch_size": 2}
+MTP = "mtp.layers.0.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(("family", "name"), [("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe")])
+def test_the_language_model_of_a_checkpoint_with_vision(family: str, name: str, tmp_path) -> None:
+    """As published: with tensors of vision and of the layers that predict further tokens, all experts in one tensor."""
+    text = save_random(f"{family}_text", tmp_path / "text", num_key_value_heads=4)
+    config = getattr(transformers, f"{name}Config")(text_config=text.config.to_dict(), vision_config=VISION)
+    whole = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.save_pretrained(tmp_path / "whole", save_original_format=False)
+    file = tmp_path / "whole" / "model.safetensors"
+    save_file(load_file(file) | {MTP: np.ones(32, np.float32)}, file)
+    published = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1}
+    edit_config(tmp_path / "whole", lambda config: config["text_config"].update(published))
+    models = [open_model(str(tmp_path / part)) for part in ("text", "whole")]
+    assert models[0].arch == models[1].arch
+    assert any("visual" in name for name in models[1].checkpoint.names)
+    for got, expected in zip(loaded_arrays(tmp_path / "whole"), loaded_arrays(tmp_path / "text"), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    edit_config(tmp_path / "whole", lambda config: config["text_config"].update(attn_output_gate=False))
+    with pytest.raises(CheckpointError, match="text_config: attn_output_gate is false"):
+        open_model(str(tmp_path / "whole"))
 
 
 def test_sinks_are_read_where_there_is_attention(tmp_path) -> None:

@@ -228,6 +228,21 @@ def test_the_server_says_when(headers: dict[str, str], seconds: float, server: H
     assert waits == [seconds]
 
 
+def test_a_commit_is_waited_for() -> None:
+    """Another attempt would meet the one that the Hub is still at."""
+    seen = []
+
+    def answer(request: hub.httpx.Request) -> hub.httpx.Response:
+        seen.append(request.extensions["timeout"])
+        return hub.httpx.Response(200)
+
+    client = hub._Client(transport=hub.httpx.MockTransport(answer), timeout=30.0)
+    for verb in ("preupload", "commit"):
+        client.post(f"{huggingface_hub.constants.ENDPOINT}/api/datasets/owner/name/{verb}/main")
+    assert [timeouts["read"] for timeouts in seen] == [30.0, 300.0]
+    assert [timeouts["write"] for timeouts in seen] == [30.0, 300.0]
+
+
 def test_other_services_are_asked_once(waits) -> None:
     """`datasets` asks for figures that it can do without, which must not make every start a minute longer."""
     hub.repeat_requests()
@@ -280,7 +295,7 @@ def test_a_body_that_is_not_its_etags_is_fetched_again(server: Hub, waits) -> No
 
 
 def test_a_server_whose_etags_are_no_digests(server: Hub, waits, monkeypatch) -> None:
-    monkeypatch.setattr("tests.hub.etag", lambda content: f"{len(content):040x}")
+    monkeypatch.setattr("tests.hub.etag", lambda content, large: f"{len(content):040x}")
     assert open_model("owner/tiny").vocab_size == 2048
     assert len(waits) == 1
 

@@ -132,6 +132,20 @@ CASES = {
         WINDOW
         | {"norm_topk_prob": True, "mlp_only_layers": [0], "shared_expert_intermediate_size": 9, "qkv_bias": False},
     ),
+    "qwen3.5": ("qwen3_5_text", {}),
+    "qwen3.5, alternating, tied, heads alike, half rotating, two taps": (
+        "qwen3_5_text",
+        {"layer_types": ["full_attention", "linear_attention"] * 2, "tie_word_embeddings": True, "head_dim": 8}
+        | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2, "attention_bias": True, "hidden_act": "gelu"}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen3.5 moe": ("qwen3_5_moe_text", {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
+    "qwen3-next": ("qwen3_next", {}),
+    "qwen3-next, only DeltaNet at last, a dense layer, biases": (
+        "qwen3_next",
+        {"layer_types": ["full_attention"] * 2 + ["linear_attention"] * 2, "mlp_only_layers": [1]}
+        | {"norm_topk_prob": False, "attention_bias": True, "linear_num_value_heads": 6},
+    ),
     "mixtral": ("mixtral", {"sliding_window": 7}),
     "mixtral without window": ("mixtral", {"num_experts": 3, "head_dim": 6, "hidden_act": "gelu"}),
     "olmoe": ("olmoe", OLMOE),
@@ -230,7 +244,7 @@ def test_every_site_of_every_layer(case: str, tmp_path) -> None:
     model = open_model(str(tmp_path))
     keys = all_keys(model)
     got = run(model, keys, *batch)
-    assert {key: values.shape[2] for key, values in got.items()} == {key: model.width(key.site) for key in keys}
+    assert {key: values.shape[2] for key, values in got.items()} == {key: model.width(key.site, 96) for key in keys}
     assert {key for key in expected if not key.site.per_layer or key.site in model.sites} == {*keys}
     errors = {key: error(got[key], expected[key]) for key in keys if key.site is not Site.router_indices}
     for key in (key for key in keys if key.site is Site.router_indices):
@@ -251,6 +265,7 @@ SCANNED = {
     "fused tensors": ("phi3", {}),
     "dense and sparse, latent": ("deepseek_v3", {"first_k_dense_replace": 2}),
     "local and global with sinks": ("gpt_oss", GPT_OSS),
+    "DeltaNet and attention, two periods": ("qwen3_next", {"full_attention_interval": 2}),
     "yarn in global layers": ("olmo3", {"sliding_window": 7, "rope_parameters": YARN_ROPES}),
 }
 
@@ -286,6 +301,8 @@ FAMILIES = {
     "qwen2_moe": {"mlp_only_layers": [1]},
     "qwen3": {},
     "qwen3_moe": {},
+    "qwen3_next": {},
+    "qwen3_5_text": {},
     "smollm3": WINDOW,
 }
 
@@ -308,6 +325,10 @@ def test_packed_documents_equal_documents_alone(family: str, tmp_path) -> None:
         expected = reference_activations(reference, tokens[row : row + 1, first : first + length])
         for key in keys:
             found = got[key][row : row + 1, first : first + length]
+            if key.site is Site.attn_pattern:
+                patterns = found.reshape(1, length, -1, 64)
+                assert not patterns[..., length:].any()
+                found = patterns[..., :length].reshape(1, length, -1)
             assert error(found, expected[key]) < bound(key, model), key.name
     assert all(np.isfinite(values).all() for values in got.values())
 

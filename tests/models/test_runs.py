@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.config.composing import PACKAGE
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.models.architecture import Experts
+from pipeline.models.architecture import DeltaNet, Experts
 from pipeline.models.registry import open_model
 from pipeline.models.runs import LayerRun, layer_runs
 
@@ -51,3 +51,21 @@ def test_dense_and_sparse_layers_are_in_runs_of_their_own(names: str) -> None:
     arch = replace(ARCH, experts=Experts("DSSSSDDD", 4, 2, 8, sums_to_one=True))
     keys = [ActivationKey.parse(name) for name in names.split()]
     assert list(layer_runs(keys, arch)) == SPARSE_CASES[names]
+
+
+PERIODIC_CASES = {  # the pattern: first, stop and period of the runs of all layers
+    "DDDADDDA": [(0, 8, 4)],
+    "DDDADDDADD": [(0, 8, 4), (8, 10, 1)],
+    "AADDDD": [(0, 2, 1), (2, 6, 1)],
+    "DADDAAD": [(0, 1, 1), (1, 2, 1), (2, 4, 1), (4, 6, 1), (6, 7, 1)],
+    "DADDDADDDA": [(0, 8, 4), (8, 9, 1), (9, 10, 1)],
+}
+
+
+@pytest.mark.parametrize("pattern", PERIODIC_CASES)
+def test_a_period_of_layers_is_repeated(pattern: str) -> None:
+    arch = replace(ARCH, num_layers=len(pattern), delta=DeltaNet(pattern, 2, 2, 8, 8, 4))
+    runs = layer_runs([ActivationKey.parse("final_norm")], arch)
+    assert [(run.first, run.stop, run.period) for run in runs] == PERIODIC_CASES[pattern]
+    assert sorted(layer for run in runs for stack in run.stacks for layer in stack) == list(range(len(pattern)))
+    assert all(len({pattern[layer] for layer in stack}) == 1 for run in runs for stack in run.stacks)

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.config.composing import PACKAGE
 from pipeline.core.sites import Site
+from pipeline.models.architecture import LayerBlocks
 from pipeline.models.registry import open_model
 from pipeline.models.weight_specs import TENSOR_AXES, WEIGHTS, Kind, Step, layer_steps, required_steps, weight_spec
 
@@ -17,7 +18,13 @@ DIVIDED_AXIS = {
     "attention.q_up": 0,
     "attention.kv_up": 0,
     "attention.sinks": 0,
+    "attention.gate": 0,
     "attention.o": 1,
+    "delta.q": 0,
+    "delta.k": 0,
+    "delta.v": 0,
+    "delta.z": 0,
+    "delta.o": 1,
     "mlp.gate": 0,
     "mlp.up": 0,
     "mlp.down": 1,
@@ -29,15 +36,21 @@ DIVIDED_AXIS = {
     "mlp.shared_down": 1,
 }
 UNDIVIDED = {"attention.q_down", "attention.kv_down", "attention.k_rotary"}
-NUM_INPUTS = {key: 1 for key in (*DIVIDED_AXIS, *UNDIVIDED) if key != "attention.sinks"} | {"attention.o": 2}
+NUM_INPUTS = {key: 1 for key in (*DIVIDED_AXIS, *UNDIVIDED) if key != "attention.sinks"} | {
+    "attention.o": 2,
+    "delta.o": 3,
+}
 ATTENTION = {Step.attn_in, Step.q, Step.k, Step.v, Step.z, Step.o}
 MLP = {Step.mlp_in, Step.gate, Step.up, Step.neurons, Step.down}
+DENSE, SPARSE = (LayerBlocks(is_delta=False, is_sparse=is_sparse) for is_sparse in (False, True))
+DELTA = LayerBlocks(is_delta=True, is_sparse=False)
 ARCH = open_model(str(PACKAGE / "assets" / "tiny-qwen2")).arch
 STEPS = {
     Site.attn_in: {Step.attn_in},
     Site.q: {Step.attn_in, Step.q},
     Site.v: {Step.attn_in, Step.v},
-    Site.attn_entropy: {Step.attn_in, Step.q, Step.k, Step.entropy},
+    Site.attn_entropy: {Step.attn_in, Step.q, Step.k, Step.scores},
+    Site.attn_pattern: {Step.attn_in, Step.q, Step.k, Step.scores},
     Site.attn_z: ATTENTION - {Step.o},
     Site.head_out: ATTENTION - {Step.o} | {Step.heads},
     Site.attn_out: ATTENTION,
@@ -86,22 +99,29 @@ def test_another_name_is_an_error() -> None:
 
 @pytest.mark.parametrize("site", STEPS)
 def test_steps_that_a_site_requires(site: Site) -> None:
-    assert required_steps({site}, ARCH, False) == STEPS[site]
-    assert required_steps({site}, replace(ARCH, parallel=True), False) == (STEPS[site] & MLP or STEPS[site])
+    assert required_steps({site}, ARCH, DENSE) == STEPS[site]
+    assert required_steps({site}, replace(ARCH, parallel=True), DENSE) == (STEPS[site] & MLP or STEPS[site])
 
 
 @pytest.mark.parametrize("site", SPARSE_STEPS)
 def test_steps_that_a_site_of_a_sparse_layer_requires(site: Site) -> None:
-    assert required_steps({site}, ARCH, True) == SPARSE_STEPS[site]
+    assert required_steps({site}, ARCH, SPARSE) == SPARSE_STEPS[site]
+
+
+def test_a_delta_net_takes_the_place_of_attention() -> None:
+    delta = {Step.attn_in, Step.delta}
+    steps = {Site.attn_in: {Step.attn_in}, Site.attn_out: delta, Site.resid_mid: delta, Site.mlp_out: delta | MLP}
+    assert {site: required_steps({site}, ARCH, DELTA) for site in steps} == steps
+    assert required_steps({Site.q, Site.attn_entropy, Site.head_out}, ARCH, DELTA) == frozenset()
 
 
 def test_several_sites_require_the_steps_of_each() -> None:
-    assert required_steps({Site.k, Site.mlp_out}, replace(ARCH, parallel=True), False) == {Step.attn_in, Step.k} | MLP
+    assert required_steps({Site.k, Site.mlp_out}, replace(ARCH, parallel=True), DENSE) == {Step.attn_in, Step.k} | MLP
     sites = {Site.mlp_out, Site.attn_entropy, Site.head_out}
-    assert required_steps(sites, ARCH, False) == layer_steps(False).keys()
+    assert required_steps(sites, ARCH, DENSE) == layer_steps(DENSE).keys()
 
 
 def test_without_gate_the_pre_activation_is_the_up_projection() -> None:
     ungated = replace(ARCH, gated=False)
-    assert required_steps({Site.mlp_pre}, ungated, False) == ATTENTION | {Step.mlp_in, Step.gate, Step.up}
-    assert required_steps({Site.mlp_out}, ungated, False) == ATTENTION | MLP
+    assert required_steps({Site.mlp_pre}, ungated, DENSE) == ATTENTION | {Step.mlp_in, Step.gate, Step.up}
+    assert required_steps({Site.mlp_out}, ungated, DENSE) == ATTENTION | MLP

@@ -203,6 +203,18 @@ def test_flops_are_those_of_the_matrix_products(tmp_path) -> None:
     assert model.flops_per_token(both, length=64) == 2 * attention + mlp + 2 * 32 * 32
 
 
+def test_flops_of_a_delta_net_are_those_of_its_chunks(tmp_path) -> None:
+    save_random("qwen3_5_text", tmp_path)
+    model = open_model(str(tmp_path))
+    d_model, heads, values, key_dim, value_dim = 32, 2, 4, 16, 10
+    matrices = 2 * d_model * (2 * heads * key_dim + 3 * values * value_dim)
+    with_keys = 2 * 64 * (2 * heads * key_dim + values * key_dim)
+    with_state = 2 * 3 * values * key_dim * value_dim
+    chunk = with_keys + 2 * 64 * 2 * values * value_dim + with_state
+    for length in (64, 256):
+        assert model.flops_per_token((key("blocks.0.attn_out"),), length) == matrices + chunk
+
+
 def test_random_weights_are_finite_in_a_tensor_of_many_values(tmp_path) -> None:
     """More values than there are random bits: a rounding at the end of their range would be met a few times."""
     config = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}

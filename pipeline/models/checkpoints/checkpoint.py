@@ -14,7 +14,10 @@ from pipeline.models.checkpoints import fp8, mxfp4
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 
-_TRUNKS = ("model.", "gpt_neox.", "transformer.", "bert.")  # transformers' `base_model_prefix` of the families
+_TRUNKS = (  # transformers' `base_model_prefix` of the families; before it, that of language models beside vision
+    *("model.language_model.", "language_model."),
+    *("model.", "gpt_neox.", "transformer.", "bert."),
+)
 _HEADS = ("lm_head.weight", "embed_out.weight")  # outside the trunk
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

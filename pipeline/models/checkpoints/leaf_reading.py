@@ -84,6 +84,8 @@ def _read_items(checkpoint: Checkpoint, leaf: Leaf, tensor: int, items: range) -
     rows_per_item = len(leaf.rows) // leaf.axes[0]
     rows = leaf.rows[items.start * rows_per_item : items.stop * rows_per_item]
     values = checkpoint.rows(checkpoint.full_name(leaf.tensors[tensor]), rows.start, rows.stop)
+    if leaf.item_rows is not None:
+        values = values.reshape(len(items), leaf.item_rows, -1)[:, leaf.item_part]
     return values[..., leaf.columns].reshape(len(items), *leaf.axes[1:]).transpose(leaf.order)
 
 

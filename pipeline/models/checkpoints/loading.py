@@ -11,7 +11,7 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.architecture import Architecture, Axis, KeyTable, our_keys
+from pipeline.models.architecture import Architecture, Axis, KeyTable, LayerBlocks, our_keys
 from pipeline.models.checkpoints.checkpoint import Checkpoint, current_name
 from pipeline.models.checkpoints.leaf_reading import Index, read_int8, read_leaf
 from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES
@@ -68,7 +68,8 @@ def _first_of(problems: list[str]) -> list[str]:
 def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, expected: set[str]) -> Iterator[str]:
     layers = next(key for key in table if "*" in key).partition("*")[0]
     start = checkpoint.prefix + layers
-    of_layer = {is_sparse: _tensors_of_layer(arch, table, is_sparse) for is_sparse in (False, True)}
+    kinds = {arch.blocks(layer) for layer in range(arch.num_layers)}
+    of_layer = {blocks: _tensors_of_layer(arch, table, blocks) for blocks in kinds}
     needed_layers = {name.removeprefix(start).split(".")[0] for name in expected if name.startswith(start)}
     for name in checkpoint.names:
         layer, _, rest = name.removeprefix(start).partition(".")
@@ -78,14 +79,14 @@ def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, exp
         if number is not None and 0 <= number - arch.num_layers < arch.num_ignored_layers:
             continue
         is_beyond = number is None or number >= arch.num_layers
-        if is_beyond or (layer in needed_layers and current_name(rest) not in of_layer[arch.is_sparse(number)]):
+        if is_beyond or (layer in needed_layers and current_name(rest) not in of_layer[arch.blocks(number)]):
             yield f"{name:.200}"
 
 
-def _tensors_of_layer(arch: Architecture, table: KeyTable, is_sparse: bool) -> set[str]:
-    """The HF keys, without the layer's prefix, of all tensors that a dense or a sparse layer has."""
-    num_experts = arch.axis_size(Axis.experts) if is_sparse else 1
-    steps = layer_steps(is_sparse).keys()
+def _tensors_of_layer(arch: Architecture, table: KeyTable, blocks: LayerBlocks) -> set[str]:
+    """The HF keys, without the layer's prefix, of all tensors that a layer with these blocks has."""
+    num_experts = arch.axis_size(Axis.experts) if blocks.is_sparse else 1
+    steps = layer_steps(blocks).keys()
     hf_keys = (hf_key for hf_key, entry in table.items() for key in our_keys(entry) if weight_spec(key).steps & steps)
     names = (hf_key.partition("*.")[2] for hf_key in hf_keys)
     return {name.replace("#", str(expert)) for name in names for expert in range(num_experts)}

@@ -44,7 +44,7 @@ def random_params(
         sharding = place(leaf)
         if leaf.spec.is_scale:
             return jnp.ones(leaf.shape, dtype, device=sharding)
-        first = leaf.rows.start or leaf.columns.start
+        first = leaf.rows.start or leaf.columns.start or leaf.item_part.start
         suffix = f" {first}" if first else ""
         tensor_ids = np.array([zlib.crc32(f"{seed} {name}{suffix}".encode()) for name in leaf.tensors], np.uint32)
         if with_int8 and is_int8(leaf):

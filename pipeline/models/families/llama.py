@@ -55,13 +55,13 @@ def read_decoder(
     default_kv_heads: int | None = None,
     default_head_dim: int | None = None,
     default_eps: float = 1e-6,
-    default_theta: float = 10000.0,
     activation: Activation | None = None,
     rope: Rope | None = None,
+    d_mlp: int | None = None,
 ) -> Architecture:
     """The architecture of LLaMA and its relatives; the defaults are those of transformers' config classes.
 
-    Families whose config.json has other attributes for them pass `activation` and `rope`.
+    Families whose config.json has other attributes for them pass `activation`, `rope` and `d_mlp`.
     """
     d_model = config.positive_int("hidden_size")
     num_heads = config.positive_int("num_attention_heads")
@@ -82,8 +82,8 @@ def read_decoder(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        d_mlp=config.positive_int("intermediate_size"),
+        d_mlp=d_mlp or config.positive_int("intermediate_size"),
         norm_eps=config.positive_float("rms_norm_eps", default_eps),
-        rope=rope or read_rope(config, max_positions, default_theta),
+        rope=rope or read_rope(config, max_positions),
         activation=activation or config.activation("hidden_act", "silu"),
     )

@@ -10,7 +10,7 @@ import dataclasses
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Activation, Architecture, BoundedExperts, Experts, KeyTable, Norm, Rope
 from pipeline.models.families import llama
-from pipeline.models.families.hf_attention import all_local, parse_rope, read_local, rope_values
+from pipeline.models.families.hf_attention import all_local, parse_rope, read_local, read_rope, rope_values
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.qwen import HEAD_NORMS, QKV_BIASES
 
@@ -20,7 +20,7 @@ EXPERTS: KeyTable = {
     "layers.*.mlp.experts.#.up_proj.weight": "mlp.experts_up",
     "layers.*.mlp.experts.#.down_proj.weight": "mlp.experts_down",
 }
-_SHARED: KeyTable = {
+SHARED: KeyTable = {
     "layers.*.mlp.shared_expert_gate.weight": "mlp.shared_router",
     "layers.*.mlp.shared_expert.gate_proj.weight": "mlp.shared_gate",
     "layers.*.mlp.shared_expert.up_proj.weight": "mlp.shared_up",
@@ -47,20 +47,20 @@ _WITHOUT_MLP: KeyTable = {key: entry for key, entry in llama.KEY_TABLE.items() i
 def read_qwen2_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
     arch = llama.read_decoder(config, default_max_positions=32768)
-    experts = _read_experts(config, arch.num_layers, default_num=60, default_per_token=4, default_d_expert=1408)
+    experts = read_experts(config, arch.num_layers, default_num=60, default_per_token=4, default_d_expert=1408)
     experts = dataclasses.replace(experts, d_shared=config.positive_int("shared_expert_intermediate_size", 5632))
     window = _read_window(config)
     first_global = min(config.count("max_window_layers", 28), arch.num_layers)
     pattern = "".join("L" if window and i % 2 == 0 and i < first_global else "G" for i in range(arch.num_layers))
     local = read_local(config, pattern, window, arch.rope, arch.rope, arch.max_positions)
     biases = QKV_BIASES if config.flag("qkv_bias", True) else {}
-    return dataclasses.replace(arch, local=local, experts=experts), llama.KEY_TABLE | biases | EXPERTS | _SHARED
+    return dataclasses.replace(arch, local=local, experts=experts), llama.KEY_TABLE | biases | EXPERTS | SHARED
 
 
 def read_qwen3_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
     arch = llama.read_decoder(config, default_max_positions=32768)
-    experts = _read_experts(config, arch.num_layers, default_num=128, default_per_token=8, default_d_expert=768)
+    experts = read_experts(config, arch.num_layers, default_num=128, default_per_token=8, default_d_expert=768)
     config.ignore("max_window_layers")  # published; every layer has the window, if any
     local = all_local(arch, _read_window(config))
     table = llama.KEY_TABLE | HEAD_NORMS | EXPERTS
@@ -70,8 +70,10 @@ def read_qwen3_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 def read_mixtral(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
-    config.ignore("router_jitter_noise", *_ABOUT_TRAINING)  # noise in training only
-    arch = llama.read_decoder(config, default_max_positions=4096 * 32, default_eps=1e-5, default_theta=1e6)
+    config.ignore("router_jitter_noise", *ABOUT_TRAINING)  # noise in training only
+    max_positions = config.positive_int("max_position_embeddings", 4096 * 32)
+    rope = read_rope(config, max_positions, default_theta=1e6)
+    arch = llama.read_decoder(config, max_positions, default_eps=1e-5, rope=rope)
     local = all_local(arch, config.optional_int("sliding_window", None))
     num_experts, per_token = read_counts(config, arch.num_layers, 8, 2)
     experts = Experts("S" * arch.num_layers, num_experts, per_token, arch.d_mlp, sums_to_one=True, rounds_weights=False)
@@ -80,7 +82,7 @@ def read_mixtral(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 def read_olmoe(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
-    config.ignore(*_ABOUT_TRAINING)
+    config.ignore(*ABOUT_TRAINING)
     if config.optional_float("clip_qkv", None) is not None:
         raise CheckpointError(f"{config.where} sets clip_qkv, which is not implemented. Use another model.")
     arch = llama.read_decoder(config, default_max_positions=4096, default_eps=1e-5)
@@ -101,7 +103,7 @@ def read_olmoe(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 def read_gpt_oss(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
-    config.ignore("experts_per_token", "initial_context_length", "hidden_act", *_ABOUT_TRAINING)
+    config.ignore("experts_per_token", "initial_context_length", "hidden_act", *ABOUT_TRAINING)
     max_positions = config.positive_int("max_position_embeddings", 131072)
     arch = llama.read_decoder(
         config,
@@ -140,14 +142,19 @@ def _read_gpt_oss_rope(config: HfConfig, max_positions: int) -> Rope:
     return rope
 
 
-_ABOUT_TRAINING = ("output_router_logits", "router_aux_loss_coef")
+ABOUT_TRAINING = ("output_router_logits", "router_aux_loss_coef")
 
 
-def _read_experts(
-    config: HfConfig, num_layers: int, default_num: int, default_per_token: int, default_d_expert: int
+def read_experts(
+    config: HfConfig,
+    num_layers: int,
+    default_num: int,
+    default_per_token: int,
+    default_d_expert: int,
+    sums_to_one: bool = False,
 ) -> Experts:
     """Qwen's experts: of every `decoder_sparse_step`-th layer but those in `mlp_only_layers`."""
-    config.ignore(*_ABOUT_TRAINING)
+    config.ignore(*ABOUT_TRAINING)
     num_experts, per_token = read_counts(config, num_layers, default_num, default_per_token)
     step, dense = config.positive_int("decoder_sparse_step", 1), {*config.whole_numbers("mlp_only_layers")}
     pattern = "".join("D" if i in dense or (i + 1) % step else "S" for i in range(num_layers))
@@ -160,7 +167,7 @@ def _read_experts(
         num_experts,
         per_token,
         config.positive_int("moe_intermediate_size", default_d_expert),
-        sums_to_one=config.flag("norm_topk_prob", False),
+        sums_to_one=config.flag("norm_topk_prob", sums_to_one),
     )
 
 

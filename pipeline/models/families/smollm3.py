@@ -4,7 +4,7 @@ import dataclasses
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, KeyTable, LocalAttention
-from pipeline.models.families.hf_attention import LOCAL, read_local
+from pipeline.models.families.hf_attention import LOCAL, read_local, read_rope
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.llama import read_decoder, read_table
 
@@ -12,7 +12,9 @@ from pipeline.models.families.llama import read_decoder, read_table
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
     config.ignore("max_window_layers")  # published, but transformers does not read it
-    arch = read_decoder(config, default_max_positions=32768, default_kv_heads=4, default_theta=2e6)
+    max_positions = config.positive_int("max_position_embeddings", 32768)
+    rope = read_rope(config, max_positions, default_theta=2e6)
+    arch = read_decoder(config, max_positions, default_kv_heads=4, rope=rope)
     rotation = _read_rotation(config, arch.num_layers)
     local = _read_local(config, arch, rotation)
     rotation = rotation if "N" in rotation else None

@@ -1,0 +1,100 @@
+"""The pattern of attention and its entropy, beside whichever implementation computes attention itself.
+
+Letters: B rows, T query positions, S key positions, N heads, K key-value heads, G = N / K, H head dim.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from pipeline.models.attention.spec import AttentionSpec
+
+_BLOCK = 128  # queries at once: there are never [T, S] scores in memory
+
+
+@jax.named_scope("attention_entropy")
+def attention_entropy(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    segments: Int32[Array, "B T"],
+    spec: AttentionSpec,
+    sinks: Float[Array, " N"] | None = None,
+) -> Float32[Array, "B T N"]:
+    """In nats, of each query's attention to the keys of its segment that it sees, and to its head's sink."""
+    length = q.shape[1]
+    if length <= _BLOCK:
+        return _entropy(_shifted_scores(q, segments, jnp.arange(length)[None], k, segments, spec, sinks))
+    missing = -length % _BLOCK
+
+    def blocks(values: Array) -> Array:
+        """[B, T, ...] as [blocks, B, block, ...], with zeros behind the last position."""
+        padded = jnp.pad(values, ((0, 0), (0, missing), *((0, 0),) * (values.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(len(values), -1, _BLOCK, *values.shape[2:]), 1, 0)
+
+    order = jnp.arange(length + missing).reshape(-1, 1, _BLOCK)
+    entropies = jax.lax.map(
+        lambda block: _entropy(_shifted_scores(*block, k, segments, spec, sinks)), (blocks(q), blocks(segments), order)
+    )
+    return jnp.moveaxis(entropies, 0, 1).reshape(len(q), length + missing, -1)[:, :length]
+
+
+def _entropy(shifted: Float32[Array, "B K G T S"]) -> Float32[Array, "B T N"]:
+    """Of what `_shifted_scores` returns."""
+    weights = jnp.exp(shifted)
+    total = jnp.sum(weights, axis=-1)
+    entropies = jnp.log(total) - jnp.sum(weights * shifted, axis=-1) / total
+    entropies = jnp.einsum("BKGT->BTKG", entropies)
+    return entropies.reshape(*entropies.shape[:2], -1)
+
+
+@jax.named_scope("attention_pattern")
+def attention_pattern(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    segments: Int32[Array, "B T"],
+    selected: Int32[Array, "B S"],
+    spec: AttentionSpec,
+    sinks: Float[Array, " N"] | None = None,
+) -> Float32[Array, "B S N T"]:
+    """Of the queries at the row positions `selected` (-1: none, whose values mean nothing): each head's attention to
+    the first, second, ... token of the query's segment; 0 behind its last."""
+    at = jnp.maximum(selected, 0)
+    queries = jnp.take_along_axis(q, at[:, :, None, None], axis=1)
+    own = jnp.take_along_axis(segments, at, axis=1)
+    scores = _shifted_scores(queries, own, at, k, segments, spec, sinks)
+    weights = jnp.exp(scores)
+    pattern = weights[..., : k.shape[1]] / jnp.sum(weights, axis=-1, keepdims=True)
+    first = jnp.argmax(segments[:, None, :] == own[:, :, None], axis=-1)  # of the segment
+    places = first[:, :, None] + jnp.arange(k.shape[1])
+    inside = places < k.shape[1]
+    shifted = jnp.take_along_axis(pattern, jnp.where(inside, places, 0)[:, None, None], axis=-1)
+    shifted = jnp.where(inside[:, None, None], shifted, 0)
+    return jnp.einsum("BKGTS->BTKGS", shifted).reshape(*queries.shape[:3], -1)
+
+
+def _shifted_scores(
+    q: Float[Array, "B T N H"],
+    segments: Int32[Array, "B T"],
+    order: Int32[Array, "B|1 T"],
+    k: Float[Array, "B S K H"],
+    key_segments: Int32[Array, "B S"],
+    spec: AttentionSpec,
+    sinks: Float[Array, " N"] | None,
+) -> Float32[Array, "B K G T S|S+1"]:
+    """Of queries at the positions `order` of their rows: less each query's largest, and the smallest float where
+    it does not see the key; the last, if any, the sink's."""
+    groups = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", groups, k, preferred_element_type=jnp.float32) * spec.scale
+    if spec.softcap is not None:
+        scores = jnp.tanh(scores / spec.softcap) * spec.softcap
+    visible = segments[:, :, None] == key_segments[:, None, :]
+    distances = order[:, :, None] - jnp.arange(k.shape[1])
+    if spec.causal:
+        visible &= distances >= 0
+    if spec.window is not None:
+        visible &= distances < spec.window
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(*scores.shape[1:3], 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
+    return scores - jnp.max(scores, axis=-1, keepdims=True)

@@ -1,0 +1,160 @@
+"""Qwen3-Next and Qwen3.5, dense and with experts (transformers' `Qwen3NextModel`, `Qwen3_5TextModel`,
+`Qwen3_5MoeTextModel`); of Qwen3.5's checkpoints with vision, the language model.
+
+Most layers have a gated DeltaNet, every fourth attention, whose heads are gated. Norms are scaled by 1 + weight.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from pipeline.core.errors import CheckpointError
+from pipeline.core.json_text import shown
+from pipeline.models.architecture import Architecture, DeltaNet, Interleaved, KeyTable, Norm
+from pipeline.models.families import llama, moe
+from pipeline.models.families.hf_attention import GLOBAL, parse_rope, rope_values, rotary_dim
+from pipeline.models.families.hf_config import HfConfig
+from pipeline.models.families.qwen import HEAD_NORMS
+
+LINEAR = "linear_attention"
+
+_ATTENTION: KeyTable = HEAD_NORMS | {
+    "layers.*.self_attn.q_proj.weight": Interleaved(("attention.q", "attention.gate")),
+}
+_BIASES: KeyTable = llama.ATTENTION_BIASES | {
+    "layers.*.self_attn.q_proj.bias": Interleaved(("attention.q_bias", "attention.gate_bias")),
+}
+_DELTA: KeyTable = {
+    "layers.*.linear_attn.conv1d.weight": ["delta.q_taps", "delta.k_taps", "delta.v_taps"],
+    "layers.*.linear_attn.dt_bias": "delta.decay_offset",
+    "layers.*.linear_attn.A_log": "delta.decay_log_rate",
+    "layers.*.linear_attn.norm.weight": "delta.z_norm",
+    "layers.*.linear_attn.out_proj.weight": "delta.o",
+}
+_BY_HEAD: KeyTable = {
+    "layers.*.linear_attn.in_proj_qkvz.weight": Interleaved(("delta.q", "delta.k", "delta.v", "delta.z")),
+    "layers.*.linear_attn.in_proj_ba.weight": Interleaved(("delta.write", "delta.decay")),
+}
+_APART: KeyTable = {
+    "layers.*.linear_attn.in_proj_qkv.weight": ["delta.q", "delta.k", "delta.v"],
+    "layers.*.linear_attn.in_proj_z.weight": "delta.z",
+    "layers.*.linear_attn.in_proj_b.weight": "delta.write",
+    "layers.*.linear_attn.in_proj_a.weight": "delta.decay",
+}
+_STACKED_EXPERTS: KeyTable = {
+    "layers.*.mlp.gate.weight": "mlp.router",
+    "layers.*.mlp.experts.gate_up_proj": Interleaved(("mlp.experts_gate", "mlp.experts_up"), "E M D"),
+    "layers.*.mlp.experts.down_proj": ("mlp.experts_down", "E D M"),
+}
+
+
+def read_qwen3_next(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    if config.flag("use_sliding_window", False):
+        raise CheckpointError(
+            f"{config.where}: use_sliding_window is true, which is not implemented. Use another model."
+        )
+    arch, table = _read(config, default_kv_heads=2)
+    experts = moe.read_experts(config, arch.num_layers, 512, 10, 512, sums_to_one=True)
+    experts = dataclasses.replace(experts, d_shared=config.positive_int("shared_expert_intermediate_size", 512))
+    return dataclasses.replace(arch, experts=experts), table | _BY_HEAD | moe.EXPERTS | moe.SHARED
+
+
+def read_qwen3_5(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    config.ignore("mlp_only_layers")  # published; there are no experts
+    return _read_qwen3_5(config, default_kv_heads=4)
+
+
+def read_qwen3_5_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented.
+
+    transformers writes a language model by itself with a tensor for each expert.
+    """
+    config.ignore(*moe.ABOUT_TRAINING)
+    d_expert = config.positive_int("moe_intermediate_size", 512)
+    arch, table = _read_qwen3_5(config, default_kv_heads=2, d_mlp=d_expert)
+    num_experts, per_token = moe.read_counts(config, arch.num_layers, 256, 8, "num_experts")
+    experts = moe.Experts("S" * arch.num_layers, num_experts, per_token, d_expert, sums_to_one=True)
+    experts = dataclasses.replace(experts, d_shared=config.positive_int("shared_expert_intermediate_size", 512))
+    return dataclasses.replace(arch, experts=experts), table | moe.EXPERTS | moe.SHARED
+
+
+def read_qwen3_5_beside_vision(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The same of the language model of a checkpoint with vision."""
+    return _read_text(config, "qwen3_5_text", read_qwen3_5)
+
+
+def read_qwen3_5_moe_beside_vision(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The same of the language model of a checkpoint with vision, where all experts are in one tensor."""
+    arch, table = _read_text(config, "qwen3_5_moe_text", read_qwen3_5_moe)
+    return arch, {key: entry for key, entry in table.items() if key not in moe.EXPERTS} | _STACKED_EXPERTS
+
+
+def _read_text(
+    config: HfConfig, model_type: str, read: Callable[[HfConfig], tuple[Architecture, KeyTable]]
+) -> tuple[Architecture, KeyTable]:
+    config.ignore("vision_config")
+    text = config.nested("text_config")
+    text.ignore("architectures")
+    text.choice("model_type", (model_type,), model_type)
+    arch, table = read(text)
+    text.finish()
+    return arch, table
+
+
+def _read_qwen3_5(config: HfConfig, default_kv_heads: int, d_mlp: int | None = None) -> tuple[Architecture, KeyTable]:
+    if not config.flag("attn_output_gate", True):
+        raise CheckpointError(
+            f"{config.where}: attn_output_gate is false, which is not implemented. Use another model."
+        )
+    config.choice("output_gate_type", ("swish",), "swish")
+    config.choice("mamba_ssm_dtype", ("float32",), "float32")
+    config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # of layers that predict further tokens
+    arch, table = _read(config, default_kv_heads, d_mlp)
+    return arch, table | _APART
+
+
+def _read(config: HfConfig, default_kv_heads: int, d_mlp: int | None = None) -> tuple[Architecture, KeyTable]:
+    """All but the experts and the projections of DeltaNet."""
+    max_positions = config.positive_int("max_position_embeddings", 32768)
+    values = rope_values(config)
+    values.ignore("mrope_section", "mrope_interleaved")  # of images: a text's positions are the same in all sections
+    rope = parse_rope(values, config.positive_float("rope_theta", 10000.0), max_positions)
+    fraction = values.positive_float("partial_rotary_factor", config.positive_float("partial_rotary_factor", 0.25))
+    values.finish()
+    arch = llama.read_decoder(
+        config, max_positions, default_kv_heads=default_kv_heads, default_head_dim=256, rope=rope, d_mlp=d_mlp
+    )
+    arch = dataclasses.replace(
+        arch,
+        norm=Norm.rms_plus_one,
+        rotary_dim=rotary_dim(config, arch.head_dim, fraction),
+        delta=_read_delta(config, arch.num_layers),
+    )
+    table = llama.KEY_TABLE | _ATTENTION | (_BIASES if config.flag("attention_bias", False) else {})
+    return arch, table | _DELTA
+
+
+def _read_delta(config: HfConfig, num_layers: int) -> DeltaNet:
+    interval = config.positive_int("full_attention_interval", 4)
+    kinds = config.strings("layer_types") or [GLOBAL if (i + 1) % interval == 0 else LINEAR for i in range(num_layers)]
+    if set(kinds) - {LINEAR, GLOBAL} or len(kinds) != num_layers:
+        raise CheckpointError(
+            f"{config.where}: layer_types is {shown(kinds)}, expected {GLOBAL} or {LINEAR} for each of the "
+            f"{num_layers} layers. Use another model."
+        )
+    num_heads = config.positive_int("linear_num_key_heads", 16)
+    num_values = config.positive_int("linear_num_value_heads", 32)
+    if num_values % num_heads:
+        raise CheckpointError(
+            f"{config.where}: linear_num_value_heads is {num_values}, expected a multiple of linear_num_key_heads, "
+            f"which is {num_heads}. Is the file damaged?"
+        )
+    return DeltaNet(
+        "".join("D" if kind == LINEAR else "A" for kind in kinds),
+        num_heads,
+        num_values // num_heads,
+        config.positive_int("linear_key_head_dim", 128),
+        config.positive_int("linear_value_head_dim", 128),
+        config.positive_int("linear_conv_kernel_dim", 4),
+    )

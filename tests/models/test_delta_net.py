@@ -1,0 +1,58 @@
+"""The chunked delta rule against its definition, position by position in float64."""
+
+import jax
+import numpy as np
+import pytest
+
+from pipeline.models.delta_net import Heads, delta_rule
+
+ROWS, HEADS, VALUES = 2, 2, 2  # rows, key heads, value heads of each
+KEY_DIM, VALUE_DIM = 6, 10
+
+
+def recurrence(segments: np.ndarray, heads: Heads) -> np.ndarray:
+    """A document's state begins at 0."""
+    q, k, v, write, log_decay = (np.asarray(x, np.float64) for x in heads)
+    outputs = np.zeros(v.shape)
+    for row, positions in enumerate(segments):
+        for place in np.ndindex(HEADS, VALUES):
+            state = np.zeros((KEY_DIM, VALUE_DIM))
+            for t, segment in enumerate(positions):
+                if t and segment != positions[t - 1]:
+                    state[:] = 0
+                state *= np.exp(log_decay[row, t, *place])
+                key = k[row, t, place[0]]
+                state += write[row, t, *place] * np.outer(key, v[row, t, *place] - key @ state)
+                outputs[row, t, *place] = q[row, t, place[0]] @ state
+    return outputs
+
+
+def random_heads(length: int, key_noise: float, decay: float) -> Heads:
+    """Keys and queries of length 1; with little noise, keys are alike."""
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, ROWS, length, HEADS, KEY_DIM))
+    k = rng.normal(size=(HEADS, KEY_DIM)) + key_noise * k
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    write, time = rng.uniform(size=(2, ROWS, length, HEADS, VALUES))
+    heads = q, k, rng.normal(size=(ROWS, length, HEADS, VALUES, VALUE_DIM)), np.sqrt(write), -decay * time
+    return Heads(*(np.asarray(x, np.float32) for x in heads))
+
+
+BORDERS = {  # where the documents of each row begin, within chunks of 64 and at their ends; the last one is padding
+    "one document": (150, [0], [0]),
+    "a part of a chunk": (40, [0, 1, 17], [0, 39]),
+    "several in chunks, padding": (200, [0, 3, 64, 127, 128, 190], [0, 63, 65, 66]),
+}
+
+
+@pytest.mark.parametrize("borders", BORDERS)
+@pytest.mark.parametrize(("key_noise", "decay"), [(10.0, 0.1), (10.0, 5.0), (0.01, 0.001)])
+def test_chunks_equal_the_recurrence(borders: str, key_noise: float, decay: float) -> None:
+    length, *starts = BORDERS[borders]
+    segments = np.array([[sum(start <= t for start in row) for t in range(length)] for row in starts], np.int32)
+    if len(starts[0]) > 1:
+        segments[segments == segments.max(axis=1, keepdims=True)] = 0
+    heads = random_heads(length, key_noise, decay)
+    got = jax.jit(delta_rule)(segments, heads)
+    expected = recurrence(segments, heads)
+    assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
