@@ -29,10 +29,9 @@ $(VENV)-moto/.setup: scripts/moto-requirements.txt
 	$(VENV)-moto/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-$(VENV)-saes/.setup: scripts/saes-requirements.txt
+$(VENV)-saes/.setup: scripts/saes-requirements.txt pyproject.toml $(CONSTRAINTS)
 	@test -x $(VENV)-saes/bin/python || $(PYTHON) -m venv $(VENV)-saes
-	$(VENV)-saes/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(VENV)-saes/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(VENV)-saes/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".[train]" -r $<
 	$(VENV)-saes/bin/python -m pip uninstall --quiet --yes torchvision  # which may be of another torch
 	@touch $@
 
@@ -64,8 +63,8 @@ test-fast: setup-test  ## what needs no process of its own and compiles little
 test-slow: setup-test  ## the long soaks: 20 kills of a 30-block run, ...
 	$(BIN)/python -m pytest -m slow
 
-test-saes: setup-test $(VENV)-saes/.setup  ## SAEs of SAELens, sparsify and dictionary_learning, against these libraries
-	$(BIN)/python -m pytest -m slow tests/models/test_saes_of_libraries.py
+test-saes: setup-test $(VENV)-saes/.setup  ## SAEs of SAELens, sparsify and dictionary_learning, and training with these
+	$(BIN)/python -m pytest -m slow tests/models/test_saes_of_libraries.py tests/scripts/test_train_with_libraries.py
 
 lint: setup-test  ## style, formatting, who imports whom, and the sizes of things
 	$(BIN)/ruff check .

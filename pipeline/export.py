@@ -23,7 +23,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.cli.settings import local_path, names, one_of, setting, store_path, whole_number
+from pipeline.cli.settings import local_path, names, one_of, read_store_path, setting, whole_number
 from pipeline.cli.store_command import run_command
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.store import ActivationStore
@@ -35,7 +35,7 @@ DEFAULT_SPLITS = 5  # delphi's
 
 @dataclass(frozen=True)
 class Settings:
-    store: str = store_path()
+    store: str = read_store_path()
     path: str = setting("export.path", "a new local folder for the copy", local_path)
     format: str = setting(
         "export.format", "saelens: activations; delphi: features", one_of("saelens", "delphi"), default="saelens"

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 import sys
 from dataclasses import dataclass
 
-from pipeline.cli.settings import local_path, setting, store_path, whole_number, whole_numbers
+from pipeline.cli.settings import local_path, read_store_path, setting, whole_number, whole_numbers
 from pipeline.cli.store_command import run_command
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.inspection.features import FeatureChoice
@@ -27,7 +27,7 @@ from pipeline.inspection.report import inspect, inspect_features
 
 @dataclass(frozen=True)
 class Settings:
-    path: str = store_path()
+    path: str = read_store_path()
     html: str | None = setting("inspect.html", "a local file for the page", local_path, default=None)
     png: str | None = setting("inspect.png", "a local file for the charts", local_path, default=None)
     tokens: int = setting("inspect.tokens", "token slots to sample", whole_number(1), default=16384)

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 import sys
 from dataclasses import dataclass
 
-from pipeline.cli.settings import fraction, one_of, setting, store_path, whole_number
+from pipeline.cli.settings import fraction, one_of, read_store_path, setting, whole_number
 from pipeline.cli.store_command import run_command
 from pipeline.core.errors import ConfigError
 from pipeline.store.check.reporting import verify_and_print
@@ -31,7 +31,7 @@ from pipeline.store.check.scope import Level, Scope
 
 @dataclass(frozen=True)
 class Settings:
-    path: str = store_path()
+    path: str = read_store_path()
     rank: int = setting("verify.rank", "which share of the streams to check, from 0", whole_number(0), default=0)
     world: int = setting("verify.world", "the number of shares", whole_number(1), default=1)
     sample: float = setting("verify.sample", "the part of the blocks to read", fraction, default=1.0)

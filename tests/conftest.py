@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 
+from tests.forking import Forked
 from tests.jobs import HASTE, ROOT, run, run_here, write_text
 from tests.store.emulators import gcs_emulator, s3_emulator
 from tests.store.fault_proxy import FaultProxy
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where libtpu is installed: JAX would ask it, and it would complain
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of torch that wait for each other spin
 # Here and not in a fixture: TensorStore reads it with a process's first request, whichever test makes that.
 os.environ["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "3"
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jobs have it so, and what they start
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+Forked.imported_with = dict(os.environ)
 
 # The stores of tests are in memory where there is room: on a disk, TensorStore would wait for it with every object.
 MEMORY = Path("/dev/shm")
@@ -45,9 +49,13 @@ LONGEST = (
 # Whose programs LLVM would take longer to optimise than they then run. What XLA makes of them is the same without; last
 # bits are not, so none of these compares with what another process has computed.
 HASTILY_COMPILED = (
-    *("tests/library/", "tests/models/", "tests/generation/test_generator.py", "tests/step/test_compiled_step.py"),
+    *("tests/library/test_aligned", "tests/library/test_extractor", "tests/library/test_stream_store.py"),
+    *("tests/library/test_training_stream.py", "tests/models/"),
+    *("tests/generation/test_generator.py", "tests/step/test_compiled_step.py"),
+    *("tests/extraction/test_run.py", "tests/extraction/test_writer.py", "tests/extraction/test_expert_stores.py"),
     *("tests/step/test_head_outputs.py", "tests/step/test_storage_dtypes.py", "tests/step/test_stored_statistics.py"),
-    "tests/step/test_weights_error.py",
+    *("tests/step/test_weights_error.py", "tests/extraction/test_zero_activations.py"),
+    *("tests/extraction/test_extension.py", "tests/extraction/test_alignment.py", "tests/job/test_metrics.py"),
 )
 SLOW = (  # what compiles many programs, or large ones, or runs whole jobs
     *("extraction/test_alignment.py", "extraction/test_guards.py", "extraction/test_resume.py"),
@@ -63,7 +71,8 @@ SLOW = (  # what compiles many programs, or large ones, or runs whole jobs
     *("extraction/test_extension.py", "models/test_attention_xla.py", "models/test_attention_xla_segments.py"),
     *("models/test_experts.py", "models/test_real_encoder.py", "step/test_head_outputs.py"),
     *("store/test_all_zero_blocks.py", "store/test_verifying_in_parts.py", "scripts/test_attention_blocks.py"),
-    "library/test_training_stream.py",
+    *("library/test_training_stream.py", "library/test_stream_store.py", "library/test_stream_processes.py"),
+    *("scripts/test_train_examples.py", "scripts/test_train_with_libraries.py", "models/test_delta_net.py"),
 )
 
 
@@ -164,16 +173,16 @@ def gcs_proxy() -> Iterator[FaultProxy]:
     """Google Cloud Storage's emulator behind a proxy. TensorStore keeps the first address that a process gives it."""
     with gcs_emulator() as address, FaultProxy(address).serving() as proxy, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENSORSTORE_GCS_HTTP_URL", proxy.url)
-        patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", SECRET)
-        patch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
-        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-        patch.setenv("FSSPEC_GCS_TOKEN", "anon")
         yield proxy
 
 
 @pytest.fixture
-def gcs(gcs_proxy: FaultProxy) -> Iterator[FaultProxy]:
+def gcs(gcs_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     """The proxy, without faults, its counters at zero."""
+    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", SECRET)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_proxy.url)
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    monkeypatch.setenv("FSSPEC_GCS_TOKEN", "anon")
     gcs_proxy.reset()
     yield gcs_proxy
     gcs_proxy.reset()

@@ -1,5 +1,7 @@
 """A Hugging Face Hub on this machine: repositories with commits, served by the part of its protocol that is used here.
 
+Large files are uploaded by Git LFS' basic transfers; the Hub's own client must not use Xet (`HF_HUB_DISABLE_XET`).
+
 `HF_ENDPOINT` leads huggingface_hub and `datasets` to it, or to a `FaultProxy` before it.
 """
 
@@ -10,11 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import datasets
 import huggingface_hub
 import pytest
+
+from tests.hub_uploads import answer_to_upload
 
 _LARGE = 1 << 20  # bytes from which on a file is named by its sha256, as Git LFS does
 DATE = "2026-01-01T00:00:00.000Z"
@@ -30,7 +34,12 @@ class Hub:
 
     `statuses` has what is answered for a repository in place of all else: 401, 403, 404. `failures` are statuses and
     headers of the next answers, and `corrupt` names files whose next answer has another content than its ETag says.
-    `requests` lists what was asked for; before an answer, `before` is called.
+    `requests` lists what was asked for; before an answer, `before` is called. Files of `large` bytes and more are large
+    ones; with `redirects` requests for these are redirected to a storage on another host, `localhost`, which refuses
+    tokens, and addresses from before `expire` was called, and requests for others to another path. Errors have headers
+    that name them only with `names_errors`; with `loses_commits` commits are answered 504 whatever becomes of them.
+    `token` is what a client must have to see `private` repositories and to write. `objects` are the large files that
+    were uploaded, by sha256.
     """
 
     def __init__(self) -> None:
@@ -41,14 +50,31 @@ class Hub:
         self.commits: dict[tuple[str, str], Mapping[str, bytes]] = {}
         self.refs: dict[tuple[str, str], str] = {}
         self.statuses: dict[str, int] = {}
+        self.large = _LARGE
+        self.redirects = False
+        self.names_errors = True
+        self.loses_commits = False
+        self.token: str | None = None
+        self.private: set[str] = set()
+        self.objects: dict[str, bytes] = {}
+        self.titles: dict[str, str] = {}  # of commits
+        self.signature = 0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: _Handler(self, *args))
         self._server.daemon_threads = True
         self.address = f"127.0.0.1:{self._server.server_port}"
         self.url = f"http://{self.address}"
 
+    def expire(self) -> None:
+        """Ends the time for which addresses in the storage are signed."""
+        self.signature += 1
+
+    def head(self, repo: str, branch: str = "main") -> Mapping[str, bytes]:
+        """The files of a branch."""
+        return self.commits[repo, self.refs[repo, branch]]
+
     def push(self, repo: str, files: Mapping[str, bytes], branch: str = "main") -> str:
         """Replaces all files of a branch; the commit."""
-        digest = hashlib.sha1(repr((repo, len(self.commits), sorted(files))).encode())
+        digest = hashlib.sha1(repr((self.address, repo, len(self.commits), sorted(files))).encode())
         commit = digest.hexdigest()
         self.commits[repo, commit] = dict(files)
         self.refs[repo, branch] = commit
@@ -90,8 +116,8 @@ def lead_to(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     huggingface_hub.HfFileSystem.clear_instance_cache()
 
 
-def etag(content: bytes) -> str:
-    if len(content) >= _LARGE:
+def etag(content: bytes, large: int) -> str:
+    if len(content) >= large:
         return hashlib.sha256(content).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
@@ -113,6 +139,16 @@ class _Handler(BaseHTTPRequestHandler):
         if self._hub.failures:
             status, headers = self._hub.failures.pop(0)
             self._answer(status, b"", headers)
+        elif parts[0] == "storage":
+            self._storage(parts[1], body, parse_qs(url.query))
+        elif self._is_refused(parts):
+            self._error(401, "RepoNotFound")
+        elif (answer := answer_to_upload(self._hub, self.command, parts, body, self.headers["Host"])) is not None:
+            is_lost = self._hub.loses_commits and "/commit/" in self.path
+            self._json(answer[1], 504 if is_lost else answer[0])
+        elif parts[:2] == ["api", "resolve-cache"]:
+            kind, owner, name, revision, *path = parts[2:]
+            self._content(self._hub.commits[f"{kind}/{owner}/{name}", revision]["/".join(path)], {})
         elif parts[0] == "api" and len(parts) < 4:  # statistics of use
             self._error(404, "EntryNotFound")
         elif parts[0] == "api":
@@ -125,7 +161,24 @@ class _Handler(BaseHTTPRequestHandler):
             assert verb == "resolve", self.path
             self._file(f"{kind}/{owner}/{name}", revision, "/".join(path))
 
-    do_GET = do_HEAD = do_POST = _serve
+    do_GET = do_HEAD = do_POST = do_PUT = _serve
+
+    def _is_refused(self, parts: list[str]) -> bool:
+        """Whether the request needs a token that it does not have."""
+        if self._hub.token is None or self.headers.get("Authorization") == f"Bearer {self._hub.token}":
+            return False
+        return self.command != "GET" or any(repo in "/".join(parts) for repo in self._hub.private)
+
+    def _storage(self, oid: str, body: bytes, query: Mapping[str, list[str]]) -> None:
+        """Where large files are, for whoever has an address with a signature."""
+        if "Authorization" in self.headers or query["signature"] != [str(self._hub.signature)]:
+            self._answer(400 if "Authorization" in self.headers else 403, b"", {})
+        elif self.command == "PUT":
+            assert hashlib.sha256(body).hexdigest() == oid
+            self._hub.objects[oid] = body
+            self._answer(200, b"", {})
+        else:
+            self._content(self._hub.objects[oid], {})
 
     def _commit(self, repo: str, revision: str) -> str | None:
         """The commit; None when it was answered that there is none."""
@@ -146,13 +199,29 @@ class _Handler(BaseHTTPRequestHandler):
         if content is None:
             self._error(404, "EntryNotFound", {"X-Repo-Commit": commit})
             return
-        headers = {"X-Repo-Commit": commit, "ETag": f'"{etag(content)}"', "Accept-Ranges": "bytes"}
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{etag(content, self._hub.large)}"', "Accept-Ranges": "bytes"}
+        if self._hub.redirects and len(content) >= self._hub.large:
+            oid, port = hashlib.sha256(content).hexdigest(), self.headers["Host"].partition(":")[2]
+            self._hub.objects[oid] = content
+            address = f"http://localhost:{port}/storage/{oid}?signature={self._hub.signature}"
+            self._answer(302, b"", headers | {"Location": address, "X-Linked-Size": str(len(content))})
+            return
+        if self._hub.redirects:
+            self._answer(307, b"", headers | {"Location": quote(f"/api/resolve-cache/{repo}/{commit}/{name}")})
+            return
         if name in self._hub.corrupt and self.command == "GET":
             self._hub.corrupt.remove(name)
             content = content[:-1] + bytes([content[-1] ^ 1])
+        self._content(content, headers)
+
+    def _content(self, content: bytes, headers: dict[str, str]) -> None:
+        """Answers with a file, or the range of it that was asked for."""
         status = 200
         if asked := self.headers.get("Range"):
             first, _, last = asked.removeprefix("bytes=").partition("-")
+            if not first:  # the last bytes: this storage knows no such range
+                self._answer(416, b"", {})
+                return
             start, stop = int(first), min(int(last) + 1 if last else len(content), len(content))
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
             content, status = content[start:stop], 206
@@ -166,25 +235,31 @@ class _Handler(BaseHTTPRequestHandler):
         files = self._hub.commits[repo, commit]
         if verb == "revision":
             siblings = [{"rfilename": name} for name in files]
-            info = {"id": repo.partition("/")[2], "sha": commit, "siblings": siblings, "private": False, "tags": []}
+            info = {"id": repo.partition("/")[2], "sha": commit, "siblings": siblings, "tags": []}
+            info["private"] = repo in self._hub.private
             self._json({**info, "lastModified": DATE, "createdAt": DATE, "downloads": 0, "likes": 0, "disabled": False})
         elif verb == "tree":
             folder = "/".join(path)
-            entries = _entries(files, folder, "true" in [value.lower() for value in query.get("recursive", [])])
+            entries = _entries(
+                self._hub, files, folder, "true" in [value.lower() for value in query.get("recursive", [])]
+            )
             self._json(entries) if entries or not folder else self._error(404, "EntryNotFound")
         elif verb == "paths-info":
             form = parse_qs(body.decode())
             asked = form.get("paths") or json.loads(body)["paths"]
-            everything = {entry["path"]: entry for entry in _entries(files, "", True)}
+            everything = {entry["path"]: entry for entry in _entries(self._hub, files, "", True)}
             self._json([everything[name] for name in asked if name in everything])
+        elif verb == "commits":
+            self._json([_commit_entry(self._hub, commit)])
         else:
             raise AssertionError(self.path)
 
-    def _json(self, value: object) -> None:
-        self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+    def _json(self, value: object, status: int = 200) -> None:
+        self._answer(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _error(self, status: int, code: str, headers: Mapping[str, str] = {}) -> None:
-        self._answer(status, b"", {"X-Error-Code": code, "X-Error-Message": f"{code}: {self.path}", **headers})
+        named = {"X-Error-Code": code, "X-Error-Message": f"{code}: {self.path}"} if self._hub.names_errors else {}
+        self._answer(status, b"", {**named, **headers})
 
     def _answer(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
         self.send_response_only(status)
@@ -200,7 +275,11 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-def _entries(files: Mapping[str, bytes], folder: str, recursive: bool) -> list[dict[str, object]]:
+def _commit_entry(hub: Hub, commit: str) -> dict[str, object]:
+    return {"id": commit, "title": hub.titles.get(commit, "files"), "message": "", "authors": [], "date": DATE}
+
+
+def _entries(hub: Hub, files: Mapping[str, bytes], folder: str, recursive: bool) -> list[dict[str, object]]:
     """What lies in a folder: files, and folders with their files if `recursive`."""
     start = f"{folder}/" if folder else ""
     below = {name: content for name, content in files.items() if name.startswith(start)}
@@ -214,7 +293,7 @@ def _entries(files: Mapping[str, bytes], folder: str, recursive: bool) -> list[d
         if recursive or "/" not in name[len(start) :]:
             oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
             entry: dict[str, object] = {"type": "file", "path": name, "oid": oid, "size": len(content)}
-            if len(content) >= _LARGE:
-                entry["lfs"] = {"oid": etag(content), "size": len(content), "pointerSize": 130}
+            if len(content) >= hub.large:
+                entry["lfs"] = {"oid": etag(content, hub.large), "size": len(content), "pointerSize": 130}
             entries.append(entry)
     return entries

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -21,8 +21,9 @@ from safetensors.numpy import load_file, save_file
 
 from pipeline.store.format.commits import commit_key
 from pipeline.store.io.shard_files import _lock
+from tests.forking import LAUNCHER, Forked
+from tests.forking import ROOT as ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 # Options of XLA that halve the time of compiling: fusions go to LLVM without MLIR's passes, a program as one module.
 HASTE = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 HASTY_FLAGS = " ".join(
@@ -65,9 +66,23 @@ def command(*overrides: str, module: str = "pipeline.run") -> list[str]:
 
 def run(*overrides: str, module: str = "pipeline.run", timeout_s: float = 300) -> subprocess.CompletedProcess:
     """Runs an entry point to its end."""
-    return subprocess.run(
-        command(*overrides, module=module), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
-    )
+    return _run_forked(command(*overrides, module=module), timeout_s)
+
+
+def run_program(
+    program: str, *arguments: str, env: Mapping[str, str] | None = None, timeout_s: float = 300
+) -> subprocess.CompletedProcess:
+    """Runs the text of a program to its end."""
+    return _run_forked([sys.executable, "-c", program, *arguments], timeout_s, env)
+
+
+def _run_forked(
+    arguments: list[str], timeout_s: float, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess:
+    process = Forked(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with process, killed_after(timeout_s, process):
+        stdout, stderr = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 def run_here(*overrides: str) -> None:
@@ -96,9 +111,9 @@ def own_compilation_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def start(*overrides: str) -> subprocess.Popen:
-    """Starts the job in a process of its own."""
-    return subprocess.Popen(command(*overrides), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def start(*overrides: str, is_forked: bool = True) -> subprocess.Popen:
+    """Starts the job in a process of its own; one that is not forked has its imports before it."""
+    return Forked(command(*overrides), is_forked=is_forked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @contextmanager
@@ -171,12 +186,12 @@ def assert_same_store(store: Path, reference: Path) -> None:
 
 
 @contextmanager
-def local_processes(processes: int, devices: int, *overrides: str) -> Iterator[subprocess.Popen]:
+def local_processes(
+    processes: int, devices: int, *overrides: str, is_forked: bool = True
+) -> Iterator[subprocess.Popen]:
     """The job in several processes, by launch/local.py; none of them outlives the block."""
-    arguments = ["launch/local.py", "--processes", str(processes), "--devices", str(devices), *overrides]
-    launcher = subprocess.Popen(
-        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    arguments = [sys.executable, LAUNCHER, "--processes", str(processes), "--devices", str(devices), *overrides]
+    launcher = Forked(arguments, is_forked=is_forked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield launcher
     finally:

@@ -107,6 +107,12 @@ def store_path() -> Any:
     return setting("store.path", "the store: a local path, gs://bucket/folder or s3://bucket/folder")
 
 
+def read_store_path() -> Any:
+    """The field for the store that a command only reads."""
+    places = "a local path, gs://bucket/folder, s3://bucket/folder or hf://datasets/owner/name"
+    return setting("store.path", f"the store: {places}")
+
+
 def parse(settings: type[S], arguments: Sequence[str]) -> S:
     """The settings that `arguments` give, with quotes around values removed. Raises UsageError, and ConfigError
     for a value that is not allowed."""

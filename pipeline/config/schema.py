@@ -200,9 +200,9 @@ class CaptureConfig:
     )
     sites: list[str] = list_key(
         ("resid_post",),
-        "list of `embed resid_pre attn_in q k v attn_entropy attn_z head_out attn_out resid_mid mlp_in mlp_pre "
-        "mlp_pre_linear mlp_post mlp_out resid_post final_norm`, and of experts `router_logits router_weights "
-        "router_indices expert_out`",
+        "list of `embed resid_pre attn_in q k v attn_entropy attn_pattern attn_z head_out attn_out resid_mid mlp_in "
+        "mlp_pre mlp_pre_linear mlp_post mlp_out resid_post final_norm`, and of experts `router_logits "
+        "router_weights router_indices expert_out`",
     )
     when: When = key(
         When.document,
@@ -258,6 +258,11 @@ class StoreConfig:
     path: str = key(REQUIRED, "local path, `gs://` or `s3://`; a new store needs an empty place")
     shard_mib: float = key(
         16.0, "target size of a store shard, the unit of writing and resuming; 64-512 on object storage"
+    )
+    rows_per_block: int | None = key(
+        None,
+        "of a store shard, in place of `store.shard_mib`: equal ones align the stores of models of unlike width; a "
+        "multiple of each process's rows per step; null: by `store.shard_mib`",
     )
     compression: Compression = key(Compression.none, "`none` or `zstd`")
     retries: int = key(16, "retries of a failed request, after 1, 2, 4, ... 32, 32 times the delay")

@@ -26,23 +26,21 @@ class FeatureSummary(NamedTuple):
 class FeatureThreads:
     """Summarises the features of blocks, while the writer thread goes on."""
 
-    def __init__(self, spec: StepSpec, with_index: bool) -> None:
+    def __init__(self, spec: StepSpec) -> None:
         self._spec = spec
-        self._with_index = with_index
         self._pool = ThreadPoolExecutor(MAX_SORTING_THREADS, "features")
 
     def start(self, block: TokenBlock, arrays: Mapping[str, np.ndarray]) -> list[Future[FeatureSummary]]:
         """One for each SAE; none where neither statistics nor an index are kept. Leave the arrays untouched."""
-        if not (self._spec.statistics or self._with_index):
-            return []
-        return [self._pool.submit(self._summarise, encoder, block, arrays) for encoder in self._spec.encoders]
+        encoders = [encoder for encoder in self._spec.encoders if encoder.indexed or self._spec.statistics]
+        return [self._pool.submit(self._summarise, encoder, block, arrays) for encoder in encoders]
 
     def _summarise(self, encoder: EncoderSpec, block: TokenBlock, arrays: Mapping[str, np.ndarray]) -> FeatureSummary:
         names = feature_parts(encoder.decodes)
         parts = {part: arrays[f"{encoder.name}.{part}"][: block.num_rows] for part in names}
         matrix = by_feature(parts["index"], parts["value"], encoder.sae.width)
         indexes: dict[str, bytes] = {}
-        if self._with_index:
+        if encoder.indexed:
             key = index_key(encoder.name, block.stream, block.index)
             indexes[key] = encode_index(matrix, key)
         statistics = None

@@ -69,7 +69,7 @@ class BlockWriter:
         self._free = [BlockBuffers.allocate(plan) for _ in range(plan.memory.host_buffers)]
         self._filled: BlockBuffers | None = None  # of the block that is being drained
         self._pending: deque[_Pending] = deque()  # the writes of the first ones are under way
-        self._features = FeatureThreads(plan.step, bool(store.metadata.indexed_features))
+        self._features = FeatureThreads(plan.step)
         self._failed_streams: set[int] = set()  # of which a block could not be stored, and so none after it is
         self._error: BaseException | None = None
         self._has_raised = False

@@ -131,9 +131,8 @@ def extract(
     job: Job, store: StoreWriter, work: Sequence[StreamWork], stop: preemption.StopRequest, load: LoadStep
 ) -> None:
     """Loads the step, and fills the store with the blocks of `work`. Raises Interrupted after a signal."""
-    is_measured = job.config.model.weights_dtype is not WeightsDtype.int8 or store.root.weights_error is not None
-    if not is_measured and processes.is_first():
-        store.record_weights_error(int8_probe.measure(job))
+    if processes.is_first():
+        measure_weights(job, store)
     processes.wait_for_all()  # with no watchdog yet: measuring may take longer than a step
     step = load(job)
     stop.check()
@@ -142,6 +141,12 @@ def extract(
     except Interrupted:
         processes.wait_for_all()  # some have blocks to write still, and JAX would not wait for them
         raise
+
+
+def measure_weights(job: Job, store: StoreWriter) -> None:
+    """Has the store say what int8 weights cost, if it does not yet."""
+    if job.config.model.weights_dtype is WeightsDtype.int8 and store.root.weights_error is None:
+        store.record_weights_error(int8_probe.measure(job))
 
 
 def load_step(job: Job, devices: Sequence[jax.Device] | None = None) -> LoadedStep:

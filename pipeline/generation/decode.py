@@ -154,7 +154,7 @@ class Decoding:
             _shape(heads, spec.rows, arch.num_kv_heads, spec.length, width, dtype=dtype)
             for width in (arch.head_dim, arch.value_dim)
         )
-        widths = [self.model.width(key.site) for key in spec.keys]
+        widths = [self.model.width(key.site, spec.length) for key in spec.keys]
         return State(
             caches=((keys, values),) * arch.num_layers,
             activations=tuple(

@@ -42,12 +42,17 @@ def store_metadata(
             "packing": str(config.batch.packing),
             "long_documents": str(config.batch.long_documents),
         },
-        capture=_capture_identity(config, plan, model, stored, encoders),
+        capture=_capture_identity(config, plan, model, encoders),
         store={"compression": str(config.store.compression)},
         num_streams=plan.streams.count,
         rows_per_block=plan.rows_per_block,
         config=_recorded_config(config, model),
     )
+
+
+def weights_identity(model: Model, encoders: Sequence[Encoder]) -> list[dict[str, object]]:
+    """What determines the weights that a step computes with, those of its SAEs included."""
+    return [model.identity(), *(encoder.identity() for encoder in encoders)]
 
 
 def data_identity(data: DataConfig, source: Source, model: Model, tokenizer: TextTokenizer) -> dict[str, object]:
@@ -85,9 +90,7 @@ def _model_identity(config: RunConfig, model: Model, stored: StoreMetadata | Non
     return identity
 
 
-def _capture_identity(
-    config: RunConfig, plan: Plan, model: Model, stored: StoreMetadata | None, encoders: Sequence[Encoder]
-) -> dict[str, object]:
+def _capture_identity(config: RunConfig, plan: Plan, model: Model, encoders: Sequence[Encoder]) -> dict[str, object]:
     step = plan.step
     identity: dict[str, object] = {"arrays": [key.name for key in step.keys], "dtype": step.dtype}
     if step.int8_group is not None:
@@ -103,7 +106,7 @@ def _capture_identity(
         identity["top_logprobs"] = step.num_top
     if encoders:
         identity["encode"] = [encoder.identity() for encoder in encoders]
-        if config.capture.encode_index if stored is None else stored.indexed_features:  # decided once for a store
+        if any(encoder.spec.indexed for encoder in encoders):
             identity["encode_index"] = True
     return identity | selection_identity(config.capture, step.length)
 

@@ -200,7 +200,7 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
     manifest = JobManifest(storage)
     source = open_source(config.data, tokenizer, stored.data if stored else None, manifest.agree)
     geometry = StoredGeometry(stored.num_streams, stored.rows_per_block) if stored else None
-    encoders = open_encoders(config.capture, model)
+    encoders = open_encoders(config.capture, model, stored)
     specs = tuple(encoder.spec for encoder in encoders)
     plan = make_plan(config, model, len(source.shards), devices or topology(config.run), geometry, specs)
     if plan.generation or plan.step.head_outputs:
@@ -240,7 +240,7 @@ def open_storage(config: StoreConfig) -> Storage:
 def print_plan(config: RunConfig) -> None:
     """Prints what a run would do on this machine's devices. Reads only headers, and writes nothing."""
     job = open_job(config)
-    sites = ", ".join(f"{site} {job.model.width(site)}" for site in job.model.sites)
+    sites = ", ".join(f"{site} {job.model.width(site, config.batch.length)}" for site in job.model.sites)
     step = job.plan.step
     parameters = num_params(job.model.leaves(step.forward_keys, with_head=bool(step.head_outputs)))
     flops = job.model.flops_per_token(step.forward_keys, step.length, head_share=step.head_share) + step.encoder_flops

@@ -23,6 +23,7 @@ from pipeline.data.tokenised import TokenisedDocument
 from pipeline.extraction.block_warnings import SlotChecks, check_finite
 from pipeline.extraction.job_run import load_weights, run_job
 from pipeline.extraction.loaded_step import LoadedStep, ModelWeights
+from pipeline.job.identity import weights_identity
 from pipeline.job.opening import open_job
 from pipeline.job.revisions import model_revision
 from pipeline.library.inputs import DocumentInput, GivenDocuments, Reading, as_list
@@ -30,6 +31,7 @@ from pipeline.library.results import Collector, ExtractedDocument, start_copies
 from pipeline.library.settings import configuration, settings
 from pipeline.library.shapes import Shape, ladder, smallest
 from pipeline.models.registry import open_model
+from pipeline.planning.encoders import open_encoders
 from pipeline.planning.plan import make_plan
 from pipeline.step.compiled_step import CompiledStep, StepOutputs, compile_step, make_partition
 from pipeline.store.read.frameworks import Framework
@@ -88,8 +90,8 @@ class Extractor:
         Every other option is a key of the command's configuration by its last name, with its default and its values:
         revision, tokenizer, weights_dtype, activations_dtype, attention, weights, init and seed of `model`; on_error,
         special_tokens, prefix and suffix of `data`; rows, packing and long_documents of `batch`; int8_group, outputs,
-        top_logprobs, on_not_finite, positions, every, token, regex, rate and per_row of `capture`, whose seed is
-        sample_seed; shard_mib and compression of `store`; tensor of `mesh`.
+        top_logprobs, on_not_finite, positions, every, token, regex, rate, per_row, keep, encode and what begins with it
+        of `capture`, whose seed is sample_seed; shard_mib, rows_per_block and compression of `store`; tensor of `mesh`.
 
         Raises ConfigError, InputError or CheckpointError, as the command does.
         """
@@ -114,15 +116,17 @@ class Extractor:
         self._settings["batch.length"] = length or min(_LENGTH, self.model.max_positions)
         self._settings["run.progress"] = progress
         self.config = configuration(self._settings)
-        self.plan = make_plan(self.config, self.model, 1, topology(self.config.run))
+        self._encoders = open_encoders(self.config.capture, self.model)
+        specs = tuple(encoder.spec for encoder in self._encoders)
+        self.plan = make_plan(self.config, self.model, 1, topology(self.config.run), encoders=specs)
         self.hook_names = {key.name: self.model.hook_name(key) for key in self.plan.step.keys}
         self.shapes: tuple[Shape, ...] = ladder(
             self.plan.step.rows, self.plan.step.length, self.plan.mesh.data, self._takes_any_length()
         )
         self._selection = open_selection(self.config.capture, self.plan.step.length, self.tokenizer)
         self._partition = make_partition(self.plan.mesh.tensor, self.plan.weights.sharding)
-        self._identity = self.model.identity()
-        self._params = load_weights(self.config, self.model, self.plan, self._partition)
+        self._identity = weights_identity(self.model, self._encoders)
+        self._params = load_weights(self.config, self.model, self.plan, self._partition, self._encoders)
         self._compiled: dict[Shape, CompiledStep] = {}
 
     @property
@@ -192,9 +196,10 @@ class Extractor:
             config = configuration(self._settings, settings | {"run.stall_timeout_s": _NEVER_S})
             with preemption.stop_on_signals() as stop:
                 job = open_job(config)
-                if job.model.identity() != self._identity:
+                if weights_identity(job.model, job.encoders) != self._identity:
                     raise StoreMismatch(
-                        f"the model {config.model.path} has changed since this Extractor loaded it. Make a new one."
+                        f"the model {config.model.path}, or an SAE, has changed since this Extractor loaded it. Make a "
+                        "new one."
                     )
                 run_job(job, stop, lambda _: self._loaded(self.shapes[-1]))
         return ActivationStore.open(config.store.path)

@@ -5,12 +5,13 @@ documents -> token blocks   rows of a block -> step on the devices -> free half 
 """
 
 import atexit
+import logging
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -22,11 +23,14 @@ from pipeline.data.feed import Feed, InTurn
 from pipeline.extraction.block_warnings import SlotChecks, check_finite
 from pipeline.extraction.loaded_step import LoadedStep
 from pipeline.extraction.transfer import StepInFlight, start_transfer, stored_names
+from pipeline.library.tee import StoreTee
 from pipeline.planning.plan import Plan
 from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
 from pipeline.store.read.gathering import Reading, TokenMemory
 from pipeline.store.read.order import Buffer, permutation
 from pipeline.store.read.rows import slot_side_arrays
+
+log = logging.getLogger("pipeline")
 
 _JOIN_TIMEOUT_S = 60.0  # a step that is under way
 
@@ -70,11 +74,18 @@ class Filler:
     """A thread that fills two memories in turn, each with the same number of steps, until the data ends.
 
     What the n-th filling holds, and in which order, depends on the plan, the work and the seed alone. `begins` says
-    where each filling begins that was given out.
+    where each filling begins that was given out. With `tee`, a store gets what it lacks, and is completed before the
+    last filling is given out.
     """
 
     def __init__(
-        self, plan: Plan, step: LoadedStep, memories: Sequence[TokenMemory], reading: Reading, rank: int
+        self,
+        plan: Plan,
+        step: LoadedStep,
+        memories: Sequence[TokenMemory],
+        reading: Reading,
+        rank: int,
+        tee: StoreTee | None = None,
     ) -> None:
         self.waits = Waits()
         self.begins: dict[int, FeedPosition] = {}
@@ -82,10 +93,12 @@ class Filler:
         self._step = step
         self._reading = reading
         self._rank = rank
+        self._tee = tee
         self._names = stored_names(plan.step)
         self._free: queue.SimpleQueue[TokenMemory | None] = queue.SimpleQueue()  # a finaliser may put
         self._filled: queue.SimpleQueue[_Filled | BaseException] = queue.SimpleQueue()
         self._closed = threading.Event()
+        self._error: BaseException | None = None  # which nobody has been told
         self._feed: Feed | None = None
         self._thread: threading.Thread | None = None
         for memory in memories:
@@ -102,6 +115,7 @@ class Filler:
             with self.waits.waiting("consumer"):
                 item = self._filled.get()
             if isinstance(item, BaseException):
+                self._error = None
                 raise item
             if item.begin is not None:
                 self.begins[item.index] = item.begin
@@ -110,34 +124,54 @@ class Filler:
                 return
             self._free.put(item.memory)
 
-    def close(self) -> None:
-        """Ends the threads, after the step that is under way."""
-        atexit.unregister(self.close)
+    def stop(self) -> None:
+        """Has the threads end after the step that is under way. Any thread may call this, also one that is waited for:
+        it may collect the reader."""
         self._closed.set()
         self._free.put(None)
-        if self._thread is not None:
+        if self._feed is not None:
             self._feed.close()
-            if threading.current_thread() is not self._thread:  # which may collect the reader
-                self._thread.join(_JOIN_TIMEOUT_S)
+
+    def close(self) -> None:
+        """As `stop`, and waits for it; with `tee` until its blocks are committed. Raises what kept them from that."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(_JOIN_TIMEOUT_S if self._tee is None else None)
+        if self._tee is not None and self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
     def _run(self, begin: FeedPosition, first_index: int) -> None:
         try:
-            steps = self._steps(begin)
-            for index in count(first_index):
-                with self.waits.waiting("devices"):
-                    memory = self._free.get()
-                    if memory is not None:
-                        memory.wait_for_users()
-                if memory is None:
-                    return
-                filled = self._fill(index, memory, steps)
-                if self._closed.is_set():
-                    return
-                self._filled.put(filled)
-                if filled.is_last:
-                    return
+            with self._tee or nullcontext():
+                self._fill_in_turn(begin, first_index)
         except BaseException as error:  # raised on the thread that reads
+            if self._closed.is_set():  # perhaps nobody waits any more
+                log.error("a stream that was closed failed: %s", error)
+            self._error = error
             self._filled.put(error)
+        finally:
+            atexit.unregister(self.close)
+
+    def _fill_in_turn(self, begin: FeedPosition, first_index: int) -> None:
+        if self._tee is not None:
+            self._tee.catch_up(begin.work, self._closed.is_set)
+        steps = self._steps(begin)
+        for index in count(first_index):
+            with self.waits.waiting("devices"):
+                memory = self._free.get()
+                if memory is not None:
+                    memory.wait_for_users()
+            if memory is None:
+                return
+            filled = self._fill(index, memory, steps)
+            if self._closed.is_set():
+                return
+            if filled.is_last and self._tee is not None:
+                self._tee.finish()
+            self._filled.put(filled)
+            if filled.is_last:
+                return
 
     def _steps(self, begin: FeedPosition) -> Iterator[tuple[StepInFlight, FeedPosition]]:
         """The steps from `begin` on, each with its position. Those after one are in flight when it is given out."""
@@ -145,14 +179,20 @@ class Filler:
         in_flight: deque[tuple[StepInFlight, FeedPosition]] = deque()
         work, skip = begin
         while (block := self._next_block()) is not None:
-            checks.check(block)
-            for first_row in range(skip, block.num_rows, self._plan.mesh.process_rows):
+            is_stored = self._tee is not None and self._tee.begin(block)
+            if not is_stored:  # the store's writer checks those
+                checks.check(block)
+            for first_row in range(0 if is_stored else skip, block.num_rows, self._plan.mesh.process_rows):
                 if len(in_flight) == self._plan.memory.inflight_steps:
                     yield in_flight.popleft()
-                step = start_transfer(self._step(block, first_row), block, first_row, self._plan)
-                in_flight.append((step, FeedPosition(work, first_row)))
+                step = self._tee.dispatch(block, first_row) if is_stored else self._dispatch(block, first_row)
+                if first_row >= skip:
+                    in_flight.append((step, FeedPosition(work, first_row)))
             work, skip = work.after(block), 0
         yield from in_flight
+
+    def _dispatch(self, block: TokenBlock, first_row: int) -> StepInFlight:
+        return start_transfer(self._step(block, first_row), block, first_row, self._plan)
 
     def _next_block(self) -> TokenBlock | None:
         with self.waits.waiting("data"):

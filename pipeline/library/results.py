@@ -5,8 +5,8 @@ T positions of a row, S slots of a row for activations.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from pipeline.data.tokenised import TokenisedDocument
 from pipeline.step.compiled_step import StepOutputs
 from pipeline.step.spec import StepSpec
 from pipeline.store.format.int8 import scale_name
+from pipeline.store.read.features import FeatureBatch, feature_batches
 from pipeline.store.read.frameworks import Framework, converter
 from pipeline.store.read.rows import at_selected
 
@@ -33,7 +34,8 @@ class ExtractedDocument:
     positions: where the m stand among the n, ascending; 0 to n - 1 unless some are selected. A document longer than a
     row has several windows, and the model sees each by itself: token p at position p % length, without earlier windows.
     scales: of dtype int8, float32 [m, G], by the array's name: each scale is that of D / G neighbouring features.
-    outputs: what the model's head says of each of the m, [m] or [m, k], by name (option `outputs`).
+    outputs: what the model's head says of each of the m, [m] or [m, k], by name (option `outputs`), and the arrays of
+    features. features: these by the SAE's name (option `encode`), "blocks.5.resid_post" where one encodes this array.
     num_cut: tokens that `long_documents="cut"` left out.
     skipped: why the document has no tokens, where `on_error="skip"` left it out; else None.
     """
@@ -43,6 +45,7 @@ class ExtractedDocument:
     activations: Mapping[str, Any]
     scales: Mapping[str, Any]
     outputs: Mapping[str, Any]
+    features: Mapping[str, FeatureBatch] = field(default_factory=dict)
     num_cut: int = 0
     skipped: str | None = None
 
@@ -56,7 +59,7 @@ class Collector:
 
     def add(self, block: TokenBlock, first_row: int, outputs: StepOutputs) -> None:
         """The tokens of the step that began with row `first_row` of a block. Waits for the step."""
-        rows = slice(first_row, first_row + outputs.activations[0].shape[0])
+        rows = slice(first_row, first_row + (*outputs.activations, *outputs.outputs)[0].shape[0])
         documents, is_stored = block.documents[rows], block.segments[rows] > 0
         slots = documents
         if block.selected is not None:
@@ -81,33 +84,36 @@ class Collector:
         self, items: Sequence[TokenisedDocument | SkippedDocument], framework: Framework
     ) -> list[ExtractedDocument]:
         """One result for each item, once all steps were added. Releases what was gathered."""
-        convert = converter(framework)
         nothing = {name: np.empty((0, *shape), dtype) for name, (shape, dtype) in _forms(self._spec).items()}
         parts, self._parts = iter(self._parts), []
         results = []
         for item in items:
             if isinstance(item, SkippedDocument):
-                results.append(self._result(nothing, convert, skipped=item.reason))
+                results.append(self._result(nothing, framework, skipped=item.reason))
                 continue
             gathered = next(parts)
             joined = {name: _joined(gathered[name], empty) for name, empty in nothing.items()}
-            results.append(self._result(joined, convert, num_cut=len(item.tokens) - len(joined[_TOKENS])))
+            results.append(self._result(joined, framework, num_cut=len(item.tokens) - len(joined[_TOKENS])))
         return results
 
     def _result(
         self,
         arrays: Mapping[str, np.ndarray],
-        convert: Callable[[np.ndarray], Any],
+        framework: Framework,
         num_cut: int = 0,
         skipped: str | None = None,
     ) -> ExtractedDocument:
+        convert = converter(framework)
         names = [key.name for key in self._spec.keys]
+        outputs = {spec.name: convert(arrays[spec.name]) for spec in self._spec.outputs}
+        widths = {encoder.name: encoder.sae.width for encoder in self._spec.encoders}
         return ExtractedDocument(
             tokens=arrays[_TOKENS],
             positions=np.flatnonzero(arrays[_IS_STORED]).astype(np.int32),
             activations={name: convert(arrays[name]) for name in names},
             scales={name: convert(arrays[scale_name(name)]) for name in names if scale_name(name) in arrays},
-            outputs={spec.name: convert(arrays[spec.name]) for spec in self._spec.outputs},
+            outputs=outputs,
+            features=feature_batches(widths, outputs, framework),
             num_cut=num_cut,
             skipped=skipped,
         )

@@ -21,9 +21,13 @@ KEYS = {
     **{"layers": "capture.layers", "sites": "capture.sites", "dtype": "capture.dtype"},
     **{"int8_group": "capture.int8_group", "outputs": "capture.outputs", "top_logprobs": "capture.top_logprobs"},
     "on_not_finite": "capture.on_not_finite",
+    **{"encode": "capture.encode", "encode_top": "capture.encode_top", "encode_dtype": "capture.encode_dtype"},
+    **{"encode_threshold": "capture.encode_threshold", "encode_index": "capture.encode_index"},
+    **{"encode_error": "capture.encode_error", "keep": "capture.keep"},
     **{"positions": "capture.positions", "every": "capture.every", "token": "capture.token", "regex": "capture.regex"},
     **{"rate": "capture.rate", "sample_seed": "capture.seed", "per_row": "capture.per_row"},
-    **{"shard_mib": "store.shard_mib", "compression": "store.compression"},
+    **{"shard_mib": "store.shard_mib", "rows_per_block": "store.rows_per_block"},
+    "compression": "store.compression",
 }
 """The key of the command's configuration that each option sets."""
 
@@ -54,6 +58,8 @@ def _plain(value: object) -> object:
     """Ranges, tuples and arrays as lists, and numpy's integers as Python's, which the configuration takes."""
     if isinstance(value, str | bool | int | float | None):
         return value
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, Iterable):
         return [_plain(item) for item in value]
     return operator.index(value) if hasattr(value, "__index__") else value

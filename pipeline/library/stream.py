@@ -1,5 +1,6 @@
 """Batches of activations for a training, computed while it trains, without a store: `from pipeline import Stream`."""
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -12,9 +13,10 @@ from pipeline.cluster.topology import Topology
 from pipeline.config import composing
 from pipeline.config.limits import shown
 from pipeline.config.schema import GenerateData, ParquetData, RunConfig
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, StoreMismatch
 from pipeline.core.sites import ActivationKey
 from pipeline.extraction.job_run import load_step
+from pipeline.job.identity import weights_identity
 from pipeline.job.opening import Job, open_job, replanned
 from pipeline.library.settings import settings
 from pipeline.library.stream_reader import StreamReader, host_bytes
@@ -40,8 +42,9 @@ class Stream:
             batch.activations                        # [4096, d]
             checkpoint["stream"] = batches.state()   # small; `batches(..., state=...)` goes on, bit for bit
 
-    The tokens and the values are those that a store of the same configuration holds; nothing is written. The order is
-    that of the data, shuffled within half a buffer. The data is read once.
+    The tokens and the values are those that a store of the same configuration holds; nothing is written, unless
+    `batches` is given a store to fill. The order is that of the data, shuffled within half a buffer. The data is read
+    once.
 
     config: the command's configuration. keys: the activations that are captured.
     """
@@ -85,7 +88,7 @@ class Stream:
 
             Stream.from_config(["+experiment=demo_text", "run.max_tokens=100000"])
 
-        `store.path` is not used. Raises as `Stream(...)`.
+        `store.path` is not used: `batches(..., store=path)` fills a store. Raises as `Stream(...)`.
         """
         stream = cls.__new__(cls)
         stream._open(composing.compose([*overrides, "store.path=none"]))
@@ -111,6 +114,7 @@ class Stream:
         *,
         shuffle_buffer_tokens: int = BUFFER_TOKENS,
         state: Mapping[str, Any] | None = None,
+        store: str | os.PathLike[str] | None = None,
         **fields: Any,
     ) -> StreamReader:
         """Every activation of this process's share of the data exactly once, `batch_size` tokens at a time, no padding.
@@ -119,13 +123,18 @@ class Stream:
         shuffle_buffer_tokens: slots for tokens in the buffer, rounded down to whole steps. One half of it is filled
         while the other is emptied in random order; the first batch comes when the first half is full.
         state: `StreamReader.state()` of an equal reader, to go on from there: at most half a buffer is computed again.
+        store: local, gs:// or s3://. While the batches are read, the store is filled there that the command makes of
+        this configuration with this `store.path`, and completed before the last batches. Blocks that it has are not
+        written again; those before `state` that it lacks are computed for it first. Processes that have joined call
+        this together.
         fields: of `BatchOptions`: shuffle (here true by default), seed, rank, world, token_filter, normalisation,
         stack, dtype, framework, outputs, features and drop_last. rank and world divide the streams of documents among
         readers, which need not have equally many batches; by default they are the index and number of JAX's processes
         (of all workers: run.worker_index, run.worker_count), each of which computes on its own devices.
 
         Raises ValueError for options that contradict each other, and for a state of another stream; ConfigError for
-        keys that are not captured, a rank without documents and a buffer that is too small or exceeds the memory.
+        keys that are not captured, a rank without documents and a buffer that is too small or exceeds the memory;
+        StoreMismatch for a store of another configuration.
         """
         for name, remedy in (("epochs", "a stream reads the data once"), ("buffer_mib", "give shuffle_buffer_tokens")):
             if name in fields:
@@ -137,10 +146,10 @@ class Stream:
                 "TokenFilter(part=...) is for stores of data=generate: a stream's documents have no parts."
             )
         reading = self._readable.reading(self._keys(keys), batch_size, options)
-        job = self._share(options.rank, options.world)
+        job = self._share(options.rank, options.world, store)
         half_steps = _half_steps(job, shuffle_buffer_tokens)
-        _require_memory(host_bytes(job, reading, half_steps), here)
-        return StreamReader(job, self._step, reading, half_steps, state)
+        _require_memory(host_bytes(job, reading, half_steps, store is not None), here)
+        return StreamReader(job, self._step, reading, half_steps, state, fills_store=store is not None)
 
     def sample(
         self,
@@ -176,16 +185,28 @@ class Stream:
             return keys
         return self.keys[0] if len(self.keys) == 1 else self.keys
 
-    def _share(self, rank: int, world: int) -> Job:
-        """The job of reader `rank` of `world`: its streams of documents."""
+    def _share(self, rank: int, world: int, store: str | os.PathLike[str] | None) -> Job:
+        """The job of reader `rank` of `world`: its streams of documents, and the store that it fills."""
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} of {world}: rank must be 0 to world - 1")
-        job = replanned(self._job, _own_devices(replace(topology(self.config.run), workers=world, worker=rank)))
+        devices = _own_devices(replace(topology(self.config.run), workers=world, worker=rank))
+        job = replanned(self._job, devices) if store is None else self._storing(os.fspath(store), devices)
         if not job.plan.streams.local:
             raise ConfigError(
                 f"rank {rank} of {world} has no documents: the data's {len(job.source.shards)} source shards are "
                 f"divided among {job.plan.streams.count} streams, and these among the readers. Use fewer readers, or "
                 "more streams (data.num_streams) and source shards (data.row_groups_per_shard divides parquet files)."
+            )
+        return job
+
+    def _storing(self, path: str, devices: Topology) -> Job:
+        """The job that fills a store, as the command opens it."""
+        job = open_job(replace(self.config, store=replace(self.config.store, path=path)), devices)
+        if weights_identity(job.model, job.encoders) != weights_identity(self._job.model, self._job.encoders):
+            commit = job.model.checkpoint.commit
+            raise StoreMismatch(
+                f"{path} is filled with another state of the model {self.config.model.path}, or of an SAE, than this "
+                f"Stream has loaded. Make a new Stream{f', with revision={commit}' if commit else ''}."
             )
         return job
 

@@ -13,6 +13,7 @@ from pipeline.data.feed import InTurn, StreamWork
 from pipeline.extraction.loaded_step import LoadedStep
 from pipeline.job.opening import Job
 from pipeline.library.filling import FeedPosition, Filler, Waits
+from pipeline.library.tee import StoreTee
 from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import MIB, SIDE_ARRAYS
 from pipeline.store.read.gathering import AHEAD, Batch, Gatherer, Position, Reading, TokenMemory
@@ -33,22 +34,30 @@ class StreamReader(Iterator[Batch]):
     """
 
     def __init__(
-        self, job: Job, step: LoadedStep, reading: Reading, half_steps: int, state: Mapping[str, Any] | None
+        self,
+        job: Job,
+        step: LoadedStep,
+        reading: Reading,
+        half_steps: int,
+        state: Mapping[str, Any] | None,
+        *,
+        fills_store: bool = False,
     ) -> None:
-        """half_steps: steps that one half of the buffer takes."""
+        """half_steps: steps that one half of the buffer takes. fills_store: the job's store, too."""
         memories = [TokenMemory(job.layout, reading, half_steps * job.plan.mesh.process_rows) for _ in range(2)]
-        self.host_bytes = host_bytes(job, reading, half_steps)
+        self.host_bytes = host_bytes(job, reading, half_steps, fills_store)
         self.num_tokens = 0
         self._identity = _identity(job, reading, half_steps)
         work = job.work()
         begin, self._position = FeedPosition(InTurn(work)), Position()
         if state is not None:
             begin, self._position = _restored(state, self._identity, work)
-        self._filler = Filler(job.plan, step, memories, reading, reading.options.rank)
+        tee = StoreTee(job, step) if fills_store else None
+        self._filler = Filler(job.plan, step, memories, reading, reading.options.rank, tee)
         self._filler.begins[self._position.buffer] = begin
         filled = self._filler.filled(begin, self._position.buffer)
         self._batches = Gatherer(reading, reading.options.drop_last).batches(filled, self._position)
-        weakref.finalize(self, self._filler.close).atexit = False  # the filler sees to that
+        weakref.finalize(self, self._filler.stop).atexit = False  # the filler sees to that
         log.info(
             "a stream of batches: a buffer of %d slots for tokens, up to %.1f MiB of activations on the host",
             *(2 * memories[0].rows * job.layout.slots, self.host_bytes / MIB),
@@ -78,29 +87,32 @@ class StreamReader(Iterator[Batch]):
         return asdict(self._position) | {"row": row, "streams": list(map(_entry, work.work)), "of": self._identity}
 
     def close(self) -> None:
-        """Ends the reader's threads, after the step that is under way."""
+        """Ends the reader's threads, after the step that is under way. Of a store that the stream fills, the blocks
+        that are whole are committed first. Raises what failed in that, unless a batch has raised it."""
         self._batches.close()
         self._filler.close()
 
 
-def host_bytes(job: Job, reading: Reading, half_steps: int) -> int:
+def host_bytes(job: Job, reading: Reading, half_steps: int, fills_store: bool = False) -> int:
     """The most memory that activations and side arrays take on the host: both halves of the buffer, steps in flight,
-    and batches that are gathered ahead."""
+    and batches that are gathered ahead; for a store, what a job that fills it takes."""
     names = {*reading.names, *map(scale_name, reading.names), *reading.sparse, *reading.outputs}
     specs = (*SIDE_ARRAYS, *(spec for spec in job.layout.all_arrays if spec.name in names))
     slot_bytes = sum(spec.position_bytes for spec in specs)
     buffer_slots = 2 * half_steps * job.plan.mesh.process_rows * job.layout.slots
     memory = job.plan.memory
     in_flight = memory.inflight_steps * (memory.step_bytes + memory.step_statistics_bytes)
-    return (buffer_slots + (AHEAD + 1) * reading.batch_size) * slot_bytes + in_flight
+    storing = memory.host_bytes if fills_store else 0
+    return (buffer_slots + (AHEAD + 1) * reading.batch_size) * slot_bytes + in_flight + storing
 
 
 def _identity(job: Job, reading: Reading, half_steps: int) -> dict[str, int | str | None]:
     """What a stream's batches depend on: names and values, or checksums of values."""
     metadata, options = job.metadata, reading.options
-    sections = ("model", "tokenizer", "data", "batch", "capture")
+    sections = ("model", "tokenizer", "data", "batch")
     return {
         **{name: _checksum(getattr(metadata, name)) for name in sections},
+        "capture": _checksum({key: value for key, value in metadata.capture.items() if key != "encode_index"}),
         "batch.rows": job.plan.step.rows,
         "rows_per_block": metadata.rows_per_block,
         "num_streams": metadata.num_streams,

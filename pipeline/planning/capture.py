@@ -10,7 +10,7 @@ from pipeline.config.schema import CaptureConfig, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.data.selection import slots_per_row
-from pipeline.models.weight_specs import has_site
+from pipeline.models.weight_specs import has_site, why_lacking
 from pipeline.planning.model_facts import ModelFacts
 from pipeline.step.spec import EncoderSpec, StepSpec
 from pipeline.store.format.layout import OUTPUTS, SELECTED, TOKENS, ArraySpec, output_specs
@@ -42,10 +42,15 @@ def plan_step(config: RunConfig, model: ModelFacts, encoders: tuple[EncoderSpec,
     capture, batch = config.capture, config.batch
     encoded = {encoder.key for encoder in encoders} if capture.keep is Keep.features else set()
     keys = tuple(key for key in captured_keys(capture, model) if key not in encoded)
-    if capture.when is When.decode and Site.attn_entropy in capture.sites:
+    if capture.when is When.decode and (scores := {Site.attn_entropy, Site.attn_pattern}.intersection(capture.sites)):
         raise ConfigError(
-            "capture.sites contains attn_entropy with capture.when=decode, whose keys are in a cache. Set "
-            "capture.when=document, or leave attn_entropy out."
+            f"capture.sites contains {min(scores)} with capture.when=decode, whose keys are in a cache. Set "
+            f"capture.when=document, or leave {min(scores)} out."
+        )
+    if Site.attn_pattern in capture.sites and capture.positions is Positions.all:
+        raise ConfigError(
+            "capture.sites contains attn_pattern of all tokens: a value for each head and each position of a row. "
+            "Set capture.positions, to last, every, token, regex or sample, for the tokens that attend."
         )
     selected = slots_per_row(capture, batch.length)
     if not 1 <= batch.length <= model.max_positions:
@@ -53,7 +58,7 @@ def plan_step(config: RunConfig, model: ModelFacts, encoders: tuple[EncoderSpec,
             f"batch.length is {batch.length}, but the model has {model.max_positions} positions. "
             f"Set batch.length to 1..{model.max_positions}."
         )
-    widths = tuple(model.width(key.site) for key in keys)
+    widths = tuple(model.width(key.site, batch.length) for key in keys)
     if Site.router_indices in capture.sites:
         _refuse_integers(capture)
     return StepSpec(
@@ -115,11 +120,11 @@ def captured_keys(capture: CaptureConfig, model: ModelFacts) -> tuple[Activation
         have = [layer for layer in range(model.num_layers) if has_site(model.arch, layer, site)]
         lacking = [layer for layer in layers if layer not in have]
         if lacking and capture.layers != "all":
-            kind = "a mixture of experts" if model.arch.is_sparse(lacking[0]) else "dense"
+            why = why_lacking(model.arch, lacking[0], site)
             raise ConfigError(
-                f"capture.layers is {shown(list(layers))} with the site {site}, which layer {lacking[0]} lacks: its "
-                f"MLP is {kind}. Layers that have it: {', '.join(map(str, have))}. Set capture.layers to some of them, "
-                f"or to all, which captures each site in the layers that have it."
+                f"capture.layers is {shown(list(layers))} with the site {site}, which layer {lacking[0]} lacks: "
+                f"{why}. Layers that have it: {', '.join(map(str, have))}. Set capture.layers to some of them, or to "
+                f"all, which captures each site in the layers that have it."
             )
     keys = activation_keys(layers, sites)
     return tuple(key for key in keys if not key.site.per_layer or has_site(model.arch, key.layer, key.site))

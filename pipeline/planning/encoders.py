@@ -20,6 +20,7 @@ from pipeline.planning.capture import captured_keys
 from pipeline.planning.model_facts import ModelFacts
 from pipeline.step.spec import EncoderSpec
 from pipeline.store.format.keys import ENCODER_NAME, MAX_ENCODER_NAME, features_name
+from pipeline.store.format.metadata import StoreMetadata
 
 log = logging.getLogger("pipeline")
 
@@ -55,8 +56,11 @@ class Encoder:
         }
 
 
-def open_encoders(capture: CaptureConfig, model: ModelFacts) -> tuple[Encoder, ...]:
+def open_encoders(
+    capture: CaptureConfig, model: ModelFacts, stored: StoreMetadata | None = None
+) -> tuple[Encoder, ...]:
     """Opens the SAEs that `capture` names, in the order of the arrays that they encode. Reads no weights.
+    `stored`: the metadata of the store that is resumed, which has an index by feature or not.
 
     Raises ConfigError for one that does not fit its array, and CheckpointError for one that cannot be read.
     """
@@ -69,6 +73,10 @@ def open_encoders(capture: CaptureConfig, model: ModelFacts) -> tuple[Encoder, .
         )
     encoders = []
     for key, name, address in _requests(capture, captured_keys(capture, model)):
+        if key.site is Site.attn_pattern:
+            raise ConfigError(
+                f"capture.encode names {key.name}, whose width is that of a row, which no SAE has been trained on."
+            )
         sae = open_sae(address)
         width = model.width(key.site)
         if sae.spec.d_in != width:
@@ -102,7 +110,7 @@ def open_encoders(capture: CaptureConfig, model: ModelFacts) -> tuple[Encoder, .
             top=capture.encode_top,
             dtype=str(capture.encode_dtype),
             threshold=capture.encode_threshold,
-            indexed=capture.encode_index,
+            indexed=capture.encode_index if stored is None else bool(stored.indexed_features),
             decodes=decodes,
         )
         encoders.append(Encoder(spec, sae))

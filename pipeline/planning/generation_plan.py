@@ -51,6 +51,11 @@ def plan_generation(
         if keeps_activations:
             raise ConfigError("capture.when is decode, which is for data=generate. Set it to document.")
         return None
+    if model.arch.delta is not None:
+        raise ConfigError(
+            f"data=generate with a model that has gated DeltaNet layers ({model.family}): their states are not kept "
+            f"from token to token, so it cannot generate here. Use a model with attention in all layers."
+        )
     tensor, weights = _divide_weights(config, model, tensor, topology)
     data = topology.devices // tensor
     _require_valid(config, model, data)

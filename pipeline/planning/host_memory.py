@@ -64,11 +64,12 @@ def plan_host_memory(
         else (),
     )
     if topology.host_memory is not None and plan.host_bytes > topology.host_memory:
+        of_blocks = "store.shard_mib" if config.store.rows_per_block is None else "store.rows_per_block"
         raise ConfigError(
             f"activations would take {plan.host_bytes / MIB:.0f} MiB on this host, which has "
             f"{topology.host_memory / MIB:.0f} MiB: {inflight_steps} steps of "
             f"{(step_bytes + plan.step_statistics_bytes) / MIB:.0f} MiB, and blocks of {plan.block_bytes / MIB:.0f} "
-            f"MiB. Lower store.shard_mib, batch.rows or run.max_inflight_mib."
+            f"MiB. Lower {of_blocks}, batch.rows or run.max_inflight_mib."
         )
     return plan
 
@@ -87,12 +88,28 @@ def _index_bytes(step: StepSpec, rows_per_block: int) -> int:
 
 
 def plan_rows_per_block(store: StoreConfig, step: StepSpec, process_rows: int, stored: int | None) -> int:
-    """Whole steps of a process, with about store.shard_mib in the largest array; `stored` rows for an existing store.
+    """Whole steps of a process: `stored` rows for an existing store, else store.rows_per_block, else about
+    store.shard_mib in the largest array.
 
-    Raises ConfigError if a process's rows per step do not divide that number.
+    Raises ConfigError if a process's rows per step do not divide that number, and for a store that was made with
+    another one than store.rows_per_block.
     """
-    if stored is None:
+    wanted = store.rows_per_block
+    if stored is None and wanted is None:
         return rows_per_block_for(store.shard_mib, step.largest_row_bytes, process_rows, MAX_STEPS_PER_BLOCK)
+    if stored is None:
+        if wanted % process_rows:
+            raise ConfigError(
+                f"store.rows_per_block is {wanted}, which is not a multiple of the {process_rows} rows of each process "
+                f"in a step of batch.rows = {step.rows}. Set it to {-(-wanted // process_rows) * process_rows}, or "
+                "change batch.rows."
+            )
+        return wanted
+    if wanted not in (None, stored):
+        raise ConfigError(
+            f"store.rows_per_block is {wanted}, but the store was made with {stored} rows per block. Leave it out, or "
+            "choose another store.path."
+        )
     if stored % process_rows:
         raise ConfigError(
             f"batch.rows = {step.rows} is {process_rows} per process, which does not divide the "

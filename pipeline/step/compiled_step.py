@@ -15,9 +15,9 @@ from jaxtyping import Array, Float32, Int32, PyTree, Shaped
 
 from pipeline.cluster.sharding import activation_sharding, make_mesh, replicated, row_sharding
 from pipeline.config.choices import Weights
-from pipeline.core.sites import FINAL_NORM, ActivationKey
+from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.models.attention.choosing import Attention, choose_attention
-from pipeline.models.decoder import Params
+from pipeline.models.decoder import Batch, ForwardSpec, Params, forward
 from pipeline.models.head import Head
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
@@ -96,8 +96,11 @@ def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partit
     chosen = choose_attention(spec.attention, model.arch, partition.mesh, spec.length, params["embed"].dtype.name)
     log.info("%s", chosen.describe())
 
-    def capture(params: Params, tokens: Array, segments: Array, positions: Array, finish: Finish) -> Captured:
-        return model.apply(params, tokens, segments, positions, spec.forward_keys, chosen.attend, partition, finish)
+    def capture(
+        params: Params, finish: Finish, tokens: Array, segments: Array, positions: Array, *selected: Array
+    ) -> Captured:
+        forward_spec = ForwardSpec(spec.forward_keys, chosen.attend, partition, finish)
+        return forward(model.arch, params, Batch(tokens, segments, positions, *selected), forward_spec)
 
     with jax.default_matmul_precision(matmul_precision(params["embed"].dtype)):
         executable = _compile(capture, params, spec, partition.mesh, model.head)
@@ -114,7 +117,7 @@ def compile_storing(spec: StepSpec, mesh: Mesh, dtype: str) -> CompiledStep:
         for key, width in zip(spec.keys, spec.widths, strict=True)
     }
 
-    def capture(captured: Captured, tokens: Array, segments: Array, positions: Array, finish: Finish) -> Captured:
+    def capture(captured: Captured, finish: Finish, *inputs: Array) -> Captured:
         return {key: finish(key, activation) for key, activation in captured.items()}
 
     return CompiledStep(mesh, spec, None, 0, _compile(capture, captured, spec, mesh))
@@ -135,7 +138,8 @@ def _compile(
             is_kept = key in spec.keys
             if not is_kept and key not in spec.statistics_widths:
                 return None
-            masked = jnp.where(stored.exist[:, :, None], stored.take(activation), 0)
+            taken = activation if key.site is Site.attn_pattern else stored.take(activation)  # that is of the selected
+            masked = jnp.where(stored.exist[:, :, None], taken, 0)
             dtype = key.site.stored_dtype(spec.dtype) if is_kept else str(activation.dtype)
             return as_stored(masked, dtype, spec.int8_group, spec.measures_error and is_kept)
 
@@ -147,18 +151,24 @@ def _compile(
                 features_of(key, spec, params, activation, stored, mesh),
             )
 
-        captured = capture(params, tokens, segments, positions, finish)
-        finished = [captured[key].stored for key in spec.keys]
-        finite = [is_finite(each) for each in finished]
+        captured = capture(params, finish, tokens, segments, positions, *selected)
+        summarised = {key: captured[key].stored for key in (*spec.keys, *spec.statistics_widths)}
+        finite = {key: is_finite(each) for key, each in summarised.items()}
+        finished = [summarised[key] for key in spec.keys]
         outputs, not_finite = captured[FINAL_NORM].outputs if spec.head_outputs else ((), ())
         features = [captured[encoder.key].features[encoder.name] for encoder in spec.encoders]
         outputs = (*outputs, *(array for each in features for array in each.arrays))
-        counted = (stored.valid, *(~each for each in finite), *not_finite, *(each.not_finite for each in features))
+        counted = (
+            stored.valid,
+            *(~finite[key] for key in spec.keys),
+            *not_finite,
+            *(each.not_finite for each in features),
+        )
         counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in counted])
         with jax.named_scope("statistics"):
-            measured = [captured[key].stored for key in spec.statistics_widths]
-            finite = [is_finite(each) for each in measured]
-            statistics = row_statistics(measured, stored.exist, finite) if measured else None
+            keys = tuple(spec.statistics_widths)
+            parts = [summarised[key] for key in keys], stored.exist, [finite[key] for key in keys]
+            statistics = row_statistics(*parts) if keys else None
         scales = tuple(each.scales for each in finished if each.scales is not None)
         return StepOutputs(tuple(each.values for each in finished), scales, statistics, counts, outputs)
 

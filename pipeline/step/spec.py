@@ -19,7 +19,7 @@ class EncoderSpec:
     top: int  # features of each token that are stored
     dtype: str  # of their values
     threshold: float  # what a value must exceed
-    indexed: bool = True  # whether a new store has an index by feature
+    indexed: bool = True  # whether the store has an index by feature
     decodes: bool = False  # whether its reconstruction is measured
 
     @property

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.models.architecture import LayerKind
 from pipeline.models.attention.xla import attend_xla
-from pipeline.models.decoder import LayerWeights, embed, layer_sites, rope_tables
+from pipeline.models.decoder import Batch, LayerWeights, embed, layer_rows, layer_sites
 from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.models.layers import norm
 from pipeline.models.registry import Model
@@ -40,8 +40,8 @@ def int8_errors(
     def layer(
         x: Array, weights: LayerWeights, kind: LayerKind, wanted: tuple[Site, ...]
     ) -> tuple[Array, dict[Site, Array]]:
-        ropes = rope_tables(model.arch, positions)
-        x, sites = layer_sites(model.arch, x, weights, ropes, segments, kind, attend_xla)
+        of_layers = layer_rows(model.arch, Batch(tokens, segments, positions), keys)
+        x, sites = layer_sites(model.arch, x, weights, of_layers, kind, attend_xla)
         return x, {site: sites[site] for site in wanted}
 
     with jax.default_matmul_precision(matmul_precision(dtype)):

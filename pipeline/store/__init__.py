@@ -1,4 +1,4 @@
-"""Reads activations from a store, local or at `gs://` or `s3://`. Imports neither JAX, torch nor Hydra.
+"""Reads activations from a store: local, `gs://`, `s3://`, or `hf://` of the Hub. Imports neither JAX, torch nor Hydra.
 
     from pipeline.store import ActivationStore, TokenFilter
 

@@ -6,17 +6,19 @@
 
 speed: bench_job's model (d=768, float32, random weights, steps of 8 x 256 tokens) and text, layers 2 and 5 captured.
 The same tokens through the bare forward pass, whose results stay on the device, and through `Stream.batches`, from
-making the reader to the last batch: with a consumer that does nothing, and with one that trains a top-k SAE, which is
-compared with the forward pass and the training on a batch in memory, one after the other. All in turn in one process;
-the ratios are medians.
+making the reader to the last batch: with a consumer that does nothing, with one that does nothing while a store is
+filled, and with one that trains a top-k SAE, which is compared with the forward pass and the training on a batch in
+memory, one after the other. All in turn in one process; the ratios are medians.
 
 shuffle: the share of a batch's pairs of tokens that come from one document, of a stream and of `store.batches` with as
-much memory, on the demo's text with the bundled model. Pieces of the store have 1,024 tokens, as with d = 4096.
+much memory, on the demo's text with the bundled model. Pieces of the store have 1,024 tokens, as with d = 4096. In
+.venv-saes (`make test-saes`) also of SAELens' buffer, which keeps half of its tokens and mixes new ones with them.
 
 loss: an SAE from a stream and from a store, with other seeds in every repetition; the loss of the last tenth.
 """
 
 import argparse
+import importlib.util
 import statistics
 import tempfile
 import time
@@ -56,53 +58,67 @@ def cost(work: Callable[[], object]) -> Cost:
     return Cost(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def trained(batches: Iterable[Batch]) -> dict:
-    training = sae.init(WIDTH)
-    for count, batch in enumerate(batches):
-        training, _ = sae.step(training, batch.activations, count + 1)
+def trained(batches: Iterable[Batch]) -> sae.Training:
+    training = sae.Training(WIDTH)
+    for batch in batches:
+        sae.step(training, batch.activations)
     return training
 
 
-def measure_speed(repetitions: int, tokens: int) -> None:
+def measure_speed(folder: Path, repetitions: int, tokens: int) -> None:
     bench_job.prepare()
     stream = Stream.from_config(bench_job.overrides(LAYERS, tokens))
     case = bench_job.case_of("stream", LAYERS, stream._job, stream._step)
 
-    def batches() -> StreamReader:
-        return stream.batches(
-            SPEED_BATCH, SPEED_KEY, shuffle_buffer_tokens=SPEED_BUFFER, framework="jax", drop_last=True
-        )
+    def batches(store: Path | None = None) -> StreamReader:
+        options = {"shuffle_buffer_tokens": SPEED_BUFFER, "framework": "jax", "drop_last": True}
+        return stream.batches(SPEED_BATCH, SPEED_KEY, store=store, **options)
 
     held = [next(batches())] * (tokens // SPEED_BATCH)
     trained(held[:2])  # compiles
     bench_job.bare_forward(case)  # the first one is slower
     rows = []
-    for _ in range(repetitions):
+    for repetition in range(repetitions):
         forward = cost(lambda: bench_job.bare_forward(case))
         idle = cost(lambda: sum(len(batch.tokens) for batch in batches()))
+        storing = cost(lambda n=repetition: sum(len(batch.tokens) for batch in batches(folder / f"store-{n}")))
         training = cost(lambda: trained(held))
         reader = batches()
         both = cost(lambda reader=reader: trained(reader))
-        names = ("forward", "stream", "training", "both")
-        print(dict(zip(names, (forward, idle, training, both), strict=True)), reader.waits, flush=True)
-        rows.append([(a / f, b / (f + t)) for f, a, t, b in zip(forward, idle, training, both, strict=True)])
+        names = ("forward", "stream", "storing", "training", "both")
+        costs = (forward, idle, storing, training, both)
+        print(dict(zip(names, costs, strict=True)), reader.waits, flush=True)
+        rows.append([(a / f, s / f, b / (f + t)) for f, a, s, t, b in zip(*costs, strict=True)])
     for place, what in enumerate(Cost._fields):
-        alone, both = (statistics.median(row[place][ratio] for row in rows) for ratio in range(2))
-        print(f"{what}: a stream takes {alone:.3f} times its forward pass; with a training, {both:.3f} times both")
+        alone, stored, both = (statistics.median(row[place][ratio] for row in rows) for ratio in range(3))
+        print(f"{what}: a stream takes {alone:.3f} times its forward pass, {stored:.3f} times where it fills a store;")
+        print(f"    with a training, {both:.3f} times both")
     print(f"{tokens} tokens, up to {reader.host_bytes / 2**20:.0f} MiB on the host")
 
 
-def same_document(batches: Iterable[Batch]) -> float:
-    """The share of a batch's pairs of tokens that come from one document; the mean over batches."""
+def same_document(batches: Iterable[Batch | np.ndarray]) -> float:
+    """The share of a batch's pairs of tokens that come from one document; the mean over batches. Of an array, the
+    numbers of the tokens' documents."""
     shares = []
     for batch in batches:
-        counts = np.unique(batch.documents, return_counts=True)[1]
-        shares.append((counts * (counts - 1)).sum() / (len(batch.documents) * (len(batch.documents) - 1)))
+        documents = batch if isinstance(batch, np.ndarray) else batch.documents
+        counts = np.unique(documents, return_counts=True)[1]
+        shares.append((counts * (counts - 1)).sum() / (len(documents) * (len(documents) - 1)))
     return float(np.mean(shares))
 
 
+def mixed_by_saelens(documents: np.ndarray, buffer: int) -> Iterable[np.ndarray]:
+    """The documents of the tokens of batches that SAELens makes of tokens in this order."""
+    import torch
+    from sae_lens.training.mixing_buffer import mixing_buffer
+
+    torch.manual_seed(0)
+    return (batch.numpy() for batch in mixing_buffer(buffer, BATCH, iter(torch.from_numpy(documents).split(BATCH))))
+
+
 def demo_overrides(tokens: int) -> list[str]:
-    overrides = ["+experiment=demo_text", f"data.path={bench_job.BUILD / 'text'}", "capture.layers=[3]"]
+    overrides = ["+experiment=demo_text", f"data.path={bench_job.BUILD / 'text'}"]
+    overrides += ["capture.layers=[3]", "capture.encode=null"]
     return [*overrides, f"run.max_tokens={tokens}", "batch.rows=4", "store.shard_mib=0.25", "run.progress=false"]
 
 
@@ -115,6 +131,7 @@ def demo_store(folder: Path, tokens: int) -> ActivationStore:
 
 def measure_shuffle(folder: Path, tokens: int) -> None:
     store = demo_store(folder, tokens)
+    has_saelens = importlib.util.find_spec("sae_lens") is not None
     streams = {count: Stream.from_config([*demo_overrides(tokens), f"data.num_streams={count}"]) for count in (1, 6)}
     in_order = list(store.batches(KEY, BATCH))  # of a stream with shuffle=False, too
     documents = np.mean([len(np.unique(batch.documents)) for batch in in_order])
@@ -128,14 +145,17 @@ def measure_shuffle(folder: Path, tokens: int) -> None:
         mib = buffer / 2 * TOKEN_BYTES / 2**20  # of each of two
         stored = [same_document(store.batches(KEY, BATCH, shuffle=True, seed=s, buffer_mib=mib)) for s in range(SEEDS)]
         shares["store"] = float(np.mean(stored))
+        if has_saelens:
+            order = np.concatenate([batch.documents for batch in in_order])
+            shares["SAELens"] = same_document(mixed_by_saelens(order, buffer))
         print(f"{buffer:6} tokens in memory:", {name: round(share, 4) for name, share in shares.items()}, flush=True)
 
 
 def last_losses(batches: Iterable[Batch], width: int) -> float:
     """The mean loss of the last tenth of a training."""
-    training, losses = sae.init(width), []
-    for count, batch in enumerate(batches):
-        training, loss = sae.step(training, batch.activations, count + 1)
+    training, losses = sae.Training(width), []
+    for batch in batches:
+        loss = sae.step(training, batch.activations)
         losses.append(float(loss))
     return float(np.mean(losses[-len(losses) // 10 :]))
 
@@ -166,7 +186,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         match options.what:
             case "speed":
-                measure_speed(options.repetitions, options.tokens)
+                measure_speed(Path(folder), options.repetitions, options.tokens)
             case "shuffle":
                 measure_shuffle(Path(folder), options.tokens)
             case "loss":

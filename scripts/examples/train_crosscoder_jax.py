@@ -1,83 +1,105 @@
-"""A top-k crosscoder on all layers of one site, in JAX: an example of reading aligned activations, not a trainer.
+"""A top-k crosscoder: one set of latents that reads and writes several places of the same tokens. An example of
+reading aligned activations, not a trainer.
 
-    python scripts/examples/train_crosscoder_jax.py build/demo/stores/text [--site resid_post] [--steps 200]
+    pip install flax optax
+    python scripts/examples/train_crosscoder_jax.py STORE [STORE ...] [--site resid_post] [--steps 200]
 
-Shapes: B tokens, K layers, D features of an activation, F latents.
+Of one store, the places are all layers of a site. Of several, which hold the same tokens (`+experiment=diff_models`
+makes them), they are all layers of the site in each store: model diffing. At the end it says how much of each place's
+variance the crosscoder explains, and how many of its latents write to a place with more than half of their norm.
+
+Shapes: B tokens, D_p features of place p, F latents.
 """
 
 import argparse
-from functools import partial
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
 
-from pipeline.store import ActivationStore
+from pipeline.store import ActivationStore, open_aligned
 
 EXPANSION, ACTIVE = 4, 16
-LEARNING_RATE, MOMENTS, EPSILON = 1e-3, (0.9, 0.999), 1e-8
+LEARNING_RATE = 1e-3
+MEASURED = 10  # batches, which may have been trained on: the store is read again and again
 
-Params = dict[str, jax.Array]
-
-
-def init(key: jax.Array, num_layers: int, width: int) -> Params:
-    encoder = jax.random.normal(key, (num_layers, width, EXPANSION * width)) / jnp.sqrt(num_layers * width)
-    return {"encoder": encoder, "decoder": encoder.transpose(2, 0, 1), "bias": jnp.zeros((num_layers, width))}
+Places = list[jax.Array]
 
 
-def loss_of(params: Params, x: jax.Array) -> jax.Array:
-    """Mean squared error; one set of latents reads and writes every layer (Lindsey et al. 2024)."""
-    latents = jax.nn.relu(jnp.einsum("BKD,KDF->BF", x - params["bias"], params["encoder"]))
-    least = jax.lax.top_k(latents, ACTIVE)[0][:, -1:]
-    sparse = jnp.where(latents >= least, latents, 0)
-    return jnp.square(jnp.einsum("BF,FKD->BKD", sparse, params["decoder"]) + params["bias"] - x).mean()
+class Crosscoder(nnx.Module):
+    """[B, D_p] for each place -> their reconstructions from the same latents (Lindsey et al. 2024)."""
+
+    def __init__(self, widths: list[int], rngs: nnx.Rngs) -> None:
+        latents = EXPANSION * max(widths)
+        encoders = [jax.random.normal(rngs.params(), (width, latents)) / jnp.sqrt(sum(widths)) for width in widths]
+        self.encoders = nnx.List([nnx.Param(encoder) for encoder in encoders])
+        self.decoders = nnx.List([nnx.Param(encoder.T) for encoder in encoders])
+        self.biases = nnx.List([nnx.Param(jnp.zeros(width)) for width in widths])
+
+    def __call__(self, places: Places) -> Places:
+        read = [(x - bias) @ encoder for x, bias, encoder in zip(places, self.biases, self.encoders, strict=True)]
+        latents = nnx.relu(sum(read))
+        least = jax.lax.top_k(latents, ACTIVE)[0][:, -1:]
+        sparse = jnp.where(latents >= least, latents, 0)
+        return [sparse @ decoder + bias for decoder, bias in zip(self.decoders, self.biases, strict=True)]
+
+    def decoder_norms(self) -> np.ndarray:
+        """[F, places], of each latent the share of its decoder's norm in each place."""
+        norms = np.stack([np.linalg.norm(decoder[...], axis=1) for decoder in self.decoders], axis=1)
+        return norms / norms.sum(axis=1, keepdims=True)
 
 
-@partial(jax.jit, donate_argnums=(0, 1))
-def step(params: Params, moments: tuple[Params, Params], x: jax.Array, count: int) -> tuple:
-    """One step of Adam."""
-    loss, grads = jax.value_and_grad(loss_of)(params, x.astype(jnp.float32))
-    first = jax.tree.map(lambda m, g: MOMENTS[0] * m + (1 - MOMENTS[0]) * g, moments[0], grads)
-    second = jax.tree.map(lambda v, g: MOMENTS[1] * v + (1 - MOMENTS[1]) * g**2, moments[1], grads)
-    unbias = [1 - decay**count for decay in MOMENTS]
-    params = jax.tree.map(
-        lambda p, m, v: p - LEARNING_RATE * m / unbias[0] / (jnp.sqrt(v / unbias[1]) + EPSILON), params, first, second
-    )
-    return params, (first, second), loss
+@nnx.jit
+def errors(model: Crosscoder, places: Places) -> jax.Array:
+    """The mean squared error in each place."""
+    pairs = zip(places, model(places), strict=True)
+    return jnp.stack([jnp.square(x - reconstruction).mean() for x, reconstruction in pairs])
 
 
-def train(path: str, site: str, steps: int, batch_size: int = 1024) -> list[float]:
-    """The mean squared error of each step; activations are normalised, so that predicting nothing gives 1."""
-    store = ActivationStore.open(path)
-    keys = [(layer, site) for layer in store.layers]
-    batches = store.batches(
-        keys,
-        batch_size,
-        shuffle=True,
-        seed=0,
-        epochs=None,
-        stack=True,
-        normalisation=store.normalisation(keys),
-        dtype="bfloat16",
-        framework="jax",
-    )
-    width = store.arrays[f"blocks.{store.layers[0]}.{site}"].shape[2]
-    params = init(jax.random.key(0), len(keys), width)
-    moments = jax.tree.map(jnp.zeros_like, (params, params))
-    losses = []
-    for count, batch in zip(range(1, steps + 1), batches, strict=False):
-        params, moments, loss = step(params, moments, batch.activations, count)
-        losses.append(float(loss))
-    batches.close()
-    return losses
+@nnx.jit
+def step(model: Crosscoder, optimizer: nnx.Optimizer, places: Places) -> jax.Array:
+    loss, gradients = nnx.value_and_grad(lambda model: errors(model, places).mean())(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def activations(paths: list[str], site: str, batch_size: int) -> tuple[list[str], Iterator[Places]]:
+    """The names of the places, and endless batches, normalised, so that predicting nothing gives an error of 1."""
+    stores = [ActivationStore.open(path) for path in paths]
+    keys = [[(layer, site) for layer in store.layers] for store in stores]
+    options = {"shuffle": True, "seed": 0, "epochs": None, "dtype": "float32", "framework": "jax"}
+    scales = [store.normalisation(each) for store, each in zip(stores, keys, strict=True)]
+    if len(stores) == 1:
+        batches = stores[0].batches(keys[0], batch_size, normalisation=scales[0], **options)
+        return list(scales[0]), (list(batch.activations.values()) for batch in batches)
+    batches = open_aligned(stores).batches(keys, batch_size, normalisation=scales, **options)
+    names = [f"{path}: {name}" for path, each in zip(paths, scales, strict=True) for name in each]
+    return names, ([x for each in batch.activations for x in each.values()] for batch in batches)
+
+
+def train(paths: list[str], site: str, steps: int, batch_size: int = 1024) -> tuple[list[float], dict[str, float]]:
+    """The mean squared error of each step, and the share of each place's variance that is explained at the end."""
+    names, batches = activations(paths, site, batch_size)
+    model = Crosscoder([x.shape[1] for x in next(batches)], nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(LEARNING_RATE), wrt=nnx.Param)
+    losses = [float(step(model, optimizer, next(batches))) for _ in range(steps)]
+    measured = np.mean([errors(model, next(batches)) for _ in range(MEASURED)], axis=0)
+    own = (model.decoder_norms() > 0.5).sum(axis=0)
+    for name, error, count in zip(names, measured, own, strict=True):
+        print(f"{name}: {1 - error:.3f} of the variance explained; {count} latents write mostly to it")
+    return losses, dict(zip(names, 1 - measured, strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("store")
+    parser.add_argument("stores", nargs="+")
     parser.add_argument("--site", default="resid_post")
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
-    losses = train(options.store, options.site, options.steps)
+    losses, _ = train(options.stores, options.site, options.steps)
     for index in [*range(0, options.steps, max(1, options.steps // 10)), options.steps - 1]:
         print(f"step {index:5} loss {losses[index]:.4f}")
 

@@ -1,5 +1,6 @@
 """A top-k SAE trained on activations that are never stored, stopped in the middle, and resumed: an example of `Stream`.
 
+    pip install flax optax
     python scripts/examples/train_sae_on_stream.py [--steps 200]
 
 A training on activations takes a model, data and a shuffle buffer in memory, but no disk. What it must keep to go on
@@ -14,88 +15,88 @@ import argparse
 import json
 import pydoc_data.topics
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pyarrow as pa
 import pyarrow.parquet as pq
+from flax import nnx
 
 from pipeline import Stream
 
 TINY = "${assets:tiny-qwen2}"  # the bundled model: six layers, trained on Python's documentation
 EXPANSION, ACTIVE = 4, 16
-LEARNING_RATE, MOMENTS, EPSILON = 4e-3, (0.9, 0.999), 1e-8
+LEARNING_RATE = 4e-3
 BATCH, BUFFER = 256, 8192  # tokens
 HELD_OUT = 20  # batches
 
-Arrays = dict[str, jax.Array]
+
+class SAE(nnx.Module):
+    """x [B, D] -> its reconstruction from the ACTIVE largest of F latents."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+        encoder = jax.random.normal(rngs.params(), (width, EXPANSION * width)) / jnp.sqrt(width)
+        self.encoder, self.decoder = nnx.Param(encoder), nnx.Param(encoder.T)
+        self.bias = nnx.Param(jnp.zeros(width))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        latents = nnx.relu((x - self.bias) @ self.encoder)
+        least = jax.lax.top_k(latents, ACTIVE)[0][:, -1:]
+        return jnp.where(latents >= least, latents, 0) @ self.decoder + self.bias
 
 
-def init(width: int) -> dict[str, Arrays]:
-    """Parameters, and the moments of Adam."""
-    encoder = jax.random.normal(jax.random.key(0), (width, EXPANSION * width)) / jnp.sqrt(width)
-    params = {"encoder": encoder, "decoder": encoder.T, "bias": jnp.zeros(width)}
-    return {
-        "params": params,
-        "first": jax.tree.map(jnp.zeros_like, params),
-        "second": jax.tree.map(jnp.zeros_like, params),
-    }
+class Training(nnx.Module):
+    """All that a training keeps, besides where it is in its data."""
+
+    def __init__(self, width: int) -> None:
+        self.sae = SAE(width, nnx.Rngs(0))
+        self.optimizer = nnx.Optimizer(self.sae, optax.adam(LEARNING_RATE), wrt=nnx.Param)
 
 
-def reconstruction(params: Arrays, x: jax.Array) -> jax.Array:
-    latents = jax.nn.relu((x - params["bias"]) @ params["encoder"])
-    least = jax.lax.top_k(latents, ACTIVE)[0][:, -1:]
-    return jnp.where(latents >= least, latents, 0) @ params["decoder"] + params["bias"]
+def loss_of(sae: SAE, x: jax.Array) -> jax.Array:
+    return jnp.square(sae(x) - x).mean()
 
 
-def loss_of(params: Arrays, x: jax.Array) -> jax.Array:
-    return jnp.square(reconstruction(params, x) - x).mean()
+@nnx.jit
+def step(training: Training, x: jax.Array) -> jax.Array:
+    loss, gradients = nnx.value_and_grad(loss_of)(training.sae, x)
+    training.optimizer.update(training.sae, gradients)
+    return loss
 
 
-@partial(jax.jit, donate_argnums=0)
-def step(training: dict[str, Arrays], x: jax.Array, count: int) -> tuple[dict[str, Arrays], jax.Array]:
-    """One step of Adam."""
-    loss, grads = jax.value_and_grad(loss_of)(training["params"], x)
-    first = jax.tree.map(lambda m, g: MOMENTS[0] * m + (1 - MOMENTS[0]) * g, training["first"], grads)
-    second = jax.tree.map(lambda v, g: MOMENTS[1] * v + (1 - MOMENTS[1]) * g**2, training["second"], grads)
-    unbias = [1 - decay**count for decay in MOMENTS]
-    params = jax.tree.map(
-        lambda p, m, v: p - LEARNING_RATE * m / unbias[0] / (jnp.sqrt(v / unbias[1]) + EPSILON),
-        *(training["params"], first, second),
-    )
-    return {"params": params, "first": first, "second": second}, loss
-
-
-def train(batches, training: dict[str, Arrays], first: int, last: int) -> dict[str, Arrays]:
+def train(batches, training: Training, first: int, last: int) -> Training:
     """Steps `first` to `last` - 1."""
     for count in range(first, last):
-        training, loss = step(training, next(batches).activations, count + 1)
+        loss = step(training, next(batches).activations)
         if count % 50 == 0:
             print(f"step {count:4} loss {loss:.4f}")
     return training
 
 
-def save(folder: Path, training: dict[str, Arrays], batches) -> None:
-    """All that a training keeps."""
-    np.savez(folder / "training.npz", *map(np.asarray, jax.tree.leaves(training)))
+def arrays(training: Training) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(training))]
+
+
+def save(folder: Path, training: Training, batches) -> None:
+    np.savez(folder / "training.npz", *arrays(training))
     (folder / "stream.json").write_text(json.dumps(batches.state()))
 
 
-def load(folder: Path, width: int) -> tuple[dict[str, Arrays], dict]:
-    leaves = [jnp.asarray(leaf) for leaf in np.load(folder / "training.npz").values()]
-    state = json.loads((folder / "stream.json").read_text())
-    return jax.tree.unflatten(jax.tree.structure(init(width)), leaves), state
+def load(folder: Path, width: int) -> tuple[Training, dict]:
+    training = Training(width)
+    saved = list(np.load(folder / "training.npz").values())
+    nnx.update(training, jax.tree.unflatten(jax.tree.structure(nnx.state(training)), map(jnp.asarray, saved)))
+    return training, json.loads((folder / "stream.json").read_text())
 
 
 def write_text(folder: Path) -> str:
     """Python's language reference as a parquet file with a column `text`."""
     topics = sorted(pydoc_data.topics.topics.items())
-    pq.write_table(
-        pa.table({"id": [name for name, _ in topics], "text": [text for _, text in topics]}), folder / "text.parquet"
-    )
+    table = pa.table({"id": [name for name, _ in topics], "text": [text for _, text in topics]})
+    pq.write_table(table, folder / "text.parquet", row_group_size=10)
     return str(folder)
 
 
@@ -109,22 +110,22 @@ def main(steps: int) -> float:
         width = len(options["normalisation"]["blocks.3.resid_post"].mean)
 
         batches = stream.batches(BATCH, **options)
-        whole = train(batches, init(width), 0, steps)
+        whole = train(batches, Training(width), 0, steps)
 
         stopped = stream.batches(BATCH, **options)
-        save(folder, train(stopped, init(width), 0, steps // 2), stopped)
+        save(folder, train(stopped, Training(width), 0, steps // 2), stopped)
         stopped.close()
         training, state = load(folder, width)  # as a new process would
         resumed = train(stream.batches(BATCH, **options, state=state), training, steps // 2, steps)
-        for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):
-            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+        for one, other in zip(arrays(whole), arrays(resumed), strict=True):
+            assert one.tobytes() == other.tobytes()
         print(f"stopped after {steps // 2} steps and resumed from {len(json.dumps(state))} bytes: the same parameters")
         print(
             f"seconds that the training waited: {batches.waits.consumer:.1f}, the devices: {batches.waits.devices:.1f}"
         )
 
         held_out = [next(batches).activations for _ in range(HELD_OUT)]
-        explained = 1 - float(np.mean([loss_of(whole["params"], x) for x in held_out]) / np.mean(np.square(held_out)))
+        explained = 1 - float(np.mean([loss_of(whole.sae, x) for x in held_out]) / np.mean(np.square(held_out)))
     assert explained > 0.65, explained
     print(f"the SAE explains {explained:.3f} of the variance of {HELD_OUT * BATCH} tokens that it has not seen")
     return explained

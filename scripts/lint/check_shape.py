@@ -16,6 +16,7 @@ MAX_LINES = 60  # of a function
 MAX_METHODS = 15  # public ones of a class
 MAX_PARAMETERS = 8  # of a function, without self
 EXCEPTIONS: Mapping[str, str] = {  # by name, with the reason
+    "pipeline.models.families": "a file for each family and its relatives; none grows with the others",
     "pipeline.store.read.reader:ActivationStore": "all that one asks of a store; each method is one question",
 }
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from pipeline import delete, export, finalize, inspect, merge, verify
+from pipeline import delete, export, finalize, inspect, merge, push, verify
 from pipeline.config.composing import compose
 from pipeline.core.addresses import has_credentials, unusable_store_path, without_credentials
 from pipeline.core.errors import ConfigError, PipelineError, StoreInvalid
@@ -43,6 +43,7 @@ NONSENSE = (
     ("S3://bucket/store", "unsupported URL scheme"),
     ("gs:/bucket/store", "unsupported URL scheme"),
     ("http:/host/store", "unsupported URL scheme"),
+    ("hf://owner/name", "Give hf://datasets/owner/name"),
     ("gs://", "no address of a store"),
     ("s3:///store", "no address of a store"),
     ("gs://bucket|zip:", "not inside of another file"),
@@ -57,6 +58,7 @@ COMMANDS = {
     "merge": lambda path: merge.main([f"from={path}", "store.path=target"]),
     "merge into": lambda path: merge.main(["from=sound", f"store.path={path}"]),
     "export": lambda path: export.main([f"store.path={path}", "export.path=exported"]),
+    "push": lambda path: push.main([f"store.path={path}", "repo=owner/name"]),
 }
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import hydra
@@ -14,7 +13,7 @@ import pytest
 from pipeline.cli import main
 from pipeline.config import composing
 from pipeline.store.check.verifying import verify_store
-from tests.jobs import ROOT, assert_same_store, committed, objects, run, run_here, start, write_text
+from tests.jobs import ROOT, assert_same_store, committed, objects, run, run_here, run_program, start, write_text
 
 TINY = composing.PACKAGE / "assets" / "tiny-qwen2"
 
@@ -108,9 +107,7 @@ def refused(text, tmp_path_factory) -> dict[str, tuple[Path, str]]:
     wrong = {name: f"model.path={damaged_model(folders[name], name)}" for name in DAMAGES}
     wrong |= {override: override for override in WRONG_VALUES}
     lines = [[*base(text, folders[name] / "store"), override] for name, override in wrong.items()]
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND_LINES, json.dumps(lines)], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = run_program(COMMAND_LINES, json.dumps(lines))
     assert done.returncode == 0, done.stderr
     *said, end = done.stderr.split("next command line\n")
     assert not end

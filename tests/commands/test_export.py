@@ -1,4 +1,5 @@
-"""`python -m pipeline.export`: the data set holds what the store does. test_sae_libraries.py trains on one."""
+"""`python -m pipeline.export`: the data set holds what the store does. SAELens trains on one in
+scripts/examples/train_with_libraries.py."""
 
 import json
 import shutil

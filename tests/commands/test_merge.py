@@ -1,8 +1,6 @@
 """Stores that were filled apart become the store that one run would have made."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,8 @@ from pipeline.store import ActivationStore
 from pipeline.store.format.layout import MIB, ArraySpec
 from pipeline.store.write.merging import _num_copies, merge_stores
 from pipeline.store.write.store_writer import StoreWriter
-from tests.jobs import ROOT, assert_same_store, write_text
+from tests.jobs import assert_same_store, write_text
+from tests.jobs import run as run_command
 from tests.store.emulators import new_bucket
 from tests.store.example_store import LENGTH, ROWS, blocks, layout, metadata, stored_tokens, write_blocks, write_store
 
@@ -53,9 +52,7 @@ def test_two_workers_jobs_become_that_of_one_with_the_same_statistics(tmp_path, 
         run(compose([*job, *share]))
         assert not ActivationStore.open(tmp_path / str(worker)).complete
     command = ["from=" + str(tmp_path / "0"), "from=" + str(tmp_path / "1"), f"store.path={tmp_path / 'merged'}"]
-    result = subprocess.run(
-        [sys.executable, "-m", "pipeline.merge", *command], cwd=ROOT, capture_output=True, text=True
-    )
+    result = run_command(*command, module="pipeline.merge")
     assert result.returncode == 0, result.stderr
     assert result.stdout.endswith(f"merged: sound\n{tmp_path / 'merged'}: complete\n")
     assert_same_store(tmp_path / "merged", tmp_path / "one")

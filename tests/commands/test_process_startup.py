@@ -93,7 +93,7 @@ def test_a_signal_during_imports_is_an_interruption(overrides, tmp_path, number,
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*COMMANDS, "push"])
 def test_every_command_heeds_signals_before_it_imports_anything_else(name, number):
     arguments = ["-c", SIGNAL_AT_FIRST_IMPORT, f"pipeline.{name}", str(int(number))]
     result = subprocess.run(

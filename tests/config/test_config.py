@@ -122,6 +122,7 @@ REFUSED = {
     "model.path=''": "model.path is ''",
     "store.shard_mib=0": "store.shard_mib is 0.0. Set it to a number of more than 0",
     "store.shard_mib=nan": "store.shard_mib is nan",
+    "store.rows_per_block=0": "store.rows_per_block is 0",
     "store.retry_delay_s=1e20": r"store.retry_delay_s is 1e\+20",
     "store.retries=-1": "store.retries is -1",
     "store.concurrency=0": "store.concurrency is 0",

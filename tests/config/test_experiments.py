@@ -17,7 +17,7 @@ VALUES = {  # of keys that have no default
     "qwen_fineweb_edu": ["store.path=/stores/a"],
     "router_study": ["store.path=/stores/a"],
 }
-SWEEPS = {"sweep_sites": 9, "sweep_models": 4, "sweep_datasets": 3, "gemma_scope": 2}
+SWEEPS = {"sweep_sites": 9, "sweep_models": 4, "sweep_datasets": 3, "gemma_scope": 2, "diff_models": 2}
 
 
 def names(group: str) -> list[str]:

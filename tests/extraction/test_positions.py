@@ -14,6 +14,7 @@ import zarr
 from pipeline.config import composing
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.data.text.tokenizer import load_tokenizer
+from pipeline.export import main as export
 from pipeline.extraction.job_run import run as run_here
 from pipeline.inspect import main as inspect
 from pipeline.store import ActivationStore, TokenFilter
@@ -82,6 +83,25 @@ def wanted(name: str, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
         "token": np.flatnonzero(tokens == PERIOD),
         "regex": np.array([k for k, text in enumerate(texts) if re.search("^ ?[A-Z]", text)], np.int64),
     }[name]
+
+
+def test_attention_patterns_of_selected_tokens(overrides, tmp_path, capsys):
+    store = made(tmp_path, overrides, *SELECTIONS["every"], "capture.sites=[attn_pattern,attn_entropy]")
+    assert verify_store(store.path) == []
+    for number in store.documents["document"].unique().to_pylist():
+        document = store.document(number)
+        for layer in (1, 3):
+            pattern = document.activations[f"blocks.{layer}.attn_pattern"].reshape(len(document.places), 4, 128)
+            np.testing.assert_allclose(pattern.sum(axis=-1), 1, atol=1e-5)
+            seen = np.arange(128) <= document.positions[:, None, None]  # of its window, wherever that is in its row
+            assert not np.where(seen, 0, pattern).any()
+            entropy = -(pattern * np.log(np.maximum(pattern, 1e-30))).sum(axis=-1)
+            np.testing.assert_allclose(entropy, document.activations[f"blocks.{layer}.attn_entropy"], atol=1e-4)
+    assert export([f"store.path={store.path}", f"export.path={tmp_path / 'export'}"]) == 2
+    assert (
+        "TransformerLens calls blocks.1.attn_pattern and its entropy blocks.1.attn.hook_pattern"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", SELECTIONS)

@@ -107,7 +107,8 @@ def test_a_killed_process_takes_the_others_with_it_and_the_next_start_resumes(ov
 
 def test_a_process_that_is_stopped_before_it_has_joined_stops_the_others(overrides, tmp_path):
     """They would wait for it as long as distributed.join_timeout_s."""
-    with local_processes(2, 1, *overrides, f"store.path={tmp_path / 'store'}") as launcher:
+    launched = local_processes(2, 1, *overrides, f"store.path={tmp_path / 'store'}", is_forked=False)
+    with launched as launcher:
         wait_until(lambda: len(children(launcher)) == 2, launcher, "two processes")
         first = children(launcher)[0]
         wait_until(lambda: has_loaded(first.pid, "numpy"), launcher, "the imports")
@@ -256,7 +257,8 @@ def chaos(
     seen = []
     for _ in range(rounds):
         processes, devices = rng.choice(setups)
-        with local_processes(processes, devices, *overrides, f"store.path={store}") as launcher:
+        launched = local_processes(processes, devices, *overrides, f"store.path={store}", is_forked=False)
+        with launched as launcher:
             fault = disturb(launcher, store, rng)
             began = time.monotonic()
             output, _ = launcher.communicate(timeout=90)

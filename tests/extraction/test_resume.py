@@ -56,8 +56,9 @@ def kill_at_random_moments(overrides, path, kills: int, seed: int) -> None:
     """Starts the job again and again and kills it: at a point of its start, or a moment after its next blocks."""
     rng = random.Random(seed)
     for _ in range(kills):
-        process = start(*overrides, f"store.path={path}")
-        if rng.randrange(4) == 0:
+        during_start = rng.randrange(4) == 0
+        process = start(*overrides, f"store.path={path}", is_forked=not during_start)
+        if during_start:
             library = rng.choice(["numpy", "jaxlib", "tensorstore"])
             wait_until(lambda pid=process.pid, library=library: has_loaded(pid, library), process, f"import {library}")
         else:

@@ -217,7 +217,10 @@ def test_the_plan_tells_what_a_model_has_and_costs(text, tmp_path, capsys):
     keys = (ActivationKey(2, Site.resid_post),)
     parameters = num_params(model.leaves(keys))
     assert f"qwen2, {model.num_layers} layers; the capture needs {parameters:,} parameters" in printed
-    assert "embed 128, resid_pre 128, attn_in 128, q 128, k 64, v 64, attn_entropy 4, attn_z 128," in printed
+    assert (
+        "embed 128, resid_pre 128, attn_in 128, q 128, k 64, v 64, attn_entropy 4, attn_pattern 512, attn_z 128,"
+        in printed
+    )
     assert f"{model.flops_per_token(keys, 128):,} FLOPs per token" in printed
     assert "blocks.2.resid_post: 256 bytes per token as bfloat16" in printed
     assert not (tmp_path / "store").exists()

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.jobs import HASTY_FLAGS, ROOT, free_port
+from tests.forking import Forked
+from tests.jobs import HASTY_FLAGS, free_port
 
 CONFIG = {
     "model_type": "qwen2",
@@ -62,8 +63,8 @@ def start(path: Path, processes: int, devices: int, *kinds: str) -> list[subproc
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {HASTY_FLAGS}"
     common = [sys.executable, "-c", PROGRAM, str(path), str(free_port()), str(processes)]
-    pipes = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return [subprocess.Popen([*common, str(process), *kinds], **pipes) for process in range(processes)]
+    pipes = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return [Forked([*common, str(process), *kinds], **pipes) for process in range(processes)]
 
 
 def finish(started: list[subprocess.Popen]) -> None:

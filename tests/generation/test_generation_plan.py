@@ -45,6 +45,15 @@ def test_memory_of_each_device():
     assert f"{whole.cache_bytes / 2**20:.1f} MiB of keys and values" in whole.describe()
 
 
+def test_a_model_whose_state_no_cache_keeps_is_refused(tmp_path):
+    shape = {"model_type": "qwen3_5_text", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    shape |= {"num_hidden_layers": 4, "vocab_size": 101}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    model = open_model(str(tmp_path), init="random")
+    with pytest.raises(ConfigError, match=r"gated DeltaNet layers \(qwen3_5_text\): their states are not kept"):
+        plan_generation(CONFIG, model, width=0, tensor=1, topology=Topology(devices=1))
+
+
 def planned_on_v5e(tmp_path, shape: str, **model) -> GenerationPlan:
     """On 64 chips, four to a process."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))

@@ -2,13 +2,22 @@
 
 import json
 import pydoc_data.topics
+import shutil
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pipeline import Extractor
+from pipeline import Extractor, Stream
+from pipeline.cli import main
+from pipeline.config.composing import PACKAGE
+from pipeline.config.schema import RunConfig
 from pipeline.core.errors import StoreMismatch
+from pipeline.extraction import job_run
 from pipeline.store import open_aligned
+from scripts.examples import train_crosscoder_jax
+from tests.jobs import write_text
 
 TINY = "${assets:tiny-qwen2}"
 # Of as many rows as a step has: the models differ in width, and blocks would differ in their rows.
@@ -16,14 +25,25 @@ OPTIONS = {"dtype": "float32", "model_dtype": "float32", "length": 64, "rows": 4
 KEYS = ["blocks.2.resid_post", "blocks.1.resid_post"]
 
 
+def write_narrow_model(folder: Path, merges_left_out: int = 0) -> Path:
+    """A model with random weights, narrower than the bundled one, with its tokenizer, or one that knows less merges."""
+    folder.mkdir()
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128, "vocab_size": 2048}
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    for file in (PACKAGE / "assets/tiny-qwen2").glob("*token*"):
+        shutil.copy(file, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][merges_left_out:]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
 @pytest.fixture(scope="module", params=[{}, {"positions": "every", "every": 4}], ids=["all", "every fourth"])
 def extractors(request, tmp_path_factory) -> list[Extractor]:
     """The bundled model, and one with random weights that has its tokenizer and is narrower."""
     options = OPTIONS | request.param
-    folder = tmp_path_factory.mktemp("model")
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128, "vocab_size": 2048}
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
-    other = Extractor(str(folder), layers=[1], tokenizer=TINY, init="random", **options)
+    folder = write_narrow_model(tmp_path_factory.mktemp("model") / "narrow")
+    other = Extractor(str(folder), layers=[1], init="random", **options)
     return [Extractor(TINY, layers=[2], **options), other]
 
 
@@ -52,3 +72,52 @@ def test_a_batch_has_what_each_model_gives_for_its_tokens(extractors, texts, tmp
     changed = extractors[1].save(tmp_path / "changed", [texts[0].replace(" the ", " and ", 1), *texts[1:]])
     with pytest.raises(StoreMismatch, match=r"block \d+ of stream 0, row \d+, position \d+: tokens is \d+ in "):
         open_aligned([paths[0], changed])
+
+
+def recipe(tmp_path: Path, *models: Path) -> list[str]:
+    """What makes +experiment=diff_models small."""
+    text = write_text(tmp_path / "text", files=2, documents=12, max_characters=800)
+    data = ["data=demo", f"data.path={text}", "data.num_streams=2", "run.max_tokens=3000", "run.progress=false"]
+    model = ["model=tiny", "model.init=random", f"model.path={','.join(map(str, models))}"]
+    return [*data, *model, "capture.layers=[1]", "batch.rows=4", "batch.length=64", "store.rows_per_block=8"]
+
+
+def test_the_recipe_for_two_models_makes_aligned_stores(tmp_path, monkeypatch):
+    models = [PACKAGE / "assets/tiny-qwen2", write_narrow_model(tmp_path / "narrow")]
+    models.append(write_narrow_model(tmp_path / "other", merges_left_out=20))
+    stores = tmp_path / "stores"
+    monkeypatch.setenv("STORES", str(stores))
+    monkeypatch.setattr(sys, "argv", ["run", "+experiment=diff_models", *recipe(tmp_path, *models)])
+    jobs: list[RunConfig] = []
+    main.main(jobs.append, "")
+    for job in jobs:
+        job_run.run(job)
+    paths = [job.store.path for job in jobs]
+    assert [store.arrays["blocks.1.resid_post"].shape[2] for store in open_aligned(paths[:2]).stores] == [128, 16]
+    assert sum(len(batch.tokens) for batch in open_aligned(paths[:2]).batches([(1, "resid_post")] * 2, 64)) >= 3000
+    losses, explained = train_crosscoder_jax.train(paths[:2], "resid_post", 40, batch_size=128)
+    assert [name.rpartition(": ")[0] for name in explained] == paths[:2]
+    assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
+    with pytest.raises(StoreMismatch) as raised:
+        open_aligned([paths[0], paths[2]])
+    for words in (
+        f"the tokens of the tokenizer {models[0]}",
+        f"those of the tokenizer {models[2]}",
+        "sha256",
+        "block 0",
+    ):
+        assert words in str(raised.value)
+
+
+def test_two_streams_give_the_same_tokens_in_the_same_order(tmp_path):
+    """Whatever the models' widths: so activations of two models need no store to be compared."""
+    models = [PACKAGE / "assets/tiny-qwen2", write_narrow_model(tmp_path / "narrow")]
+    streams = [Stream.from_config(recipe(tmp_path, model)) for model in models]
+    readers = [stream.batches(50, shuffle_buffer_tokens=2048, seed=5) for stream in streams]
+    num_tokens = 0
+    for ours, theirs in zip(*readers, strict=True):
+        assert (ours.activations.shape[1], theirs.activations.shape[1]) == (128, 16)
+        for name in ("tokens", "segments", "positions", "documents"):
+            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+        num_tokens += len(ours.tokens)
+    assert num_tokens >= 3000

@@ -16,7 +16,7 @@ from pipeline.core.errors import ConfigError, InputError, NotFiniteError, Pipeli
 from pipeline.store import ActivationStore
 from tests.jobs import ROOT, assert_same_store, run_here, write_model_of_zeros, write_text
 
-TINY = "${assets:tiny-qwen2}"
+TINY, SAE = "${assets:tiny-qwen2}", "${assets:tiny-sae}"
 FLOAT32 = {"model_dtype": "float32", "dtype": "float32"}
 SMALL = {"rows": 4, "length": 128, "shard_mib": 0.25, "progress": False}
 CHAT = [{"role": "user", "content": "What is a list?"}, {"role": "assistant", "content": "A sequence."}]
@@ -59,8 +59,12 @@ def extractor() -> Extractor:
             {"positions": "regex", "regex": "^ [A-Z]", "outputs": ["entropy"], "shard_mib": 0.01},
             ["capture.positions=regex", 'capture.regex="^ [A-Z]"', "capture.outputs=[entropy]", "store.shard_mib=0.01"],
         ),
+        (
+            {"encode": {"blocks.4.resid_post": SAE}, "encode_error": True, "keep": "both"},
+            [f"capture.encode={{blocks.4.resid_post: '{SAE}'}}", "capture.encode_error=true", "capture.keep=both"],
+        ),
     ],
-    ids=["float32", "bfloat16", "int8", "pad and cut", "all layers, outputs", "last", "regex"],
+    ids=["float32", "bfloat16", "int8", "pad and cut", "all layers, outputs", "last", "regex", "features"],
 )
 def test_results_are_the_stores_to_the_bit(text, texts, tmp_path, options, overrides):
     """Where steps have the shape of the command's: with as many documents as fill several."""
@@ -80,6 +84,9 @@ def test_results_are_the_stores_to_the_bit(text, texts, tmp_path, options, overr
         assert result.outputs.keys() == document.outputs.keys()
         for name, values in result.outputs.items():
             assert values.tobytes() == document.outputs[name].tobytes()
+        assert list(result.features) == list(document.features)
+        for name, features in result.features.items():
+            assert features.dense().tobytes() == document.features[name].dense().tobytes()
         for name, values in result.activations.items():
             if name in result.scales:
                 scales = np.repeat(result.scales[name], 32, axis=1)
@@ -128,6 +135,17 @@ def test_other_frameworks(extractor):
     assert isinstance(jax_result.tokens, np.ndarray)
     with pytest.raises(ValueError, match="'tensorflow' is not a valid Framework"):
         extractor(["a list"], framework="tensorflow")
+
+
+def test_features_alone_in_another_framework(tmp_path):
+    extractor = Extractor(TINY, layers=[4], encode={"blocks.4.resid_post": SAE}, encode_top=8, **FLOAT32, **SMALL)
+    [result] = extractor(["The capital of France is Paris."], framework="jax")
+    features = result.features["blocks.4.resid_post"]
+    assert result.activations == {}
+    assert isinstance(features.index, jax.Array)
+    assert features.index.shape == features.value.shape == (len(result.tokens), 8)
+    assert features.dense().shape == (len(result.tokens), features.width)
+    assert extractor.save(tmp_path / "store", ["A text."]).document(0).features.keys() == result.features.keys()
 
 
 def test_bad_documents_are_skipped_where_that_is_asked_for(tmp_path):

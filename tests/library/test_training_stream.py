@@ -3,9 +3,6 @@ configuration and the seed alone, and goes on bit for bit wherever it was stoppe
 
 import gc
 import json
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,8 +18,8 @@ from pipeline import Stream
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.library import StreamReader
 from pipeline.store import ActivationStore, Batch, TokenFilter
-from tests.jobs import ROOT, free_port, read_until, run_here, write_text
-from tests.token_batches import arrays, assert_all_same, tokens_of
+from tests.jobs import run_here, write_text
+from tests.token_batches import assert_all_same, tokens_of
 
 KEYS = ["blocks.2.resid_post", "blocks.4.resid_post"]
 SMALL = ["batch.rows=4", "batch.length=128", "store.shard_mib=0.25", "run.progress=false"]
@@ -293,64 +290,3 @@ def test_what_fails_is_raised_where_it_stands(tmp_path):
         for number, _ in enumerate(batches):  # noqa: B007
             pass
     assert number > 50
-
-
-KILLED = """
-import json, os, sys
-import numpy as np
-from pathlib import Path
-from pipeline import Stream
-from tests.library.test_stream import batches_of
-from tests.token_batches import arrays
-folder, stop, *overrides = sys.argv[1:]
-checkpoint = Path(folder) / "checkpoint.json"
-saved = json.loads(checkpoint.read_text()) if checkpoint.exists() else {"state": None, "done": 0}
-batches = batches_of(Stream.from_config(overrides), state=saved["state"])
-for number, batch in enumerate(batches, saved["done"]):
-    np.savez(Path(folder) / f"{number:03}.npz", **{k: v.view(np.uint8) for k, v in arrays(batch).items()})
-    checkpoint.write_text(json.dumps({"state": batches.state(), "done": number + 1}))
-    print("batch", number, flush=True)
-    if number >= int(stop):
-        sys.exit()  # with a reader that is open
-"""
-
-
-@pytest.mark.slow  # six processes, which load the model each
-def test_killed_and_resumed_it_yields_the_same_batches(overrides, whole, tmp_path):
-    for batches in (7, 34, 1, 60, 20):
-        command = [sys.executable, "-c", KILLED, str(tmp_path), "1000", *overrides]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for _ in range(batches):
-            read_until("batch", process)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), "199", *overrides], cwd=ROOT, timeout=120)
-    assert ended.returncode == 0
-    assert len(list(tmp_path.glob("*.npz"))) >= 200
-    for number, batch in enumerate(whole[:200]):
-        saved = np.load(tmp_path / f"{number:03}.npz")
-        assert {name: saved[name].tobytes() for name in saved} == {k: v.tobytes() for k, v in arrays(batch).items()}
-
-
-JOINED = """
-import json, sys
-from pathlib import Path
-import jax
-port, process, folder, *overrides = sys.argv[1:]
-jax.distributed.initialize(f"localhost:{port}", 2, int(process))
-from tests.library.test_stream import Stream, batches_of, tokens_of
-batches = batches_of(Stream.from_config(overrides))
-tokens = [token.hex() for token in tokens_of(batches)]
-said = [batches.state()["of"]["rank"], batches.state()["of"]["world"], tokens]
-(Path(folder) / f"{process}.json").write_text(json.dumps(said))
-"""
-
-
-@pytest.mark.slow  # two processes that join
-def test_processes_that_have_joined_compute_their_own_shares(overrides, whole, tmp_path):
-    command = [sys.executable, "-c", JOINED, str(free_port())]
-    processes = [subprocess.Popen([*command, str(n), str(tmp_path), *overrides], cwd=ROOT) for n in range(2)]
-    assert [process.wait(timeout=300) for process in processes] == [0, 0]
-    said = [json.loads((tmp_path / f"{n}.json").read_text()) for n in range(2)]
-    assert [share[:2] for share in said] == [[0, 2], [1, 2]]
-    assert sorted(bytes.fromhex(token) for share in said for token in share[2]) == tokens_of(whole)

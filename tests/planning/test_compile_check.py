@@ -16,7 +16,7 @@ from pipeline.planning.slice.chips import CHIPS, parse_slice
 from pipeline.planning.slice.compile_check import Program, largest_power, slice_devices
 from scripts.bench.published_shapes import write_shapes
 from tests.conftest import MEASURED
-from tests.jobs import ROOT, write_text
+from tests.jobs import ROOT, run, run_program, write_text
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the extra `tpu`)")
 
@@ -30,16 +30,8 @@ def shapes(tmp_path_factory) -> Path:
 
 def plan(shapes: Path, name: str, *overrides: str) -> subprocess.CompletedProcess:
     """Runs the command in a new process, in which JAX has not initialised another backend."""
-    command = [sys.executable, "-m", "pipeline.plan", f"model.path={shapes / name}", "model.init=random"]
-    common = ["model.dtype=bfloat16", "store.path=gs://bucket/store"]
-    return subprocess.run(
-        [*command, *common, *overrides],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    common = [f"model.path={shapes / name}", "model.init=random", "model.dtype=bfloat16"]
+    return run(*common, "store.path=gs://bucket/store", *overrides, module="pipeline.plan", timeout_s=900)
 
 
 COMPILED = {  # splash attention; the layers between two captured ones are compiled by themselves
@@ -179,7 +171,7 @@ assert max(sizes) == 2304 * 65536
 
 @needs_libtpu
 def test_splash_and_encoding_compile_for_chips() -> None:
-    done = subprocess.run([sys.executable, "-c", KERNELS], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run_program(KERNELS, timeout_s=300)
     assert done.returncode == 0, done.stderr
 
 
@@ -200,7 +192,7 @@ for name in ("v4-16", "v5e-8", "v5e-64", "v5p-32", "v6e-8", "v6e-32"):
 @needs_libtpu
 def test_the_devices_of_a_process_are_neighbours_in_every_slice() -> None:
     """The plan gives each process consecutive rows, so its devices must be consecutive in the mesh."""
-    done = subprocess.run([sys.executable, "-c", SLICES], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_program(SLICES, timeout_s=120)
     assert done.returncode == 0, done.stderr
 
 

@@ -20,6 +20,7 @@ from pipeline.config.schema import (
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.extraction.buffers import BlockBuffers
+from pipeline.models.architecture import LayerBlocks
 from pipeline.models.head import Head
 from pipeline.models.leaves import WeightBytes
 from pipeline.models.weight_specs import SPARSE_SITES
@@ -44,8 +45,8 @@ class Facts:
     def arch(self) -> "Facts":
         return self
 
-    def is_sparse(self, layer: int) -> bool:
-        return False
+    def blocks(self, layer: int) -> LayerBlocks:
+        return LayerBlocks(is_delta=False, is_sparse=False)
 
     def weight_bytes(self, keys, dtype, with_int8, with_head=False) -> WeightBytes:
         vocabulary = (190 + 300 * with_head) * MIB
@@ -54,7 +55,7 @@ class Facts:
     def hook_name(self, key: ActivationKey) -> str:
         return key.hook_name()
 
-    def width(self, site: Site) -> int:
+    def width(self, site: Site, length: int = 0) -> int:
         return 896
 
 
@@ -133,6 +134,15 @@ def test_a_store_keeps_its_rows_per_block():
         ConfigError, match="batch.rows = 8 is 8 per process, which does not divide the 20 rows.*divisor of 20"
     ):
         planned(config, stored=StoredGeometry(1, 20))
+
+
+def test_rows_per_block_that_are_given():
+    config = replace(BASE, store=StoreConfig(path="/nowhere", rows_per_block=24))
+    assert planned(config).rows_per_block == planned(config, stored=StoredGeometry(1, 24)).rows_per_block == 24
+    with pytest.raises(ConfigError, match="is 24, but the store was made with 16 rows per block"):
+        planned(config, stored=StoredGeometry(1, 16))
+    with pytest.raises(ConfigError, match=r"rows_per_block is 20, which is not a multiple of the 8 rows .* it to 24"):
+        planned(replace(BASE, store=StoreConfig(path="/nowhere", rows_per_block=20)))
 
 
 def test_layers_all_and_inner_sites():
@@ -230,6 +240,14 @@ REFUSED = {
     "entropies of attention to a cache": (
         dict(capture=CaptureConfig(layers=[1], sites=["attn_entropy"], when=When.decode)),
         "capture.sites contains attn_entropy with capture.when=decode",
+    ),
+    "patterns of a cache": (
+        dict(capture=CaptureConfig(layers=[1], sites=["attn_pattern"], when=When.decode)),
+        "capture.sites contains attn_pattern with capture.when=decode",
+    ),
+    "patterns of all tokens": (
+        dict(capture=CaptureConfig(layers=[1], sites=["attn_pattern"])),
+        "capture.sites contains attn_pattern of all tokens.*capture.positions",
     ),
     "unknown site": (dict(capture=CaptureConfig(layers=[1], sites=["resid_past"])), "resid_past.*resid_post"),
     "site twice": (

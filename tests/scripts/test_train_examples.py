@@ -2,12 +2,15 @@
 right."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.jobs import free_port
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "examples"
 
@@ -32,9 +35,10 @@ def test_a_sparse_autoencoder_in_torch(real_store):
 
 
 def test_a_crosscoder_in_jax(real_store):
-    losses = load("train_crosscoder_jax").train(real_store, "resid_post", 200, batch_size=128)
+    losses, explained = load("train_crosscoder_jax").train([real_store], "resid_post", 200, batch_size=128)
     assert len(losses) == 200
     assert falls(losses)
+    assert min(explained.values()) > 0.5
 
 
 def test_the_command_line(real_store):
@@ -47,5 +51,25 @@ def test_the_first_ten_minutes():
     assert load("first_ten_minutes").main("${assets:tiny-qwen2}", 3, 250) > 0.75
 
 
+def test_a_probe_on_arc(tmp_path):
+    plot = tmp_path / "probe.png"
+    assert load("probe_arc").main(None, "${assets:tiny-qwen2}", 512, plot) > 0.2
+    assert plot.stat().st_size > 10_000
+
+
 def test_a_sparse_autoencoder_on_a_stream():
     assert load("train_sae_on_stream").main(100) > 0.65
+
+
+def test_a_sparse_autoencoder_on_two_processes():
+    command = [sys.executable, SCRIPTS / "train_sae_on_hosts.py", "--steps", "40", "--processes", "2"]
+    command += ["--coordinator", f"localhost:{free_port()}"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    processes = [
+        subprocess.Popen([*command, "--process", str(number)], env=environment, stdout=subprocess.PIPE, text=True)
+        for number in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0].splitlines()[-1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert said[0] == said[1]  # both have trained one SAE
+    assert said[0].startswith("2 processes, 512 tokens a step: loss 0.8")

@@ -1,15 +1,13 @@
 """Compiled programs that one process leaves to the next."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.core.errors import ConfigError
 from pipeline.step.compilation_cache import use_compilation_cache
-from tests.jobs import ROOT, run, run_processes, write_text
+from tests.jobs import run, run_processes, run_program, write_text
 from tests.store.emulators import gcs_emulator, new_bucket
 
 # A run in a process of its own, which then prints what JAX asked of the cache, and found.
@@ -34,14 +32,7 @@ def overrides(tmp_path_factory) -> list[str]:
 
 def programs(*overrides: str, **environment: str) -> str:
     """How many programs a run asked for and how many of them it found."""
-    result = subprocess.run(
-        [sys.executable, "-c", REPORTING_RUN, *overrides],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = run_program(REPORTING_RUN, *overrides, env=os.environ | environment)
     assert result.returncode == 0, result.stderr
     return result.stdout.split("programs: ")[1].strip()
 

@@ -4,15 +4,13 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from itertools import product
 
 import numpy as np
 import pytest
 
 from pipeline.store.read.reader import ActivationStore
-from tests.jobs import HASTY_FLAGS, ROOT, assert_same_store, run_here, run_processes, write_text
+from tests.jobs import HASTY_FLAGS, assert_same_store, run_here, run_processes, run_program, write_text
 from tests.models.test_sae_encoding import CASES
 
 CONFIG = {
@@ -49,7 +47,14 @@ DEEPSEEK = CONFIG | {
     **{"n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2, "moe_intermediate_size": 16},
     "first_k_dense_replace": 1,
 }
-CONFIGS = {"dense": CONFIG, "experts": EXPERTS, "gpt_oss": GPT_OSS, "deepseek": DEEPSEEK}
+
+DELTA = CONFIG | {
+    "model_type": "qwen3_5_text",
+    "head_dim": 8,
+    "full_attention_interval": 2,
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
+CONFIGS = {"dense": CONFIG, "experts": EXPERTS, "gpt_oss": GPT_OSS, "deepseek": DEEPSEEK, "delta": DELTA}
 
 PROGRAM = """
 import json, sys
@@ -75,6 +80,7 @@ KEYS = {"dense": (*activation_keys((1,), (*INNER, Site.head_out)), *LAST)}
 KEYS["experts"] = (*activation_keys((1,), ROUTED), *LAST)
 KEYS["gpt_oss"] = KEYS["experts"]
 KEYS["deepseek"] = (*activation_keys((1,), (Site.q, Site.k, Site.v, Site.attn_z, *ROUTED)), *LAST)
+KEYS["delta"] = (*activation_keys((0,), (Site.attn_in, Site.attn_out)), *activation_keys((1,), INNER), *LAST)
 rng = np.random.default_rng(0)
 batch = {
     "tokens": rng.integers(0, 101, (8, 24), dtype=np.int32),
@@ -105,6 +111,7 @@ for name, with_int8, divisions in (
     ("dense", False, everyhow), ("dense", True, everyhow),
     ("experts", False, everyhow), ("experts", True, ((2, True),)), ("gpt_oss", False, ((2, True),)),
     ("deepseek", False, ((2, True),)), ("deepseek", True, ((2, True),)),
+    ("delta", False, ((2, False), (2, True))), ("delta", True, ((2, True),)),
 ):
     expected, _, all_bytes = outputs(name, 1, False, jax.devices()[:1], with_int8)
     for tensor, fsdp in divisions:
@@ -162,9 +169,7 @@ def report(tmp_path_factory) -> dict[str, dict]:
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
     # How a program is divided is decided before LLVM, whose optimisation takes most of the time.
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {HASTY_FLAGS}"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(path), *CONFIGS], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    done = run_program(PROGRAM, str(path), *CONFIGS, env=environment, timeout_s=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -190,6 +195,8 @@ SHARES = {(1, False): 1, (1, True): 1 / 8, (2, False): 1 / 2, (2, True): 1 / 8} 
         ("experts", True, 2, True),
         ("gpt_oss", False, 2, True),
         *(("deepseek", with_int8, 2, True) for with_int8 in (False, True)),
+        *(("delta", with_int8, 2, True) for with_int8 in (False, True)),
+        ("delta", False, 2, False),
     ],
 )
 def test_every_division_computes_the_same_and_holds_its_share_of_the_weights(report, model, with_int8, tensor, fsdp):
@@ -242,6 +249,13 @@ def test_the_fsdp_step_gathers_weights_and_nothing_else(report):
     for gather in gathers:
         shape = [int(size) for size in re.search(r"\[([\d,]+)\]", gather)[1].split(",")]
         assert math.prod(shape) in sizes, gather
+
+
+def test_delta_nets_that_are_divided_sum_as_attention_does(report):
+    found = collectives(report["delta 2 False False"]["hlo"])
+    assert {each.split(" ")[0] for each in found} == {"all-reduce"}
+    sums = [each for each in found if each.startswith("all-reduce f32[2,24,32]")]
+    assert len(sums) == 2 * 4  # layers 0 and 1, and the two of a period in the scan over layers 2 to 5
 
 
 def test_a_job_with_divided_weights_makes_the_same_store(tmp_path):

@@ -5,6 +5,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader  # noqa: E402
 
 from pipeline.store.read.torch_dataset import ActivationDataset  # noqa: E402
+from tests.hub import contents, hub_for_this_process  # noqa: E402
 from tests.store.example_store import all_tokens, write_store  # noqa: E402
 
 
@@ -19,6 +20,15 @@ def test_a_data_loader_gets_whole_batches(tmp_path):
     assert batches[0]["activations"].shape == (16, 2, 6)
     assert batches[0]["activations"].dtype == torch.bfloat16
     assert tokens_of(batches) == all_tokens()
+
+
+def test_every_epoch_reads_the_commit_of_the_first(tmp_path, monkeypatch):
+    write_store(str(tmp_path / "store"))
+    with hub_for_this_process(tmp_path, monkeypatch) as server:
+        server.push("datasets/owner/acts", contents(tmp_path / "store"))
+        dataset = ActivationDataset("hf://datasets/owner/acts", (1, "resid_post"), 16)
+        server.push("datasets/owner/acts", {"zarr.json": b"{}"})
+        assert tokens_of(dataset) == all_tokens()
 
 
 def test_workers_divide_the_store(tmp_path):

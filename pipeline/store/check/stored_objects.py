@@ -6,7 +6,6 @@ from functools import partial
 from itertools import product
 
 import numpy as np
-import tensorstore as ts
 from jaxtyping import Bool, Int64
 
 from pipeline.store.check.ahead import map_ahead
@@ -149,10 +148,8 @@ def _list_in_parts(storage: Storage, prefix: str, in_parts: bool) -> Iterator[li
     yield from map_ahead(storage.list_keys, digits, _LISTINGS_AT_ONCE)
     end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
     for first, stop in ((prefix, digits[0]), (prefix + ":", end)):
-        with storage.errors(prefix):
-            keys = storage.kvstore.list(ts.KvStore.KeyRange(first, stop)).result()
-        names = (key.decode(errors="replace") for key in keys)
-        yield [key for key in names if key.startswith(prefix) and not key.startswith(digits)]
+        [keys] = storage.list_ranges([(first, stop)])
+        yield [key for key in keys if key.startswith(prefix) and not key.startswith(digits)]
 
 
 def _check_files(

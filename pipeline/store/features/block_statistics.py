@@ -38,7 +38,7 @@ def feature_statistics(
         with_norms(norms_of(value[finite]), not_finite, mean, m2),
         squared_error=squared_error,
         fired=fired,
-        maximum=matrix.reduce(np.maximum, matrix.values.astype(np.float32)),
+        maximum=matrix.maxima,
         num_active=int(parts["n_active"][finite].sum(dtype=np.int64)),
         cosine_sum=cosine_sum,
     )

@@ -6,6 +6,8 @@ firings: by feature, and of a feature in the order of the tokens. Nothing is in 
 Shapes: R rows of a block, S slots of a row, k features of a token that are stored, F features of the SAE.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -36,12 +38,18 @@ class BlockFirings(NamedTuple):
     values: Float32[np.ndarray, " n"]
 
 
-class ByFeature(NamedTuple):
+@dataclass(frozen=True)
+class ByFeature:
     """The n stored features of a block's tokens as a sparse matrix [R * S, F] in the CSC format."""
 
     firsts: Int64[np.ndarray, " F+1"]  # where those of each feature begin
     slots: UInt32[np.ndarray, " n"]  # of the tokens, ascending in each feature
     values: Shaped[np.ndarray, " n"]
+
+    @cached_property
+    def maxima(self) -> Float32[np.ndarray, " F"]:
+        """Each feature's largest value; 0 where it does not fire."""
+        return self.reduce(np.maximum, self.values.astype(np.float32))
 
     def reduce(self, reduction: np.ufunc, values: Shaped[np.ndarray, " n"]) -> Shaped[np.ndarray, " F"]:
         """The reduction of each feature's values; 0 where it does not fire."""
@@ -85,7 +93,7 @@ def encode_index(matrix: ByFeature, key: str) -> bytes:
     """The index file of a block, which is stored under `key`."""
     entries = np.zeros(len(matrix.firsts) - 1, ENTRY)
     entries["first"], entries["count"] = matrix.firsts[:-1], np.diff(matrix.firsts)
-    entries["maximum"] = matrix.reduce(np.maximum, matrix.values.astype(np.float32))
+    entries["maximum"] = matrix.maxima
     firings = np.empty(len(matrix.slots), firing_type(matrix.values.dtype))
     firings["slot"], firings["value"] = matrix.slots, matrix.values.view(firings.dtype["value"])
     content, size = memoryview(firings).cast("B"), firings.itemsize

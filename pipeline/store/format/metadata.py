@@ -6,7 +6,7 @@ It stands in the root zarr.json, under attributes["activation_store"].
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -78,8 +78,9 @@ class StoreMetadata:
         """The arrays of what the model's head says of each token, and of what SAEs make of its activations."""
         slots = SELECTED.slots if self.selects else TOKENS.slots
         of_head = output_specs(self.capture.get("outputs", ()), self.capture.get("top_logprobs", 0), slots)
+        reconstructed = self.reconstructed
         of_saes = (
-            feature_specs(sae["features"], sae["top"], sae["dtype"], slots, self.reconstructed.get(sae["features"]))
+            feature_specs(sae["features"], sae["top"], sae["dtype"], slots, reconstructed.get(sae["features"]))
             for sae in self.encoders
         )
         return (*of_head, *(spec for specs in of_saes for spec in specs))
@@ -176,6 +177,12 @@ class StoreRoot:
         scales = map(scale_name, self.arrays) if self.metadata.has_scales else ()
         outputs = (spec.name for spec in self.metadata.outputs)
         return (*(spec.name for spec in sides), *self.arrays, *scales, *outputs)
+
+    def unfinished(self) -> "StoreRoot":
+        """The root of the same store while blocks may be missing."""
+        return replace(
+            self, complete=False, blocks=None, blocks_sha256=None, commits_sha256=None, statistics_digests=None
+        )
 
     def to_json(self) -> bytes:
         """With a checksum of the attributes, so that an edited root is noticed."""

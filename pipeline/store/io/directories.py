@@ -1,8 +1,11 @@
 """Directories of local stores: made so that their content survives a loss of power."""
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+from pipeline.core.errors import StoreInvalid
 
 _durable: set[str] = set()  # directories whose entry in their parent directory is on the disk
 
@@ -58,3 +61,13 @@ def sync_directory(path: str | Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def require_no_links(root: str | None, keys: Iterable[str]) -> None:
+    """Raises StoreInvalid where an object of the store in `root` (None: no local one) is a symbolic link, or in a
+    directory that is one: its content need not be the store's."""
+    if root is None:
+        return
+    for key in keys:
+        if is_linked(root + key, root):
+            raise StoreInvalid(f"{root}{key} is a symbolic link, or in one: it is not the store's. Remove the link.")

@@ -24,6 +24,7 @@ class _Cause(NamedTuple):
 
 _DAMAGE = _Cause(StoreInvalid, DAMAGE_REMEDY)
 _PERMISSION = _Cause(StoreError, "Give this user the permission, or choose another store.path.")
+HUB_REFUSAL = _Cause(StoreInvalid, "Check the spelling, or log in with `hf auth login`.")
 _FILE_IN_THE_WAY = _Cause(StoreInvalid, "A file stands in the way: choose another store.path.")
 _TRANSIENT = _Cause(
     StoreError, "What was committed before stays valid; once the cause is gone, run the same command again."
@@ -42,7 +43,6 @@ _BY_ERRNO = {
     errno.ELOOP: _Cause(StoreInvalid, "Choose another store.path."),
 }
 _BY_STATUS = {
-    "PERMISSION_DENIED": _PERMISSION,
     "DATA_LOSS": _DAMAGE,
     "OUT_OF_RANGE": _DAMAGE,  # bytes beyond the object's end, or rows beyond the array's
 }
@@ -68,9 +68,10 @@ _READING_SHARD = re.compile(rf"(({_STATUSES}): )?Error reading shard")
 
 
 @contextmanager
-def storage_errors(subject: str) -> Iterator[None]:
+def storage_errors(subject: str, refusal: _Cause = _PERMISSION) -> Iterator[None]:
     """Turns a failed operation of TensorStore, or of the file system, into a StoreError that names `subject`, the cause
-    and a remedy. It is a StoreInvalid where the cause is one that no retry heals.
+    and a remedy. It is a StoreInvalid where the cause is one that no retry heals. `refusal`: what it means that a
+    service refuses a request.
 
     Put it around waiting for the operation, and nothing else: mistakes in the program must be raised unchanged.
     """
@@ -83,7 +84,7 @@ def storage_errors(subject: str) -> Iterator[None]:
         text = str(error).partition(" [tensorstore_spec=")[0]
         if not (_STATUS.match(text) or _INVALID_ARGUMENT.match(text)):
             raise
-        cause = _cause(text)
+        cause = refusal if text.startswith("PERMISSION_DENIED: ") else _cause(text)
         raise cause.error(f"{subject}: {text}. {cause.remedy}") from error
 
 

@@ -1,4 +1,5 @@
-"""The one way to storage: objects on a local path, `gs://`, `s3://` or `memory://`, through TensorStore.
+"""The one way to storage: objects on a local path, `gs://`, `s3://` or `memory://`, through TensorStore; and, to be
+read only, in a data set repository of the Hugging Face Hub, `hf://`.
 
 Whatever can fail while reading or writing is raised as a StoreError.
 """
@@ -11,18 +12,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tensorstore as ts
 
-from pipeline.core.addresses import unusable_store_path
+from pipeline.core.addresses import HUB_REMEDY, HUB_SCHEME, unusable_store_path
 from pipeline.core.cores import num_cores
-from pipeline.core.errors import ConfigError, StoreInvalid
-from pipeline.store.io.directories import is_linked, make_directories
-from pipeline.store.io.failures import DAMAGE_REMEDY, storage_errors
+from pipeline.core.errors import ConfigError, StoreError, StoreInvalid
+from pipeline.store.io.directories import make_directories
+from pipeline.store.io.failures import DAMAGE_REMEDY, HUB_REFUSAL, storage_errors
+
+if TYPE_CHECKING:
+    from pipeline.store.io.hub_relay import HubRelay
 
 # TensorStore reads these with its first request. Without them it waits for ever for a server that does not answer.
 _TIMEOUTS = {
@@ -31,16 +35,16 @@ _TIMEOUTS = {
     "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
 }
 
-_RETRIES = ("gcs_request_retries", "s3_request_retries")
+_RETRIES = ("gcs_request_retries", "s3_request_retries", "http_request_retries")
 _DELAY_FACTORS = (0.75, 1.5)  # the sixth attempts of many processes are spread over 23 s, the seventh ones over 47 s
-_CONCURRENCY = ("gcs_request_concurrency", "s3_request_concurrency", "file_io_concurrency")
+_CONCURRENCY = ("gcs_request_concurrency", "s3_request_concurrency", "file_io_concurrency", "http_request_concurrency")
 
 # Reads of small objects to start ahead. TensorStore has fewer requests under way; the rest wait inside it.
 _KEYS_AHEAD = 256
 
 # Seconds to wait before each new read of an object that seems damaged or missing.
 _REREAD_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
-_LOCAL_REREAD_DELAYS_S = (0.0,)
+_SETTLED_REREAD_DELAYS_S = (0.0,)
 
 T = TypeVar("T")
 
@@ -66,16 +70,28 @@ class KeyValueStore:
         self._spec = kvstore.spec().to_json()
         self.directory: str | None = self._spec["path"] if self._spec["driver"] == "file" else None
         self.is_remote: bool = self._spec["driver"] not in ("file", "memory")
+        self._hub, self._prefix = None, ""  # of the keys
+        if self._spec["driver"] == "http":
+            self._hub, self._prefix = _hub_relay().find(self._spec["path"])
 
     def url(self, key: str) -> str:
         """The URL or path of an object, for messages."""
+        if self._hub is not None:
+            return f"{self._hub.url}/{self._prefix}{key}"
         if self._spec["driver"] == "s3":  # TensorStore gives no URL where there is an endpoint
             return f"s3://{self._spec['bucket']}/{self._spec.get('path', '')}{key}"
         return self.kvstore.url + key
 
-    def errors(self, key: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def errors(self, key: str) -> Iterator[None]:
         """`storage_errors` of an object."""
-        return storage_errors(self.url(key))
+        try:
+            with storage_errors(self.url(key), *([] if self._hub is None else [HUB_REFUSAL])):
+                yield
+        except StoreError as error:
+            if self._hub is None:
+                raise
+            raise type(error)(_hub_relay().named(str(error))) from error.__cause__
 
     def read(self, key: str) -> bytes | None:
         """The object's bytes, or None where there is none; see `require_file`."""
@@ -129,7 +145,8 @@ class KeyValueStore:
             try:
                 return read()
             except StoreInvalid:
-                delays_s = delays_s or iter(_REREAD_DELAYS_S if self.is_remote else _LOCAL_REREAD_DELAYS_S)
+                is_settled = not self.is_remote or self._hub is not None  # a commit does not change
+                delays_s = delays_s or iter(_SETTLED_REREAD_DELAYS_S if is_settled else _REREAD_DELAYS_S)
                 if (delay_s := next(delays_s, None)) is None:
                     raise
                 time.sleep(delay_s)
@@ -137,15 +154,28 @@ class KeyValueStore:
     def list_keys(self, prefix: str = "", start: str = "") -> list[str]:
         """The keys that begin with `prefix` and are not before `start`, sorted."""
         first, after = max(prefix, start), prefix and prefix[:-1] + chr(ord(prefix[-1]) + 1)
-        with self.errors(prefix):
-            listed = self.kvstore.list(ts.KvStore.KeyRange(first, after)).result()
-        names = (name.decode(errors="replace") for name in listed)
-        # Some servers of the GCS protocol ignore the range.
-        return sorted(key for key in names if key.startswith(prefix) and key >= first)
+        [keys] = self.list_ranges([(first, after)])
+        return [key for key in keys if key.startswith(prefix)]
+
+    def list_ranges(self, ranges: Sequence[tuple[str, str]]) -> list[list[str]]:
+        """For each range the keys from its first to before its last (empty: to the end), sorted. All listings are under
+        way at once."""
+        if self._hub is not None:
+            return [self._hub.list_range(self._prefix, first, after) for first, after in ranges]
+        listings = [self.kvstore.list(ts.KvStore.KeyRange(*limits)) for limits in ranges]
+        listed = []
+        for (first, after), listing in zip(ranges, listings, strict=True):
+            with self.errors(first):
+                names = [name.decode(errors="replace") for name in listing.result()]
+            # Some servers of the GCS protocol ignore the range.
+            listed.append(sorted(key for key in names if key >= first and (key < after or not after)))
+        return listed
 
     def start_write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> ts.Future:
         """Starts writing an object (None deletes it). The directories of a local one are made first, and durable:
-        TensorStore syncs the file, and of its directories only the last."""
+        TensorStore syncs the file, and of its directories only the last. Raises StoreInvalid for a store on the Hub."""
+        if self._hub is not None:
+            raise StoreInvalid(f"{self._hub.url} is on the Hub, where a store is only read. {HUB_REMEDY}")
         if value is not None and self.directory is not None:
             with self.errors(key):
                 make_directories(os.path.dirname(self.directory + key), self.directory)
@@ -169,17 +199,6 @@ class KeyValueStore:
         write = self.start_write(key, value, generation)
         with self.errors(key):
             return write.result().generation or None
-
-    def require_no_links(self, keys: Sequence[str]) -> None:
-        """Raises StoreInvalid where an object of a local store is a symbolic link, or in a directory that is one: its
-        content need not be the store's."""
-        if (root := self.directory) is None:
-            return
-        for key in keys:
-            if is_linked(root + key, root):
-                raise StoreInvalid(
-                    f"{root}{key} is a symbolic link, or in one: it is not the store's. Remove the link."
-                )
 
     def file_problem(self, key: str) -> str | None:
         """What is wrong where a local store has something else than a file at a key; None where it has nothing."""
@@ -242,12 +261,12 @@ DEFAULT_OPTIONS = StorageOptions()
 class Storage(KeyValueStore):
     """The storage of one activation store, and the resources that its requests share. Use `Storage.open`.
 
-    path: as it was given. context: TensorStore's, in which the store's arrays are opened.
+    path: as it was given; of the Hub, with the commit. context: TensorStore's, in which the store's arrays are opened.
     """
 
     def __init__(self, path: str, kvstore: ts.KvStore, context: ts.Context, options: StorageOptions) -> None:
         super().__init__(kvstore)
-        self.path = path
+        self.path = path if self._hub is None else self._hub.url
         self.context = context
         self._options = options
 
@@ -256,10 +275,12 @@ class Storage(KeyValueStore):
         """The storage at a local path (`~` is the home directory) or a URL. Nothing is created or read. A Storage is
         returned as it is.
 
+        `hf://datasets/owner/name` is at the commit that its revision names now, which is then part of `path`.
+
         `s3://` is Amazon's unless the environment names another service, as for Amazon's own tools: AWS_ENDPOINT_URL_S3
         or AWS_ENDPOINT_URL, and AWS_REGION or AWS_DEFAULT_REGION. Raises StoreInvalid for a path where no store can be
-        (empty, `~` of nobody, a URL of another scheme, or without a bucket, or with credentials), ConfigError for
-        options that are out of range, and StoreError.
+        (empty, `~` of nobody, a URL of another scheme, or without a bucket, or with credentials) and for what the Hub
+        does not give out, ConfigError for options that are out of range, HubUnavailable and StoreError.
         """
         if isinstance(place, Storage):
             return place
@@ -313,6 +334,8 @@ def local_directory(path: str) -> str:
 
 def _kvstore_spec(path: str) -> dict[str, Any]:
     """TensorStore's spec of the storage at `path`. Raises StoreInvalid where no store can be there."""
+    if path.startswith(HUB_SCHEME):
+        return _hub_relay().spec(path)
     if reason := unusable_store_path(path):
         raise StoreInvalid(reason)
     if "://" not in path:
@@ -322,6 +345,12 @@ def _kvstore_spec(path: str) -> dict[str, Any]:
     except ValueError as error:
         raise StoreInvalid(f"the store's path is {path!r}, which is no address of a store: {error}.") from error
     return spec | (_s3_service() if path.startswith("s3://") else {})
+
+
+def _hub_relay() -> "HubRelay":
+    from pipeline.store.io.hub_relay import hub_relay  # imports huggingface_hub
+
+    return hub_relay()
 
 
 def _s3_service() -> dict[str, str]:

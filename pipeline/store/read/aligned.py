@@ -6,9 +6,8 @@
     for batch in aligned.batches([(6, "resid_post"), (12, "resid_post")], 4096, shuffle=True, seed=0):
         ours, theirs = batch.activations    # [4096, d] of each store, of the same tokens
 
-Jobs make such stores from the same data, tokenizer and `batch` settings, with the same rows per block: these follow
-from `store.shard_mib` and the widest array, and are equal where `store.shard_mib` is in proportion to the bytes of a
-token. n: tokens of a batch.
+Jobs make such stores from the same data, tokenizer and `batch` settings, with the same rows per block: set
+`store.rows_per_block`, since otherwise these depend on the widest array. n: tokens of a batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -151,9 +150,32 @@ def open_aligned(places: Sequence[StorageLike | ActivationStore]) -> AlignedStor
     stores = tuple(place if isinstance(place, ActivationStore) else ActivationStore.open(place) for place in places)
     for other in stores[1:]:
         _require_same_geometry(stores[0], other)
-        _require_same_blocks(stores[0], other)
-        _require_same_tokens(stores[0], other)
+        try:
+            _require_same_blocks(stores[0], other)
+            _require_same_tokens(stores[0], other)
+        except StoreMismatch as error:
+            _require_same_tokenizer(stores[0], other, error)
+            raise
     return AlignedStores(stores)
+
+
+def _require_same_tokenizer(store: ActivationStore, other: ActivationStore, difference: StoreMismatch) -> None:
+    """Raises StoreMismatch where other tokenizers explain a difference between the stores. They may also give the same
+    tokens, so that they matter only then."""
+    ours, theirs = store.metadata.tokenizer, other.metadata.tokenizer
+    if ours == theirs:
+        return
+    keys = ", ".join(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
+    raise StoreMismatch(
+        f"{store.path} has the tokens of {_tokenizer_name(store)} and {other.path} those of {_tokenizer_name(other)}, "
+        f"which differ in {keys}. Use models that have the same tokenizer, or, where a model takes the other's tokens, "
+        f"set model.tokenizer, and the same data.special_tokens, prefix and suffix. The first difference: {difference}"
+    ) from difference
+
+
+def _tokenizer_name(store: ActivationStore) -> str:
+    model = store.metadata.config.get("model", {})
+    return f"the tokenizer {model.get('tokenizer') or model.get('path')}"
 
 
 def _require_same_geometry(store: ActivationStore, other: ActivationStore) -> None:
@@ -162,8 +184,7 @@ def _require_same_geometry(store: ActivationStore, other: ActivationStore) -> No
         if ours != theirs:
             raise StoreMismatch(
                 f"{name} is {ours} in {store.path} and {theirs} in {other.path}, so their rows hold other tokens. Make "
-                "both with the same data, tokenizer, batch and capture.positions, and with store.shard_mib in "
-                "proportion to the bytes of a token in their widest array."
+                "both with the same data, tokenizer, batch and capture.positions, and the same store.rows_per_block."
             )
 
 

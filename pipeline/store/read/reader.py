@@ -26,6 +26,7 @@ import tensorstore as ts
 from jaxtyping import Int32, Int64
 from numpy.typing import DTypeLike
 
+from pipeline.core.addresses import HUB_SCHEME
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.store.features.firings import FeatureIndexes, FeatureStatistics, Firings
@@ -94,7 +95,8 @@ class DocumentActivations:
 class ActivationStore:
     """A store, open for reading. Use `ActivationStore.open`.
 
-    path: as it was given. metadata: what determines the store's content. complete: whether no block is missing.
+    path: as it was given; of the Hub, with the commit.
+    metadata: what determines the store's content. complete: whether no block is missing.
     keys: the stored activations; layers, sites: those that are among them.
     length: token positions of a row. slots: slots of a row for activations, `length` unless only some tokens'
     activations are stored.
@@ -133,7 +135,8 @@ class ActivationStore:
 
     @classmethod
     def open(cls, place: StorageLike) -> "ActivationStore":
-        """Opens the store at a local path, `gs://`, `s3://` or `memory://`, or in a Storage, whose options then hold.
+        """Opens the store at a local path, `gs://`, `s3://`, `memory://` or `hf://datasets/owner/name[@revision]`, or
+        in a Storage, whose options then hold.
 
         Raises StoreInvalid where there is no store, or one that is damaged or of another version, and StoreError where
         it cannot be reached.
@@ -156,6 +159,12 @@ class ActivationStore:
                 "which names it."
             )
         return cls(storage, root, blocks, last, arrays)
+
+    def __reduce_ex__(self, protocol: int) -> str | tuple[Any, ...]:
+        """A store on the Hub is opened again, at its commit, with the default options: each process has a relay."""
+        if self.path.startswith(HUB_SCHEME):
+            return ActivationStore.open, (self.path,)
+        return super().__reduce_ex__(protocol)
 
     @cached_property
     def num_tokens(self) -> int:

@@ -69,16 +69,9 @@ class StoredObjects:
 
     def _listed(self, name: str, shards: Sequence[int]) -> list[int]:
         """Those of the store shards that a listing has. All listings are under way at once."""
-        listings = {}
-        for shard in shards:
-            key = self._key(name, shard)
-            listings[shard] = key, self._storage.kvstore.list(ts.KvStore.KeyRange(key, key + "\0"))
-        listed = []
-        for shard, (key, listing) in listings.items():
-            with self._storage.errors(key):
-                if key.encode() in listing.result():
-                    listed.append(shard)
-        return listed
+        keys = [self._key(name, shard) for shard in shards]
+        listings = self._storage.list_ranges([(key, key + "\0") for key in keys])
+        return [shard for shard, key, listed in zip(shards, keys, listings, strict=True) if key in listed]
 
     def _require_all_fill(self, name: str, shards: Sequence[int]) -> None:
         """Raises StoreInvalid unless the records say that the values of these blocks are all the fill value."""

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from pipeline.core.addresses import HUB_SCHEME
+from pipeline.store.io.storage import Storage
 from pipeline.store.read.reader import ActivationStore, Key
 
 
@@ -19,7 +21,8 @@ class ActivationDataset(IterableDataset):
     """
 
     def __init__(self, path: str | os.PathLike[str], keys: Key | Sequence[Key], batch_size: int, **options: Any):
-        self._path = path
+        # Of the Hub, at one commit: every epoch and worker reads the same.
+        self._path = Storage.open(path).path if str(path).startswith(HUB_SCHEME) else path
         self._keys = keys
         self._batch_size = batch_size
         self._options = options

@@ -24,6 +24,7 @@ from pipeline.store.format.statistics import statistics_key
 from pipeline.store.format.tables import table_key
 from pipeline.store.format.target import has_share, larger, stream_share
 from pipeline.store.generated.group_keys import GENERATED_PREFIX
+from pipeline.store.io.directories import require_no_links
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.claims import held_claims, named_holders
 from pipeline.store.write.store_writer import StoreWriter, create_root
@@ -210,7 +211,7 @@ def _start_block(
     if record.statistics_sha256:
         keys.append(statistics_key(stream, block))
     keys += index_keys(target.metadata, stream, block)
-    source.storage.require_no_links(keys)
+    require_no_links(source.storage.directory, keys)
 
     def copy(key: str) -> None:
         content = source.storage.read(key)
@@ -225,7 +226,7 @@ def _copy_metrics_and_groups(source: StoreWriter, target: StoreWriter) -> None:
     for prefix in ("_metrics/", GENERATED_PREFIX):
         known = set(target.storage.list_keys(prefix))
         keys = [key for key in source.storage.list_keys(prefix) if key not in known]
-        source.storage.require_no_links(keys)
+        require_no_links(source.storage.directory, keys)
         for key, content in zip(keys, source.storage.read_many(keys), strict=True):
             if content is not None:  # else it was deleted since it was listed
                 target.storage.write_if_absent(key, content)

@@ -245,15 +245,7 @@ class StoreWriter:
             if before is None and not root.complete:  # of an earlier program
                 before = target_of(root.metadata.config)
             wanted = root.target if target is None else larger(before, target)
-            return replace(
-                root,
-                complete=False,
-                target=wanted,
-                blocks=None,
-                blocks_sha256=None,
-                commits_sha256=None,
-                statistics_digests=None,
-            )
+            return replace(root.unfinished(), target=wanted)
 
         if self.root.commits_sha256 is not None:
             self.storage.write(CONSOLIDATED_KEY, None)

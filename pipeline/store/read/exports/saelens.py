@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from pipeline.core.errors import ConfigError, StoreInvalid
 from pipeline.core.file_errors import named_writing_errors
+from pipeline.core.sites import Site
 from pipeline.store import ActivationStore
 from pipeline.store.format.layout import MIB
 from pipeline.store.io.failures import DAMAGE_REMEDY
@@ -106,11 +107,14 @@ def _unfinished(path: Path, left_over: Sequence[Path]) -> Iterator[Path]:
 
 
 def _hook_names(store: ActivationStore, names: Sequence[str]) -> Mapping[str, str]:
-    """TransformerLens' name of each array, which the store holds. Raises StoreInvalid where it was edited."""
+    """TransformerLens' name of each array, which the store holds. Raises StoreInvalid where it was edited, and
+    ConfigError for two that TransformerLens does not tell apart."""
     hooks: dict[str, str] = {}
     for name in names:
         attributes = store.arrays[name].spec().to_json()["metadata"].get("attributes", {})
         hook = attributes.get("hook_name")
+        if name.endswith(Site.attn_pattern) and name.replace(Site.attn_pattern, Site.attn_entropy) in names:
+            raise ConfigError(f"export.arrays: TransformerLens calls {name} and its entropy {hook}. Name one of them.")
         if not isinstance(hook, str) or hook in ("", "token_ids", *hooks.values()):
             raise StoreInvalid(f"{store.path}/{name}/zarr.json has the hook_name {hook!r}. {DAMAGE_REMEDY}")
         hooks[name] = hook

@@ -1,0 +1,109 @@
+"""A store that a stream fills beside the training: with the blocks that it lacks, as the command writes them."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Self
+
+from pipeline.core.errors import StoreMismatch
+from pipeline.data.documents import TokenBlock
+from pipeline.data.feed import Feed, InTurn, StreamWork
+from pipeline.extraction.block_writer import BlockWriter
+from pipeline.extraction.job_run import complete, measure_weights, open_store, work_left
+from pipeline.extraction.loaded_step import LoadedStep
+from pipeline.extraction.transfer import StepInFlight, empty_step, start_transfer
+from pipeline.job.metrics import Metrics
+from pipeline.job.opening import Job
+from pipeline.store.format.target import larger
+
+log = logging.getLogger("pipeline")
+
+
+@dataclass(frozen=True)
+class _Before:
+    """The blocks of each work before a number; None: all."""
+
+    work: Sequence[tuple[StreamWork, int | None]]
+
+    def blocks(self, should_stop: Callable[[], bool]) -> Iterator[TokenBlock]:
+        for item, end in self.work:
+            yield from islice(item.blocks(should_stop), None if end is None else end - item.index)
+
+
+class StoreTee:
+    """Writes a stream's blocks into the store of its job, unless the store has them.
+
+    One thread uses it, as a context: at its end, what was dispatched whole is committed.
+    """
+
+    def __init__(self, job: Job, step: LoadedStep) -> None:
+        """Creates or opens the store. Raises StoreMismatch for one of another configuration, or that is to hold more
+        tokens than the stream gives, and StoreError."""
+        self._job = job
+        self._step = step
+        self._store = open_store(job)
+        target, own = self._store.target, job.plan.streams.target
+        if not self._store.complete and larger(target, own) != own:  # its blocks go on where the stream's would end
+            raise StoreMismatch(
+                f"{self._store.path} is to hold {target} tokens, but run.max_tokens is {own}. Set run.max_tokens to "
+                "what the store's run has, or choose another store."
+            )
+        job.manifest.keep()
+        self._left = {item.stream.stream: item for item in work_left(job, self._store)}
+        if self._left:
+            measure_weights(job, self._store)
+
+    def __enter__(self) -> Self:
+        interval_s = self._job.config.run.metrics_interval_s
+        self._metrics = Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=interval_s)
+        self._writer = BlockWriter(self._store, self._job.plan, self._metrics)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Raises what failed in the writer, unless it was raised before."""
+        self._writer.close()
+        self._metrics.close()
+
+    def catch_up(self, begin: InTurn, should_stop: Callable[[], bool]) -> None:
+        """Computes, for the store alone, what it lacks of the blocks before `begin`: a process that ended before they
+        were committed has trained on them, so that the stream does not compute them again."""
+        ends = {item.stream.stream: item.index for item in begin.work}
+        left = ((item, ends.get(stream)) for stream, item in self._left.items())
+        behind = [(item, end) for item, end in left if end is None or item.index < end]
+        if not behind:
+            return
+        log.info(
+            "%s lacks blocks of %d streams of documents that the state has passed: they are computed for it first",
+            *(self._store.path, len(behind)),
+        )
+        with closing(Feed(_Before(behind))) as feed:
+            while not should_stop() and (block := feed.get()) is not None:
+                self.begin(block)
+                for first_row in range(0, block.num_rows, self._job.plan.mesh.process_rows):
+                    if should_stop():
+                        return
+                    self.dispatch(block, first_row)
+
+    def begin(self, block: TokenBlock) -> bool:
+        """Whether the store lacks the next block, all of whose steps are then to be dispatched, in order."""
+        left = self._left.get(block.stream)
+        is_lacking = left is not None and block.index >= left.index
+        if is_lacking and block.num_rows == 0:  # a stream without documents: its commit record says so
+            self._writer.acquire()
+            self._writer.submit(empty_step(block))
+        return is_lacking
+
+    def dispatch(self, block: TokenBlock, first_row: int) -> StepInFlight:
+        """A step whose outputs go to the store; the caller has copies of its own to drain. Waits until the store has
+        drained earlier ones."""
+        self._writer.acquire()
+        step = start_transfer(self._step(block, first_row), block, first_row, self._job.plan)
+        self._writer.submit(replace(step, copies=[*step.copies]))
+        return step
+
+    def finish(self) -> None:
+        """Commits what was dispatched, and completes the store if it holds what was asked for."""
+        self._writer.close()
+        complete(self._job, self._store)

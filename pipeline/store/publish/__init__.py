@@ -1,0 +1,1 @@
+"""Uploading a finished store to the Hugging Face Hub."""

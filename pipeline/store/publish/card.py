@@ -1,0 +1,97 @@
+"""The README.md of a store's repository on the Hub: what the store holds, and how it is read."""
+
+import math
+from collections.abc import Iterator
+from urllib.parse import quote
+
+from huggingface_hub import DatasetCard, DatasetCardData
+
+from pipeline.core.errors import ConfigError
+from pipeline.core.hub import is_hub_id
+from pipeline.store.format.metadata import StoreMetadata
+from pipeline.store.read.reader import ActivationStore
+
+CARD_KEY = "README.md"
+
+_TAGS = ("activations", "interpretability", "zarr")
+_BEGIN = "<!-- begin activation store: python -m pipeline.push replaces the lines from here to the end mark -->"
+_END = "<!-- end activation store -->"
+_SIZES = {1_000: "n<1K", 10**4: "1K<n<10K", 10**5: "10K<n<100K", 10**6: "100K<n<1M", 10**7: "1M<n<10M"}
+_SIZES |= {10**8: "10M<n<100M", 10**9: "100M<n<1B", 10**10: "1B<n<10B", 10**11: "10B<n<100B", 10**12: "100B<n<1T"}
+
+
+def card(store: ActivationStore, repo: str, revision: str, present: str | None) -> str:
+    """The card, with front matter. `present`: the repository's card, whose text outside of the marks stays as it is,
+    and whose front matter keeps its values (but not its comments), but for `size_categories`; tags are added. Raises
+    ConfigError where its front matter cannot be read, and where the end mark is missing."""
+    title = f"# Activations of {_named(store.metadata, 'model')}"
+    description = "\n".join([_BEGIN, *_description(store, repo, revision), _END])
+    try:
+        merged = DatasetCard(f"---\n{{}}\n---\n{title}\n\n{description}\n" if present is None else present)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{CARD_KEY} of {repo} has front matter that cannot be read: {error}. Correct it.") from error
+    data: DatasetCardData = merged.data
+    tags = data.get("tags") or []
+    tags = [tags] if isinstance(tags, str) else tags
+    data["tags"] = [*tags, *(tag for tag in _TAGS if tag not in tags)]
+    data["size_categories"] = [_size(store.num_activations)]
+    if data.get("viewer") is None:
+        data["viewer"] = False  # it would take the document tables for the data set
+    if _BEGIN in merged.text:
+        before, _, rest = merged.text.partition(_BEGIN)
+        _, end, after = rest.partition(_END)
+        if not end:
+            raise ConfigError(f"{CARD_KEY} of {repo} has the mark {_BEGIN!r}, but not {_END!r} after it. Add it.")
+        merged.text = before + description + after
+    elif present is not None:
+        merged.text = f"{merged.text.rstrip()}\n\n{description}\n"
+    return str(merged)
+
+
+def _description(store: ActivationStore, repo: str, revision: str) -> Iterator[str]:
+    metadata = store.metadata
+    at = "" if revision == "main" else f"@{quote(revision, safe='')}"
+    yield ""
+    yield f"Activations that `{_named(metadata, 'model')}` has on `{_named(metadata, 'data')}`."
+    yield ""
+    yield "| | |"
+    yield "|---|---|"
+    yield f"| tokens | {store.num_tokens:,} |"
+    if store.num_activations != store.num_tokens:
+        yield f"| tokens with activations | {store.num_activations:,} |"
+    yield f"| rows | {len(store.rows):,} of {store.length:,} positions |"
+    yield f"| blocks | {len(store.blocks):,} |"
+    yield f"| fingerprint | `{metadata.fingerprint()}` |"
+    yield ""
+    yield "| array | shape | dtype | MB |"
+    yield "|---|---|---|---|"
+    for name, array in store.arrays.items():
+        shape, size = (
+            " x ".join(f"{n:,}" for n in array.shape),
+            math.prod(array.shape) * array.dtype.numpy_dtype.itemsize,
+        )
+        yield f"| `{name}` | {shape} | {array.dtype.name} | {size / 1e6:,.2f} |"
+    yield ""
+    yield "MB are those before compression and without the padding rows of a stream's last block."
+    yield ""
+    yield "    from pipeline.store import ActivationStore"
+    yield ""
+    yield f'    store = ActivationStore.open("hf://datasets/{repo}{at}")'
+    what = "store.keys" if store.keys else "[], features=True"
+    yield f"    for batch in store.batches({what}, batch_size=4096, shuffle=True, seed=0):"
+    yield f"        batch.{'activations' if store.keys else 'features'}, batch.tokens, batch.documents"
+    yield ""
+    yield "It is a Zarr v3 group, which zarr-python, xarray and TensorStore read, too. Its attributes have the"
+    yield "configuration."
+
+
+def _named(metadata: StoreMetadata, group: str) -> str:
+    """The model, or the data, as the configuration that made the store names it: a Hub id, or the last part of a path,
+    whose rest is nobody's business."""
+    values = metadata.config.get(group, {})
+    given = values.get("path") or values.get("repo") or f"unnamed {group}"
+    return given if is_hub_id(given) else given.rstrip("/").rpartition("/")[2]
+
+
+def _size(count: int) -> str:
+    return next((name for limit, name in _SIZES.items() if count < limit), "n>1T")

@@ -1,0 +1,117 @@
+"""Does the model know how large the next grid will be? A linear probe on ARC-AGI tasks, for every layer.
+
+    python scripts/examples/probe_arc.py [--tasks DIR] [--model Qwen/Qwen2.5-0.5B] [--plot probe.png]
+
+A prompt shows a task's examples and its test input, each grid after the label `input:` or `output:`. The job stores the
+activations of the labels' colons only (`capture.positions=regex`). From them, ridge regression predicts the numbers of
+rows and columns of the grid that follows, which the model has not seen: each third of the tasks by a probe that is
+fitted on the others. An output follows from its input and the examples; how large an input will be can only be guessed.
+The embedding, the first place, is the same for every colon and can say nothing. The last line is the share of the
+variance of the outputs' sizes that the best layer explains.
+
+By default: the bundled model on tasks that the demo makes, in a minute. N: labels, D: width of an activation.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from pipeline.store import ActivationStore
+
+MAKE_TASKS = Path(__file__).parents[1] / "demo" / "make_demo_tasks.py"
+TINY = "${assets:tiny-qwen2}"
+RIDGE = 30.0  # of standardised activations
+FOLDS = 3
+
+
+def fill_store(path: Path, tasks: Path, model: str, length: int) -> ActivationStore:
+    """A store of all layers, at the labels of all prompts. Prompts longer than a row are cut."""
+    overrides = [
+        *("data=arc", f"data.path={tasks}", f"model.path={model}", f"store.path={path}"),
+        *(f"batch.length={length}", "batch.long_documents=cut", "capture.positions=regex", "capture.regex=':'"),
+        *("capture.layers=all", "capture.sites=[resid_pre,resid_post]", "capture.dtype=float32"),
+    ]
+    print("python -m pipeline.run", *overrides, flush=True)
+    subprocess.run([sys.executable, "-m", "pipeline.run", *overrides], check=True)
+    return ActivationStore.open(str(path))
+
+
+def grid_sizes(document: dict, tasks: Path) -> list[tuple[int, int]]:
+    """Rows and columns of the prompt's grids, in its order: inputs and outputs in turn, the test's last. NaN where the
+    task does not say."""
+    task = json.loads((tasks / f"{document['task']}.json").read_text())
+    examples = [task["train"][int(number)] for number in document["order"].split(",")]
+    pairs = [*examples, task["test"][document["test"]]]
+    sides = (pair.get(side) for pair in pairs for side in ("input", "output"))
+    return [(np.nan, np.nan) if grid is None else np.shape(grid) for grid in sides]
+
+
+def explained(x: np.ndarray, y: np.ndarray, fold: np.ndarray) -> float:
+    """The share of the variance of y [N, 2] that ridge regressions on x [N, D] predict, each fitted on the other folds
+    [N]; below 0 where their means predict better."""
+    errors = np.zeros(2)
+    for test in (fold == number for number in range(FOLDS)):
+        mean, scale, centre = x[~test].mean(axis=0), x[~test].std(axis=0) + 1e-6, y[~test].mean(axis=0)
+        z = (x - mean) / scale
+        fit = z[~test]
+        weights = np.linalg.solve(fit.T @ fit + RIDGE * np.eye(x.shape[1]), fit.T @ (y[~test] - centre))
+        errors += [np.square((z @ weights + centre - y)[test]).sum(), np.square((y - centre)[test]).sum()]
+    return 1 - errors[0] / errors[1]
+
+
+def draw(path: Path, places: list[str], shares: np.ndarray) -> None:
+    """shares: [places, 2]."""
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(places, shares, marker="o", label=["inputs", "outputs"])
+    axes.set(title="Size of the next grid, unseen tasks", ylabel="variance explained", ylim=(-0.1, 1.0))
+    axes.tick_params(axis="x", rotation=45)
+    axes.legend()
+    figure.savefig(path)
+
+
+def main(tasks: Path | None, model: str, length: int, plot: Path | None) -> float:
+    """The share of the variance of the outputs' sizes that the best layer explains."""
+    with tempfile.TemporaryDirectory() as name:
+        if tasks is None:
+            tasks = Path(name) / "tasks"
+            subprocess.run([sys.executable, MAKE_TASKS, "--out", tasks], check=True)
+        store = fill_store(Path(name) / "store", tasks, model, length)
+        keys = [(0, "resid_pre"), *((layer, "resid_post") for layer in store.layers)]
+        labels = next(store.batches(keys, store.num_activations, shuffle=False, dtype="float32"))
+        documents = store.documents.to_pylist()
+        sizes = [grid_sizes(document, tasks) for document in documents]
+
+    _, first = np.unique(labels.documents, return_index=True)
+    number = np.arange(len(labels.documents)) - first[np.searchsorted(labels.documents[first], labels.documents)]
+    size = np.array([sizes[document][i] for document, i in zip(labels.documents, number, strict=True)], np.float64)
+    is_known, is_output = ~np.isnan(size).any(axis=1), number % 2 == 1
+    inputs, outputs = is_known & ~is_output, is_known & is_output
+    _, task = np.unique([documents[document]["task"] for document in labels.documents], return_inverse=True)
+    print(f"{outputs.sum()} outputs and {inputs.sum()} inputs of {task.max() + 1} tasks")
+
+    shares = {}
+    for place, x in labels.activations.items():
+        shares[place] = [explained(x[chosen], size[chosen], task[chosen] % FOLDS) for chosen in (inputs, outputs)]
+        print(f"{place:20} inputs {shares[place][0]:6.3f}   outputs {shares[place][1]:6.3f}")
+    if plot is not None:
+        draw(plot, list(shares), np.array(list(shares.values())))
+    best = max(shares, key=lambda place: shares[place][1])
+    print(f"{best} explains {shares[best][1]:.2f} of the variance of the outputs' sizes")
+    return shares[best][1]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=Path, help="folder of tasks, one file each")
+    parser.add_argument("--model", default=TINY)
+    parser.add_argument("--length", type=int, default=1024, help="of rows; longer prompts are cut")
+    parser.add_argument("--plot", type=Path, help="file of the figure")
+    options = parser.parse_args()
+    main(options.tasks, options.model, options.length, options.plot)

@@ -1,0 +1,185 @@
+"""Jobs that are forked, not started: a job's imports take 2 s of a core, and the suite runs some 100 jobs.
+
+Each process of the suite has one server, which has imported what jobs import, and has neither threads of Python's nor a
+backend of JAX's. It forks for every job. The job gets arguments, environment, standard streams and process group as a
+process that is started does, runs the same module as `__main__`, and ends as Python ends.
+
+What is tested of a start, such as signals during the imports, needs a process that is started: `subprocess.Popen`. So
+does what could depend on the order of sets of strings: all jobs of a server have one seed of their hashes.
+"""
+
+import gc
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCHER = "launch/local.py"
+# What variables begin with that are read when they are used, or that imports set; others are read by imports.
+READ_LATE = (
+    *("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "PYTHONUNBUFFERED", "PYTEST_", "HYDRA_FULL_ERROR"),
+    *("TENSORSTORE_", "AWS_", "TF_CPP_", "TPU_"),
+)
+_STREAMS = (0, 1, 2)
+_MESSAGE_BYTES = 1 << 17
+
+
+def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith(READ_LATE)}
+
+
+class Forked(subprocess.Popen):
+    """A command of this package, a program (`-c`) or launch/local.py, in a process that this process's server forks.
+
+    It is started like any other where `is_forked` is false, or its environment differs in what imports read.
+    """
+
+    imported_with: Mapping[str, str] = os.environ  # the environment of the server; conftest copies it
+    _server: "Server | None" = None
+    _lock = threading.Lock()
+
+    def __init__(
+        self, arguments: list[str], *, is_forked: bool = True, env: Mapping[str, str] | None = None, **options: Any
+    ) -> None:
+        environment = dict(os.environ if env is None else env)
+        imported_with = _read_by_imports(Forked.imported_with)
+        with Forked._lock:
+            if Forked._server is None:
+                Forked._server = Server(imported_with)
+        self.is_forked = is_forked and _read_by_imports(environment) == imported_with
+        super().__init__(arguments, cwd=ROOT, env=environment, **options)
+
+    def _execute_child(self, arguments: list[str], *rest: Any) -> None:
+        if not self.is_forked:
+            super()._execute_child(arguments, *rest)
+            return
+        environment, pipes = rest[5], rest[9:15]  # of standard input, output and error: to read from, to write to
+        streams = [pipes[0], pipes[3], pipes[5]]
+        given = [stream if pipe == -1 else pipe for stream, pipe in zip(_STREAMS, streams, strict=True)]
+        self.pid = self._server.ask({"arguments": arguments[1:], "environment": environment}, given)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+
+    def _try_wait(self, flags: int) -> tuple[int, int]:
+        return self._server.ask({"ended": self.pid}) if self.is_forked else super()._try_wait(flags)
+
+    def _wait(self, timeout: float | None) -> int:
+        return super()._wait(1e6 if timeout is None else timeout)  # a time limit makes it ask again and again
+
+    def _internal_poll(self, *_args: Any, **_options: Any) -> int | None:
+        if not self.is_forked:
+            return super()._internal_poll()
+        with self._waitpid_lock:
+            if self.returncode is None:
+                pid, status = self._try_wait(os.WNOHANG)
+                if pid == self.pid:
+                    self._handle_exitstatus(status)
+        return self.returncode
+
+
+class Server:
+    """The process that forks, as its client sees it."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._lock = threading.Lock()
+        self._connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            command = [sys.executable, "-m", "tests.forking", str(other.fileno())]
+            options = {"cwd": ROOT, "env": environment, "pass_fds": [other.fileno()], "stdin": subprocess.DEVNULL}
+            self.process = subprocess.Popen(command, **options)
+
+    def ask(self, question: dict, files: list[int] | None = None) -> Any:
+        with self._lock:
+            socket.send_fds(self._connection, [json.dumps(question).encode()], files or [])
+            answer = self._connection.recv(_MESSAGE_BYTES)
+        assert answer, "the process that forks the jobs of tests has ended"
+        return json.loads(answer)
+
+
+class Copied(subprocess.Popen):
+    """For launch/local.py where it was forked: the jobs that it starts are forks of itself."""
+
+    def _execute_child(self, arguments: list[str], *rest: Any) -> None:
+        if arguments[:2] != [sys.executable, "-m"]:
+            super()._execute_child(arguments, *rest)
+            return
+        environment, pipes, starts_session = rest[5], rest[9:15], rest[-2]
+        read, write = pipes[0], pipes[3]
+        given = [0 if read == -1 else read, write, write if pipes[5] == -1 else pipes[5]]
+        self.pid = os.fork()
+        if not self.pid:
+            if starts_session:
+                os.setsid()
+            _become(arguments[1:], environment, given)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+
+
+def serve(connection: socket.socket) -> None:
+    """Forks for every job, until the client has ended."""
+    while True:
+        message, files, *_ = socket.recv_fds(connection, _MESSAGE_BYTES, len(_STREAMS))
+        if not message:
+            return
+        question = json.loads(message)
+        if "ended" in question:
+            connection.send(json.dumps(os.waitpid(question["ended"], os.WNOHANG)).encode())
+            continue
+        pid = os.fork()
+        if not pid:
+            connection.detach()
+            _become(question["arguments"], question["environment"], files)
+        for file in files:
+            os.close(file)
+        connection.send(json.dumps(pid).encode())
+
+
+def _become(arguments: list[str], environment: Mapping[str, str], files: list[int]) -> NoReturn:
+    """Makes this process, which is a copy, the one of a Python command, and ends it with the command."""
+    import jax
+
+    for stream, file in zip(_STREAMS, files, strict=True):
+        os.dup2(file, stream)
+    with open(os.devnull) as nothing:
+        for file in map(int, os.listdir("/proc/self/fd")):
+            if file not in (*_STREAMS, nothing.fileno()):
+                _replace(file, nothing.fileno())
+    os.environ.clear()
+    os.environ.update(environment)
+    if "JAX_NUM_CPU_DEVICES" in environment:
+        jax.config.update("jax_num_cpu_devices", int(environment["JAX_NUM_CPU_DEVICES"]))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=bool(environment.get("PYTHONUNBUFFERED")))
+    if arguments[0] == "-c":
+        sys.argv[:] = ["-c", *arguments[2:]]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(arguments[1], "<string>", "exec"), vars(sys.modules["__main__"]))
+    elif arguments[0] == LAUNCHER:
+        subprocess.Popen = Copied
+        sys.argv[1:] = arguments[1:]
+        runpy.run_path(arguments[0], run_name="__main__")
+    else:
+        sys.argv[1:] = arguments[2:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+def _replace(file: int, other: int) -> None:
+    """Closes a copied file. Its number stays in use, since an object that has it may close it once more."""
+    os.dup2(other, file, inheritable=False)
+
+
+if __name__ == "__main__":
+    import pipeline.cli.main
+    import pipeline.extraction.job_run  # noqa: F401
+
+    gc.freeze()
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,158 @@
+"""A Stream that fills a store, too: the command's store, to the byte, however the training was stopped."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline import Stream
+from pipeline.core.errors import StoreError, StoreMismatch
+from pipeline.library import StreamReader
+from pipeline.store import ActivationStore, Batch
+from pipeline.store.format.commits import commit_key
+from tests.jobs import assert_same_store, committed, objects, run_here, write_text
+from tests.token_batches import assert_all_same
+
+SIZE = 100
+SMALL = ["batch.rows=4", "batch.length=128", "store.shard_mib=0.25", "run.progress=false"]  # blocks of two steps
+BUFFER = 3072  # slots for tokens: two halves of three steps
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> list[str]:
+    """Three source shards in two streams; statistics, an SAE's features and its index are stored, too."""
+    text = write_text(tmp_path_factory.mktemp("text"), files=3, documents=20, max_characters=1500)
+    features = [
+        "capture.encode={blocks.4.resid_post: '${assets:tiny-sae}'}",
+        "capture.encode_top=8",
+        "capture.keep=both",
+    ]
+    settings = ["data=demo", f"data.path={text}", "model=tiny", "capture.layers=[2,4]", "data.num_streams=2"]
+    return [*settings, *features, *SMALL]
+
+
+@pytest.fixture(scope="module")
+def stream(overrides) -> Stream:
+    return Stream.from_config(overrides)
+
+
+@pytest.fixture(scope="module")
+def reference(overrides, tmp_path_factory) -> Path:
+    """The command's store."""
+    path = tmp_path_factory.mktemp("command") / "store"
+    run_here(*overrides, f"store.path={path}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(stream) -> list[Batch]:
+    return list(batches_of(stream))
+
+
+def batches_of(stream: Stream, **options) -> StreamReader:
+    return stream.batches(SIZE, "blocks.2.resid_post", **{"shuffle_buffer_tokens": BUFFER, "seed": 3} | options)
+
+
+def withdraw(store: Path, stream: int, blocks: int) -> None:
+    """Leaves the stream its first blocks, as a process does that is killed before it commits the others."""
+    records = sorted((store / commit_key(stream, 0)).parent.iterdir())
+    assert len(records) >= blocks
+    for record in records[blocks:]:
+        record.unlink()
+
+
+def test_it_writes_the_store_of_the_command(stream, reference, whole, tmp_path):
+    batches = batches_of(stream, store=tmp_path / "store")
+    assert batches.host_bytes > batches_of(stream).host_bytes
+    assert_all_same(batches, whole)
+    assert_same_store(tmp_path / "store", reference)
+
+
+def test_blocks_that_the_store_has_are_not_written_again(stream, reference, whole, tmp_path):
+    path, stops, resumed, state, times = tmp_path / "store", (1, 40, 41, 77), [], None, {}
+    for stop in (*stops, len(whole)):
+        batches = batches_of(stream, state=state, store=path)
+        resumed += [next(batches) for _ in range(stop - len(resumed))]
+        state = json.loads(json.dumps(batches.state()))
+        batches.close()
+        now = {record: record.stat().st_mtime_ns for record in path.glob("_commits/*/*.json")}
+        assert times.items() <= now.items()
+        times = now
+    assert len(times) == committed(reference)
+    assert_all_same(resumed, whole)
+    assert ActivationStore.open(path).complete
+    assert_same_store(path, reference)
+    assert_all_same(batches_of(stream, store=path), whole)  # of a complete store, which it leaves as it is
+    assert_same_store(path, reference)
+
+
+@pytest.mark.parametrize("blocks", [(0, 0), (2, 1), (3, 1)], ids=str)
+def test_a_store_that_is_behind_the_state_gets_what_it_lacks(stream, reference, whole, tmp_path, blocks):
+    """Blocks have two steps and halves three, so that a half begins within a block."""
+    path = tmp_path / "store"
+    batches = batches_of(stream, store=path)
+    for _ in range(50):
+        next(batches)
+    state = batches.state()
+    assert state["row"] > 0
+    batches.close()
+    for number, count in enumerate(blocks):
+        withdraw(path, number, count)
+    assert_all_same(batches_of(stream, state=state, store=path), whole[50:])
+    assert_same_store(path, reference)
+
+
+def test_a_state_of_the_end_fills_a_store_that_is_behind(stream, reference, whole, tmp_path):
+    batches = batches_of(stream)
+    assert len(list(batches)) == len(whole)
+    assert not list(batches_of(stream, state=batches.state(), store=tmp_path / "store"))
+    assert_same_store(tmp_path / "store", reference)
+
+
+def test_two_readers_fill_one_store(stream, reference, tmp_path):
+    path = tmp_path / "store"
+    for rank in range(2):
+        assert not ActivationStore.open(path).complete if rank else not path.exists()
+        assert list(batches_of(stream, rank=rank, world=2, store=path))
+    assert_same_store(path, reference)
+
+
+def test_a_smaller_store_is_extended(stream, reference, overrides, tmp_path):
+    run_here(*overrides, "run.max_tokens=3000", f"store.path={tmp_path / 'store'}")
+    assert list(batches_of(stream, store=tmp_path / "store"))
+    assert_same_store(tmp_path / "store", reference)
+
+
+def test_a_store_that_is_to_hold_more_is_refused(stream, reference, overrides, tmp_path):
+    """A stream's last blocks would end where those of the larger run go on."""
+    path = tmp_path / "store"
+    batches_of(stream, store=path).close()
+    before = objects(path)
+    smaller = Stream.from_config([*overrides, "run.max_tokens=2300"])
+    with pytest.raises(StoreMismatch, match="is to hold all tokens, but run.max_tokens is 2300"):
+        batches_of(smaller, store=path)
+    assert objects(path) == before
+    assert list(batches_of(stream, store=path))
+    assert_same_store(path, reference)
+
+
+def test_a_store_of_another_configuration_is_refused(stream, reference, overrides):
+    before = objects(reference)
+    other = Stream.from_config([*overrides, "batch.packing=pad"])
+    with pytest.raises(StoreMismatch, match="the store has 'pack', this run asks for 'pad'"):
+        batches_of(other, store=reference)
+    assert objects(reference) == before
+
+
+def test_what_the_store_cannot_take_is_raised_where_batches_are_read(stream, whole, tmp_path):
+    batches = batches_of(stream, store=tmp_path / "store")
+    (tmp_path / "store/blocks.2.resid_post/c").write_text("no folder")
+    with pytest.raises(StoreError, match="blocks.2.resid_post/c"):
+        list(batches)
+    assert not committed(tmp_path / "store")
+    batches = batches_of(stream, store=tmp_path / "store")
+    next(batches)
+    with pytest.raises(StoreError, match="blocks.2.resid_post/c"):  # nor is it lost where the training ends earlier
+        batches.close()
+    (tmp_path / "store/blocks.2.resid_post/c").unlink()
+    assert_all_same(batches_of(stream, store=tmp_path / "store"), whole)
