@@ -361,6 +361,7 @@ def read(kind: str, content: bytes, folder: Path, rng: random.Random) -> str:
 def run_case(seed: int, number: int, kind: str) -> dict[str, object]:
     """Runs in the worker."""
     from pipeline.core.errors import PipelineError
+    from pipeline.job.metrics import peak_rss_mib
 
     rng = random.Random(f"{seed}/{kind}/{number}")
     content = changed(kind, rng)
@@ -376,7 +377,7 @@ def run_case(seed: int, number: int, kind: str) -> dict[str, object]:
         except BaseException:
             outcome = found = traceback.format_exc()
             wrong = True
-    gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    gib = peak_rss_mib() / 1024
     digest = hashlib.sha256(found.encode(errors="backslashreplace")).hexdigest()
     return {"outcome": outcome, "digest": digest, "code": code, "gib": gib, "is_wrong": wrong}
 

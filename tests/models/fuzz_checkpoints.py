@@ -6,7 +6,6 @@
 import json
 import os
 import random
-import resource
 import shutil
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from pipeline.config import composing
 from pipeline.core.errors import PipelineError
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.data.text.tokenizer import load_tokenizer
+from pipeline.job.metrics import peak_rss_mib
 from pipeline.models.registry import open_model
 
 TINY = composing.PACKAGE / "assets" / "tiny-qwen2"
@@ -266,7 +266,7 @@ def run_case(seed: int, folder: Path) -> dict[str, Any]:
         "outcome": outcome,
         "message": message,
         "seconds": time.monotonic() - began,
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "peak_mib": peak_rss_mib(),
     }
 
 
