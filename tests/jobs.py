@@ -124,9 +124,16 @@ def commits_held(store: Path, blocks: Iterable[tuple[int, int]], *overrides: str
     The store is created before, as the job with these overrides does. Gives a function that ends the waiting.
     """
     create_store(*overrides, f"store.path={store}")
+    with writes_held(store, [commit_key(*block) for block in blocks]) as release:
+        yield release
+
+
+@contextmanager
+def writes_held(store: Path, keys: Iterable[str]) -> Iterator[Callable[[], None]]:
+    """While entered, whoever writes one of these objects waits. Gives a function that ends the waiting."""
     with ExitStack() as stack:
-        for stream, block in blocks:
-            file = store / f"{commit_key(stream, block)}.__lock"
+        for key in keys:
+            file = store / f"{key}.__lock"
             file.parent.mkdir(parents=True, exist_ok=True)
             _lock(stack.enter_context(file.open("ab")))
         yield stack.close

@@ -16,6 +16,7 @@ from pipeline.store import ActivationStore, TokenFilter
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import read_stream_records
 from pipeline.store.format.metadata import read_root
+from pipeline.store.generated.group_keys import group_key
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.deleting import delete_store
 from pipeline.store.write.merging import merge_stores
@@ -23,13 +24,16 @@ from tests.jobs import (
     assert_same_store,
     children,
     committed,
+    killed_after,
     local_processes,
+    read_until,
     run,
     run_here,
     start,
     wait_for_blocks,
     wait_until,
     write_text,
+    writes_held,
 )
 
 ASSETS = composing.PACKAGE / "assets" / "tiny-qwen2"
@@ -109,9 +113,13 @@ def test_a_job_that_is_killed_and_stopped_while_it_generates_ends_in_the_same_st
     process.communicate()
     assert 3 <= num_groups(store) < num_groups(reference) - 10
     before = num_groups(store)
-    with local_processes(2, 1, *overrides, f"store.path={store}") as launcher:
+    launched = local_processes(2, 1, *overrides, f"store.path={store}")
+    with writes_held(store, [group_key(0, 10)]) as release, launched as launcher:
         wait_until(lambda: num_groups(store) >= before + 2, launcher, "2 groups more")
         children(launcher)[1].send_signal(signal.SIGTERM)
+        with killed_after(60, launcher):
+            read_until("SIGTERM caught", launcher)
+        release()
         output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 42, output
     assert output.count("Interrupted: stopped by SIGTERM while generating") == 2
