@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 from pipeline.cluster import processes
-from pipeline.cluster.topology import Topology
+from pipeline.cluster.topology import Topology, unreserved
 from pipeline.config.schema import RunOptions
 from pipeline.core.cores import num_cores
 from pipeline.core.errors import ConfigError
@@ -44,7 +44,7 @@ def topology(run: RunOptions) -> Topology:
         )
     return Topology(
         devices=jax.device_count(),
-        device_bytes=_device_bytes(),
+        device_bytes=_device_bytes(run),
         host_memory=_host_memory(),
         few_cores=jax.default_backend() == "cpu" and num_cores() <= _FEW_CORES,
         processes=jax.process_count(),
@@ -54,9 +54,10 @@ def topology(run: RunOptions) -> Topology:
     )
 
 
-def _device_bytes() -> int | None:
-    """The memory of each device that JAX may use; None if JAX does not know it, as on the CPU."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+def _device_bytes(run: RunOptions) -> int | None:
+    """The memory of each device that the run may use; None if JAX does not know it, as on the CPU."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return None if limit is None else unreserved(limit, run)
 
 
 def _host_memory() -> int:

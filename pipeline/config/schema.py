@@ -308,6 +308,7 @@ class RunOptions:
     max_inflight_mib: float = key(
         2048.0, "activations between device and host; at most 4 steps, 1 if 2 CPU cores are the devices"
     )
+    reserved_mib: float = key(0.0, "of each device's memory, left to others, e.g. to a training that reads a `Stream`")
     stall_timeout_s: float = key(
         600.0, "without a finished step for so long, each thread's stage is reported; after twice as long the run ends"
     )

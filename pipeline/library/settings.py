@@ -27,7 +27,7 @@ KEYS = {
     **{"positions": "capture.positions", "every": "capture.every", "token": "capture.token", "regex": "capture.regex"},
     **{"rate": "capture.rate", "sample_seed": "capture.seed", "per_row": "capture.per_row"},
     **{"shard_mib": "store.shard_mib", "rows_per_block": "store.rows_per_block"},
-    "compression": "store.compression",
+    **{"compression": "store.compression", "reserved_mib": "run.reserved_mib"},
 }
 """The key of the command's configuration that each option sets."""
 

@@ -19,7 +19,7 @@ from pipeline.extraction.job_run import load_step
 from pipeline.job.identity import weights_identity
 from pipeline.job.opening import Job, open_job, replanned
 from pipeline.library.settings import settings
-from pipeline.library.stream_reader import StreamReader, host_bytes
+from pipeline.library.stream_reader import StreamReader, device_bytes, host_bytes
 from pipeline.step.compilation_cache import use_compilation_cache
 from pipeline.store.format.layout import MIB
 from pipeline.store.format.normalisation import Normalisation
@@ -149,6 +149,7 @@ class Stream:
         job = self._share(options.rank, options.world, store)
         half_steps = _half_steps(job, shuffle_buffer_tokens)
         _require_memory(host_bytes(job, reading, half_steps, store is not None), here)
+        _require_device_memory(device_bytes(job, self._step, reading), here, job.plan.reserved_bytes)
         return StreamReader(job, self._step, reading, half_steps, state, fills_store=store is not None)
 
     def sample(
@@ -232,4 +233,13 @@ def _require_memory(num_bytes: int, devices: Topology) -> None:
         raise ConfigError(
             f"the stream's activations would take {num_bytes / MIB:.0f} MiB on this host, which has "
             f"{devices.host_memory / MIB:.0f} MiB. Lower shuffle_buffer_tokens, or capture fewer layers and sites."
+        )
+
+
+def _require_device_memory(num_bytes: int, devices: Topology, reserved_bytes: int) -> None:
+    if devices.device_bytes is not None and num_bytes > devices.device_bytes:
+        raise ConfigError(
+            f"the stream would take {num_bytes / MIB:.0f} MiB of each device, which has "
+            f"{devices.device_bytes / MIB:.0f} MiB besides the {reserved_bytes / MIB:.0f} MiB of reserved_mib. Lower "
+            "batch.rows or batch_size, set weights='fsdp' for several devices, or reserve less."
         )

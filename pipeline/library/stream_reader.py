@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any, Self
 
+import numpy as np
+
 from pipeline.data.documents import Cursor
 from pipeline.data.feed import InTurn, StreamWork
 from pipeline.extraction.loaded_step import LoadedStep
@@ -15,7 +17,8 @@ from pipeline.job.opening import Job
 from pipeline.library.filling import FeedPosition, Filler, Waits
 from pipeline.library.tee import StoreTee
 from pipeline.store.format.int8 import scale_name
-from pipeline.store.format.layout import MIB, SIDE_ARRAYS
+from pipeline.store.format.layout import MIB, SIDE_ARRAYS, ArraySpec
+from pipeline.store.read.frameworks import Framework
 from pipeline.store.read.gathering import AHEAD, Batch, Gatherer, Position, Reading, TokenMemory
 
 log = logging.getLogger("pipeline")
@@ -30,6 +33,8 @@ class StreamReader(Iterator[Batch]):
     after the batch that was yielded last. Dropping or closing the reader ends its threads.
 
     host_bytes: the most memory that activations take on the host: the buffer, steps in flight and batches ahead.
+    device_bytes: the most memory that the stream takes on a device: weights and a running step, as the compiler reports
+    them, the activations of steps in flight, and with framework="jax" the batches.
     waits: the seconds that the training and the devices have waited for each other.
     """
 
@@ -46,6 +51,7 @@ class StreamReader(Iterator[Batch]):
         """half_steps: steps that one half of the buffer takes. fills_store: the job's store, too."""
         memories = [TokenMemory(job.layout, reading, half_steps * job.plan.mesh.process_rows) for _ in range(2)]
         self.host_bytes = host_bytes(job, reading, half_steps, fills_store)
+        self.device_bytes = device_bytes(job, step, reading)
         self.num_tokens = 0
         self._identity = _identity(job, reading, half_steps)
         work = job.work()
@@ -59,8 +65,9 @@ class StreamReader(Iterator[Batch]):
         self._batches = Gatherer(reading, reading.options.drop_last).batches(filled, self._position)
         weakref.finalize(self, self._filler.stop).atexit = False  # the filler sees to that
         log.info(
-            "a stream of batches: a buffer of %d slots for tokens, up to %.1f MiB of activations on the host",
-            *(2 * memories[0].rows * job.layout.slots, self.host_bytes / MIB),
+            "a stream of batches: a buffer of %d slots for tokens, up to %.1f MiB of activations on the host, up to "
+            "%.1f MiB of each device",
+            *(2 * memories[0].rows * job.layout.slots, self.host_bytes / MIB, self.device_bytes / MIB),
         )
 
     @property
@@ -96,14 +103,29 @@ class StreamReader(Iterator[Batch]):
 def host_bytes(job: Job, reading: Reading, half_steps: int, fills_store: bool = False) -> int:
     """The most memory that activations and side arrays take on the host: both halves of the buffer, steps in flight,
     and batches that are gathered ahead; for a store, what a job that fills it takes."""
-    names = {*reading.names, *map(scale_name, reading.names), *reading.sparse, *reading.outputs}
-    specs = (*SIDE_ARRAYS, *(spec for spec in job.layout.all_arrays if spec.name in names))
-    slot_bytes = sum(spec.position_bytes for spec in specs)
+    slot_bytes = sum(spec.position_bytes for spec in _read_arrays(job, reading))
     buffer_slots = 2 * half_steps * job.plan.mesh.process_rows * job.layout.slots
     memory = job.plan.memory
     in_flight = memory.inflight_steps * (memory.step_bytes + memory.step_statistics_bytes)
     storing = memory.host_bytes if fills_store else 0
     return (buffer_slots + (AHEAD + 1) * reading.batch_size) * slot_bytes + in_flight + storing
+
+
+def device_bytes(job: Job, step: LoadedStep, reading: Reading) -> int:
+    """The most memory that weights, steps and batches take on a device, but for features that are made dense."""
+    program = step.compiled.memory.resident_bytes(job.plan.memory.inflight_steps)
+    if reading.options.framework is not Framework.jax:
+        return program
+    widened = np.dtype(reading.options.dtype or "float32").itemsize  # int8 becomes float32
+    arrays = _read_arrays(job, reading)
+    widths = {spec.name: spec.width for spec in arrays if spec.name in reading.names}
+    token_bytes = sum(max(spec.position_bytes, widths.get(spec.name, 0) * widened) for spec in arrays)
+    return program + (AHEAD + 1) * reading.batch_size * token_bytes
+
+
+def _read_arrays(job: Job, reading: Reading) -> list[ArraySpec]:
+    names = {*reading.names, *map(scale_name, reading.names), *reading.sparse, *reading.outputs}
+    return [*SIDE_ARRAYS, *(spec for spec in job.layout.all_arrays if spec.name in names)]
 
 
 def _identity(job: Job, reading: Reading, half_steps: int) -> dict[str, int | str | None]:

@@ -7,7 +7,7 @@ Pure arithmetic on what was opened: mistakes show before weights are read and an
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pipeline.cluster.topology import Topology
+from pipeline.cluster.topology import Topology, reserved_bytes
 from pipeline.config.choices import ActivationsDtype, WeightsDtype
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
@@ -41,6 +41,7 @@ class Plan:
     streams: StreamPlan
     memory: HostMemoryPlan
     generation: GenerationPlan | None  # of data=generate
+    reserved_bytes: int  # of each device's memory, which others take
 
     @property
     def keeps_activations(self) -> bool:
@@ -77,6 +78,8 @@ class Plan:
             f"memory    up to {memory.host_bytes / MIB:.0f} MiB of activations on the host",
             f"weights   {self.weights.sharding}: {self.weights.device_bytes / MIB:.0f} MiB on each device",
         ]
+        if self.reserved_bytes:
+            lines.append(f"reserved  {self.reserved_bytes / MIB:.0f} MiB of each device, for others")
         if self.generation is not None:
             lines.append(self.generation.describe())
         return "\n".join([*lines, *(f"note      {note}" for note in self.notes)])
@@ -116,6 +119,7 @@ def make_plan(
         streams=streams,
         memory=plan_host_memory(config, step, mesh.process_rows, rows_per_block, topology),
         generation=generation,
+        reserved_bytes=reserved_bytes(config.run),
     )
 
 

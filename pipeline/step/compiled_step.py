@@ -22,6 +22,7 @@ from pipeline.models.head import Head
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
 from pipeline.step.compiler import compiler_options, matmul_precision
+from pipeline.step.device_memory import DeviceMemory
 from pipeline.step.features import StoredFeatures, features_of
 from pipeline.step.head_outputs import StoredTokens, head_outputs
 from pipeline.step.row_statistics import RowStatistics, row_statistics
@@ -67,6 +68,10 @@ class CompiledStep:
     attention: Attention | None  # None: there is no forward pass
     flops: int  # of one step, over all devices; analytic
     executable: jax.stages.Compiled
+
+    @property
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory.of(self.executable)
 
     def __call__(
         self,

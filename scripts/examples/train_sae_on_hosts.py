@@ -5,7 +5,8 @@
 
 Each process computes the activations of its share of the data on its own devices, so that none waits for another there.
 A step of the training takes a batch of each: one array, divided by tokens over all devices of all processes. The SAE is
-on every device, and XLA adds up its gradients. The last line is the loss of the last steps, which all processes have.
+on every device, and XLA adds up its gradients. The memory that it takes there is left to it by the stream's plan. The
+last line is the loss of the last steps, which all processes have.
 
 Shapes: B tokens of all processes, D features.
 """
@@ -18,9 +19,12 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from train_sae_on_stream import BATCH, BUFFER, TINY, Training, step, write_text
+from train_sae_on_stream import BATCH, BUFFER, EXPANSION, TINY, Training, step, write_text
 
 from pipeline import Stream
+
+WIDTH = 128  # of the bundled model
+TRAINING_BYTES = 4 * 4 * (2 * EXPANSION * WIDTH**2 + WIDTH)  # float32: the SAE, Adam's two moments, gradients
 
 
 def replicate(training: Training, mesh: Mesh) -> None:
@@ -36,12 +40,13 @@ def main(steps: int) -> float:
     by_tokens = NamedSharding(mesh, PartitionSpec("data"))
     with tempfile.TemporaryDirectory() as folder:
         data = {"path": write_text(Path(folder)), "row_groups_per_shard": 1, "num_streams": jax.process_count()}
-        stream = Stream(TINY, layers=[3], data=data, model_dtype="float32", progress=False)
+        options = {"model_dtype": "float32", "reserved_mib": TRAINING_BYTES / 2**20, "progress": False}
+        stream = Stream(TINY, layers=[3], data=data, **options)
         normalisation = stream.normalisation(num_tokens=8192)  # the same in all processes
         options = {"shuffle_buffer_tokens": BUFFER, "seed": 0, "dtype": "float32", "normalisation": normalisation}
         batches = stream.batches(BATCH, **options)  # by default of rank process_index of process_count
 
-        training, losses = Training(len(normalisation["blocks.3.resid_post"].mean)), []
+        training, losses = Training(WIDTH), []
         replicate(training, mesh)
         for _, batch in zip(range(steps), batches, strict=False):  # ranks have unlike numbers: stop before the end
             x = jax.make_array_from_process_local_data(by_tokens, np.ascontiguousarray(batch.activations))

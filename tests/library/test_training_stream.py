@@ -255,6 +255,46 @@ def test_waits_are_reported_and_memory_is_as_planned(stream):
     assert batches.host_bytes == (BUFFER + 5 * SIZE) * slot_bytes + in_flight
 
 
+def test_the_devices_hold_what_is_planned_for_the_stream_and_its_training(stream):
+    """Arrays, while an autoencoder is trained; what programs take besides is the compiler's figure."""
+    gc.collect()
+    before = {id(array) for array in jax.live_arrays()}
+    weights = sum(array.nbytes for array in jax.tree.leaves(stream._step.operands.params))
+    training = {name: jax.numpy.full((128, 2048), 0.01) for name in ("encoder", "decoder", "momentum")}
+    training_bytes = sum(array.nbytes for array in training.values())
+
+    @jax.jit
+    def step(training: dict, x: jax.Array) -> dict:
+        gradient = jax.grad(lambda encoder: ((x @ encoder @ training["decoder"].T - x) ** 2).mean())
+        momentum = 0.9 * training["momentum"] + gradient(training["encoder"])
+        return training | {"encoder": training["encoder"] - momentum, "momentum": momentum}
+
+    batches = stream.batches(SIZE, KEYS[0], shuffle_buffer_tokens=BUFFER, framework="jax", dtype="float32")
+    most = 0
+    for batch in batches:
+        training = step(training, batch.activations)
+        most = max(most, sum(array.nbytes for array in jax.live_arrays() if id(array) not in before))
+    memory = stream._step.compiled.memory
+    assert weights <= memory.argument_bytes < 1.01 * weights + 4 * 128 * 12 + 1024
+    assert memory.resident_bytes(3) == memory.resident_bytes(1) + 2 * memory.output_bytes
+    planned = batches.device_bytes + 2 * training_bytes  # while a step makes the new ones
+    assert weights + training_bytes + SIZE * 512 <= weights + most <= planned < 2 * (weights + most)
+
+
+def test_memory_that_is_reserved_is_not_the_streams(overrides, monkeypatch):
+    """On a device whose memory JAX knows: here a CPU is said to have 24 MiB."""
+    device = type(jax.local_devices()[0])
+    stats = {"bytes_limit": 24 << 20}
+    monkeypatch.setattr(device, "memory_stats", lambda _: stats, raising=False)
+    stream = Stream.from_config([*overrides, "run.reserved_mib=8"])
+    assert "reserved  8 MiB of each device" in stream._job.plan.describe()
+    assert stream.batches(SIZE).device_bytes < 16 << 20
+    with pytest.raises(ConfigError, match=r"of each device, which has \d+ MiB besides the 18 MiB of reserved_mib"):
+        Stream.from_config([*overrides, "run.reserved_mib=18"]).batches(SIZE)
+    with pytest.raises(ConfigError, match="run.reserved_mib is 24, and each device has 24 MiB"):
+        Stream.from_config([*overrides, "run.reserved_mib=24"])
+
+
 def test_a_reader_that_is_closed_or_dropped_ends_its_threads(stream):
     def threads() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name in ("feed", "fill")]

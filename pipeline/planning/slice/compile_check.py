@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import jax
 from jax.experimental import topologies
@@ -25,6 +25,7 @@ from pipeline.models.sae.params import abstract_params as abstract_sae
 from pipeline.planning.plan import Plan
 from pipeline.planning.slice.chips import GIB, Slice
 from pipeline.step.compiled_step import compile_step, make_partition
+from pipeline.step.device_memory import DeviceMemory
 
 _COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast)(?:-start)?\("
@@ -53,24 +54,14 @@ class DoesNotFit(ConfigError):
 
 
 @dataclass(frozen=True)
-class Program:
-    """What the compiler reports about the step. Bytes are of one chip, with the padding of its memory layout."""
+class Program(DeviceMemory):
+    """What the compiler reports about the step."""
 
     attention: str
     attention_note: str | None
-    argument_bytes: int  # weights and one step's rows
-    output_bytes: int  # one step's activations
-    temporary_bytes: int
-    peak_bytes: int  # while one step runs, without the outputs of other steps
     collectives: dict[str, int]  # by kind; one in the loop over layers counts once
     compile_s: float
     computed_twice: int = 0  # instructions that the compiler repeats, since their results do not fit
-
-    def resident_bytes(self, steps_in_flight: int) -> int:
-        """Bytes that a chip holds while one step runs and the outputs of the others wait to be copied to the host."""
-        return max(self.peak_bytes, self.argument_bytes + self.output_bytes + self.temporary_bytes) + (
-            (steps_in_flight - 1) * self.output_bytes
-        )
 
 
 def slice_devices(tpu_slice: Slice) -> Sequence[jax.Device]:
@@ -113,14 +104,11 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
             f"the step of {plan.step.rows} rows of {plan.step.length} tokens does not fit: ran out of memory{reason} "
             f"{_REMEDY}"
         ) from error
-    memory, text = step.executable.memory_analysis(), step.executable.as_text()
+    text = step.executable.as_text()
     return Program(
+        **asdict(step.memory),
         attention=step.attention.name,
         attention_note=step.attention.note,
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
-        peak_bytes=memory.peak_memory_in_bytes,
         collectives=_collectives(text),
         compile_s=time.perf_counter() - began,
         computed_twice=len(_REMATERIALISED.findall(text)),
@@ -135,11 +123,13 @@ def _collectives(program_text: str) -> dict[str, int]:
 
 def require_room(step_bytes: int, all_bytes: int, plan: Plan, tpu_slice: Slice) -> None:
     """Raises DoesNotFit if `all_bytes`, with all steps in flight, exceed a chip; `step_bytes` are those of one step."""
-    available = tpu_slice.chip.hbm_bytes
+    available = tpu_slice.chip.hbm_bytes - plan.reserved_bytes
     if all_bytes > available:
+        reserved = f" besides the {plan.reserved_bytes / GIB:.2f} of run.reserved_mib" if plan.reserved_bytes else ""
         raise DoesNotFit(
             f"a step takes {step_bytes / GIB:.2f} GiB of a chip, and {all_bytes / GIB:.2f} with the activations of "
-            f"{plan.memory.inflight_steps} steps in flight; {tpu_slice.chip.name} has {available / GIB:.2f}. {_REMEDY}"
+            f"{plan.memory.inflight_steps} steps in flight; {tpu_slice.chip.name} has {available / GIB:.2f}{reserved}. "
+            f"{_REMEDY}"
         )
 
 

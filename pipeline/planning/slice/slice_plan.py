@@ -7,7 +7,7 @@ import json
 import logging
 from dataclasses import asdict, dataclass, replace
 
-from pipeline.cluster.topology import Topology
+from pipeline.cluster.topology import Topology, unreserved
 from pipeline.config.choices import WeightsDtype
 from pipeline.config.schema import PlanConfig, RunConfig
 from pipeline.core.errors import ConfigError
@@ -171,7 +171,7 @@ def plan_job(config: RunConfig, model: Model, tpu_slice: Slice) -> Plan:
     num_source_shards = max(config.data.num_streams or 1, tpu_slice.num_hosts * config.run.worker_count)
     topology = Topology(
         devices=tpu_slice.num_chips,
-        device_bytes=tpu_slice.chip.hbm_bytes,
+        device_bytes=unreserved(tpu_slice.chip.hbm_bytes, config.run),
         processes=tpu_slice.num_hosts,
         workers=config.run.worker_count,
         worker=config.run.worker_index,
