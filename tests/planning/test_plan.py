@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import pytest
 
-from pipeline.cluster.topology import Topology
+from pipeline.cluster.topology import Topology, unreserved
 from pipeline.config.choices import Compression, Positions, StorageDtype, Weights, When
 from pipeline.config.schema import (
     BatchConfig,
@@ -26,6 +26,8 @@ from pipeline.models.leaves import WeightBytes
 from pipeline.models.weight_specs import SPARSE_SITES
 from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK
 from pipeline.planning.plan import StoredGeometry, make_plan
+from pipeline.planning.slice.chips import parse_slice
+from pipeline.planning.slice.compile_check import DoesNotFit, require_room
 from pipeline.store.format.layout import MIB
 
 HEAD = Head(tensor=None, softcap=None)
@@ -285,6 +287,19 @@ def test_a_plan_has_the_notes_of_its_parts():
     assert plan.notes == (*plan.weights.notes, *plan.streams.notes, *plan.memory.notes)
     assert [bool(part.notes) for part in (plan.weights, plan.streams, plan.memory)] == [True, True, True]
     assert plan.describe().endswith("\n".join(f"note      {note}" for note in plan.notes))
+
+
+def test_reserved_memory_of_the_devices_is_for_others():
+    """A training, say: the plan says so, and neither it nor that of a slice uses it."""
+    run = RunOptions(reserved_mib=3000)
+    left = unreserved(5000 * MIB, run)
+    plan = planned(replace(BASE, run=run), topology=Topology(devices=4, device_bytes=left))
+    assert (left, plan.reserved_bytes) == (2000 * MIB, 3000 * MIB)
+    assert "reserved  3000 MiB of each device, for others" in plan.describe()
+    chips = parse_slice("v5e-4")
+    require_room(0, chips.chip.hbm_bytes - 3000 * MIB, plan, chips)
+    with pytest.raises(DoesNotFit, match=r"v5e has 12.82 besides the 2.93 of run.reserved_mib"):
+        require_room(0, chips.chip.hbm_bytes - 3000 * MIB + 1, plan, chips)
 
 
 def test_rows_must_divide_among_the_devices():

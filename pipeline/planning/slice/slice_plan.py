@@ -58,7 +58,7 @@ class SlicePlan:
     weight_bytes: int  # computed, to compare with what the compiler reports
     output_bytes: int  # computed, too
     program: Program
-    hbm_bytes: int
+    hbm_bytes: int  # but what run.reserved_mib leaves to others
     hbm_bytes_needed: int  # with all steps in flight
     flops_per_slot: int
     activation_bytes_per_slot: float
@@ -221,7 +221,7 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
         weight_bytes=job.weights.device_bytes,
         output_bytes=_output_bytes(job, tpu_slice),
         program=program,
-        hbm_bytes=tpu_slice.chip.hbm_bytes,
+        hbm_bytes=tpu_slice.chip.hbm_bytes - job.reserved_bytes,
         hbm_bytes_needed=program.resident_bytes(memory.inflight_steps),
         flops_per_slot=cost.flops,
         activation_bytes_per_slot=cost.activation_bytes,
