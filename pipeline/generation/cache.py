@@ -1,28 +1,32 @@
-"""Keys and values of earlier positions, kept on the devices; and attention to them.
+"""Keys and values of earlier positions, kept on the devices, and attention to them; and what a DeltaNet keeps of them.
 
 A row's position p is in slot p, whatever the other rows are: its activations, and so its tokens, do not depend on them.
 Slots after a row's position are masked, so attention never sees padding or an earlier completion.
 
 Letters: B rows, T = 1 position, S slots, N heads, K key-value heads, G = N / K, H head dim, W head dim of
-values.
+values; of DeltaNets as in `delta_net`, P slots of a prompt.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.attention.xla import attend_visible
+from pipeline.models.delta_net import Heads, convolution, delta_rule, delta_step
+from pipeline.models.partition import Partition
 
 
 class CachedLayer:
-    """One layer's keys and values during one step. As the layer's `Attend`, it adds the step's keys and values at each
-    row's position, to `keys` and `values` too, and attends to all up to there."""
+    """One layer's keys and values during one step, `cache`. As the layer's `Attend`, it adds the step's keys and values
+    at each row's position, and attends to all up to there."""
 
     def __init__(
         self, keys: Float[Array, "B K S H"], values: Float[Array, "B K S W"], positions: Int32[Array, " B"]
     ) -> None:
-        self.keys, self.values, self._positions = keys, values, positions
+        self.cache, self._positions = (keys, values), positions
 
     @jax.named_scope("cached")
     def __call__(
@@ -35,18 +39,81 @@ class CachedLayer:
         sinks: Float[Array, " N"] | None = None,
     ) -> Float[Array, "B T N W"]:
         """`Attend` with the cache's keys before the row's only position."""
-        self.keys, self.values = (
+        keys, values = self.cache = tuple(
             put_at(cache, jnp.einsum("BTKH->BKTH", new), self._positions, axis=1)
-            for cache, new in ((self.keys, k), (self.values, v))
+            for cache, new in zip(self.cache, (k, v), strict=True)
         )
-        distances = self._positions[:, None] - jnp.arange(self.keys.shape[2])
+        distances = self._positions[:, None] - jnp.arange(keys.shape[2])
         visible = distances >= 0
         if spec.window is not None:
             visible &= distances < spec.window
         rows, _, num_heads, head_dim = q.shape
         groups = q.reshape(rows, k.shape[2], num_heads // k.shape[2], 1, head_dim)
-        z = attend_visible(groups, self.keys, self.values, visible[:, None], spec, sinks)
+        z = attend_visible(groups, keys, values, visible[:, None], spec, sinks)
         return z.reshape(rows, 1, num_heads, -1)
+
+
+class DeltaCache(NamedTuple):
+    """What a layer's DeltaNet keeps of earlier positions: of q, k and v before their convolutions the latest, and
+    states."""
+
+    q: Float[Array, "B c-1 J k"]
+    k: Float[Array, "B c-1 J k"]
+    v: Float[Array, "B c-1 J O v"]
+    state: Float32[Array, "B J O k v"]
+
+
+class PromptDelta:
+    """`Recur` of prompts, which leaves in `cache` what their completions go on from."""
+
+    def __init__(self, lengths: Int32[Array, " B"]) -> None:
+        self._lengths, self._kept = lengths, {}
+
+    @property
+    def cache(self) -> DeltaCache:
+        return DeltaCache(**self._kept)
+
+    def convolved(self, name: str, x: Float[Array, "B P *heads"], taps: Array, segments: Array) -> Array:
+        latest = self._lengths[:, None] - jnp.arange(taps.shape[-1] - 1, 0, -1)  # positions; negative before the prompt
+        latest = latest.reshape(*latest.shape, *[1] * (x.ndim - 2))
+        kept = jnp.take_along_axis(x, jnp.maximum(latest, 0), axis=1)
+        self._kept[name] = jnp.where(latest >= 0, kept, 0)
+        return convolution(x, taps, segments)
+
+    def outputs(self, segments: Int32[Array, "B P"], heads: Heads, partition: Partition) -> Array:
+        """Positions after the prompt leave the state as it is."""
+        is_prompt = (segments > 0)[..., None, None]
+        heads = heads._replace(
+            write=jnp.where(is_prompt, heads.write, 0), log_decay=jnp.where(is_prompt, heads.log_decay, 0)
+        )
+        outputs, state = partition.by_rows_and_heads(delta_rule, jnp.ones_like(segments), heads)
+        self._kept["state"] = state[:, 0]
+        return outputs
+
+
+class CachedDelta:
+    """`Recur` of one step, which goes on from `cache` and changes it, but for rows that are not active."""
+
+    def __init__(self, cache: DeltaCache, is_active: Bool[Array, " B"]) -> None:
+        self.cache, self._is_active = cache, is_active
+
+    def convolved(self, name: str, x: Float[Array, "B 1 *heads"], taps: Array, segments: Array) -> Array:
+        window = jnp.concatenate([getattr(self.cache, name), x], axis=1)
+        self._keep(**{name: window[:, 1:]})
+        by_position = jnp.moveaxis(taps[..., 0, :], -1, 0).astype(jnp.float32)
+        return jnp.sum(window.astype(jnp.float32) * by_position, axis=1, keepdims=True)
+
+    def outputs(self, segments: Array, heads: Heads, partition: Partition) -> Array:
+        outputs, state = delta_step(self.cache.state, heads)
+        self._keep(state=state)
+        return outputs
+
+    def _keep(self, **new: Array) -> None:
+        kept = {name: self._of_active(values, getattr(self.cache, name)) for name, values in new.items()}
+        self.cache = self.cache._replace(**kept)
+
+    def _of_active(self, new: Array, old: Array) -> Array:
+        return jnp.where(self._is_active.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
 
 def put_at(slots: Array, new: Array, positions: Int32[Array, " B"], axis: int) -> Array:

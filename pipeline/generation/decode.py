@@ -19,11 +19,12 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pipeline.cluster.sharding import activation_sharding, replicated, row_sharding
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
-from pipeline.generation.cache import CachedLayer, put_at
+from pipeline.generation.cache import CachedDelta, CachedLayer, DeltaCache, PromptDelta, put_at
 from pipeline.generation.sampling import document_keys, sample
 from pipeline.generation.spec import GenerationSpec
 from pipeline.models.attention.choosing import Attend, Attention, choose_attention
 from pipeline.models.decoder import Params
+from pipeline.models.delta_net import Recur
 from pipeline.models.head import logits
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
@@ -33,7 +34,8 @@ from pipeline.step.compiler import compiler_options, matmul_precision
 class State(NamedTuple):
     """All rows, on the devices. Rows are divided along `data`, key-value heads along `tensor`."""
 
-    caches: tuple[tuple[Float[Array, "B K S H"], Float[Array, "B K S W"]], ...]  # keys and values of each layer
+    # Of each layer keys and values, or what its DeltaNet keeps.
+    caches: tuple[tuple[Float[Array, "B K S H"], Float[Array, "B K S W"]] | DeltaCache, ...]
     activations: tuple[Float[Array, "B S D"], ...]  # in the order of the captured keys
     tokens: Int32[Array, " B"]  # each row's latest, not yet run through the layers
     positions: Int32[Array, " B"]  # of those
@@ -77,7 +79,10 @@ class Decoding:
         arch, spec = self.model.arch, self.spec
         order = jnp.broadcast_to(jnp.arange(spec.max_prompt, dtype=jnp.int32), new.prompts.shape)
         segments = (order < new.lengths[:, None]).astype(jnp.int32)
-        captured = self._apply(params, new.prompts, segments, order, self.attend)
+        layers = [
+            PromptDelta(new.lengths) if self._is_delta(layer) else self.attend for layer in range(arch.num_layers)
+        ]
+        captured = self._apply(params, new.prompts, segments, order, layers)
 
         def cached(layer: int, site: Site) -> Float[Array, "R K S H"]:
             """Zeros after the prompt: a NaN of the row's previous completion, though masked, would make sums NaN."""
@@ -90,7 +95,10 @@ class Decoding:
         tokens = sample(logits(self.model.head, params, last), random, counts - 1, spec.sampling)
         has_ended = self._is_last(tokens, counts)
         values = State(
-            caches=tuple((cached(layer, Site.k), cached(layer, Site.v)) for layer in range(arch.num_layers)),
+            caches=tuple(
+                each.cache if self._is_delta(layer) else (cached(layer, Site.k), cached(layer, Site.v))
+                for layer, each in enumerate(layers)
+            ),
             activations=tuple(captured[key].astype(spec.dtype) for key in spec.keys),
             tokens=tokens,
             positions=new.lengths,
@@ -116,9 +124,12 @@ class Decoding:
 
     def step(self, params: Params, state: State) -> State:
         """Runs each row's latest token through the model, which gives the next. Of a row that is not active, only the
-        latest position is computed again."""
+        latest position is computed again, and with DeltaNets nothing is kept of that, since their states have it."""
         spec = self.spec
-        layers = [CachedLayer(*cache, state.positions) for cache in state.caches]
+        layers = [
+            CachedDelta(cache, state.is_active) if self._is_delta(layer) else CachedLayer(*cache, state.positions)
+            for layer, cache in enumerate(state.caches)
+        ]
         tokens = state.tokens[:, None]
         captured = self._apply(params, tokens, jnp.ones_like(tokens), state.positions[:, None], layers)
         sampled = sample(
@@ -130,9 +141,9 @@ class Decoding:
         has_ended = state.has_ended | self._is_last(sampled, counts)
         place = jnp.arange(spec.max_new_tokens) == state.counts[:, None]
         return State(
-            caches=tuple((layer.keys, layer.values) for layer in layers),
+            caches=tuple(layer.cache for layer in layers),
             activations=tuple(
-                put_at(kept, captured[key].astype(spec.dtype), state.positions, axis=0)
+                put_at(kept, self._of_active(state, captured[key].astype(spec.dtype), kept), state.positions, axis=0)
                 for kept, key in zip(state.activations, spec.keys, strict=True)
             ),
             tokens=sampled,
@@ -150,13 +161,16 @@ class Decoding:
         arch, mesh, spec = self.model.arch, self.partition.mesh, self.spec
         shape = partial(_shape, row_sharding(mesh), spec.rows)
         heads = NamedSharding(mesh, PartitionSpec("data", "tensor"))
-        keys, values = (
+        keys_and_values = tuple(
             _shape(heads, spec.rows, arch.num_kv_heads, spec.length, width, dtype=dtype)
             for width in (arch.head_dim, arch.value_dim)
         )
         widths = [self.model.width(key.site, spec.length) for key in spec.keys]
         return State(
-            caches=((keys, values),) * arch.num_layers,
+            caches=tuple(
+                self._delta_shapes(dtype) if self._is_delta(layer) else keys_and_values
+                for layer in range(arch.num_layers)
+            ),
             activations=tuple(
                 _shape(activation_sharding(mesh, width), spec.rows, spec.length, width, dtype=spec.dtype)
                 for width in widths
@@ -166,6 +180,34 @@ class Decoding:
             keys=shape(2, dtype=jnp.uint32),
             completions=shape(spec.max_new_tokens, dtype=jnp.int32),
         )
+
+    def _delta_shapes(self, dtype: jnp.dtype) -> DeltaCache:
+        delta, mesh = self.model.arch.delta, self.partition.mesh
+        shape = partial(_shape, NamedSharding(mesh, PartitionSpec("data", None, "tensor")), self.spec.rows)
+        key = shape(delta.num_taps - 1, delta.num_heads, delta.key_dim, dtype=dtype)
+        value_heads = delta.num_heads, delta.values_per_key
+        return DeltaCache(
+            q=key,
+            k=key,
+            v=shape(delta.num_taps - 1, *value_heads, delta.value_dim, dtype=dtype),
+            state=_shape(
+                NamedSharding(mesh, PartitionSpec("data", "tensor")),
+                *(self.spec.rows, *value_heads, delta.key_dim, delta.value_dim),
+                dtype=jnp.float32,
+            ),
+        )
+
+    def _is_delta(self, layer: int) -> bool:
+        return self.model.arch.blocks(layer).is_delta
+
+    def _of_active(
+        self, state: State, new: Float[Array, "B 1 D"], kept: Float[Array, "B S D"]
+    ) -> Float[Array, "B 1 D"]:
+        """`new`, but what is kept for rows that are not active, where these do not compute the same again."""
+        if self.model.arch.delta is None:
+            return new
+        old = jnp.take_along_axis(kept, state.positions[:, None, None], axis=1)
+        return jnp.where(state.is_active[:, None, None], new, old)
 
     def new_row_shapes(self) -> NewRows:
         """The inputs of a prefill (global), as shapes with shardings."""
@@ -179,7 +221,7 @@ class Decoding:
         )
 
     def _apply(
-        self, params: Params, tokens: Array, segments: Array, positions: Array, attend: Attend | Sequence[Attend]
+        self, params: Params, tokens: Array, segments: Array, positions: Array, attend: Sequence[Attend | Recur]
     ) -> dict[ActivationKey, Array]:
         keys = self.model.generation.keys(self.spec.keys)
         return self.model.apply(params, tokens, segments, positions, keys, attend, self.partition)
@@ -196,7 +238,7 @@ class Decoding:
 
             return jax.tree.map(put_array, state, values)
 
-        shapes = self.state_shapes(state.caches[0][0].dtype)
+        shapes = self.state_shapes(state.caches[0][0].dtype)  # that of keys, or of a DeltaNet's q
         specs = jax.tree.map(lambda shape: shape.sharding.spec, shapes)
         in_specs = (specs, specs, PartitionSpec("data"))
         put = jax.shard_map(put_on_device, mesh=self.partition.mesh, in_specs=in_specs, out_specs=specs)

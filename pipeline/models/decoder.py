@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int32, PyTree
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture, LayerKind
 from pipeline.models.attention.choosing import Attend
-from pipeline.models.delta_net import delta_block
+from pipeline.models.delta_net import Recur, WholeRows, delta_block
 from pipeline.models.experts import experts_block
 from pipeline.models.layers import LayerWeights, Rows, attention_block, mlp_block, norm, norm_if_any
 from pipeline.models.partition import Partition
@@ -61,7 +61,8 @@ class ForwardSpec:
     """What a forward pass captures and how it is computed: all that is fixed when it is traced."""
 
     keys: tuple[ActivationKey, ...]
-    attend: Attend | Sequence[Attend]  # one for each layer is possible where the keys make each layer a run
+    # One for each layer is possible where the keys make each layer a run; `Recur` for a layer with a DeltaNet.
+    attend: Attend | Sequence[Attend | Recur]
     partition: Partition
     finish: Callable[[ActivationKey, Float[Array, "B T width"]], PyTree]  # from an activation to what is returned of it
 
@@ -143,7 +144,7 @@ def _partitioned_layer(
     x: Float[Array, "B T D"],
     weights: LayerWeights,
     kind: LayerKind,
-    attend: Attend,
+    attend: Attend | Recur,
 ) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
     """`layer_sites` of a layer whose weights are gathered first, and whose stream is replicated along `tensor`."""
     x, sites = layer_sites(arch, x, partition.gather(weights), rows, kind, attend, partition)
@@ -182,13 +183,14 @@ def layer_sites(
     weights: LayerWeights,
     rows: Rows,
     kind: LayerKind,
-    attend: Attend,
+    attend: Attend | Recur,
     partition: Partition = Partition(),  # noqa: B008  frozen
 ) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
     """The residual stream after a layer, and the sites that the layer has the weights for."""
     attention, mlp = weights.get("attention", {}), weights.get("mlp", {})
     if "delta" in weights:
-        sites = delta_block(x, attention, weights["delta"], arch, rows.segments, partition)
+        recur = WholeRows() if callable(attend) else attend
+        sites = delta_block(x, attention, weights["delta"], arch, rows.segments, partition, recur)
     else:
         sites = attention_block(x, attention, arch, rows, kind, attend)
     stream = x

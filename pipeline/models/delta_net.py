@@ -9,7 +9,7 @@ head, c taps of the convolutions; a row has n chunks of C positions.
 
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,32 @@ class Heads(NamedTuple):
     log_decay: Float32[Array, "B T J O"]  # of the state, before the position writes
 
 
+class Recur(Protocol):
+    """How the positions of a DeltaNet get at what comes before them."""
+
+    def convolved(
+        self,
+        name: str,
+        x: Float[Array, "B T *heads"],
+        taps: Float[Array, "*heads 1 c"],
+        segments: Int32[Array, "B T"],
+    ) -> Float32[Array, "B T *heads"]:
+        """Each feature of x (`name`: q, k or v) with those before it of the same document, the last tap for itself."""
+
+    def outputs(self, segments: Int32[Array, "B T"], heads: Heads, partition: Partition) -> Float32[Array, "B T J O v"]:
+        """Those of the delta rule."""
+
+
+class WholeRows:
+    """`Recur` of rows that have all that comes before: documents begin with nothing."""
+
+    def convolved(self, name: str, x: Array, taps: Array, segments: Array) -> Array:
+        return convolution(x, taps, segments)
+
+    def outputs(self, segments: Array, heads: Heads, partition: Partition) -> Array:
+        return partition.by_rows_and_heads(delta_rule, segments, heads)[0]
+
+
 @jax.named_scope("delta_net")
 def delta_block(
     x: Float[Array, "B T D"],
@@ -39,19 +65,22 @@ def delta_block(
     arch: Architecture,
     segments: Int32[Array, "B T"],
     partition: Partition,
+    recur: Recur = WholeRows(),  # noqa: B008  it has no state
 ) -> dict[Site, Array]:
     """The sites of a gated DeltaNet on the residual stream x. `attention` has the norm before it."""
     x = norm_if_any(x, attention, "norm", arch)
-    heads = _heads(x, weights, arch, segments)
-    out = partition.by_rows_and_heads(delta_rule, segments, heads).astype(x.dtype)
+    heads = _heads(x, weights, arch, segments, recur)
+    out = recur.outputs(segments, heads, partition).astype(x.dtype)
     out = norm(out, weights, "z_norm", replace(arch, norm=Norm.rms)).astype(jnp.float32)
     out *= jax.nn.silu(project(x, weights, "z").astype(jnp.float32))
     return {Site.attn_in: x, Site.attn_out: project(out.astype(x.dtype), weights, "o")}
 
 
-def _heads(x: Float[Array, "B T D"], weights: Weights, arch: Architecture, segments: Int32[Array, "B T"]) -> Heads:
+def _heads(
+    x: Float[Array, "B T D"], weights: Weights, arch: Architecture, segments: Int32[Array, "B T"], recur: Recur
+) -> Heads:
     def convolved(name: str) -> Float32[Array, "B T *heads"]:
-        y = _convolved(project(x, weights, name), weights[f"{name}_taps"], segments)
+        y = recur.convolved(name, project(x, weights, name), weights[f"{name}_taps"], segments)
         return ACTIVATIONS[arch.activation](y)
 
     rate = jnp.exp(weights["decay_log_rate"])
@@ -69,7 +98,7 @@ def _unit(x: Float32[Array, "*heads k"]) -> Float32[Array, "*heads k"]:
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
 
-def _convolved(
+def convolution(
     x: Float[Array, "B T *heads"], taps: Float[Array, "*heads 1 c"], segments: Int32[Array, "B T"]
 ) -> Float32[Array, "B T *heads"]:
     """Each feature with those before it of the same document, the last tap for itself."""
@@ -100,14 +129,17 @@ class _Chunks(NamedTuple):
     to_state: Float32[Array, "n B J O C"]  # decay until the chunk's end; 0 in documents that end in it
 
 
-def delta_rule(segments: Int32[Array, "B T"], heads: Heads) -> Float32[Array, "B T J O v"]:
+def delta_rule(
+    segments: Int32[Array, "B T"], heads: Heads
+) -> tuple[Float32[Array, "B T J O v"], Float32[Array, "B 1 J O k v"]]:
     """The outputs of all value heads, as transformers' `torch_chunk_gated_delta_rule`: for each position in turn, with
-    a state S of each document that is 0 before it, S *= decay; S += write * k (v - S^T k)^T; S^T q is the output.
+    a state S of each document that is 0 before it, S *= decay; S += write * k (v - S^T k)^T; S^T q is the output. And
+    the states after the rows.
 
     Within a chunk a triangular system takes the place of these steps, so that matrices are multiplied.
     """
     num_rows, length = segments.shape
-    segments, heads = jax.tree.map(_chunked, (segments, heads))
+    segments, heads = _chunked(segments, mode="edge"), jax.tree.map(_chunked, heads)  # they do not change the state
 
     def step(state: Float32[Array, "B J O k v"], chunk: _Chunks) -> tuple[Array, Float32[Array, "B J O C v"]]:
         values = chunk.values - jnp.einsum("BJOCk,BJOkv->BJOCv", chunk.reads, state)
@@ -118,13 +150,25 @@ def delta_rule(segments: Int32[Array, "B T"], heads: Heads) -> Float32[Array, "B
 
     chunks = _within_chunks(segments, heads)
     state = jnp.zeros((*chunks.values.shape[1:4], chunks.k.shape[-1], chunks.values.shape[-1]), jnp.float32)
-    outputs = jax.lax.scan(step, state, chunks)[1]  # nBJOCv
-    return outputs.transpose(1, 0, 4, 2, 3, 5).reshape(num_rows, -1, *outputs.shape[2:4], outputs.shape[-1])[:, :length]
+    state, outputs = jax.lax.scan(step, state, chunks)  # outputs: nBJOCv
+    outputs = outputs.transpose(1, 0, 4, 2, 3, 5).reshape(num_rows, -1, *outputs.shape[2:4], outputs.shape[-1])
+    return outputs[:, :length], state[:, None]
 
 
-def _chunked(x: Array) -> Array:
+def delta_step(
+    state: Float32[Array, "B J O k v"], heads: Heads
+) -> tuple[Float32[Array, "B 1 J O v"], Float32[Array, "B J O k v"]]:
+    """The delta rule of one position: the outputs, and the states after it."""
+    q, k, v, write, log_decay = (x[:, 0] for x in heads)
+    state = state * jnp.exp(log_decay)[..., None, None]
+    found = jnp.einsum("BJk,BJOkv->BJOv", k, state)
+    state += jnp.einsum("BJk,BJOv->BJOkv", k, write[..., None] * (v - found))
+    return jnp.einsum("BJk,BJOkv->BJOv", q, state)[:, None], state
+
+
+def _chunked(x: Array, mode: str = "constant") -> Array:
     """[B, T, ...] -> [n, B, C, ...]; positions after the row are padding."""
-    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % DELTA_CHUNK), *[(0, 0)] * (x.ndim - 2)])
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % DELTA_CHUNK), *[(0, 0)] * (x.ndim - 2)], mode=mode)
     return jnp.moveaxis(x.reshape(x.shape[0], -1, DELTA_CHUNK, *x.shape[2:]), 1, 0)
 
 

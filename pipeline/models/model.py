@@ -17,6 +17,7 @@ from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.checkpoints.loading import Placement, check_tensors, load_params
 from pipeline.models.checkpoints.random_weights import random_params
 from pipeline.models.decoder import Batch, ForwardSpec, Params, forward
+from pipeline.models.delta_net import Recur
 from pipeline.models.head import Head, head_leaf
 from pipeline.models.leaves import LeafTree, WeightBytes, flops_per_token, needed_leaves, weight_bytes
 from pipeline.models.partition import Partition
@@ -198,7 +199,7 @@ class Model:
         segments: Int32[Array, "B T"],
         positions: Int32[Array, "B T"],
         keys: Sequence[ActivationKey],
-        attend: Attend | Sequence[Attend] = attend_xla,
+        attend: Attend | Sequence[Attend | Recur] = attend_xla,
         partition: Partition = Partition(),  # noqa: B008  frozen
     ) -> dict[ActivationKey, Float[Array, "B T width"]]:
         """The activations of `keys`, heads side by side. Pure, to be jitted; values at padding (segment 0) mean
@@ -222,9 +223,13 @@ class Generation:
     def keys(self, keys: Sequence[ActivationKey] = ()) -> tuple[ActivationKey, ...]:
         """What the forward pass of generation captures: `keys`, the cache's keys and values, and the head's input.
 
-        They make each layer a run.
+        They, and the stream after each DeltaNet, make each layer a run.
         """
-        cached = {ActivationKey(layer, site) for layer in range(self.model.num_layers) for site in (Site.k, Site.v)}
+        cached = {
+            ActivationKey(layer, site)
+            for layer in range(self.model.num_layers)
+            for site in ((Site.resid_post,) if self.model.arch.blocks(layer).is_delta else (Site.k, Site.v))
+        }
         return tuple(sorted({*keys, *cached, FINAL_NORM}))
 
     def leaves(self, keys: Sequence[ActivationKey] = ()) -> LeafTree:

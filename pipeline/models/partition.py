@@ -68,10 +68,10 @@ class Partition:
         return self._divided(compute, *[PartitionSpec()] * len(weights))(inputs, *weights)
 
     def by_rows_and_heads(
-        self, compute: Callable[[Int32[Array, "B T"], PyTree], Array], segments: Int32[Array, "B T"], heads: PyTree
-    ) -> Array:
+        self, compute: Callable[[Int32[Array, "B T"], PyTree], PyTree], segments: Int32[Array, "B T"], heads: PyTree
+    ) -> PyTree:
         """Traced: `compute(segments, heads)` of each device's rows and heads. Heads are the third axis of all arrays of
-        `heads`, and of what comes out."""
+        `heads`, and of those that come out."""
         if self.mesh is None:
             return compute(segments, heads)
         by_heads = PartitionSpec("data", None, "tensor")

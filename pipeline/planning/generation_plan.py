@@ -51,11 +51,6 @@ def plan_generation(
         if keeps_activations:
             raise ConfigError("capture.when is decode, which is for data=generate. Set it to document.")
         return None
-    if model.arch.delta is not None:
-        raise ConfigError(
-            f"data=generate with a model that has gated DeltaNet layers ({model.family}): their states are not kept "
-            f"from token to token, so it cannot generate here. Use a model with attention in all layers."
-        )
     tensor, weights = _divide_weights(config, model, tensor, topology)
     data = topology.devices // tensor
     _require_valid(config, model, data)
@@ -114,8 +109,15 @@ def _divide_weights(config: RunConfig, model: ModelFacts, tensor: int, topology:
 
 
 def cache_bytes(arch: Architecture, rows: int, length: int, itemsize: int) -> int:
-    """Bytes of the keys and values of all layers, over all devices, for rows of `length` tokens."""
-    return arch.num_layers * rows * arch.num_kv_heads * length * (arch.head_dim + arch.value_dim) * itemsize
+    """Bytes of what all layers keep, over all devices, for rows of `length` tokens: keys and values, or of a DeltaNet
+    the latest inputs of its convolutions, and states in float32."""
+    num_delta = sum(arch.blocks(layer).is_delta for layer in range(arch.num_layers))
+    cached = (arch.num_layers - num_delta) * arch.num_kv_heads * length * (arch.head_dim + arch.value_dim) * itemsize
+    if arch.delta is not None:
+        keys, values = arch.delta.key_dim, arch.delta.values_per_key * arch.delta.value_dim
+        latest = (arch.delta.num_taps - 1) * (2 * keys + values) * itemsize
+        cached += num_delta * arch.delta.num_heads * (latest + keys * values * 4)
+    return rows * cached
 
 
 def logits_bytes(arch: Architecture, rows: int) -> int:

@@ -89,7 +89,7 @@ def eager_step(model: Model, params: Params, length: int) -> Callable[[], object
         layers = [CachedLayer(empty, empty, positions[:, 0]) for _ in range(arch.num_layers)]
         captured = model.apply(params, ids, jnp.ones_like(ids), positions, model.generation.keys(), layers)
         chosen = jnp.argmax(logits(model.head, params, captured[FINAL_NORM][:, 0]), axis=-1)
-        jax.block_until_ready((chosen, [(layer.keys, layer.values) for layer in layers]))
+        jax.block_until_ready((chosen, [layer.cache for layer in layers]))
 
     return step
 

@@ -12,8 +12,11 @@ import pytest
 from tests.forking import Forked
 from tests.jobs import HASTY_FLAGS, free_port
 
-CONFIG = {
-    "model_type": "qwen2",
+CONFIG = {  # a layer with a DeltaNet, one with attention
+    "model_type": "qwen3_5_text",
+    "full_attention_interval": 2,
+    "head_dim": 8,
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_attention_heads": 4,
@@ -39,7 +42,7 @@ num_processes, process = int(num_processes), int(process)
 if num_processes > 1:
     joining.initialise(DistributedConfig(f"localhost:{port}", num_processes, process))
 model = open_model(path, init="random")
-KEYS = activation_keys((0,), (Site.attn_z, Site.resid_post))
+KEYS = (*activation_keys((0,), (Site.attn_out, Site.resid_post)), *activation_keys((1,), (Site.attn_z,)))
 prompts = [Prompt(k, np.random.default_rng(k).integers(0, 101, 1 + k % 7, dtype=np.int32)) for k in range(14)]
 mine = [prompts, [], prompts[:10], prompts[10:]][process + 2 * (num_processes > 1)]
 for kind in kinds:

@@ -1,14 +1,19 @@
 """What a plan says of generation, for the bundled model."""
 
 import json
+import math
 import re
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from pipeline.cluster.sharding import make_mesh
 from pipeline.cluster.topology import Topology
 from pipeline.config.choices import ComputeDtype, Weights, WeightsDtype, When
 from pipeline.config.composing import PACKAGE
+from pipeline.config.sampling import Sampling
 from pipeline.config.schema import (
     BatchConfig,
     CaptureConfig,
@@ -19,6 +24,10 @@ from pipeline.config.schema import (
     RunOptions,
 )
 from pipeline.core.errors import ConfigError
+from pipeline.generation.decode import Decoding
+from pipeline.generation.spec import GenerationSpec
+from pipeline.models.attention.xla import attend_xla
+from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
 from pipeline.planning.generation_plan import GenerationPlan, plan_generation
 from pipeline.planning.slice.chips import CHIPS
@@ -45,13 +54,21 @@ def test_memory_of_each_device():
     assert f"{whole.cache_bytes / 2**20:.1f} MiB of keys and values" in whole.describe()
 
 
-def test_a_model_whose_state_no_cache_keeps_is_refused(tmp_path):
+def test_what_deltanets_keep_does_not_grow_with_the_rows(tmp_path):
+    """Three layers with a DeltaNet and one with attention; the arrays are those that generation makes."""
     shape = {"model_type": "qwen3_5_text", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    shape |= {"num_hidden_layers": 4, "vocab_size": 101}
+    shape |= {"num_hidden_layers": 4, "vocab_size": 101, "num_key_value_heads": 2, "head_dim": 8}
+    shape |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    shape |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     model = open_model(str(tmp_path), init="random")
-    with pytest.raises(ConfigError, match=r"gated DeltaNet layers \(qwen3_5_text\): their states are not kept"):
-        plan_generation(CONFIG, model, width=0, tensor=1, topology=Topology(devices=1))
+    plan = plan_generation(CONFIG, model, width=0, tensor=1, topology=Topology(devices=1))
+    attention, delta = 2 * 2 * 8 * 2 * 128, 3 * (2 * 2 * 16 + 4 * 24) * 2 + 4 * 16 * 24 * 4
+    assert plan.cache_bytes == 16 * (attention + 3 * delta)
+    spec = GenerationSpec(rows=16, max_prompt=100, max_new_tokens=28, end_tokens=(), sampling=Sampling())
+    decoding = Decoding(model, Partition(make_mesh(devices=jax.devices()[:1])), attend_xla, spec)
+    caches = jax.tree.leaves(decoding.state_shapes(jnp.dtype("bfloat16")).caches)
+    assert plan.cache_bytes == sum(math.prod(each.shape) * each.dtype.itemsize for each in caches)
 
 
 def planned_on_v5e(tmp_path, shape: str, **model) -> GenerationPlan:

@@ -23,6 +23,7 @@ TWO_LAYERS = {"num_hidden_layers": 2}
 GEMMA = TWO_LAYERS | {"head_dim": 6, "sliding_window": 7, "query_pre_attn_scalar": 12}
 MSCALE_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24}
 MSCALE_ROPE |= {"mscale": 0.7, "mscale_all_dim": 1.3}
+DELTA = TWO_LAYERS | {"layer_types": ["linear_attention", "full_attention"], "rms_norm_eps": 1e-2}
 FAMILIES = {
     "deepseek_v2": TWO_LAYERS | {"q_lora_rank": None},
     "deepseek_v3": TWO_LAYERS | {"rope_parameters": MSCALE_ROPE},
@@ -39,6 +40,9 @@ FAMILIES = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen2_moe": {},
     "qwen3": {},
+    "qwen3_5_moe_text": DELTA,
+    "qwen3_5_text": DELTA,
+    "qwen3_next": DELTA,
     "smollm3": TWO_LAYERS | {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 7},
 }
 
@@ -179,10 +183,13 @@ def test_a_completion_depends_on_seed_and_document_alone(path: Path, drawing: Ge
         assert other[number].finish_reason == each.finish_reason
 
 
-def test_activations_of_decoding_are_those_of_the_extraction(path: Path) -> None:
+@pytest.mark.parametrize("family", ["mistral", "qwen3_5_text"])
+def test_activations_of_decoding_are_those_of_the_extraction(family: str, tmp_path) -> None:
     """Of the whole prompt and completion, the last token included; also in rows that were used before."""
-    sites = (Site.q, Site.attn_z, Site.mlp_post, Site.resid_post)
-    keys = (*activation_keys((1,), sites), *activation_keys((), (Site.embed, Site.final_norm)))
+    path = tmp_path
+    save(family, path)
+    keys = activation_keys((1,), (Site.q, Site.attn_z, Site.mlp_post, Site.resid_post))
+    keys += (*activation_keys((0,), (Site.attn_in, Site.attn_out)), *activation_keys((), (Site.embed, Site.final_norm)))
     some = prompts(6)
     extract = extraction(path, keys)
     for num_new in (1, 9):

@@ -4,7 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from pipeline.models.delta_net import Heads, delta_rule
+from pipeline.generation.cache import CachedDelta, PromptDelta
+from pipeline.models.delta_net import Heads, convolution, delta_rule
+from pipeline.models.partition import Partition
 
 ROWS, HEADS, VALUES = 2, 2, 2  # rows, key heads, value heads of each
 KEY_DIM, VALUE_DIM = 6, 10
@@ -53,6 +55,42 @@ def test_chunks_equal_the_recurrence(borders: str, key_noise: float, decay: floa
     if len(starts[0]) > 1:
         segments[segments == segments.max(axis=1, keepdims=True)] = 0
     heads = random_heads(length, key_noise, decay)
-    got = jax.jit(delta_rule)(segments, heads)
+    got, _ = jax.jit(delta_rule)(segments, heads)
     expected = recurrence(segments, heads)
     assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_prompts_and_steps_after_them_equal_whole_rows() -> None:
+    """Wherever the prompt ends; a row that is not active keeps its state."""
+    length, num_taps = 150, 4
+    heads = random_heads(length, 10.0, 0.1)
+    x = np.random.default_rng(1).normal(size=(ROWS, length, HEADS, KEY_DIM)).astype("float32")
+    taps = np.random.default_rng(2).normal(size=(HEADS, KEY_DIM, 1, num_taps)).astype("float32")
+    ones, partition = np.ones((ROWS, length), np.int32), Partition()
+    expected, convolved = recurrence(ones, heads), convolution(x, taps, ones)
+    step = jax.jit(lambda cache, is_active, *inputs: _stepped(CachedDelta(cache, is_active), taps, *inputs))
+    for ends in ([1, 150], [3, 64], [65, 128], [2, 149]):
+        prompt = PromptDelta(np.array(ends))
+        segments = (np.arange(length) < np.array(ends)[:, None]).astype("int32")
+        for name in "qkv":
+            prompt.convolved(name, x, taps, segments)
+        outputs = prompt.outputs(segments, heads, partition)
+        cache, positions = prompt.cache, np.array(ends)
+        for row, end in enumerate(ends):
+            np.testing.assert_allclose(outputs[row, :end], expected[row, :end], atol=1e-5)
+        while (is_active := positions < length).any() and positions.min() < min(ends) + 9:
+            at = np.arange(ROWS), np.minimum(positions, length - 1)
+            inputs = jax.tree.map(lambda values, at=at: values[at][:, None], (x, heads))
+            before, (latest, out, cache) = cache, step(cache, is_active, *inputs)
+            for row in np.flatnonzero(is_active):
+                np.testing.assert_allclose(latest[row, 0], convolved[row, positions[row]], atol=1e-5)
+                np.testing.assert_allclose(out[row, 0], expected[row, positions[row]], atol=1e-5)
+            for row in np.flatnonzero(~is_active):
+                assert all((new[row] == old[row]).all() for new, old in zip(cache, before, strict=True))
+            positions += is_active
+
+
+def _stepped(layer: CachedDelta, taps: np.ndarray, x: jax.Array, heads: Heads) -> tuple:
+    segments = np.ones((ROWS, 1), np.int32)
+    latest = [layer.convolved(name, x, taps, segments) for name in "qkv"][-1]
+    return latest, layer.outputs(segments, heads, Partition()), layer.cache
