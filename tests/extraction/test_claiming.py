@@ -41,7 +41,7 @@ def overrides(tmp_path_factory, compilation_cache) -> list[str]:
         f"data.path={text}",
         "batch.rows=4",
         "batch.length=64",
-        "capture.layers=[1,3]",
+        "capture.layers=[0,1]",
         "capture.sites=[resid_post,attn_out]",
         "store.shard_mib=0.125",
         "run.metrics_interval_s=0.2",

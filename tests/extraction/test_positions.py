@@ -26,7 +26,7 @@ from pipeline.store.read.reader import DocumentActivations
 from pipeline.store.write.deleting import delete_store
 from tests.jobs import assert_same_store, committed, run, run_and_signal, run_processes, write_text
 
-KEYS = [(1, "resid_post"), (3, "attn_out")]
+KEYS = [(0, "resid_post"), (1, "attn_out")]
 OUTPUTS = ["capture.outputs=[loss,entropy,top_logprobs]", "capture.top_logprobs=3"]
 
 TOKENIZER = load_tokenizer(str(composing.PACKAGE / "assets" / "tiny-qwen2"))
@@ -50,7 +50,7 @@ def overrides(tmp_path_factory) -> list[str]:
         "data.num_streams=2",
         "batch.rows=4",
         "batch.length=128",
-        "capture.layers=[1,3]",
+        "capture.layers=[0,1]",
         "capture.sites=[resid_post,attn_out]",
         "capture.dtype=float32",
         "model.dtype=float32",
@@ -90,7 +90,7 @@ def test_attention_patterns_of_selected_tokens(overrides, tmp_path, capsys):
     assert verify_store(store.path) == []
     for number in store.documents["document"].unique().to_pylist():
         document = store.document(number)
-        for layer in (1, 3):
+        for layer in (0, 1):
             pattern = document.activations[f"blocks.{layer}.attn_pattern"].reshape(len(document.places), 4, 128)
             np.testing.assert_allclose(pattern.sum(axis=-1), 1, atol=1e-5)
             seen = np.arange(128) <= document.positions[:, None, None]  # of its window, wherever that is in its row
@@ -99,7 +99,7 @@ def test_attention_patterns_of_selected_tokens(overrides, tmp_path, capsys):
             np.testing.assert_allclose(entropy, document.activations[f"blocks.{layer}.attn_entropy"], atol=1e-4)
     assert export([f"store.path={store.path}", f"export.path={tmp_path / 'export'}"]) == 2
     assert (
-        "TransformerLens calls blocks.1.attn_pattern and its entropy blocks.1.attn.hook_pattern"
+        "TransformerLens calls blocks.0.attn_pattern and its entropy blocks.0.attn.hook_pattern"
         in capsys.readouterr().err
     )
 
@@ -222,7 +222,7 @@ def test_zarr_reads_what_is_selected(every):
     group = zarr.open_group(every.path)
     row = int(every.rows[0])
     selected, tokens = group["selected"][row], group["tokens"][row]
-    assert group["blocks.1.resid_post"].metadata.dimension_names == ("row", "selection", "feature")
+    assert group["blocks.0.resid_post"].metadata.dimension_names == ("row", "selection", "feature")
     np.testing.assert_array_equal(tokens[selected[selected >= 0]], every.read_tokens(row).tokens[selected >= 0])
 
 

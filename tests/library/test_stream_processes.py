@@ -15,14 +15,14 @@ from pipeline.store import Batch
 from tests.jobs import ROOT, assert_same_store, free_port, read_until, run_here, write_text
 from tests.token_batches import arrays, tokens_of
 
-KEYS = ["blocks.2.resid_post", "blocks.4.resid_post"]
+KEYS = ["blocks.0.resid_post", "blocks.1.resid_post"]
 SIZE = 100
 
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory) -> list[str]:
     text = write_text(tmp_path_factory.mktemp("text"), files=3, documents=40, max_characters=1500)
-    data = ["data=demo", f"data.path={text}", "data.num_streams=2", "model=tiny", "capture.layers=[2,4]"]
+    data = ["data=demo", f"data.path={text}", "data.num_streams=2", "model=tiny", "capture.layers=[0,1]"]
     return [*data, "batch.rows=4", "batch.length=128", "store.shard_mib=0.25", "run.progress=false"]
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from pipeline.core.errors import EXIT_INVALID, ConfigError
 from pipeline.planning.slice.chips import CHIPS, parse_slice
-from pipeline.planning.slice.compile_check import Program, largest_power, slice_devices
+from pipeline.planning.slice.compile_check import largest_power, slice_devices
+from pipeline.step.device_memory import DeviceMemory
 from scripts.bench.published_shapes import write_shapes
 from tests.conftest import MEASURED
 from tests.jobs import ROOT, run, run_program, write_text
@@ -224,7 +225,7 @@ def test_largest_power(most: int) -> None:
 
 
 def test_activations_of_steps_in_flight_stay_on_the_chip() -> None:
-    program = Program("xla", None, 100, 10, 50, 155, {}, 1.0)
+    program = DeviceMemory(argument_bytes=100, output_bytes=10, temporary_bytes=50, peak_bytes=155)
     assert program.resident_bytes(1) == 160
     assert program.resident_bytes(4) == 190
     assert CHIPS["v5e"].hbm_bytes > 190

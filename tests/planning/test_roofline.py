@@ -129,7 +129,7 @@ def test_small_shards_on_local_disks_get_no_advice() -> None:
 
 def test_few_selected_tokens_cost_less_than_a_byte_a_slot() -> None:
     """256 bytes for each row of 512 tokens."""
-    program = Program("xla", None, 0, 0, 0, 0, {}, 0.0, computed_twice=3)
+    program = Program(0, 0, 0, 0, "xla", None, {}, 0.0, computed_twice=3)
     last = ["capture.positions=last", "capture.per_row=1", "capture.layers=[1]", "batch.length=512"]
     config = composing.compose(["topology=v5e-4", "data.path=/nowhere", "store.path=/nowhere", *last])
     model = open_model(config.model.path, revision=None, init="random", seed=0)
