@@ -278,7 +278,12 @@ def test_the_devices_hold_what_is_planned_for_the_stream_and_its_training(stream
     assert weights <= memory.argument_bytes < 1.01 * weights + 4 * 128 * 12 + 1024
     assert memory.resident_bytes(3) == memory.resident_bytes(1) + 2 * memory.output_bytes
     planned = batches.device_bytes + 2 * training_bytes  # while a step makes the new ones
-    assert weights + training_bytes + SIZE * 512 <= weights + most <= planned < 2 * (weights + most) + memory.temporary_bytes
+    assert (
+        weights + training_bytes + SIZE * 512
+        <= weights + most
+        <= planned
+        < 2 * (weights + most) + memory.temporary_bytes
+    )
 
 
 def test_memory_that_is_reserved_is_not_the_streams(overrides, monkeypatch):

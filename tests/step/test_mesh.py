@@ -63,6 +63,7 @@ from pipeline.cluster.sharding import make_mesh, put_rows, row_sharding
 from pipeline.step.compiled_step import compile_step
 from tests.specs import step_spec
 from pipeline.models import token_outputs
+from pipeline.models.checkpoints.loading import abstract_params
 from pipeline.models.head import Head
 from pipeline.models.sae import encoding
 from pipeline.models.sae.params import load_params, params_bytes
@@ -88,10 +89,17 @@ batch = {
     "positions": np.repeat(np.array([[*range(9), *range(12), 0, 0, 0]], np.int32), 8, axis=0),
 }
 
+loaded = {}
+
 def outputs(name, tensor, fsdp, devices=None, with_int8=False):
     model, keys = MODELS[name], KEYS[name]
     partition = Partition(make_mesh(tensor, devices), fsdp)
-    params = model.load(keys, "float32", partition.leaf_sharding, with_int8=with_int8)
+    if name == "dense" or devices:
+        params = model.load(keys, "float32", partition.leaf_sharding, with_int8=with_int8)
+        loaded[name, with_int8] = params
+    else:  # those of one device, divided: the same values in less time
+        shapes = abstract_params(model.leaves(keys), "float32", partition.leaf_sharding, with_int8)
+        params = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), loaded[name, with_int8], shapes)
     # without statistics where their sums along a tensor axis would be fused with those of the layers
     spec = step_spec(model, keys, rows=8, length=24, dtype="float32", statistics=tensor == 1)
     step = compile_step(model, spec, params, partition)
