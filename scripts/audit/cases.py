@@ -73,6 +73,7 @@ CASES: Mapping[str, Case] = {
     "Gemma-2-9B 1x8192 v6e-64": _extract("Gemma-2-9B", "v6e-64", 64, 8192, "capture.layers=[20]"),
     "Qwen3-30B-A3B 4x2048 v5e-64": _extract("Qwen3-30B-A3B", "v5e-64", 256, 2048, _ROUTED),
     "Mixtral-8x7B 4x2048 v6e-64": _extract("Mixtral-8x7B", "v6e-64", 256, 2048, "capture.layers=[16]"),
+    "gpt-oss-20b 4x2048 v6e-64": _extract("gpt-oss-20b", "v6e-64", 256, 2048, _ROUTED.replace("24", "12")),
     "7B generate v5e:8x8, auto": _generate(),
     "7B generate v5e:8x8, fsdp": _generate("model.weights=fsdp"),
     "0.5B, 2 layers, fsdp, 2x512 v5e-4": _extract(

@@ -27,6 +27,15 @@ _MIXTRAL = {
     **{"model_type": "mixtral", "vocab_size": 32000, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
     **{"rope_theta": 1e6, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
 }
+_GPT_OSS = {
+    **{"model_type": "gpt_oss", "vocab_size": 201088, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+    **{"rope_theta": 150000, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128},
+    **{"num_local_experts": 32, "num_experts_per_tok": 4, "attention_bias": True, "swiglu_limit": 7.0},
+    "rope_scaling": {
+        **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        "original_max_position_embeddings": 4096,
+    },
+}
 _ORDER = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 SHAPES = {
     "Qwen2.5-0.5B": _QWEN2
@@ -40,6 +49,7 @@ SHAPES = {
     "Gemma-2-2B": _GEMMA2 | {"num_key_value_heads": 4} | dict(zip(_ORDER, (2304, 9216, 8, 26), strict=True)),
     "Gemma-2-9B": _GEMMA2 | {"num_key_value_heads": 8} | dict(zip(_ORDER, (3584, 14336, 16, 42), strict=True)),
     "Qwen3-30B-A3B": _QWEN3_MOE | dict(zip(_ORDER, (2048, 6144, 32, 48), strict=True)),
+    "gpt-oss-20b": _GPT_OSS | dict(zip(_ORDER, (2880, 2880, 64, 24), strict=True)),
     "Mixtral-8x7B": _MIXTRAL | dict(zip(_ORDER, (4096, 14336, 32, 32), strict=True)),
 }
 
