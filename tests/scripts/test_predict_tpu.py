@@ -16,6 +16,7 @@ PARAMETERS_IN_BILLIONS = {  # of the models' cards, without the head where it is
     "Gemma-2-2B": 2.61,
     "Gemma-2-9B": 9.24,
     "Qwen3-30B-A3B": 30.2,
+    "gpt-oss-20b": 20.3,
     "Mixtral-8x7B": 46.6,
 }
 
