@@ -62,6 +62,7 @@ class StoreInvalid(StoreError):
     """What is at the store's path is not a sound store of this version. A retry finds the same."""
 
     exit_code = EXIT_INVALID
+    was_read_again = False  # a few times, to the same end
 
 
 class StoreMismatch(StoreError):

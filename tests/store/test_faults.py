@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from pipeline.core.errors import StoreError
+from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.metadata import read_metadata
 from pipeline.store.io.storage import Storage, StorageOptions
@@ -79,6 +80,15 @@ def test_a_root_that_seems_missing_at_first_is_found(is_planned, times, s3):
     found = read_metadata(path) if is_planned else StoreWriter.open(path, expected, layout()).metadata
     assert found == expected
     assert s3.faults.total() == times
+
+
+def test_where_there_is_no_store_the_root_is_asked_for_a_few_times(s3, monkeypatch):
+    monkeypatch.setattr("pipeline.store.io.storage._REREAD_DELAYS_S", (0.0,) * 4)
+    path = f"{new_bucket('s3', s3.backend)}/store"
+    s3.reset()
+    with pytest.raises(StoreInvalid, match="no activation store"):
+        ActivationStore.open(path)
+    assert s3.requests["GET", "store/zarr.json"] == 5
 
 
 @pytest.mark.slow

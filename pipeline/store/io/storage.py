@@ -138,16 +138,19 @@ class KeyValueStore:
 
     def retry_read(self, read: Callable[[], T]) -> T:
         """What `read` returns. While it raises StoreInvalid, it is called again, a few times: a service may answer with
-        half an object, or with none, and be right the next time.
+        half an object, or with none, and be right the next time. Within another such call only that one repeats.
         """
         delays_s = None
         while True:
             try:
                 return read()
-            except StoreInvalid:
+            except StoreInvalid as error:
+                if error.was_read_again:
+                    raise
                 is_settled = not self.is_remote or self._hub is not None  # a commit does not change
                 delays_s = delays_s or iter(_SETTLED_REREAD_DELAYS_S if is_settled else _REREAD_DELAYS_S)
                 if (delay_s := next(delays_s, None)) is None:
+                    error.was_read_again = True
                     raise
                 time.sleep(delay_s)
 
