@@ -44,7 +44,7 @@ SELECTIONS = {
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory) -> list[str]:
-    text = write_text(tmp_path_factory.mktemp("text"), files=3, documents=12)
+    text = write_text(tmp_path_factory.mktemp("text"), files=3, documents=8)
     return [
         f"data.path={text}",
         "data.num_streams=2",

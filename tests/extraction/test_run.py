@@ -31,7 +31,7 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"), files=2, documents=40)
+    return write_text(tmp_path_factory.mktemp("text"), files=2, documents=24)
 
 
 def job_config(text, store, *overrides):
