@@ -3,13 +3,22 @@
 from collections.abc import Sequence
 
 from pipeline.core.sites import ActivationKey
+from pipeline.models.architecture import LayerBlocks
 from pipeline.models.registry import Model
+from pipeline.models.weight_specs import layer_steps
 from pipeline.step.spec import StepSpec
+
+_DENSE, _SPARSE = (
+    {site for step in layer_steps(LayerBlocks(False, is_sparse)).values() for site in step.sites}
+    for is_sparse in (False, True)
+)
+SPARSE_SITES = _SPARSE - _DENSE
+"""Those that only sparse layers have."""
 
 
 def step_spec(
     model: Model, keys: Sequence[ActivationKey], *, rows: int, length: int, dtype: str, **others: object
 ) -> StepSpec:
     """Of a step of `model` that captures `keys`; `others` are StepSpec's other fields."""
-    widths = tuple(model.width(key.site, length) for key in keys)
+    widths = tuple(model.width(key, length) for key in keys)
     return StepSpec(keys=tuple(keys), widths=widths, rows=rows, length=length, dtype=dtype, **others)

@@ -54,6 +54,11 @@ Other families mean the same by these names, but for:
   `router_indices`, which are stored as int32. `mlp_out` is their sum by `router_weights`, and includes the
   expert that all tokens share. TransformerLens has none of these hooks but `hook_expert_indices`. DeepSeek-V3 chooses
   experts by the sigmoids of `router_logits` plus corrections; `router_weights` are without the corrections.
+* Experts beside an MLP (Gemma 4's, where it has experts): all sites of both. `mlp_in` is what the MLP reads; the router
+  and the experts read the stream through norms of their own. `mlp_out` is what both add.
+* Keys of another layer (the last layers of Gemma 4's small models): there is no `k` and `v`, since the layer attends to
+  an earlier one's. `resid_post` is after the token's vector for the layer was added, and after the layer's scale; heads
+  of global layers may be wider, and fewer of `k` and `v`, than those of local layers.
 * Gated DeltaNet (Qwen3.5, Qwen3-Next): a layer with one in place of attention has no `q`, `k`, `v`, `attn_entropy`,
   `attn_pattern`, `attn_z` and `head_out`; `attn_in` and `attn_out` are what it reads and adds. In the layers with
   attention `attn_z` is after each head's gate, so that `head_out` still adds up to `attn_out`.

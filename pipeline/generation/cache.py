@@ -39,10 +39,17 @@ class CachedLayer:
         sinks: Float[Array, " N"] | None = None,
     ) -> Float[Array, "B T N W"]:
         """`Attend` with the cache's keys before the row's only position."""
-        keys, values = self.cache = tuple(
+        self.cache = tuple(
             put_at(cache, jnp.einsum("BTKH->BKTH", new), self._positions, axis=1)
             for cache, new in zip(self.cache, (k, v), strict=True)
         )
+        return self.attend_again(q, k, v, segments, spec, sinks)
+
+    def attend_again(
+        self, q: Array, k: Array, v: Array, segments: Array, spec: AttentionSpec, sinks: Array | None = None
+    ) -> Float[Array, "B T N W"]:
+        """The same in a later layer, which attends to this one's keys and values."""
+        keys, values = self.cache
         distances = self._positions[:, None] - jnp.arange(keys.shape[2])
         visible = distances >= 0
         if spec.window is not None:

@@ -34,8 +34,8 @@ from pipeline.step.compiler import compiler_options, matmul_precision
 class State(NamedTuple):
     """All rows, on the devices. Rows are divided along `data`, key-value heads along `tensor`."""
 
-    # Of each layer keys and values, or what its DeltaNet keeps.
-    caches: tuple[tuple[Float[Array, "B K S H"], Float[Array, "B K S W"]] | DeltaCache, ...]
+    # Of each layer keys and values, or what its DeltaNet keeps; None where it attends to another layer's keys.
+    caches: tuple[tuple[Float[Array, "B K S H"], Float[Array, "B K S W"]] | DeltaCache | None, ...]
     activations: tuple[Float[Array, "B S D"], ...]  # in the order of the captured keys
     tokens: Int32[Array, " B"]  # each row's latest, not yet run through the layers
     positions: Int32[Array, " B"]  # of those
@@ -86,8 +86,14 @@ class Decoding:
 
         def cached(layer: int, site: Site) -> Float[Array, "R K S H"]:
             """Zeros after the prompt: a NaN of the row's previous completion, though masked, would make sums NaN."""
-            heads = captured[ActivationKey(layer, site)].reshape(*order.shape, arch.num_kv_heads, -1)
+            num_kv_heads = arch.with_sizes_of(layer).num_kv_heads
+            heads = captured[ActivationKey(layer, site)].reshape(*order.shape, num_kv_heads, -1)
             return jnp.pad(jnp.einsum("RPKH->RKPH", heads), ((0, 0), (0, 0), (0, spec.max_new_tokens), (0, 0)))
+
+        def cache(layer: int) -> tuple[Array, Array] | DeltaCache | None:
+            if arch.keys_of(layer) is not None:
+                return None
+            return layers[layer].cache if self._is_delta(layer) else (cached(layer, Site.k), cached(layer, Site.v))
 
         last = jnp.take_along_axis(captured[FINAL_NORM], jnp.maximum(new.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
         random = document_keys(spec.sampling.seed, new.numbers[:, 0], new.numbers[:, 1])
@@ -95,10 +101,7 @@ class Decoding:
         tokens = sample(logits(self.model.head, params, last), random, counts - 1, spec.sampling)
         has_ended = self._is_last(tokens, counts)
         values = State(
-            caches=tuple(
-                each.cache if self._is_delta(layer) else (cached(layer, Site.k), cached(layer, Site.v))
-                for layer, each in enumerate(layers)
-            ),
+            caches=tuple(map(cache, range(arch.num_layers))),
             activations=tuple(captured[key].astype(spec.dtype) for key in spec.keys),
             tokens=tokens,
             positions=new.lengths,
@@ -126,12 +129,14 @@ class Decoding:
         """Runs each row's latest token through the model, which gives the next. Of a row that is not active, only the
         latest position is computed again, and with DeltaNets nothing is kept of that, since their states have it."""
         spec = self.spec
-        layers = [
-            CachedDelta(cache, state.is_active) if self._is_delta(layer) else CachedLayer(*cache, state.positions)
-            for layer, cache in enumerate(state.caches)
+        layers = [self._cached(cache, state) for cache in state.caches]
+        keys_of = [self.model.arch.keys_of(layer) for layer in range(self.model.num_layers)]
+        attend = [
+            each if source is None else layers[source].attend_again
+            for each, source in zip(layers, keys_of, strict=True)
         ]
         tokens = state.tokens[:, None]
-        captured = self._apply(params, tokens, jnp.ones_like(tokens), state.positions[:, None], layers)
+        captured = self._apply(params, tokens, jnp.ones_like(tokens), state.positions[:, None], attend)
         sampled = sample(
             logits(self.model.head, params, captured[FINAL_NORM][:, 0]), state.keys, state.counts, spec.sampling
         )
@@ -141,7 +146,7 @@ class Decoding:
         has_ended = state.has_ended | self._is_last(sampled, counts)
         place = jnp.arange(spec.max_new_tokens) == state.counts[:, None]
         return State(
-            caches=tuple(layer.cache for layer in layers),
+            caches=tuple(layer and layer.cache for layer in layers),
             activations=tuple(
                 put_at(kept, self._of_active(state, captured[key].astype(spec.dtype), kept), state.positions, axis=0)
                 for kept, key in zip(state.activations, spec.keys, strict=True)
@@ -161,16 +166,20 @@ class Decoding:
         arch, mesh, spec = self.model.arch, self.partition.mesh, self.spec
         shape = partial(_shape, row_sharding(mesh), spec.rows)
         heads = NamedSharding(mesh, PartitionSpec("data", "tensor"))
-        keys_and_values = tuple(
-            _shape(heads, spec.rows, arch.num_kv_heads, spec.length, width, dtype=dtype)
-            for width in (arch.head_dim, arch.value_dim)
-        )
-        widths = [self.model.width(key.site, spec.length) for key in spec.keys]
+
+        def cache(layer: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct] | DeltaCache | None:
+            if self._is_delta(layer):
+                return self._delta_shapes(dtype)
+            sizes = arch.with_sizes_of(layer)
+            keys_and_values = tuple(
+                _shape(heads, spec.rows, sizes.num_kv_heads, spec.length, width, dtype=dtype)
+                for width in (sizes.head_dim, sizes.value_dim)
+            )
+            return keys_and_values if arch.keys_of(layer) is None else None
+
+        widths = [self.model.width(key, spec.length) for key in spec.keys]
         return State(
-            caches=tuple(
-                self._delta_shapes(dtype) if self._is_delta(layer) else keys_and_values
-                for layer in range(arch.num_layers)
-            ),
+            caches=tuple(map(cache, range(arch.num_layers))),
             activations=tuple(
                 _shape(activation_sharding(mesh, width), spec.rows, spec.length, width, dtype=spec.dtype)
                 for width in widths
@@ -196,6 +205,12 @@ class Decoding:
                 dtype=jnp.float32,
             ),
         )
+
+    def _cached(self, cache: tuple[Array, Array] | DeltaCache | None, state: State) -> CachedLayer | CachedDelta | None:
+        if cache is None:
+            return None
+        is_delta = isinstance(cache, DeltaCache)
+        return CachedDelta(cache, state.is_active) if is_delta else CachedLayer(*cache, state.positions)
 
     def _is_delta(self, layer: int) -> bool:
         return self.model.arch.blocks(layer).is_delta

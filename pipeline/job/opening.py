@@ -13,6 +13,7 @@ from pipeline.cluster.devices import topology
 from pipeline.cluster.topology import Topology
 from pipeline.config.schema import ArcData, RunConfig, StoreConfig
 from pipeline.core.errors import ConfigError
+from pipeline.core.sites import ActivationKey, Site
 from pipeline.data.arc.grading import GRADES
 from pipeline.data.demand import shortfall
 from pipeline.data.documents import Cursor, Source
@@ -27,6 +28,7 @@ from pipeline.job.manifests import JobManifest
 from pipeline.job.revisions import model_revision, with_commit
 from pipeline.models.leaves import num_params
 from pipeline.models.registry import Model, open_model
+from pipeline.models.weight_specs import has_site
 from pipeline.planning.encoders import Encoder, open_encoders
 from pipeline.planning.plan import Plan, StoredGeometry, make_plan
 from pipeline.store.format.block_table import NO_BLOCKS, BlockTable, StreamBlocks
@@ -237,10 +239,18 @@ def open_storage(config: StoreConfig) -> Storage:
     )
 
 
+def _widths(model: Model, site: Site, length: int) -> str:
+    """A site's width; those of all layers where they differ."""
+    layers = (
+        [layer for layer in range(model.num_layers) if has_site(model.arch, layer, site)] if site.per_layer else [-1]
+    )
+    return " or ".join(map(str, sorted({model.width(ActivationKey(layer, site), length) for layer in layers})))
+
+
 def print_plan(config: RunConfig) -> None:
     """Prints what a run would do on this machine's devices. Reads only headers, and writes nothing."""
     job = open_job(config)
-    sites = ", ".join(f"{site} {job.model.width(site, config.batch.length)}" for site in job.model.sites)
+    sites = ", ".join(f"{site} {_widths(job.model, site, config.batch.length)}" for site in job.model.sites)
     step = job.plan.step
     parameters = num_params(job.model.leaves(step.forward_keys, with_head=bool(step.head_outputs)))
     flops = job.model.flops_per_token(step.forward_keys, step.length, head_share=step.head_share) + step.encoder_flops

@@ -7,10 +7,10 @@ Shape letters, here and in every file of this package:
     stack, E experts, A experts of a token, M MLP dim of an expert, U MLP dim of the shared expert; W head dim of
     values (H, but in latent attention), and of latent attention Q rank of queries, Z rank of keys and values, R
     rotating dims of a head, X = H - R + W; of DeltaNet J key heads, O value heads of each, k and v dims of a key and of
-    a value head, c taps of the convolutions
+    a value head, c taps of the convolutions; p dims of a token's vector for a layer
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -44,6 +44,8 @@ class Axis(StrEnum):
     delta_key_dim = "k"
     delta_value_dim = "v"
     delta_taps = "c"
+    layers = "L"
+    layer_input = "p"
     one = "I"
 
 
@@ -56,6 +58,7 @@ class RopeKind(StrEnum):
     dynamic = "dynamic"
     yarn = "yarn"
     longrope = "longrope"
+    proportional = "proportional"
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,13 @@ class LongRope(ScaledRope):
     """
 
     short_factors: tuple[float, ...] = ()  # which stretch each pair of dimensions
+
+
+@dataclass(frozen=True)
+class ProportionalRope(Rope):
+    """One whose slowest pairs of dimensions do not rotate. Frequencies are those of a head that rotates as a whole."""
+
+    rotating: float = 1.0  # share of the pairs
 
 
 class Norm(StrEnum):
@@ -157,11 +167,33 @@ class DeltaNet:
     num_taps: int  # of the causal convolutions of queries, keys and values
 
 
+@dataclass(frozen=True)
+class GlobalHeads:
+    """The heads of global layers, where those of local layers differ from them."""
+
+    head_dim: int
+    num_kv_heads: int
+    keys_are_values: bool  # values are the projected keys, before these are normed and rotate
+
+
+@dataclass(frozen=True)
+class SharedKeys:
+    """The last layers have no keys and values: they attend to those of the latest layer that has, and is local or
+    global as they are."""
+
+    num_layers: int
+    d_mlp: int  # of their MLPs
+
+
 class LayerBlocks(NamedTuple):
     """Which blocks a layer has. Layers that have the same have weights of the same shapes."""
 
     is_delta: bool  # a gated DeltaNet; else attention
     is_sparse: bool  # a mixture of experts; else one MLP
+    has_both: bool = False  # an MLP beside the mixture
+    has_global_heads: bool = False
+    keys_are_values: bool = False
+    keys_of: int | None = None  # the layer whose keys and values it attends to; None: it has its own
 
 
 class LayerKind(NamedTuple):
@@ -205,6 +237,11 @@ class GroupedExperts(Experts):
 
 
 @dataclass(frozen=True)
+class ExpertsBesideMlp(Experts):
+    """Gemma 4's: an MLP and experts read the same stream, each through norms of its own, and are added."""
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A transformer. The defaults are those of a LLaMA; its weights determine which norms, biases and gates it has."""
 
@@ -235,6 +272,10 @@ class Architecture:
     latent: LatentAttention | None = None
     num_ignored_layers: int = 0  # after the last: they predict further tokens, and are not read
     delta: DeltaNet | None = None  # None: all layers have attention
+    global_heads: GlobalHeads | None = None  # None: all layers have the same
+    shared_keys: SharedKeys | None = None  # None: all layers have keys and values
+    norms_values: bool = False  # without a weight
+    layer_inputs: int = 0  # dims of the vectors that a token has for each layer, which adds it; 0: there are none
 
     @property
     def value_dim(self) -> int:
@@ -263,7 +304,35 @@ class Architecture:
     def blocks(self, layer: int) -> LayerBlocks:
         is_delta = self.delta is not None and self.delta.pattern[layer] == "D"
         is_sparse = self.experts is not None and self.experts.pattern[layer] == "S"
-        return LayerBlocks(is_delta, is_sparse)
+        has_global_heads = self.global_heads is not None and not self.is_local(layer)
+        return LayerBlocks(
+            is_delta,
+            is_sparse,
+            has_both=is_sparse and isinstance(self.experts, ExpertsBesideMlp),
+            has_global_heads=has_global_heads,
+            keys_are_values=has_global_heads and self.global_heads.keys_are_values,
+            keys_of=self.keys_of(layer),
+        )
+
+    def keys_of(self, layer: int) -> int | None:
+        """The layer whose keys and values a layer attends to; None: it has its own."""
+        first = self.num_layers - (self.shared_keys.num_layers if self.shared_keys else 0)
+        if layer < first:
+            return None
+        return first - 1 if self.local is None else self.local.pattern.rindex(self.local.pattern[layer], 0, first)
+
+    def with_sizes_of(self, layer: int) -> "Architecture":
+        """One whose heads and MLP have the sizes of the layer's."""
+        arch, blocks = self, self.blocks(layer)
+        if blocks.has_global_heads:
+            arch = replace(arch, head_dim=self.global_heads.head_dim, num_kv_heads=self.global_heads.num_kv_heads)
+        return arch if blocks.keys_of is None else replace(arch, d_mlp=self.shared_keys.d_mlp)
+
+    @property
+    def all_sizes(self) -> "list[Architecture]":
+        """`with_sizes_of` layers, of those that are alike one."""
+        layers = {self.blocks(layer)._replace(is_sparse=False): layer for layer in range(self.num_layers)}
+        return [self.with_sizes_of(layer) for layer in layers.values()]
 
     def axis_size(self, axis: Axis) -> int:
         experts = self.experts or Experts("", 0, 0, 0, False)
@@ -292,6 +361,8 @@ class Architecture:
             Axis.delta_key_dim: delta.key_dim,
             Axis.delta_value_dim: delta.value_dim,
             Axis.delta_taps: delta.num_taps,
+            Axis.layers: self.num_layers,
+            Axis.layer_input: self.layer_inputs,
             Axis.one: 1,
         }
         return sizes[axis]

@@ -1,6 +1,7 @@
 """The forward pass of a transformer, up to the last captured site.
 
-Letters: B rows, T positions, D model dim, V vocabulary, P learned positions, Y token types.
+Letters: B rows, T positions, D model dim, V vocabulary, P learned positions, Y token types, L layers, p dims of a
+token's vector for a layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from pipeline.models.architecture import Architecture, LayerKind
 from pipeline.models.attention.choosing import Attend
 from pipeline.models.delta_net import Recur, WholeRows, delta_block
 from pipeline.models.experts import experts_block
-from pipeline.models.layers import LayerWeights, Rows, attention_block, mlp_block, norm, norm_if_any
+from pipeline.models.layers import LayerWeights, Rows, attention_block, layer_out, mlp_block, norm, norm_if_any
 from pipeline.models.partition import Partition
 from pipeline.models.rope import RopeTable, rope_table
 from pipeline.models.runs import layer_runs, residual_index
@@ -36,6 +37,9 @@ class Params(TypedDict, total=False):
     type_embed: Float[Array, "Y D"]
     embed_norm: Float[Array, " D"]
     embed_norm_bias: Float[Array, " D"]
+    layer_embed: Float[Array, "V L p"]
+    layer_projection: Float[Array, "L p D"]
+    layer_projection_norm: Float[Array, " p"]
     runs: tuple[LayerWeights, ...]
     final_norm: Float[Array, " D"]
     final_norm_bias: Float[Array, " D"]
@@ -79,23 +83,26 @@ def forward(arch: Architecture, params: Params, batch: Batch, spec: ForwardSpec)
         captured.update(finished)
         return x
 
-    layer = partial(_partitioned_layer, arch, spec.partition, layer_rows(arch, batch, spec.keys))
+    layer = partial(_partitioned_layer, arch, spec.partition)
     residual = spec.partition.residual
+    runs = layer_runs(spec.keys, arch)
     with jax.named_scope("embed"):
         x = residual(embed(arch, params, batch.tokens, batch.positions))
+        inputs = layer_inputs(arch, params, x, batch.tokens, runs[-1].stop) if "layer_embed" in params else None
+        rows = _LayerRows(arch, layer_rows(arch, batch, spec.keys), inputs)
     x = capture(x, _residual_activations(arch, params, x, 0, spec))
     stacks = iter(params["runs"])
-    for run in layer_runs(spec.keys, arch):
+    for run in runs:
         weights = [next(stacks) for _ in run.stacks]
         with jax.named_scope(f"layers_{run.first}_to_{run.stop - 1}"):
             if len(run) == 1:
                 attend = spec.attend if callable(spec.attend) else spec.attend[run.first]
-                x, sites = layer(x, *weights, arch.kind(run.first), attend)
+                x, sites = layer(rows.layer(run.first), x, *weights, arch.kind(run.first), attend)
+                rows.keep(run.first, sites)
                 inner = {ActivationKey(run.first, site): value for site, value in sites.items()}
                 x = capture(x, {key: inner[key] for key in spec.keys if key in inner})
             else:
-                kinds = [[*map(arch.kind, stack)] for stack in run.stacks]
-                x = _scan(partial(layer, attend=spec.attend), x, weights, kinds)
+                x = _scan(partial(layer, attend=spec.attend), x, weights, [*map(rows.stack, run.stacks)])
         x = residual(x)
         x = capture(x, _residual_activations(arch, params, x, run.stop, spec))
     return {key: captured[key] for key in spec.keys}
@@ -109,6 +116,41 @@ def layer_rows(arch: Architecture, batch: Batch, keys: Sequence[ActivationKey]) 
     elif selected is None:
         selected = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
     return Rows(batch.segments, rope_tables(arch, batch.positions), selected)
+
+
+class _Stack(NamedTuple):
+    """What a scan's layers read whose weights are stacked: `rows` and `kind` are the same for all, and those of a layer
+    have its slices of `inputs` and of `kinds`, too."""
+
+    rows: Rows
+    kind: dict[str, bool]
+    inputs: Float[Array, "L B T p"] | None
+    kinds: dict[str, np.ndarray]  # of what differs
+
+
+class _LayerRows:
+    """What each layer reads of the rows, while the layers are computed in turn."""
+
+    def __init__(self, arch: Architecture, rows: Rows, inputs: Float[Array, "L B T p"] | None) -> None:
+        self._arch, self._rows, self._inputs = arch, rows, inputs
+        self._keys: dict[int, tuple[Array, Array]] = {}
+
+    def keep(self, layer: int, sites: dict[Site, Array]) -> None:
+        """Keeps a layer's keys and values, if later layers may attend to them."""
+        if self._arch.shared_keys is not None and self._arch.keys_of(layer) is None and Site.v in sites:
+            self._keys[layer] = sites[Site.k], sites[Site.v]
+
+    def layer(self, layer: int) -> Rows:
+        return self._stack_rows(layer)._replace(layer_input=None if self._inputs is None else self._inputs[layer])
+
+    def stack(self, layers: range) -> _Stack:
+        common, kinds = _kinds_as_data([*map(self._arch.kind, layers)])
+        inputs = None if self._inputs is None else self._inputs[layers.start : layers.stop : layers.step]
+        return _Stack(self._stack_rows(layers[0]), common, inputs, kinds)
+
+    def _stack_rows(self, layer: int) -> Rows:
+        keys_of = self._arch.keys_of(layer)
+        return self._rows if keys_of is None else self._rows._replace(shared=self._keys[keys_of])
 
 
 def _finish_first(
@@ -155,19 +197,20 @@ def _partitioned_layer(
 def _scan(
     layer: Callable[..., tuple[Array, dict[Site, Array]]],
     x: Float[Array, "B T D"],
-    stacks: Sequence[LayerWeights],
-    kinds: Sequence[Sequence[LayerKind]],
+    weights: Sequence[LayerWeights],
+    stacks: Sequence[_Stack],
 ) -> Float[Array, "B T D"]:
     """The stream after a run of layers whose weights are stacked, a layer of each stack after another. What differs
     between the kinds of a stack's layers is data."""
-    common, data = zip(*map(_kinds_as_data, kinds), strict=True)
 
-    def one_period(x: Array, slices: list[tuple[LayerWeights, dict[str, Array]]]) -> tuple[Array, None]:
-        for same, (weights, differing) in zip(common, slices, strict=True):
-            x = layer(x, weights, LayerKind(**same, **differing))[0]
+    def one_period(x: Array, slices: list[tuple[LayerWeights, dict[str, Array], Array | None]]) -> tuple[Array, None]:
+        for stack, (weights, differing, layer_input) in zip(stacks, slices, strict=True):
+            rows = stack.rows._replace(layer_input=layer_input)
+            x = layer(rows, x, weights, LayerKind(**stack.kind, **differing))[0]
         return x, None
 
-    return jax.lax.scan(one_period, x, [*zip(stacks, data, strict=True)])[0]
+    data = [(each, stack.kinds, stack.inputs) for each, stack in zip(weights, stacks, strict=True)]
+    return jax.lax.scan(one_period, x, data)[0]
 
 
 def _kinds_as_data(kinds: Sequence[LayerKind]) -> tuple[dict[str, bool], dict[str, np.ndarray]]:
@@ -203,6 +246,7 @@ def layer_sites(
         sites |= experts_block(read, mlp, arch, partition) if is_sparse else mlp_block(read, mlp, arch)
     if Site.mlp_out in sites:
         stream = norm_if_any(stream + sites[Site.mlp_out], mlp, "sum_norm", arch)
+        stream = layer_out(stream, mlp, arch, rows.layer_input)
     return stream, sites
 
 
@@ -220,12 +264,24 @@ def embed(
     return norm_if_any(x, params, "embed_norm", arch)
 
 
+def layer_inputs(
+    arch: Architecture, params: Params, x: Float[Array, "B T D"], tokens: Int32[Array, "B T"], num_layers: int
+) -> Float[Array, "L B T p"]:
+    """What each of the first layers reads beside the stream: an embedding of the token and a projection of the input of
+    layer 0."""
+    projected = jnp.einsum("BTD,LpD->LBTp", x, params["layer_projection"][:num_layers]) * arch.d_model**-0.5
+    projected = norm(projected, params, "layer_projection_norm", arch)
+    embedded = jnp.moveaxis(params["layer_embed"][tokens, :num_layers], 2, 0) * arch.layer_inputs**0.5
+    return (projected + embedded) * 2**-0.5
+
+
 def rope_tables(arch: Architecture, positions: Int32[Array, "B T"]) -> tuple[RopeTable, RopeTable] | None:
     """The tables of global and of local layers; the same object where they are equal."""
     if arch.rope is None:
         return None
     dim = arch.rotary_dim or arch.head_dim
-    global_table = rope_table(arch.rope, dim, positions)
-    if arch.local is None or arch.local.rope == arch.rope:
+    global_dim = dim if arch.global_heads is None else arch.global_heads.head_dim
+    global_table = rope_table(arch.rope, global_dim, positions)
+    if arch.local is None or (arch.local.rope == arch.rope and global_dim == dim):
         return global_table, global_table
     return global_table, rope_table(arch.local.rope, dim, positions)

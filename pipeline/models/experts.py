@@ -15,9 +15,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pipeline.core.sites import Site
-from pipeline.models.architecture import Architecture, BoundedExperts, Experts, GroupedExperts
+from pipeline.models.architecture import Architecture, BoundedExperts, Experts, ExpertsBesideMlp, GroupedExperts
 from pipeline.models.int8_weights import Int8Weight, with_int8_inputs
-from pipeline.models.layers import Weights, gated, map_parts, mlp_block, mlp_parts, norm_if_any, project
+from pipeline.models.layers import (
+    Weights,
+    gated,
+    map_parts,
+    mlp_block,
+    mlp_parts,
+    norm,
+    norm_if_any,
+    norm_without_weight,
+    project,
+)
 from pipeline.models.partition import Partition
 
 _MAX_BLOCK = 128  # tokens that one product of a loop over experts takes
@@ -48,12 +58,15 @@ def experts_block(
 ) -> dict[Site, Array]:
     """The sites of a sparse layer that there are weights for. `router_indices` are int32, and `expert_out` has the axes
     [A, D]."""
-    x = norm_if_any(x, weights, "norm", arch)
+    stream, x = x, norm_if_any(x, weights, "norm", arch)
     sites = {Site.mlp_in: x}
+    if isinstance(arch.experts, ExpertsBesideMlp):
+        sites |= _dense(stream, weights, arch)
+        x = norm_if_any(stream, weights, "mixture_norm", arch)
     if "router" in weights:
-        sites[Site.router_logits] = _logits(x, weights, arch.experts)
+        sites[Site.router_logits] = _logits(stream if "router_scale" in weights else x, weights, arch)
         route = partial(_route_in_groups if isinstance(arch.experts, GroupedExperts) else _route, experts=arch.experts)
-        corrections = [weights["router_correction"]] if "router_correction" in weights else []
+        corrections = [weights[name] for name in ("router_correction", "router_expert_scale") if name in weights]
         routing = partition.by_rows(route, sites[Site.router_logits], *corrections)
         sites |= {Site.router_weights: routing.weights, Site.router_indices: routing.indices}
     if "experts_down" in weights:
@@ -64,23 +77,37 @@ def experts_block(
         mlp_out = mixed.mixture
         if "shared_down" in weights:
             mlp_out += _shared(x, weights, arch)
+        if Site.mlp_out in sites:
+            mlp_out = sites[Site.mlp_out] + norm(mlp_out, weights, "mixture_post_norm", arch)
         sites |= {Site.expert_out: mixed.outputs, Site.mlp_out: norm_if_any(mlp_out, weights, "post_norm", arch)}
     return sites
 
 
-def _route(logits: Float[Array, "B T E"], experts: Experts) -> _Routing:
-    """The likeliest experts; of equal ones those of lower numbers."""
+def _dense(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict[Site, Array]:
+    """The sites of the MLP beside the experts; `mlp_out` is its part of the layer's."""
+    dense = {name: weights[name] for name in ("norm", "gate", "up", "down") if name in weights}
+    if "down" in weights:
+        dense["post_norm"] = weights["dense_post_norm"]
+    return mlp_block(x, dense, arch)
+
+
+def _route(logits: Float[Array, "B T E"], scale: Float[Array, " E"] | None = None, *, experts: Experts) -> _Routing:
+    """The likeliest experts; of equal ones those of lower numbers. `scale` is that of each expert's weight."""
     if isinstance(experts, BoundedExperts):
         chosen, indices = jax.lax.top_k(logits, experts.per_token)
         return _Routing(indices, jax.nn.softmax(chosen.astype(jnp.float32)).astype(logits.dtype))
     shares, indices = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), experts.per_token)
     if experts.sums_to_one:
         shares /= jnp.sum(shares, axis=-1, keepdims=True)
+    if scale is not None:
+        shares *= scale[indices]
     return _Routing(indices, shares.astype(logits.dtype) if experts.rounds_weights else shares)
 
 
-def _logits(x: Float[Array, "B T D"], weights: Weights, experts: Experts) -> Float[Array, "B T E"]:
-    if isinstance(experts, GroupedExperts):
+def _logits(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> Float[Array, "B T E"]:
+    if "router_scale" in weights:
+        x = norm_without_weight(x, arch) * weights["router_scale"] * arch.d_model**-0.5
+    if isinstance(arch.experts, GroupedExperts):
         x, weights = x.astype(jnp.float32), {"router": weights["router"].astype(jnp.float32)}
     return project(x, weights, "router")
 

@@ -8,7 +8,7 @@ A layer has the norms, biases and gates that its weights contain (the families' 
     gate        of an MLP's neurons; of heads' outputs, by its sigmoid
 
 Letters: B rows, T positions, D model dim, N heads, K key-value heads, H head dim, W head dim of values, F MLP dim,
-R rotating dims, C = 3 for q, k and v.
+R rotating dims, C = 3 for q, k and v, p dims of a token's vector for a layer.
 """
 
 import math
@@ -20,7 +20,7 @@ from typing import NamedTuple, TypedDict
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int32, Num, PyTree
+from jaxtyping import Array, Bool, Float, Float32, Int32, Num, PyTree
 
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Activation, Architecture, BoundedExperts, LatentAttention, LayerKind, Norm
@@ -40,6 +40,9 @@ class Rows(NamedTuple):
     segments: Int32[Array, "B T"]
     ropes: tuple[RopeTable, RopeTable] | None  # of global layers, of local layers
     selected: Int32[Array, "B S"] | None = None  # positions of the queries of `attn_pattern`, or -1; None: not captured
+    # Of the layer at hand: keys and values of an earlier layer, to which it attends, and its input beside the stream.
+    shared: tuple[Float[Array, "B T K H"], Float[Array, "B T K W"]] | None = None
+    layer_input: Float[Array, "B T p"] | None = None
 
 
 class LayerWeights(TypedDict, total=False):
@@ -66,7 +69,7 @@ def norm(x: Array, weights: Weights, key: str, arch: Architecture) -> Array:
     wide = x.astype(jnp.float32)
     if arch.norm is Norm.layer:
         wide -= jnp.mean(wide, axes, keepdims=True)
-    wide *= jax.lax.rsqrt(jnp.mean(jnp.square(wide), axes, keepdims=True) + arch.norm_eps)
+    wide = _normalised(wide, axes, arch)
     match arch.norm:
         case Norm.rms:
             return wide.astype(x.dtype) * scale
@@ -77,6 +80,15 @@ def norm(x: Array, weights: Weights, key: str, arch: Architecture) -> Array:
         case Norm.layer:
             wide = wide * scale + weights[f"{key}_bias"]
     return wide.astype(x.dtype)
+
+
+def _normalised(x: Float32[Array, "*B D"], axes: tuple[int, ...], arch: Architecture) -> Float32[Array, "*B D"]:
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axes, keepdims=True) + arch.norm_eps)
+
+
+def norm_without_weight(x: Float[Array, "*B D"], arch: Architecture) -> Float[Array, "*B D"]:
+    """RMSNorm over the last axis."""
+    return _normalised(x.astype(jnp.float32), (-1,), arch).astype(x.dtype)
 
 
 def norm_if_any(x: Array, weights: Weights, key: str, arch: Architecture) -> Array:
@@ -145,7 +157,7 @@ def attention_block(
     x = norm_if_any(x, weights, "norm", arch)
     sites = {Site.attn_in: x}
     if arch.latent is None:
-        sites |= _heads(x, weights, arch, rows.ropes, kind)
+        sites |= _heads(x, weights, arch, rows, kind)
     else:
         sites |= _latent_heads(x, weights, arch, arch.latent, choose_table(rows.ropes, kind))
     sinks = {"sinks": weights["sinks"]} if "sinks" in weights else {}
@@ -172,16 +184,22 @@ def _heads(
     x: Float[Array, "B T D"],
     weights: Weights,
     arch: Architecture,
-    ropes: tuple[RopeTable, RopeTable] | None,
+    rows: Rows,
     kind: LayerKind,
 ) -> dict[Site, Array]:
-    """The queries, keys and values that there are weights for."""
+    """The queries, keys and values that there are weights for, or that an earlier layer has."""
     sites = _projected(x, weights)
+    if arch.global_heads is not None and arch.global_heads.keys_are_values and not kind.is_local and Site.k in sites:
+        sites[Site.v] = sites[Site.k]
+    if arch.norms_values and Site.v in sites:
+        sites[Site.v] = norm_without_weight(sites[Site.v], arch)
     for site, key in ((Site.q, "q_norm"), (Site.k, "k_norm")):
         if site in sites:
             sites[site] = norm_if_any(sites[site], weights, key, arch)
             if kind.is_rotated is not False:
-                sites[site] = apply_rope(sites[site], choose_table(ropes, kind))
+                sites[site] = apply_rope(sites[site], choose_table(rows.ropes, kind))
+    if rows.shared is not None:
+        sites[Site.k], sites[Site.v] = rows.shared
     return sites
 
 
@@ -296,3 +314,14 @@ def _mlp(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict
         mlp_out = project(sites[Site.mlp_post], weights, "down")
         sites[Site.mlp_out] = norm_if_any(mlp_out, weights, "post_norm", arch)
     return sites
+
+
+@jax.named_scope("layer_out")
+def layer_out(
+    x: Float[Array, "B T D"], weights: Weights, arch: Architecture, layer_input: Float[Array, "B T p"] | None
+) -> Float[Array, "B T D"]:
+    """The stream after what follows a layer's MLP: its token's vector for the layer is added, and all of it scaled."""
+    if "input_gate" in weights:
+        neurons = ACTIVATIONS[arch.activation](project(x, weights, "input_gate")) * layer_input
+        x += norm(project(neurons, weights, "input_out"), weights, "input_norm", arch)
+    return x * weights["layer_scale"] if "layer_scale" in weights else x

@@ -86,6 +86,8 @@ def needed_leaves(arch: Architecture, table: KeyTable, keys: Sequence[Activation
     trunk_steps = {Step.embed, *(Step.final_norm for key in keys if key.site is Site.final_norm)}
     trunk: dict[str, Leaf] = {}
     stacks = [(stack, run.steps(arch, stack[0])) for run in layer_runs(keys, arch) for stack in run.stacks]
+    if any(Step.layer_out in steps for _, steps in stacks):
+        trunk_steps.add(Step.layer_inputs)
     layers: list[dict[str, dict[str, Leaf]]] = [{} for _ in stacks]
     for hf_key, entry in table.items():
         for key in our_keys(entry):
@@ -95,7 +97,8 @@ def needed_leaves(arch: Architecture, table: KeyTable, keys: Sequence[Activation
             for (stack, stack_steps), layer in zip(stacks, layers, strict=True):
                 if steps & stack_steps:
                     block, _, name = key.partition(".")
-                    layer.setdefault(block, {})[name] = make_leaf(arch, key, hf_key, stack, entry)
+                    sizes = arch.with_sizes_of(stack[0])
+                    layer.setdefault(block, {})[name] = make_leaf(sizes, key, hf_key, stack, entry)
     return trunk | {"runs": tuple(layers)}
 
 
@@ -221,17 +224,20 @@ def flops_per_token(
     matrices = sum(_used_size(arch, leaf) for leaf in leaves if leaf.num_inputs)
     runs = layer_runs(keys, arch)
     steps = {layer: run.steps(arch, layer) for run in runs for layer in run.layers}
-    layers = [layer for layer in steps if Step.z in steps[layer]]
-    entropies = [key.layer for key in keys if key.site is Site.attn_entropy]  # whose scores are computed once more
-    attended, again = (
-        sum(length if counts_masked else _mean_keys(arch, layer, length) for layer in some)
-        for some in (layers, entropies)
-    )
-    products = 2 * attended * (arch.head_dim + arch.value_dim) + 2 * again * arch.head_dim
-    by_head = {key.layer for key in keys if key.site is Site.head_out}  # whose projection is one for `attn_out`, too
-    both = sum(Step.o in steps[layer] for layer in by_head)
+    attention, captured = 0, {*keys}
+    for layer in steps:
+        sizes = arch.with_sizes_of(layer)
+        mean_keys = length if counts_masked else _mean_keys(arch, layer, length)
+        if Step.z in steps[layer]:
+            attention += 2 * mean_keys * (sizes.head_dim + sizes.value_dim)
+        if ActivationKey(layer, Site.attn_entropy) in captured:  # whose scores are computed once more
+            attention += 2 * mean_keys * sizes.head_dim
+        if ActivationKey(layer, Site.head_out) in captured and Step.o in steps[layer]:  # one more projection
+            attention += 2 * sizes.value_dim * arch.d_model
     deltas = sum(_delta_flops(arch.delta) for layer in steps if Step.delta in steps[layer])
-    return 2 * matrices + (products + 2 * both * arch.value_dim * arch.d_model) * arch.num_heads + deltas
+    if any(Step.layer_out in steps[layer] for layer in steps):
+        matrices += arch.num_layers * arch.layer_inputs * arch.d_model
+    return 2 * matrices + attention * arch.num_heads + deltas
 
 
 def _delta_flops(delta: DeltaNet) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,9 +23,7 @@ from pipeline.models.head import Head, head_leaf
 from pipeline.models.leaves import LeafTree, WeightBytes, flops_per_token, needed_leaves, weight_bytes
 from pipeline.models.partition import Partition
 from pipeline.models.weight_specs import (
-    ATTENTION_SITES,
-    DENSE_SITES,
-    SPARSE_SITES,
+    LAYER_SITES,
     TENSOR_AXES,
     has_site,
     is_post_norm,
@@ -81,37 +80,38 @@ class Model:
             lacking.add(Site.mlp_pre_linear)
         if "final_norm" not in self._weight_keys:
             lacking.add(Site.final_norm)
-        for site in (*ATTENTION_SITES, *DENSE_SITES, *SPARSE_SITES):
+        for site in LAYER_SITES:
             if not any(has_site(self.arch, layer, site) for layer in range(self.num_layers)):
                 lacking.add(site)
         return tuple(site for site in Site if site not in lacking)
 
-    def width(self, site: Site, length: int = 0) -> int:
-        """The size of a site's last axis; that of `attn_pattern` in rows of `length`."""
-        match site:
+    def width(self, key: ActivationKey, length: int = 0) -> int:
+        """The size of an activation's last axis; that of `attn_pattern` in rows of `length`."""
+        arch = self.arch.with_sizes_of(key.layer) if key.site.per_layer else self.arch
+        match key.site:
             case Site.q:
-                return self.arch.num_heads * self.arch.head_dim
+                return arch.num_heads * arch.head_dim
             case Site.attn_z:
-                return self.arch.num_heads * self.arch.value_dim
+                return arch.num_heads * arch.value_dim
             case Site.k:
-                return self.arch.num_kv_heads * self.arch.head_dim
+                return arch.num_kv_heads * arch.head_dim
             case Site.v:
-                return self.arch.num_kv_heads * self.arch.value_dim
+                return arch.num_kv_heads * arch.value_dim
             case Site.attn_entropy:
-                return self.arch.num_heads
+                return arch.num_heads
             case Site.attn_pattern:
-                return self.arch.num_heads * length
+                return arch.num_heads * length
             case Site.head_out:
-                return self.arch.num_heads * self.arch.d_model
+                return arch.num_heads * arch.d_model
             case Site.mlp_pre | Site.mlp_pre_linear | Site.mlp_post:
-                return self.arch.d_mlp
+                return arch.d_mlp
             case Site.router_logits:
-                return self.arch.experts.num_experts
+                return arch.experts.num_experts
             case Site.router_weights | Site.router_indices:
-                return self.arch.experts.per_token
+                return arch.experts.per_token
             case Site.expert_out:
-                return self.arch.experts.per_token * self.arch.d_model
-        return self.arch.d_model
+                return arch.experts.per_token * arch.d_model
+        return arch.d_model
 
     def hook_name(self, key: ActivationKey) -> str:
         """TransformerLens' name of the same place in this family."""
@@ -150,7 +150,11 @@ class Model:
         steps = {step for blocks in kinds for step in layer_steps(blocks)}
         used = (weight_spec(key) for key in self._weight_keys)
         axes = {axis for spec in used if spec.steps & steps for axis in spec.logical_axes}
-        return {name: self.arch.axis_size(axis) for axis, name in TENSOR_AXES.items() if axis in axes}
+        return {
+            name: math.gcd(*(arch.axis_size(axis) for arch in self.arch.all_sizes))
+            for axis, name in TENSOR_AXES.items()
+            if axis in axes
+        }
 
     def flops_per_token(
         self, keys: Sequence[ActivationKey], length: int, counts_masked: bool = True, head_share: float = 0.0
@@ -223,12 +227,12 @@ class Generation:
     def keys(self, keys: Sequence[ActivationKey] = ()) -> tuple[ActivationKey, ...]:
         """What the forward pass of generation captures: `keys`, the cache's keys and values, and the head's input.
 
-        They, and the stream after each DeltaNet, make each layer a run.
+        They, and the stream after each layer without keys of its own, make each layer a run.
         """
         cached = {
             ActivationKey(layer, site)
             for layer in range(self.model.num_layers)
-            for site in ((Site.resid_post,) if self.model.arch.blocks(layer).is_delta else (Site.k, Site.v))
+            for site in ((Site.k, Site.v) if has_site(self.model.arch, layer, Site.k) else (Site.resid_post,))
         }
         return tuple(sorted({*keys, *cached, FINAL_NORM}))
 

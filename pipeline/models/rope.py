@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from pipeline.models.architecture import LayerKind, LongRope, Rope, RopeKind, RotaryPairs, ScaledRope, YarnRope
+from pipeline.models.architecture import (
+    LayerKind,
+    LongRope,
+    ProportionalRope,
+    Rope,
+    RopeKind,
+    RotaryPairs,
+    ScaledRope,
+    YarnRope,
+)
 
 
 class RopeTable(NamedTuple):
@@ -33,6 +42,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Float32[np.ndarray, " half
         return _llama3(rope, frequencies)
     if isinstance(rope, YarnRope):
         return _yarn(rope, wavelengths, head_dim)
+    if isinstance(rope, ProportionalRope):
+        rotates = np.arange(len(frequencies)) < int(rope.rotating * head_dim // 2)
+        return np.where(rotates, frequencies, np.float32(0)) / np.float32(rope.factor)
     if isinstance(rope, LongRope):
         return 1 / (np.array(rope.short_factors, np.float32) * wavelengths)
     return frequencies

@@ -2,8 +2,8 @@
 
 A run is a sequence of layers that one `lax.scan` computes over weights stacked at load time: layers with the same
 blocks, or a period of differing layers that repeats, as three with a DeltaNet and one with attention. A run ends where
-the residual stream is captured; a layer with a captured site inside is a run of its own. No run contains anything after
-the last captured site.
+the residual stream is captured; a layer with a captured site inside is a run of its own, and so is one to whose keys
+later layers attend. No run contains anything after the last captured site.
 """
 
 from collections.abc import Iterable, Iterator
@@ -72,6 +72,8 @@ def layer_runs(keys: Iterable[ActivationKey], arch: Architecture) -> tuple[Layer
             index = key.layer
         cuts.add(index)
         num_whole = max(num_whole, index)
+    sources = {arch.keys_of(layer) for layer in range(max(cuts))} - {None}
+    cuts |= {layer + after for layer in sources for after in (0, 1)}
     return tuple(
         LayerRun(run.first, run.stop, frozenset(inner[run.first]) if run.stop > num_whole else frozenset(), run.period)
         for first, stop in pairwise(sorted(cuts))

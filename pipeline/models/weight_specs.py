@@ -7,19 +7,21 @@ int8 rounds, and how far a layer is computed (`runs.py`). A family's `KEY_TABLE`
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Architecture, Axis, LayerBlocks
 
 
 class Step(StrEnum):
-    """A step of the forward pass. All but the first and the last two belong to a layer."""
+    """A step of the forward pass. All but the first and the last three belong to a layer."""
 
     embed = "embed"
     attn_in = "attn_in"
     q = "q"
     k = "k"
     v = "v"
+    keys_as_values = "keys_as_values"
     scores = "scores"  # of attention, once more
     z = "z"  # attention proper
     heads = "heads"  # what each head adds
@@ -34,13 +36,15 @@ class Step(StrEnum):
     experts = "experts"
     shared = "shared"
     mix = "mix"  # of the experts' outputs
+    layer_out = "layer_out"  # what follows the MLP
+    layer_inputs = "layer_inputs"  # of all layers
     final_norm = "final_norm"
     head = "head"
 
 
 @dataclass(frozen=True)
 class LayerStep:
-    """The sites that a step of a layer computes, and the steps whose outputs it reads."""
+    """The sites that a step of a layer computes, and the steps whose outputs it reads, where the layer has them."""
 
     sites: frozenset[Site]
     reads: tuple[Step, ...] = ()
@@ -58,6 +62,9 @@ _ATTENTION: Mapping[Step, LayerStep] = {
     Step.o: LayerStep(_MIXED, reads=(Step.z,)),
     Step.mlp_in: LayerStep(frozenset({Site.mlp_in}), reads=(Step.o,)),
 }
+_KEYS_AS_VALUES: Mapping[Step, LayerStep] = {
+    Step.keys_as_values: LayerStep(frozenset({Site.v}), reads=(Step.k,)),
+}
 _DELTA: Mapping[Step, LayerStep] = {
     Step.delta: LayerStep(_MIXED, reads=(Step.attn_in,)),
     Step.mlp_in: LayerStep(frozenset({Site.mlp_in}), reads=(Step.delta,)),
@@ -73,38 +80,51 @@ _SPARSE: Mapping[Step, LayerStep] = {
     Step.router: LayerStep(_ROUTED, reads=(Step.mlp_in,)),
     Step.experts: LayerStep(frozenset({Site.expert_out}), reads=(Step.mlp_in, Step.router)),
     Step.shared: LayerStep(frozenset(), reads=(Step.mlp_in,)),
-    Step.mix: LayerStep(frozenset({Site.mlp_out}), reads=(Step.experts, Step.shared)),
+    Step.mix: LayerStep(frozenset({Site.mlp_out}), reads=(Step.experts, Step.shared, Step.down)),
 }
+_LAYER_OUT: Mapping[Step, LayerStep] = {Step.layer_out: LayerStep(frozenset())}
 
 
-DENSE_SITES, SPARSE_SITES = (
-    tuple(site for step in steps.values() for site in sorted(step.sites) if site is not Site.mlp_out)
-    for steps in (_DENSE, _SPARSE)
+@cache
+def layer_steps(blocks: LayerBlocks) -> Mapping[Step, LayerStep]:
+    """The steps of a sequential layer, whose MLP is gated where it is dense."""
+    steps = _ATTN_IN | (_DELTA if blocks.is_delta else _ATTENTION)
+    steps |= _SPARSE if blocks.is_sparse else _DENSE
+    if blocks.has_both:
+        steps |= _DENSE | {Step.down: LayerStep(frozenset(), reads=(Step.neurons,))}
+    if blocks.keys_are_values:
+        steps |= _KEYS_AS_VALUES
+    lacking = {Step.v} if blocks.keys_are_values else set()
+    if blocks.keys_of is not None:
+        lacking = {Step.k, Step.v, Step.keys_as_values}
+    return {step: spec for step, spec in (steps | _LAYER_OUT).items() if step not in lacking}
+
+
+LAYER_SITES = tuple(
+    {
+        site: None
+        for blocks in (LayerBlocks(False, False), LayerBlocks(True, True))
+        for step in layer_steps(blocks).values()
+        for site in sorted(step.sites)
+    }
 )
-"""Sites that only dense layers have; sites that only sparse layers have."""
-ATTENTION_SITES = tuple(
-    site for step in _ATTENTION.values() for site in sorted(step.sites) if site not in {*_MIXED, Site.mlp_in}
-)
-"""Sites that only layers with attention have."""
+"""The sites inside of layers, some of which some layers lack."""
 
 
 def has_site(arch: Architecture, layer: int, site: Site) -> bool:
     """Whether a layer has a site that some layers of some families lack."""
-    blocks = arch.blocks(layer)
-    lacking = (DENSE_SITES if blocks.is_sparse else SPARSE_SITES) + (ATTENTION_SITES if blocks.is_delta else ())
-    return site not in lacking
+    steps = layer_steps(arch.blocks(layer)).values()
+    return site not in LAYER_SITES or any(site in step.sites for step in steps)
 
 
 def why_lacking(arch: Architecture, layer: int, site: Site) -> str:
     """Why `has_site` is false, for people."""
-    if site in ATTENTION_SITES:
+    blocks = arch.blocks(layer)
+    if site in (Site.k, Site.v) and blocks.keys_of is not None:
+        return f"it attends to the keys and values of layer {blocks.keys_of}"
+    if any(site in step.sites for step in _ATTENTION.values()):
         return "it has a gated DeltaNet in place of attention"
-    return f"its MLP is {'a mixture of experts' if arch.blocks(layer).is_sparse else 'dense'}"
-
-
-def layer_steps(blocks: LayerBlocks) -> Mapping[Step, LayerStep]:
-    """The steps of a sequential layer, whose MLP is gated where it is dense."""
-    return _ATTN_IN | (_DELTA if blocks.is_delta else _ATTENTION) | (_SPARSE if blocks.is_sparse else _DENSE)
+    return f"its MLP is {'a mixture of experts' if blocks.is_sparse else 'dense'}"
 
 
 def required_steps(sites: Collection[Site], arch: Architecture, blocks: LayerBlocks) -> frozenset[Step]:
@@ -112,7 +132,7 @@ def required_steps(sites: Collection[Site], arch: Architecture, blocks: LayerBlo
     steps = layer_steps(blocks)
 
     def with_inputs(step: Step) -> set[Step]:
-        reads = steps[step].reads
+        reads = tuple(read for read in steps[step].reads if read in steps)
         if step is Step.mlp_in and arch.parallel:
             reads = ()  # the layer's input
         if step is Step.gate and not arch.gated:
@@ -196,6 +216,9 @@ WEIGHTS: Mapping[str, WeightSpec] = {
     "position_embed": _embedding("P D", Step.embed),
     "type_embed": _embedding("Y D", Step.embed),
     "embed_norm": _norm("D", Step.embed),
+    "layer_embed": _embedding("V Lp", Step.layer_inputs),
+    "layer_projection": _embedding("Lp D", Step.layer_inputs),
+    "layer_projection_norm": _norm("p", Step.layer_inputs),
     "attention.norm": _norm("D", Step.attn_in),
     "attention.qkv": _matrix("NCH D", Step.q, Step.k, Step.v),
     "attention.q": _matrix("NH D", Step.q),
@@ -241,8 +264,17 @@ WEIGHTS: Mapping[str, WeightSpec] = {
     "mlp.shared_gate": _matrix("U D", Step.shared),
     "mlp.shared_up": _matrix("U D", Step.shared),
     "mlp.shared_down": _matrix("D U", Step.shared),
+    "mlp.router_scale": _norm("D", Step.router),
+    "mlp.router_expert_scale": _norm("E", Step.router),
+    "mlp.mixture_norm": _norm("D", Step.experts),
+    "mlp.mixture_post_norm": _norm("D", Step.mix),
+    "mlp.dense_post_norm": _norm("D", Step.down),
     "mlp.post_norm": _norm("D", Step.down, Step.mix),
     "mlp.sum_norm": _norm("D", Step.down, Step.mix),
+    "mlp.input_gate": _matrix("p D", Step.layer_out),
+    "mlp.input_out": _matrix("D p", Step.layer_out),
+    "mlp.input_norm": _norm("D", Step.layer_out),
+    "mlp.layer_scale": _norm("I", Step.layer_out),
     "final_norm": _norm("D", Step.final_norm),
     "head": _embedding("V D", Step.head),
 }

@@ -58,7 +58,7 @@ def plan_step(config: RunConfig, model: ModelFacts, encoders: tuple[EncoderSpec,
             f"batch.length is {batch.length}, but the model has {model.max_positions} positions. "
             f"Set batch.length to 1..{model.max_positions}."
         )
-    widths = tuple(model.width(key.site, batch.length) for key in keys)
+    widths = tuple(model.width(key, batch.length) for key in keys)
     if Site.router_indices in capture.sites:
         _refuse_integers(capture)
     return StepSpec(

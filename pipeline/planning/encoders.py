@@ -78,7 +78,7 @@ def open_encoders(
                 f"capture.encode names {key.name}, whose width is that of a row, which no SAE has been trained on."
             )
         sae = open_sae(address)
-        width = model.width(key.site)
+        width = model.width(key)
         if sae.spec.d_in != width:
             raise ConfigError(
                 f"capture.encode: the SAE {address} reads activations of {sae.spec.d_in} numbers, but {key.name} has "

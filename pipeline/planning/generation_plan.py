@@ -6,7 +6,9 @@ from pipeline.cluster.topology import Topology
 from pipeline.config.choices import Weights, WeightsDtype, When
 from pipeline.config.schema import GenerateData, RunConfig
 from pipeline.core.errors import ConfigError
+from pipeline.core.sites import Site
 from pipeline.models.architecture import Architecture
+from pipeline.models.weight_specs import has_site
 from pipeline.planning.mesh import largest_tensor
 from pipeline.planning.model_facts import ModelFacts
 from pipeline.planning.weights import MAX_WEIGHTS_SHARE, WeightsPlan, plan_weights
@@ -112,7 +114,11 @@ def cache_bytes(arch: Architecture, rows: int, length: int, itemsize: int) -> in
     """Bytes of what all layers keep, over all devices, for rows of `length` tokens: keys and values, or of a DeltaNet
     the latest inputs of its convolutions, and states in float32."""
     num_delta = sum(arch.blocks(layer).is_delta for layer in range(arch.num_layers))
-    cached = (arch.num_layers - num_delta) * arch.num_kv_heads * length * (arch.head_dim + arch.value_dim) * itemsize
+    cached = 0
+    for layer in range(arch.num_layers):
+        if has_site(arch, layer, Site.k):
+            sizes = arch.with_sizes_of(layer)
+            cached += sizes.num_kv_heads * length * (sizes.head_dim + sizes.value_dim) * itemsize
     if arch.delta is not None:
         keys, values = arch.delta.key_dim, arch.delta.values_per_key * arch.delta.value_dim
         latest = (arch.delta.num_taps - 1) * (2 * keys + values) * itemsize

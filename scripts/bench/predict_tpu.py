@@ -27,7 +27,7 @@ def rows() -> list[str]:
             for label, layers in {"3": (depth // 4, depth // 2, 3 * depth // 4), "all": tuple(range(depth))}.items():
                 keys = activation_keys(layers, (Site.resid_post,))
                 flops = model.flops_per_token(keys, LENGTH, counts_masked=False)
-                cost = Cost(flops, 2 * len(keys) * model.width(Site.resid_post), FILL)
+                cost = Cost(flops, 2 * len(keys) * model.width(keys[0]), FILL)
                 for topology in ("v5e-64", "v6e-64"):
                     bytes_per_s = BUCKET_WRITES_PER_S * SHARD_BYTES
                     limit = throughput_limits(cost, parse_slice(topology), MFU, bytes_per_s)

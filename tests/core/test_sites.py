@@ -66,5 +66,6 @@ def test_the_documents_have_the_table_of_sites():
     sizes |= {"F": arch.d_mlp, "N": arch.num_heads, "E": 5, "A": 3, "A * D": 3 * arch.d_model}
     sizes |= {"N * D": arch.num_heads * arch.d_model, "N * T": arch.num_heads * 7}
     for site, (_, _, width, hook) in zip(Site, rows, strict=True):
-        assert model.width(site, 7) == sizes[width]
-        assert hook.replace("L", "3") == f"`{ActivationKey(3 if site.per_layer else -1, site).hook_name()}`"
+        key = ActivationKey(3 if site.per_layer else -1, site)
+        assert model.width(key, 7) == sizes[width]
+        assert hook.replace("L", "3") == f"`{key.hook_name()}`"

@@ -29,6 +29,8 @@ FAMILIES = {
     "deepseek_v3": TWO_LAYERS | {"rope_parameters": MSCALE_ROPE},
     "gemma2": GEMMA | {"final_logit_softcapping": 3.0},
     "gemma3_text": GEMMA | {"layer_types": ["sliding_attention", "full_attention"]},
+    "gemma4_text": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0},
     "gpt2": {},
     "gpt_neox": {},
     "gpt_oss": TWO_LAYERS | {"sliding_window": 7},

@@ -41,6 +41,9 @@ OWN_SIZES = {
     "gpt_oss": {"head_dim": 8},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), DELTA),
+    "gemma4_text": {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 6, "head_dim": 8}
+    | {"top_k_experts": 2, "sliding_window": 7, "global_head_dim": 12}
+    | {"rms_norm_eps": 1e-2},  # as in DELTA: a norm follows the products of gates and inputs
 }
 CLASSES = {
     "bert": ("BertConfig", "BertForMaskedLM"),
@@ -51,6 +54,7 @@ CLASSES = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
     "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma4_text": ("Gemma4TextConfig", "Gemma4ForCausalLM"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
@@ -108,6 +112,12 @@ PLACES: dict[str, dict[Site, str | tuple[str, ...]]] = {
     **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), LLAMA_PLACES | ROUTED_PLACES),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), LLAMA_PLACES),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA_PLACES),
+    "gemma4_text": GEMMA_PLACES
+    | {
+        Site.router_logits: "layers.*.router.proj output",
+        Site.router_weights: "layers.*.router output 1",
+        Site.router_indices: "layers.*.router output 2",
+    },
     **dict.fromkeys(("olmo2", "olmo3"), GEMMA_PLACES | {Site.resid_mid: "layers.*.mlp input"}),
     "phi3": LLAMA_PLACES
     | {
@@ -158,7 +168,7 @@ PLACES: dict[str, dict[Site, str | tuple[str, ...]]] = {
 that number, or the second half of the output. A layer that lacks the module lacks the site."""
 
 
-ZERO_CENTRED = ("gemma", "qwen3_5", "qwen3_next")
+ZERO_CENTRED = ("gemma2", "gemma3", "qwen3_5", "qwen3_next")
 """Families whose norms multiply by 1 + their weight."""
 
 
@@ -169,9 +179,9 @@ OUTPUT_PROJECTIONS = ("self_attn.o_proj", "attn.c_proj", "attention.dense", "att
 def tiny_config(family: str, **overrides: object):
     """The transformers config of a tiny model of `family` (its `model_type`)."""
     config_class = getattr(transformers, CLASSES[family][0])
-    sizes = SIZES | OWN_SIZES.get(family, {})
-    sizes = {name: sizes[name] for name in sizes if hasattr(config_class(), name)}
-    return config_class(**sizes | overrides)
+    own = OWN_SIZES.get(family, {})
+    sizes = {name: size for name, size in SIZES.items() if name not in own and hasattr(config_class(), name)}
+    return config_class(**sizes | own | overrides)
 
 
 def save_random(family: str, path: Path, *, seed: int = 0, max_shard_size: str = "1GB", **overrides: object):
@@ -190,6 +200,8 @@ def save_random(family: str, path: Path, *, seed: int = 0, max_shard_size: str =
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.25)
+            elif name.endswith("layer_scalar"):
+                buffer.normal_(1.0, 0.25)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return model
 
@@ -244,8 +256,10 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
         z, weights = sys.modules[type(module).__module__].eager_attention_forward(
             module, query, key, value, mask, **options
         )
-        for site, heads in ((Site.q, query), (Site.k, key), (Site.v, value)):
-            keep(module.layer_idx, site, heads.transpose(1, 2))
+        keep(module.layer_idx, Site.q, query.transpose(1, 2))
+        if not getattr(module, "is_kv_shared_layer", False):
+            keep(module.layer_idx, Site.k, key.transpose(1, 2))
+            keep(module.layer_idx, Site.v, value.transpose(1, 2))
         keep(module.layer_idx, Site.attn_z, z)
         keep(module.layer_idx, Site.attn_pattern, weights.transpose(1, 2))
         if hasattr(module, "sinks"):
@@ -266,7 +280,7 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
                     handles.append(hook(site, layer, module, *side))
     for name, module in model.base_model.named_modules():
         layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
-        if name.endswith(".mlp.experts"):
+        if name.endswith(".experts"):
             handles.append(hook_experts(layer, module))
         if name.endswith(OUTPUT_PROJECTIONS):
             handles.append(hook_heads(layer, module))
@@ -274,7 +288,8 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
         model(torch.from_numpy(tokens.astype(np.int64)))
     for handle in handles:
         handle.remove()
-    sort_experts(found)
+    if model.config.model_type.startswith("deepseek"):
+        sort_experts(found)
     return found
 
 

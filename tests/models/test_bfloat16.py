@@ -87,6 +87,7 @@ BOUNDS = {
 """Of the residual stream, at the worst layer: one and a half times what was measured."""
 ROUTED = {
     "deepseek_v3": (0.94, 0.064),
+    "gemma4_text": (0.91, 0.034),
     "gpt_oss": (0.89, 0.078),
     "qwen3_moe": (0.88, 0.035),
 }

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hf_reference import save_random, transformers
 from safetensors.numpy import load_file, save_file
+from test_parity import ALTERNATING, GEMMA4
 
 from pipeline.config.schema import CaptureConfig
 from pipeline.core.errors import CheckpointError, ConfigError
@@ -16,7 +17,6 @@ from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.registry import open_model
 from pipeline.planning.capture import captured_keys
 
-ALTERNATING = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 LAST = ActivationKey(3, Site.resid_post)
 
 
@@ -85,6 +85,21 @@ def test_a_layer_with_a_delta_net_has_no_sites_of_attention(tmp_path) -> None:
     assert layers("all", "attn_out") == [0, 1, 2, 3]
 
 
+def test_a_layer_that_attends_to_the_keys_of_another_has_none(tmp_path) -> None:
+    save_random("gemma4_text", tmp_path, **GEMMA4)
+    model = open_model(str(tmp_path))
+
+    def layers(layers: object, site: str) -> list[int]:
+        return [key.layer for key in captured_keys(CaptureConfig(layers=layers, sites=[site]), model)]
+
+    assert layers("all", "k") == layers([0, 1], "v") == [0, 1]
+    assert layers("all", "attn_pattern") == layers("all", "q") == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match=r"k, which layer 2 lacks: it attends to the keys and values of layer 1"):
+        layers([1, 2], "k")
+    widths = {site: [model.width(ActivationKey(layer, site)) for layer in (0, 1)] for site in (Site.q, Site.k)}
+    assert widths == {Site.q: [32, 48], Site.k: [16, 24]}
+
+
 def test_an_mlp_without_gate_does_not_change_the_identity_of_a_model(tmp_path) -> None:
     """Stores of earlier programs do not know the field."""
     save_random("gpt2", tmp_path)
@@ -145,6 +160,11 @@ def older_gemma3(config: dict) -> None:
     }
 
 
+def published_gemma4(config: dict) -> None:
+    del config["per_layer_config"], config["rope_parameters"], config["layer_types"]
+    config |= {"global_head_dim": 12, "num_global_key_value_heads": 1}
+
+
 def older_gemma2(config: dict) -> None:
     config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
     del config["layer_types"]
@@ -198,6 +218,7 @@ OLDER = {
         {"sliding_window": 7, "rope_parameters": GEMMA3_ROPES, "layer_types": EVERY_SECOND},
         older_gemma3,
     ),
+    "gemma4_text": ({"attention_k_eq_v": True, "num_global_key_value_heads": 1}, published_gemma4),
     "olmo3": ({"sliding_window": 7, "rope_parameters": OLMO3_ROPES}, older_olmo3),
     "phi3": ({"original_max_position_embeddings": 64, "rope_parameters": PHI3_ROPE}, older_phi3),
     "smollm3": ({"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7}, older_smollm3),
@@ -246,6 +267,17 @@ REFUSED = {
     "gpt2 with cross attention": ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
     "gemma2 that sees ahead": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     "gemma3 with caps": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+    "gemma4 that sees ahead": ("gemma4_text", {"use_bidirectional_attention": "all"}, "'all'.*implemented: vision"),
+    "gemma4 with two vocabularies": ("gemma4_text", {"vocab_size_per_layer_input": 198}, "vocab_size, which is 199"),
+    "gemma4 without keys": ("gemma4_text", {"num_kv_shared_layers": 4}, "expected layers before them of each kind"),
+    "gemma4 with no global keys to share": ("gemma4_text", {"num_kv_shared_layers": 1}, "before them of each kind"),
+    "gemma4 with unlike layers": ("gemma4_text", {"per_layer_config": {"1": {"head_dim": 10}}}, "and none for others"),
+    "gemma4 with unlike windows": ("gemma4_text", {"per_layer_config": {"3": {"sliding_window": 3}}}, "3 sets sliding"),
+    "gemma4 with wider heads": (
+        "gemma4_text",
+        {"per_layer_config": {"3": {"head_dim": 14}}},
+        r"layers.3.self_attn.k_norm.weight has shape \(12,\), expected \(14,\)",
+    ),
     "gpt-neox with odd rotation": ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "that is 3"),
     "gpt-oss with too few experts": (
         "gpt_oss",
@@ -326,8 +358,8 @@ def test_the_weights_that_a_site_needs_of_latent_attention(tmp_path) -> None:
         assert leaves["attention"].keys() == names | {"norm"}
     leaves = model.leaves((ActivationKey(2, Site.k),))["runs"][-1]["attention"]
     assert (leaves["kv_down"].rows, leaves["k_rotary"].rows) == (range(18), range(18, 24))
-    assert {model.width(site) for site in (Site.q, Site.k)} == {64}
-    assert {model.width(site) for site in (Site.v, Site.attn_z)} == {28}
+    assert {model.width(ActivationKey(0, site)) for site in (Site.q, Site.k)} == {64}
+    assert {model.width(ActivationKey(0, site)) for site in (Site.v, Site.attn_z)} == {28}
 
 
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path) -> None:
@@ -395,6 +427,25 @@ def test_the_language_model_of_a_checkpoint_with_vision(family: str, name: str, 
     edit_config(tmp_path / "whole", lambda config: config["text_config"].update(attn_output_gate=False))
     with pytest.raises(CheckpointError, match="text_config: attn_output_gate is false"):
         open_model(str(tmp_path / "whole"))
+
+
+def test_the_language_model_of_gemma4(tmp_path) -> None:
+    """As published: with a tower of vision, and keys of layers that attend to those of others."""
+    text = save_random("gemma4_text", tmp_path / "text", **GEMMA4)
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    vision |= {"head_dim": 4, "num_hidden_layers": 1, "patch_size": 2, "position_embedding_size": 16}
+    config = transformers.Gemma4Config(text_config=text.config.to_dict(), vision_config=vision, audio_config=None)
+    whole = transformers.Gemma4ForConditionalGeneration(config)
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.save_pretrained(tmp_path / "whole", save_original_format=False)
+    file = tmp_path / "whole" / "model.safetensors"
+    unused = {f"model.language_model.layers.3.self_attn.{name}": np.ones(12, np.float32) for name in ("k_norm.weight",)}
+    save_file(load_file(file) | unused, file)
+    models = [open_model(str(tmp_path / part)) for part in ("text", "whole")]
+    assert models[0].arch == models[1].arch
+    assert any("vision_tower" in name for name in models[1].checkpoint.names)
+    for got, expected in zip(loaded_arrays(tmp_path / "whole"), loaded_arrays(tmp_path / "text"), strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_sinks_are_read_where_there_is_attention(tmp_path) -> None:

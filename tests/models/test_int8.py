@@ -31,6 +31,7 @@ FAMILIES = (
     "deepseek_v3",
     "gemma2",
     "gemma3_text",
+    "gemma4_text",
     "gpt2",
     "gpt_neox",
     "gpt_oss",
@@ -52,6 +53,7 @@ MATRICES = (
     {"q", "k", "v", "qkv", "o"}
     | LATENT
     | MLP
+    | {"input_gate", "input_out"}
     | {f"experts_{name}" for name in MLP}
     | {f"shared_{name}" for name in MLP}
 )

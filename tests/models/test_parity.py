@@ -31,7 +31,9 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_posit
 LONG_ROPE |= {"short_factor": [1.0, 1.5, 2.0, 7.5], "long_factor": [9.0] * 4}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 ALTERNATING = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+TURNS = ["sliding_attention", "full_attention"] * 2
 GEMMA = {"head_dim": 6, "sliding_window": 7, "query_pre_attn_scalar": 12}
+GEMMA4 = {"layer_types": ALTERNATING, "num_kv_shared_layers": 2, "enable_moe_block": True, "attention_k_eq_v": True}
 GEMMA3_ROPES = {"full_attention": LINEAR_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
 NEOX_ODD_HEADS = {"hidden_size": 36, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
 OLMOE = {"eos_token_id": None}
@@ -109,6 +111,29 @@ CASES = {
         GEMMA | {"layer_types": ALTERNATING, "num_key_value_heads": 1, "rope_parameters": GEMMA3_ROPES},
     ),
     "gemma3 all local": ("gemma3_text", GEMMA),
+    "gemma4, inputs of layers, last layers with others' keys and wider": (
+        "gemma4_text",
+        {"layer_types": TURNS, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 2.0},
+    ),
+    "gemma4, experts beside the MLP, values are keys in global layers": (
+        "gemma4_text",
+        {"layer_types": TURNS, "hidden_size_per_layer_input": 0, "enable_moe_block": True}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gemma4, all of it, global keys for the last layer, biases, other ropes": (
+        "gemma4_text",
+        {"layer_types": ALTERNATING, "num_kv_shared_layers": 1, "attention_bias": True, "enable_moe_block": True}
+        | {"attention_k_eq_v": True, "rope_parameters": GEMMA3_ROPES, "top_k_experts": 6},
+    ),
+    "gemma4, all heads alike, all layers global, values are keys": (
+        "gemma4_text",
+        {"global_head_dim": 8, "attention_k_eq_v": True, "layer_types": ["full_attention"] * 4}
+        | {"num_kv_shared_layers": 2, "tie_word_embeddings": False},
+    ),
+    "gemma4, all heads alike, window longer than the row": (
+        "gemma4_text",
+        {"global_head_dim": 8, "sliding_window": 600, "layer_types": TURNS, "num_kv_shared_layers": 1},
+    ),
     "gpt-neox": ("gpt_neox", {}),
     "gpt-neox sequential, without biases": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "gpt-neox odd heads, half rotating": ("gpt_neox", NEOX_ODD_HEADS),
@@ -244,7 +269,7 @@ def test_every_site_of_every_layer(case: str, tmp_path) -> None:
     model = open_model(str(tmp_path))
     keys = all_keys(model)
     got = run(model, keys, *batch)
-    assert {key: values.shape[2] for key, values in got.items()} == {key: model.width(key.site, 96) for key in keys}
+    assert {key: values.shape[2] for key, values in got.items()} == {key: model.width(key, 96) for key in keys}
     assert {key for key in expected if not key.site.per_layer or key.site in model.sites} == {*keys}
     errors = {key: error(got[key], expected[key]) for key in keys if key.site is not Site.router_indices}
     for key in (key for key in keys if key.site is Site.router_indices):
@@ -267,6 +292,8 @@ SCANNED = {
     "local and global with sinks": ("gpt_oss", GPT_OSS),
     "DeltaNet and attention, two periods": ("qwen3_next", {"full_attention_interval": 2}),
     "yarn in global layers": ("olmo3", {"sliding_window": 7, "rope_parameters": YARN_ROPES}),
+    "inputs of layers, local and global heads, two periods": ("gemma4_text", {"layer_types": TURNS}),
+    "two layers with the keys of another one, experts beside MLPs": ("gemma4_text", GEMMA4),
 }
 
 
@@ -287,6 +314,7 @@ FAMILIES = {
     "deepseek_v3": {"rope_parameters": MSCALE_ROPE},
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"layer_types": ALTERNATING},
+    "gemma4_text": GEMMA4,
     "gpt2": {},
     "gpt_neox": {},
     "gpt_oss": GPT_OSS,

@@ -35,7 +35,7 @@ DIVIDED_AXIS = {
     "mlp.shared_up": 0,
     "mlp.shared_down": 1,
 }
-UNDIVIDED = {"attention.q_down", "attention.kv_down", "attention.k_rotary"}
+UNDIVIDED = {"attention.q_down", "attention.kv_down", "attention.k_rotary", "mlp.input_gate", "mlp.input_out"}
 NUM_INPUTS = {key: 1 for key in (*DIVIDED_AXIS, *UNDIVIDED) if key != "attention.sinks"} | {
     "attention.o": 2,
     "delta.o": 3,
@@ -118,7 +118,27 @@ def test_a_delta_net_takes_the_place_of_attention() -> None:
 def test_several_sites_require_the_steps_of_each() -> None:
     assert required_steps({Site.k, Site.mlp_out}, replace(ARCH, parallel=True), DENSE) == {Step.attn_in, Step.k} | MLP
     sites = {Site.mlp_out, Site.attn_entropy, Site.head_out}
-    assert required_steps(sites, ARCH, DENSE) == layer_steps(DENSE).keys()
+    assert required_steps(sites, ARCH, DENSE) == layer_steps(DENSE).keys() - {Step.layer_out}
+
+
+def test_what_follows_an_mlp_is_computed_for_whole_layers_only() -> None:
+    assert Step.layer_out in layer_steps(DENSE)
+    assert not any(Step.layer_out in required_steps({site}, ARCH, DENSE) for site in Site)
+
+
+def test_a_layer_that_attends_to_anothers_keys_has_none() -> None:
+    blocks = DENSE._replace(keys_of=1)
+    assert required_steps({Site.attn_z, Site.attn_entropy}, ARCH, blocks) == {Step.attn_in, Step.q, Step.scores, Step.z}
+    assert required_steps({Site.k, Site.v}, ARCH, blocks) == frozenset()
+    values = DENSE._replace(has_global_heads=True, keys_are_values=True)
+    assert required_steps({Site.v}, ARCH, values) == {Step.attn_in, Step.k, Step.keys_as_values}
+    assert Step.v not in required_steps({Site.mlp_out}, ARCH, values)
+
+
+def test_experts_beside_an_mlp() -> None:
+    blocks = SPARSE._replace(has_both=True)
+    assert required_steps({Site.mlp_post}, ARCH, blocks) == STEPS[Site.mlp_post]
+    assert required_steps({Site.mlp_out}, ARCH, blocks) == ATTENTION | MLP | SPARSE_STEPS[Site.mlp_out]
 
 
 def test_without_gate_the_pre_activation_is_the_up_projection() -> None:

@@ -23,12 +23,12 @@ from pipeline.extraction.buffers import BlockBuffers
 from pipeline.models.architecture import LayerBlocks
 from pipeline.models.head import Head
 from pipeline.models.leaves import WeightBytes
-from pipeline.models.weight_specs import SPARSE_SITES
 from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK
 from pipeline.planning.plan import StoredGeometry, make_plan
 from pipeline.planning.slice.chips import parse_slice
 from pipeline.planning.slice.compile_check import DoesNotFit, require_room
 from pipeline.store.format.layout import MIB
+from tests.specs import SPARSE_SITES
 
 HEAD = Head(tensor=None, softcap=None)
 
@@ -57,7 +57,7 @@ class Facts:
     def hook_name(self, key: ActivationKey) -> str:
         return key.hook_name()
 
-    def width(self, site: Site, length: int = 0) -> int:
+    def width(self, key: ActivationKey, length: int = 0) -> int:
         return 896
 
 

@@ -8,7 +8,7 @@ import pytest
 from pipeline.config import composing
 from pipeline.config.choices import Packing, Weights
 from pipeline.config.schema import BatchConfig, ParquetData, RunConfig, StoreConfig
-from pipeline.core.sites import Site, activation_keys
+from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.architecture import Architecture, LocalAttention
 from pipeline.models.leaves import flops_per_token
 from pipeline.models.registry import open_model
@@ -135,6 +135,6 @@ def test_few_selected_tokens_cost_less_than_a_byte_a_slot() -> None:
     model = open_model(config.model.path, revision=None, init="random", seed=0)
     tpu_slice = parse_slice(config.topology)
     plan = make_slice_plan(config, model, tpu_slice, plan_job(config, model, tpu_slice), program)
-    assert plan.activation_bytes_per_slot == 2 * model.width(Site.resid_post) / 512
+    assert plan.activation_bytes_per_slot == 2 * model.width(ActivationKey(0, Site.resid_post)) / 512
     assert "bytes a slot" in plan.describe()
     assert "the compiler computes 3 results twice, for want of memory; lower batch.rows" in plan.describe()

@@ -14,9 +14,8 @@ from pipeline.cluster.sharding import make_mesh, replicated, row_sharding
 from pipeline.core.sites import Site, activation_keys
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
-from pipeline.models.weight_specs import SPARSE_SITES
 from pipeline.step.compiled_step import CompiledStep, compile_step
-from tests.specs import step_spec
+from tests.specs import SPARSE_SITES, step_spec
 
 ROWS, LENGTH, NUM_LAYERS = 4, 24, 3
 KEYS = activation_keys(tuple(range(NUM_LAYERS)), tuple(site for site in Site if site not in SPARSE_SITES))
@@ -107,7 +106,7 @@ def test_outputs(model: Model, dtype: str) -> None:
     expected = jax.jit(model.apply, static_argnames="keys")(params, *inputs.values(), keys=KEYS)
     valid = inputs["segments"] != 0
     for key, got in zip(KEYS, activations, strict=True):
-        assert (got.shape, got.dtype) == ((ROWS, LENGTH, model.width(key.site, LENGTH)), np.dtype(dtype)), key.name
+        assert (got.shape, got.dtype) == ((ROWS, LENGTH, model.width(key, LENGTH)), np.dtype(dtype)), key.name
         assert got.sharding == row_sharding(step.mesh)
         values = np.asarray(got, np.float32)
         assert not values[~valid].any(), key.name

@@ -54,7 +54,25 @@ DELTA = CONFIG | {
     "full_attention_interval": 2,
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
 }
-CONFIGS = {"dense": CONFIG, "experts": EXPERTS, "gpt_oss": GPT_OSS, "deepseek": DEEPSEEK, "delta": DELTA}
+GEMMA4 = CONFIG | {
+    "model_type": "gemma4_text",
+    **{
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+    },
+    **{"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 101},
+    **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 16},
+}
+CONFIGS = {
+    "dense": CONFIG,
+    "experts": EXPERTS,
+    "gpt_oss": GPT_OSS,
+    "deepseek": DEEPSEEK,
+    "delta": DELTA,
+    "gemma4": GEMMA4,
+}
 
 PROGRAM = """
 import json, sys
@@ -82,6 +100,7 @@ KEYS["experts"] = (*activation_keys((1,), ROUTED), *LAST)
 KEYS["gpt_oss"] = KEYS["experts"]
 KEYS["deepseek"] = (*activation_keys((1,), (Site.q, Site.k, Site.v, Site.attn_z, *ROUTED)), *LAST)
 KEYS["delta"] = (*activation_keys((0,), (Site.attn_in, Site.attn_out)), *activation_keys((1,), INNER), *LAST)
+KEYS["gemma4"] = (*activation_keys((1,), (*INNER, Site.v, *ROUTED)), *activation_keys((4,), (Site.attn_z,)), *LAST)
 rng = np.random.default_rng(0)
 batch = {
     "tokens": rng.integers(0, 101, (8, 24), dtype=np.int32),
@@ -119,7 +138,7 @@ for name, with_int8, divisions in (
     ("dense", False, everyhow), ("dense", True, everyhow),
     ("experts", False, everyhow), ("experts", True, ((2, True),)), ("gpt_oss", False, ((2, True),)),
     ("deepseek", False, ((2, True),)), ("deepseek", True, ((2, True),)),
-    ("delta", False, ((2, False), (2, True))), ("delta", True, ((2, True),)),
+    ("delta", False, ((2, False), (2, True))), ("delta", True, ((2, True),)), ("gemma4", False, ((2, True),)),
 ):
     expected, _, all_bytes = outputs(name, 1, False, jax.devices()[:1], with_int8)
     for tensor, fsdp in divisions:
@@ -205,6 +224,7 @@ SHARES = {(1, False): 1, (1, True): 1 / 8, (2, False): 1 / 2, (2, True): 1 / 8} 
         *(("deepseek", with_int8, 2, True) for with_int8 in (False, True)),
         *(("delta", with_int8, 2, True) for with_int8 in (False, True)),
         ("delta", False, 2, False),
+        ("gemma4", False, 2, True),
     ],
 )
 def test_every_division_computes_the_same_and_holds_its_share_of_the_weights(report, model, with_int8, tensor, fsdp):

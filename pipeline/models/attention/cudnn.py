@@ -21,9 +21,11 @@ def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | N
         return f"it cannot cap scores, and the model caps them at {arch.softcap:g}"
     if arch.sinks:
         return "it does not take attention sinks, and the model's heads have them"
-    if arch.head_dim % 8 or arch.head_dim > max_head_dim:
+    head_dims = [sizes.head_dim for sizes in arch.all_sizes]
+    if any(head_dim % 8 for head_dim in head_dims) or max(head_dims) > max_head_dim:
         return (
-            f"on this GPU it takes heads of a multiple of 8 up to {max_head_dim}, and the model's are {arch.head_dim}"
+            f"on this GPU it takes heads of a multiple of 8 up to {max_head_dim}, and the model's are "
+            f"{' and '.join(map(str, head_dims))}"
         )
     if arch.value_dim > arch.head_dim:
         return f"it takes values as wide as keys, and the model's have {arch.value_dim} and {arch.head_dim} dimensions"

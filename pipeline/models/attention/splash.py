@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from pipeline.models.architecture import Architecture
 from pipeline.models.attention.segment_blocks import reached_blocks
-from pipeline.models.attention.spec import AttentionSpec
+from pipeline.models.attention.spec import AttentionSpec, undivided_heads
 
 _LANES = 128  # the kernel takes keys in multiples of this
 _SKIPPING_LENGTH = 2048  # of a row; a shorter one has few blocks
@@ -23,12 +23,9 @@ _MAX_SCALAR_BYTES = 3 << 18  # of the 1 MiB of scalar memory, where the kernel k
 
 def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | None:
     """Why the model cannot use the kernel, and what would change that; None if it can."""
-    tensor = mesh.shape["tensor"]
     if length % _LANES:
         return f"it takes rows in multiples of {_LANES} tokens and batch.length is {length}"
-    if arch.num_heads % tensor or arch.num_kv_heads % tensor:
-        return f"mesh.tensor={tensor} does not divide {arch.num_heads} heads and {arch.num_kv_heads} key-value heads"
-    return None
+    return undivided_heads(arch, mesh.shape["tensor"])
 
 
 def block_size(length: int, item_bytes: int) -> int:

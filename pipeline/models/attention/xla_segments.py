@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int32
 
 from pipeline.models.architecture import Architecture
 from pipeline.models.attention.segment_blocks import reached_blocks
-from pipeline.models.attention.spec import AttentionSpec
+from pipeline.models.attention.spec import AttentionSpec, undivided_heads
 from pipeline.models.attention.xla import sink_scores
 
 _BLOCK = 256
@@ -24,12 +24,9 @@ _MASKED = jnp.finfo(jnp.float32).min / 2  # half of it: the sum with a score is 
 
 def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | None:
     """Why the model cannot use it, and what would change that; None if it can."""
-    tensor = mesh.shape["tensor"]
     if length % _BLOCK:
         return f"it takes rows in multiples of {_BLOCK} tokens and batch.length is {length}"
-    if arch.num_heads % tensor or arch.num_kv_heads % tensor:
-        return f"mesh.tensor={tensor} does not divide {arch.num_heads} heads and {arch.num_kv_heads} key-value heads"
-    return None
+    return undivided_heads(arch, mesh.shape["tensor"])
 
 
 @jax.named_scope("xla_segments")

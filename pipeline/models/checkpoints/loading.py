@@ -70,6 +70,9 @@ def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, exp
     start = checkpoint.prefix + layers
     kinds = {arch.blocks(layer) for layer in range(arch.num_layers)}
     of_layer = {blocks: _tensors_of_layer(arch, table, blocks) for blocks in kinds}
+    for blocks in kinds:  # as transformers, lets be keys and values of layers that attend to those of others
+        own_keys = blocks._replace(keys_of=None, keys_are_values=False)
+        of_layer[blocks] |= _tensors_of_layer(arch, table, own_keys) if blocks.keys_of is not None else set()
     needed_layers = {name.removeprefix(start).split(".")[0] for name in expected if name.startswith(start)}
     for name in checkpoint.names:
         layer, _, rest = name.removeprefix(start).partition(".")

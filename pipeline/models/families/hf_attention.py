@@ -57,7 +57,7 @@ def rope_values(config: HfConfig) -> HfConfig:
 
 def parse_rope(values: HfConfig, default_theta: float, max_positions: int) -> Rope:
     """A rotary embedding from the mapping of `rope_values`; the caller calls `values.finish`."""
-    kind = RopeKind(values.choice("rope_type" if "rope_type" in values else "type", tuple(RopeKind), "default"))
+    kind = RopeKind(values.choice("rope_type" if "rope_type" in values else "type", _KINDS, "default"))
     if "type" in values:
         values.choice("type", (str(kind),))
     theta = values.positive_float("rope_theta", default_theta)
@@ -83,6 +83,9 @@ def parse_rope(values: HfConfig, default_theta: float, max_positions: int) -> Ro
     if kind is RopeKind.dynamic:
         values.positive_float("factor")  # of rows longer than the model's positions, and those are refused
     return Rope(theta)
+
+
+_KINDS = tuple(kind for kind in RopeKind if kind is not RopeKind.proportional)  # which is Gemma 4's
 
 
 def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> YarnRope:

@@ -180,13 +180,18 @@ def _read_window(config: HfConfig) -> int | None:
 
 
 def read_counts(
-    config: HfConfig, num_layers: int, default_num: int, default_per_token: int, key: str | None = None
+    config: HfConfig,
+    num_layers: int,
+    default_num: int | None = None,
+    default_per_token: int | None = None,
+    key: str | None = None,
+    per_token_key: str = "num_experts_per_tok",
 ) -> tuple[int, int]:
     """How many experts there are, by default under either name that some transformers have, and how many of them a
-    token has."""
+    token has. Without defaults they must be there."""
     key = key or ("num_local_experts" if "num_local_experts" in config else "num_experts")
-    num_experts = config.positive_int(key, default_num)
-    per_token = config.positive_int("num_experts_per_tok", default_per_token)
+    num_experts = config.positive_int(key, *([] if default_num is None else [default_num]))
+    per_token = config.positive_int(per_token_key, *([] if default_per_token is None else [default_per_token]))
     if num_experts * num_layers > _MAX_EXPERTS:
         raise CheckpointError(
             f"{config.where}: {key} is {num_experts:,} in {num_layers:,} layers, expected at most {_MAX_EXPERTS:,} "
@@ -194,7 +199,7 @@ def read_counts(
         )
     if per_token > num_experts:
         raise CheckpointError(
-            f"{config.where}: num_experts_per_tok is {per_token}, expected at most {key}, which is {num_experts}. "
+            f"{config.where}: {per_token_key} is {per_token}, expected at most {key}, which is {num_experts}. "
             f"Is the file damaged?"
         )
     return num_experts, per_token

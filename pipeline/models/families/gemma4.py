@@ -1,0 +1,196 @@
+"""The text models of Gemma 4 (transformers' `Gemma4TextModel`); of its checkpoints with vision, the language model.
+
+As Gemma 3, but norms are scaled by their weight, values are normed, and global layers have heads of their own, whose
+values may be their keys. The small models have a vector of each token for each layer, and last layers without keys and
+values; others have experts beside each MLP.
+"""
+
+import dataclasses
+
+from pipeline.core.errors import CheckpointError
+from pipeline.core.json_text import shown
+from pipeline.models.architecture import (
+    Architecture,
+    ExpertsBesideMlp,
+    GlobalHeads,
+    Interleaved,
+    KeyTable,
+    LocalAttention,
+    Norm,
+    ProportionalRope,
+    Rope,
+    RopeKind,
+    SharedKeys,
+)
+from pipeline.models.families import gemma, moe
+from pipeline.models.families.hf_attention import GLOBAL, LOCAL, parse_rope, require_truncating
+from pipeline.models.families.hf_config import HfConfig
+from pipeline.models.families.llama import ATTENTION_BIASES, read_decoder
+from pipeline.models.families.qwen import HEAD_NORMS
+
+KEY_TABLE: KeyTable = gemma.KEY_TABLE | HEAD_NORMS | {"layers.*.layer_scalar": "mlp.layer_scale"}
+_LAYER_INPUTS: KeyTable = {
+    "embed_tokens_per_layer.weight": "layer_embed",
+    "per_layer_model_projection.weight": "layer_projection",
+    "per_layer_projection_norm.weight": "layer_projection_norm",
+    "layers.*.per_layer_input_gate.weight": "mlp.input_gate",
+    "layers.*.per_layer_projection.weight": "mlp.input_out",
+    "layers.*.post_per_layer_input_norm.weight": "mlp.input_norm",
+}
+_EXPERTS: KeyTable = {
+    "layers.*.router.proj.weight": "mlp.router",
+    "layers.*.router.scale": "mlp.router_scale",
+    "layers.*.router.per_expert_scale": "mlp.router_expert_scale",
+    "layers.*.experts.gate_up_proj": Interleaved(("mlp.experts_gate", "mlp.experts_up"), "E M D"),
+    "layers.*.experts.down_proj": ("mlp.experts_down", "E D M"),
+    "layers.*.post_feedforward_layernorm_1.weight": "mlp.dense_post_norm",
+    "layers.*.pre_feedforward_layernorm_2.weight": "mlp.mixture_norm",
+    "layers.*.post_feedforward_layernorm_2.weight": "mlp.mixture_post_norm",
+}
+
+
+def read_beside_vision(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """As `read`, of the language model of a checkpoint with vision and sound."""
+    config.ignore("vision_config", "audio_config", "vision_soft_tokens_per_image", "eoa_token_index")
+    text = config.nested("text_config")
+    text.ignore("architectures")
+    text.choice("model_type", ("gemma4_text",), "gemma4_text")
+    arch, table = read(text)
+    text.finish()
+    return arch, table
+
+
+def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    max_positions = config.positive_int("max_position_embeddings", 131072)
+    config.choice("use_bidirectional_attention", ("vision",), "vision")  # of images
+    rope, local_rope = _read_ropes(config, max_positions)
+    arch = read_decoder(
+        config,
+        max_positions,
+        default_kv_heads=4,
+        default_head_dim=256,
+        activation=config.activation("hidden_activation", "gelu_pytorch_tanh"),
+        rope=rope,
+    )
+    kinds = _read_kinds(config, arch.num_layers)
+    window = min(config.positive_int("sliding_window", 512), max_positions)
+    arch = dataclasses.replace(
+        arch,
+        norm=Norm.rms_wide,
+        embed_scale=arch.d_model**0.5,
+        attention_scale=1.0,
+        local=LocalAttention(kinds, window, local_rope) if "L" in kinds else None,
+        norms_values=True,
+    )
+    arch = dataclasses.replace(
+        arch,
+        global_heads=_read_global_heads(config, arch),
+        shared_keys=_read_shared_keys(config, arch, kinds),
+        layer_inputs=_read_layer_inputs(config, arch),
+        experts=_read_experts(config, arch),
+    )
+    table = KEY_TABLE | (_LAYER_INPUTS if arch.layer_inputs else {}) | (_EXPERTS if arch.experts else {})
+    return arch, table | (ATTENTION_BIASES if config.flag("attention_bias", False) else {})
+
+
+def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:
+    """The rotary embeddings of global and of local layers."""
+    if "rope_parameters" not in config:
+        return ProportionalRope(1e6, RopeKind.proportional, rotating=0.25), Rope(1e4)
+    parameters = config.nested("rope_parameters")
+    ropes = []
+    for kind, default_theta in ((GLOBAL, 1e6), (LOCAL, 1e4)):
+        values = parameters.nested(kind)
+        if values.values.get("rope_type") == RopeKind.proportional:
+            values.ignore("rope_type")
+            theta, factor = values.positive_float("rope_theta", default_theta), values.positive_float("factor", 1.0)
+            rotating = values.positive_float("partial_rotary_factor", 1.0)
+            ropes.append(ProportionalRope(theta, RopeKind.proportional, factor, rotating=rotating))
+        else:
+            ropes.append(parse_rope(values, default_theta, max_positions))
+        values.finish()
+    parameters.finish()
+    require_truncating(config, *ropes)
+    return ropes[0], ropes[1]
+
+
+def _read_kinds(config: HfConfig, num_layers: int) -> str:
+    """A letter for each layer: L local, G global. The last is global, whatever the file says, as in transformers."""
+    kinds = config.strings("layer_types") or [LOCAL if (i + 1) % 6 else GLOBAL for i in range(num_layers)]
+    if set(kinds) - {LOCAL, GLOBAL} or len(kinds) != num_layers:
+        raise CheckpointError(
+            f"{config.where}: layer_types is {shown(kinds)}, expected {GLOBAL} or {LOCAL} for each of the "
+            f"{num_layers} layers. Use another model."
+        )
+    return "".join("L" if kind == LOCAL else "G" for kind in kinds[:-1]) + "G"
+
+
+def _read_global_heads(config: HfConfig, arch: Architecture) -> GlobalHeads | None:
+    """Published files have attributes for them, those that transformers 5.23 writes a mapping for each layer."""
+    keys_are_values = config.flag("attention_k_eq_v", False)
+    default_dim, default_heads = config.positive_int("global_head_dim", 512), arch.num_kv_heads
+    num_kv_heads = config.optional_int("num_global_key_value_heads", None)
+    if num_kv_heads is not None and keys_are_values:
+        default_heads = num_kv_heads
+    if "per_layer_config" in config:
+        default_dim, default_heads = _read_layer_configs(config, arch)
+    if arch.num_heads % default_heads or default_dim % 2:
+        raise CheckpointError(
+            f"{config.where}: expected whole groups of heads of an even size in global layers, got "
+            f"{arch.num_heads} heads, {default_heads} key-value heads, head size {default_dim}. Is the file damaged?"
+        )
+    heads = GlobalHeads(default_dim, default_heads, keys_are_values)
+    return None if heads == GlobalHeads(arch.head_dim, arch.num_kv_heads, False) else heads
+
+
+def _read_layer_configs(config: HfConfig, arch: Architecture) -> tuple[int, int]:
+    """The head size and key-value heads of global layers. Raises CheckpointError where layers differ otherwise."""
+    configs, heads = config.nested("per_layer_config"), {}
+    for layer in range(arch.num_layers):
+        values = configs.nested(str(layer))
+        head_dim = values.positive_int("head_dim", arch.head_dim)
+        heads[layer] = head_dim, values.positive_int("num_key_value_heads", arch.num_kv_heads)
+        values.finish()
+    configs.finish()
+    of_kind = {kind: {heads[layer] for layer in heads if arch.is_local(layer) is kind} for kind in (True, False)}
+    if of_kind[True] - {(arch.head_dim, arch.num_kv_heads)} or len(of_kind[False]) > 1:
+        raise CheckpointError(
+            f"{config.where}: per_layer_config is {shown(config.values['per_layer_config'])}, expected the same "
+            f"head_dim and num_key_value_heads for each global layer, and none for others. Use another model."
+        )
+    return next(iter(of_kind[False]))
+
+
+def _read_shared_keys(config: HfConfig, arch: Architecture, kinds: str) -> SharedKeys | None:
+    is_wide, num_layers = config.flag("use_double_wide_mlp", False), config.count("num_kv_shared_layers", 0)
+    if not num_layers:
+        return None
+    if num_layers >= arch.num_layers or {*kinds[: arch.num_layers - num_layers]} != {*kinds}:
+        raise CheckpointError(
+            f"{config.where}: num_kv_shared_layers is {num_layers}, expected layers before them of each kind in "
+            f"layer_types. Is the file damaged?"
+        )
+    return SharedKeys(num_layers, arch.d_mlp * (2 if is_wide else 1))
+
+
+def _read_layer_inputs(config: HfConfig, arch: Architecture) -> int:
+    size = config.count("hidden_size_per_layer_input", 256)
+    vocab_size = config.positive_int("vocab_size_per_layer_input", 262144)
+    if size and vocab_size != arch.vocab_size:
+        raise CheckpointError(
+            f"{config.where}: vocab_size_per_layer_input is {vocab_size}, which is implemented only where it is "
+            f"vocab_size, which is {arch.vocab_size}. Use another model."
+        )
+    return size
+
+
+def _read_experts(config: HfConfig, arch: Architecture) -> ExpertsBesideMlp | None:
+    if not config.flag("enable_moe_block", False):
+        config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
+        return None
+    num_experts, per_token = moe.read_counts(config, arch.num_layers, key="num_experts", per_token_key="top_k_experts")
+    d_expert = config.positive_int("moe_intermediate_size")
+    return ExpertsBesideMlp(
+        "S" * arch.num_layers, num_experts, per_token, d_expert, sums_to_one=True, rounds_weights=False
+    )
