@@ -88,8 +88,7 @@ def forward(arch: Architecture, params: Params, batch: Batch, spec: ForwardSpec)
     runs = layer_runs(spec.keys, arch)
     with jax.named_scope("embed"):
         x = residual(embed(arch, params, batch.tokens, batch.positions))
-        inputs = layer_inputs(arch, params, x, batch.tokens, runs[-1].stop) if "layer_embed" in params else None
-        rows = _LayerRows(arch, layer_rows(arch, batch, spec.keys), inputs)
+        rows = LayerRows(arch, params, batch, spec.keys, x, runs[-1].stop if runs else 0)
     x = capture(x, _residual_activations(arch, params, x, 0, spec))
     stacks = iter(params["runs"])
     for run in runs:
@@ -108,17 +107,7 @@ def forward(arch: Architecture, params: Params, batch: Batch, spec: ForwardSpec)
     return {key: captured[key] for key in spec.keys}
 
 
-def layer_rows(arch: Architecture, batch: Batch, keys: Sequence[ActivationKey]) -> Rows:
-    """What layers read of a batch, of which `keys` are captured."""
-    selected = batch.selected
-    if all(key.site is not Site.attn_pattern for key in keys):
-        selected = None
-    elif selected is None:
-        selected = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
-    return Rows(batch.segments, rope_tables(arch, batch.positions), selected)
-
-
-class _Stack(NamedTuple):
+class LayerStack(NamedTuple):
     """What a scan's layers read whose weights are stacked: `rows` and `kind` are the same for all, and those of a layer
     have its slices of `inputs` and of `kinds`, too."""
 
@@ -128,11 +117,27 @@ class _Stack(NamedTuple):
     kinds: dict[str, np.ndarray]  # of what differs
 
 
-class _LayerRows:
+class LayerRows:
     """What each layer reads of the rows, while the layers are computed in turn."""
 
-    def __init__(self, arch: Architecture, rows: Rows, inputs: Float[Array, "L B T p"] | None) -> None:
-        self._arch, self._rows, self._inputs = arch, rows, inputs
+    def __init__(
+        self,
+        arch: Architecture,
+        params: Params,
+        batch: Batch,
+        keys: Sequence[ActivationKey],
+        x: Float[Array, "B T D"],
+        num_layers: int,
+    ) -> None:
+        """`keys` are captured, x is the input of layer 0; `num_layers` are computed."""
+        selected = batch.selected
+        if all(key.site is not Site.attn_pattern for key in keys):
+            selected = None
+        elif selected is None:
+            selected = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
+        self._arch, self._rows = arch, Rows(batch.segments, rope_tables(arch, batch.positions), selected)
+        has_inputs = "layer_embed" in params
+        self._inputs = layer_inputs(arch, params, x, batch.tokens, num_layers) if has_inputs else None
         self._keys: dict[int, tuple[Array, Array]] = {}
 
     def keep(self, layer: int, sites: dict[Site, Array]) -> None:
@@ -143,10 +148,10 @@ class _LayerRows:
     def layer(self, layer: int) -> Rows:
         return self._stack_rows(layer)._replace(layer_input=None if self._inputs is None else self._inputs[layer])
 
-    def stack(self, layers: range) -> _Stack:
+    def stack(self, layers: range) -> LayerStack:
         common, kinds = _kinds_as_data([*map(self._arch.kind, layers)])
         inputs = None if self._inputs is None else self._inputs[layers.start : layers.stop : layers.step]
-        return _Stack(self._stack_rows(layers[0]), common, inputs, kinds)
+        return LayerStack(self._stack_rows(layers[0]), common, inputs, kinds)
 
     def _stack_rows(self, layer: int) -> Rows:
         keys_of = self._arch.keys_of(layer)
@@ -198,7 +203,7 @@ def _scan(
     layer: Callable[..., tuple[Array, dict[Site, Array]]],
     x: Float[Array, "B T D"],
     weights: Sequence[LayerWeights],
-    stacks: Sequence[_Stack],
+    stacks: Sequence[LayerStack],
 ) -> Float[Array, "B T D"]:
     """The stream after a run of layers whose weights are stacked, a layer of each stack after another. What differs
     between the kinds of a stack's layers is data."""

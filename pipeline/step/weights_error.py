@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool, Float, Int32
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.models.architecture import LayerKind
 from pipeline.models.attention.xla import attend_xla
-from pipeline.models.decoder import Batch, LayerWeights, embed, layer_rows, layer_sites
+from pipeline.models.decoder import Batch, LayerRows, LayerWeights, embed, layer_sites
 from pipeline.models.int8_weights import with_int8_inputs
-from pipeline.models.layers import norm
+from pipeline.models.layers import Rows, norm
 from pipeline.models.registry import Model
 from pipeline.models.runs import layer_runs, residual_index
 from pipeline.step.compiler import matmul_precision
@@ -23,38 +23,42 @@ from pipeline.step.compiler import matmul_precision
 def int8_errors(
     model: Model,
     keys: Sequence[ActivationKey],
-    rows: Mapping[str, Int32[np.ndarray, "B T"]],
+    arrays: Mapping[str, Int32[np.ndarray, "B T"]],
     dtype: str,
     with_inputs: bool = False,
 ) -> dict[ActivationKey, float]:
-    """The relative error of each key; `rows` are tokens, segments and positions, and `dtype` is of computing.
+    """The relative error of each key; `arrays` are tokens, segments and positions, and `dtype` is of computing.
     `with_inputs`: what the int8 weights multiply is int8, too."""
     device = SingleDeviceSharding(jax.local_devices()[0])
     last = max((run.stop for run in layer_runs(keys, model.arch)), default=0)
     single = (*keys, *(ActivationKey(layer, Site.resid_pre) for layer in range(last)))  # every layer is a run
     leaves = model.leaves(single)
     run_leaves = leaves.pop("runs")
-    tokens, segments, positions = (jnp.asarray(rows[name]) for name in ("tokens", "segments", "positions"))
+    tokens, segments, positions = (jnp.asarray(arrays[name]) for name in ("tokens", "segments", "positions"))
 
     @partial(jax.jit, static_argnames=("kind", "wanted"))
     def layer(
-        x: Array, weights: LayerWeights, kind: LayerKind, wanted: tuple[Site, ...]
+        x: Array, rows: Rows, weights: LayerWeights, kind: LayerKind, wanted: tuple[Site, ...]
     ) -> tuple[Array, dict[Site, Array]]:
-        of_layers = layer_rows(model.arch, Batch(tokens, segments, positions), keys)
-        x, sites = layer_sites(model.arch, x, weights, of_layers, kind, attend_xla)
-        return x, {site: sites[site] for site in wanted}
+        x, sites = layer_sites(model.arch, x, weights, rows, kind, attend_xla)
+        return x, {site: sites[site] for site in dict.fromkeys((*wanted, Site.k, Site.v)) if site in sites}
 
     with jax.default_matmul_precision(matmul_precision(dtype)):
         params = model.load_leaves(leaves, dtype, device)
         x = x_int8 = embed(model.arch, params, tokens, positions)
+        batch = Batch(tokens, segments, positions)
+        rows, rows_int8 = (LayerRows(model.arch, params, batch, keys, x, last) for _ in range(2))
         residuals, inner = [0.0], {}
         for run, leaves_of_run in zip(layer_runs(single, model.arch), run_leaves, strict=True):
             kind = model.arch.kind(run.first)
             inner_keys = [key for key in keys if residual_index(key, model.num_layers) is None]
             wanted = tuple(key.site for key in inner_keys if key.layer == run.first)
-            x, sites = layer(x, model.load_leaves(leaves_of_run, dtype, device), kind, wanted)
+            x, sites = layer(x, rows.layer(run.first), model.load_leaves(leaves_of_run, dtype, device), kind, wanted)
+            rows.keep(run.first, sites)
             weights = model.load_leaves(leaves_of_run, dtype, device, with_int8=True)
-            x_int8, sites_int8 = layer(x_int8, with_int8_inputs(weights) if with_inputs else weights, kind, wanted)
+            weights = with_int8_inputs(weights) if with_inputs else weights
+            x_int8, sites_int8 = layer(x_int8, rows_int8.layer(run.first), weights, kind, wanted)
+            rows_int8.keep(run.first, sites_int8)
             residuals.append(float(_relative_error(x_int8, x, segments != 0)))
             for site in wanted:
                 measure = _share_of_others if site is Site.router_indices else _relative_error

@@ -1,5 +1,7 @@
 """The error that int8 weights cause, as a store tells it."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +65,24 @@ def test_figures_are_those_of_a_direct_computation(layers: str, dtype: str, tole
     assert got[ActivationKey.parse("embed")] == expected[ActivationKey.parse("embed")] == 0
     assert 0.001 < got[ActivationKey.parse("blocks.3.resid_post")] < 0.1
     assert got == pytest.approx(expected, rel=tolerance)
+
+
+def test_layers_that_read_more_than_the_stream(text, tmp_path) -> None:
+    """Keys of another layer, and inputs of their own."""
+    shape = {"model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 12}
+    shape |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+    vocab_size = json.loads((composing.PACKAGE / "assets/tiny-qwen2/config.json").read_text())["vocab_size"]
+    shape |= {
+        "hidden_size_per_layer_input": 6,
+        **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), vocab_size),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    model = [f"model.path={tmp_path}", "model.init=random", f"model.tokenizer={composing.PACKAGE}/assets/tiny-qwen2"]
+    job = open_job(job_config(text, tmp_path / "store", *model, "capture.layers=all", "capture.sites=[q,resid_post]"))
+    rows = job.first_rows(1024)
+    got = int8_errors(job.model, job.plan.step.keys, rows, "float32")
+    assert got == pytest.approx(direct_errors(job, rows, "float32"), rel=0.01)
 
 
 def test_a_store_tells_the_error_and_remembers_the_dtype(text, tmp_path) -> None:
