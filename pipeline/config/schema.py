@@ -317,6 +317,11 @@ class RunOptions:
         "directory, `gs://` or `s3://` URL that keeps compiled programs between runs (on CPUs only small steps'); "
         "null: none",
     )
+    compiler_options: Any = key(  # bool, int, float or str by str
+        None,
+        "XLA's options for the step by name, e.g. `{xla_tpu_scoped_vmem_limit_kib: 32768}`; they may change last bits; "
+        "null: none",
+    )
     profile: str | None = key(None, "local directory for a `jax.profiler` trace; null: none")
     profile_after: int = key(10, "steps before the trace")
     profile_steps: int = key(20, "steps in the trace")

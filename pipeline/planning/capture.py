@@ -1,7 +1,7 @@
 """What is captured: the activations, the specification of the step that computes them, and the checks of its output."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.config.choices import Keep, OnNotFinite, Packing, Positions, StorageDtype, When
@@ -12,7 +12,7 @@ from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.data.selection import slots_per_row
 from pipeline.models.weight_specs import has_site, why_lacking
 from pipeline.planning.model_facts import ModelFacts
-from pipeline.step.spec import EncoderSpec, StepSpec
+from pipeline.step.spec import CompilerOption, EncoderSpec, StepSpec
 from pipeline.store.format.layout import OUTPUTS, SELECTED, TOKENS, ArraySpec, output_specs
 
 _POSITIONS_WITH_PER_ROW = (Positions.last, Positions.token, Positions.regex)  # which have capture.per_row slots
@@ -73,7 +73,19 @@ def plan_step(config: RunConfig, model: ModelFacts, encoders: tuple[EncoderSpec,
         int8_group=_int8_group(capture, keys, widths),
         encoders=encoders,
         head_outputs=_outputs(capture, model, (TOKENS if selected is None else SELECTED).slots),
+        compiler_options=_compiler_options(config.run.compiler_options),
     )
+
+
+def _compiler_options(options: object) -> tuple[tuple[str, CompilerOption], ...]:
+    """Raises ConfigError where they are not values by name. XLA checks them when the step is compiled."""
+    is_mapping = isinstance(options, Mapping) and all(isinstance(name, str) for name in options)
+    if options is not None and not (is_mapping and all(isinstance(x, CompilerOption) for x in options.values())):
+        raise ConfigError(
+            f"run.compiler_options is {shown(options)}, expected true, false, numbers or strings by name, e.g. "
+            f"{{xla_tpu_scoped_vmem_limit_kib: 32768}}."
+        )
+    return tuple((options or {}).items())
 
 
 def _outputs(capture: CaptureConfig, model: ModelFacts, slots: str) -> tuple[ArraySpec, ...]:

@@ -21,7 +21,7 @@ from pipeline.models.decoder import Batch, ForwardSpec, Params, forward
 from pipeline.models.head import Head
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
-from pipeline.step.compiler import compiler_options, matmul_precision
+from pipeline.step.compiler import compile_with_options, compiler_options, matmul_precision
 from pipeline.step.device_memory import DeviceMemory
 from pipeline.step.features import StoredFeatures, features_of
 from pipeline.step.head_outputs import StoredTokens, head_outputs
@@ -178,7 +178,8 @@ def _compile(
         return StepOutputs(tuple(each.values for each in finished), scales, statistics, counts, outputs)
 
     jitted = jax.jit(step, out_shardings=_output_shardings(spec, mesh))
-    return jitted.lower(params, *_inputs(spec, mesh)).compile(compiler_options(mesh, spec.rows * spec.length))
+    lowered, options = jitted.lower(params, *_inputs(spec, mesh)), compiler_options(mesh, spec.rows * spec.length)
+    return compile_with_options(lowered, options, dict(spec.compiler_options))
 
 
 def _inputs(spec: StepSpec, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:

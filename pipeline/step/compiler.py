@@ -7,10 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from pipeline.core.errors import ConfigError
+from pipeline.core.json_text import shown
+from pipeline.step.spec import CompilerOption
+
 log = logging.getLogger("pipeline")
 
 
-CompilerOptions = dict[str, bool | str]
+CompilerOptions = dict[str, CompilerOption]
 
 
 _ONEDNN_TOKENS = 512  # of a step, from which on its products are faster
@@ -30,6 +34,21 @@ def compiler_options(mesh: Mesh, tokens: int) -> CompilerOptions:
     """
     is_large = mesh.devices.flat[0].platform == "cpu" and tokens >= _ONEDNN_TOKENS
     return _onednn_options() if is_large else {}
+
+
+def compile_with_options(
+    lowered: jax.stages.Lowered, options: CompilerOptions, requested: CompilerOptions
+) -> jax.stages.Compiled:
+    """Compiles with `options` and those that the user has requested. Raises ConfigError for one that XLA refuses."""
+    try:
+        return lowered.compile(options | requested)
+    except jax.errors.JaxRuntimeError as error:
+        if not requested or not str(error).startswith("INVALID_ARGUMENT"):
+            raise
+        raise ConfigError(
+            f"run.compiler_options is {shown(requested)}, which XLA refuses for these devices: {error}. Correct it, or "
+            f"set it to null."
+        ) from error
 
 
 @cache

@@ -7,6 +7,8 @@ from pipeline.models.sae.params import params_bytes
 from pipeline.models.sae.spec import SAESpec
 from pipeline.store.format.layout import ITEM_BYTES, SELECTED, TOKENS, ArraySpec, feature_specs
 
+CompilerOption = bool | int | float | str
+
 
 @dataclass(frozen=True)
 class EncoderSpec:
@@ -55,6 +57,7 @@ class StepSpec:
     int8_group: int | None = None  # of int8: features that share a scale; None: all of a token's
     head_outputs: tuple[ArraySpec, ...] = ()  # what the model's head says of each slot's token
     encoders: tuple[EncoderSpec, ...] = ()  # SAEs whose features are stored
+    compiler_options: tuple[tuple[str, CompilerOption], ...] = ()  # XLA's, by name
 
     @property
     def dtypes(self) -> tuple[str, ...]:

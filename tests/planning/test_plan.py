@@ -260,6 +260,14 @@ REFUSED = {
     "row longer than the model's positions": (dict(batch=BatchConfig(length=40_000)), "batch.length is 40000"),
     "no rows": (dict(batch=BatchConfig(rows=0)), "batch.rows = 0"),
     "less memory in flight than a step": (dict(run=RunOptions(max_inflight_mib=0.5)), "run.max_inflight_mib"),
+    "nameless compiler options": (
+        dict(run=RunOptions(compiler_options=[1])),
+        r"compiler_options is \[1\], expected",
+    ),
+    "a list for a compiler option": (
+        dict(run=RunOptions(compiler_options={"a": [1]})),
+        "expected true, false",
+    ),
     "worker beyond the count": (dict(run=RunOptions(worker_index=2, worker_count=2)), "run.worker_index is 2"),
     "claims and a fixed share": (dict(run=RunOptions(claim=True, worker_count=2)), "run.worker_count is 2: either"),
     "more streams than source shards": (dict(data=ParquetData(num_streams=9)), "data.num_streams is 9.*8 source"),
@@ -277,7 +285,7 @@ REFUSED = {
 def test_invalid_settings_are_refused_with_a_remedy(changes, message):
     with pytest.raises(ConfigError, match=message) as refused:
         planned(replace(BASE, **changes))
-    assert any(word in str(refused.value) for word in ("Set ", "Name each"))
+    assert any(word in str(refused.value) for word in ("Set ", "Name each", "expected"))
 
 
 def test_a_plan_has_the_notes_of_its_parts():

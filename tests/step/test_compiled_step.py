@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline.cluster.sharding import make_mesh, replicated, row_sharding
+from pipeline.core.errors import ConfigError
 from pipeline.core.sites import Site, activation_keys
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
@@ -46,10 +47,10 @@ def batch() -> dict[str, np.ndarray]:
     return {"tokens": tokens, "segments": segments, "positions": positions}
 
 
-def compiled(model: Model, dtype: str, keys=KEYS) -> tuple[CompiledStep, object]:
+def compiled(model: Model, dtype: str, keys=KEYS, **options: object) -> tuple[CompiledStep, object]:
     mesh = make_mesh()
     params = model.load(keys, "float32", replicated(mesh))
-    spec = step_spec(model, keys, rows=ROWS, length=LENGTH, dtype=dtype)
+    spec = step_spec(model, keys, rows=ROWS, length=LENGTH, dtype=dtype, **options)
     return compile_step(model, spec, params, Partition(mesh)), params
 
 
@@ -71,6 +72,18 @@ def test_dispatch_takes_about_a_millisecond_for_24_captured_layers(tmp_path: Pat
         seconds.append(time.thread_time() - began)
         jax.block_until_ready(outputs)
     assert min(seconds) < 3e-3
+
+
+def test_the_compiler_gets_its_options(model: Model) -> None:
+    def text(name: str, value: object) -> str:
+        step, _ = compiled(model, "float32", activation_keys((0,), (Site.attn_in,)), compiler_options=((name, value),))
+        return step.executable.as_text()
+
+    assert "fusion(" in text("xla_cpu_enable_fast_math", False)
+    assert "fusion(" not in text("xla_disable_hlo_passes", "fusion")
+    for name, value in {"xla_nonsense": 1, "xla_cpu_enable_fast_math": "maybe"}.items():
+        with pytest.raises(ConfigError, match=rf"run.compiler_options is .*{name}.*, which XLA refuses.*Correct it"):
+            text(name, value)
 
 
 def program(path: Path, num_layers: int, num_captured: int) -> tuple[int, int]:
