@@ -69,7 +69,7 @@ def test_groups_equal_blocks_equal_one_expert_at_a_time(case: str, with_int8: bo
 @pytest.mark.parametrize("sums_to_one", [False, True])
 def test_of_equal_logits_the_lower_numbers_are_chosen(sums_to_one: bool) -> None:
     logits = jnp.array([[[0.0, 3.0, 1.0, 3.0, 1.0, 1.0], [2.0] * 6]])
-    routing = _route(logits, Experts("S", 6, 3, 8, sums_to_one))
+    routing = _route(logits, experts=Experts("S", 6, 3, 8, sums_to_one))
     assert routing.indices.tolist() == [[[1, 3, 2], [0, 1, 2]]]
     shares = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     expected = np.take_along_axis(np.asarray(shares), np.asarray(routing.indices), axis=-1)
@@ -81,10 +81,10 @@ def test_of_equal_logits_the_lower_numbers_are_chosen(sums_to_one: bool) -> None
 def test_a_softmax_over_the_chosen_does_not_hide_how_the_others_are_ordered() -> None:
     """Over all of them, three of the shares would be 0, and equal."""
     logits = jnp.array([[[0.0, -200.0, -150.0, 300.0]]])
-    routing = _route(logits, BoundedExperts("S", 4, 3, 8, sums_to_one=True))
+    routing = _route(logits, experts=BoundedExperts("S", 4, 3, 8, sums_to_one=True))
     assert routing.indices.tolist() == [[[3, 0, 2]]]
     assert routing.weights.tolist() == [[[1, 0, 0]]]
-    routing = _route(logits / 100, BoundedExperts("S", 4, 3, 8, sums_to_one=True))
+    routing = _route(logits / 100, experts=BoundedExperts("S", 4, 3, 8, sums_to_one=True))
     shares = np.exp([3, 0, -1.5])
     np.testing.assert_allclose(routing.weights[0, 0], shares / shares.sum(), rtol=1e-6)
 
