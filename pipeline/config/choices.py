@@ -18,6 +18,11 @@ class ActivationsDtype(StrEnum):
     int8 = "int8"
 
 
+class CacheDtype(StrEnum):
+    same = "same"
+    int8 = "int8"
+
+
 class StorageDtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"

@@ -12,6 +12,7 @@ from typing import Any
 from pipeline.config.choices import (
     ActivationsDtype,
     Attention,
+    CacheDtype,
     Compression,
     ComputeDtype,
     FeatureDtype,
@@ -176,6 +177,11 @@ class GenerateData(DataConfig):
         None, "texts of single tokens that end a completion; null: the model's; `[]`: none"
     )
     rows: int = key(8, "documents generated at once, over all processes of a worker")
+    cache_dtype: CacheDtype = key(
+        CacheDtype.same,
+        "their keys and values: `same` as `model.dtype`, or `int8` with a scale for each head and token: a half or a "
+        "quarter of the memory",
+    )
     group: int = key(64, "generated documents written to the store together, and lost together if the job is killed")
 
 

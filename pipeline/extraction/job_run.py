@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 import jax
 
 from pipeline.cluster import joining, preemption, processes
-from pipeline.config.choices import ActivationsDtype, WeightsDtype
+from pipeline.config.choices import ActivationsDtype, CacheDtype, WeightsDtype
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
 from pipeline.data.feed import Feed, InTurn, StreamWork
@@ -132,7 +132,7 @@ def extract(
 ) -> None:
     """Loads the step, and fills the store with the blocks of `work`. Raises Interrupted after a signal."""
     if processes.is_first():
-        measure_weights(job, store)
+        measure_int8(job, store)
     processes.wait_for_all()  # with no watchdog yet: measuring may take longer than a step
     step = load(job)
     stop.check()
@@ -143,10 +143,14 @@ def extract(
         raise
 
 
-def measure_weights(job: Job, store: StoreWriter) -> None:
-    """Has the store say what int8 weights cost, if it does not yet."""
-    if job.config.model.weights_dtype is WeightsDtype.int8 and store.root.weights_error is None:
-        store.record_weights_error(int8_probe.measure(job))
+def measure_int8(job: Job, store: StoreWriter) -> None:
+    """Has the store say what int8 weights cost, and an int8 cache of generation, if it does not yet."""
+    config = job.config
+    if config.model.weights_dtype is WeightsDtype.int8 and store.root.weights_error is None:
+        store.record_weights_error(int8_probe.of_weights(job))
+    has_int8_cache = job.plan.generation is not None and config.data.cache_dtype is CacheDtype.int8
+    if has_int8_cache and store.root.cache_error is None:
+        store.record_cache_error(int8_probe.of_cache(job))
 
 
 def load_step(job: Job, devices: Sequence[jax.Device] | None = None) -> LoadedStep:

@@ -11,21 +11,47 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
 
 from pipeline.models.attention.spec import AttentionSpec
-from pipeline.models.attention.xla import attend_visible
+from pipeline.models.attention.xla import attend_visible, attend_xla
 from pipeline.models.delta_net import Heads, convolution, delta_rule, delta_step
+from pipeline.models.int8_weights import quantise
 from pipeline.models.partition import Partition
+
+
+class Int8Slots(NamedTuple):
+    """Keys or values in int8."""
+
+    values: Int8[Array, "B K S H"]
+    scale: Float32[Array, "B K S"]
+
+    @classmethod
+    def of(cls, x: Float[Array, "B K S H"]) -> "Int8Slots":
+        return cls(*quantise(x, num_inputs=1))
+
+
+Slots = Float[Array, "B K S H"] | Int8Slots
+
+
+def as_floats(slots: Slots, dtype: DTypeLike) -> Float[Array, "B K S H"]:
+    return (slots.values * slots.scale[..., None]).astype(dtype) if isinstance(slots, Int8Slots) else slots
+
+
+def attend_rounded(
+    q: Array, k: Array, v: Array, segments: Array, spec: AttentionSpec, sinks: Array | None = None
+) -> Float[Array, "B T N W"]:
+    """`Attend` to keys and values as an int8 cache has them."""
+    k, v = (as_floats(Int8Slots.of(each), each.dtype) for each in (k, v))
+    return attend_xla(q, k, v, segments, spec, sinks)
 
 
 class CachedLayer:
     """One layer's keys and values during one step, `cache`. As the layer's `Attend`, it adds the step's keys and values
     at each row's position, and attends to all up to there."""
 
-    def __init__(
-        self, keys: Float[Array, "B K S H"], values: Float[Array, "B K S W"], positions: Int32[Array, " B"]
-    ) -> None:
+    def __init__(self, keys: Slots, values: Slots, positions: Int32[Array, " B"]) -> None:
         self.cache, self._positions = (keys, values), positions
 
     @jax.named_scope("cached")
@@ -40,8 +66,7 @@ class CachedLayer:
     ) -> Float[Array, "B T N W"]:
         """`Attend` with the cache's keys before the row's only position."""
         self.cache = tuple(
-            put_at(cache, jnp.einsum("BTKH->BKTH", new), self._positions, axis=1)
-            for cache, new in zip(self.cache, (k, v), strict=True)
+            self._put(cache, jnp.einsum("BTKH->BKTH", new)) for cache, new in zip(self.cache, (k, v), strict=True)
         )
         return self.attend_again(q, k, v, segments, spec, sinks)
 
@@ -49,7 +74,7 @@ class CachedLayer:
         self, q: Array, k: Array, v: Array, segments: Array, spec: AttentionSpec, sinks: Array | None = None
     ) -> Float[Array, "B T N W"]:
         """The same in a later layer, which attends to this one's keys and values."""
-        keys, values = self.cache
+        keys, values = (as_floats(slots, q.dtype) for slots in self.cache)
         distances = self._positions[:, None] - jnp.arange(keys.shape[2])
         visible = distances >= 0
         if spec.window is not None:
@@ -58,6 +83,11 @@ class CachedLayer:
         groups = q.reshape(rows, k.shape[2], num_heads // k.shape[2], 1, head_dim)
         z = attend_visible(groups, keys, values, visible[:, None], spec, sinks)
         return z.reshape(rows, 1, num_heads, -1)
+
+    def _put(self, slots: Slots, new: Float[Array, "B K T H"]) -> Slots:
+        if not isinstance(slots, Int8Slots):
+            return put_at(slots, new, self._positions, axis=1)
+        return Int8Slots(*(put_at(old, x, self._positions, 1) for old, x in zip(slots, Int8Slots.of(new), strict=True)))
 
 
 class DeltaCache(NamedTuple):

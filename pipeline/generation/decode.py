@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pipeline.cluster.sharding import activation_sharding, replicated, row_sharding
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
-from pipeline.generation.cache import CachedDelta, CachedLayer, DeltaCache, PromptDelta, put_at
+from pipeline.generation.cache import CachedDelta, CachedLayer, DeltaCache, Int8Slots, PromptDelta, Slots, put_at
 from pipeline.generation.sampling import document_keys, sample
 from pipeline.generation.spec import GenerationSpec
 from pipeline.models.attention.choosing import Attend, Attention, choose_attention
@@ -35,7 +35,7 @@ class State(NamedTuple):
     """All rows, on the devices. Rows are divided along `data`, key-value heads along `tensor`."""
 
     # Of each layer keys and values, or what its DeltaNet keeps; None where it attends to another layer's keys.
-    caches: tuple[tuple[Float[Array, "B K S H"], Float[Array, "B K S W"]] | DeltaCache | None, ...]
+    caches: tuple[tuple[Slots, Slots] | DeltaCache | None, ...]
     activations: tuple[Float[Array, "B S D"], ...]  # in the order of the captured keys
     tokens: Int32[Array, " B"]  # each row's latest, not yet run through the layers
     positions: Int32[Array, " B"]  # of those
@@ -84,13 +84,14 @@ class Decoding:
         ]
         captured = self._apply(params, new.prompts, segments, order, layers)
 
-        def cached(layer: int, site: Site) -> Float[Array, "R K S H"]:
+        def cached(layer: int, site: Site) -> Slots:
             """Zeros after the prompt: a NaN of the row's previous completion, though masked, would make sums NaN."""
             num_kv_heads = arch.with_sizes_of(layer).num_kv_heads
             heads = captured[ActivationKey(layer, site)].reshape(*order.shape, num_kv_heads, -1)
-            return jnp.pad(jnp.einsum("RPKH->RKPH", heads), ((0, 0), (0, 0), (0, spec.max_new_tokens), (0, 0)))
+            slots = jnp.pad(jnp.einsum("RPKH->RKPH", heads), ((0, 0), (0, 0), (0, spec.max_new_tokens), (0, 0)))
+            return Int8Slots.of(slots) if spec.cache_is_int8 else slots
 
-        def cache(layer: int) -> tuple[Array, Array] | DeltaCache | None:
+        def cache(layer: int) -> tuple[Slots, Slots] | DeltaCache | None:
             if arch.keys_of(layer) is not None:
                 return None
             return layers[layer].cache if self._is_delta(layer) else (cached(layer, Site.k), cached(layer, Site.v))
@@ -167,14 +168,17 @@ class Decoding:
         shape = partial(_shape, row_sharding(mesh), spec.rows)
         heads = NamedSharding(mesh, PartitionSpec("data", "tensor"))
 
-        def cache(layer: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct] | DeltaCache | None:
+        def slots(num_heads: int, width: int) -> Slots:
+            shape = partial(_shape, heads, spec.rows, num_heads, spec.length)
+            if spec.cache_is_int8:
+                return Int8Slots(shape(width, dtype=jnp.int8), shape(dtype=jnp.float32))
+            return shape(width, dtype=dtype)
+
+        def cache(layer: int) -> tuple[Slots, Slots] | DeltaCache | None:
             if self._is_delta(layer):
                 return self._delta_shapes(dtype)
             sizes = arch.with_sizes_of(layer)
-            keys_and_values = tuple(
-                _shape(heads, spec.rows, sizes.num_kv_heads, spec.length, width, dtype=dtype)
-                for width in (sizes.head_dim, sizes.value_dim)
-            )
+            keys_and_values = tuple(slots(sizes.num_kv_heads, width) for width in (sizes.head_dim, sizes.value_dim))
             return keys_and_values if arch.keys_of(layer) is None else None
 
         widths = [self.model.width(key, spec.length) for key in spec.keys]
@@ -206,7 +210,7 @@ class Decoding:
             ),
         )
 
-    def _cached(self, cache: tuple[Array, Array] | DeltaCache | None, state: State) -> CachedLayer | CachedDelta | None:
+    def _cached(self, cache: tuple[Slots, Slots] | DeltaCache | None, state: State) -> CachedLayer | CachedDelta | None:
         if cache is None:
             return None
         is_delta = isinstance(cache, DeltaCache)
@@ -253,7 +257,7 @@ class Decoding:
 
             return jax.tree.map(put_array, state, values)
 
-        shapes = self.state_shapes(state.caches[0][0].dtype)  # that of keys, or of a DeltaNet's q
+        shapes = self.state_shapes(jnp.float32)  # of any dtype
         specs = jax.tree.map(lambda shape: shape.sharding.spec, shapes)
         in_specs = (specs, specs, PartitionSpec("data"))
         put = jax.shard_map(put_on_device, mesh=self.partition.mesh, in_specs=in_specs, out_specs=specs)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 
 from pipeline.cluster import preemption, processes
-from pipeline.config.choices import ActivationsDtype, WeightsDtype
+from pipeline.config.choices import ActivationsDtype, CacheDtype, WeightsDtype
 from pipeline.config.schema import ArcData
 from pipeline.core.errors import Interrupted
 from pipeline.data.arc.encoders import grid_encoder
@@ -95,6 +95,7 @@ def _compile(job: Job) -> Generator:
         sampling=sampling(options),
         keys=keys,
         dtype=str(config.model.dtype),
+        cache_is_int8=options.cache_dtype is CacheDtype.int8,
         attention=plan.step.attention,
     )
     return compile_generator(job.model, params, partition, spec)

@@ -19,6 +19,7 @@ class GenerationSpec:
     sampling: Sampling
     keys: tuple[ActivationKey, ...] = ()  # activations that are captured during decoding
     dtype: str = "float32"  # of the captured activations
+    cache_is_int8: bool = False  # keys and values; else they have the weights' dtype
     attention: str = "auto"  # of the prefill: the requested implementation
     segment_steps: int = 16  # decoding steps between two host checks; a row that ends idles for half of them on average
 

@@ -91,9 +91,11 @@ class Summary:
                 f"{stored / max(1, self.num_tokens):.1%} of all; {1 - stored / max(1, slots):.1%} of the "
                 f"{self.layout.selected} slots of each row are empty"
             )
-        errors = [error for error in (self.root.weights_error or {}).values() if error is not None]
-        if errors:
-            facts["int8"] = f"weights; the relative error of activations is {min(errors)} to {max(errors)}"
+        measured = {"int8": ("weights", self.root.weights_error), "int8 cache": ("keys, values", self.root.cache_error)}
+        for name, (what, errors_by_array) in measured.items():
+            errors = [error for error in (errors_by_array or {}).values() if error is not None]
+            if errors:
+                facts[name] = f"{what}; the relative error of activations is {min(errors)} to {max(errors)}"
         if self.storage_errors:
             low, high = min(self.storage_errors.values()), max(self.storage_errors.values())
             facts["rounding"] = (

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from pipeline.config.choices import ActivationsDtype, WeightsDtype
+from pipeline.config.choices import ActivationsDtype, CacheDtype, WeightsDtype
 from pipeline.config.sampling import Sampling
 from pipeline.config.schema import DataConfig, GenerateData, RunConfig
 from pipeline.data.documents import Source
@@ -72,6 +72,7 @@ def data_identity(data: DataConfig, source: Source, model: Model, tokenizer: Tex
         "sampling": asdict(sampling(data)),
         "group": data.group,
         "end_tokens": list(end_tokens(model, tokenizer, data.end_tokens)),
+        **({} if data.cache_dtype is CacheDtype.same else {"cache_dtype": str(data.cache_dtype)}),
     }
 
 

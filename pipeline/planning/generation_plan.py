@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from pipeline.cluster.topology import Topology
-from pipeline.config.choices import Weights, WeightsDtype, When
+from pipeline.config.choices import CacheDtype, Weights, WeightsDtype, When
 from pipeline.config.schema import GenerateData, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import Site
@@ -58,7 +58,8 @@ def plan_generation(
     _require_valid(config, model, data)
     length = options.prompt_length + options.max_new_tokens
     itemsize = ITEM_BYTES[config.model.dtype]
-    cache = cache_bytes(model.arch, options.rows, length, itemsize) // (data * tensor)
+    is_int8 = options.cache_dtype is CacheDtype.int8
+    cache = cache_bytes(model.arch, options.rows, length, itemsize, is_int8) // (data * tensor)
     kept = options.rows * length * width * itemsize // data if keeps_activations else None
     logits = logits_bytes(model.arch, options.rows // data)
     others = logits + (kept or 0)
@@ -110,15 +111,16 @@ def _divide_weights(config: RunConfig, model: ModelFacts, tensor: int, topology:
     return tensor, replace(plan, notes=plan.notes + notes)
 
 
-def cache_bytes(arch: Architecture, rows: int, length: int, itemsize: int) -> int:
-    """Bytes of what all layers keep, over all devices, for rows of `length` tokens: keys and values, or of a DeltaNet
-    the latest inputs of its convolutions, and states in float32."""
+def cache_bytes(arch: Architecture, rows: int, length: int, itemsize: int, is_int8: bool = False) -> int:
+    """Bytes of what all layers keep, over all devices, for rows of `length` tokens: keys and values (in int8 with
+    scales in float32), or of a DeltaNet the latest inputs of its convolutions, and states in float32."""
     num_delta = sum(arch.blocks(layer).is_delta for layer in range(arch.num_layers))
     cached = 0
     for layer in range(arch.num_layers):
         if has_site(arch, layer, Site.k):
             sizes = arch.with_sizes_of(layer)
-            cached += sizes.num_kv_heads * length * (sizes.head_dim + sizes.value_dim) * itemsize
+            width = sizes.head_dim + sizes.value_dim
+            cached += sizes.num_kv_heads * length * (width + 2 * 4 if is_int8 else width * itemsize)
     if arch.delta is not None:
         keys, values = arch.delta.key_dim, arch.delta.values_per_key * arch.delta.value_dim
         latest = (arch.delta.num_taps - 1) * (2 * keys + values) * itemsize

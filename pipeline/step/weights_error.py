@@ -1,6 +1,7 @@
-"""How far int8 weights take activations from those of the weights as they are."""
+"""How far int8 weights, or int8 keys and values, take activations from those without."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.models.architecture import LayerKind
+from pipeline.models.attention.choosing import Attend
 from pipeline.models.attention.xla import attend_xla
 from pipeline.models.decoder import Batch, LayerRows, LayerWeights, embed, layer_sites
 from pipeline.models.int8_weights import with_int8_inputs
@@ -20,15 +22,23 @@ from pipeline.models.runs import layer_runs, residual_index
 from pipeline.step.compiler import matmul_precision
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """What is int8."""
+
+    weights: bool = False
+    inputs: bool = False  # what these multiply
+    attend: Attend = attend_xla  # with an attention of its own, what that rounds
+
+
 def int8_errors(
     model: Model,
     keys: Sequence[ActivationKey],
     arrays: Mapping[str, Int32[np.ndarray, "B T"]],
     dtype: str,
-    with_inputs: bool = False,
+    rounding: Rounding,
 ) -> dict[ActivationKey, float]:
-    """The relative error of each key; `arrays` are tokens, segments and positions, and `dtype` is of computing.
-    `with_inputs`: what the int8 weights multiply is int8, too."""
+    """The relative error of each key; `arrays` are tokens, segments and positions, and `dtype` is of computing."""
     device = SingleDeviceSharding(jax.local_devices()[0])
     last = max((run.stop for run in layer_runs(keys, model.arch)), default=0)
     single = (*keys, *(ActivationKey(layer, Site.resid_pre) for layer in range(last)))  # every layer is a run
@@ -36,11 +46,11 @@ def int8_errors(
     run_leaves = leaves.pop("runs")
     tokens, segments, positions = (jnp.asarray(arrays[name]) for name in ("tokens", "segments", "positions"))
 
-    @partial(jax.jit, static_argnames=("kind", "wanted"))
+    @partial(jax.jit, static_argnames=("kind", "wanted", "attend"))
     def layer(
-        x: Array, rows: Rows, weights: LayerWeights, kind: LayerKind, wanted: tuple[Site, ...]
+        x: Array, rows: Rows, weights: LayerWeights, kind: LayerKind, wanted: tuple[Site, ...], attend: Attend
     ) -> tuple[Array, dict[Site, Array]]:
-        x, sites = layer_sites(model.arch, x, weights, rows, kind, attend_xla)
+        x, sites = layer_sites(model.arch, x, weights, rows, kind, attend)
         return x, {site: sites[site] for site in dict.fromkeys((*wanted, Site.k, Site.v)) if site in sites}
 
     with jax.default_matmul_precision(matmul_precision(dtype)):
@@ -53,11 +63,14 @@ def int8_errors(
             kind = model.arch.kind(run.first)
             inner_keys = [key for key in keys if residual_index(key, model.num_layers) is None]
             wanted = tuple(key.site for key in inner_keys if key.layer == run.first)
-            x, sites = layer(x, rows.layer(run.first), model.load_leaves(leaves_of_run, dtype, device), kind, wanted)
+            weights = model.load_leaves(leaves_of_run, dtype, device)
+            x, sites = layer(x, rows.layer(run.first), weights, kind, wanted, attend_xla)
             rows.keep(run.first, sites)
-            weights = model.load_leaves(leaves_of_run, dtype, device, with_int8=True)
-            weights = with_int8_inputs(weights) if with_inputs else weights
-            x_int8, sites_int8 = layer(x_int8, rows_int8.layer(run.first), weights, kind, wanted)
+            if rounding.weights:
+                del weights
+                weights = model.load_leaves(leaves_of_run, dtype, device, with_int8=True)
+                weights = with_int8_inputs(weights, rounding.inputs)
+            x_int8, sites_int8 = layer(x_int8, rows_int8.layer(run.first), weights, kind, wanted, rounding.attend)
             rows_int8.keep(run.first, sites_int8)
             residuals.append(float(_relative_error(x_int8, x, segments != 0)))
             for site in wanted:

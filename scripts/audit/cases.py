@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from pipeline.config import composing
-from pipeline.config.choices import ActivationsDtype, WeightsDtype
+from pipeline.config.choices import ActivationsDtype, CacheDtype, WeightsDtype
 from pipeline.config.sampling import Sampling
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
@@ -140,6 +140,7 @@ def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
         end_tokens=(0,),
         sampling=Sampling(),
         dtype=dtype,
+        cache_is_int8=config.data.cache_dtype is CacheDtype.int8,
         attention=plan.step.attention,
     )
     params = abstract_params(leaves, dtype, partition.leaf_sharding, with_int8)

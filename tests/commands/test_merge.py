@@ -202,11 +202,13 @@ def test_a_store_without_its_root_is_left_as_it_is(tmp_path, halves, whole):
     assert {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()} == before
 
 
-def test_the_error_of_int8_weights_is_that_of_the_source_that_has_it(tmp_path, halves):
+def test_the_errors_of_int8_are_those_of_the_source_that_has_them(tmp_path, halves):
     sources = [half.removeprefix("from=") for half in halves]
     StoreWriter.open_existing(sources[1]).record_weights_error({"embed": 0.01})
+    StoreWriter.open_existing(sources[0]).record_cache_error({"final_norm": 0.02})
     write_streams(tmp_path / "merged", [])  # as an interrupted merge leaves it
-    assert merge_stores(sources, str(tmp_path / "merged")).root.weights_error == {"embed": 0.01}
+    root = merge_stores(sources, str(tmp_path / "merged")).root
+    assert (root.weights_error, root.cache_error) == ({"embed": 0.01}, {"final_norm": 0.02})
 
 
 def test_damage_is_found(tmp_path, halves, capsys):

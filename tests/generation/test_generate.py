@@ -12,6 +12,7 @@ import pytest
 from pipeline.config import composing
 from pipeline.core.errors import CheckpointError, ConfigError, InputError
 from pipeline.data.text.tokenizer import load_tokenizer
+from pipeline.inspection.summary import summarise
 from pipeline.store import ActivationStore, TokenFilter
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import read_stream_records
@@ -102,6 +103,21 @@ def test_merging_and_deleting_take_along_what_the_model_wrote(reference, tmp_pat
     root = read_root(Storage.open(tmp_path / "merged"))
     delete_store(str(tmp_path / "merged"), root)
     assert not (tmp_path / "merged").exists()
+
+
+def test_an_int8_cache_is_another_store_which_tells_the_error(overrides, reference, tmp_path):
+    path = tmp_path / "store"
+    int8 = [*overrides, f"store.path={path}", "data.cache_dtype=int8", "run.max_tokens=500"]
+    run_here(*int8, "data.rows=3")
+    store = ActivationStore.open(path)
+    assert store.cache_error.keys() == {"blocks.1.resid_post", "blocks.3.resid_post", "final_norm"}
+    assert all(0.0005 < error < 0.05 for error in store.cache_error.values())
+    assert any(str(store.cache_error["final_norm"]) in line for line in summarise(store).lines())
+    assert ActivationStore.open(reference).cache_error is None
+    root = (path / "zarr.json").read_text()
+    done = run(*int8, "data.cache_dtype=same")
+    assert (done.returncode, (path / "zarr.json").read_text()) == (2, root)
+    assert "data.cache_dtype: the store has 'int8', this run asks for None" in done.stderr
 
 
 def test_a_job_that_is_killed_and_stopped_while_it_generates_ends_in_the_same_store(overrides, reference, tmp_path):

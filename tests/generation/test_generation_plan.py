@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.cluster.sharding import make_mesh
 from pipeline.cluster.topology import Topology
-from pipeline.config.choices import ComputeDtype, Weights, WeightsDtype, When
+from pipeline.config.choices import CacheDtype, ComputeDtype, Weights, WeightsDtype, When
 from pipeline.config.composing import PACKAGE
 from pipeline.config.sampling import Sampling
 from pipeline.config.schema import (
@@ -54,7 +54,8 @@ def test_memory_of_each_device():
     assert f"{whole.cache_bytes / 2**20:.1f} MiB of keys and values" in whole.describe()
 
 
-def test_what_deltanets_keep_does_not_grow_with_the_rows(tmp_path):
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_what_deltanets_keep_does_not_grow_with_the_rows(is_int8: bool, tmp_path):
     """Three layers with a DeltaNet and one with attention; the arrays are those that generation makes."""
     shape = {"model_type": "qwen3_5_text", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     shape |= {"num_hidden_layers": 4, "vocab_size": 101, "num_key_value_heads": 2, "head_dim": 8}
@@ -62,10 +63,12 @@ def test_what_deltanets_keep_does_not_grow_with_the_rows(tmp_path):
     shape |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     model = open_model(str(tmp_path), init="random")
-    plan = plan_generation(CONFIG, model, width=0, tensor=1, topology=Topology(devices=1))
-    attention, delta = 2 * 2 * 8 * 2 * 128, 3 * (2 * 2 * 16 + 4 * 24) * 2 + 4 * 16 * 24 * 4
+    data = replace(CONFIG.data, cache_dtype=CacheDtype.int8 if is_int8 else CacheDtype.same)
+    plan = plan_generation(replace(CONFIG, data=data), model, width=0, tensor=1, topology=Topology(devices=1))
+    of_head = 8 + 4 if is_int8 else 8 * 2
+    attention, delta = 2 * 2 * of_head * 128, 3 * (2 * 2 * 16 + 4 * 24) * 2 + 4 * 16 * 24 * 4
     assert plan.cache_bytes == 16 * (attention + 3 * delta)
-    spec = GenerationSpec(rows=16, max_prompt=100, max_new_tokens=28, end_tokens=(), sampling=Sampling())
+    spec = GenerationSpec(16, 100, 28, end_tokens=(), sampling=Sampling(), cache_is_int8=is_int8)
     decoding = Decoding(model, Partition(make_mesh(devices=jax.devices()[:1])), attend_xla, spec)
     caches = jax.tree.leaves(decoding.state_shapes(jnp.dtype("bfloat16")).caches)
     assert plan.cache_bytes == sum(math.prod(each.shape) * each.dtype.itemsize for each in caches)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,8 +13,11 @@ from pipeline.config.composing import PACKAGE
 from pipeline.config.sampling import Sampling
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.core.sites import ActivationKey, Site, activation_keys
+from pipeline.generation.cache import attend_rounded
 from pipeline.generation.generator import Completion, Generator, Prompt, compile_generator
 from pipeline.generation.spec import GenerationSpec
+from pipeline.models.attention.choosing import Attend
+from pipeline.models.attention.xla import attend_xla
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
 from tests.models.hf_reference import VOCAB_SIZE, save_random, torch, transformers
@@ -81,11 +85,13 @@ def completed(generator: Generator, prompts: Sequence[Prompt]) -> dict[int, Comp
 Extract = Callable[[Prompt, Completion], dict[ActivationKey, np.ndarray]]
 
 
-def extraction(path: Path, keys: tuple[ActivationKey, ...], *, with_int8: bool = False) -> Extract:
+def extraction(
+    path: Path, keys: tuple[ActivationKey, ...], *, with_int8: bool = False, attend: Attend = attend_xla
+) -> Extract:
     """What the extraction captures of prompt and completion, in a padded row."""
     model = open_model(str(path))
     params = model.load(keys, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]), with_int8=with_int8)
-    apply = jax.jit(lambda *batch: model.apply(params, *batch, keys))
+    apply = jax.jit(lambda *batch: model.apply(params, *batch, keys, attend))
 
     def extract(prompt: Prompt, completion: Completion) -> dict[ActivationKey, np.ndarray]:
         num_tokens = prompt.tokens.size + completion.tokens.size
@@ -207,6 +213,30 @@ def test_activations_of_decoding_are_those_of_the_extraction(family: str, tmp_pa
                 assert values.shape == expected[key].shape
                 error = np.abs(values - expected[key]).max() / np.abs(expected[key]).max()
                 assert error < 1e-4, (key.name, number)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma4_text"])
+def test_an_int8_cache_rounds_the_keys_and_values_of_what_is_generated(family: str, tmp_path) -> None:
+    """Prompts attend to each other as they are. A number that lies between two integers may be rounded either way."""
+    save(family, tmp_path)
+    keys = activation_keys((1,), (Site.attn_z, Site.resid_post))
+    compiled = generator(tmp_path, keys, max_new_tokens=9, cache_is_int8=True)
+    slots = jax.tree.leaves(compiled.programs.empty().caches)
+    assert {each.dtype.name for each in slots} == {"int8", "float32"}
+    some = prompts(4)
+    exact = extraction(tmp_path, keys)
+    for number, each in completed(compiled, some).items():
+        (prompt,) = (prompt for prompt in some if prompt.number == number)
+
+        def attend(q, k, v, *others, num_prompt=prompt.tokens.size, **options):
+            is_prompt = (jnp.arange(q.shape[1]) < num_prompt)[:, None, None]
+            both = (attend(q, k, v, *others, **options) for attend in (attend_xla, attend_rounded))
+            return jnp.where(is_prompt, *both)
+
+        expected = extraction(tmp_path, keys, attend=attend)(prompt, each)
+        for key, values in each.activations.items():
+            error, effect = (np.linalg.norm(values - other[key]) for other in (expected, exact(prompt, each)))
+            assert error < 0.2 * effect, (key.name, number, error, effect)
 
 
 def test_a_document_whose_values_are_not_finite_leaves_none_in_its_row(tmp_path) -> None:

@@ -15,7 +15,7 @@ from pipeline.extraction.job_run import run
 from pipeline.inspection.summary import summarise
 from pipeline.job.opening import open_job
 from pipeline.models.int8_weights import with_int8_inputs
-from pipeline.step.weights_error import int8_errors
+from pipeline.step.weights_error import Rounding, int8_errors
 from pipeline.store import ActivationStore
 from tests.jobs import assert_same_store, write_text
 
@@ -59,7 +59,7 @@ def test_figures_are_those_of_a_direct_computation(layers: str, dtype: str, tole
     job = open_job(job_config(text, tmp_path / "store", f"capture.layers={layers}", f"model.dtype={dtype}", SITES))
     rows = job.first_rows(1024)
     assert {values.shape for values in rows.values()} == {(4, 128)}  # the first block
-    got = int8_errors(job.model, job.plan.step.keys, rows, dtype)
+    got = int8_errors(job.model, job.plan.step.keys, rows, dtype, Rounding(weights=True))
     expected = direct_errors(job, rows, dtype)
     assert list(got) == list(job.plan.step.keys)
     assert got[ActivationKey.parse("embed")] == expected[ActivationKey.parse("embed")] == 0
@@ -81,7 +81,7 @@ def test_layers_that_read_more_than_the_stream(text, tmp_path) -> None:
     model = [f"model.path={tmp_path}", "model.init=random", f"model.tokenizer={composing.PACKAGE}/assets/tiny-qwen2"]
     job = open_job(job_config(text, tmp_path / "store", *model, "capture.layers=all", "capture.sites=[q,resid_post]"))
     rows = job.first_rows(1024)
-    got = int8_errors(job.model, job.plan.step.keys, rows, "float32")
+    got = int8_errors(job.model, job.plan.step.keys, rows, "float32", Rounding(weights=True))
     assert got == pytest.approx(direct_errors(job, rows, "float32"), rel=0.01)
 
 
@@ -116,7 +116,8 @@ def test_int8_activations_are_measured_too_and_are_another_store(text, tmp_path)
 
 def test_the_error_is_measured_once(text, tmp_path, monkeypatch) -> None:
     measured = []
-    monkeypatch.setattr(int8_probe, "measure", lambda job, real=int8_probe.measure: measured.append(0) or real(job))
+    of_weights = int8_probe.of_weights
+    monkeypatch.setattr(int8_probe, "of_weights", lambda job: measured.append(0) or of_weights(job))
     for name, max_tokens in (("a", 1000), ("a", 2000), ("b", 2000)):
         run(job_config(text, tmp_path / name, "capture.layers=[0]", f"run.max_tokens={max_tokens}"))
     assert len(measured) == 2

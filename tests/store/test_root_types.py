@@ -33,7 +33,7 @@ WRONG = {
     "array_digests": (5, {"embed": 5}, []),
     "statistics_digests": ("x", {"embed": None}),
     "may_be_not_finite": (1, "true"),
-    "weights_error": ([], 5, {"embed": "x"}, {"embed": []}),
+    **dict.fromkeys(("weights_error", "cache_error"), ([], 5, {"embed": "x"}, {"embed": []})),
     "capture.dtype": (5, [], "complex64"),
     "batch.length": (0, "8", -8, 9, [8]),
     "store.compression": ("gzip", 5),

@@ -146,6 +146,7 @@ class StoreRoot:
     array_digests: by array, of its zarr.json.
     may_be_not_finite: a run was told to store activations that are not finite.
     weights_error: of a model with int8 weights, by array name, the relative error that they cause.
+    cache_error: of data=generate with int8 keys and values, by array name and of final_norm, the one that these cause.
 
     Stores of earlier programs have neither target nor digests.
     """
@@ -162,6 +163,7 @@ class StoreRoot:
     array_digests: Mapping[str, str] | None = None
     may_be_not_finite: bool = False
     weights_error: Json | None = None
+    cache_error: Json | None = None
 
     @property
     def allows_not_finite(self) -> bool:
@@ -195,6 +197,7 @@ class StoreRoot:
             "array_digests": self.array_digests,
             "may_be_not_finite": self.may_be_not_finite or None,
             "weights_error": self.weights_error,
+            "cache_error": self.cache_error,
         }
         attributes = {
             "version": FORMAT_VERSION,
@@ -249,6 +252,7 @@ class StoreRoot:
             array_digests=attributes.get("array_digests"),
             may_be_not_finite=attributes.get("may_be_not_finite", False),
             weights_error=attributes.get("weights_error"),
+            cache_error=attributes.get("cache_error"),
         )
 
 

@@ -73,7 +73,10 @@ _RULES = (
         for key in ("statistics_digests", "array_digests")
     ),
     _Rule("may_be_not_finite", lambda v: isinstance(v, bool), "true or false"),
-    _Rule("weights_error", lambda v: isinstance(v, dict) and all(map(_is_number, v.values())), "numbers by array"),
+    *(
+        _Rule(key, lambda v: isinstance(v, dict) and all(map(_is_number, v.values())), "numbers by array")
+        for key in ("weights_error", "cache_error")
+    ),
     _Rule("batch.length", lambda v: _is_count(v, 1), f"1 to {MAX_ROWS}"),
     _Rule("capture.dtype", lambda v: isinstance(v, str) and v in ITEM_BYTES, f"one of {', '.join(ITEM_BYTES)}"),
     _Rule("capture.outputs", _are_outputs, f"names among {', '.join(OUTPUTS)}", null=False),

@@ -102,6 +102,7 @@ class ActivationStore:
     activations are stored.
     blocks: the committed blocks, in the order of their rows.
     weights_error: of a model with int8 weights, the relative error that they cause, by array name.
+    cache_error: of data=generate with int8 keys and values, the one that these cause, by array name and of final_norm.
     arrays: the TensorStore arrays by name, as they are stored, for reading them in other ways.
     storage: where the store's objects are.
     """
@@ -119,6 +120,7 @@ class ActivationStore:
         self.metadata: StoreMetadata = root.metadata
         self.complete: bool = root.complete
         self.weights_error: Mapping[str, float | None] | None = root.weights_error
+        self.cache_error: Mapping[str, float | None] | None = root.cache_error
         self.keys: tuple[ActivationKey, ...] = tuple(ActivationKey.parse(name) for name in root.arrays)
         self.arrays = arrays
         self.storage = storage

@@ -19,7 +19,7 @@ from pipeline.core.errors import StoreError, StoreMismatch
 from pipeline.store.features.index_file import index_keys
 from pipeline.store.format.commits import CommitRecord, read_commit_records, read_stream_records
 from pipeline.store.format.layout import MAX_ROWS, MIB, StoreLayout
-from pipeline.store.format.metadata import ROOT_KEY
+from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.format.statistics import statistics_key
 from pipeline.store.format.tables import table_key
 from pipeline.store.format.target import has_share, larger, stream_share
@@ -64,9 +64,7 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
         )
     missing = _missing(existing, opened)
     target = existing[0] if existing else _create(storage, opened[0])
-    measured = [source.root.weights_error for source in opened if source.root.weights_error is not None]
-    if measured and target.root.weights_error is None:
-        target.record_weights_error(measured[0])
+    _copy_errors([source.root for source in opened], target)
     if any(source.root.allows_not_finite for source in opened):
         target.allow_not_finite()
     if len(missing):
@@ -78,6 +76,16 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
     for source in opened:
         _copy_metrics_and_groups(source, target)
     return target
+
+
+def _copy_errors(sources: Sequence[StoreRoot], target: StoreWriter) -> None:
+    """What int8 costs, as the first source says that has measured it."""
+    weights = next((root.weights_error for root in sources if root.weights_error is not None), None)
+    if weights is not None and target.root.weights_error is None:
+        target.record_weights_error(weights)
+    cache = next((root.cache_error for root in sources if root.cache_error is not None), None)
+    if cache is not None and target.root.cache_error is None:
+        target.record_cache_error(cache)
 
 
 def _is_cut_short(source: StoreWriter, record: CommitRecord, target: StoreWriter) -> bool:

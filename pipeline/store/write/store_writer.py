@@ -146,6 +146,10 @@ class StoreWriter:
         """Writes the relative error of each array that int8 weights cause into the store's attributes."""
         self._change_root(weights_error=errors)
 
+    def record_cache_error(self, errors: Json) -> None:
+        """Likewise, what int8 keys and values of generation cause."""
+        self._change_root(cache_error=errors)
+
     def allow_not_finite(self) -> None:
         """Writes into the store's attributes that its activations need not be finite."""
         self._change_root(may_be_not_finite=True)
