@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
 
 from pipeline.models.attention.spec import AttentionSpec
@@ -35,15 +34,12 @@ class Int8Slots(NamedTuple):
 Slots = Float[Array, "B K S H"] | Int8Slots
 
 
-def as_floats(slots: Slots, dtype: DTypeLike) -> Float[Array, "B K S H"]:
-    return (slots.values * slots.scale[..., None]).astype(dtype) if isinstance(slots, Int8Slots) else slots
-
-
 def attend_rounded(
     q: Array, k: Array, v: Array, segments: Array, spec: AttentionSpec, sinks: Array | None = None
 ) -> Float[Array, "B T N W"]:
     """`Attend` to keys and values as an int8 cache has them."""
-    k, v = (as_floats(Int8Slots.of(each), each.dtype) for each in (k, v))
+    rounded = [Int8Slots.of(each) for each in (k, v)]
+    k, v = ((each.values * each.scale[..., None]).astype(q.dtype) for each in rounded)
     return attend_xla(q, k, v, segments, spec, sinks)
 
 
@@ -74,14 +70,17 @@ class CachedLayer:
         self, q: Array, k: Array, v: Array, segments: Array, spec: AttentionSpec, sinks: Array | None = None
     ) -> Float[Array, "B T N W"]:
         """The same in a later layer, which attends to this one's keys and values."""
-        keys, values = (as_floats(slots, q.dtype) for slots in self.cache)
+        keys, values = self.cache
+        scales = None
+        if isinstance(keys, Int8Slots):
+            (keys, values), scales = zip(keys, values, strict=True)
         distances = self._positions[:, None] - jnp.arange(keys.shape[2])
         visible = distances >= 0
         if spec.window is not None:
             visible &= distances < spec.window
         rows, _, num_heads, head_dim = q.shape
         groups = q.reshape(rows, k.shape[2], num_heads // k.shape[2], 1, head_dim)
-        z = attend_visible(groups, keys, values, visible[:, None], spec, sinks)
+        z = attend_visible(groups, keys, values, visible[:, None], spec, sinks, scales)
         return z.reshape(rows, 1, num_heads, -1)
 
     def _put(self, slots: Slots, new: Float[Array, "B K T H"]) -> Slots:

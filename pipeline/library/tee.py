@@ -11,7 +11,7 @@ from pipeline.core.errors import StoreMismatch
 from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.extraction.block_writer import BlockWriter
-from pipeline.extraction.job_run import complete, measure_weights, open_store, work_left
+from pipeline.extraction.job_run import complete, measure_int8, open_store, work_left
 from pipeline.extraction.loaded_step import LoadedStep
 from pipeline.extraction.transfer import StepInFlight, empty_step, start_transfer
 from pipeline.job.metrics import Metrics
@@ -53,7 +53,7 @@ class StoreTee:
         job.manifest.keep()
         self._left = {item.stream.stream: item for item in work_left(job, self._store)}
         if self._left:
-            measure_weights(job, self._store)
+            measure_int8(job, self._store)
 
     def __enter__(self) -> Self:
         interval_s = self._job.config.run.metrics_interval_s
