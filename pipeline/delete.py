@@ -45,7 +45,7 @@ def delete(settings: Settings) -> int:
         raise ConfigError(f"{path}: {state} store of {arrays}, created {root.created}. confirm=true deletes it.")
     holders = {} if settings.force else held_claims(storage)
     if holders:
-        held = named_holders(holders, root.metadata.num_streams)
+        held = named_holders(holders)
         raise StoreError(
             f"{path} is not deleted: workers hold streams ({held}). Wait until they end, or add force=true if they are "
             "dead."

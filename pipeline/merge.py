@@ -5,7 +5,7 @@ For workers that cannot write to one store: each runs with its share of the stre
 verified. The sources are not changed. Repeat an interrupted merge to continue it.
 
 Exit codes: 0 merged and sound, complete or not; 1 a problem was found, or a store cannot be reached; 2 the stores do
-not fit together, or one of them does not exist; 42 interrupted.
+not fit together, or one of them does not exist or has lost objects; 42 interrupted.
 """
 
 from pipeline.cluster.startup import prepare_process

@@ -17,7 +17,7 @@ from pipeline.job.metrics import Metrics, Stage
 from pipeline.job.opening import Job
 from pipeline.store.format.metadata import require_root
 from pipeline.store.format.target import larger
-from pipeline.store.write.claims import Claims, Vacancy, delete_marks
+from pipeline.store.write.claims import COMPLETION, Claims, Vacancy, delete_marks
 from pipeline.store.write.store_writer import StoreWriter
 
 log = logging.getLogger("pipeline")
@@ -79,7 +79,7 @@ class UnfinishedStreams:
             return
         with self._lock:
             self._left.discard(stream)
-        self._claims.release(stream, finished_for=self._job.plan.streams.target)
+        self._claims.finish(stream, self._job.plan.streams.target)
 
     def _claim(self, vacancy: Vacancy) -> StreamWork | None:
         """The work in a stream that is now this process's; None where another was faster, or nothing is left in it."""
@@ -124,8 +124,8 @@ def require_finished_streams(job: Job, store: StoreWriter) -> None:
 
 
 def complete_by_one(job: Job, store: StoreWriter, stop: StopRequest, complete: Callable[[], None]) -> None:
-    """Calls `complete` on one of the workers that have come to the end of the streams; the others wait until it has
-    ended, or falls silent: then another one calls it. The worker's claim has the number after the last stream's.
+    """Calls `complete` on one of the workers that have come to the end of the streams. The others wait until it has
+    ended; if it stops renewing its claim, one of them takes over.
 
     All processes of a worker call this, and all stop together; the first one claims. Raises Interrupted after a stop
     request, and StoreError.
@@ -133,9 +133,8 @@ def complete_by_one(job: Job, store: StoreWriter, stop: StopRequest, complete: C
     completion = None
     with ExitStack() as stack:
         if processes.is_first():
-            claims = Claims(store.storage, job.config.run.lease_s, lambda _: "the completion of the store")
-            stack.enter_context(closing(claims))
-            completion = _Completion(store, claims, job.plan.streams.count, complete)
+            claims = stack.enter_context(closing(Claims(store.storage, job.config.run.lease_s)))
+            completion = _Completion(store, claims, complete)
         while not processes.any_process(completion is not None and completion.is_over()):
             time.sleep(_COMPLETION_POLL_S)
             if stop.before_step():
@@ -148,22 +147,21 @@ def complete_by_one(job: Job, store: StoreWriter, stop: StopRequest, complete: C
 class _Completion:
     """Completing the store, by this worker or another."""
 
-    def __init__(self, store: StoreWriter, claims: Claims, number: int, complete: Callable[[], None]) -> None:
+    def __init__(self, store: StoreWriter, claims: Claims, complete: Callable[[], None]) -> None:
         self._store = store
         self._claims = claims
-        self._number = number
         self._complete = complete
         self._has_waited = False
 
     def is_over(self) -> bool:
         """Whether the store is completed; calls `complete` where no other worker does."""
-        for vacancy in self._claims.vacancies([self._number]):
+        for vacancy in self._claims.vacancies([COMPLETION]):
             if self._has_waited and vacancy.expired is None and require_root(self._store.storage).complete:
                 log.info("%s is completed by another worker", self._store.path)
                 return True
             if self._claims.claim(vacancy):
                 self._complete()
-                self._claims.withdraw(self._number)
+                self._claims.withdraw(COMPLETION)
                 return True
         self._has_waited = True
         return False
@@ -241,6 +239,9 @@ class ClaimedStreams:
                 self._report_progress()
 
     def _report_progress(self) -> None:
-        """Tells the watchdog. With several processes it watches the steps, which go on meanwhile."""
-        if self._job.plan.mesh.processes == 1:
+        """Tells the watchdog that this process has nothing to do but to look for a stream. It watches blocks that are
+        under way, and with several processes the steps, which continue meanwhile."""
+        with self._changed:
+            is_idle = not any(self._under_way.values())
+        if is_idle and self._job.plan.mesh.processes == 1:
             self._metrics.last_step = time.monotonic()

@@ -220,7 +220,7 @@ def test_a_store_that_a_worker_holds_stays(tmp_path, capsys):
     [vacancy, *_] = claims.vacancies([1])
     assert claims.claim(vacancy)
     assert main([f"store.path={path}", "confirm=true"]) == 1
-    assert f"workers hold streams (1 by {claims.owner})" in capsys.readouterr().err
+    assert f"workers hold streams (stream 1 by {claims.owner})" in capsys.readouterr().err
     assert set(before) <= set(tmp_path.rglob("*"))
     assert main([f"store.path={path}", "confirm=true", "force=true"]) == 0  # as if the worker were dead
     assert not (tmp_path / "store").exists()

@@ -16,7 +16,7 @@ from pipeline.store.format.layout import MAX_ROWS
 from pipeline.store.generated.group_keys import GENERATED_PREFIX
 from pipeline.store.generated.kept_activations import write_kept
 from pipeline.store.io.storage import Storage
-from pipeline.store.write.claims import Claims
+from pipeline.store.write.claims import COMPLETION, Claims
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import LENGTH, NUM_STREAMS, ROWS, blocks, layout, metadata, write_blocks, write_store
 
@@ -123,7 +123,7 @@ def test_a_setting_is_true_or_false(capsys):
     assert capsys.readouterr().err == "force=yes: expected true or false.\n"
 
 
-@pytest.mark.parametrize(("number", "named"), [(1, "1"), (2, "the completion of the store")])
+@pytest.mark.parametrize(("number", "named"), [(1, "stream 1"), (COMPLETION, "the completion of the store")])
 def test_a_store_that_a_worker_still_holds_is_left_to_it(tmp_path, capsys, number, named):
     path = str(tmp_path / "store")
     write_store(path, finish=False)

@@ -13,6 +13,8 @@ from pipeline.extraction.job_run import run
 from pipeline.merge import main
 from pipeline.store import ActivationStore
 from pipeline.store.format.layout import MIB, ArraySpec
+from pipeline.store.format.metadata import require_root
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.merging import _num_copies, merge_stores
 from pipeline.store.write.store_writer import StoreWriter
 from tests.jobs import assert_same_store, write_text
@@ -211,10 +213,35 @@ def test_the_errors_of_int8_are_those_of_the_source_that_has_them(tmp_path, halv
     assert (root.weights_error, root.cache_error) == ({"embed": 0.01}, {"final_norm": 0.02})
 
 
+@pytest.mark.parametrize(
+    ("key", "content", "message"),
+    [
+        ("embed/c/1/0/0", None, "is missing, although the block is committed"),
+        ("tokens/c/1/0", None, "is missing, although the block is committed"),
+        ("_documents/stream-00001/block-000000.parquet", None, "is missing, although the block is committed"),
+        ("_documents/stream-00001/block-000000.parquet", b"PAR1", "is not the file of its commit record"),
+    ],
+)
+def test_a_block_whose_objects_a_source_has_lost_is_not_committed(
+    tmp_path, halves, whole, capsys, key, content, message
+):
+    file, merged = tmp_path / "1" / key, f"store.path={tmp_path / 'merged'}"
+    before = file.read_bytes()
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    assert main([*halves, merged]) == 2
+    assert f"{file} {message}" in capsys.readouterr().err
+    assert not require_root(Storage.open(tmp_path / "merged")).complete
+    file.write_bytes(before)
+    assert main([*halves, merged]) == 0
+    assert_same_store(tmp_path / "merged", whole)
+
+
 def test_damage_is_found(tmp_path, halves, capsys):
-    (tmp_path / "1" / "embed" / "c" / "1" / "0" / "0").unlink()
+    (tmp_path / "1" / "embed" / "c" / "1" / "0" / "0").write_bytes(b"damaged")
     assert main([*halves, f"store.path={tmp_path / 'merged'}"]) == 1
-    assert "embed/c/1/0/0: is missing, although the block is committed" in capsys.readouterr().out
+    assert "embed/c/1/0/0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

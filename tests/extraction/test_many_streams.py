@@ -25,7 +25,7 @@ from pipeline.store.format.arrays import open_existing, set_rows
 from pipeline.store.format.commits import commit_key
 from pipeline.store.format.layout import MAX_ROWS
 from pipeline.store.format.metadata import require_root
-from pipeline.store.write.claims import Claims, _Claim, claim_key, held_claims
+from pipeline.store.write.claims import COMPLETION, Claims, _Claim, claim_key, held_claims
 from pipeline.store.write.store_writer import StoreWriter
 from tests.conftest import MEASURED
 
@@ -162,6 +162,28 @@ def test_a_stream_whose_records_were_deleted_is_computed_again_although_it_is_ma
         assert store.complete
 
 
+def test_the_watchdog_watches_a_block_that_is_under_way_while_no_other_stream_is_free(text, tmp_path):
+    job = make_job(text, str(tmp_path / "store"), "run.lease_s=8")  # so a process looks again every second
+    store, polls = open_store(job), iter(range(12))
+    with (
+        closing(Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=3600)) as metrics,
+        closing(Claims(job.storage, 600)) as others,
+        closing(Claims(job.storage, 8)) as claims,
+    ):
+        assert all(others.claim(vacancy) for vacancy in others.vacancies(range(1, 80)))
+        claimed = ClaimedStreams(job, store, claims, metrics)
+        blocks = claimed.blocks(lambda: next(polls, None) is None)
+        block = next(blocks)
+        began = metrics.last_step = time.monotonic()
+        assert next(blocks, None) is None, "it has looked for another stream until it was asked to stop"
+        assert metrics.last_step == began
+        store.commit_written(commit_record(block))
+        claimed.finished(block.stream)
+        polls = iter(range(3))
+        assert next(claimed.blocks(lambda: next(polls, None) is None), None) is None
+        assert metrics.last_step > began
+
+
 @pytest.mark.slow
 def test_64_workers_on_10_000_streams(tmp_path, record_property):
     """No lease is lost meanwhile."""
@@ -217,7 +239,7 @@ def test_a_worker_that_dies_while_it_completes_the_store_is_replaced(text, tmp_p
         finish_streams(UnfinishedStreams(job, store, claims), store, 80)
     for has_written_the_root in (False, True):
         dead = _Claim("a dead worker", held=True, lease_s=0.2, number=int(has_written_the_root))
-        job.storage.write(claim_key(number), dead.to_json())
+        job.storage.write(claim_key(COMPLETION), dead.to_json())
         set_rows(job.storage, ["tokens"], MAX_ROWS)
         complete_by_one(job, store, StopRequest(), lambda: complete(job, store))
         assert store.complete

@@ -356,6 +356,12 @@ def test_arguments_that_contradict_each_other(store, options, message):
         store.batches(**{"keys": NAME, "batch_size": 4, **options})
 
 
+def test_a_filter_that_leaves_no_token_is_named(store):
+    reader = store.batches(NAME, 4, epochs=None, token_filter=TokenFilter(drop_tokens=range(1000)))
+    with pytest.raises(ValueError, match=r"an epoch has 0 tokens.*The store is empty, or the filter leaves no token"):
+        next(iter(reader))
+
+
 @pytest.mark.parametrize("epochs", [1, None])
 def test_more_readers_than_the_store_feeds(store, epochs):
     with pytest.raises(ValueError, match="Use fewer readers"):

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.io.storage import Storage
-from pipeline.store.write.claims import Claims, claim_key, delete_claims, held_claims, read_claims
+from pipeline.store.write.claims import COMPLETION, Claims, claim_key, delete_claims, held_claims, read_claims
 from tests.store.emulators import new_bucket
 
 LEASE_S = 2.0  # on a busy machine a thread may have to wait for half a second
@@ -174,7 +174,7 @@ def test_finished_streams_are_known_by_their_marks_until_these_are_deleted(store
     with claims(store_path) as a, claims(store_path) as b:
         assert all(claim(a, stream) for stream in range(4))
         for stream, target in enumerate((1000, 2000, "all")):
-            a.release(stream, finished_for=target)
+            a.finish(stream, target)
         assert [b.list_streams(target) for target in (1000, 1001, 2001, "all")] == [
             ({3}, finished) for finished in ({0, 1, 2}, {1, 2}, {2}, {2})
         ]
@@ -192,9 +192,36 @@ def test_a_stream_that_another_has_taken_over_keeps_its_claim_when_it_is_marked(
         assert claim(a, 0)
         Storage.open(tmp_path).write(claim_key(0), None)
         assert claim(b, 0)
-        a.release(0, finished_for="all")
+        a.finish(0, "all")
         assert held_claims(str(tmp_path)) == {0: b.owner}
         assert b.list_streams("all") == ({0}, {0})
+
+
+def test_the_claim_on_the_completion_is_deleted_by_its_owner_alone(store_path):
+    storage = Storage.open(store_path)
+    with claims(store_path, lease_s=60) as a, claims(store_path, lease_s=60) as b:
+        assert claim(a, COMPLETION)
+        assert claim(a, 0)
+        assert not claim(b, COMPLETION)
+        assert b.list_streams("all") == ({0}, set())
+        assert held_claims(store_path) == {0: a.owner, COMPLETION: a.owner}
+        delete_claims(storage, read_claims(storage))
+        assert held_claims(store_path) == {COMPLETION: a.owner}
+        a.withdraw(COMPLETION)
+        assert storage.list_keys("_claims/") == []
+
+
+def test_a_claim_that_cannot_be_withdrawn_is_left_to_expire(tmp_path, caplog):
+    with claims(str(tmp_path), lease_s=60) as a, claims(str(tmp_path), lease_s=0.1) as b:
+        assert claim(b, COMPLETION)
+        (tmp_path / "_claims").rename(tmp_path / "away")
+        (tmp_path / "_claims").write_text("a file in the way")
+        b.withdraw(COMPLETION)
+        assert "the claim on the completion of the store could not be released, and will expire" in caplog.text
+        (tmp_path / "_claims").unlink()
+        (tmp_path / "away").rename(tmp_path / "_claims")
+        assert held_claims(str(tmp_path)) == {COMPLETION: b.owner}
+        wait_until(lambda: claim(a, COMPLETION))
 
 
 def test_what_is_no_claim_is_named(store_path):

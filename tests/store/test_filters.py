@@ -47,3 +47,10 @@ def test_norms_are_computed_wider_than_they_are_stored():
 def test_numpys_numbers_make_the_same_filter():
     numpys = TokenFilter(drop_tokens=np.array([3, 4]), norms={"a": np.quantile([1.0, 2.0], [0, 1])})
     assert repr(numpys) == repr(TokenFilter(drop_tokens=(3, 4), norms={"a": (1, 2)}))
+
+
+def test_the_order_of_norms_does_not_matter():
+    limits = {"a": (1, 2), "b": (3, 4)}
+    one, other = TokenFilter(norms=limits), TokenFilter(norms=dict(reversed(limits.items())))
+    assert one == other
+    assert repr(one) == repr(other)

@@ -18,7 +18,7 @@ ENCODER_NAME = rf"[A-Za-z0-9_-]{{1,{MAX_ENCODER_NAME}}}"  # of an SAE, as a part
 
 _RUN = r"\d{8}T\d{6}Z-[^/]+-\d+"
 _WORKER_KEYS = (
-    r"_claims/stream-\d{5,}\.(json|done-(\d+|all))",
+    r"_claims/(stream-\d{5,}\.(json|done-(\d+|all))|completion\.json)",
     r"_claims_test/[^/]+-\d+-[0-9a-f]{8}",
     rf"_metrics/{_RUN}(\.jsonl|-generate\.json)",
     re.escape(MANIFEST_KEY),

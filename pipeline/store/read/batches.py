@@ -241,10 +241,14 @@ class _BatchSource:
             self._refuse(tokens)
 
     def _refuse(self, tokens: int) -> NoReturn:
-        raise ValueError(
-            f"one of {self._options.world} readers has {tokens} tokens in an epoch, less than one batch of "
-            f"{self._reading.batch_size}. Use fewer readers, or a smaller batch_size."
-        )
+        size, world = self._reading.batch_size, self._options.world
+        if world > 1:
+            raise ValueError(
+                f"one of {world} readers has {tokens} tokens in an epoch, less than one batch of {size}. Use fewer "
+                "readers, or a smaller batch_size."
+            )
+        remedy = "Use a smaller batch_size." if tokens else "The store is empty, or the filter leaves no token."
+        raise ValueError(f"an epoch has {tokens} tokens, less than one batch of {size}. {remedy}")
 
     @cached_property
     def _block_tokens(self) -> Int64[np.ndarray, " blocks"]:

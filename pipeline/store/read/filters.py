@@ -43,9 +43,9 @@ class TokenFilter:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "part", None if self.part is None else Part(self.part))
-        # As plain numbers, so that equal filters have one repr: the checksum of a reader's state is made of it.
+        # Plain numbers in a fixed order, so that equal filters have equal reprs: a reader's state has a checksum of it.
         object.__setattr__(self, "drop_tokens", tuple(map(int, self.drop_tokens)))
-        limits = {name: (float(least), float(greatest)) for name, (least, greatest) in self.norms.items()}
+        limits = {name: (float(least), float(greatest)) for name, (least, greatest) in sorted(self.norms.items())}
         object.__setattr__(self, "norms", limits)
 
     @property

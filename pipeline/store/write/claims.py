@@ -34,7 +34,9 @@ from pipeline.store.io.storage import NO_OBJECT, Storage, StorageLike
 log = logging.getLogger("pipeline")
 
 CLAIMS_PREFIX = "_claims/"
+COMPLETION = -1  # in place of a stream's number: the claim of the worker that completes the store
 TEST_PREFIX = "_claims_test/"  # apart from the claims, which another worker may be deleting
+_COMPLETION_KEY = f"{CLAIMS_PREFIX}completion.json"
 _KEY = re.compile(r"_claims/stream-(\d{5,})\.json")
 _MARK = re.compile(rf"_claims/stream-(\d{{5,}})\.done-(\d+|{ALL})")
 _RENEWALS_PER_LEASE = 6  # two may fail before the owner gives up
@@ -102,14 +104,13 @@ class Claims:
     """This process's claims on the streams of one store, renewed by a thread until they are released or lost.
 
     `owner` names this process in them. `lease_s`: seconds that other processes wait after it stops renewing;
-    theirs may differ. `name` is what messages call a claimed number.
+    theirs may differ.
     """
 
-    def __init__(self, place: StorageLike, lease_s: float, name: Callable[[int], str] = "stream {}".format) -> None:
+    def __init__(self, place: StorageLike, lease_s: float) -> None:
         """Raises StoreInvalid for storage that ignores the conditions of a write, and StoreError."""
         self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.lease_s = lease_s
-        self._name = name
         storage = Storage.open(place)
         self._storage = storage.with_own_requests(_RENEWAL_REQUESTS)
         self._search_storage = storage.with_own_requests(_SEARCH_REQUESTS)
@@ -160,7 +161,7 @@ class Claims:
         if generation is None:
             return False
         if vacancy.expired:
-            name = self._name(vacancy.stream)
+            name = _claim_name(vacancy.stream)
             log.warning("%s is taken over from %s, which has fallen silent", name, vacancy.expired)
         with self._lock:
             self._leases[vacancy.stream] = _Lease(generation, began)
@@ -178,30 +179,34 @@ class Claims:
             self._lose(stream, lease, f"could not be renewed for {self.lease_s / 2:g} s")
         return not lease.is_lost
 
-    def withdraw(self, stream: int) -> None:
-        """Gives the stream up, and leaves no claim on it behind."""
-        with self._lock:
-            lease = self._leases.pop(stream, None)
-        if lease is not None:
-            with lease.lock:
-                self._storage.write_if_unchanged(claim_key(stream), None, lease.generation)
+    def release(self, stream: int) -> None:
+        """Gives the stream up. Another process may claim it, at once if this one still held it."""
+        self._give_up(stream, lambda generation: self._write(stream, generation, held=False))
 
-    def release(self, stream: int, finished_for: Target | None = None) -> None:
-        """Gives the stream up: another process may claim it, at once if this one still held it. With `finished_for`
-        the stream holds its share of this target, and is marked as finished."""
+    def finish(self, stream: int, target: Target) -> None:
+        """Gives up a stream that holds its share of this target, marks it as finished, and deletes the claim."""
+
+        def write(generation: bytes) -> None:
+            self._storage.write(_mark_key(stream, target), f"{self.owner}\n".encode())
+            self._storage.write_if_unchanged(claim_key(stream), None, generation)
+
+        self._give_up(stream, write)
+
+    def withdraw(self, stream: int) -> None:
+        """Gives the stream up, and deletes the claim."""
+        self._give_up(stream, lambda generation: self._storage.write_if_unchanged(claim_key(stream), None, generation))
+
+    def _give_up(self, stream: int, write: Callable[[bytes], object]) -> None:
+        """Ends the lease. `write` tells other processes, given the claim's generation; without it the claim expires."""
         with self._lock:
             lease = self._leases.pop(stream, None)
         if lease is None:
             return
         try:
             with lease.lock:
-                if finished_for is None:
-                    self._write(stream, lease.generation, held=False)
-                else:
-                    self._storage.write(_mark_key(stream, finished_for), f"{self.owner}\n".encode())
-                    self._storage.write_if_unchanged(claim_key(stream), None, lease.generation)
+                write(lease.generation)
         except StoreError as error:
-            log.warning("the claim on %s could not be released, and will expire: %s", self._name(stream), error)
+            log.warning("the claim on %s could not be released, and will expire: %s", _claim_name(stream), error)
 
     def close(self) -> None:
         """Releases all claims."""
@@ -224,7 +229,7 @@ class Claims:
         try:
             generation = self._write(stream, lease.generation)
         except StoreError as error:
-            log.warning("the claim on %s could not be renewed: %s", self._name(stream), error)
+            log.warning("the claim on %s could not be renewed: %s", _claim_name(stream), error)
             return
         if generation is None:
             self._lose(stream, lease, "was taken over by another worker")
@@ -233,7 +238,7 @@ class Claims:
 
     def _lose(self, stream: int, lease: _Lease, why: str) -> None:
         lease.is_lost = True
-        log.warning("the claim on %s %s: what is not committed of it yet is dropped here", self._name(stream), why)
+        log.warning("the claim on %s %s: what is not committed of it yet is dropped here", _claim_name(stream), why)
 
     def _write(self, stream: int, generation: bytes, held: bool = True) -> bytes | None:
         """Writes the claim if it still has this generation; returns the new generation, or None."""
@@ -246,7 +251,12 @@ class Claims:
 
 
 def claim_key(stream: int) -> str:
-    return f"{CLAIMS_PREFIX}stream-{stream:05d}.json"
+    return _COMPLETION_KEY if stream == COMPLETION else f"{CLAIMS_PREFIX}stream-{stream:05d}.json"
+
+
+def _claim_name(stream: int) -> str:
+    """What messages call a claimed stream."""
+    return "the completion of the store" if stream == COMPLETION else f"stream {stream}"
 
 
 def _mark_key(stream: int, target: Target) -> str:
@@ -271,9 +281,11 @@ def delete_marks(storage: Storage, stream: int) -> None:
 
 
 def held_claims(place: StorageLike) -> dict[int, str]:
-    """The owners of claimed streams, alive or not. Raises StoreError."""
+    """The owners of claimed streams and of the claim on the COMPLETION, alive or not. Raises StoreError."""
     storage = Storage.open(place)
-    keys = {key: int(match[1]) for key in storage.list_keys(CLAIMS_PREFIX) if (match := _KEY.fullmatch(key))}
+    listed = storage.list_keys(CLAIMS_PREFIX)
+    keys = {key: int(match[1]) for key in listed if (match := _KEY.fullmatch(key))}
+    keys |= {key: COMPLETION for key in listed if key == _COMPLETION_KEY}
 
     def check(key: str, text: bytes | None) -> _Claim | None:
         return None if text is None else _Claim.from_json(text, f"{storage.path}/{key}")
@@ -282,20 +294,19 @@ def held_claims(place: StorageLike) -> dict[int, str]:
     return {stream: claim.owner for stream, claim in claims if claim is not None and claim.held}
 
 
-def named_holders(holders: Mapping[int, str], num_streams: int) -> str:
-    """What `held_claims` returned, for messages: "0 by host-1-..., 3 by host-2-...". The claim with the number after
-    the last stream's is that of the worker that completes the store."""
-    return ", ".join(
-        f"{stream if stream < num_streams else 'the completion of the store'} by {owner}"
-        for stream, owner in holders.items()
-    )
+def named_holders(holders: Mapping[int, str]) -> str:
+    """What `held_claims` returned, for messages: "stream 0 by host-1-..., stream 3 by host-2-..."."""
+    return ", ".join(f"{_claim_name(stream)} by {owner}" for stream, owner in holders.items())
 
 
 def read_claims(storage: Storage) -> dict[str, bytes | None]:
-    """The generation of every claim (of a mark: None), by key, for `delete_claims`. Raises StoreError."""
+    """The generation of every claim on a stream (None for a mark), by key, for `delete_claims`. Raises StoreError.
+
+    The claim on the COMPLETION is withdrawn by the worker that completes the store.
+    """
     keys = storage.list_keys(CLAIMS_PREFIX)
     marks = [key for key in keys if _MARK.fullmatch(key)]
-    others = sorted({*keys} - {*marks})
+    others = sorted({*keys} - {*marks, _COMPLETION_KEY})
     claims = zip(others, storage.read_with_generations(others), strict=True)
     return dict.fromkeys(marks) | {key: generation for key, (text, generation) in claims if text is not None}
 

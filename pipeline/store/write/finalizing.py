@@ -17,7 +17,7 @@ def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
         )
     holders = held_claims(store.storage)
     if holders and not is_forced:
-        held = named_holders(holders, store.metadata.num_streams)
+        held = named_holders(holders)
         return (
             f"workers hold streams ({held}). Let them end, or run pipeline.finalize with force=true if they are dead."
         )

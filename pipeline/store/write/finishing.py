@@ -1,8 +1,9 @@
 """Finishing a store: marking it complete once every stream holds its share of the target.
 
 Several processes may finish a store at the same time, and one may be late: the store has been opened for more blocks
-meanwhile, and is perhaps complete again. So each object is written on the condition that it is as it was when finishing
-began. The root is read after all of them: whoever extends the store changes it, before anything else.
+meanwhile, and is perhaps complete again. So each object is written on the condition that it is unchanged since
+finishing began, except the streams' block tables, of which any version is right. The root is read after all of them:
+whoever extends the store changes it before anything else.
 """
 
 from collections.abc import Callable, Mapping

@@ -15,16 +15,17 @@ from operator import itemgetter
 import numpy as np
 from jaxtyping import Int64
 
-from pipeline.core.errors import StoreError, StoreMismatch
+from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.store.features.index_file import index_keys
 from pipeline.store.format.commits import CommitRecord, read_commit_records, read_stream_records
 from pipeline.store.format.layout import MAX_ROWS, MIB, StoreLayout
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.format.statistics import statistics_key
-from pipeline.store.format.tables import table_key
+from pipeline.store.format.tables import table_digest, table_key
 from pipeline.store.format.target import has_share, larger, stream_share
 from pipeline.store.generated.group_keys import GENERATED_PREFIX
 from pipeline.store.io.directories import require_no_links
+from pipeline.store.io.failures import VERIFY_REMEDY
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.claims import held_claims, named_holders
 from pipeline.store.write.store_writer import StoreWriter, create_root
@@ -46,8 +47,8 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
     and of all to copy.
 
     Raises StoreMismatch when a store was made by another configuration, or two hold different versions of a block;
-    then nothing is copied. Raises StoreInvalid for a source that is none, or damaged, and StoreError, also where
-    workers hold streams of the store at `path`.
+    then nothing is copied. Raises StoreInvalid for a source that is not a store, or that has lost objects of a block,
+    which is then not committed; and StoreError, also where workers hold streams of the store at `path`.
     """
     opened = [StoreWriter.open_existing(source) for source in sources]
     for other in opened[1:]:
@@ -57,7 +58,7 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
     for store in existing:
         _require_fit(opened[0], store)
     if holders := held_claims(storage):
-        held = named_holders(holders, opened[0].metadata.num_streams)
+        held = named_holders(holders)
         raise StoreError(
             f"{path} is not merged into: workers hold streams of it ({held}). Let them end first, or delete its "
             "_claims/ if they are dead."
@@ -208,24 +209,39 @@ def _start_block(
 ) -> list[Future[None]] | None:
     """Starts copying a block's objects. None where the target has the block: a job on it was faster.
 
-    An object that the source lacks (zeros, in an array) is deleted in the target, where an earlier job may have left
-    another. Raises StoreInvalid for a symbolic link, whose target need not be the store's.
+    A store shard that Zarr does not store, since all of its values are the fill value, is deleted in the target, where
+    an earlier job may have left an object. Raises StoreInvalid for a symbolic link, whose target need not be the
+    store's. The copies raise StoreInvalid for an object that the source has lost.
     """
     if target.storage.read(record.key) is not None:
         return None
     stream, block = record.stream, record.block
-    keys = [target.layout.shard_key(spec, stream, block) for spec in target.layout.all_arrays]
-    keys.append(table_key(stream, block))
+    shards = {target.layout.shard_key(spec, stream, block): spec.name for spec in target.layout.all_arrays}
+    files = {table_key(stream, block): record.table_sha256}
     if record.statistics_sha256:
-        keys.append(statistics_key(stream, block))
-    keys += index_keys(target.metadata, stream, block)
+        files[statistics_key(stream, block)] = record.statistics_sha256
+    keys = [*shards, *files, *index_keys(target.metadata, stream, block)]
     require_no_links(source.storage.directory, keys)
 
+    def check(key: str, content: bytes | None) -> bytes | None:
+        if content is None and not (key in shards and _is_fill(source, record, shards[key])):
+            problem = "is missing, although the block is committed"
+        elif key in files and table_digest(content) != files[key]:
+            problem = "is not the file of its commit record"
+        else:
+            return content
+        raise StoreInvalid(f"{source.storage.url(key)} {problem}. {VERIFY_REMEDY}")
+
     def copy(key: str) -> None:
-        content = source.storage.read(key)
-        target.storage.write(key, source.storage.read(key) if content is None else content)  # it may be wrong once
+        [content] = source.storage.read_checked([key], check)
+        target.storage.write(key, content)
 
     return [pool.submit(copy, key) for key in keys]
+
+
+def _is_fill(source: StoreWriter, record: CommitRecord, name: str) -> bool:
+    """Whether all of a block's values of an array may be the fill value. A record without digests does not tell."""
+    return record.digests is None or record.digests.get(name) == source.fill_digest(name)
 
 
 def _copy_metrics_and_groups(source: StoreWriter, target: StoreWriter) -> None:

@@ -18,7 +18,14 @@ import tensorstore as ts
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.features.index_file import index_keys
-from pipeline.store.format.arrays import open_existing, open_or_create, read_array_digests, require_layout, set_rows
+from pipeline.store.format.arrays import (
+    fill_digest,
+    open_existing,
+    open_or_create,
+    read_array_digests,
+    require_layout,
+    set_rows,
+)
 from pipeline.store.format.commits import CONSOLIDATED_KEY, CommitRecord, commit_key, parse_record
 from pipeline.store.format.layout import MAX_ROWS, ArraySpec, StoreLayout, is_plain_files
 from pipeline.store.format.metadata import (
@@ -273,6 +280,10 @@ class StoreWriter:
 
     def _change_root(self, **changes: object) -> None:
         self.root = change_root(self.storage, lambda root: replace(root, **changes))
+
+    def fill_digest(self, name: str) -> str:
+        """The digest of a block of an array whose values are all the fill value. Zarr stores no object of it."""
+        return fill_digest(self._arrays[name])
 
     def _array_names(self) -> list[str]:
         return [spec.name for spec in self.layout.all_arrays]
