@@ -1,5 +1,6 @@
 """What every test may use: object stores, a store of real activations, the real material beside the checkout."""
 
+import gc
 import os
 import shutil
 import signal
@@ -93,6 +94,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if config.getoption("--fast"):
         subprocess.Popen.__init__ = lambda *_, **__: pytest.skip("it starts a process")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported stays: the garbage collector need not look through it again and again (a tenth of the time)."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
