@@ -255,13 +255,16 @@ ALIKE = (
 OF_LAYERS = {"layer_types", "max_window_layers", "mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace"}
 
 
+def layers_that_suffice(family: str, overrides: dict) -> dict[str, int]:
+    """What makes a model have two layers, where these show what more would."""
+    return {"num_hidden_layers": 2} if family in ALIKE and not OF_LAYERS & overrides.keys() else {}
+
+
 class Forward:
     """A random model of a family, and its forward pass for every site of every layer, compiled once for a shape."""
 
     def __init__(self, path: Path, family: str, overrides: dict) -> None:
-        if family in ALIKE and not OF_LAYERS & overrides.keys():
-            overrides = overrides | {"num_hidden_layers": 2}
-        self.reference = save_random(family, path, **overrides)
+        self.reference = save_random(family, path, **layers_that_suffice(family, overrides) | overrides)
         self.model = open_model(str(path))
         keys = activation_keys(tuple(range(self.model.num_layers)), self.model.sites)
         self.keys = tuple(
