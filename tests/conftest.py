@@ -1,6 +1,5 @@
 """What every test may use: object stores, a store of real activations, the real material beside the checkout."""
 
-import gc
 import os
 import shutil
 import signal
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.forking import Forked
+from tests.forking import Forked, collect_seldom
 from tests.jobs import HASTE, HASTY_FLAGS, ROOT, run, run_here, write_text
 from tests.store.emulators import gcs_emulator, s3_emulator
 from tests.store.fault_proxy import FaultProxy
@@ -41,11 +40,13 @@ SECRET = "ya29.nobody-may-see-this"
 MEASURED = "measured"  # the property of a test that is printed at the end
 # By how long they take. The others follow.
 LONGEST = (
-    *("test_processes.py", "test_parity.py", "test_compile_check.py", "test_generate.py", "test_mesh.py"),
-    *("test_claiming.py", "test_positions.py", "test_int8.py", "test_generator.py", "test_cli.py", "test_extractor.py"),
-    *("test_resume.py", "test_compilation_cache.py", "test_run.py", "test_bfloat16.py", "test_attention_splash.py"),
-    *("test_process_startup.py", "test_features.py", "test_remote_job.py", "test_generation_mesh.py"),
-    *("test_generation_tpu.py", "test_weights_error.py", "test_compiled_step.py", "test_families.py"),
+    *("test_processes.py", "test_compile_check.py", "test_generate.py", "test_parity.py", "test_mesh.py"),
+    *("test_faults.py", "test_generator.py", "test_training_stream.py", "test_int8.py", "test_positions.py"),
+    *("test_object_storage.py", "test_features.py", "test_bfloat16.py", "test_extractor.py", "test_cli.py"),
+    *("test_attention_splash.py", "test_stream_store.py", "test_claiming.py", "test_remote_job.py"),
+    *("test_compilation_cache.py", "test_generation_mesh.py", "test_generation_tpu.py", "test_weights_error.py"),
+    *("test_compiled_step.py", "test_run.py", "test_resume.py", "test_process_startup.py", "test_real_inputs.py"),
+    *("test_train_examples.py", "test_writing.py", "test_batches.py", "test_families.py"),
 )
 # Whose programs LLVM would take longer to optimise than they then run. What XLA makes of them is the same without; last
 # bits are not, so none of these compares with what another module has computed.
@@ -100,9 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported stays: the garbage collector need not look through it again and again (a tenth of the time)."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    collect_seldom()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
