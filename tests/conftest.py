@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.forking import Forked
-from tests.jobs import HASTE, ROOT, run, run_here, write_text
+from tests.forking import Forked, collect_seldom
+from tests.jobs import HASTE, HASTY_FLAGS, ROOT, run, run_here, write_text
 from tests.store.emulators import gcs_emulator, s3_emulator
 from tests.store.fault_proxy import FaultProxy
 
@@ -40,22 +40,26 @@ SECRET = "ya29.nobody-may-see-this"
 MEASURED = "measured"  # the property of a test that is printed at the end
 # By how long they take. The others follow.
 LONGEST = (
-    *("test_processes.py", "test_parity.py", "test_compile_check.py", "test_generate.py", "test_mesh.py"),
-    *("test_claiming.py", "test_positions.py", "test_int8.py", "test_generator.py", "test_cli.py", "test_extractor.py"),
-    *("test_resume.py", "test_compilation_cache.py", "test_run.py", "test_bfloat16.py", "test_attention_splash.py"),
-    *("test_process_startup.py", "test_features.py", "test_remote_job.py", "test_generation_mesh.py"),
-    *("test_generation_tpu.py", "test_weights_error.py", "test_compiled_step.py", "test_families.py"),
+    *("test_processes.py", "test_compile_check.py", "test_generate.py", "test_parity.py", "test_mesh.py"),
+    *("test_faults.py", "test_generator.py", "test_training_stream.py", "test_int8.py", "test_positions.py"),
+    *("test_object_storage.py", "test_features.py", "test_bfloat16.py", "test_extractor.py", "test_cli.py"),
+    *("test_attention_splash.py", "test_stream_store.py", "test_claiming.py", "test_remote_job.py"),
+    *("test_compilation_cache.py", "test_generation_mesh.py", "test_generation_tpu.py", "test_weights_error.py"),
+    *("test_compiled_step.py", "test_run.py", "test_resume.py", "test_process_startup.py", "test_real_inputs.py"),
+    *("test_train_examples.py", "test_writing.py", "test_batches.py", "test_families.py"),
 )
 # Whose programs LLVM would take longer to optimise than they then run. What XLA makes of them is the same without; last
-# bits are not, so none of these compares with what another process has computed.
+# bits are not, so none of these compares with what another module has computed.
 HASTILY_COMPILED = (
     *("tests/library/test_aligned", "tests/library/test_extractor", "tests/library/test_stream_store.py"),
     *("tests/library/test_training_stream.py", "tests/models/"),
     *("tests/generation/test_generator.py", "tests/step/test_compiled_step.py"),
+    *("tests/extraction/test_positions.py", "tests/extraction/test_features.py"),
     *("tests/extraction/test_run.py", "tests/extraction/test_writer.py", "tests/extraction/test_expert_stores.py"),
     *("tests/step/test_head_outputs.py", "tests/step/test_storage_dtypes.py", "tests/step/test_stored_statistics.py"),
-    *("tests/step/test_weights_error.py", "tests/extraction/test_zero_activations.py"),
+    *("tests/step/test_mesh.py", "tests/step/test_weights_error.py", "tests/extraction/test_zero_activations.py"),
     *("tests/extraction/test_extension.py", "tests/extraction/test_alignment.py", "tests/job/test_metrics.py"),
+    "tests/store/test_begun_before.py",
 )
 SLOW = (  # what compiles many programs, or large ones, or runs whole jobs
     *("extraction/test_alignment.py", "extraction/test_guards.py", "extraction/test_resume.py"),
@@ -95,6 +99,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         subprocess.Popen.__init__ = lambda *_, **__: pytest.skip("it starts a process")
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported stays: the garbage collector need not look through it again and again (a tenth of the time)."""
+    collect_seldom()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for report in terminalreporter.stats.get("passed", ()):
         for name, value in report.user_properties:
@@ -104,7 +113,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def compilation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """How the programs of a module are compiled in this process."""
+    """How the programs of a module are compiled: in this process, and in those that it starts."""
     if not request.path.relative_to(ROOT).as_posix().startswith(HASTILY_COMPILED):
         yield
         return
@@ -118,9 +127,11 @@ def compilation(request: pytest.FixtureRequest) -> Iterator[None]:
         options.env_option_overrides = [*options.env_option_overrides, *HASTE.items()]
         return options
 
+    options_of(num_replicas=1, num_partitions=1)  # XLA reads its variable once, and it is to be the one from outside
     jax.config.update("jax_disable_most_optimizations", True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "get_compile_options", hasty_options)
+        patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {HASTY_FLAGS}")  # of jobs that it starts
         yield
     jax.config.update("jax_disable_most_optimizations", False)
 

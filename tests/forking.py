@@ -177,9 +177,16 @@ def _replace(file: int, other: int) -> None:
     os.dup2(other, file, inheritable=False)
 
 
+def collect_seldom() -> None:
+    """Takes what exists out of garbage collections, and makes these rare: tracing makes many objects and keeps them."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+
+
 if __name__ == "__main__":
     import pipeline.cli.main
     import pipeline.extraction.job_run  # noqa: F401
 
-    gc.freeze()
+    collect_seldom()
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -288,6 +288,7 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
         model(torch.from_numpy(tokens.astype(np.int64)))
     for handle in handles:
         handle.remove()
+    model.set_attn_implementation("eager")  # which does not look
     if model.config.model_type.startswith("deepseek"):
         sort_experts(found)
     return found

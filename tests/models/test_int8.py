@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hf_reference import NUM_LAYERS, save_random
 from jax.sharding import SingleDeviceSharding
+from test_parity import layers_that_suffice
 
 from pipeline.cluster.sharding import make_mesh
 from pipeline.config.composing import PACKAGE
@@ -129,7 +130,7 @@ def test_matrices_of_layers_and_nothing_else(family: str, tmp_path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forward_is_that_of_the_rounded_weights(family: str, tmp_path) -> None:
     """At every site of every layer."""
-    save_random(family, tmp_path)
+    save_random(family, tmp_path, **layers_that_suffice(family, {}))
     model = open_model(str(tmp_path))
     tokens = jnp.array(np.random.default_rng(1).integers(0, 199, (2, 24)), jnp.int32)
     rest = jnp.ones_like(tokens), jnp.tile(jnp.arange(24, dtype=jnp.int32), (2, 1))
@@ -161,7 +162,7 @@ def test_a_product_of_integers(length: int) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "gemma2", "gpt_neox"])
 def test_every_product_with_a_matrix_is_of_integers(family: str, tmp_path) -> None:
-    save_random(family, tmp_path)
+    save_random(family, tmp_path, **layers_that_suffice(family, {}))
     model = open_model(str(tmp_path))
     keys = every_key(model)
     exact, params = model.load(keys, "float32", DEVICE), model.load(keys, "float32", DEVICE, with_int8=True)

@@ -1,6 +1,7 @@
 """Every site of every layer against Hugging Face transformers, in float32."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.registry import Model, open_model
 from pipeline.models.weight_specs import has_site
 
+LENGTH = 96  # of rows; longer than every window
 LAST_KEY = ActivationKey(NUM_LAYERS - 1, Site.resid_post)
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 LLAMA3_ROPE = {
@@ -38,24 +40,46 @@ GEMMA3_ROPES = {"full_attention": LINEAR_ROPE, "sliding_attention": {"rope_type"
 NEOX_ODD_HEADS = {"hidden_size": 36, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
 OLMOE = {"eos_token_id": None}
 GPT_OSS = {"sliding_window": 7}
+FAMILIES = {
+    "bert": {},
+    "deepseek_v2": {"topk_method": "group_limited_greedy"},
+    "deepseek_v3": {"rope_parameters": MSCALE_ROPE},
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA | {"layer_types": ALTERNATING},
+    "gemma4_text": GEMMA4,
+    "gpt2": {},
+    "gpt_neox": {},
+    "gpt_oss": GPT_OSS,
+    "llama": {},
+    "mistral": {"sliding_window": 7},
+    "mixtral": {},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 7},
+    "olmoe": OLMOE,
+    "phi3": {"partial_rotary_factor": 0.5},
+    "qwen2": {},
+    "qwen2_moe": {"mlp_only_layers": [1]},
+    "qwen3": {},
+    "qwen3_moe": {},
+    "qwen3_next": {},
+    "qwen3_5_text": {},
+    "smollm3": WINDOW,
+}
+"""With each of them there is more to test than every site."""
 CASES = {
-    "qwen2 grouped": ("qwen2", {}),
     "qwen2 tied, one kv head": ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen2 long theta": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "llama without groups": ("llama", {"num_key_value_heads": 4}),
     "llama3 rope, head_dim": ("llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
     "llama gelu": ("llama", {"hidden_act": "gelu"}),
     "qwen2 window in the last layers": ("qwen2", WINDOW | {"max_window_layers": 2}),
-    "mistral": ("mistral", {"sliding_window": 7}),
     "mistral without window": ("mistral", {"sliding_window": None, "head_dim": 6}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3 biases, one kv head, windows": (
         "qwen3",
         WINDOW | {"attention_bias": True, "num_key_value_heads": 1, "layer_types": ALTERNATING},
     ),
-    "olmo2 grouped": ("olmo2", {}),
     "olmo2 biases": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True, "rms_norm_eps": 1e-5}),
-    "olmo3": ("olmo3", {"sliding_window": 7}),
     "olmo3 biases, tied, scaled global rope": (
         "olmo3",
         {"sliding_window": 7, "layer_types": ALTERNATING, "rope_parameters": GEMMA3_ROPES}
@@ -102,10 +126,8 @@ CASES = {
         {"head_dim": 8, "hidden_act": "gelu", "original_max_position_embeddings": 96}
         | {"rope_parameters": LONG_ROPE | {"attention_factor": 1.3, "factor": 2.0}},
     ),
-    "gemma2": ("gemma2", GEMMA),
     "gemma2 low caps": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5}),
     "gemma2 without caps, biases": ("gemma2", GEMMA | {"attn_logit_softcapping": None, "attention_bias": True}),
-    "gemma3": ("gemma3_text", GEMMA | {"layer_types": ALTERNATING}),
     "gemma3 scaled global rope": (
         "gemma3_text",
         GEMMA | {"layer_types": ALTERNATING, "num_key_value_heads": 1, "rope_parameters": GEMMA3_ROPES},
@@ -134,12 +156,9 @@ CASES = {
         "gemma4_text",
         {"global_head_dim": 8, "sliding_window": 600, "layer_types": TURNS, "num_kv_shared_layers": 1},
     ),
-    "gpt-neox": ("gpt_neox", {}),
     "gpt-neox sequential, without biases": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "gpt-neox odd heads, half rotating": ("gpt_neox", NEOX_ODD_HEADS),
-    "gpt2": ("gpt2", {}),
     "gpt2 odd heads, relu": ("gpt2", {"n_embd": 28, "n_inner": None, "activation_function": "relu"}),
-    "bert": ("bert", {}),
     "bert odd heads, one type": ("bert", {"hidden_size": 20, "type_vocab_size": 1, "hidden_act": "gelu_new"}),
     "qwen3 moe": ("qwen3_moe", {"norm_topk_prob": True, "head_dim": 16}),
     "qwen3 moe, dense layers, window, biases": (
@@ -157,7 +176,6 @@ CASES = {
         WINDOW
         | {"norm_topk_prob": True, "mlp_only_layers": [0], "shared_expert_intermediate_size": 9, "qkv_bias": False},
     ),
-    "qwen3.5": ("qwen3_5_text", {}),
     "qwen3.5, alternating, tied, heads alike, half rotating, two taps": (
         "qwen3_5_text",
         {"layer_types": ["full_attention", "linear_attention"] * 2, "tie_word_embeddings": True, "head_dim": 8}
@@ -165,7 +183,6 @@ CASES = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.5}},
     ),
     "qwen3.5 moe": ("qwen3_5_moe_text", {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
-    "qwen3-next": ("qwen3_next", {}),
     "qwen3-next, only DeltaNet at last, a dense layer, biases": (
         "qwen3_next",
         {"layer_types": ["full_attention"] * 2 + ["linear_attention"] * 2, "mlp_only_layers": [1]}
@@ -173,9 +190,7 @@ CASES = {
     ),
     "mixtral": ("mixtral", {"sliding_window": 7}),
     "mixtral without window": ("mixtral", {"num_experts": 3, "head_dim": 6, "hidden_act": "gelu"}),
-    "olmoe": ("olmoe", OLMOE),
     "olmoe, norm_topk_prob, biases": ("olmoe", OLMOE | {"norm_topk_prob": True, "attention_bias": True}),
-    "gpt-oss": ("gpt_oss", GPT_OSS),
     "gpt-oss, tied, yarn with another factor, one expert, one kv head": (
         "gpt_oss",
         GPT_OSS
@@ -232,16 +247,41 @@ CASES = {
 }
 
 
-def run(model: Model, keys, tokens, segments, positions) -> dict[ActivationKey, np.ndarray]:
-    params = model.load(keys, "float32", DEVICE)
-    apply = jax.jit(model.apply, static_argnames="keys")
-    captured = apply(params, jnp.array(tokens), jnp.array(segments), jnp.array(positions), keys=keys)
-    return {key: np.asarray(value, np.float32) for key, value in captured.items()}
+ALIKE = (
+    *("bert", "deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "llama", "mistral"),
+    *("mixtral", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+)
+"""Of which two layers show what more would: they alternate, if they differ, or the first is dense."""
+OF_LAYERS = {"layer_types", "max_window_layers", "mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace"}
 
 
-def all_keys(model: Model) -> tuple[ActivationKey, ...]:
-    keys = activation_keys(tuple(range(NUM_LAYERS)), model.sites)
-    return tuple(key for key in keys if not key.site.per_layer or has_site(model.arch, key.layer, key.site))
+def layers_that_suffice(family: str, overrides: dict) -> dict[str, int]:
+    """What makes a model have two layers, where these show what more would."""
+    return {"num_hidden_layers": 2} if family in ALIKE and not OF_LAYERS & overrides.keys() else {}
+
+
+class Forward:
+    """A random model of a family, and its forward pass for every site of every layer, compiled once for a shape."""
+
+    def __init__(self, path: Path, family: str, overrides: dict) -> None:
+        self.reference = save_random(family, path, **layers_that_suffice(family, overrides) | overrides)
+        self.model = open_model(str(path))
+        keys = activation_keys(tuple(range(self.model.num_layers)), self.model.sites)
+        self.keys = tuple(
+            key for key in keys if not key.site.per_layer or has_site(self.model.arch, key.layer, key.site)
+        )
+        self._params = self.model.load(self.keys, "float32", DEVICE)
+        self._apply = jax.jit(self.model.apply, static_argnames="keys")
+
+    def __call__(self, tokens: np.ndarray, segments: np.ndarray, positions: np.ndarray) -> dict:
+        batch = (jnp.array(ids) for ids in (tokens, segments, positions))
+        captured = self._apply(self._params, *batch, keys=self.keys)
+        return {key: np.asarray(value, np.float32) for key, value in captured.items()}
+
+
+@pytest.fixture(scope="module")
+def forward(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Forward:
+    return Forward(tmp_path_factory.mktemp("model"), request.param, FAMILIES[request.param])
 
 
 def unpacked(rng: np.random.Generator, num_rows: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -260,21 +300,21 @@ def bound(key: ActivationKey, model: Model) -> float:
     return 1e-5 * (key.layer + 1 if key.site.per_layer else model.num_layers)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_site_of_every_layer(case: str, tmp_path) -> None:
-    family, overrides = CASES[case]
-    reference = save_random(family, tmp_path, **overrides)
-    batch = unpacked(np.random.default_rng(1), 2, 96)
-    expected = reference_activations(reference, batch[0])
-    model = open_model(str(tmp_path))
-    keys = all_keys(model)
-    got = run(model, keys, *batch)
-    assert {key: values.shape[2] for key, values in got.items()} == {key: model.width(key, 96) for key in keys}
+def assert_every_site(forward: Forward) -> None:
+    batch, model, keys = unpacked(np.random.default_rng(1), 2, LENGTH), forward.model, forward.keys
+    expected = reference_activations(forward.reference, batch[0])
+    got = forward(*batch)
+    assert {key: values.shape[2] for key, values in got.items()} == {key: model.width(key, LENGTH) for key in keys}
     assert {key for key in expected if not key.site.per_layer or key.site in model.sites} == {*keys}
     errors = {key: error(got[key], expected[key]) for key in keys if key.site is not Site.router_indices}
     for key in (key for key in keys if key.site is Site.router_indices):
         np.testing.assert_array_equal(got[key], expected[key])
     assert {key.name: value for key, value in errors.items() if not value <= bound(key, model)} == {}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_site_of_every_layer(case: str, tmp_path) -> None:
+    assert_every_site(Forward(tmp_path, *CASES[case]))
 
 
 SCANNED = {
@@ -303,90 +343,62 @@ def test_scanned_layers_equal_single_ones(case: str, tmp_path) -> None:
     reference = save_random(family, tmp_path, **overrides)
     batch = unpacked(np.random.default_rng(2), 2, 64)
     model = open_model(str(tmp_path))
-    got = run(model, (LAST_KEY,), *batch)
+    params = model.load((LAST_KEY,), "float32", DEVICE)
+    apply = jax.jit(model.apply, static_argnames="keys")
+    got = apply(params, *map(jnp.array, batch), keys=(LAST_KEY,))
     expected = reference_activations(reference, batch[0])
-    assert error(got[LAST_KEY], expected[LAST_KEY]) < bound(LAST_KEY, model)
+    assert error(np.asarray(got[LAST_KEY]), expected[LAST_KEY]) < bound(LAST_KEY, model)
 
 
-FAMILIES = {
-    "bert": {},
-    "deepseek_v2": {"topk_method": "group_limited_greedy"},
-    "deepseek_v3": {"rope_parameters": MSCALE_ROPE},
-    "gemma2": GEMMA,
-    "gemma3_text": GEMMA | {"layer_types": ALTERNATING},
-    "gemma4_text": GEMMA4,
-    "gpt2": {},
-    "gpt_neox": {},
-    "gpt_oss": GPT_OSS,
-    "llama": {},
-    "mistral": {"sliding_window": 7},
-    "mixtral": {},
-    "olmo2": {},
-    "olmo3": {"sliding_window": 7},
-    "olmoe": OLMOE,
-    "phi3": {"partial_rotary_factor": 0.5},
-    "qwen2": {},
-    "qwen2_moe": {"mlp_only_layers": [1]},
-    "qwen3": {},
-    "qwen3_moe": {},
-    "qwen3_next": {},
-    "qwen3_5_text": {},
-    "smollm3": WINDOW,
-}
+@pytest.mark.parametrize("forward", FAMILIES, indirect=True)
+def test_every_site_of_every_layer_of_a_family(forward: Forward) -> None:
+    assert_every_site(forward)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_documents_equal_documents_alone(family: str, tmp_path) -> None:
-    reference = save_random(family, tmp_path, **FAMILIES[family])
+@pytest.mark.parametrize("forward", FAMILIES, indirect=True)
+def test_packed_documents_equal_documents_alone(forward: Forward) -> None:
     rng = np.random.default_rng(3)
-    tokens, segments, positions = np.zeros((3, 2, 64), np.int32)
-    documents = [(0, 0, 17), (0, 17, 40), (0, 57, 5), (1, 0, 33)]  # row, first position, length; 2 + 31 positions left
+    tokens, segments, positions = np.zeros((3, 2, LENGTH), np.int32)
+    documents = [(0, 0, 17), (0, 17, 40), (0, 57, 5), (1, 0, 33)]  # row, first position, length; the rest is padding
     for number, (row, first, length) in enumerate(documents, start=1):
         place = (row, slice(first, first + length))
         tokens[place] = rng.integers(0, VOCAB_SIZE, length)
         segments[place] = number
         positions[place] = np.arange(length)
-    model = open_model(str(tmp_path))
-    keys = all_keys(model)
-    got = run(model, keys, tokens, segments, positions)
+    got = forward(tokens, segments, positions)
     for row, first, length in documents:
-        expected = reference_activations(reference, tokens[row : row + 1, first : first + length])
-        for key in keys:
+        expected = reference_activations(forward.reference, tokens[row : row + 1, first : first + length])
+        for key in forward.keys:
             found = got[key][row : row + 1, first : first + length]
             if key.site is Site.attn_pattern:
-                patterns = found.reshape(1, length, -1, 64)
+                patterns = found.reshape(1, length, -1, LENGTH)
                 assert not patterns[..., length:].any()
                 found = patterns[..., :length].reshape(1, length, -1)
-            assert error(found, expected[key]) < bound(key, model), key.name
+            assert error(found, expected[key]) < bound(key, forward.model), key.name
     assert all(np.isfinite(values).all() for values in got.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_padding_does_not_reach_documents(family: str, tmp_path) -> None:
-    save_random(family, tmp_path, **FAMILIES[family])
-    model = open_model(str(tmp_path))
-    tokens, segments, positions = unpacked(np.random.default_rng(4), 2, 24)
+@pytest.mark.parametrize("forward", FAMILIES, indirect=True)
+def test_padding_does_not_reach_documents(forward: Forward) -> None:
+    tokens, segments, positions = unpacked(np.random.default_rng(4), 2, LENGTH)
     segments[0, 10:] = 0
     other = np.where(segments == 0, (tokens + 1) % VOCAB_SIZE, tokens)
-    one, two = (run(model, (LAST_KEY,), ids, segments, positions)[LAST_KEY] for ids in (tokens, other))
+    last = ActivationKey(forward.model.num_layers - 1, Site.resid_post)
+    one, two = (forward(ids, segments, positions)[last] for ids in (tokens, other))
     assert not np.array_equal(one, two)
     np.testing.assert_array_equal(one[segments != 0], two[segments != 0])
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "bert"])
-def test_final_norm_times_unembedding_is_the_logits(family: str, tmp_path) -> None:
-    reference = save_random(family, tmp_path, **FAMILIES[family])
-    batch = unpacked(np.random.default_rng(6), 2, 40)
-    key = ActivationKey(-1, Site.final_norm)
-    logits = (
-        run(open_model(str(tmp_path)), (key,), *batch)[key]
-        @ reference.get_output_embeddings().weight.detach().numpy().T
-    )
-    softcap = getattr(reference.config, "final_logit_softcapping", None)
+@pytest.mark.parametrize("forward", [family for family in FAMILIES if family != "bert"], indirect=True)
+def test_final_norm_times_unembedding_is_the_logits(forward: Forward) -> None:
+    batch = unpacked(np.random.default_rng(6), 2, LENGTH)
+    final_norm = forward(*batch)[ActivationKey(-1, Site.final_norm)]
+    logits = final_norm @ forward.reference.get_output_embeddings().weight.detach().numpy().T
+    softcap = getattr(forward.reference.config, "final_logit_softcapping", None)
     if softcap:
         logits = softcap * np.tanh(logits / softcap)
     with torch.no_grad():
-        expected = reference(torch.from_numpy(batch[0].astype(np.int64))).logits.numpy()
+        expected = forward.reference(torch.from_numpy(batch[0].astype(np.int64))).logits.numpy()
     assert error(logits, expected) < 1e-4
 
 
