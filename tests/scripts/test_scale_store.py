@@ -16,7 +16,7 @@ from scripts.bench.scale_store import PLACE, State, StoreShape, arrays, make_sto
 from tests.jobs import ROOT
 
 # Requests, whatever the number of blocks, in 10 streams. Tighten these where a change saves requests.
-BOUNDS = {"start": 30, "extend": 50, "finish": 70, "open": 13, "open unfinished": 45, "document": 13}
+BOUNDS = {"start": 30, "extend": 50, "finish": 70, "open": 13, "open unfinished": 45, "document": 6}
 
 
 @pytest.mark.parametrize("state", State)
