@@ -1,5 +1,6 @@
 """The documents of a store: their table, and where one of them is, by number or by id."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +14,18 @@ from pipeline.core.errors import StoreError
 from pipeline.store.format.block_table import Block, BlockTable, split_streams
 from pipeline.store.format.layout import DOCUMENTS, POSITIONS, SELECTED, TOKENS
 from pipeline.store.format.tables import empty_table, read_tables
+from pipeline.store.ids.lookup import StoredIds
 from pipeline.store.io.storage import Storage
 from pipeline.store.read.features import FeatureBatch
 from pipeline.store.read.rows import at_selected, slot_side_arrays
+
+log = logging.getLogger("pipeline")
+
+_MANY_TABLES = 1000
+_MANY_READ = (
+    "%s: the document tables of %d blocks are read to find an id. An index of ids saves that: "
+    "python -m pipeline.index store.path=%s"
+)
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,7 @@ class StoredDocuments:
         self._storage = storage
         self._blocks = blocks
         self._num_streams = num_streams
+        self._not_indexed = BlockTable(), empty_table()  # blocks, and their document tables
 
     @cached_property
     def table(self) -> pa.Table:
@@ -89,6 +100,20 @@ class StoredDocuments:
     def _read(self, blocks: Sequence[Block]) -> pa.Table:
         tables = list(read_tables(self._storage, blocks))
         return pa.concat_tables(tables, promote_options="default") if tables else empty_table()
+
+    def _read_not_indexed(self, blocks: BlockTable) -> pa.Table:
+        """The document tables of blocks that no index knows, which are kept for the next lookup."""
+        known, table = self._not_indexed
+        if not np.array_equal(known.values, blocks.values):
+            if len(blocks) > _MANY_TABLES and self._storage.is_remote:
+                log.warning(_MANY_READ, self._storage.path, len(blocks), self._storage.path)
+            table = self.table if len(blocks) == len(self._blocks) else self._read(blocks)
+            self._not_indexed = blocks, table
+        return table
+
+    @cached_property
+    def _ids(self) -> StoredIds:
+        return StoredIds(self._storage, self._stream_blocks)
 
     @cached_property
     def _stream_blocks(self) -> list[BlockTable]:
@@ -105,15 +130,23 @@ class StoredDocuments:
             start -= 1  # the block before has the beginning of the document, or all of it
         return blocks[max(0, start) : stop]
 
-    def entries(self, column: str, value: str | int, blocks: Sequence[Block]) -> pa.Table:
-        """The rows of the blocks' document tables that have a `value` in a `column`: of one document. Raises StoreError
-        unless there is exactly one."""
-        return self._of_one(self._read(blocks), column, value)
+    def with_number(self, number: int, blocks: Sequence[Block]) -> pa.Table:
+        """The rows of the blocks' document tables that a document has. Raises StoreError where it has none."""
+        return self._of_one(self._read(blocks), "document", number)
+
+    def with_id(self, id: str) -> pa.Table:
+        """The rows that a document has in the document tables of all blocks, which are read where no index of ids says
+        which have it. Raises StoreError unless exactly one document has the id."""
+        if "table" in vars(self):
+            return self._of_one(self.table, "id", id)
+        hits, not_indexed = self._ids.find(id)
+        tables = [self._read_not_indexed(not_indexed), *([self._read(hits)] if len(hits) else [])]
+        return self._of_one(pa.concat_tables(tables, promote_options="default"), "id", id)
 
     def _of_one(self, table: pa.Table, column: str, value: str | int) -> pa.Table:
         entries = table.filter(pc.equal(table[column], value))
         numbers = pc.unique(entries["document"]).to_pylist()
         if len(numbers) != 1:
-            hint = f"documents {numbers} have it; ask for one by number" if numbers else "no document has it"
+            hint = f"documents {sorted(numbers)} have it; ask for one by number" if numbers else "no document has it"
             raise StoreError(f"{column} {value!r} in the store {self._storage.path}: {hint}.")
         return entries

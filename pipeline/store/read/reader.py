@@ -303,13 +303,13 @@ class ActivationStore:
         """
         names = [key.name for key in (self.keys if keys is None else map(self._key, keys))]
         documents = self._documents
-        by_id = documents.entries("id", id, self.blocks) if isinstance(id, str) else None
+        by_id = documents.with_id(id) if isinstance(id, str) else None
         number = operator.index(id) if by_id is None else by_id["document"][0].as_py()
         blocks = documents.blocks_of(number)
         selects = self._layout.selected is not None
         sides = [TOKENS.name, POSITIONS.name, DOCUMENTS.name, *([SELECTED.name] if selects else [])]
         side_reads = self._rows.reads(sides, self._rows.of_blocks(blocks))  # under way while the table is read
-        entries = documents.entries("document", number, blocks) if by_id is None else by_id
+        entries = documents.with_number(number, blocks) if by_id is None else by_id
         expected = pc.sum(pc.subtract(entries["last_token"], entries["first_token"])).as_py()
         slots = document_slots(number, self._rows.of_blocks(blocks), dict(side_reads))
         if len(slots.text) != expected:
