@@ -10,6 +10,7 @@ The commands are modules of this package: `python -m pipeline.<command>`, with H
 | `inspect` | prints what a store holds; writes an HTML page and charts |
 | `finalize` | marks a store complete that several workers have filled |
 | `merge` | copies the blocks of several stores of one configuration into one |
+| `index` | indexes the ids of a store's documents, so that a large store finds one in a few requests |
 | `export` | copies a store into the cached activations of SAELens, or its features into delphi's latents |
 | `delete` | deletes the objects of a store, and nothing else |
 

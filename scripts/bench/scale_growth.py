@@ -13,7 +13,7 @@ from scripts.bench.scale_store import make_store
 
 BLOCKS = (640, 1280)  # whole multiples of INDEX_EVERY in each stream
 STREAMS = 10
-MEASURED = ("start", "extend", "finish", "open", "open unfinished", "document")
+MEASURED = ("start", "extend", "finish", "open", "open unfinished", "document", "document id")
 KINDS = ("list", "get", "put", "delete")
 
 

@@ -26,7 +26,9 @@ from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.layout import MIB, SIDE_ARRAYS
 from pipeline.store.io.storage import Storage, StorageOptions
 from pipeline.store.read import batches
+from pipeline.store.read.reader import REMOTE_REQUESTS
 from pipeline.store.write.claims import Claims
+from pipeline.store.write.indexing import index_ids
 from scripts.bench.gcs_standin import control
 from scripts.bench.scale_store import BLOCK_TOKENS, LENGTH, ROWS, URL, WIDTH, State, StoreShape, open_bench_job
 
@@ -43,6 +45,7 @@ class MeasuredPath:
 
     title: for the table. state: of the store. prepare: does what comes before, and returns what is measured; it is
     given B and S. stored: the share of the B blocks that the store has. wanted: its target, as a multiple of B blocks.
+    has_ids: the store has indexes of ids.
     """
 
     title: str
@@ -50,6 +53,7 @@ class MeasuredPath:
     prepare: Callable[[int, int], Measured]
     stored: float = 1.0
     wanted: float = 1.0
+    has_ids: bool = False
 
 
 def prepare_start(blocks: int, streams: int, wanted: float) -> Measured:
@@ -99,6 +103,23 @@ def prepare_document(blocks: int, streams: int) -> Measured:
     """One document in the middle of the store, by its number."""
     store, number = ActivationStore.open(URL), blocks * ROWS // 2
     return lambda: store.document(number)
+
+
+def prepare_document_id(blocks: int, streams: int) -> Measured:
+    """The same document by its id: the first of a reader, so that it reads the indexes' headers, too."""
+    store, number = ActivationStore.open(URL), blocks * ROWS // 2
+    id = store.document(number).id
+
+    def document() -> None:
+        assert store.document(id).document == number
+
+    return document
+
+
+def prepare_index(blocks: int, streams: int) -> Measured:
+    """The share of one process of PROCESSES."""
+    storage = Storage.open(URL).with_own_requests(REMOTE_REQUESTS)
+    return lambda: index_ids(storage, range(0, streams, PROCESSES))
 
 
 def prepare_batches(blocks: int, streams: int) -> Measured:
@@ -181,6 +202,8 @@ PATHS: Mapping[str, MeasuredPath] = {
     "open": MeasuredPath("reader: open", State.complete, prepare_open),
     "open unfinished": MeasuredPath("reader: open, unfinished", State.unfinished, prepare_open),
     "document": MeasuredPath("reader: document(number)", State.complete, prepare_document),
+    "document id": MeasuredPath("reader: document(id), indexed", State.complete, prepare_document_id, has_ids=True),
+    "index": MeasuredPath(f"index the ids, one process of {PROCESSES}", State.complete, prepare_index),
     "batches": MeasuredPath("reader: first batch", State.complete, prepare_batches),
     "claim": MeasuredPath(
         "claim a stream, B of 2B blocks done",
@@ -199,7 +222,7 @@ def shape_and_target(name: str, blocks: int, streams: int) -> tuple[StoreShape, 
     """The store that a path is measured on, and its target in tokens."""
     path = PATHS[name]
     stored = int(path.stored * blocks) // streams * streams
-    return StoreShape(stored, streams, path.state), int(path.wanted * blocks) * BLOCK_TOKENS
+    return StoreShape(stored, streams, path.state, path.has_ids), int(path.wanted * blocks) * BLOCK_TOKENS
 
 
 class Measurement:

@@ -45,6 +45,7 @@ from pipeline.store.format.statistics import (
     token_statistics,
 )
 from pipeline.store.format.tables import encode_table, table_digest, table_key
+from pipeline.store.ids.index_file import IndexHeader, block_entries, ids_key, sorted_entries
 from pipeline.store.io.digests import ValuesDigest, values_digest
 from pipeline.store.io.shard_files import encode_shard
 from pipeline.store.io.storage import Storage
@@ -65,11 +66,12 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class StoreShape:
-    """B blocks in S streams, which all have the same number."""
+    """B blocks in S streams, which all have the same number. has_ids: the store has indexes of ids."""
 
     blocks: int
     streams: int
     state: State
+    has_ids: bool = False
 
     @property
     def stream_blocks(self) -> int:
@@ -175,6 +177,13 @@ class SyntheticStore:
         values["first_document"] = values["block"] * ROWS
         return BlockTable(values)
 
+    def ids_index(self, stream: int, num_blocks: int) -> bytes:
+        """The index of the ids in a stream's first blocks."""
+        entries = block_entries((_id(stream, i) for i in range(num_blocks * ROWS)), 0)
+        entries["block"] = np.arange(num_blocks * ROWS) // ROWS
+        table = self.stream_table(stream, num_blocks)
+        return IndexHeader.of(table, len(entries), ids_key(stream)).encode(sorted_entries([entries]))
+
     def merged_statistics(self) -> BlockStatistics:
         """Of all blocks."""
         return reduce(merge_arrays, [self._statistics.running(self.shape.stream_blocks - 1)] * self.shape.streams)
@@ -243,12 +252,16 @@ def statistics(layout: StoreLayout) -> BlockStatistics:
     return {name: token_statistics(_common_arrays(name)[name].reshape(-1, WIDTH).astype(np.float32))}
 
 
+def _id(stream: int, index: int) -> str:
+    return f"{stream}/{index}"
+
+
 def table(shape: StoreShape, stream: int, block: int) -> pa.Table:
     """A block's document table."""
     index = np.arange(block * ROWS, (block + 1) * ROWS)
     columns = [
         index * shape.streams + stream,
-        [f"{stream}/{i}" for i in index],
+        [_id(stream, i) for i in index],
         [SOURCE.format(stream)] * ROWS,
         index,
         *(np.full(ROWS, value) for value in (LENGTH, 0, 0, LENGTH)),
@@ -292,7 +305,7 @@ def make_store(shape: StoreShape, target: int) -> SyntheticStore:
     """A store whose root says that it is to hold `target` tokens."""
     if shape.blocks % shape.streams:
         raise ValueError(f"{shape.blocks} blocks do not divide into {shape.streams} streams")
-    path = f"memory://bench-scale-{shape.blocks}-{shape.streams}-{shape.state}"
+    path = f"memory://bench-scale-{shape.blocks}-{shape.streams}-{shape.state}-{shape.has_ids}"
     job = open_bench_job(shape.streams, target, path)
     StoreWriter.open(job.storage, job.metadata, job.layout)
     storage, layout = job.storage, job.layout
@@ -300,6 +313,8 @@ def make_store(shape: StoreShape, target: int) -> SyntheticStore:
     indexed = shape.stream_blocks if shape.state is State.complete else shape.stream_blocks // INDEX_EVERY * INDEX_EVERY
     for stream in range(shape.streams if indexed else 0):
         storage.write(index_key(stream), store.stream_table(stream, indexed).encode())
+    for stream in range(shape.streams if shape.has_ids else 0):
+        storage.write(ids_key(stream), store.ids_index(stream, shape.stream_blocks))
     if shape.state is State.complete:
         _complete(storage, store)
     fixed = {key: storage.read(key) for key in storage.list_keys()}

@@ -19,6 +19,7 @@ _KINDS = (
     ("array metadata", r"[^/]+/zarr\.json"),
     ("shard", r"[^/]+/c/.*"),
     ("block table", r"_blocks/.*"),
+    ("ids", r"_ids/.*"),
     ("record", r"_commits/stream-.*"),
     ("table", r"_documents/.*"),
     ("statistics", r"_stats/.*"),

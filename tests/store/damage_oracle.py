@@ -100,8 +100,11 @@ def read_content(path: str) -> Content:
         item(f"statistics of {key.name}", lambda key=key: vars(store.statistics(key.layer, key.site)))
     documents = item("documents", lambda: store.documents)
     if not isinstance(documents, Failed) and documents.num_rows:
-        for number in {documents["document"][row].as_py() for row in (0, documents.num_rows // 2, -1)}:
+        by_id = ActivationStore.open(path)  # the other store has read all document tables: it needs no index of ids
+        for row in (0, documents.num_rows // 2, -1):
+            number, id = documents["document"][row].as_py(), documents["id"][row].as_py()
             item(f"document {number}", lambda number=number: vars(store.document(number)))
+            item(f"document {id!r}", lambda id=id: vars(by_id.document(id)))
     item("batches", lambda: _batches(store))
     return content
 

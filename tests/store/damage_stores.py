@@ -24,6 +24,7 @@ from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.statistics import statistics_key
 from pipeline.store.format.tables import table_key
 from pipeline.store.io.storage import Storage
+from pipeline.store.write.indexing import index_ids
 from pipeline.store.write.merging import merge_stores
 from pipeline.store.write.store_writer import StoreWriter
 from tests.jobs import write_model_of_zeros
@@ -105,10 +106,12 @@ def make_specimen(kind: str, folder: Path, is_resumable: bool = True) -> Specime
     before = ()
     if kind in _BEFORE:
         _run(*command, f"store.path={path}", _BEFORE[kind])
+        index_ids(Storage.open(path), range(2) if kind == "extended" else ())
         before = (read_image(str(path)),)
     if kind == "decode_unfinished" and not is_resumable:
         return Specimen(kind, _without_blocks(before[0], 1))
     _run(*command, f"store.path={path}")
+    index_ids(Storage.open(path), range(2) if kind == "int8" else ())
     finished = read_image(str(path))
     if kind == "decode_unfinished":
         return Specimen(kind, _without_blocks(before[0], 1), (finished,), command, finished)

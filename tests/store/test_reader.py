@@ -8,6 +8,9 @@ from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.store import ActivationStore
 from pipeline.store.io.storage import Storage
+from pipeline.store.read import stored_rows
+from pipeline.store.read.rows import RunsRead
+from pipeline.store.read.stored_rows import ArrayReads
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (
     DOCUMENT_LENGTHS,
@@ -218,3 +221,28 @@ def test_a_deleted_object_is_never_read_as_zeros(store_path, name):
         store.read(3, "resid_post", [4]) if name == NAME else store.read_tokens([4])
     with pytest.raises(StoreError, match=r"Run pipeline\.verify"):
         list(store.batches((3, "resid_post"), 10))
+
+
+@pytest.mark.parametrize(
+    ("bytes_ahead", "expected"),
+    [
+        (1 << 30, ["start a", "start b", "start c", "finish a", "finish b", "finish c"]),
+        (1, ["start a", "finish a", "start b", "finish b", "start c", "finish c"]),
+    ],
+)
+def test_arrays_are_read_at_once_as_far_as_memory_allows(store, monkeypatch, bytes_ahead, expected):
+    monkeypatch.setattr(stored_rows, "BYTES_AHEAD", bytes_ahead)
+    rows, events = np.array([9, 0, 1]), []
+
+    def start(name: str) -> RunsRead:
+        events.append(f"start {name}")
+        return RunsRead(store.arrays["tokens"], rows)
+
+    def finish(name: str, read: RunsRead) -> np.ndarray:
+        events.append(f"finish {name}")
+        return read.wait()
+
+    arrays = dict(ArrayReads("abc", start, finish))
+    assert events == expected
+    for values in arrays.values():
+        np.testing.assert_array_equal(values, store.read_tokens(rows).tokens)

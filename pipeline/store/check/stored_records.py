@@ -10,6 +10,7 @@ from jaxtyping import Int64
 from pipeline.core.errors import StoreError
 from pipeline.store.check.ahead import map_ahead
 from pipeline.store.check.block_checks import check_chain
+from pipeline.store.check.id_index import check_header
 from pipeline.store.check.scope import Scope
 from pipeline.store.format.block_table import DTYPE, TABLE_KEY, BlockTable, index_key, table_sha256
 from pipeline.store.format.commits import (
@@ -129,6 +130,7 @@ def _check_stream(storage: Storage, root: StoreRoot, with_lines: bool, stream: i
     problems += _check_count(root, stream, len(records))
     table = BlockTable.from_records(records)
     problems += _check_index(storage, stream, table)
+    problems += check_header(storage, stream, table)
     blocks = sorted(place[1] for place in map(parse_commit_key, listed) if place is not None and place[1] < 2**40)
     return StreamRecords(
         stream=stream,

@@ -10,6 +10,7 @@ import tensorstore as ts
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.check.ahead import map_ahead
 from pipeline.store.check.block_checks import check_tiling
+from pipeline.store.check.id_index import StreamIds
 from pipeline.store.check.merged_statistics import StreamStatistics, check_merged, merged, stored_total
 from pipeline.store.check.scope import EVERYTHING, Level, Scope
 from pipeline.store.check.stored_blocks import CheckedBlock, OpenStore, check_block
@@ -132,11 +133,14 @@ class _BlockChecks:
     def _check_stream(self, records: StreamRecords, blocks: Iterable[CheckedBlock]) -> Iterator[Problem]:
         columns = [*_TILING, *(_GENERATED if self._store.generates else ())]
         statistics, tables, last = StreamStatistics(), [], None
+        ids = StreamIds(self._store.storage, records.stream, records.table)
         for block in blocks:
             yield from block.problems
             yield from statistics.add(block)
+            ids.add(block.record.block, block.table)
             tables += [] if block.table is None else [block.table.select(columns)]
             last = block.record.block
+        yield from ids.problems()
         num_streams = self._store.root.metadata.num_streams
         table = None
         if tables and len(tables) == len(records.table):

@@ -197,14 +197,15 @@ def read_stream_records(storage: Storage, stream: int, first: int = 0, list_all:
 def read_commit_records(storage: Storage, places: Iterable[tuple[int, int]]) -> Iterator[CommitRecord]:
     """The records of some blocks (stream, block). Raises StoreInvalid for one that is missing or damaged, and
     StoreError."""
+    return storage.read_checked([commit_key(*place) for place in places], partial(require_record, storage))
 
-    def check(key: str, text: bytes | None) -> CommitRecord:
-        record = parse_record(storage, key, text)
-        if record is None:
-            raise StoreInvalid(f"{storage.path}/{key} is missing, although the block is committed. {VERIFY_REMEDY}")
-        return record
 
-    return storage.read_checked([commit_key(*place) for place in places], check)
+def require_record(storage: Storage, key: str, text: bytes | None) -> CommitRecord:
+    """The record at the key of a committed block. Raises StoreInvalid for one that is missing or damaged."""
+    record = parse_record(storage, key, text)
+    if record is None:
+        raise StoreInvalid(f"{storage.path}/{key} is missing, although the block is committed. {VERIFY_REMEDY}")
+    return record
 
 
 def _list_blocks(storage: Storage, stream: int, first: int) -> list[int]:

@@ -11,6 +11,8 @@ LOCK_SUFFIX = ".__lock"  # of the temporary file of a local object; a killed pro
 
 INDEX_PREFIX = "_features/"  # of the indexes by feature
 
+IDS_PREFIX = "_ids/"  # of the indexes of streams' ids
+
 MANIFEST_KEY = "_data/manifest.json"  # what footers of input files say; made again where it is missing
 
 MAX_ENCODER_NAME = 100
@@ -30,6 +32,7 @@ _FIXED = (
     r"_blocks/(stream-\d{5,}|all)\.npy",
     r"(_documents|_stats)/stream-\d{5,}/block-\d{6,}\.parquet",
     r"_generated/stream-\d{5,}/group-\d{6,}\.parquet",
+    rf"{IDS_PREFIX}stream-\d{{5,}}\.ids",
     r"stats/zarr\.json",
 )
 
@@ -104,7 +107,7 @@ class StoreKeys:
         )
         self._own = re.compile(f"({'|'.join(patterns)})({re.escape(LOCK_SUFFIX)})?", re.ASCII)
         self._folders = re.compile(
-            rf"(_commits|_documents|_stats|_generated)(/stream-\d{{5,}})?|_blocks|_claims|_claims_test|_metrics|_data"
+            rf"(_commits|_documents|_stats|_generated)(/stream-\d{{5,}})?|_blocks|_ids|_claims|_claims_test|_metrics|_data"
             rf"|({arrays})(/c(/\d+(/0)?)?)?|stats(/({summarised})(/c(/0)?)?)?"
             rf"|{INDEX_PREFIX[:-1]}|({indexed})(/stream-\d{{5,}})?",
             re.ASCII,
@@ -116,6 +119,7 @@ class StoreKeys:
             "stats",
             INDEX_PREFIX[:-1],
             "_blocks",
+            IDS_PREFIX[:-1],
             "_metrics",
             "_claims",
             "_claims_test",

@@ -24,6 +24,10 @@ class Remedy(StrEnum):
         "Block tables only repeat the commit records: delete the file, and the job, run again, writes it anew if it is "
         "needed."
     )
+    index_again = (
+        "The index of ids only repeats the document tables: delete the file, or run pipeline.index, which writes it "
+        "anew."
+    )
     other_dtype = (
         "Values that are not finite were computed like that, and would be again: float16 ends at 65504, "
         "float8_e4m3fn at 448, float8_e5m2 at 57344. Choose capture.dtype=bfloat16 or capture.dtype=float32, and a new "

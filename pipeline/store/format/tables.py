@@ -10,12 +10,11 @@ import pyarrow.parquet as pq
 from pipeline.core.errors import StoreInvalid
 from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store.format.block_table import Block
-from pipeline.store.format.commits import CommitRecord, read_commit_records
+from pipeline.store.format.commits import CommitRecord, commit_key, require_record
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.storage import Storage
 
 TABLES_PREFIX = "_documents/"
-_BLOCKS_AT_ONCE = 256
 
 
 def table_key(stream: int, block: int) -> str:
@@ -62,14 +61,21 @@ def read_tables(storage: Storage, blocks: Sequence[Block]) -> Iterator[pa.Table]
 
     Raises StoreInvalid for a table or a commit record that is missing or damaged.
     """
-    for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
-        records = read_commit_records(storage, [block[:2] for block in blocks[start : start + _BLOCKS_AT_ONCE]])
-        by_key = {table_key(record.stream, record.block): record for record in records}
-        tables = storage.read_checked(
-            list(by_key), lambda key, content, by_key=by_key: decode_table(content, by_key[key])
-        )
-        for record, table in zip(by_key.values(), tables, strict=True):
-            yield _with_place(table, record.stream, record.block)
+    records: dict[str, CommitRecord] = {}  # by the key of the table that follows
+
+    def check(key: str, content: bytes | None) -> CommitRecord | pa.Table:
+        if key in records:
+            return decode_table(content, records[key])
+        record = require_record(storage, key, content)
+        records[table_key(record.stream, record.block)] = record
+        return record
+
+    # Each record before its table, so that both are asked for at once.
+    keys = [key for stream, block, *_ in blocks for key in (commit_key(stream, block), table_key(stream, block))]
+    checked = storage.read_checked(keys, check)
+    for record, table in zip(checked, checked, strict=True):
+        records.clear()
+        yield _with_place(table, record.stream, record.block)
 
 
 def empty_table() -> pa.Table:

@@ -31,23 +31,23 @@ from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.store.features.firings import FeatureIndexes, FeatureStatistics, Firings
 from pipeline.store.format.arrays import open_existing, require_layout
-from pipeline.store.format.block_table import Block, BlockTable, join_streams, read_streams, read_table, split_streams
+from pipeline.store.format.block_table import BlockTable, join_streams, read_streams, read_table
 from pipeline.store.format.commits import CommitRecord, read_consolidated
 from pipeline.store.format.keys import features_name
-from pipeline.store.format.layout import SEGMENTS, SELECTED, SIDE_ARRAYS
+from pipeline.store.format.layout import DOCUMENTS, POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS, TOKENS
 from pipeline.store.format.metadata import StoreMetadata, StoreRoot, require_root
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics, merge_streams, read_merged
-from pipeline.store.format.tables import empty_table, read_tables
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.read.batch_options import BatchOptions, Key, Readable, Reading, is_key
 from pipeline.store.read.batches import BatchReader
-from pipeline.store.read.features import FeatureBatch, feature_batches
+from pipeline.store.read.documents import DocumentActivations, StoredDocuments, document_slots
+from pipeline.store.read.features import feature_batches
 from pipeline.store.read.filters import TokenFilter
 from pipeline.store.read.gathering import sample_statistics
 from pipeline.store.read.order import ReadingOrder
-from pipeline.store.read.rows import at_selected, slot_side_arrays
+from pipeline.store.read.rows import slot_side_arrays
 from pipeline.store.read.stored_rows import Rows, StoredRows, is_one_row
 
 # MiB of activations that a sample's tokens are drawn from.
@@ -69,27 +69,6 @@ class TokenRows:
     segments: Int32[np.ndarray, "*n S"]
     positions: Int32[np.ndarray, "*n S"]
     documents: Int64[np.ndarray, "*n S"]
-
-
-@dataclass(frozen=True)
-class DocumentActivations:
-    """The n tokens of a document that have activations, in order, and these [n, D] by array name.
-
-    outputs: what the model's head says of them, [n] or [n, k] by array name (`capture.outputs`), and the arrays of
-    features. features: these by the SAE's name, as in `Batch`.
-    text: all m stored tokens of the document. places: where the n stand among them.
-    """
-
-    document: int
-    id: str
-    tokens: Int32[np.ndarray, " n"]
-    positions: Int32[np.ndarray, " n"]
-    rows: Int64[np.ndarray, " n"]
-    activations: Mapping[str, np.ndarray]
-    outputs: Mapping[str, np.ndarray]
-    features: Mapping[str, FeatureBatch]
-    text: Int32[np.ndarray, " m"]
-    places: Int64[np.ndarray, " n"]
 
 
 class ActivationStore:
@@ -134,6 +113,7 @@ class ActivationStore:
         self.blocks = blocks
         self._last = last
         self._rows = StoredRows(storage, self._layout, arrays, self.blocks)
+        self._documents = StoredDocuments(storage, self.blocks, self.metadata.num_streams)
 
     @classmethod
     def open(cls, place: StorageLike) -> "ActivationStore":
@@ -183,33 +163,14 @@ class ActivationStore:
         """The numbers of the rows that are in the store, ascending: an array's other rows are padding."""
         return self._rows.numbers
 
-    @cached_property
+    @property
     def documents(self) -> pa.Table:
         """Every document of every block: one table row per document and block that it has tokens in.
 
         The columns are those of `_documents` (document, id, source, index, n_tokens, n_cut, first_token, last_token and
         the source's own) with the stream and block in front.
         """
-        return self._documents_of(self.blocks)
-
-    def _documents_of(self, blocks: Sequence[Block]) -> pa.Table:
-        tables = list(read_tables(self.storage, blocks))
-        return pa.concat_tables(tables, promote_options="default") if tables else empty_table()
-
-    def _blocks_of_document(self, number: int) -> BlockTable:
-        """The blocks that a document has tokens in, and at most one more. Its number is its ordinal in its stream times
-        the number of streams, plus the stream."""
-        ordinal, stream = divmod(number, self.metadata.num_streams)
-        blocks = self._stream_blocks[stream]
-        firsts = blocks.column("first_document")
-        start, stop = np.searchsorted(firsts, ordinal, side="left"), np.searchsorted(firsts, ordinal, side="right")
-        if start == stop or blocks.continues[start]:
-            start -= 1  # the block before has the beginning of the document, or all of it
-        return blocks[max(0, start) : stop]
-
-    @cached_property
-    def _stream_blocks(self) -> list[BlockTable]:
-        return split_streams(self.blocks, self.metadata.num_streams)
+        return self._documents.table
 
     def statistics(self, layer: SupportsIndex | None, site: Site | str) -> Statistics:
         """Mean and variance of each feature, and the norms, over every stored token of an array.
@@ -296,7 +257,7 @@ class ActivationStore:
         slice selects the stored ones of its range. `dtype` is the store's (of int8: float32, dequantised) unless given.
         Raises StoreError for a row that is not stored, or damaged.
         """
-        values = self._rows.activations(self._key((layer, site)).name, self._rows.chosen(rows))
+        [(_, values)] = self._rows.activations([self._key((layer, site)).name], self._rows.chosen(rows))
         values = values if dtype is None else values.astype(dtype, copy=False)
         return values[0] if is_one_row(rows) else values
 
@@ -306,9 +267,9 @@ class ActivationStore:
         `whole`: of all positions, S = T, also where only some tokens' activations are stored.
         """
         wanted = self._rows.chosen(rows)
-        sides = {spec.name: self._rows.read(spec.name, wanted) for spec in SIDE_ARRAYS}
-        if not whole and self._layout.selected is not None:
-            sides = slot_side_arrays(sides | {SELECTED.name: self._rows.read(SELECTED.name, wanted)})
+        selects = not whole and self._layout.selected is not None
+        names = [*(spec.name for spec in SIDE_ARRAYS), *([SELECTED.name] if selects else [])]
+        sides = slot_side_arrays(dict(self._rows.reads(names, wanted)))
         return TokenRows(**{name: values[0] if is_one_row(rows) else values for name, values in sides.items()})
 
     def read_selected(self, rows: Rows) -> Int32[np.ndarray, "*n S"]:
@@ -331,8 +292,8 @@ class ActivationStore:
         """
         wanted = self._rows.chosen(rows)
         chosen = [spec.name for spec in self._layout.outputs if names is None or spec.name in names]
-        outputs = {name: self._rows.read(name, wanted) for name in chosen}
-        return {name: values[0] if is_one_row(rows) else values for name, values in outputs.items()}
+        outputs = self._rows.reads(chosen, wanted)
+        return {name: values[0] if is_one_row(rows) else values for name, values in outputs}
 
     def document(self, id: str | SupportsIndex, keys: Sequence[Key] | None = None) -> DocumentActivations:
         """One document, by its id (str) or number (int), with the activations of `keys` (default: all).
@@ -340,38 +301,33 @@ class ActivationStore:
         A document that is longer than a row has several windows, each computed by itself; they follow one another.
         Raises StoreError for an id that no document has, or several have.
         """
-        column, id = ("id", id) if isinstance(id, str) else ("document", operator.index(id))
-        documents = self.documents if column == "id" else self._documents_of(self._blocks_of_document(id))
-        entries = documents.filter(pc.equal(documents[column], id))
-        numbers = pc.unique(entries["document"]).to_pylist()
-        if len(numbers) != 1:
-            hint = f"documents {numbers} have it; ask for one by number" if numbers else "no document has it"
-            raise StoreError(f"{column} {id!r} in the store {self.path}: {hint}.")
-        in_blocks = self._blocks_of_document(numbers[0])
-        rows = np.concatenate([self._layout.first_row(*block[:2]) + np.arange(block.rows) for block in in_blocks])
-        holds = (self._rows.read("documents", rows) == numbers[0]).any(axis=1)
-        rows = rows[holds]
-        whole = self.read_tokens(rows, whole=True)
-        in_text = whole.documents == numbers[0]
-        expected = pc.sum(pc.subtract(entries["last_token"], entries["first_token"])).as_py()
-        if in_text.sum() != expected:
-            raise StoreError(f"{in_text.sum()} tokens of {column} {id!r} are in {self.path}, expected {expected}.")
-        slots = self.read_tokens(rows)
-        in_document = slots.documents == numbers[0]
-        places = np.cumsum(in_text).reshape(in_text.shape) - 1
         names = [key.name for key in (self.keys if keys is None else map(self._key, keys))]
-        outputs = {name: values[in_document] for name, values in self.read_outputs(rows).items()}
+        documents = self._documents
+        by_id = documents.with_id(id) if isinstance(id, str) else None
+        number = operator.index(id) if by_id is None else by_id["document"][0].as_py()
+        blocks = documents.blocks_of(number)
+        selects = self._layout.selected is not None
+        sides = [TOKENS.name, POSITIONS.name, DOCUMENTS.name, *([SELECTED.name] if selects else [])]
+        side_reads = self._rows.reads(sides, self._rows.of_blocks(blocks))  # under way while the table is read
+        entries = documents.with_number(number, blocks) if by_id is None else by_id
+        expected = pc.sum(pc.subtract(entries["last_token"], entries["first_token"])).as_py()
+        slots = document_slots(number, self._rows.of_blocks(blocks), dict(side_reads))
+        if len(slots.text) != expected:
+            raise StoreError(f"{len(slots.text)} tokens of document {number} are in {self.path}, expected {expected}.")
+        output_reads = self._rows.reads([spec.name for spec in self._layout.outputs], slots.rows)
+        activations = {name: values[slots.in_document] for name, values in self._rows.activations(names, slots.rows)}
+        outputs = {name: values[slots.in_document] for name, values in output_reads}
         return DocumentActivations(
-            document=numbers[0],
+            document=number,
             id=entries["id"][0].as_py(),
-            tokens=slots.tokens[in_document],
-            positions=slots.positions[in_document],
-            rows=np.repeat(rows, in_document.sum(axis=1)),
-            activations={name: self._rows.activations(name, rows)[in_document] for name in names},
+            tokens=slots.tokens,
+            positions=slots.positions,
+            rows=np.repeat(slots.rows, slots.in_document.sum(axis=1)),
+            activations=activations,
             outputs=outputs,
             features=feature_batches(self._feature_widths, outputs),
-            text=whole.tokens[in_text],
-            places=at_selected(places, self.read_selected(rows), -1)[in_document],
+            text=slots.text,
+            places=slots.places,
         )
 
     def batches(

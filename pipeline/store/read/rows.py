@@ -29,19 +29,29 @@ REMOTE_BYTES_AHEAD = 256 * MIB
 
 
 def read_runs(array: ts.TensorStore, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
-    """The given rows, in the given order: [n, ...]. One read per run of consecutive rows, all under way at once.
+    """The given rows, in the given order: [n, ...]. Raises StoreError for a damaged or unreadable chunk."""
+    return RunsRead(array, rows).wait()
 
-    Raises StoreError for a damaged or unreadable chunk.
-    """
-    out = np.empty((len(rows), *array.shape[1:]), array.dtype.numpy_dtype)
-    if not len(rows):
-        return out
-    starts = np.flatnonzero(np.diff(rows, prepend=np.iinfo(np.int64).min) != 1)
-    stops = np.append(starts[1:], len(rows))
-    runs = zip(starts.tolist(), stops.tolist(), strict=True)
-    for read in [RowRead(array, int(rows[start]), out[start:stop]) for start, stop in runs]:
-        read.wait()
-    return out
+
+class RunsRead:
+    """A read of rows in any order, which is under way: one read per run of consecutive rows, all at once."""
+
+    def __init__(self, array: ts.TensorStore, rows: Int64[np.ndarray, " n"]) -> None:
+        self._out = np.empty((len(rows), *array.shape[1:]), array.dtype.numpy_dtype)
+        starts = np.flatnonzero(np.diff(rows, prepend=np.iinfo(np.int64).min) != 1)
+        stops = np.append(starts, len(rows))[1:]
+        runs = zip(starts.tolist(), stops.tolist(), strict=True)
+        self._reads = [RowRead(array, int(rows[start]), self._out[start:stop]) for start, stop in runs]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._out.nbytes
+
+    def wait(self) -> np.ndarray:
+        """The rows, [n, ...]. Raises StoreError."""
+        for read in self._reads:
+            read.wait()
+        return self._out
 
 
 class RowRead:

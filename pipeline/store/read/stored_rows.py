@@ -1,20 +1,23 @@
 """The rows that a store holds, and the values that its arrays have in them."""
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import SupportsIndex
 
 import numpy as np
 import tensorstore as ts
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Int64, Shaped
 
 from pipeline.core.errors import StoreError
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.int8 import dequantised, scale_name
-from pipeline.store.format.layout import POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS, StoreLayout
+from pipeline.store.format.layout import MIB, POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS, StoreLayout
 from pipeline.store.io.storage import Storage
-from pipeline.store.read.rows import counts_positions, read_runs
+from pipeline.store.read.rows import RunsRead, counts_positions
 from pipeline.store.read.stored_objects import StoredObjects
+
+BYTES_AHEAD = 256 * MIB  # of arrays that are read at once, besides the last of them
 
 Rows = SupportsIndex | slice | Sequence[SupportsIndex] | np.ndarray
 
@@ -46,8 +49,12 @@ class StoredRows:
     @cached_property
     def numbers(self) -> Int64[np.ndarray, " n"]:
         """The numbers of all stored rows, ascending."""
-        before = np.cumsum(self._num_rows) - self._num_rows
-        return np.arange(self._num_rows.sum()) + np.repeat(self._first_rows - before, self._num_rows)
+        return _ranges(self._first_rows, self._num_rows)
+
+    def of_blocks(self, blocks: BlockTable) -> Int64[np.ndarray, " n"]:
+        """The numbers of the rows of some blocks."""
+        firsts = self._layout.first_row(blocks.column("stream"), blocks.column("block"))
+        return _ranges(firsts, blocks.column("rows"))
 
     def _are_stored(self, rows: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
         if not len(self._first_rows):
@@ -75,21 +82,36 @@ class StoredRows:
             raise StoreError(f"rows {absent} are not in the store {self._storage.path}; `rows` lists those that are.")
         return wanted
 
-    def activations(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
-        """[n, S, D], of int8 dequantised. Raises StoreError."""
-        values = self.read(name, rows)
-        return dequantised(values, self.read(scale_name(name), rows)) if self._layout.scales else values
+    def activations(
+        self, names: Sequence[str], rows: Int64[np.ndarray, " n"]
+    ) -> Iterator[tuple[str, Shaped[np.ndarray, "n S D"]]]:
+        """Arrays of activations by name, of int8 dequantised. Raises StoreError."""
+        scaled = bool(self._layout.scales)
+        reads = self.reads([part for name in names for part in ([name, scale_name(name)] if scaled else [name])], rows)
+        for name, values in reads:
+            yield name, dequantised(values, next(reads)[1]) if scaled else values
 
     def read(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
         """An array's rows as they are stored, [n, ...]. Raises StoreError where one is damaged or missing."""
-        return self._storage.retry_read(lambda: self._read_once(name, rows))
+        return next(self.reads([name], rows))[1]
 
-    def _read_once(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
-        values = read_runs(self._arrays[name], rows)
-        doubtful = rows[self._objects.are_doubtful(name, rows, values)]
-        if len(doubtful):
-            self._objects.require(name, doubtful[self._are_filled(name, doubtful)])
-        return values
+    def reads(self, names: Sequence[str], rows: Int64[np.ndarray, " n"]) -> "ArrayReads":
+        """Starts reading several arrays' rows as they are stored. Raises StoreError where something else than a file
+        is in the place of a store shard."""
+        return ArrayReads(names, lambda name: RunsRead(self._arrays[name], rows), partial(self._finish, rows))
+
+    def _finish(self, rows: Int64[np.ndarray, " n"], name: str, read: RunsRead) -> np.ndarray:
+        """The values that were read, or those that are read again. Raises StoreError."""
+        under_way = [read]
+
+        def read_once() -> np.ndarray:
+            values = (under_way.pop() if under_way else RunsRead(self._arrays[name], rows)).wait()
+            doubtful = rows[self._objects.are_doubtful(name, rows, values)]
+            if len(doubtful):
+                self._objects.require(name, doubtful[self._are_filled(name, doubtful)])
+            return values
+
+        return self._storage.retry_read(read_once)
 
     def _are_filled(self, name: str, rows: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
         """Which rows of an array begin with a token, a selected token or an activation."""
@@ -101,6 +123,41 @@ class StoredRows:
             block = np.searchsorted(self._first_rows, rows, side="right") - 1
             return self._blocks[block].column("activations") > 0
         return self.read(SELECTED.name, rows)[:, 0] >= 0
+
+
+class ArrayReads(Iterator[tuple[str, np.ndarray]]):
+    """Names and values of arrays, in order. As many reads are under way as memory allows, before the first is asked
+    for; raises StoreError where one fails."""
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        start: Callable[[str], RunsRead],
+        finish: Callable[[str, RunsRead], np.ndarray],
+    ) -> None:
+        self._names = deque(names)
+        self._start, self._finish = start, finish
+        self._under_way: deque[tuple[str, RunsRead]] = deque()
+        self._start_some()
+
+    def _start_some(self) -> None:
+        while self._names and sum(read.num_bytes for _, read in self._under_way) < BYTES_AHEAD:
+            name = self._names.popleft()
+            self._under_way.append((name, self._start(name)))
+
+    def __next__(self) -> tuple[str, np.ndarray]:
+        if not self._under_way:
+            raise StopIteration
+        name, read = self._under_way.popleft()
+        values = self._finish(name, read)
+        self._start_some()
+        return name, values
+
+
+def _ranges(firsts: Int64[np.ndarray, " k"], lengths: Int64[np.ndarray, " k"]) -> Int64[np.ndarray, " n"]:
+    """Numbers in ranges of some lengths, one range after the other."""
+    before = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) + np.repeat(firsts - before, lengths)
 
 
 def is_one_row(rows: Rows) -> bool:
