@@ -1,1 +1,1 @@
-"""What every package uses: errors and exit codes, addresses, the Hub, names of activations. Imports no other."""
+"""Errors and exit codes, addresses, the Hub, names of activations. Every package uses it; it imports none of them."""

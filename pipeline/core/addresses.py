@@ -1,4 +1,4 @@
-"""Addresses that users type: credentials in them are never shown, and a place that nobody can mean is refused."""
+"""Addresses that users type: hides credentials in them, and refuses paths that can only be a mistake."""
 
 import os
 import re
@@ -6,10 +6,10 @@ import re
 _SECRET_NAMES = re.compile(
     "token|sig|signature|key|credential|pass|pwd|auth|secret|session|sas|jwt|bearer|cookie", re.IGNORECASE
 )
-# In front of the host: user:password@. The second form is of passwords with a slash, which no URL may have.
+# user:password@ before the host. The second alternative matches passwords with a slash, which no URL may contain.
 _USER = re.compile(r"://[^/\s]*@|://[^/\s:@]+:(?!\d+(?:/|\s|$))\S{0,256}@")
 _WORD = re.compile(r"\S+")
-_PUNCTUATION = "'\"`)]}>,.:;"  # behind a URL in a sentence
+_PUNCTUATION = "'\"`)]}>,.:;"  # that may follow a URL in a sentence
 
 STORE_SCHEMES = ("gs", "s3", "file", "memory")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -17,12 +17,12 @@ _NEARLY_URL = re.compile(
     r"(gs|gcs|s3|s3a|s3n|https?|ftps?|file|memory|hdfs|hf|abfss?|wasbs?|az|adl|sftp|ssh):/?(?!/)", re.I
 )
 HUB_SCHEME = "hf://"
-HUB_REMEDY = "Fill one at a local path, gs:// or s3://, and upload it: python -m pipeline.push."
+HUB_REMEDY = "Fill a store at a local path, gs:// or s3://, and upload it with python -m pipeline.push."
 _CHOOSE = "Give a local path, gs://bucket/folder or s3://bucket/folder."
 
 
 def has_credentials(address: str) -> bool:
-    """Whether a URL has a password, a signature or the like in it."""
+    """Whether a URL contains a password, a signature or another secret."""
     if _USER.search(address):
         return True
     parameters = re.split(r"[?&;#]" if "://" in address else r"[?&]", address)[1:]
@@ -31,7 +31,7 @@ def has_credentials(address: str) -> bool:
 
 
 def without_credentials(text: str) -> str:
-    """A text with what may be secret taken out of its URLs: user and password, and everything after `?`, `#` or `;`."""
+    """Removes what may be secret from the URLs in a text: user and password, and everything after `?`, `#` or `;`."""
     return _WORD.sub(lambda word: _without_query(word[0]), _USER.sub("://***@", text))
 
 
@@ -46,11 +46,11 @@ def _without_query(word: str) -> str:
 
 
 def unusable_path(path: str, name: str) -> str | None:
-    """Why nobody can mean this as a place for files, which messages call `name`; None for a path that may be one."""
+    """Says why `path` cannot be a path for files; None if it can. Messages call it `name`."""
     if not path.strip():
         return f"{name} is {path!r}. Give a folder or a file."
     if path != path.strip():
-        return f"{name} is {path!r}, which begins or ends with a blank. Remove the blank."
+        return f"{name} is {path!r}, which begins or ends with whitespace. Remove it."
     if "\0" in path:
         return f"{name} is {path!r}, which contains a NUL byte. Choose another name."
     try:
@@ -63,8 +63,7 @@ def unusable_path(path: str, name: str) -> str | None:
 
 
 def unusable_store_path(path: str) -> str | None:
-    """Why nobody can mean this as the place of a store to fill, and what to give instead; None for a path that may be
-    one."""
+    """Says why a store cannot be created at `path`, and what to give instead; None if it can."""
     name, shown = "the store's path", repr(path)
     if has_credentials(path):
         return (
@@ -77,5 +76,5 @@ def unusable_store_path(path: str) -> str | None:
     if (url and url[1] not in STORE_SCHEMES) or (not url and _NEARLY_URL.match(path)):
         return f"{name} is {shown}, which has an unsupported URL scheme. {_CHOOSE}"
     if url and "|" in path:
-        return f"{name} is {shown}: a store is not inside of another file. {_CHOOSE}"
+        return f"{name} is {shown}: a store cannot be inside another file. {_CHOOSE}"
     return unusable_path(path, name)

@@ -1,12 +1,12 @@
 """The exceptions that the program raises on purpose, and the exit code each ends the process with.
 
-    PipelineError            1   anything that a retry might heal, or a bug
+    PipelineError            1   anything that a retry might fix, or a bug
     ├── ConfigError          2   a value of the configuration is wrong; do not retry
     ├── InputError           2   a document, task file, tokenizer or parquet file is wrong; do not retry
     ├── NotFiniteError       2   an activation does not fit into the stored dtype, or is NaN; do not retry
     ├── CheckpointError      2   the model's files are missing, damaged or of an unknown kind; do not retry
     ├── StoreError           1   the store cannot be read or written (full disk, permissions, network)
-    │   ├── StoreInvalid     2   what is at store.path is no store of this version, edited or damaged; do not retry
+    │   ├── StoreInvalid     2   store.path holds no store of this version, or a damaged one; do not retry
     │   └── StoreMismatch    2   the store on disk was made by another configuration; do not retry
     └── Interrupted         42   SIGTERM or SIGINT: what is complete is committed; run again to resume
 
@@ -49,20 +49,20 @@ class CheckpointError(PipelineError):
 
 
 class NotFiniteError(PipelineError):
-    """An activation is infinite or NaN in the stored dtype. The block that has it is not stored."""
+    """An activation is infinite or NaN in the stored dtype. Its block is not stored."""
 
     exit_code = EXIT_INVALID
 
 
 class StoreError(PipelineError):
-    """The store cannot be read or written. What was committed before stays valid."""
+    """The store cannot be read or written. Committed blocks stay valid."""
 
 
 class StoreInvalid(StoreError):
-    """What is at the store's path is not a sound store of this version. A retry finds the same."""
+    """The store's path holds no intact store of this version. A retry would fail in the same way."""
 
     exit_code = EXIT_INVALID
-    was_read_again = False  # a few times, to the same end
+    was_read_again = False  # a few times, with the same result
 
 
 class StoreMismatch(StoreError):

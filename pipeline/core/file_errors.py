@@ -1,4 +1,4 @@
-"""What file systems raise, as errors that name the place, the cause and what to do."""
+"""Turns errors of file systems into PipelineErrors that name the path, the cause and the remedy."""
 
 import errno
 import http.client
@@ -14,14 +14,14 @@ _MAY_PASS |= {errno.EACCES, errno.EPERM, errno.ETIMEDOUT, errno.EINTR, errno.EBU
 
 @contextmanager
 def named_writing_errors(where: str) -> Iterator[None]:
-    """Around writing local files: raises ConfigError where the place cannot be one, PipelineError where a retry might
-    succeed, as on a full disk. `where` is the setting, as it was given."""
+    """A context for writing local files. Raises ConfigError for a path that cannot be written, PipelineError where a
+    retry might succeed, such as on a full disk. `where` is the setting, as it was given."""
     try:
         yield
     except OSError as error:
         if error.errno in _MAY_PASS:
             raise PipelineError(f"{where} cannot be written: {error}. Remove the cause, and try again.") from error
-        raise ConfigError(f"{where} cannot be written: {error}. Choose another place.") from error
+        raise ConfigError(f"{where} cannot be written: {error}. Choose another path.") from error
 
 
 # Packages behind fsspec and the Hub. Their errors share no ancestor, and not all of these packages are installed.
@@ -41,7 +41,7 @@ _NETWORK_PACKAGES = {
     ),
     *("huggingface_hub", "requests", "s3fs", "urllib3"),
 }
-# Of a path that no retry makes one: too long, through a file, a directory or a socket itself, links in a circle.
+# The path itself is wrong: too long, through a file, a directory or a socket, or with circular links.
 _INVALID_PATH = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO}
 
 
@@ -49,17 +49,16 @@ _INVALID_PATH = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, e
 def named_errors(
     where: str, *, key: str, invalid: type[PipelineError], failed: type[PipelineError] = PipelineError
 ) -> Iterator[None]:
-    """Around calls of fsspec or the Hub, and nothing else: raises `invalid` where the configuration's `key` names no
-    place that can be opened, and `failed` for what a retry might heal. A FileNotFoundError passes, and so does what
-    only a mistake in a program raises.
+    """A context for calls of fsspec or the Hub, and nothing else. Raises `invalid` where the configuration's `key`
+    cannot be opened, and `failed` where a retry might succeed. FileNotFoundError and programming errors pass unchanged.
     """
     try:
         yield
     except (FileNotFoundError, PipelineError):
         raise
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:  # a library was given half an answer
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:  # a truncated response
         raise failed(f"{where} cannot be read: {error}. Check access to it, and try again.") from error
-    except (ImportError, ValueError) as error:  # fsspec knows no such protocol, the Hub no such name
+    except (ImportError, ValueError) as error:  # a protocol that fsspec does not know, or a name that the Hub rejects
         raise invalid(f"{key} is {_brief(where)}, which cannot be opened: {error}. Check the path.") from error
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _INVALID_PATH:
@@ -73,7 +72,7 @@ def named_errors(
 
 
 def _is_of_storage(error: Exception) -> bool:
-    """Whether the system, the network or a package for remote storage raised it."""
+    """Whether the operating system, the network or a package for remote storage raised the error."""
     packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     return isinstance(error, OSError | EOFError | http.client.HTTPException) or bool(packages & _NETWORK_PACKAGES)
 

@@ -1,8 +1,7 @@
-"""The Hugging Face Hub: repositories at one commit, and requests that are repeated when they may yet succeed.
+"""The Hugging Face Hub: repositories at one commit, and requests that are retried after transient failures.
 
-huggingface_hub repeats some of its requests; the first one of each file, the card of a data set and what it answers are
-not among them, and `datasets` takes a card that it did not get for one that does not exist. So all are repeated in one
-place, the HTTP client that both use.
+huggingface_hub retries some of its requests, but not the first one for each file, nor the one for a data set's card;
+and `datasets` treats a card that it could not fetch as absent. So the HTTP client that both use retries all of them.
 """
 
 import hashlib
@@ -37,7 +36,7 @@ log = logging.getLogger("pipeline")
 
 _TIMEOUT_S = 30.0  # of requests for which huggingface_hub sets none
 _COMMIT_TIMEOUT_S = 300.0  # a commit of many files takes long, and must not be sent again meanwhile
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=128)  # readers limit themselves
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=128)  # callers limit their own concurrency
 _TRANSIENT = (
     *(httpx.TimeoutException, httpx.NetworkError, httpx.ProxyError),
     *(httpx.RemoteProtocolError, httpx.DecodingError),  # a body that was cut
@@ -45,23 +44,23 @@ _TRANSIENT = (
 
 
 class HubUnavailable(PipelineError):
-    """The Hub, or the storage behind it, has not answered any of several attempts."""
+    """The Hub, or the storage behind it, failed to answer several attempts in a row."""
 
 
 class _Attempts(Attempts):
-    """Attempts at one request, of which the last failure is raised."""
+    """Attempts at one request. The last failure is raised."""
 
     def failed(self, cause: str, asked_s: float | None = None) -> None:
-        """Returns when it is time for another attempt. Raises HubUnavailable when there have been enough."""
+        """Waits until the next attempt is due. Raises HubUnavailable after the last one."""
         if not self.again(cause, asked_s):
             raise HubUnavailable(
-                f"{self.subject} failed {ATTEMPTS} times, at last with: {cause}. Check the network and "
+                f"{self.subject} failed {ATTEMPTS} times, most recently with: {cause}. Check the network and "
                 f"https://status.huggingface.co, and try again."
             )
 
 
 class _Client(httpx.Client):
-    """An HTTP client whose requests are repeated while they fail by what may pass: 408, 429, 5xx, a lost connection."""
+    """An HTTP client that retries requests after transient failures: status 408, 429 or 5xx, or a lost connection."""
 
     def send(self, request: httpx.Request, *, stream: bool = False, **options: object) -> httpx.Response:
         if not _is_needed(request):
@@ -90,15 +89,15 @@ _NEEDED_PATHS = r"/resolve(-cache)?/|/api/(models|datasets|repos)/|/api/validate
 
 
 def _is_needed(request: httpx.Request) -> bool:
-    """Whether a request is for a repository's content: not for statistics of use, or for what the dataset viewer knows,
-    which may be down or have no answer for good."""
+    """Whether a request is for a repository's content. Telemetry and the dataset viewer are not needed, and the viewer
+    may be down, or have no answer, permanently."""
     if request.url.host == httpx.URL(huggingface_hub.constants.ENDPOINT).host:
         return re.search(_NEEDED_PATHS, request.url.path) is not None
     return request.method == "GET" and not request.url.host.startswith("datasets-server.")  # storage
 
 
 def _asked_s(headers: Mapping[str, str]) -> float | None:
-    """The seconds that a server asks to be left alone, by Retry-After or the Hub's own RateLimit."""
+    """The seconds to wait that a server asks for, in Retry-After or the Hub's own RateLimit header."""
     limit = parse_ratelimit_headers(headers)
     if limit is not None and limit.remaining == 0:
         return limit.reset_in_seconds + 1.0
@@ -113,7 +112,7 @@ def _asked_s(headers: Mapping[str, str]) -> float | None:
 
 @cache
 def repeat_requests() -> None:
-    """Has every request of huggingface_hub, and of `datasets` through it, repeated; to be called before the first."""
+    """Makes huggingface_hub, and `datasets` through it, retry every request. Call it before the first request."""
     hooks = get_session().event_hooks  # they refuse requests in offline mode
     options = {"event_hooks": hooks, "follow_redirects": True, "timeout": _TIMEOUT_S, "limits": _LIMITS}
     set_client_factory(lambda: _Client(**options))
@@ -125,8 +124,8 @@ def dataset_commit(
     key: str = "data.path or data.repo",
     invalid: type[PipelineError] = InputError,
 ) -> str:
-    """The commit that a revision (None: main) of a data set names now. Raises `invalid`, naming the configuration's
-    `key`, for what the Hub does not give out, HubUnavailable when it cannot be reached."""
+    """The commit that a data set's revision (None: main) names now. Raises `invalid`, naming the configuration's `key`,
+    where the Hub refuses access, and HubUnavailable when it cannot be reached."""
     if revision is not None and re.fullmatch("[0-9a-f]{40}", revision):
         return revision
     with hub_errors(repo, revision, key, invalid):
@@ -135,7 +134,7 @@ def dataset_commit(
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path is a Hub id, owner/name, and no local one: neither it nor `owner` is a folder here."""
+    """Whether a path is a Hub id, owner/name, rather than a local path: neither it nor `owner` is a local folder."""
     owner, _, name = path.partition("/")
     is_local = os.path.isdir(path) or (name and os.path.isdir(owner))
     return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path) is not None and not is_local
@@ -143,10 +142,10 @@ def is_hub_id(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository of a model at one commit, whose files are fetched into the Hub's own cache when they are first used.
+    """A model repository at one commit. Files are fetched into the Hub's own cache when they are first used.
 
-    Methods raise `invalid`, naming the configuration's `key`, for what the Hub does not give out, HubUnavailable when
-    it cannot be reached, and PipelineError for a full disk and such.
+    Methods raise `invalid`, naming the configuration's `key`, where the Hub refuses access, HubUnavailable when it
+    cannot be reached, and PipelineError for local failures such as a full disk.
     """
 
     id: str
@@ -155,7 +154,7 @@ class Repository:
     invalid: type[PipelineError]
 
     def file(self, name: str) -> Path | None:
-        """A file in the cache; None where the repository has none of that name."""
+        """The path of a file in the cache; None if the repository has no file of that name."""
         with hub_errors(self.id, self.commit, self.key, self.invalid):
             if (known := self._cached(name)) is None:
                 with _alone_on_host(self.id, name):  # another process may have fetched it meanwhile
@@ -163,7 +162,7 @@ class Repository:
         return known if isinstance(known, Path) else None
 
     def _cached(self, name: str) -> Path | object | None:
-        """A path; another object where the cache knows that there is no such file; None where it does not know."""
+        """A path; another object if the cache has recorded that the file does not exist; None if it has no record."""
         known = huggingface_hub.try_to_load_from_cache(self.id, name, revision=self.commit)
         return Path(known) if isinstance(known, str) else known
 
@@ -189,8 +188,8 @@ class Repository:
 def open_repository(
     repo: str, revision: str | None, *, file: str, key: str, invalid: type[PipelineError]
 ) -> Repository | None:
-    """The repository at the commit that `revision` (None: main) names now, found by fetching `file`; None where it has
-    no such file. A Hub that cannot be reached leaves the commit that the cache has. Raises as Repository does.
+    """The repository at the commit that `revision` (None: main) names now, found by fetching `file`; None if it has no
+    such file. If the Hub cannot be reached, the cached commit is used. Raises as Repository does.
     """
     with hub_errors(repo, revision, key, invalid):
         try:
@@ -215,13 +214,13 @@ def open_repository(
 
 
 def _commit(downloaded: Path, file: str) -> str:
-    """The commit of a file of the cache, which keeps it as snapshots/<commit>/<file>."""
+    """The commit of a cached file, whose path is snapshots/<commit>/<file>."""
     return downloaded.parents[file.count("/")].name
 
 
 @contextmanager
 def _alone_on_host(repo: str, name: str) -> Iterator[None]:
-    """Processes that share a cache fetch a file one after the other: all but the first find it there."""
+    """Lets one process at a time fetch a file into a shared cache; the others then find it cached."""
     folder = Path(huggingface_hub.constants.HF_HUB_CACHE) / ".locks" / "activation-pipeline"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -233,7 +232,7 @@ def _alone_on_host(repo: str, name: str) -> Iterator[None]:
 
 
 def _download(repo: str, name: str, revision: str | None) -> Path:
-    """`hf_hub_download`, repeated where a body was cut or arrived with other content than the Hub has."""
+    """`hf_hub_download`, retried if the body was truncated or differs from the Hub's content."""
     repeat_requests()
     attempts = _Attempts(f"the download of {repo}/{name}")
     wrong: set[str] = set()
@@ -247,23 +246,23 @@ def _download(repo: str, name: str, revision: str | None) -> Path:
         except OSError as error:
             if type(error) is not OSError or error.errno is not None:
                 raise
-            attempts.failed(brief_cause(error))  # huggingface_hub: the file has not the size that was announced
+            attempts.failed(brief_cause(error))  # huggingface_hub: the file's size differs from the announced one
             continue
-        except RuntimeError as error:  # of hf_xet, which has made several attempts of its own, over minutes
+        except RuntimeError as error:  # from hf_xet, which has retried for minutes by itself
             raise HubUnavailable(
                 f"{repo}/{name} cannot be fetched: {brief_cause(error)}. Check the network, try again."
             ) from error
         if path.resolve() == (Path(known).resolve() if isinstance(known, str) else None):
             return path
         digest = _wrong_digest(path)
-        if digest is None or digest in wrong:  # the same twice: this server's ETags are no digests
+        if digest is None or digest in wrong:  # the same content twice: this server's ETags are not digests
             return path
         wrong.add(digest)
-        attempts.failed(f"its content is not that of its ETag {path.resolve().name}")
+        attempts.failed(f"its content does not match its ETag {path.resolve().name}")
 
 
 def _wrong_digest(path: Path) -> str | None:
-    """The digest of a file of the cache that is not the one it is named by; None where the name is no digest."""
+    """The digest of a cached file if its name is another digest; None if they agree or the name is no digest."""
     blob = path.resolve()
     if re.fullmatch("[0-9a-f]{64}", blob.name):  # of a large file
         algorithm: Callable[[], object] = hashlib.sha256
@@ -277,7 +276,7 @@ def _wrong_digest(path: Path) -> str | None:
 
 
 def _is_absent(error: EntryNotFoundError) -> bool:
-    """Whether a file is not there, rather than out of reach. In offline mode the cache has all that there is."""
+    """Whether a file does not exist, rather than being unreachable. In offline mode only cached files exist."""
     cause = error.__cause__
     if not isinstance(error, LocalEntryNotFoundError) or isinstance(cause, OfflineModeIsEnabled):
         return True
@@ -290,21 +289,21 @@ def _is_absent(error: EntryNotFoundError) -> bool:
 
 @contextmanager
 def refused_by_hub(where: str, key: str, invalid: type[PipelineError]) -> Iterator[None]:
-    """Around calls that reach the Hub: raises `invalid` for what it refuses, which it would again. A file or repository
-    that is not there stays a FileNotFoundError where huggingface_hub makes it one."""
+    """A context for calls that reach the Hub. Raises `invalid` for requests that it refuses, which a retry would not
+    change. A missing file or repository stays a FileNotFoundError where huggingface_hub raises one."""
     try:
         yield
-    except (HfHubHTTPError, HFValidationError) as error:  # what may pass has been repeated
+    except (HfHubHTTPError, HFValidationError) as error:  # transient failures have been retried
         raise invalid(
-            f"{key}={where:.300}: the Hub does not give it out ({brief_cause(error):.500}). Check the spelling, or log "
-            f"in with `hf auth login`."
+            f"{key}={where:.300}: the Hub refuses access ({brief_cause(error):.500}). Check the spelling, or log in "
+            f"with `hf auth login`."
         ) from error
 
 
 @contextmanager
 def hub_errors(repo: str, revision: str | None, key: str, invalid: type[PipelineError]) -> Iterator[None]:
-    """Around calls that read a repository: raises `invalid` for what the Hub does not give out, HubUnavailable when it
-    cannot be reached, and PipelineError for what is wrong on this side."""
+    """A context for calls that read a repository. Raises `invalid` where the Hub refuses access, HubUnavailable when it
+    cannot be reached, and PipelineError for local failures."""
     try:
         with refused_by_hub(f"{repo}, revision {revision or 'main'}", key, invalid):
             try:
@@ -313,7 +312,7 @@ def hub_errors(repo: str, revision: str | None, key: str, invalid: type[Pipeline
                 if isinstance(error.__cause__, HfHubHTTPError):
                     raise error.__cause__ from None
                 raise
-    except (LocalEntryNotFoundError, OSError) as error:  # what answers is no Hub; the cache's disk is full
+    except (LocalEntryNotFoundError, OSError) as error:  # the server is not a Hub, or the cache's disk is full
         raise PipelineError(
             f"{repo} cannot be fetched from the Hub: {brief_cause(error)}. Check HF_ENDPOINT, the network and the "
             f"cache, and try again."

@@ -5,13 +5,13 @@ import reprlib
 from collections.abc import Callable
 from typing import Any
 
-MAX_JSON_BYTES = 8 << 20  # parsed, up to 30 times as much memory; 1,000 tensors are described in 0.1 MB
-MAX_DEPTH = 64  # whoever walks a deeper value by recursion may not come to its end
+MAX_JSON_BYTES = 8 << 20  # parsing takes up to 30 times as much memory; 1,000 tensors take 0.1 MB
+MAX_DEPTH = 64  # code that walks a value by recursion could exceed Python's limit beyond this
 
 
 def parse_json(text: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value of a JSON text; `pairs` makes objects, as json's `object_pairs_hook`. Raises ValueError for what is no
-    JSON, too large, or nested too deeply."""
+    """The value of a JSON text; `pairs` is json's `object_pairs_hook`. Raises ValueError for text that is not JSON, too
+    large, or nested too deeply."""
     if len(text) > MAX_JSON_BYTES:
         raise ValueError(f"{len(text):,} bytes, expected at most {MAX_JSON_BYTES:,}")
     try:
@@ -24,7 +24,7 @@ def parse_json(text: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None
 
 
 def is_deep(text: bytes, value: Any) -> bool:
-    """Whether `value`, that of the JSON `text`, is nested deeper than MAX_DEPTH."""
+    """Whether `value`, parsed from the JSON `text`, is nested deeper than MAX_DEPTH."""
     if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
         return False
     level = [value]
@@ -39,5 +39,5 @@ _short.maxstring = _short.maxother = 200
 
 
 def shown(value: object) -> str:
-    """`repr` for messages, shortened: a file may hold a number of thousands of digits."""
+    """`repr` for messages, shortened: a file may contain a number with thousands of digits."""
     return _short.repr(value)

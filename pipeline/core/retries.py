@@ -1,7 +1,7 @@
-"""Requests that are repeated while they fail by what may pass: a service that is busy, a connection that is lost.
+"""Retries of requests that fail for a transient reason, such as a busy service or a lost connection.
 
-The libraries behind gs://, s3:// and hf:// repeat many of their requests, and plain http(s) none. What they give up
-after seconds is tried again here for minutes, since an error ends all processes of a job.
+The libraries behind gs://, s3:// and hf:// retry many of their requests for seconds; plain http(s) retries none. Since
+an error ends all processes of a job, requests are retried here for minutes.
 """
 
 import errno
@@ -20,7 +20,7 @@ log = logging.getLogger("pipeline")
 
 ATTEMPTS = 9
 _DELAY_S, _MAX_DELAY_S = 0.5, 30.0  # before the second attempt, doubled before each further one: 90 s in all
-_MAX_ASKED_S = 310.0  # that a server may have us wait: the Hub's rate limits count over 5 minutes
+_MAX_ASKED_S = 310.0  # the longest wait that a server may ask for: the Hub's rate limits count over 5 minutes
 _HTTP_PACKAGES = {"aiohttp", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
 _TRANSIENT_ERRNO = {errno.EIO, errno.ESTALE, errno.EBUSY, errno.EAGAIN, errno.EINTR}  # EBUSY: s3fs, where S3 is busy
 _TRANSIENT_ERRNO |= {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EREMOTEIO}
@@ -36,21 +36,21 @@ class Attempts:
         self._failed = 0
 
     def again(self, cause: str, asked_s: float | None = None) -> bool:
-        """Returns True when it is time for another attempt, False at once when there have been enough. `asked_s`:
-        seconds that the server asks to be left alone."""
+        """Waits and returns True if another attempt is allowed; returns False at once after the last one. `asked_s`:
+        the seconds to wait that the server asks for."""
         self._failed += 1
         if self._failed == ATTEMPTS:
             return False
         delay_s = min(_DELAY_S * 2 ** (self._failed - 1), _MAX_DELAY_S) * random.uniform(0.75, 1.25)
         if asked_s is not None:
             delay_s = max(delay_s, min(asked_s, _MAX_ASKED_S))
-        log.warning("%s: %s; again in %.1f s", self.subject, cause, delay_s)
+        log.warning("%s: %s; retrying in %.1f s", self.subject, cause, delay_s)
         time.sleep(delay_s)
         return True
 
 
 def repeated(subject: str, call: Callable[[], T]) -> T:
-    """What `call` returns. It is called again while it fails by what may pass; the last error is raised."""
+    """Returns what `call` returns. Calls it again after transient failures, and raises the last one."""
     attempts = Attempts(subject)
     while True:
         try:
@@ -69,17 +69,17 @@ def brief_cause(error: Exception) -> str:
 
 
 def is_transient_status(status: int) -> bool:
-    """Whether a server that answers with this HTTP status may answer otherwise the next time."""
+    """Whether a retry may succeed after this HTTP status."""
     return status in (408, 429) or status >= 500
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether a request to storage may succeed when it is repeated. What is not there or not allowed will not."""
+    """Whether a request to storage may succeed when it is retried. One for a missing or forbidden object will not."""
     if isinstance(error, PipelineError | OfflineModeIsEnabled):  # the Hub's requests have been repeated
         return False
     if (status := _http_status(error)) is not None:
         return is_transient_status(status)
-    if isinstance(error, FileNotFoundError):  # fsspec's HTTP says so whatever goes wrong
+    if isinstance(error, FileNotFoundError):  # fsspec's HTTP raises it for every failure
         return error.__cause__ is not None and may_pass(error.__cause__)
     if isinstance(error, ConnectionError | TimeoutError | http.client.HTTPException):
         return True

@@ -31,8 +31,8 @@ WITH_CREDENTIALS = (
 NONSENSE = (
     ("", "Give a folder"),
     ("   ", "Give a folder"),
-    (" store", "blank"),
-    ("store\n", "blank"),
+    (" store", "whitespace"),
+    ("store\n", "whitespace"),
     ("a\0b", "NUL"),
     ("\udcff", "UTF-8"),
     ("~nosuchuser/x", "no such user"),
@@ -46,7 +46,7 @@ NONSENSE = (
     ("hf://owner/name", "Give hf://datasets/owner/name"),
     ("gs://", "no address of a store"),
     ("s3:///store", "no address of a store"),
-    ("gs://bucket|zip:", "not inside of another file"),
+    ("gs://bucket|zip:", "cannot be inside another file"),
     ("gs://bucket/store?x=1", "no address of a store"),
     ("file://host/store", "no address of a store"),
 )

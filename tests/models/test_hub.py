@@ -205,7 +205,8 @@ def test_a_cache_that_cannot_be_written_is_read(server: Hub) -> None:
 def test_attempts_are_bounded(server: Hub, waits) -> None:
     server.failures = [(503, {})] * 100
     with pytest.raises(
-        PipelineError, match=r"HEAD http.*owner/tiny.* failed 9 times, at last with: .*503.*try again.*If model.path"
+        PipelineError,
+        match=r"HEAD http.*owner/tiny.* failed 9 times, most recently with: .*503.*try again.*If model.path",
     ):
         open_model("owner/tiny")
     assert sum("owner/tiny" in request for request in server.requests) == 9

@@ -349,7 +349,7 @@ def test_folders_of_the_hub_are_read(tmp_path: Path, rng, hub):
         assert open_sae(f"hf://owner/saes@main/{name}/sae/{ADDRESSED[name][1]}").identity == expected
     with pytest.raises(CheckpointError, match="hf://owner/saes/saelens has none of cfg.json"):
         open_sae("hf://owner/saes/saelens")
-    with pytest.raises(CheckpointError, match="the Hub does not give it out"):
+    with pytest.raises(CheckpointError, match="the Hub refuses access"):
         open_sae("hf://owner/absent/sae")
 
 

@@ -74,7 +74,7 @@ def test_a_reader_stays_at_its_commit_and_writes_nothing(server, tmp_path, capsy
     with pytest.raises(StoreInvalid, match="another Zarr hierarchy"):
         ActivationStore.open(URL)
     assert delete.main([f"store.path={URL}@{commit}", "confirm=true"]) == 2
-    assert "where a store is only read. Fill one at a local path" in capsys.readouterr().err
+    assert "where a store is only read. Fill a store at a local path" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="python -m pipeline.push"):
         compose(["data.path=text", f"store.path={URL}"])
 
@@ -82,10 +82,10 @@ def test_a_reader_stays_at_its_commit_and_writes_nothing(server, tmp_path, capsy
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("hf://datasets/owner/absent", "the Hub does not give it out"),
-        (f"{URL}@{'0' * 40}", "the Hub does not give it out.*hf auth login"),
-        (f"{URL}@absent", "the Hub does not give it out"),
-        (f"{URL}@refs/pr/1", "acts, revision refs/pr/1: the Hub does not give it out"),
+        ("hf://datasets/owner/absent", "the Hub refuses access"),
+        (f"{URL}@{'0' * 40}", "the Hub refuses access.*hf auth login"),
+        (f"{URL}@absent", "the Hub refuses access"),
+        (f"{URL}@refs/pr/1", "acts, revision refs/pr/1: the Hub refuses access"),
         ("hf://owner/model", "which is no data set of the Hub"),
         ("hf://datasets/owner", "Give hf://datasets/owner/name"),
         (f"{URL}/nowhere", "there is no activation store at"),
@@ -103,7 +103,7 @@ def test_a_mirror_that_does_not_say_what_is_not_found(server):
     files = open_hub_files(URL)
     assert files.read("absent") is None
     server.before = lambda request: server.failures.append((404, {}))
-    with pytest.raises(StoreInvalid, match="does not give it out"):
+    with pytest.raises(StoreInvalid, match="refuses access"):
         files.read("present")
     server.before = lambda request: server.failures.append((302, {}))
     with pytest.raises(StoreInvalid, match="to nowhere .HTTP status 302.*HF_ENDPOINT"):
@@ -120,14 +120,14 @@ def test_a_private_store_needs_the_token(server, tmp_path, monkeypatch):
     commit = server.push(REPO, contents(tmp_path / "store"))
     server.private, server.token = {REPO}, "hf_nobody-may-see-this"
     for path in (URL, f"{URL}@{commit}"):
-        with pytest.raises(StoreInvalid, match="does not give it out.*hf auth login"):
+        with pytest.raises(StoreInvalid, match="refuses access.*hf auth login"):
             ActivationStore.open(path)
     monkeypatch.setenv("HF_TOKEN", server.token)
     store = ActivationStore.open(URL)
     assert_reads_the_same(store, ActivationStore.open(tmp_path / "store"))
     server.token = "hf_revoked"
     server.expire()
-    with pytest.raises(StoreInvalid, match="PERMISSION_DENIED.*does not give it out.*hf auth login") as caught:
+    with pytest.raises(StoreInvalid, match="PERMISSION_DENIED.*refuses access.*hf auth login") as caught:
         store.read(None, "embed", store.rows)
     assert "127.0.0.1" not in str(caught.value).replace(server.url, "")
 
