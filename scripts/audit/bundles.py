@@ -3,7 +3,8 @@
 libtpu writes a file of final bundles for each instruction of the optimised program, and marks its loops and their exit
 tests. Bundles in a loop count as often as it runs; a loop whose exit is no constant counts once. Every branch counts as
 taken, so in Pallas kernels, which skip masked blocks by branches, the count is a bound from above; so is that of what
-waits for collectives. Stalls do not count: this is an estimate, no measurement.
+waits for collectives. Stalls do not count, those of a product that waits for the matrix units neither, so that large
+products take a few per cent less than at the chip's peak: this is an estimate, no measurement.
 """
 
 import re
@@ -15,7 +16,8 @@ from pathlib import Path
 from scripts.audit.analysis import executions, is_kernel
 from scripts.audit.hlo import parse
 
-LLO_FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_use_subdirectories=true " + (
+LLO_FLAGS = (
+    "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_use_subdirectories=true "
     "--xla_jf_dump_llo_pass_label_regex=^(final_bundles|deduplication-map)$"
 )
 """Of LIBTPU_INIT_ARGS, to be formatted with a folder: 16 MB for two layers, where all stages are 562 MB."""
