@@ -345,6 +345,11 @@ class PlanConfig:
     json: bool = key(False, "print JSON")
     mfu: float = key(0.4, "model FLOPs utilisation of the forward pass")
     fill: float = key(0.95, "share of token slots that hold a valid token")
+    mean_tokens: float | None = key(
+        None,
+        "mean length of the documents, assumed log-normal, to count attention without the blocks that splash skips in "
+        "packed rows; null: one document per row",
+    )
     store_gb_per_s: float | None = key(
         None, "write rate of the store; null: that of a new bucket, 1000 objects per second"
     )

@@ -4,7 +4,7 @@ Letters: L layers of a stack, E experts.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -210,13 +210,17 @@ def weight_bytes(arch: Architecture, leaves: LeafTree, dtype: str, with_int8: bo
 
 
 def flops_per_token(
-    arch: Architecture, table: KeyTable, keys: Sequence[ActivationKey], length: int, counts_masked: bool = True
+    arch: Architecture,
+    table: KeyTable,
+    keys: Sequence[ActivationKey],
+    length: int,
+    attention_shares: Mapping[int | None, float] | None = None,
 ) -> float:
     """Floating-point operations of the forward pass per token slot, in rows of `length`.
 
-    Two per weight of a matrix product, and attention over all of the row's positions, as in PaLM (arXiv 2204.02311,
-    appendix B); without `counts_masked` over those that causal masks and windows leave, in a row of one document. A
-    DeltaNet's are those of its chunks.
+    Two per weight of a matrix product, and attention over the positions that causal masks and windows leave in a row of
+    one document: half of what PaLM counts (arXiv 2204.02311, appendix B). `attention_shares`: how much of that is
+    computed in packed rows, by a layer's window (None: a layer without). A DeltaNet's are those of its chunks.
     Norms, softmax, rotations, routers and the scores of `attn_pattern`, of some tokens, do not count, and of the
     experts only those of a token.
     """
@@ -227,7 +231,8 @@ def flops_per_token(
     attention, captured = 0, {*keys}
     for layer in steps:
         sizes = arch.with_sizes_of(layer)
-        mean_keys = length if counts_masked else _mean_keys(arch, layer, length)
+        window = arch.local.window if arch.is_local(layer) else None
+        mean_keys = _mean_keys(arch, window, length) * (1 if attention_shares is None else attention_shares[window])
         if Step.z in steps[layer]:
             attention += 2 * mean_keys * (sizes.head_dim + sizes.value_dim)
         if ActivationKey(layer, Site.attn_entropy) in captured:  # whose scores are computed once more
@@ -253,9 +258,9 @@ def _used_size(arch: Architecture, leaf: Leaf) -> int:
     return leaf.size * arch.experts.per_token // arch.experts.num_experts if is_chosen else leaf.size
 
 
-def _mean_keys(arch: Architecture, layer: int, length: int) -> float:
-    """The positions that a query attends to, on average over a row."""
+def _mean_keys(arch: Architecture, window: int | None, length: int) -> float:
+    """The positions that a query attends to, on average over a row of one document."""
     if not arch.causal:
         return length
-    window = min(arch.local.window, length) if arch.is_local(layer) else length
+    window = length if window is None else min(window, length)
     return window * (2 * length - window + 1) / (2 * length)

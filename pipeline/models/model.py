@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import Sharding
@@ -157,11 +157,15 @@ class Model:
         }
 
     def flops_per_token(
-        self, keys: Sequence[ActivationKey], length: int, counts_masked: bool = True, head_share: float = 0.0
+        self,
+        keys: Sequence[ActivationKey],
+        length: int,
+        head_share: float = 0.0,
+        attention_shares: Mapping[int | None, float] | None = None,
     ) -> int:
-        """Floating-point operations per token slot to capture `keys` in rows of `length`, masked attention included or
-        not. `head_share`: the share of the slots for which the head is computed."""
-        layers = flops_per_token(self.arch, self.table, keys, length, counts_masked)
+        """Floating-point operations per token slot to capture `keys` in rows of `length`: `leaves.flops_per_token`.
+        `head_share`: the share of the slots for which the head is computed."""
+        layers = flops_per_token(self.arch, self.table, keys, length, attention_shares)
         return round(layers + 2 * self.arch.vocab_size * self.arch.d_model * head_share)
 
     def load(

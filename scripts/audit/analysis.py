@@ -70,8 +70,7 @@ class Analysis:
 def analyse(text: str) -> Analysis:
     """Counts. Raises ValueError for a text that is not an HLO module."""
     module = parse(text)
-    iterated = _unknown_loop(module)
-    counts, loops = _executions(module, [module.entry] if iterated is None else iterated)
+    counts, loops = executions(module)
     steps = [
         (instruction, computation, counts[name])
         for name, computation in module.computations.items()
@@ -80,7 +79,7 @@ def analyse(text: str) -> Analysis:
     ]
     collectives = _collectives(module, counts)
     return Analysis(
-        is_of_one_iteration=iterated is not None,
+        is_of_one_iteration=_unknown_loop(module) is not None,
         cycles=round(sum(count * _cycles(instruction) for instruction, _, count in steps)),
         loops=tuple(loops),
         collectives=_by_kind(collectives),
@@ -102,6 +101,18 @@ def _unknown_loop(module: Module) -> list[Computation] | None:
     return (
         [module.computations[unknown[0].called(name)] for name in ("condition", "body")] if len(unknown) == 1 else None
     )
+
+
+def executions(module: Module) -> tuple[dict[str, float], list[Loop]]:
+    """How often each computation runs that is not fused into an instruction, and the loops, as the whole module is
+    counted: of an entry with a loop of unknown length, one iteration."""
+    iterated = _unknown_loop(module)
+    return _executions(module, [module.entry] if iterated is None else iterated)
+
+
+def is_kernel(instruction: Instruction) -> bool:
+    """Whether an instruction is a Pallas kernel."""
+    return instruction.attribute(r'custom_call_target="(\w+)"') == _KERNEL
 
 
 def _executions(module: Module, begins: list[Computation]) -> tuple[dict[str, float], list[Loop]]:
@@ -317,7 +328,7 @@ def _float32(instruction: Instruction) -> Iterator[str]:
 def _kernels(steps: _Steps) -> dict[str, float]:
     kernels: Counter[str] = Counter()
     for instruction, _, count in steps:
-        if instruction.attribute(r'custom_call_target="(\w+)"') == _KERNEL:
+        if is_kernel(instruction):
             kernels[re.sub(r"\.\d+$", "", instruction.name)] += count
     return dict(sorted(kernels.items()))
 

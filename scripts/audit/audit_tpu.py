@@ -9,13 +9,15 @@ minutes of two cores. The programs' texts stay in build/audit.
 Memory is the compiler's. The rest is counted in the program's text, per chip: `received` is what it gets from the
 others; `HBM` what instructions read and write, in bytes and at the chip's published rate; `ideal` weights read once,
 rows in and outputs out (of decoding, weights and caches). E is XLA's own estimate (`estimated_cycles`), which lacks
-collectives and Pallas kernels (attention). Neither time is a measurement; LLO bundles are not counted.
+collectives and Pallas kernels (attention). B is the larger of HBM's time and of the bundles that a core issues
+(`bundles.py`), one a cycle, without Pallas kernels too; it ignores stalls. None of these times is a measurement.
 Figures of decoding are those of one step for all rows: one token of each.
 """
 
 import argparse
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -28,6 +30,7 @@ from typing import Any
 
 from pipeline.planning.slice.chips import CHIPS
 from scripts.audit.analysis import Analysis, analyse
+from scripts.audit.bundles import LLO_FLAGS, Bundles, program_bundles
 from scripts.audit.cases import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,19 +50,23 @@ def audit(name: str, build: Path = BUILD) -> Records:
     """The programs of one case, by name. Raises CalledProcessError where it does not compile."""
     directory = build / re.sub(r"\W+", "_", name)
     shutil.rmtree(directory, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "scripts.audit.cases", name, str(directory)], check=True, cwd=ROOT)
-    return records(name, directory)
+    flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {LLO_FLAGS.format(directory / 'llo')}"
+    command = [sys.executable, "-m", "scripts.audit.cases", name, str(directory)]
+    subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"LIBTPU_INIT_ARGS": flags})
+    programs = dict(records(name, directory))
+    shutil.rmtree(directory / "llo")
+    return programs
 
 
-def records(name: str, directory: Path) -> Records:
-    """Of programs that `cases` has written to a directory."""
-    return {
-        f"{name}: {path.stem}": record(json.loads(path.read_text()), analyse(path.with_suffix(".txt").read_text()))
-        for path in sorted(directory.glob("*.json"))
-    }
+def records(name: str, directory: Path) -> Iterator[tuple[str, Record]]:
+    """Of programs that `cases` has written to a directory, with what libtpu dumped in `llo`."""
+    for path in sorted(directory.glob("*.json")):
+        text = path.with_suffix(".txt").read_text()
+        bundles = program_bundles(text, directory / "llo")
+        yield f"{name}: {path.stem}", record(json.loads(path.read_text()), analyse(text), bundles)
 
 
-def record(facts: Record, analysis: Analysis) -> Record:
+def record(facts: Record, analysis: Analysis, bundles: Bundles) -> Record:
     """What the table has of one program, as JSON has it. Equal loops are one entry."""
     known = json.loads(json.dumps(asdict(analysis)))
     loops = Counter(
@@ -69,16 +76,20 @@ def record(facts: Record, analysis: Analysis) -> Record:
         {"op_name": op_name, "number": number, "trips": trips, "runs": runs, "cycles": cycles}
         for (op_name, trips, runs, cycles), number in loops.items()
     ]
+    clock_hz, hbm_ms = CLOCK_HZ[facts["chip"]], analysis.hbm_bytes / CHIPS[facts["chip"]].hbm_bytes_per_s * 1e3
     times = {
-        "hbm_ms": round(analysis.hbm_bytes / CHIPS[facts["chip"]].hbm_bytes_per_s * 1e3, 3),
-        "estimated_ms": round(analysis.cycles / CLOCK_HZ[facts["chip"]] * 1e3, 3),
+        "hbm_ms": round(hbm_ms, 3),
+        "estimated_ms": round(analysis.cycles / clock_hz * 1e3, 3),
+        "bundles": bundles.program,
+        "kernel_bundles": bundles.kernels,
+        "bound_ms": round(max(hbm_ms, bundles.program / clock_hz * 1e3), 3),
     }
     return facts | known | times
 
 
 HEADER = (
     *("program", "weights", "argum.", "output", "temp.", "peak GiB", "received MB", "loops", "moves MB"),
-    *("remat", "HBM MB", "ideal", "HBM ms", "E ms"),
+    *("remat", "HBM MB", "ideal", "HBM ms", "E ms", "B ms"),
 )
 
 
@@ -102,7 +113,7 @@ def _row(name: str, program: Record) -> tuple[str, ...]:
         *(f"{program[key] / GIB:.2f}" for key in memory),
         *(f"{received / MB:,.1f}", f"{loops:,.0f}", f"{moved / MB:,.0f}", str(len(program["remat"]))),
         *(f"{program['hbm_bytes'] / MB:,.0f}", f"{program['ideal_hbm_bytes'] / MB:,.0f}"),
-        *(f"{program['hbm_ms']:,.2f}", f"{program['estimated_ms']:,.2f}"),
+        *(f"{program['hbm_ms']:,.2f}", f"{program['estimated_ms']:,.2f}", f"{program['bound_ms']:,.2f}"),
     )
 
 
@@ -113,7 +124,10 @@ def details(programs: Records) -> Iterator[str]:
         for kind, each in program["collectives"].items():
             yield f"    collectives: {each['count']:g} {kind}, {each['received_bytes'] / MB:,.1f} MB received"
         for kernel, count in program["kernels"].items():
-            yield f"    kernel, not in E: {count:g} x {kernel}"
+            yield f"    kernel, not in E and B: {count:g} x {kernel}"
+        if program["kernel_bundles"]:
+            ms = program["kernel_bundles"] / CLOCK_HZ[program["chip"]] * 1e3
+            yield f"    kernels: {ms:,.2f} ms of bundles at most, if they skipped no block"
         for loop in program["loops"]:
             ms = loop["cycles"] / CLOCK_HZ[program["chip"]] * 1e3
             yield f"    loops: {loop['number']} of {loop['trips']} x {ms:.3f} ms (E), {_place(loop)}"

@@ -26,7 +26,7 @@ def rows() -> list[str]:
             depth = model.num_layers
             for label, layers in {"3": (depth // 4, depth // 2, 3 * depth // 4), "all": tuple(range(depth))}.items():
                 keys = activation_keys(layers, (Site.resid_post,))
-                flops = model.flops_per_token(keys, LENGTH, counts_masked=False)
+                flops = model.flops_per_token(keys, LENGTH)
                 cost = Cost(flops, 2 * len(keys) * model.width(keys[0]), FILL)
                 for topology in ("v5e-64", "v6e-64"):
                     bytes_per_s = BUCKET_WRITES_PER_S * SHARD_BYTES

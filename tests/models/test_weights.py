@@ -193,7 +193,8 @@ def test_random_weights_depend_on_seed_and_tensor_only(tmp_path) -> None:
 def test_flops_are_those_of_the_matrix_products(tmp_path) -> None:
     save_random("llama", tmp_path)
     model = open_model(str(tmp_path))
-    attention = 2 * (32 * 32 + 2 * 16 * 32 + 32 * 32) + 4 * 64 * 32
+    mean_keys = 65 / 2  # 1 + 2 + ... + 64, over 64 queries
+    attention = 2 * (32 * 32 + 2 * 16 * 32 + 32 * 32) + 4 * mean_keys * 32
     mlp = 2 * 3 * 32 * 48
     assert model.flops_per_token((key("blocks.1.attn_out"),), length=64) == 2 * attention + mlp
     assert model.flops_per_token((key("blocks.1.q"),), length=64) == attention + mlp + 2 * 32 * 32

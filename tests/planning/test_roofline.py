@@ -1,5 +1,6 @@
 """Limits and costs, compared with figures computed by hand."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -10,13 +11,16 @@ from pipeline.config.choices import Packing, Weights
 from pipeline.config.schema import BatchConfig, ParquetData, RunConfig, StoreConfig
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.architecture import Architecture, LocalAttention
+from pipeline.models.attention.splash import block_size
 from pipeline.models.leaves import flops_per_token
-from pipeline.models.registry import open_model
+from pipeline.models.registry import Model, open_model
 from pipeline.planning.slice.advice import advise
 from pipeline.planning.slice.chips import GIB, parse_slice
 from pipeline.planning.slice.compile_check import Program
+from pipeline.planning.slice.packed_rows import computed_share, packed_segments
 from pipeline.planning.slice.roofline import Cost, Limits, bill, decoding, received_bytes, throughput_limits, traffic
-from pipeline.planning.slice.slice_plan import make_slice_plan, plan_job
+from pipeline.planning.slice.slice_plan import SlicePlan, make_slice_plan, plan_job
+from scripts.bench.published_shapes import SHAPES
 
 V5E_64 = parse_slice("v5e-64")
 COST = Cost(flops=1_000_000_000, activation_bytes=5380, fill=0.5)  # with the side arrays 5400 bytes a slot
@@ -63,12 +67,12 @@ def test_a_decoding_step_takes_as_long_as_its_bytes() -> None:
 
 @pytest.mark.parametrize(("window", "keys"), [(None, 4.5), (4, 3.25)])
 def test_masked_attention_is_not_computed(window: int | None, keys: float) -> None:
-    """In a row of 8 positions: 1 + 2 + ... + 8 keys, or at most 4 for each."""
+    """In a row of 8 positions: 1 + 2 + ... + 8 keys, or at most 4 for each; and half of them in packed rows."""
     local = window and LocalAttention(pattern="L" * ARCH.num_layers, window=window, rope=None)
     arch, layer = replace(ARCH, local=local), activation_keys((0,), (Site.resid_post,))
-    flops = [flops_per_token(arch, {}, layer, 8, counts_masked) for counts_masked in (True, False)]
-    assert flops == [4 * 8 * 512, 4 * keys * 512]
-    assert flops_per_token(replace(arch, causal=False, local=None), {}, layer, 8, counts_masked=False) == flops[0]
+    assert flops_per_token(arch, {}, layer, 8) == 4 * keys * 512
+    assert flops_per_token(arch, {}, layer, 8, {window: 0.5}) == 2 * keys * 512
+    assert flops_per_token(replace(arch, causal=False, local=None), {}, layer, 8) == 4 * 8 * 512
 
 
 def test_traffic_and_bill() -> None:
@@ -127,14 +131,41 @@ def test_small_shards_on_local_disks_get_no_advice() -> None:
     assert advice(config=local, shard_bytes=16 * MIB) == ""
 
 
+def planned(program: Program, *overrides: str) -> tuple[SlicePlan, Model]:
+    """The plan of the bundled model for four chips."""
+    config = composing.compose(["topology=v5e-4", "data.path=/nowhere", "store.path=/nowhere", *overrides])
+    model = open_model(config.model.path, revision=None, init="random", seed=0)
+    tpu_slice = parse_slice(config.topology)
+    return make_slice_plan(config, model, tpu_slice, plan_job(config, model, tpu_slice), program), model
+
+
 def test_few_selected_tokens_cost_less_than_a_byte_a_slot() -> None:
     """256 bytes for each row of 512 tokens."""
     program = Program(0, 0, 0, 0, "xla", None, {}, 0.0, computed_twice=3)
     last = ["capture.positions=last", "capture.per_row=1", "capture.layers=[1]", "batch.length=512"]
-    config = composing.compose(["topology=v5e-4", "data.path=/nowhere", "store.path=/nowhere", *last])
-    model = open_model(config.model.path, revision=None, init="random", seed=0)
-    tpu_slice = parse_slice(config.topology)
-    plan = make_slice_plan(config, model, tpu_slice, plan_job(config, model, tpu_slice), program)
+    plan, model = planned(program, *last)
     assert plan.activation_bytes_per_slot == 2 * model.width(ActivationKey(0, Site.resid_post)) / 512
     assert "bytes a slot" in plan.describe()
     assert "the compiler computes 3 results twice, for want of memory; lower batch.rows" in plan.describe()
+
+
+def test_a_plan_counts_attention_as_documents_leave_it(tmp_path) -> None:
+    """Three layers of attention over 2,049 / 2 keys a query, of which the documents leave a share."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["Qwen2.5-0.5B"]))
+    rows = [f"model.path={tmp_path}", "batch.length=2048", "batch.rows=8"]
+    rows += ["capture.layers=[2]", "capture.sites=[resid_post]"]
+    splash, xla = (Program(0, 0, 0, 0, name, None, {}, 0.0) for name in ("splash", "xla"))
+    alone, model = planned(splash, *rows)
+    packed, _ = planned(splash, *rows, "plan.mean_tokens=400")
+    share = computed_share(packed_segments(400, 2048), block_size(2048, 2))
+    attention = 3 * 4 * 2049 / 2 * model.arch.num_heads * model.arch.head_dim
+    assert 0.7 < share < 0.8
+    assert alone.flops_per_slot - packed.flops_per_slot == pytest.approx((1 - share) * attention, abs=1)
+    assert f"documents of 400 tokens (plan.mean_tokens) leave {share:.0%} of attention" in packed.describe()
+
+    unchanged = [(xla, *rows), (splash, *rows, "batch.packing=pad"), (splash, *rows, "batch.length=1024")]
+    for program, *overrides in unchanged:
+        without, _ = planned(program, *overrides)
+        plan, _ = planned(program, *overrides, "plan.mean_tokens=400")
+        assert plan.flops_per_slot == without.flops_per_slot
+        assert "plan.mean_tokens changes nothing" in plan.describe()

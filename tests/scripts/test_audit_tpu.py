@@ -222,6 +222,9 @@ def test_a_compiled_program_agrees_with_arithmetic(tmp_path: Path) -> None:
     assert program["hbm_bytes"] > program["ideal_hbm_bytes"]
     # The products alone, at the chip's peak.
     assert program["estimated_ms"] > matrices * tokens / 197e12 * 1e3
+    assert program["bundles"] == pytest.approx(program["cycles"], rel=0.5)
+    assert program["kernel_bundles"] > 0
+    assert program["bound_ms"] > program["hbm_ms"]
     stored = {"versions": {}, "programs": json.loads(json.dumps(programs))}
     assert compare(stored, {"versions": {}, "programs": programs}) == "no differences"
     assert SMALL in table(programs)

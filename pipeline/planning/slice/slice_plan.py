@@ -8,7 +8,7 @@ import logging
 from dataclasses import asdict, dataclass, replace
 
 from pipeline.cluster.topology import Topology, unreserved
-from pipeline.config.choices import WeightsDtype
+from pipeline.config.choices import Packing, WeightsDtype
 from pipeline.config.schema import PlanConfig, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.models.leaves import num_params
@@ -19,6 +19,7 @@ from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.slice.advice import advise
 from pipeline.planning.slice.chips import GIB, Slice, parse_slice
 from pipeline.planning.slice.compile_check import Program, compile_program, largest_power, require_room, slice_devices
+from pipeline.planning.slice.packed_rows import attention_shares
 from pipeline.planning.slice.roofline import (
     BUCKET_WRITES_PER_S,
     Bill,
@@ -193,17 +194,17 @@ def _compile(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> Pr
 def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, program: Program) -> SlicePlan:
     """What the compiled program means for the job. Pure arithmetic."""
     options, step, memory = config.plan, job.step, job.memory
+    num_data = tpu_slice.num_chips // job.mesh.tensor
+    rows_per_chip = step.rows // num_data
+    shares = _attention_shares(config, model, program, rows_per_chip)
     cost = Cost(
-        model.flops_per_token(step.forward_keys, step.length, counts_masked=False, head_share=step.head_share)
-        + step.encoder_flops,
+        model.flops_per_token(step.forward_keys, step.length, step.head_share, shares) + step.encoder_flops,
         step.row_bytes / step.length,
         options.fill,
         _received_bytes(config, model, job) / (step.rows * step.length),
         step.index_bytes,
     )
     limits = throughput_limits(cost, tpu_slice, options.mfu, _store_bytes_per_s(options, cost, job))
-    num_data = tpu_slice.num_chips // job.mesh.tensor
-    rows_per_chip = step.rows // num_data
     shard_bytes = job.rows_per_block * step.largest_row_bytes
     return SlicePlan(
         family=model.family,
@@ -238,11 +239,36 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
         bill=_bill(options, cost, tpu_slice, job, limits),
         decoding=_decoding(config, model, tpu_slice, job),
         usd_per_chip_hour=_usd_per_chip_hour(options, tpu_slice),
-        notes=_notes(job, program),
+        notes=_notes(job, program) + _packing_notes(options.mean_tokens, shares),
         advice=tuple(
             advise(config, model.arch, tpu_slice, limits, shard_bytes, memory.host_bytes, rows_per_chip * step.length)
         ),
     )
+
+
+def _attention_shares(
+    config: RunConfig, model: Model, program: Program, rows_per_chip: int
+) -> dict[int | None, float] | None:
+    """What packed rows leave of attention, by window; None where all of it is computed, or counted."""
+    mean_tokens, arch, length = config.plan.mean_tokens, model.arch, config.batch.length
+    if mean_tokens is None or program.attention != "splash" or config.batch.packing is Packing.pad:
+        return None
+    window = None if arch.local is None else arch.local.window
+    return attention_shares(mean_tokens, rows_per_chip, length, ITEM_BYTES[config.model.dtype], arch.causal, window)
+
+
+def _packing_notes(mean_tokens: float | None, shares: dict[int | None, float] | None) -> tuple[str, ...]:
+    if mean_tokens is None:
+        return ()
+    if shares is None:
+        return (
+            "plan.mean_tokens changes nothing: only splash attention skips blocks that no document reaches, in packed "
+            "rows of 2,048 tokens and more",
+        )
+    parts = ", ".join(
+        f"{share:.0%}" + ("" if window is None else f" (window {window:,})") for window, share in shares.items()
+    )
+    return (f"documents of {mean_tokens:g} tokens (plan.mean_tokens) leave {parts} of attention to compute",)
 
 
 def _received_bytes(config: RunConfig, model: Model, job: Plan) -> int:

@@ -1,0 +1,52 @@
+"""How much of a layer's attention is computed in packed rows, where splash attention skips what no segment reaches."""
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from pipeline.config.choices import LongDocuments
+from pipeline.data.packing import fill, pack, windows
+from pipeline.models.attention.segment_blocks import reached_blocks
+from pipeline.models.attention.splash import block_size, skips_blocks
+
+NUM_ROWS, SIGMA = 64, 1.0  # sigma: standard deviation of the logarithm of a document's length
+
+
+def packed_segments(mean_tokens: float, length: int) -> Int32[np.ndarray, "R T"]:
+    """The segments of rows that a job fills with documents of log-normal lengths. Long ones are split."""
+    random = np.random.default_rng(0)
+    num_documents = int(2 * NUM_ROWS * length / mean_tokens) + NUM_ROWS
+    lengths = random.lognormal(np.log(mean_tokens) - SIGMA**2 / 2, SIGMA, num_documents)
+    lengths = np.minimum(lengths, NUM_ROWS * length).astype(int) + 1
+    sizes = [end - begin for n in lengths for begin, end in windows(int(n), length, LongDocuments.split)]
+    placement = pack(np.array(sizes), NUM_ROWS, length)
+    tokens = [np.zeros(size, np.int32) for size in sizes[: placement.num_pieces]]
+    return fill(placement, tokens, np.arange(placement.num_pieces), length).segments
+
+
+def computed_share(
+    segments: Int32[np.ndarray, "R T"], block: int, causal: bool = True, window: int | None = None
+) -> float:
+    """Of the blocks of queries and keys that the mask leaves (on and below the diagonal, and within the window): the
+    share that some segment reaches."""
+    num_rows, length = segments.shape
+    allowed = _allowed_blocks(length // block, block, causal, window)
+    return float((np.asarray(reached_blocks(segments, block)) & allowed).sum() / (num_rows * allowed.sum()))
+
+
+def _allowed_blocks(num_blocks: int, block: int, causal: bool, window: int | None) -> Bool[np.ndarray, "Q Q"]:
+    order = np.arange(num_blocks)
+    distances = order[:, None] - order
+    allowed = distances >= 0 if causal else np.ones_like(distances, bool)
+    return allowed if window is None else allowed & (distances * block < window + block - 1)
+
+
+def attention_shares(
+    mean_tokens: float, num_rows: int, length: int, item_bytes: int, causal: bool, window: int | None
+) -> dict[int | None, float] | None:
+    """`computed_share` of splash attention with and without the model's `window`, for documents of `mean_tokens` in a
+    chip's `num_rows` rows; None where it does not skip blocks."""
+    block = block_size(length, item_bytes)
+    if not skips_blocks(num_rows, length, block):
+        return None
+    segments = packed_segments(mean_tokens, length)
+    return {each: computed_share(segments, block, causal, each) for each in {None, window}}
