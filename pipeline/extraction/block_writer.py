@@ -23,6 +23,7 @@ from pipeline.extraction.block_features import FeatureSummary, FeatureThreads
 from pipeline.extraction.block_warnings import SlotChecks, check_finite
 from pipeline.extraction.buffers import BlockBuffers
 from pipeline.extraction.claiming import ClaimedStreams
+from pipeline.extraction.draining import CopyThreads, num_copy_threads
 from pipeline.extraction.transfer import HostBlock, InFlight, StepInFlight
 from pipeline.job.metrics import Metrics, Stage
 from pipeline.planning.plan import Plan
@@ -70,6 +71,7 @@ class BlockWriter:
         self._filled: BlockBuffers | None = None  # of the block that is being drained
         self._pending: deque[_Pending] = deque()  # the writes of the first ones are under way
         self._features = FeatureThreads(plan.step)
+        self._copy_threads = CopyThreads(num_copy_threads())
         self._failed_streams: set[int] = set()  # of which a block could not be stored, and so none after it is
         self._error: BaseException | None = None
         self._has_raised = False
@@ -145,8 +147,12 @@ class BlockWriter:
                 jax.block_until_ready(step.counts)
         if step.first_row == 0 and step.block is not None:
             self._filled = self._take_buffers()
-        while step.copies:
-            self._copy(step.copies.pop(), step.first_row)
+        try:
+            while step.copies:
+                self._copy(step.copies.pop(), step.first_row)
+        finally:
+            with self._metrics.stage(Stage.WRITER_COPY):
+                self._copy_threads.finish()
         if step.counts is not None:
             with self._metrics.stage(Stage.WRITER_RESULTS):
                 valid, *not_finite = np.asarray(step.counts).tolist()  # over all processes
@@ -165,7 +171,7 @@ class BlockWriter:
         with self._metrics.stage(Stage.WRITER_RESULTS):
             values = copy.wait()
         with self._metrics.stage(Stage.WRITER_COPY):
-            np.copyto(self._filled.leaves()[copy.output][copy.place(first_row)], values)
+            self._copy_threads.start(self._filled.leaves()[copy.output][copy.place(first_row)], values)
 
     def _begin(self, block: TokenBlock) -> None:
         """Begins with a block whose activations are all in the buffers."""
