@@ -24,6 +24,7 @@ from pipeline.extraction.block_warnings import SlotChecks, check_finite
 from pipeline.extraction.buffers import BlockBuffers
 from pipeline.extraction.claiming import ClaimedStreams
 from pipeline.extraction.draining import CopyThreads, num_copy_threads
+from pipeline.extraction.metrics_writes import MetricsWrites
 from pipeline.extraction.transfer import HostBlock, InFlight, StepInFlight
 from pipeline.job.metrics import Metrics, Stage
 from pipeline.planning.plan import Plan
@@ -65,6 +66,7 @@ class BlockWriter:
         self._claimed = claimed
         self._plan = plan
         self._metrics = metrics
+        self._metrics_writes = MetricsWrites(store, metrics)
         self._checks = SlotChecks(plan)
         self._queue: queue.Queue[StepInFlight | None] = queue.Queue()  # as many steps as are in flight
         self._free = [BlockBuffers.allocate(plan) for _ in range(plan.memory.host_buffers)]
@@ -113,11 +115,11 @@ class BlockWriter:
                 self._drain(step)
                 if step.is_last:
                     self._begin(step.block)
-                if self._error is None and self._metrics.is_due():
-                    self._write_metrics()
+                if self._error is None:
+                    self._metrics_writes.start_if_due()
             self._commit_pending()
             if self._error is None:
-                self._write_metrics()
+                self._metrics_writes.close()
         except BaseException as error:
             self._fail(error)
             self._commit_pending()
@@ -263,11 +265,3 @@ class BlockWriter:
         if self._claimed:
             self._claimed.finished(stream)
         self._free.append(buffers)
-
-    def _write_metrics(self) -> None:
-        """What was measured is worth a line in the log, but no run."""
-        try:
-            with self._metrics.stage(Stage.WRITER_METRICS):
-                self._store.write_metrics(self._metrics.name, self._metrics.emit())
-        except StoreError as error:
-            log.warning("the run's metrics could not be written: %s", error)
