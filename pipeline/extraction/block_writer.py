@@ -23,6 +23,8 @@ from pipeline.extraction.block_features import FeatureSummary, FeatureThreads
 from pipeline.extraction.block_warnings import SlotChecks, check_finite
 from pipeline.extraction.buffers import BlockBuffers
 from pipeline.extraction.claiming import ClaimedStreams
+from pipeline.extraction.draining import CopyThreads, num_copy_threads
+from pipeline.extraction.metrics_writes import MetricsWrites
 from pipeline.extraction.transfer import HostBlock, InFlight, StepInFlight
 from pipeline.job.metrics import Metrics, Stage
 from pipeline.planning.plan import Plan
@@ -64,12 +66,14 @@ class BlockWriter:
         self._claimed = claimed
         self._plan = plan
         self._metrics = metrics
+        self._metrics_writes = MetricsWrites(store, metrics)
         self._checks = SlotChecks(plan)
         self._queue: queue.Queue[StepInFlight | None] = queue.Queue()  # as many steps as are in flight
         self._free = [BlockBuffers.allocate(plan) for _ in range(plan.memory.host_buffers)]
         self._filled: BlockBuffers | None = None  # of the block that is being drained
         self._pending: deque[_Pending] = deque()  # the writes of the first ones are under way
         self._features = FeatureThreads(plan.step)
+        self._copy_threads = CopyThreads(num_copy_threads())
         self._failed_streams: set[int] = set()  # of which a block could not be stored, and so none after it is
         self._error: BaseException | None = None
         self._has_raised = False
@@ -111,11 +115,11 @@ class BlockWriter:
                 self._drain(step)
                 if step.is_last:
                     self._begin(step.block)
-                if self._error is None and self._metrics.is_due():
-                    self._write_metrics()
+                if self._error is None:
+                    self._metrics_writes.start_if_due()
             self._commit_pending()
             if self._error is None:
-                self._write_metrics()
+                self._metrics_writes.close()
         except BaseException as error:
             self._fail(error)
             self._commit_pending()
@@ -145,8 +149,12 @@ class BlockWriter:
                 jax.block_until_ready(step.counts)
         if step.first_row == 0 and step.block is not None:
             self._filled = self._take_buffers()
-        while step.copies:
-            self._copy(step.copies.pop(), step.first_row)
+        try:
+            while step.copies:
+                self._copy(step.copies.pop(), step.first_row)
+        finally:
+            with self._metrics.stage(Stage.WRITER_COPY):
+                self._copy_threads.finish()
         if step.counts is not None:
             with self._metrics.stage(Stage.WRITER_RESULTS):
                 valid, *not_finite = np.asarray(step.counts).tolist()  # over all processes
@@ -165,7 +173,7 @@ class BlockWriter:
         with self._metrics.stage(Stage.WRITER_RESULTS):
             values = copy.wait()
         with self._metrics.stage(Stage.WRITER_COPY):
-            np.copyto(self._filled.leaves()[copy.output][copy.place(first_row)], values)
+            self._copy_threads.start(self._filled.leaves()[copy.output][copy.place(first_row)], values)
 
     def _begin(self, block: TokenBlock) -> None:
         """Begins with a block whose activations are all in the buffers."""
@@ -257,11 +265,3 @@ class BlockWriter:
         if self._claimed:
             self._claimed.finished(stream)
         self._free.append(buffers)
-
-    def _write_metrics(self) -> None:
-        """What was measured is worth a line in the log, but no run."""
-        try:
-            with self._metrics.stage(Stage.WRITER_METRICS):
-                self._store.write_metrics(self._metrics.name, self._metrics.emit())
-        except StoreError as error:
-            log.warning("the run's metrics could not be written: %s", error)

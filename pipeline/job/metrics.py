@@ -36,7 +36,7 @@ class Stage(Enum):
     LOOP_FINISH = "loop", "finish"  # waits for the writer at the end
     WRITER_IDLE = "writer", "idle"  # waits for a step
     WRITER_RESULTS = "writer", "results"  # waits for compute and device-to-host copies
-    WRITER_COPY = "writer", "copy"
+    WRITER_COPY = "writer", "copy"  # copies into the buffers, or waits for the threads that do
     WRITER_STATISTICS = "writer", "statistics"
     WRITER_STORE = "writer", "store"
     WRITER_METRICS = "writer", "metrics"

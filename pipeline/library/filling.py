@@ -21,6 +21,7 @@ import numpy as np
 from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import Feed, InTurn
 from pipeline.extraction.block_warnings import SlotChecks, check_finite
+from pipeline.extraction.draining import CopyThreads, num_copy_threads
 from pipeline.extraction.loaded_step import LoadedStep
 from pipeline.extraction.transfer import StepInFlight, start_transfer, stored_names
 from pipeline.library.tee import StoreTee
@@ -95,6 +96,7 @@ class Filler:
         self._rank = rank
         self._tee = tee
         self._names = stored_names(plan.step)
+        self._copy_threads = CopyThreads(num_copy_threads())
         self._free: queue.SimpleQueue[TokenMemory | None] = queue.SimpleQueue()  # a finaliser may put
         self._filled: queue.SimpleQueue[_Filled | BaseException] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -214,10 +216,13 @@ class Filler:
         """Waits for a step's outputs and copies them into the rows of the memory from `row` on."""
         check_finite(self._plan, step.block, np.asarray(step.counts)[1:].tolist())
         arrays = memory.targets | memory.side_arrays
-        while step.copies:
-            copy = step.copies.pop()
-            if (name := self._names[copy.output]) in arrays:
-                np.copyto(arrays[name][copy.place(row)], copy.wait())
+        try:
+            while step.copies:
+                copy = step.copies.pop()
+                if (name := self._names[copy.output]) in arrays:
+                    self._copy_threads.start(arrays[name][copy.place(row)], copy.wait())
+        finally:
+            self._copy_threads.finish()
         rows = slice(step.first_row, step.first_row + step.num_rows)
         names = [spec.name for spec in SIDE_ARRAYS] + ([SELECTED.name] if step.block.selected is not None else [])
         sides = slot_side_arrays({name: getattr(step.block, name)[rows] for name in names})

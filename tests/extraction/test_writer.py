@@ -120,3 +120,34 @@ def test_after_a_failed_write_the_job_ends_in_the_same_store(text, tmp_path):
     run(config)
     run(job_config(text, tmp_path / "reference", 2))
     assert_same_store(tmp_path / "store", tmp_path / "reference")
+
+
+def test_metrics_that_are_slow_to_write_keep_no_block_from_its_commit(text, tmp_path):
+    config = job_config(text, tmp_path / "store", 1)
+    job = open_job(config)
+    store = StoreWriter.open(config.store.path, job.metadata, job.layout)
+    with closing(Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=0)) as metrics:
+        written = tmp_path / "store/_metrics" / metrics.name
+        written.parent.mkdir()
+        writer = BlockWriter(store, replace(job.plan, step=replace(job.plan.step, statistics=False)), metrics)
+        with written.with_name(f"{written.name}.__lock").open("ab") as file:
+            _lock(file)  # TensorStore waits for it
+            for block, _ in zip(job.stream(0).blocks(), range(3), strict=False):
+                writer.submit(StepInFlight(block, 0, block.num_rows, copies=[], counts=None))
+            deadline = time.monotonic() + 120
+            while len(committed_blocks(tmp_path / "store")) < 3:
+                assert time.monotonic() < deadline, "blocks wait for the metrics"
+                time.sleep(0.005)
+            assert not written.exists()
+        writer.close()
+        assert '"blocks": 3' in written.read_text().splitlines()[-1]
+
+
+def test_metrics_that_cannot_be_written_are_a_warning(text, tmp_path, caplog):
+    config = job_config(text, tmp_path / "store", 1)
+    job = open_job(config)
+    StoreWriter.open(config.store.path, job.metadata, job.layout)
+    (tmp_path / "store/_metrics").write_bytes(b"")
+    run(config)
+    assert "the run's metrics could not be written" in caplog.text
+    assert committed_blocks(tmp_path / "store")

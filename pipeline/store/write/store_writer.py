@@ -276,7 +276,12 @@ class StoreWriter:
 
     def write_metrics(self, name: str, text: bytes) -> None:
         """Writes (or replaces) `_metrics/<name>`. Raises StoreError, and nothing else; the store is then as before."""
-        self.storage.write(f"_metrics/{name}", text)
+        self.storage.write(metrics_key(name), text)
+
+    def start_metrics(self, name: str, text: bytes) -> ts.Future:
+        """Starts what `write_metrics` does. Raises StoreError where it cannot even begin; the future has its own
+        errors (`storage.errors`)."""
+        return self.storage.start_write(metrics_key(name), text)
 
     def _change_root(self, **changes: object) -> None:
         self.root = change_root(self.storage, lambda root: replace(root, **changes))
@@ -328,6 +333,11 @@ class StoreWriter:
         expected = {s.name: (s.dtype, self.layout.shard_shape(s)) for s in self.layout.all_arrays}
         if given != expected:
             raise ValueError(f"a block needs the arrays {expected}, got {given}")
+
+
+def metrics_key(name: str) -> str:
+    """The key of a run's log."""
+    return f"_metrics/{name}"
 
 
 def _read_root(storage: Storage) -> StoreRoot:

@@ -1,0 +1,53 @@
+"""A run's log on its way into the store, while the writer thread goes on."""
+
+import logging
+
+import tensorstore as ts
+
+from pipeline.core.errors import StoreError
+from pipeline.job.metrics import Metrics, Stage
+from pipeline.store.write.store_writer import StoreWriter, metrics_key
+
+log = logging.getLogger("pipeline")
+
+
+class MetricsWrites:
+    """At most one write is under way. What was measured is worth a line in the program's log, but no run."""
+
+    def __init__(self, store: StoreWriter, metrics: Metrics) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._under_way: ts.Future | None = None
+
+    def start_if_due(self) -> None:
+        """Does not wait for the storage."""
+        if (self._under_way is None or self._under_way.done()) and self._metrics.is_due():
+            self._finish()
+            self._start()
+
+    def close(self) -> None:
+        """Writes the log as it is now, and waits until that is done."""
+        self._finish()
+        self._start()
+        self._finish()
+
+    def _start(self) -> None:
+        with self._metrics.stage(Stage.WRITER_METRICS):
+            try:
+                self._under_way = self._store.start_metrics(self._metrics.name, self._metrics.emit())
+            except StoreError as error:
+                self._warn(error)
+
+    def _finish(self) -> None:
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return
+        with self._metrics.stage(Stage.WRITER_METRICS):
+            try:
+                with self._store.storage.errors(metrics_key(self._metrics.name)):
+                    under_way.result()
+            except StoreError as error:
+                self._warn(error)
+
+    def _warn(self, error: StoreError) -> None:
+        log.warning("the run's metrics could not be written: %s", error)
