@@ -17,6 +17,7 @@ from jaxtyping import Int64
 
 from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.store.features.index_file import index_keys
+from pipeline.store.format.arrays import fill_digest
 from pipeline.store.format.commits import CommitRecord, read_commit_records, read_stream_records
 from pipeline.store.format.layout import MAX_ROWS, MIB, StoreLayout
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
@@ -241,7 +242,7 @@ def _start_block(
 
 def _is_fill(source: StoreWriter, record: CommitRecord, name: str) -> bool:
     """Whether all of a block's values of an array may be the fill value. A record without digests does not tell."""
-    return record.digests is None or record.digests.get(name) == source.fill_digest(name)
+    return record.digests is None or record.digests.get(name) == fill_digest(source.arrays[name])
 
 
 def _copy_metrics_and_groups(source: StoreWriter, target: StoreWriter) -> None:

@@ -19,7 +19,6 @@ import tensorstore as ts
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.features.index_file import index_keys
 from pipeline.store.format.arrays import (
-    fill_digest,
     open_existing,
     open_or_create,
     read_array_digests,
@@ -89,8 +88,8 @@ class PendingBlock:
 class StoreWriter:
     """The writing side of one store. Not thread-safe: one thread per writer, but for `streams.read_again`.
 
-    storage: where the store's objects are. layout: of its arrays. root: as it was read or written last. streams: their
-    committed blocks.
+    storage: where the store's objects are. layout: of its arrays. arrays: these by name, as TensorStore opened them.
+    root: as it was read or written last. streams: their committed blocks.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class StoreWriter:
         # while it waits for the interpreter's: a deadlock.
         self._may_reference = not storage.path.startswith("memory://")
         self.root = root
-        self._arrays = arrays
+        self.arrays = arrays
 
     @classmethod
     def open(cls, place: StorageLike, metadata: StoreMetadata, layout: StoreLayout) -> "StoreWriter":
@@ -261,9 +260,9 @@ class StoreWriter:
         if self.root.commits_sha256 is not None:
             self.storage.write(CONSOLIDATED_KEY, None)
         self.root = change_root(self.storage, reopened)
-        while any(array.shape[0] != MAX_ROWS for array in self._arrays.values()):
+        while any(array.shape[0] != MAX_ROWS for array in self.arrays.values()):
             set_rows(self.storage, self._array_names(), MAX_ROWS)  # another process was late to trim them
-            self._arrays = open_or_create(self.storage, self.layout)
+            self.arrays = open_or_create(self.storage, self.layout)
 
     def finish(self, force: bool = False) -> bool:
         """Marks the store complete, unless it holds less than its target; says whether it is. See `finish_store`.
@@ -285,10 +284,6 @@ class StoreWriter:
 
     def _change_root(self, **changes: object) -> None:
         self.root = change_root(self.storage, lambda root: replace(root, **changes))
-
-    def fill_digest(self, name: str) -> str:
-        """The digest of a block of an array whose values are all the fill value. Zarr stores no object of it."""
-        return fill_digest(self._arrays[name])
 
     def _array_names(self) -> list[str]:
         return [spec.name for spec in self.layout.all_arrays]
@@ -325,7 +320,7 @@ class StoreWriter:
             return written, written
         digest = self.storage.file_threads.submit(values_digest, values, chunk_shape)
         first = self.layout.first_row(stream, block)
-        shard = self._arrays[spec.name][first : first + self.layout.rows_per_block]
+        shard = self.arrays[spec.name][first : first + self.layout.rows_per_block]
         return shard.write(values, can_reference_source_data_indefinitely=self._may_reference), digest
 
     def _check_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
