@@ -35,10 +35,19 @@ def test_the_delays_of_no_two_processes_are_the_same():
     assert len({spec["initial_delay"] for spec in specs}) == len({spec["max_delay"] for spec in specs}) == 64
 
 
-@pytest.mark.parametrize("wrong", [{"retries": -1}, {"retry_delay_s": -1}, {"concurrency": 0}, {"copy_threads": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"retries": -1}, {"retry_delay_s": -1}, {"concurrency": 0}, {"copy_threads": 0}, {"writes_per_s": 0}],
+)
 def test_what_is_out_of_range_is_refused(wrong):
-    with pytest.raises(ConfigError, match=r"store\.retries, retry_delay_s, concurrency or copy_threads"):
+    with pytest.raises(ConfigError, match=r"store\.retries, retry_delay_s, concurrency, copy_threads or ramp_up"):
         Storage.open("memory://settings", StorageOptions(**wrong))
+
+
+@pytest.mark.parametrize("path", ["memory://settings", "s3://bucket/store"])
+def test_only_writes_to_google_cloud_storage_are_limited(path):
+    with pytest.raises(ConfigError, match=f"store.ramp_up limits writes to gs://, and the store is at {path}"):
+        Storage.open(path, StorageOptions(writes_per_s=15.6))
 
 
 @pytest.mark.parametrize(
