@@ -156,6 +156,7 @@ LIMITS: dict[str, dict[str, Limits]] = {
     "StoreConfig": {
         **{"path": Folder(), "shard_mib": _SIZE, "retries": Between(0, 1_000_000), "retry_delay_s": Between(0, 86_400)},
         **{"rows_per_block": _COUNT, "concurrency": _THREADS, "copy_threads": _THREADS},
+        "ramp_up": Between(1, 1_000_000),
     },
     "MeshConfig": {"data": _FEW, "tensor": _FEW},
     "DistributedConfig": {

@@ -274,6 +274,11 @@ class StoreConfig:
     retries: int = key(16, "retries of a failed request, after 1, 2, 4, ... 32, 32 times the delay")
     retry_delay_s: float = key(1.0, "delay before the first retry, times a random number from 0.75 to 1.5")
     concurrency: int | None = key(None, "requests at once; null: 32, for local files the number of cores, at least 4")
+    ramp_up: int | None = key(
+        None,
+        "writes to `gs://` per second at first, of all processes, twice as many after every 20 minutes: 1000 for a "
+        "new bucket; null: no limit",
+    )
     copy_threads: int | None = key(
         None,
         "threads that encode and decode chunks (`store.concurrency`: those of uncompressed local stores); "

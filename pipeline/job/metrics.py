@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from pipeline.store.io.storage import num_retries
+from pipeline.store.io.request_counts import num_refused, num_retries
 
 
 class Stage(Enum):
@@ -73,6 +73,7 @@ class Metrics:
         self.last_step = time.monotonic()
         self._lines: list[str] = []
         self._retries_before = num_retries()
+        self._refused_before = num_refused()
         self._interval_s = interval_s
         self.name = f"{run_name()}.jsonl"
         self._started = self._emitted = time.monotonic()
@@ -118,6 +119,11 @@ class Metrics:
         return num_retries() - self._retries_before
 
     @property
+    def storage_refused(self) -> int:
+        """Answers 429 or 503 of object storage since the run began: too many requests, or not available."""
+        return num_refused() - self._refused_before
+
+    @property
     def tokens_per_s(self) -> float:
         return self.tokens / max(self.elapsed_s, 1e-9)
 
@@ -145,6 +151,7 @@ class Metrics:
             "blocks": self.blocks,
             "stored_bytes": self.stored_bytes,
             "storage_retries": self.storage_retries,
+            "storage_refused": self.storage_refused,
             "peak_rss_mib": peak_rss_mib(),
             "seconds": {
                 thread: {label: round(seconds, 3) for label, seconds in self.thread_seconds(thread).items()}
@@ -183,7 +190,10 @@ class Metrics:
             f"The run was bound by {label}, which the others waited for {share:.0%} of the time.",
         ]
         if retries := self.storage_retries:
-            lines.append(f"{retries} requests to storage failed and were sent again.")
+            refused = self.storage_refused
+            lines.append(
+                f"{retries} requests to storage failed and were sent again. {refused} answers were 429 or 503."
+            )
         for thread in ("feed", "loop", "writer"):
             stages = ", ".join(f"{name} {value:.2f}" for name, value in self.thread_seconds(thread).items())
             lines.append(f"seconds of the {thread} thread: {stages}")

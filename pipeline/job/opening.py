@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Int32
 
+from pipeline.cluster import processes
 from pipeline.cluster.devices import topology
 from pipeline.cluster.topology import Topology
 from pipeline.config.schema import ArcData, RunConfig, StoreConfig
@@ -187,7 +188,7 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
 
     Raises ConfigError, InputError, CheckpointError, or StoreMismatch.
     """
-    storage = open_storage(config.store)
+    storage = open_storage(config.store, processes.count() * config.run.worker_count)
     stored = read_metadata(storage)
     revision = model_revision(config, stored)
     model = open_model(config.model.path, revision=revision, init=str(config.model.init), seed=config.model.seed)
@@ -232,11 +233,17 @@ def replanned(job: Job, devices: Topology) -> Job:
     return replace(job, plan=plan, layout=store_layout(plan, job.model, str(job.config.store.compression)))
 
 
-def open_storage(config: StoreConfig) -> Storage:
-    """The storage of a run's store. Raises ConfigError, StoreInvalid, and StoreError."""
-    return Storage.open(
-        config.path, StorageOptions(config.retries, config.retry_delay_s, config.concurrency, config.copy_threads)
+def open_storage(config: StoreConfig, num_processes: int) -> Storage:
+    """The storage of a run's store, to which `num_processes` write at the same time. Raises ConfigError, StoreInvalid,
+    and StoreError."""
+    options = StorageOptions(
+        config.retries,
+        config.retry_delay_s,
+        config.concurrency,
+        config.copy_threads,
+        None if config.ramp_up is None else config.ramp_up / num_processes,
     )
+    return Storage.open(config.path, options)
 
 
 def _widths(model: Model, site: Site, length: int) -> str:

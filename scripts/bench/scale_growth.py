@@ -11,7 +11,7 @@ from scripts.bench.gcs_standin import Behaviour, Objects, StandIn, environment, 
 from scripts.bench.scale_paths import PATHS, shape_and_target
 from scripts.bench.scale_store import make_store
 
-BLOCKS = (640, 1280)  # whole multiples of INDEX_EVERY in each stream
+BLOCKS = (640, 1280)  # in each stream multiples of `index_step`
 STREAMS = 10
 MEASURED = ("start", "extend", "finish", "open", "open unfinished", "document", "document id")
 KINDS = ("list", "get", "put", "delete")

@@ -24,11 +24,11 @@ from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.job.opening import Job, open_job
 from pipeline.store.format.arrays import set_rows
 from pipeline.store.format.block_table import (
-    INDEX_EVERY,
     TABLE_KEY,
     BlockTable,
     StreamBlocks,
     index_key,
+    index_step,
     join_streams,
     table_sha256,
 )
@@ -310,7 +310,8 @@ def make_store(shape: StoreShape, target: int) -> SyntheticStore:
     StoreWriter.open(job.storage, job.metadata, job.layout)
     storage, layout = job.storage, job.layout
     store = SyntheticStore(shape, layout, {})
-    indexed = shape.stream_blocks if shape.state is State.complete else shape.stream_blocks // INDEX_EVERY * INDEX_EVERY
+    unindexed = 0 if shape.state is State.complete else shape.stream_blocks % index_step(shape.stream_blocks)
+    indexed = shape.stream_blocks - unindexed
     for stream in range(shape.streams if indexed else 0):
         storage.write(index_key(stream), store.stream_table(stream, indexed).encode())
     for stream in range(shape.streams if shape.has_ids else 0):

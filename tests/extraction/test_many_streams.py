@@ -75,7 +75,7 @@ class Workers:
         return sum(map(len, self.computed)) >= self._job.plan.streams.count
 
     def _extract(self, computed: Counter[int]) -> None:
-        job = replace(self._job, storage=open_storage(self._job.config.store))
+        job = replace(self._job, storage=open_storage(self._job.config.store, 1))
         store = open_store(job)
         self._barrier.wait(300)
         with (

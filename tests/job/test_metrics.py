@@ -44,3 +44,9 @@ def test_requests_that_were_sent_again_are_counted_from_the_runs_beginning(gcs):
             assert [storage.read(f"{number}") for number in range(20)] == [None] * 20
             assert metrics.snapshot()["storage_retries"] == gcs.faults[Fault.too_many_requests] > 0
             assert f"{gcs.faults[Fault.too_many_requests]} requests to storage failed" in metrics.summary()
+            refused = metrics.snapshot()["storage_refused"]
+            assert refused == gcs.faults[Fault.too_many_requests]
+            assert f"{refused} answers were 429 or 503" in metrics.summary()
+            gcs.reset(rate=0.5, kinds=[Fault.refused])
+            assert [storage.read(f"{number}") for number in range(20)] == [None] * 20
+            assert metrics.snapshot()["storage_retries"] > refused == metrics.snapshot()["storage_refused"]

@@ -10,10 +10,10 @@ import pytest
 from pipeline.store import ActivationStore
 from pipeline.store.format.block_table import (
     DTYPE,
-    INDEX_EVERY,
     BlockTable,
     StreamBlocks,
     index_key,
+    index_step,
     join_streams,
     read_stream,
     split_streams,
@@ -182,10 +182,16 @@ def test_records_beyond_a_million_blocks_are_seen(tmp_path):
     assert [r.block for r in read_stream_records(storage, 3, 10**6 - 1, list_all=False)] == [999999, 1000000, 1000001]
 
 
+def test_a_table_lacks_an_eighth_of_a_streams_blocks_and_at_most_63():
+    steps = {0: 8, 8: 8, 127: 8, 128: 16, 255: 16, 256: 32, 511: 32, 512: 64, 10**6: 64}
+    assert {num_blocks: index_step(num_blocks) for num_blocks in steps} == steps
+    assert all(num_blocks % index_step(num_blocks) <= max(7, num_blocks / 8) for num_blocks in range(2000))
+
+
 def test_a_table_is_written_now_and_then_and_at_the_end(tmp_path):
     storage = Storage.open(str(tmp_path))
     streams = CommittedStreams(storage, 4)
-    last = 2 * INDEX_EVERY + 3
+    last = 8 * 16 + 3
     assert len(streams[3].table) == 0
     lengths = []
     for block in range(last + 1):
@@ -194,7 +200,7 @@ def test_a_table_is_written_now_and_then_and_at_the_end(tmp_path):
         streams.append(entry)
         content = storage.read(index_key(3))
         lengths.append(0 if content is None else len(BlockTable.decode(content)))
-    assert sorted(set(lengths)) == [0, INDEX_EVERY, 2 * INDEX_EVERY, last]
+    assert sorted(set(lengths)) == [*range(0, last, 8), last]
     assert len(CommittedStreams(storage, 4)[3].table) == last + 1
 
 

@@ -10,7 +10,7 @@ import pytest
 from pipeline.core.errors import StoreError, StoreMismatch
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
-from pipeline.store.format.arrays import open_existing
+from pipeline.store.format.arrays import open_existing, open_or_create
 from pipeline.store.format.block_table import PREFIX as BLOCKS_PREFIX
 from pipeline.store.format.block_table import TABLE_KEY, index_key
 from pipeline.store.format.commits import COMMITS_PREFIX, commit_key
@@ -181,3 +181,20 @@ def test_a_reader_survives_wrong_answers_and_never_returns_them(s3, kinds, monke
     for values, quiet in zip(contents(again), expected, strict=True):
         np.testing.assert_array_equal(values, quiet)
     assert s3.faults.total() > 10
+
+
+def test_writes_of_all_arrays_share_one_limit(gcs):
+    """At no time more than the rate allows since the store was opened: a slow machine only sends fewer."""
+    rate, began = 60, time.monotonic()
+    storage = Storage.open(f"{new_bucket('gs', gcs.backend)}/store", StorageOptions(writes_per_s=rate))
+    arrays = open_or_create(storage, layout())
+    read_only = open_existing(storage, arrays)
+    for i in range(8):
+        storage.write(f"key-{i}", b"value")
+    shapes = [array.chunk_layout.write_chunk.shape for array in arrays.values()]
+    for array, shape in zip(arrays.values(), shapes, strict=True):
+        array[: shape[0] * 4].write(np.ones((shape[0] * 4, *shape[1:]), array.dtype.numpy_dtype)).result()
+    elapsed_s = time.monotonic() - began
+    sent = sum(n for (method, _), n in gcs.requests.items() if method == WRITE["gs"])
+    assert len(arrays) * 5 + 8 <= sent <= rate * elapsed_s * 1.01
+    assert read_only["tokens"][:1].read().result().any()

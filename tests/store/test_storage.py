@@ -11,7 +11,7 @@ from pipeline.store.format.arrays import open_or_create
 from pipeline.store.io.directories import require_no_links
 from pipeline.store.io.failures import storage_errors
 from pipeline.store.io.shard_files import ShardFiles
-from pipeline.store.io.storage import Storage, StorageOptions
+from pipeline.store.io.storage import Storage, StorageOptions, set_request_defaults
 from tests.store.emulators import new_bucket
 from tests.store.example_store import layout
 from tests.store.fault_proxy import CONTENT_FAULTS
@@ -35,10 +35,33 @@ def test_the_delays_of_no_two_processes_are_the_same():
     assert len({spec["initial_delay"] for spec in specs}) == len({spec["max_delay"] for spec in specs}) == 64
 
 
-@pytest.mark.parametrize("wrong", [{"retries": -1}, {"retry_delay_s": -1}, {"concurrency": 0}, {"copy_threads": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"retries": -1}, {"retry_delay_s": -1}, {"concurrency": 0}, {"copy_threads": 0}, {"writes_per_s": 0}],
+)
 def test_what_is_out_of_range_is_refused(wrong):
-    with pytest.raises(ConfigError, match=r"store\.retries, retry_delay_s, concurrency or copy_threads"):
+    with pytest.raises(ConfigError, match=r"store\.retries, retry_delay_s, concurrency, copy_threads or ramp_up"):
         Storage.open("memory://settings", StorageOptions(**wrong))
+
+
+@pytest.mark.parametrize("path", ["memory://settings", "s3://bucket/store"])
+def test_only_writes_to_google_cloud_storage_are_limited(path):
+    with pytest.raises(ConfigError, match=f"store.ramp_up limits writes to gs://, and the store is at {path}"):
+        Storage.open(path, StorageOptions(writes_per_s=15.6))
+
+
+@pytest.mark.parametrize(
+    ("cores", "given", "threads"), [(2, None, "4"), (24, None, "24"), (112, None, "32"), (112, "7", "7")]
+)
+def test_requests_are_sent_by_as_many_threads_as_cores(cores, given, threads, monkeypatch):
+    """Unless the environment says otherwise."""
+    monkeypatch.setattr("pipeline.store.io.storage.num_cores", lambda: cores)
+    name = "TENSORSTORE_HTTP_THREADS"
+    environment = {name: given} if given else {}
+    monkeypatch.setattr("os.environ", environment)
+    set_request_defaults()
+    assert environment.pop(name) == threads
+    assert environment["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] == "60"
 
 
 def test_more_objects_than_are_asked_for_at_once_are_read_in_order(tmp_path):

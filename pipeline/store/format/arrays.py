@@ -262,7 +262,7 @@ def _open(
     # Nothing is cached but what reads that are under way share: the index of a store shard. A reader need not ask
     # before each such read whether it has changed, which takes a request's latency.
     def start(name: str) -> ts.Future:
-        spec = {"driver": "zarr3", "kvstore": (storage.kvstore / name / "").spec().to_json()}
+        spec = {"driver": "zarr3", "kvstore": storage.folder_spec(name)}
         spec |= {"metadata": wanted[name]} if wanted[name] else {}
         return ts.open(spec, open=True, create=name in create, context=own_pool, recheck_cached_data=not is_read_only)
 

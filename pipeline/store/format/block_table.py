@@ -1,8 +1,8 @@
 """The block table: the counts of the commit records in columns, 45 bytes for each block, without reading each record.
 
 A complete store has one of all blocks, `_blocks/all.npy`, whose sha256 the root names. Each stream has its own, of its
-first blocks, which is written after every INDEX_EVERY blocks and at the stream's end. It only repeats the records: what
-it lacks is read from these, and one that is missing, damaged or does not agree with them is ignored.
+first blocks, which is written whenever these are a multiple of `index_step`, and at the stream's end. It only repeats
+the records: what it lacks is read from these, and one that is missing, damaged or does not agree with them is ignored.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from pipeline.store.io.storage import Storage
 
 PREFIX = "_blocks/"
 TABLE_KEY = f"{PREFIX}all.npy"
-INDEX_EVERY = 64  # blocks of a stream
+_INDEX_STEPS = (8, 64)  # least and most
 
 _STREAMS_AT_ONCE = 32
 _SHA256_BYTES = 32
@@ -173,6 +173,13 @@ class StreamBlocks(NamedTuple):
 
 
 NO_BLOCKS = StreamBlocks(BlockTable(), None)
+
+
+def index_step(num_blocks: int) -> int:
+    """A stream's own block table is written when its blocks are a multiple of this power of two: 8 to 64, an eighth of
+    them or less. What it lacks takes a request for each block and stream, of ten thousand young streams as well."""
+    least, most = _INDEX_STEPS
+    return min(max(least, 1 << max(0, num_blocks.bit_length() - 4)), most)
 
 
 def index_key(stream: int) -> str:
