@@ -10,7 +10,7 @@ import random
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -334,6 +334,14 @@ class Storage(KeyValueStore):
 
 
 StorageLike = Storage | str | os.PathLike[str]
+
+
+def write_all(storage: KeyValueStore, contents: Mapping[str, bytes | None]) -> None:
+    """Writes objects durably (None deletes one), as many at once as `storage` may. Raises StoreError."""
+    writes = {key: storage.start_write(key, content) for key, content in contents.items()}
+    for key, write in writes.items():
+        with storage.errors(key):
+            write.result()
 
 
 def set_request_defaults() -> None:
