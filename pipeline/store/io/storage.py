@@ -10,7 +10,7 @@ import random
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ _WRITE_RATE_DOUBLES_AFTER = "20m"  # as a bucket's; https://cloud.google.com/sto
 _HTTP_THREADS = (4, 32)  # TensorStore's default; as many as it has requests under way by default
 _CONCURRENCY = ("gcs_request_concurrency", "s3_request_concurrency", "file_io_concurrency", "http_request_concurrency")
 
-# Reads of small objects to start ahead. TensorStore has fewer requests under way; the rest wait inside it.
+# Reads and writes of small objects to start ahead. TensorStore has fewer requests under way; the rest wait inside it.
 _KEYS_AHEAD = 256
 
 # Seconds to wait before each new read of an object that seems damaged or missing.
@@ -336,12 +336,21 @@ class Storage(KeyValueStore):
 StorageLike = Storage | str | os.PathLike[str]
 
 
-def write_all(storage: KeyValueStore, contents: Mapping[str, bytes | None]) -> None:
-    """Writes objects durably (None deletes one), as many at once as `storage` may. Raises StoreError."""
-    writes = {key: storage.start_write(key, content) for key, content in contents.items()}
-    for key, write in writes.items():
+def write_many(storage: KeyValueStore, contents: Iterable[tuple[str, bytes | None]]) -> None:
+    """Writes objects durably (None deletes one), many at a time. Raises StoreError."""
+    writes: deque[tuple[str, ts.Future]] = deque()
+
+    def wait() -> None:
+        key, write = writes.popleft()
         with storage.errors(key):
             write.result()
+
+    for key, content in contents:
+        writes.append((key, storage.start_write(key, content)))
+        if len(writes) > _KEYS_AHEAD:
+            wait()
+    while writes:
+        wait()
 
 
 def set_request_defaults() -> None:

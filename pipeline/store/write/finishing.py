@@ -18,7 +18,7 @@ from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, read_root, read_
 from pipeline.store.format.statistics import MERGED_GROUP_KEY, encode_merged, merge_streams, merged_digest, merged_keys
 from pipeline.store.format.target import is_reached
 from pipeline.store.generated.kept_activations import kept_keys
-from pipeline.store.io.storage import Storage, write_all
+from pipeline.store.io.storage import Storage, write_many
 from pipeline.store.write.claims import delete_claims, read_claims
 
 _ATTEMPTS = 20
@@ -85,8 +85,8 @@ def _try_to_finish(storage: Storage, layout: StoreLayout, read: Callable[[], Str
         if read_root_generation(storage)[1] != generation:  # another run has begun to write a block again
             raise _ChangedMeanwhile from None
         raise
-    behind = {stream: stored for stream, stored in streams.items() if len(stored.to_index) != stored.num_indexed}
-    write_all(storage, {index_key(stream): stored.to_index.encode() for stream, stored in behind.items()})
+    behind = [stream for stream, stored in streams.items() if len(stored.to_index) != stored.num_indexed]
+    write_many(storage, ((index_key(stream), streams[stream].to_index.encode()) for stream in behind))
     for key, content in objects.items():
         _write(storage, key, content, initial)
     finished = replace(
@@ -103,7 +103,7 @@ def _try_to_finish(storage: Storage, layout: StoreLayout, read: Callable[[], Str
     if is_reached(tables, root.target):  # else a worker may be extending the store under its claim
         delete_claims(storage, initial.claims)
     _settle_rows(storage, layout, read)
-    write_all(storage, dict.fromkeys(initial.kept))
+    write_many(storage, ((key, None) for key in initial.kept))
     if root.commits_sha256 is not None:
         storage.write(CONSOLIDATED_KEY, None)
     return finished
