@@ -9,15 +9,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from pipeline.core.cores import num_cores
+from pipeline.planning.host_memory import MAX_COPY_THREADS
 
-_MAX_THREADS = 8  # assumed to reach the bandwidth that a TPU VM's memory has left; not measured on one
 _CORES_PER_THREAD = 8  # the others read, tokenise, encode and write
 _PIECE_BYTES = 4 << 20  # what a thread copies at a time; it hides what handing it over costs
 
 
 def num_copy_threads() -> int:
     """From the cores of this process: 1 below 16, and 8 from 64 on."""
-    return max(1, min(_MAX_THREADS, num_cores() // _CORES_PER_THREAD))
+    return max(1, min(MAX_COPY_THREADS, num_cores() // _CORES_PER_THREAD))
 
 
 class CopyThreads:

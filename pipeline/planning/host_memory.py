@@ -13,7 +13,10 @@ from pipeline.store.write.committed_streams import RUNNING_KEPT
 
 MAX_STEPS_IN_FLIGHT = 4  # one computing, one copying to the host, one being drained, one in reserve
 MAX_STEPS_PER_BLOCK = 64  # bounds what a kill loses, and how many rows are packed before the devices need them
-_HOST_BUFFERS = 2  # one is filled while the other is written
+MIN_HOST_BUFFERS = 2  # one is filled while the other is written
+_REMOTE_REQUESTS = 32  # that TensorStore has under way to object storage; each block makes one for each array
+_BUFFERS_SHARE = 16  # of the host's memory, several of whose processes may have buffers
+MAX_COPY_THREADS = 8  # that gather blocks: assumed to reach the bandwidth that a TPU VM has left; not measured on one
 MAX_SORTING_THREADS = 4  # each sorts the features of one SAE in a block
 _RUNNING_BYTES = 28  # of the statistics of a feature, which are kept for RUNNING_KEPT streams
 _SORTING_BYTES = 40  # that this takes for each feature of a token
@@ -48,17 +51,18 @@ def plan_host_memory(
     config: RunConfig, step: StepSpec, process_rows: int, rows_per_block: int, topology: Topology
 ) -> HostMemoryPlan:
     """Raises ConfigError if a step exceeds run.max_inflight_mib, or all steps and blocks exceed the host's memory."""
-    step_bytes = process_rows * step.row_bytes
+    step_bytes, block_bytes = process_rows * step.row_bytes, rows_per_block * step.row_bytes
     inflight_steps = _inflight_steps(config.run.max_inflight_mib, step_bytes, topology)
+    host_buffers = _host_buffers(config.store, len(step.keys), block_bytes, topology.host_memory)
     plan = HostMemoryPlan(
         step_bytes=step_bytes,
         step_statistics_bytes=process_rows * step.row_statistics_bytes,
         inflight_steps=inflight_steps,
-        block_bytes=rows_per_block * step.row_bytes,
+        block_bytes=block_bytes,
         block_statistics_bytes=rows_per_block * step.row_statistics_bytes,
-        host_buffers=_HOST_BUFFERS,
-        index_bytes=_index_bytes(step, rows_per_block),
-        encoded_blocks=0 if is_plain_files(config.store.path, config.store.compression) else _HOST_BUFFERS,
+        host_buffers=host_buffers,
+        index_bytes=_index_bytes(step, rows_per_block, host_buffers),
+        encoded_blocks=0 if is_plain_files(config.store.path, config.store.compression) else host_buffers,
         notes=("one step in flight: nothing overlaps; raise run.max_inflight_mib",)
         if inflight_steps == 1 and not topology.few_cores
         else (),
@@ -74,7 +78,17 @@ def plan_host_memory(
     return plan
 
 
-def _index_bytes(step: StepSpec, rows_per_block: int) -> int:
+def _host_buffers(store: StoreConfig, num_arrays: int, block_bytes: int, host_memory: int | None) -> int:
+    """Blocks that are filled or written at once. To object storage as many as keep its requests under way, since one
+    upload is slow; but no more than fit into a share of the host's memory, each of them encoded, too. Those that the
+    storage does not need are never touched."""
+    if host_memory is None or not store.path.startswith(("gs://", "s3://")):
+        return MIN_HOST_BUFFERS
+    wanted = 1 + -(-(store.concurrency or _REMOTE_REQUESTS) // max(1, num_arrays))
+    return max(MIN_HOST_BUFFERS, min(wanted, host_memory // _BUFFERS_SHARE // (2 * block_bytes)))
+
+
+def _index_bytes(step: StepSpec, rows_per_block: int, host_buffers: int) -> int:
     """Features are sorted where there are statistics or an index, of a few SAEs at a time; the indexes are held until
     they are stored."""
     tops = sorted(encoder.top for encoder in step.encoders if encoder.indexed or step.statistics)
@@ -83,7 +97,7 @@ def _index_bytes(step: StepSpec, rows_per_block: int) -> int:
     entries = sum(encoder.sae.width * ENTRY.itemsize for encoder in step.encoders if encoder.indexed)
     running = sum(encoder.sae.width * _RUNNING_BYTES for encoder in step.encoders) if step.statistics else 0
     # Each index is there twice while it is written.
-    indexes = 2 * _HOST_BUFFERS * (rows_per_block * step.slots * stored + entries)
+    indexes = 2 * host_buffers * (rows_per_block * step.slots * stored + entries)
     return rows_per_block * step.slots * sorting + indexes + RUNNING_KEPT * running
 
 

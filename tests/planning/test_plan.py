@@ -194,6 +194,25 @@ def test_a_job_that_exceeds_the_hosts_memory_is_refused():
         planned(config, topology=Topology(devices=1, host_memory=needed - 1))
 
 
+@pytest.mark.parametrize(
+    ("path", "host_gib", "concurrency", "buffers"),
+    [
+        ("/nowhere", 1000, None, 2),
+        ("gs://bucket/store", None, None, 2),
+        ("gs://bucket/store", 1000, None, 33),  # 32 requests, one for each block, and a block that is filled
+        ("s3://bucket/store", 1000, 8, 9),
+        ("gs://bucket/store", 4, None, 9),  # 256 MiB for twice 14 MiB each
+        ("gs://bucket/store", 0.5, None, 2),
+    ],
+)
+def test_blocks_on_their_way_to_object_storage_keep_its_requests_under_way(path, host_gib, concurrency, buffers):
+    store = StoreConfig(path=path, shard_mib=14, concurrency=concurrency)
+    host_memory = None if host_gib is None else int(host_gib * (1 << 30))
+    memory = planned(replace(BASE, store=store), topology=Topology(devices=1, host_memory=host_memory)).memory
+    assert (memory.block_bytes, memory.host_buffers) == (14 << 20, buffers)
+    assert memory.encoded_blocks == (0 if path == "/nowhere" else buffers)
+
+
 def test_outputs_count_the_head_and_their_bytes():
     before = planned()
     plan = planned(

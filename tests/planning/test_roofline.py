@@ -31,7 +31,7 @@ def test_each_limit() -> None:
     assert limits.compute == pytest.approx(64 * 197e12 * 0.4 / 2e9)  # a valid token costs two slots
     assert limits.device_to_host == pytest.approx(64 * 16e9 / (2 * 5380))
     assert limits.interconnect is None
-    assert limits.host_copy == pytest.approx(16 * 7.7e9 / (2 * 5380))
+    assert limits.host_copy == pytest.approx(16 * 205e9 / 6 / (2 * 5380))
     assert limits.network == pytest.approx(64 * 3.125e9 / (2 * 5400))
     assert limits.store == pytest.approx(21.6e9 / 10800)
     assert (limits.binding, limits.tokens_per_s) == ("store", pytest.approx(2e6))

@@ -6,12 +6,16 @@ Rates count valid tokens. Rows are computed and stored with their padding, so a 
 from dataclasses import dataclass
 
 from pipeline.config.choices import Weights
+from pipeline.planning.host_memory import MAX_COPY_THREADS
 from pipeline.planning.slice.chips import Slice
 from pipeline.store.format.layout import SIDE_BYTES
 
 BUCKET_WRITES_PER_S = 1000  # initial limit of a Cloud Storage bucket (cloud.google.com/storage/docs/request-rate)
-HOST_COPY_BYTES_PER_S = 7.7e9  # of the thread that gathers blocks: measured on a Xeon; that of a TPU VM is not known
+THREAD_COPY_BYTES_PER_S = 7.7e9  # of a thread that gathers blocks: measured on a Xeon; that of a TPU VM is not known
+HOST_MEMORY_BYTES_PER_S = 205e9  # assumed: a socket with eight channels of DDR4-3200; that of a TPU VM is not published
 HOST_MEMORY_PASSES = 6  # DMA writes; the block's buffer: read, write; the encoded shard: read, write; the socket reads
+# A TPU VM has the cores for all threads (pipeline/extraction/draining.py).
+HOST_COPY_BYTES_PER_S = min(MAX_COPY_THREADS * THREAD_COPY_BYTES_PER_S, HOST_MEMORY_BYTES_PER_S / HOST_MEMORY_PASSES)
 
 
 @dataclass(frozen=True)

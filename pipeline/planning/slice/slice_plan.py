@@ -173,6 +173,7 @@ def plan_job(config: RunConfig, model: Model, tpu_slice: Slice) -> Plan:
     topology = Topology(
         devices=tpu_slice.num_chips,
         device_bytes=unreserved(tpu_slice.chip.hbm_bytes, config.run),
+        host_memory=int(tpu_slice.host_memory_bytes),
         processes=tpu_slice.num_hosts,
         workers=config.run.worker_count,
         worker=config.run.worker_index,
