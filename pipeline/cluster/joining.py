@@ -56,7 +56,7 @@ def initialise(options: DistributedConfig) -> None:
         ) from error
     except RuntimeError as error:
         raise PipelineError(
-            f"the {options.num_processes or ''} processes did not come together within {options.join_timeout_s} s: "
+            f"the {options.num_processes or ''} processes did not all join within {options.join_timeout_s} s: "
             f"{error}. Check that all were started and reach {options.coordinator or 'the coordinator'}."
         ) from error
     finally:
@@ -73,7 +73,7 @@ def _require_free_port(coordinator: str) -> None:
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             raise PipelineError(
                 f"the port of distributed.coordinator={coordinator} cannot be used on this machine: "
-                f"{os.strerror(error.errno)}. End what uses it, or give all processes another port."
+                f"{os.strerror(error.errno)}. Stop the process that uses it, or give all processes another port."
             ) from error
 
 
@@ -82,7 +82,7 @@ def _give_up_joining(options: DistributedConfig, joined: threading.Event) -> Non
     if joined.wait(options.join_timeout_s):
         return
     log.error(
-        "PipelineError: the %s processes did not come together within %d s (distributed.join_timeout_s). Check that "
+        "PipelineError: the %s processes did not all join within %d s (distributed.join_timeout_s). Check that "
         "all were started and reach %s, and run the same command again.",
         *(options.num_processes or "job's", options.join_timeout_s, options.coordinator or "the coordinator"),
     )

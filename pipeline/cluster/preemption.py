@@ -48,7 +48,7 @@ class StopRequest:
 
     def on_signal(self, number: int, _frame: object) -> None:
         name = signal.Signals(number).name
-        log.warning("%s: stopping; Ctrl-C aborts at once", name)
+        log.warning("%s received: stopping before the next step; Ctrl-C aborts at once", name)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._shared:
             os.kill(os.getpid(), signal.SIGTERM)  # JAX's own handler notifies the other processes

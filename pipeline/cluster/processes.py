@@ -44,7 +44,7 @@ def require_same_config(config: RunConfig, *derived: str) -> None:
     others = [process for process, digest in enumerate(digests) if (digest != digests[0]).any()]
     if others:
         raise ConfigError(
-            f"processes {others} were started with another configuration than process 0, or on other devices. "
+            f"processes {others} were started with a configuration or devices different from process 0's. "
             f"Start all with the same."
         )
 

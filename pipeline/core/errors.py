@@ -7,7 +7,7 @@
     ├── CheckpointError      2   the model's files are missing, damaged or of an unknown kind; do not retry
     ├── StoreError           1   the store cannot be read or written (full disk, permissions, network)
     │   ├── StoreInvalid     2   store.path holds no store of this version, or a damaged one; do not retry
-    │   └── StoreMismatch    2   the store on disk was made by another configuration; do not retry
+    │   └── StoreMismatch    2   the store on disk was made with a different configuration; do not retry
     └── Interrupted         42   SIGTERM or SIGINT: what is complete is committed; run again to resume
 
 A message has four parts: the subject, what was expected, what was found, and what to do.

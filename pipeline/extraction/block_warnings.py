@@ -27,10 +27,10 @@ def check_finite(plan: Plan, block: TokenBlock | None, counts: Sequence[int]) ->
     what = f"{' or '.join(blocks)} has values that are not finite{dtype}: {', '.join(arrays)}."
     if plan.checks.fail_on_not_finite:
         raise NotFiniteError(
-            f"{what} It is not stored. Start a new store with capture.dtype=bfloat16 or float32; if that does not "
-            f"help, or the values are features, with model.dtype=float32."
+            f"{what} The block is not stored. Start a new store with capture.dtype=bfloat16 or float32; if that does "
+            f"not help, or the values are features, with model.dtype=float32."
         )
-    log.warning("%s They are stored as they are, and left out of the statistics.", what)
+    log.warning("%s They are stored unchanged and excluded from the statistics.", what)
 
 
 class SlotChecks:
@@ -44,8 +44,8 @@ class SlotChecks:
         """Warns of each block that leaves selected tokens out, and once a run of rows that are mostly empty."""
         if self._plan.checks.warn_of_unselected and (left_out := sum(block.table["n_unselected"].to_pylist())):
             log.warning(
-                "block %d of stream %d: the activations of %d selected tokens are left out, of windows of documents "
-                "with more than capture.per_row=%d; n_unselected says of which documents",
+                "block %d of stream %d: %d selected tokens are not stored, since their windows select more than "
+                "capture.per_row=%d; n_unselected has their number for each document",
                 *(block.index, block.stream, left_out, self._plan.step.selected),
             )
         if self._plan.checks.warn_of_empty_rows and not self._has_warned_of_empty_rows:
@@ -61,8 +61,7 @@ class SlotChecks:
         if filled < 0.5 < slots_filled:
             self._has_warned_of_empty_rows = True
             log.warning(
-                "block %d of stream %d: only %.0f %% of its rows' positions have tokens, since %.0f %% of the "
-                "capture.per_row=%d slots for selected ones are taken. In a new store, a larger capture.per_row fills "
-                "more of them",
+                "block %d of stream %d: its rows are only %.0f %% full, because %.0f %% of the capture.per_row=%d "
+                "slots for selected tokens are used. In a new store, a larger capture.per_row fills more of them",
                 *(block.index, block.stream, 100 * filled, 100 * slots_filled, spec.selected),
             )

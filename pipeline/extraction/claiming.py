@@ -118,7 +118,7 @@ def require_finished_streams(job: Job, store: StoreWriter) -> None:
         delete_marks(store.storage, stream)
     if lacking:
         raise StoreError(
-            f"{store.path}: streams {', '.join(map(str, lacking))} were finished, but have lost commit records since. "
+            f"{store.path}: streams {', '.join(map(str, lacking))} were complete but have since lost commit records. "
             "Run the same command again, which computes them."
         )
 

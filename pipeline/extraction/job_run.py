@@ -71,7 +71,7 @@ def run_job(job: Job, stop: preemption.StopRequest, load: LoadStep) -> None:
     if processes.any_process(bool(work)):
         extract(job, store, work, stop, load)
     else:
-        log.info("%s has all that was asked of this worker: nothing to do", config.store.path)
+        log.info("%s already holds everything this worker was asked for: nothing to do", config.store.path)
     processes.wait_for_all()  # so that all processes end with 0, or none does
     if config.run.claim:
         complete_by_one(job, store, stop, lambda: complete(job, store))
@@ -93,10 +93,10 @@ def open_store(job: Job) -> StoreWriter:
         if job.stored is not None:
             raise
         raise StoreError(
-            f"the store {path} was not there when this job was planned, and is now. Run the same command again."
+            f"the store {path} was created while this job was being planned. Run the same command again."
         ) from error
     if job.config.capture.encode_index and job.encoders and not store.metadata.indexed_features:
-        log.warning("%s was made without an index by feature, and gets none (capture.encode_index)", path)
+        log.warning("%s was created without an index by feature, so none is written (capture.encode_index)", path)
     if not (store.complete and has_own_share(job, store)):
         store.reopen(job.plan.streams.target)
         if not job.plan.checks.fail_on_not_finite:
@@ -229,7 +229,7 @@ def complete(job: Job, store: StoreWriter) -> None:
         log.warning("%s: %s", store.path, missing)
     if not is_complete:
         log.info(
-            "%s is not completed: it holds less than another run has asked for. Run that command again, or "
+            "%s is not completed: another run asked for more tokens than it holds. Run that command again, or "
             "pipeline.finalize with force=true to complete the store with what it holds",
             store.path,
         )

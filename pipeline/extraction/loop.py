@@ -65,7 +65,7 @@ class ExtractionLoop:
                 self.writer.close()
         if self.stop.noticed:
             raise Interrupted(
-                f"stopped by {self.stop.signal_name} after {self.metrics.blocks} complete blocks, which are committed. "
+                f"stopped by {self.stop.signal_name}; {self.metrics.blocks} complete blocks are committed. "
                 f"Run the same command again to resume."
             )
 

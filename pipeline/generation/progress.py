@@ -38,7 +38,7 @@ class GenerationProgress:
         """For people."""
         counts = self._counts
         return (
-            f"{counts.prompts:,} prompts continued by {counts.tokens:,} tokens in {self._elapsed_s:.1f} s: "
+            f"{counts.prompts:,} prompts completed with {counts.tokens:,} tokens in {self._elapsed_s:.1f} s: "
             f"{counts.tokens / max(self._elapsed_s, 1e-9):,.0f} tokens/s; {counts.padding:.0%} of the decoding steps' "
             f"rows were idle"
         )

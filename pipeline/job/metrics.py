@@ -187,7 +187,7 @@ class Metrics:
         lines = [
             f"{self.tokens:,} tokens in {self.elapsed_s:.1f} s: {self.tokens_per_s:,.0f} tokens/s, "
             f"{self.blocks} blocks, {self.stored_bytes / (1 << 20):,.1f} MiB stored",
-            f"The run was bound by {label}, which the others waited for {share:.0%} of the time.",
+            f"The bottleneck was {label}: the others waited for it {share:.0%} of the time.",
         ]
         if retries := self.storage_retries:
             refused = self.storage_refused

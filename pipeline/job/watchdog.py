@@ -63,7 +63,7 @@ class Watchdog:
 
     def _report(self, stalled_s: float) -> str:
         stages = ", ".join(f"{thread}: {stage}" for thread, stage in list(self._metrics.stages.items()))
-        return f"no step has finished for {stalled_s:.0f} s ({stages}; what they mean: pipeline/job/metrics.py)."
+        return f"no step has finished for {stalled_s:.0f} s ({stages}; pipeline/job/metrics.py explains the stages)."
 
 
 def _print_stacks() -> None:

@@ -198,8 +198,8 @@ class Extractor:
                 job = open_job(config)
                 if weights_identity(job.model, job.encoders) != self._identity:
                     raise StoreMismatch(
-                        f"the model {config.model.path}, or an SAE, has changed since this Extractor loaded it. Make a "
-                        "new one."
+                        f"the model {config.model.path}, or an SAE, changed after this Extractor loaded it. Create a "
+                        "new Extractor."
                     )
                 run_job(job, stop, lambda _: self._loaded(self.shapes[-1]))
         return ActivationStore.open(config.store.path)

@@ -80,7 +80,7 @@ def test_a_stream_that_has_not_ended_is_named_unless_forced(tmp_path, capsys):
     assert main([f"store.path={tmp_path}"]) == 1
     printed = capsys.readouterr()
     assert f"stream 1: 1 blocks, {first.record.tokens} tokens, NOT AT ITS END" in printed.out
-    assert "streams 1 have not ended" in printed.err
+    assert "streams 1 are unfinished" in printed.err
     assert not is_complete(tmp_path)
     assert ActivationStore.open(tmp_path).arrays["tokens"].shape[0] == MAX_ROWS
     assert main([f"store.path={tmp_path}", "force=true"]) == 0

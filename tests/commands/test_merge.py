@@ -126,7 +126,7 @@ def test_the_copies_at_once_fit_into_the_memory_for_them(shard_mib, copies):
 def test_one_store_after_the_other_into_the_first(tmp_path, halves, whole, capsys):
     target = f"store.path={tmp_path / '0'}"
     assert main([halves[0], target]) == 0
-    assert "not completed: streams 1 have not ended" in capsys.readouterr().out
+    assert "not completed: streams 1 are unfinished" in capsys.readouterr().out
     assert main([halves[1], target]) == 0
     assert_same_store(tmp_path / "0", whole)
 
@@ -165,7 +165,7 @@ def other_configuration(path: Path) -> str:
 
 def other_block(path: Path) -> str:
     write_store(str(path), finish=False, max_rows=ROWS + 1)
-    return "block 1 of stream 0 is in .*/0 and in .*/other, and not the same"
+    return "block 1 of stream 0 differs between .*/0 and .*/other"
 
 
 def other_chunks(path: Path) -> str:

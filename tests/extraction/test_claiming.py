@@ -168,7 +168,7 @@ def test_a_worker_that_slept_while_its_stream_was_taken_over_drops_what_it_had(o
             wait_until(lambda: not owners(store) & {sleeper.pid}, other, "the sleeper's stream taken over")
             assert not owners(store) & {sleeper.pid}
             sleeper.send_signal(signal.SIGCONT)
-            assert "what is not committed of it yet is dropped here" in finish(sleeper)
+            assert "its uncommitted blocks are discarded" in finish(sleeper)
             finish(other)
     assert_same_store(store, reference)
 

@@ -152,7 +152,9 @@ def test_a_stream_whose_records_were_deleted_is_computed_again_although_it_is_ma
         others = UnfinishedStreams(job, store, claims)
         finish_streams(others, store, 79)
         assert not others
-        with pytest.raises(StoreError, match=f"streams {stream} were finished, but have lost commit records") as caught:
+        with pytest.raises(
+            StoreError, match=f"streams {stream} were complete but have since lost commit records"
+        ) as caught:
             complete(job, store)
         assert caught.value.exit_code == 1
         assert claims.list_streams("all").finished == {*range(80)} - {stream}

@@ -154,7 +154,7 @@ def test_rows_that_the_slots_leave_empty_are_warned_of_once(tmp_path, caplog, do
     store = made(tmp_path, [*overrides, "store.shard_mib=0.0625"], *more)
     assert (len(store.blocks) > 1) == (documents > 1)
     assert store.num_tokens > 0
-    assert sum("slots for selected ones are taken" in message for message in caplog.messages) == warns
+    assert sum("slots for selected tokens are used" in message for message in caplog.messages) == warns
 
 
 @pytest.fixture(scope="module")

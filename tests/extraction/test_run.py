@@ -68,7 +68,7 @@ def test_the_loop_compiles_nothing_and_moves_nothing_by_accident(text, tmp_path,
 
 @pytest.mark.parametrize(
     ("is_planned_before", "exit_code", "message"),
-    [(True, 1, "was not there when this job was planned"), (False, 2, "capture.dtype: the store has")],
+    [(True, 1, "was created while this job was being planned"), (False, 2, "capture.dtype: the store has")],
 )
 def test_a_store_that_came_after_the_plan_may_fit_the_next_plan(text, tmp_path, is_planned_before, exit_code, message):
     configs = [job_config(text, tmp_path / "store", f"capture.dtype={dtype}") for dtype in ("bfloat16", "float32")]
@@ -134,7 +134,7 @@ def test_stages_account_for_the_time_of_the_loop(text, disk):
             break
     assert (seconds["loop"], seconds["writer"]) == (account, account)
     assert 0 < seconds["feed"] < 1.05 * metrics.elapsed_s
-    assert f"The run was bound by {metrics.binding_stage()[0]}" in metrics.summary()
+    assert f"The bottleneck was {metrics.binding_stage()[0]}" in metrics.summary()
 
 
 def test_a_profile_tells_how_long_the_device_was_idle(text, tmp_path):

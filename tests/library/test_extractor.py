@@ -264,7 +264,7 @@ def test_a_model_that_changes_on_disk_is_not_saved(tmp_path):
     extractor = Extractor(str(path), layers=[2], **FLOAT32, **SMALL)
     weights = load_file(path / "model.safetensors")
     save_file(weights | {"model.norm.weight": weights["model.norm.weight"] * 2}, path / "model.safetensors")
-    with pytest.raises(StoreMismatch, match="has changed since this Extractor loaded it"):
+    with pytest.raises(StoreMismatch, match="changed after this Extractor loaded it"):
         extractor.save(tmp_path / "store", ["a text"])
 
 

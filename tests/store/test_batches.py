@@ -251,7 +251,7 @@ def test_the_state_of_a_finished_reader_has_nothing_left(store):
 )
 def test_a_state_of_another_reading_is_refused(store, change):
     state = store.batches(NAME, **{"batch_size": 7, "seed": 5, "shuffle": True}).state()
-    with pytest.raises(ValueError, match="state is of another reading"):
+    with pytest.raises(ValueError, match="state belongs to a different reader configuration"):
         store.batches(NAME, **{"batch_size": 7, "seed": 5, "shuffle": True, **change}, state=state)
 
 
@@ -306,7 +306,7 @@ def test_readers_of_another_world_go_on_between_epochs(store, before, after):
         store.batches(NAME, **after, state=within)
     of_earlier = {name: value for name, value in within.items() if name not in ("rank", "world")}
     assert all(map(same, batches(before, of_earlier), batches(before, within)))
-    with pytest.raises(ValueError, match="state is of another reading"):
+    with pytest.raises(ValueError, match="state belongs to a different reader configuration"):
         store.batches(NAME, **after, state=of_earlier)
 
 

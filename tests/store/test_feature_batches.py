@@ -213,7 +213,7 @@ def test_a_reader_resumes_and_refuses_the_state_of_another(alone):
     assert tokens_of(resumed) == tokens_of(rest)
     for batch in resumed:
         assert_is_of_tokens(batch.features, batch.documents, batch.tokens)
-    with pytest.raises(ValueError, match="the state is of another reading"):
+    with pytest.raises(ValueError, match="the state belongs to a different reader configuration"):
         alone.batches([], 16, state=state, **options | {"seed": 3})
 
 

@@ -51,9 +51,7 @@ def test_a_place_with_something_else_is_refused(tmp_path, names, create):
     copy_store(f"{path}-source")
     make(path, names)
     before = contents(path)
-    with pytest.raises(
-        StoreInvalid, match=r"is not empty, and what is there is no store: .*choose another store\.path"
-    ) as e:
+    with pytest.raises(StoreInvalid, match=r"is not empty and is not a store: .*choose another store\.path") as e:
         create(str(path))
     assert any(name in str(e.value) for name in names)
     assert contents(path) == before
@@ -126,7 +124,7 @@ def test_a_bucket(s3):
     storage = Storage.open(bucket)
     storage.write("notes.txt", b"mine")
     storage.write("store/", b"")  # as a console makes a folder
-    with pytest.raises(StoreInvalid, match=r"what is there is no store: notes\.txt"):
+    with pytest.raises(StoreInvalid, match=r"is not a store: notes\.txt"):
         write_store(bucket)
     write_store(f"{bucket}/store")
     assert storage.read("notes.txt") == b"mine"

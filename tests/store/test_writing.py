@@ -185,7 +185,7 @@ def test_a_record_that_another_writer_has_written_stays(store_path):
     for writer in (a, b):
         writer.commit(writer.begin_block(0, 0, first.arrays, first.table), first.record)
     pending = late.begin_block(0, 0, cut.arrays, cut.table)
-    with pytest.raises(StoreError, match="block-000000.json was written meanwhile.*by another run"):
+    with pytest.raises(StoreError, match="block-000000.json was meanwhile written.*by another run"):
         late.commit(pending, cut.record)
     assert late.streams.read_again(0).last == a.streams[0].last == b.streams[0].last
 

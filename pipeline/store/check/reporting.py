@@ -23,7 +23,8 @@ def verify_and_print(path: str, scope: Scope = EVERYTHING) -> int:
     for problem in problems:
         print(problem)
     remedies = dict.fromkeys(problem.remedy for problem in problems)
-    print(f"{path}: {len(problems)} problems. {' '.join(remedies)}")
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    print(f"{path}: {count}. {' '.join(remedies)}")
     return EXIT_FAILED
 
 

@@ -126,7 +126,7 @@ class StoreMetadata:
                 f"\n  {d.key}: the store has {d.stored!r}, this run asks for {d.asked!r}" for d in different
             )
             raise StoreMismatch(
-                f"the store {path} was made by another configuration:{lines}\n"
+                f"the store {path} was made with a different configuration:{lines}\n"
                 "Give it the configuration, model and data of this store, or choose another store.path. A store "
                 "without blocks can be deleted: python -m pipeline.delete."
             )

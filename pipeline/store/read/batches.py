@@ -125,8 +125,8 @@ class _BatchSource:
         num_pieces = self._num_pieces() // options.world
         if options.shuffle and places < min(MIN_PLACES, num_pieces):
             log.warning(
-                "a buffer of %g MiB mixes the tokens of %d places in the store, of %.0f MiB each, so batches hold few "
-                "documents. buffer_mib=%d would mix %d (there are two buffers); fewer keys at a time need less.",
+                "a buffer of %g MiB shuffles only %d places of the store together, of %.0f MiB each, so batches hold "
+                "few documents. buffer_mib=%d would shuffle %d (there are two buffers); fewer keys at a time need less.",
                 *(options.buffer_mib, places, piece_mib, math.ceil(MIN_PLACES * piece_mib), MIN_PLACES),
             )
 
@@ -150,8 +150,8 @@ class _BatchSource:
         order = replace(self._order, rank=rank, world=world)
         if state.pop("order") != self._checksum(order):
             raise ValueError(
-                "the state is of another reading: the order of tokens depends on the store's blocks, keys, batch_size, "
-                "seed, rank, world, filter, outputs and buffer_mib. Use those of the reader that the state came from. "
+                "the state belongs to a different reader configuration: the order of tokens depends on the store's "
+                "blocks, keys, batch_size, seed, rank, world, filter, outputs and buffer_mib. Use those of the reader that the state came from. "
                 "An earlier version of this program shuffled in another order: start again without a state."
             )
         position = Position(**state)

@@ -247,7 +247,7 @@ def sample_statistics(batches: Iterator[Batch], num_tokens: int) -> dict[str, St
         parts.append({name: token_statistics(values[:num_tokens]) for name, values in batch.activations.items()})
         num_tokens -= len(batch.tokens)
     if not parts:
-        raise ValueError("a sample needs at least one token; the filter leaves none")
+        raise ValueError("the filter leaves no token to sample")
     return {name: merge(part[name] for part in parts) for name in parts[0]}
 
 

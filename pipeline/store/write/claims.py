@@ -162,7 +162,7 @@ class Claims:
             return False
         if vacancy.expired:
             name = _claim_name(vacancy.stream)
-            log.warning("%s is taken over from %s, which has fallen silent", name, vacancy.expired)
+            log.warning("%s is taken over from %s, which stopped renewing its claim", name, vacancy.expired)
         with self._lock:
             self._leases[vacancy.stream] = _Lease(generation, began)
         if self._closed.is_set():
@@ -238,7 +238,7 @@ class Claims:
 
     def _lose(self, stream: int, lease: _Lease, why: str) -> None:
         lease.is_lost = True
-        log.warning("the claim on %s %s: what is not committed of it yet is dropped here", _claim_name(stream), why)
+        log.warning("the claim on %s %s: its uncommitted blocks are discarded", _claim_name(stream), why)
 
     def _write(self, stream: int, generation: bytes, held: bool = True) -> bytes | None:
         """Writes the claim if it still has this generation; returns the new generation, or None."""
@@ -333,6 +333,6 @@ def _require_conditional_writes(storage: Storage, owner: str) -> None:
     storage.write(key, None)
     if ignored:
         raise StoreInvalid(
-            f"the storage of {storage.path} ignores the conditions of a write, so that streams cannot be claimed. "
+            f"the storage of {storage.path} does not honour conditional writes, so streams cannot be claimed. "
             "Use run.worker_index and run.worker_count, or another store.path."
         )

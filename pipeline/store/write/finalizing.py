@@ -12,8 +12,8 @@ def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
     unfinished = [stream for stream in streams if not _print_stream(store, stream, streams[stream].table)]
     if unfinished and not (is_forced or store.complete):
         return (
-            f"streams {', '.join(map(str, unfinished))} have not ended. Let the workers go on, start one more, or run "
-            f"pipeline.finalize with force=true to complete the store with what it holds."
+            f"streams {', '.join(map(str, unfinished))} are unfinished. Let the workers continue, start another, or "
+            f"run pipeline.finalize with force=true to complete the store with what it holds."
         )
     holders = held_claims(store.storage)
     if holders and not is_forced:

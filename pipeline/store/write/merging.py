@@ -47,8 +47,8 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
     goes on where it was. The store is not finished. `progress` is called with the number of blocks that are committed
     and of all to copy.
 
-    Raises StoreMismatch when a store was made by another configuration, or two hold different versions of a block;
-    then nothing is copied. Raises StoreInvalid for a source that is not a store, or that has lost objects of a block,
+    Raises StoreMismatch when a store has a different configuration, or two hold different versions of a block; then
+    nothing is copied. Raises StoreInvalid for a source that is not a store, or that has lost objects of a block,
     which is then not committed; and StoreError, also where workers hold streams of the store at `path`.
     """
     opened = [StoreWriter.open_existing(source) for source in sources]
@@ -61,7 +61,7 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
     if holders := held_claims(storage):
         held = named_holders(holders)
         raise StoreError(
-            f"{path} is not merged into: workers hold streams of it ({held}). Let them end first, or delete its "
+            f"{path} cannot be merged into: workers hold its streams ({held}). Let them end first, or delete its "
             "_claims/ if they are dead."
         )
     missing = _missing(existing, opened)
@@ -144,8 +144,8 @@ def _missing_in_stream(
             holder, held = holders.setdefault(record.block, (number, record))
             if not held.is_same_block(record):
                 raise StoreMismatch(
-                    f"block {record.block} of stream {stream} is in {stores[holder].path} and in {store.path}, and not "
-                    f"the same. Stores can be merged where each stream was computed in one of them. Leave one out."
+                    f"block {record.block} of stream {stream} differs between {stores[holder].path} and {store.path}. "
+                    f"Only stores that computed different streams can be merged. Leave one out."
                 )
     blocks = [
         (stream, block, number - len(existing))

@@ -240,7 +240,7 @@ class StoreWriter:
         [stored] = self.storage.read_checked([record.key], partial(parse_record, self.storage))
         if stored is None or not (stored.is_same_block(record) and stored.names_same_files(record)):
             raise StoreError(
-                f"{self.path}/{record.key} was written meanwhile, with another content, by another run on this store. "
+                f"{self.path}/{record.key} was meanwhile written with different content, by another run on this store. "
                 f"It stays. Run the same command again, with the same configuration as the other."
             )
         return stored

@@ -36,7 +36,7 @@ def require_vacant(storage: Storage) -> bool:
             )
         named = ", ".join(foreign[:_NAMED]) + (", ..." if len(foreign) > _NAMED else "")
         raise StoreInvalid(
-            f"{storage.path} is not empty, and what is there is no store: {named}. A new store needs an empty or a new "
+            f"{storage.path} is not empty and is not a store: {named}. A new store needs an empty or a new "
             "place: choose another store.path."
         )
 
