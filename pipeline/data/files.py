@@ -122,10 +122,12 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
         for file in files:
             require_readable(filesystem, file.path, "data.path")
     if not files:
+        is_absent = isinstance(filesystem, LocalFileSystem) and not is_glob(root) and not os.path.lexists(root)
+        subject = f"there is no {path}" if is_absent else f"{path} has no {suffix} file"
         braces = " Braces have no meaning in it: a glob is made of *, **, ? and [...]." if {*"{}"} & {*path} else ""
         other = " For JSON, CSV or text: data=hf data.path=json data.data_files=..." if suffix == _PARQUET else ""
         raise InputError(
-            f"{path} has no {suffix} file. Set data.path to a file, a directory or a glob that has some.{braces}{other}"
+            f"{subject}. Set data.path to a file, a directory or a glob that has {suffix} files.{braces}{other}"
         )
     return sorted(files, key=lambda file: file.name)
 
@@ -189,9 +191,14 @@ def _has_content(opened: int) -> bool:
         return True
 
 
+def is_glob(path: str) -> bool:
+    """Whether fsspec takes a path for a pattern."""
+    return any(character in path for character in "*?[")
+
+
 def _listing(filesystem: AbstractFileSystem, root: str, suffix: str) -> tuple[dict[str, dict[str, Any]], str, bool]:
     """What may be files, by path; the place that their names are relative to; and whether `root` is itself a file."""
-    if any(character in root for character in "*?["):
+    if is_glob(root) and not (isinstance(filesystem, LocalFileSystem) and os.path.exists(root)):
         fixed = root[: min(root.index(character) for character in "*?[" if character in root)]
         return filesystem.glob(root, detail=True), fixed.rpartition("/")[0], False
     try:

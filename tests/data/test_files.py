@@ -41,6 +41,20 @@ def test_links_to_files_are_files_and_links_to_folders_are_not(links, path):
     ]
 
 
+@pytest.mark.parametrize("folder", ["a[1]", "what?", "all*", "[2]/b"])
+def test_an_existing_path_is_no_glob(tmp_path, folder):
+    write(tmp_path / folder / "a.txt")
+    write(tmp_path / "a1" / "b.txt")
+    assert names(tmp_path / folder) == ["a.txt"]
+    [file] = find_files(str(tmp_path / folder / "a.txt"), ".txt")
+    assert (file.name, file.read_bytes()) == ("a.txt", b"a.txt")
+
+
+def test_a_path_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"there is no .*none\.txt. Set data.path"):
+        find_files(str(tmp_path / "none.txt"), ".txt")
+
+
 def test_a_link_that_leads_nowhere_is_named_when_it_is_read(links):
     (links / "a.txt").unlink()
     (links / "a.txt").symlink_to(links / "gone")
@@ -78,7 +92,7 @@ def test_a_home_directory_is_expanded(tmp_path, monkeypatch, path):
 @pytest.mark.parametrize("path", ["{a,b}.txt", "{a,b}.*"])
 def test_braces_are_said_to_have_no_meaning(tmp_path, path):
     write(tmp_path / "a.txt")
-    with pytest.raises(InputError, match=r"has no .txt file.*Braces have no meaning"):
+    with pytest.raises(InputError, match=r"(there is no|has no .txt file).*Braces have no meaning"):
         names(tmp_path / path)
     write(tmp_path / "{a,b}.txt")
     assert names(tmp_path / path) == ["{a,b}.txt"]

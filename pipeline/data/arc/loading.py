@@ -16,7 +16,7 @@ import fsspec
 from pipeline.config.schema import ArcData
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.arc.tasks import Task, parse_task
-from pipeline.data.files import InputFile, find_files, input_errors
+from pipeline.data.files import InputFile, find_files, input_errors, is_glob
 
 if TYPE_CHECKING:
     import datasets
@@ -60,8 +60,9 @@ def open_tasks(config: ArcData, stored: Mapping[str, object]) -> TaskCollection:
 def _directory(files: Sequence[InputFile], config: ArcData) -> TaskCollection:
     """One task per file, named by the file's path below the directory."""
     with input_errors(config.path):
-        contents = files[0].filesystem.cat([file.path for file in files], on_error="return")
-    texts = [content if isinstance(content := contents[file.path], bytes) else file.read_bytes() for file in files]
+        plain = [file.path for file in files if not is_glob(file.path)]  # `cat` would look for what matches the others
+        contents = files[0].filesystem.cat(plain, on_error="return") if plain else {}
+    texts = [content if isinstance(content := contents.get(file.path), bytes) else file.read_bytes() for file in files]
     digest = hashlib.sha256()
     for file, text in zip(files, texts, strict=True):
         digest.update(f"{file.name} {len(text)}\n".encode() + text)

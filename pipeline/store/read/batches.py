@@ -126,7 +126,7 @@ class _BatchSource:
         if options.shuffle and places < min(MIN_PLACES, num_pieces):
             log.warning(
                 "a buffer of %g MiB shuffles only %d places of the store together, of %.0f MiB each, so batches hold "
-                "few documents. buffer_mib=%d would shuffle %d (there are two buffers); fewer keys at a time need less.",
+                "few documents. buffer_mib=%d would shuffle %d (there are two buffers); fewer keys need less.",
                 *(options.buffer_mib, places, piece_mib, math.ceil(MIN_PLACES * piece_mib), MIN_PLACES),
             )
 
@@ -151,8 +151,9 @@ class _BatchSource:
         if state.pop("order") != self._checksum(order):
             raise ValueError(
                 "the state belongs to a different reader configuration: the order of tokens depends on the store's "
-                "blocks, keys, batch_size, seed, rank, world, filter, outputs and buffer_mib. Use those of the reader that the state came from. "
-                "An earlier version of this program shuffled in another order: start again without a state."
+                "blocks, keys, batch_size, seed, rank, world, filter, outputs and buffer_mib. Use those of the reader "
+                "that the state came from. An earlier version of this program shuffled in another order: start again "
+                "without a state."
             )
         position = Position(**state)
         if order == self._order:
