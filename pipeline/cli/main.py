@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from pipeline.cluster import devices, joining, processes
@@ -62,12 +64,18 @@ def described(error: errors.PipelineError) -> str:
     return f"{type(error).__name__}: {shortened(str(error), _MAX_CHARACTERS)}"
 
 
+def _is_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+
+
 def run_task(task: Callable[[RunConfig], None], cfg: DictConfig) -> int:
     """Runs the task and returns the exit code. Logs one message for a PipelineError, and the traceback of any other."""
     try:
         task(checks.run_config(cfg))
     except errors.PipelineError as error:
         log.error("%s", described(error))
+        if isinstance(error, errors.StoreMismatch) and _is_sweep():
+            log.error("In a sweep each point needs a store of its own: use the swept key in store.path.")
         earlier = error.__context__
         if isinstance(earlier, errors.PipelineError) and earlier is not error.__cause__:
             log.error("Before that, %s", described(earlier))

@@ -1,6 +1,7 @@
 """Settings of a command, typed as `key=value`: the fields of a frozen dataclass, each made by `setting`."""
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -121,7 +122,7 @@ def parse(settings: type[S], arguments: Sequence[str]) -> S:
     for argument in arguments:
         key, _, value = argument.partition("=")
         if key not in keys:
-            raise UsageError(f"{argument!r} is not a setting of this command.")
+            raise UsageError(f"{argument!r} is not a setting of this command.{_suggestion(argument, keys)}")
         if not value:
             raise UsageError(f"{key} has no value. Type it as {key}=...")
         given.setdefault(key, []).append(value.strip("'\""))
@@ -136,6 +137,15 @@ def parse(settings: type[S], arguments: Sequence[str]) -> S:
         if parsed:
             values[f.name] = tuple(parsed) if declared.is_repeated else parsed[0]
     return settings(**values)
+
+
+def _suggestion(argument: str, keys: Iterable[str]) -> str:
+    """What a mistyped setting was probably meant to be, as the end of a message."""
+    key, separator, value = argument.partition("=")
+    if not separator:
+        return f" Did you mean store.path={argument}?" if "store.path" in keys and key[:1] != "-" else ""
+    similar = [name for name in keys if name.endswith(f".{key}")] or difflib.get_close_matches(key, keys, n=1)
+    return f" Did you mean {similar[0]}={value}?" if similar else ""
 
 
 def usage(command: str, settings: type) -> str:

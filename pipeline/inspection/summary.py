@@ -52,9 +52,9 @@ class Summary:
         return 1 - self.num_tokens / max(1, self.num_rows * self.layout.length)
 
     def array_mib(self, name: str) -> float:
-        """MiB of an array's stored blocks, before compression."""
+        """MiB of an array's stored rows, before compression."""
         spec = next(spec for spec in self.layout.all_arrays if spec.name == name)
-        return len(self.blocks) * self.layout.rows_per_block * self.layout.row_bytes(spec) / MIB
+        return self.num_rows * self.layout.row_bytes(spec) / MIB
 
     def lines(self) -> list[str]:
         """The summary to print, without statistics of the activations."""

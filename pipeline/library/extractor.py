@@ -72,7 +72,7 @@ class Extractor:
         self,
         model: str,
         layers: Sequence[int] | str,
-        sites: Sequence[str] = ("resid_post",),
+        sites: Sequence[str] | str = ("resid_post",),
         *,
         dtype: str = "bfloat16",
         model_dtype: str = "bfloat16",
@@ -83,8 +83,8 @@ class Extractor:
         """Opens the model and its tokenizer, and loads the weights that the captured layers need.
 
         model: a Hub name, a local folder or a gs:// address. layers: numbers from 0, or "all". sites: as
-        `capture.sites`. dtype: of the activations. model_dtype: in which the model computes. length: tokens of a row;
-        the default is 512, or as many positions as the model has. Longer documents are divided (`long_documents`).
+        `capture.sites`, or one. dtype: of the activations. model_dtype: in which the model computes. length: tokens of
+        a row; the default is 512, or as many positions as the model has. Longer documents are divided.
         progress: show bars, while loading and over calls of several steps.
 
         Every other option is a key of the command's configuration by its last name, with its default and its values:
@@ -128,6 +128,10 @@ class Extractor:
         self._identity = weights_identity(self.model, self._encoders)
         self._params = load_weights(self.config, self.model, self.plan, self._partition, self._encoders)
         self._compiled: dict[Shape, CompiledStep] = {}
+
+    def __repr__(self) -> str:
+        arrays = ", ".join(key.name for key in self.plan.step.keys)
+        return f"Extractor({self.config.model.path!r}: {arrays} as {self.plan.step.dtype})"
 
     @property
     def compiled_shapes(self) -> tuple[Shape, ...]:

@@ -42,7 +42,10 @@ def settings(options: Mapping[str, object], owner: str = "Extractor") -> dict[st
             similar = difflib.get_close_matches(name, KEYS, n=1)
             hint = f"Did you mean {similar[0]}? " if similar else ""
             raise ConfigError(f"{owner} has no option {shown(name)}. {hint}It has {', '.join(sorted(KEYS))}.")
-    return {KEYS[name]: _plain(value) for name, value in options.items()}
+    values = {KEYS[name]: _plain(value) for name, value in options.items()}
+    if isinstance(sites := options.get("sites"), str):
+        values["capture.sites"] = [sites]
+    return values
 
 
 def configuration(values: Mapping[str, object], job: Mapping[str, object] | None = None) -> RunConfig:

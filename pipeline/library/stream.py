@@ -24,7 +24,7 @@ from pipeline.step.compilation_cache import use_compilation_cache
 from pipeline.store.format.layout import MIB
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics
-from pipeline.store.read.batch_options import BatchOptions, Key, Readable, is_key
+from pipeline.store.read.batch_options import BatchOptions, Key, Readable, is_key, with_fields
 from pipeline.store.read.filters import TokenFilter
 from pipeline.store.read.gathering import sample_statistics
 
@@ -140,7 +140,7 @@ class Stream:
             if name in fields:
                 raise ValueError(f"Stream.batches has no option {name}: {remedy}.")
         here = topology(self.config.run)
-        options = BatchOptions(**{"shuffle": True, "rank": here.index, "world": here.count} | fields)
+        options = with_fields(BatchOptions(shuffle=True, rank=here.index, world=here.count), fields)
         if options.token_filter.part is not None:
             raise ValueError(
                 "TokenFilter(part=...) is for stores of data=generate: a stream's documents have no parts."

@@ -61,7 +61,9 @@ def test_no_store(tmp_path, capsys):
     [
         ([], "store.path is missing."),
         (["store.path="], "store.path has no value. Type it as store.path=..."),
-        (["path=/x"], "'path=/x' is not a setting of this command."),
+        (["path=/x"], "'path=/x' is not a setting of this command. Did you mean store.path=/x?"),
+        (["store_path=/x"], "'store_path=/x' is not a setting of this command. Did you mean store.path=/x?"),
+        (["/x"], "'/x' is not a setting of this command. Did you mean store.path=/x?"),
         (["store.path=/a", "store.path=/b"], "store.path is given 2 times, expected once."),
         (["-v"], "'-v' is not a setting of this command."),
     ],

@@ -204,8 +204,8 @@ def test_a_buffer_that_mixes_few_places_is_warned_of(store, monkeypatch, caplog,
     store.batches(keys, 7, **{"shuffle": True, **options})
     assert len(caplog.records) == warns
     if warns:
-        assert f"a buffer of {TINY_MIB:g} MiB mixes the tokens of" in caplog.text
-        assert re.search(r"buffer_mib=\d+ would mix 4 \(", caplog.text)
+        assert f"a buffer of {TINY_MIB:g} MiB shuffles only" in caplog.text
+        assert re.search(r"buffer_mib=\d+ would shuffle 4 \(", caplog.text)
     store.sample(keys)
     assert len(caplog.records) == warns
 
@@ -347,7 +347,7 @@ def test_without_an_end_ranks_need_not_count(store):
         ({"token_filter": TokenFilter(norms={"embed": (0, 1)})}, r"norms names \['embed'\]"),
         ({"normalisation": {"embed": None}}, r"normalisation names \['embed'\]"),
         ({"rank": 2, "world": 2}, "rank 2 of 2"),
-        ({"framework": "tensorflow"}, "tensorflow"),
+        ({"framework": "tensorflow"}, "framework is 'tensorflow'. Choose one of numpy, jax, torch"),
         ({"keys": [NAME, "embed"], "stack": True}, "stack=True needs one width"),
     ],
 )
@@ -360,6 +360,11 @@ def test_a_filter_that_leaves_no_token_is_named(store):
     reader = store.batches(NAME, 4, epochs=None, token_filter=TokenFilter(drop_tokens=range(1000)))
     with pytest.raises(ValueError, match=r"an epoch has 0 tokens.*The store is empty, or the filter leaves no token"):
         next(iter(reader))
+
+
+def test_an_option_that_does_not_exist_is_named(store):
+    with pytest.raises(TypeError, match=r"no option 'suffle'. Did you mean shuffle\?"):
+        store.batches(NAME, 4, suffle=True)
 
 
 @pytest.mark.parametrize("epochs", [1, None])
@@ -413,7 +418,7 @@ def test_a_sample_is_of_so_many_tokens_and_seeded(store):
     np.testing.assert_array_equal(one.mean, same_seed.mean)
     assert not np.array_equal(one.mean, other.mean)
     assert store.sample([NAME, "embed"])["embed"].count == stored_tokens()
-    with pytest.raises(ValueError, match="the filter leaves none"):
+    with pytest.raises(ValueError, match="the filter leaves no token"):
         store.sample(NAME, token_filter=TokenFilter(skip_first=1000))
 
 

@@ -24,7 +24,7 @@ from pipeline.store.format.commits import CommitRecord, read_commit_records
 from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.io.storage import StorageLike
-from pipeline.store.read.batch_options import BatchOptions
+from pipeline.store.read.batch_options import BatchOptions, with_fields
 from pipeline.store.read.batches import BatchReader, reading_order
 from pipeline.store.read.features import FeatureBatch
 from pipeline.store.read.reader import ActivationStore, Key
@@ -113,7 +113,7 @@ class AlignedStores:
         Raises what `ActivationStore.batches` raises, and ValueError for another number of keys or normalisations than
         stores, and for a filter by norms, which would leave out other tokens of each store.
         """
-        options = replace(options, **fields)
+        options = with_fields(options, fields)
         normalisations = [options.normalisation] * len(self.stores) if normalisation is None else normalisation
         for values, what in ((keys, "keys"), (normalisations, "normalisation")):
             if isinstance(values, str) or len(values) != len(self.stores):

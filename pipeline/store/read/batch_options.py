@@ -1,9 +1,10 @@
 """What is asked of `ActivationStore.batches`: arrays, and the order, the selection and the form of batches."""
 
+import difflib
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import SupportsIndex
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, SupportsIndex
 
 from numpy.typing import DTypeLike
 
@@ -60,6 +61,8 @@ class BatchOptions:
     buffer_mib: float = 256.0
 
     def __post_init__(self) -> None:
+        if self.framework not in list(Framework):
+            raise ValueError(f"framework is {self.framework!r}. Choose one of {', '.join(Framework)}.")
         object.__setattr__(self, "framework", Framework(self.framework))
         if isinstance(self.outputs, str) or len(set(self.outputs)) < len(self.outputs):
             raise ValueError(f"outputs is {self.outputs!r}. Name each array once, in a tuple such as ('loss',).")
@@ -71,6 +74,16 @@ class BatchOptions:
                 f"how many tokens of each of {self.world} readers pass a filter of norms is not known before they are "
                 "read, so their numbers of batches could differ. Use epochs=None, and stop after a number of steps."
             )
+
+
+def with_fields(options: BatchOptions, given: Mapping[str, Any]) -> BatchOptions:
+    """The options with some fields replaced. Raises TypeError for a field that they do not have."""
+    names = [field.name for field in fields(BatchOptions)]
+    for name in given.keys() - set(names):
+        similar = difflib.get_close_matches(name, names, n=1)
+        hint = f" Did you mean {similar[0]}?" if similar else ""
+        raise TypeError(f"batches has no option {name!r}.{hint} It has {', '.join(names)}.")
+    return replace(options, **given)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ activations are stored: `capture.positions`), D features of an activation.
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, SupportsIndex
 
@@ -40,7 +40,7 @@ from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics, merge_streams, read_merged
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.storage import Storage, StorageLike
-from pipeline.store.read.batch_options import BatchOptions, Key, Readable, Reading, is_key
+from pipeline.store.read.batch_options import BatchOptions, Key, Readable, Reading, is_key, with_fields
 from pipeline.store.read.batches import BatchReader
 from pipeline.store.read.documents import DocumentActivations, StoredDocuments, document_slots
 from pipeline.store.read.features import feature_batches
@@ -147,6 +147,11 @@ class ActivationStore:
         if self.path.startswith(HUB_SCHEME):
             return ActivationStore.open, (self.path,)
         return super().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        arrays = ", ".join([*(key.name for key in self.keys), *self._feature_widths]) or "no activations"
+        extent = f"{self.num_tokens:,} tokens in {len(self.blocks)} blocks{'' if self.complete else ', unfinished'}"
+        return f"ActivationStore({self.path!r}: {arrays}; {extent})"
 
     @cached_property
     def num_tokens(self) -> int:
@@ -351,7 +356,7 @@ class ActivationStore:
         read, ValueError for options that contradict each other or the state, TypeError for a field that `BatchOptions`
         lacks, and ImportError when the framework is not installed.
         """
-        reader = self._reader(self._reading(keys, batch_size, replace(options, **fields)), state)
+        reader = self._reader(self._reading(keys, batch_size, with_fields(options, fields)), state)
         reader.warn_of_few_places()
         return reader
 
