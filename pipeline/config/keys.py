@@ -10,7 +10,7 @@ from pipeline.config.schema import ArcData, GenerateData, HfData, ParquetData, R
 def key_remedy(key: str) -> str:
     """The remedy for an unknown key: the most similar key, and how to list all keys."""
     keys = list(all_keys(RunConfig))
-    similar = "" if key in keys else next(iter(difflib.get_close_matches(key, keys, n=1)), "")
+    similar = "" if key in keys else next(iter(difflib.get_close_matches(key, keys, n=1, cutoff=0.8)), "")
     another = "Another choice of data has it. " if key in keys else f"Did you mean {similar}? " if similar else ""
     return f"{another}--cfg job prints all keys."
 

@@ -4,7 +4,7 @@ from contextlib import suppress
 from dataclasses import fields
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -19,6 +19,8 @@ COMPOSING_ERRORS = (
     *(ValueError, TypeError, AttributeError, AssertionError, LookupError, OSError, RecursionError),
 )
 _FOR_PROGRAMMERS = ("full_key:", "reference_type=", "object_type=", "See https://hydra.cc", "To append to your config")
+_QUOTES = " A list with spaces needs quotes for the shell: 'capture.layers=[2, 3]'."
+_LOADERS = ("json", "csv", "text", "arrow", "parquet")
 
 
 def composing_message(error: Exception, arguments: list[str]) -> str:
@@ -26,6 +28,8 @@ def composing_message(error: Exception, arguments: list[str]) -> str:
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return f"{cause.full_key} is not a key of the configuration. {key_remedy(cause.full_key)}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        return _unknown_choice(error.missing_cfg_file, error.options)
     reasons = [error] if cause is None or cause is error else [error, cause]
     message = ": ".join(_own_message(reason) for reason in reasons)
     if isinstance(error, ValueError | TypeError) and (given := _group_without_name(arguments)):
@@ -36,7 +40,19 @@ def composing_message(error: Exception, arguments: list[str]) -> str:
     if not isinstance(error, HYDRAS_ERRORS):  # the message does not name the override
         given = ", ".join(shortened(argument, 80) for argument in arguments)
         message = f"Hydra cannot compose one of {without_credentials(given)}: {message}"
-    return f"{message}. Correct the command line; --cfg job prints all keys."
+    quotes = _QUOTES if any("=[" in argument and "]" not in argument for argument in arguments) else ""
+    return f"{message}.{quotes} Correct the command line; --cfg job prints all keys."
+
+
+def _unknown_choice(choice: str, options: list[str]) -> str:
+    """The message for a group's choice, `group/name`, that no YAML file and no schema is named after."""
+    group, _, name = choice.rpartition("/")
+    names = [option for option in options if not option.endswith("_schema")]
+    other = " For any checkpoint of a known family: model.path=owner/name." if group == "model" else ""
+    if group == "data":
+        loader = name if name in _LOADERS else "json"
+        other = f" For {loader} files: data=hf data.path={loader} data.data_files=FILE."
+    return f"{group}={name} is not one of {', '.join(names)}.{other}"
 
 
 def _group_without_name(arguments: list[str]) -> str | None:
