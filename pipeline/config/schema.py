@@ -56,7 +56,7 @@ class ModelConfig:
     dtype: ComputeDtype = key(ComputeDtype.bfloat16, "compute in `bfloat16` or `float32`")
     weights_dtype: WeightsDtype = key(
         WeightsDtype.same,
-        "the layers' matrices: `same` as `model.dtype`, or `int8` with scales: a half or a quarter of the memory",
+        "the layers' matrices: `same` as `model.dtype`, or `int8` with scales: half or a quarter of the memory",
     )
     activations_dtype: ActivationsDtype = key(
         ActivationsDtype.same,
@@ -79,13 +79,14 @@ class DataConfig:
     source: str = key(REQUIRED, "set by the choice of `data`")  # names the class in `data/`
     num_streams: int | None = key(
         None,
-        "independent sequences of rows, fixed when a store is created; null: the plan chooses, a store keeps its own",
+        "independent sequences of rows, fixed when a store is created; null: chosen by the plan; an existing store "
+        "keeps its number",
     )
     on_error: OnError = key(
         OnError.fail, "`fail`, or `skip` and record bad documents; `data=hf`: a damaged file always fails"
     )
     special_tokens: SpecialTokens = key(
-        SpecialTokens.tokenizer, "`tokenizer`: those that it adds by default (BOS, CLS ... SEP), or `none`"
+        SpecialTokens.tokenizer, "`tokenizer`: the ones it adds by default (BOS, CLS ... SEP), or `none`"
     )
     prefix: str | None = key(None, "text of one token put before every document, e.g. `<|endoftext|>`")
     suffix: str | None = key(None, "text of one token put after every document; `data=generate` allows none")
@@ -179,7 +180,7 @@ class GenerateData(DataConfig):
     rows: int = key(8, "documents generated at once, over all processes of a worker")
     cache_dtype: CacheDtype = key(
         CacheDtype.same,
-        "their keys and values: `same` as `model.dtype`, or `int8` with a scale for each head and token: a half or a "
+        "the KV cache: `same` as `model.dtype`, or `int8` with a scale for each head and token: half or a "
         "quarter of the memory",
     )
     group: int = key(64, "generated documents written to the store together, and lost together if the job is killed")
@@ -212,7 +213,8 @@ class CaptureConfig:
     )
     when: When = key(
         When.document,
-        "of `data=generate`: compute activations from the finished `document`, or keep those of `decode`",
+        "of `data=generate`: compute activations from the finished `document`, or keep the ones computed during "
+        "`decode`",
     )
     positions: Positions = key(
         Positions.all,
@@ -225,8 +227,8 @@ class CaptureConfig:
     seed: int | None = key(None, "of `sample`; null: 0")
     per_row: int | None = key(
         None,
-        "of `last`, `token`, `regex`: slots per row for such tokens; fewer store less padding, too few end rows early; "
-        "null: length / 16",
+        "of `last`, `token`, `regex`: slots per row for such tokens; fewer slots mean less stored padding; "
+        "too few leave rows partly empty; null: length / 16",
     )
     dtype: StorageDtype = key(
         StorageDtype.bfloat16,
@@ -235,7 +237,7 @@ class CaptureConfig:
     int8_group: int | None = key(None, "of `int8`: neighbouring features that share a scale; null: all of a token's")
     outputs: list[str] = list_key(
         (),
-        "list of `loss entropy top_logprobs`: what the model's head says of each stored token; needs all layers",
+        "list of `loss entropy top_logprobs`: what the model's head predicts after each stored token; needs all layers",
     )
     top_logprobs: int = key(8, "of `outputs`: the number of likeliest next tokens")
     encode: Any = key(  # str, list of str or dict of str, by str
@@ -250,7 +252,7 @@ class CaptureConfig:
         True, "of `encode`: also an index by feature, so that one feature is read without the others"
     )
     encode_error: bool = key(False, "of `encode`: also how well SAEs reconstruct each token, by a second product")
-    keep: Keep = key(Keep.features, "of encoded arrays: `features` alone, or `both`, the activations too")
+    keep: Keep = key(Keep.features, "of encoded arrays: `features` only, or `both`: also the activations")
     statistics: bool = key(True, "mean, variance and norms of every array, computed on the devices")
     on_not_finite: OnNotFinite = key(
         OnNotFinite.fail, "`fail`, or `warn` and keep values that are NaN or too large for `capture.dtype`"
@@ -267,8 +269,8 @@ class StoreConfig:
     )
     rows_per_block: int | None = key(
         None,
-        "of a store shard, in place of `store.shard_mib`: equal ones align the stores of models of unlike width; a "
-        "multiple of each process's rows per step; null: by `store.shard_mib`",
+        "of a store shard, in place of `store.shard_mib`: set it equal to align stores of models with different "
+        "widths; a multiple of each process's rows per step; null: by `store.shard_mib`",
     )
     compression: Compression = key(Compression.none, "`none` or `zstd`")
     retries: int = key(16, "retries of a failed request, after 1, 2, 4, ... 32, 32 times the delay")
@@ -276,7 +278,7 @@ class StoreConfig:
     concurrency: int | None = key(None, "requests at once; null: 32, for local files the number of cores, at least 4")
     ramp_up: int | None = key(
         None,
-        "writes to `gs://` per second at first, of all processes, twice as many after every 20 minutes: 1000 for a "
+        "initial writes per second to `gs://`, over all processes; the rate doubles every 20 minutes; 1000 for a "
         "new bucket; null: no limit",
     )
     copy_threads: int | None = key(
@@ -301,8 +303,8 @@ class DistributedConfig:
     coordinator: str | None = key(None, "host:port of process 0")
     num_processes: int | None = key(None, "number of processes")
     process_id: int | None = key(None, "number of this process, from 0")
-    join_timeout_s: int = key(300, "how long the first process waits for the last")
-    heartbeat_timeout_s: int = key(20, "how long a process may be silent before the others end")
+    join_timeout_s: int = key(300, "how long the first process waits for the others")
+    heartbeat_timeout_s: int = key(20, "how long a process may be silent before the others exit")
 
 
 @dataclass(frozen=True)
@@ -310,7 +312,7 @@ class RunOptions:
     """The run."""
 
     max_tokens: int | None = key(
-        None, "valid tokens to store, met within one row per stream; raise it to extend a store; null: all of the data"
+        None, "valid tokens to store, to within one row per stream; raise it to extend a store; null: all of the data"
     )
     worker_index: int = key(0, "of independent workers that fill one store: which share of the streams this one has")
     worker_count: int = key(1, "number of workers with fixed shares")
@@ -319,9 +321,9 @@ class RunOptions:
     max_inflight_mib: float = key(
         2048.0, "activations between device and host; at most 4 steps, 1 if 2 CPU cores are the devices"
     )
-    reserved_mib: float = key(0.0, "of each device's memory, left to others, e.g. to a training that reads a `Stream`")
+    reserved_mib: float = key(0.0, "kept free on each device for other uses, e.g. a training that reads a `Stream`")
     stall_timeout_s: float = key(
-        600.0, "without a finished step for so long, each thread's stage is reported; after twice as long the run ends"
+        600.0, "if no step finishes for this long, report what each thread is doing; after twice this, exit"
     )
     compilation_cache: str | None = key(
         None,
@@ -338,7 +340,7 @@ class RunOptions:
     profile_steps: int = key(20, "steps in the trace")
     progress: bool = key(True, "show a progress bar")
     metrics_interval_s: float = key(
-        10.0, "least seconds between two lines of the run's log in `_metrics`; at least 1 % of the run's time"
+        10.0, "minimum seconds between lines of the run's log in `_metrics`; at least 1 % of the run's time"
     )
 
 
