@@ -2,18 +2,7 @@
 
 python scripts/examples/first_ten_minutes.py [--model Qwen/Qwen2.5-0.5B --layer 12]
 
-| TransformerLens, SAELens | here |
-|---|---|
-| `HookedTransformer.from_pretrained_no_processing("gpt2")` | `Extractor("gpt2", layers=[6], sites=["resid_post"])` |
-| `model.to_tokens(text)` | `extractor.tokenizer.encode([text])[0]` |
-| `_, cache = model.run_with_cache(text, names_filter=...)` | `[result] = extractor([text])` |
-| `cache["blocks.6.hook_resid_post"]`: [1, n, d] | `result.activations["blocks.6.resid_post"]`: [n, d], numpy |
-| `CacheActivationsRunner(config).run()` | `store = extractor.save(path, texts)`, or `python -m pipeline.run` |
-| `activations_store.next_batch()`, cached | `for batch in store.batches("blocks.6.resid_post", 4096, shuffle=True)` |
-| `activations_store.next_batch()`, computed | `for batch in Stream("gpt2", layers=[6], data=path).batches(4096)` |
-
-Weights are as they were published: no norm is folded, nothing is centred. Activations are bfloat16 unless `dtype` says
-otherwise. Nothing can be changed on the way: there are no hooks that write.
+docs/reading.md maps the names of TransformerLens and SAELens.
 """
 
 import argparse

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from pipeline import Extractor
 from pipeline.core.errors import ConfigError, InputError, NotFiniteError, PipelineError, StoreMismatch
+from pipeline.step.compiler import _onednn_options
 from pipeline.store import ActivationStore
 from tests.jobs import ROOT, assert_same_store, run_here, write_model_of_zeros, write_text
 
@@ -162,6 +163,7 @@ def test_bad_documents_are_skipped_where_that_is_asked_for(tmp_path):
 
 def test_calls_of_unlike_sizes_compile_few_programs():
     compiled = []
+    _onednn_options()  # compiles a program, once in a process
 
     def listen(event: str, duration: float, **_: object) -> None:
         if event == COMPILE_EVENT:
