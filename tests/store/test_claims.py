@@ -299,6 +299,6 @@ def test_storage_that_ignores_the_conditions_of_a_write_is_refused(gcs):
     """As the emulator does by itself; Google's own storage does not."""
     gcs.reset(conditions=False)
     path = f"{new_bucket('gs', gcs.backend)}/store"
-    with pytest.raises(StoreInvalid, match=r"ignores the conditions of a write.*run\.worker_index"):
+    with pytest.raises(StoreInvalid, match=r"does not honour conditional writes.*run\.worker_index"):
         Claims(path, LEASE_S)
     assert Storage.open(path).list_keys("_claims/") == []
