@@ -154,7 +154,9 @@ def test_a_coordinators_port_that_is_taken_is_a_message():
     """JAX would end with a segmentation fault."""
     with socket.create_server(("localhost", 0)) as server:
         options = DistributedConfig(f"localhost:{server.getsockname()[1]}", num_processes=1, process_id=0)
-        with pytest.raises(PipelineError, match="cannot be used on this machine: Address already in use. Stop the process"):
+        with pytest.raises(
+            PipelineError, match="cannot be used on this machine: Address already in use. Stop the process"
+        ):
             joining.initialise(options)
 
 
