@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from pipeline.cli.settings import setting, store_path, whole_number
+from pipeline.cli.settings import require_rank, setting, store_path, whole_number
 from pipeline.cli.store_command import run_command
-from pipeline.core.errors import EXIT_OK, ConfigError
+from pipeline.core.errors import EXIT_OK
 from pipeline.store.format.metadata import require_root
 from pipeline.store.io.storage import Storage
 from pipeline.store.read.reader import REMOTE_REQUESTS
@@ -36,10 +36,7 @@ class Settings:
 
 def index(settings: Settings) -> int:
     """Indexes this rank's streams with a progress bar, in blocks. Returns the exit code."""
-    if settings.rank >= settings.world:
-        raise ConfigError(
-            f"index.rank={settings.rank}: expected a number below index.world={settings.world}. Ranks count from 0."
-        )
+    require_rank("index", settings.rank, settings.world)
     storage = Storage.open(settings.path).with_own_requests(REMOTE_REQUESTS)
     streams = range(settings.rank, require_root(storage).metadata.num_streams, settings.world)
     with tqdm(unit="block", desc="index", file=sys.stderr) as bar:

@@ -22,9 +22,8 @@ if __name__ == "__main__":
 import sys
 from dataclasses import dataclass
 
-from pipeline.cli.settings import fraction, one_of, read_store_path, setting, whole_number
+from pipeline.cli.settings import fraction, one_of, read_store_path, require_rank, setting, whole_number
 from pipeline.cli.store_command import run_command
-from pipeline.core.errors import ConfigError
 from pipeline.store.check.reporting import verify_and_print
 from pipeline.store.check.scope import Level, Scope
 
@@ -46,10 +45,7 @@ class Settings:
 
 def verify(settings: Settings) -> int:
     """Prints the store's problems. Returns the exit code."""
-    if settings.rank >= settings.world:
-        raise ConfigError(
-            f"verify.rank={settings.rank}: expected a number below verify.world={settings.world}. Ranks count from 0."
-        )
+    require_rank("verify", settings.rank, settings.world)
     scope = Scope(settings.rank, settings.world, settings.sample, settings.seed, Level[settings.level])
     return verify_and_print(settings.path, scope)
 

@@ -103,6 +103,14 @@ def setting(
     return field(default=default, metadata={_METADATA: _Setting(key, doc, parse, is_repeated)})
 
 
+def require_rank(command: str, rank: int, world: int) -> None:
+    """Raises ConfigError unless `rank` is one of `world` shares of a command's work, which count from 0."""
+    if rank >= world:
+        raise ConfigError(
+            f"{command}.rank={rank}: expected a number below {command}.world={world}. Ranks count from 0."
+        )
+
+
 def store_path() -> Any:
     """The field for the store that a command works on."""
     return setting("store.path", "the store: a local path, gs://bucket/folder or s3://bucket/folder")
