@@ -40,7 +40,9 @@ def main(model: str, layer: int, num_paragraphs: int) -> float:
     texts, is_code = paragraphs()
     texts, is_code = texts[:num_paragraphs], is_code[:num_paragraphs]
 
-    extractor = Extractor(model, layers=[layer], sites=["resid_post"], dtype="float32", length=256)
+    extractor = Extractor(
+        model, layers=[layer], sites=["resid_post"], dtype="float32", model_dtype="float32", length=256
+    )
     key = f"blocks.{layer}.resid_post"
     print(f"{key} is TransformerLens' {extractor.hook_names[key]}")
 
