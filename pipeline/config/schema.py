@@ -273,7 +273,7 @@ class StoreConfig:
         "widths; a multiple of each process's rows per step; null: by `store.shard_mib`",
     )
     compression: Compression = key(Compression.none, "`none` or `zstd`")
-    retries: int = key(16, "retries of a failed request, after 1, 2, 4, ... 32, 32 times the delay")
+    retries: int = key(60, "retries of a failed request, after 1, 2, 4, 8, 8, ... 8 times the delay")
     retry_delay_s: float = key(1.0, "delay before the first retry, times a random number from 0.75 to 1.5")
     concurrency: int | None = key(None, "requests at once; null: 32, for local files the number of cores, at least 4")
     ramp_up: int | None = key(

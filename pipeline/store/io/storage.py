@@ -36,7 +36,8 @@ _TIMEOUTS = {
 }
 
 _RETRIES = ("gcs_request_retries", "s3_request_retries", "http_request_retries")
-_DELAY_FACTORS = (0.75, 1.5)  # the sixth attempts of many processes are spread over 23 s, the seventh ones over 47 s
+_MAX_DELAY = 8  # times the first: after an outage a process writes again within some 10 s
+_DELAY_FACTORS = (0.75, 1.25)  # the fifth attempts of many processes are spread over 8 s, the seventh ones over 16 s
 _RATE_LIMITER = "experimental_gcs_rate_limiter"
 _WRITE_RATE_DOUBLES_AFTER = "20m"  # as a bucket's; https://cloud.google.com/storage/docs/request-rate
 _HTTP_THREADS = (4, 32)  # TensorStore's default; as many as it has requests under way by default
@@ -232,7 +233,7 @@ class StorageOptions:
     """How a process treats storage.
 
     retries: how often a request that fails is sent again. retry_delay_s: seconds before the first retry; the delay
-    doubles with each retry, up to 32 times the first. TensorStore has no jitter at that limit, and processes that a
+    doubles with each retry, up to 8 times the first. TensorStore has no jitter at that limit, and processes that a
     server refused at the same time would return at the same time, again and again: so each context multiplies its
     delays by a random factor. concurrency: requests (of local paths: files) under way at once;
     None: 32, or as many files as there are cores and at least 4. copy_threads: threads that encode and decode chunks;
@@ -242,7 +243,7 @@ class StorageOptions:
     None: no limit.
     """
 
-    retries: int = 16
+    retries: int = 60
     retry_delay_s: float = 1.0
     concurrency: int | None = None
     copy_threads: int | None = None
@@ -251,7 +252,7 @@ class StorageOptions:
     def context(self) -> ts.Context:
         """Raises ConfigError for a value that is out of range."""
         delay_s = self.retry_delay_s * random.uniform(*_DELAY_FACTORS)
-        delays = {"initial_delay": f"{delay_s:.9f}s", "max_delay": f"{32 * delay_s:.9f}s"}
+        delays = {"initial_delay": f"{delay_s:.9f}s", "max_delay": f"{_MAX_DELAY * delay_s:.9f}s"}
         spec: dict[str, Any] = {name: {"max_retries": self.retries, **delays} for name in _RETRIES}
         if self.concurrency is not None:
             spec |= {name: {"limit": self.concurrency} for name in _CONCURRENCY}
