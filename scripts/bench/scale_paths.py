@@ -22,6 +22,7 @@ from pipeline.extraction.job_run import complete, open_store, work_left
 from pipeline.inspection.report import inspect
 from pipeline.job.metrics import Metrics
 from pipeline.store import ActivationStore
+from pipeline.store.check.scope import Level, Scope
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.layout import MIB, SIDE_ARRAYS
 from pipeline.store.io.storage import Storage, StorageOptions
@@ -157,6 +158,16 @@ def prepare_verify(blocks: int, streams: int) -> Measured:
     return verify
 
 
+def prepare_verify_records(blocks: int, streams: int) -> Measured:
+    """The share of one process of PROCESSES."""
+    scope = Scope(rank=0, world=PROCESSES, level=Level.records)
+
+    def verify() -> None:
+        assert verify_store(URL, scope=scope) == []
+
+    return verify
+
+
 def prepare_inspect(blocks: int, streams: int) -> Measured:
     """A sample of 64 rows."""
 
@@ -213,6 +224,9 @@ PATHS: Mapping[str, MeasuredPath] = {
     ),
     "claim none": MeasuredPath("claim, no stream needs work", State.unfinished, lambda b, s: prepare_claim(b, s, 1)),
     "verify": MeasuredPath("verify", State.complete, prepare_verify),
+    "verify records": MeasuredPath(
+        f"verify records, one process of {PROCESSES}", State.complete, prepare_verify_records
+    ),
     "inspect": MeasuredPath("inspect", State.complete, prepare_inspect),
     "delete": MeasuredPath("delete", State.complete, prepare_delete),
 }
