@@ -249,9 +249,9 @@ class CaptureConfig:
     encode_threshold: float = key(0.0, "of `encode`: what a feature's value must exceed to fire")
     encode_dtype: FeatureDtype = key(FeatureDtype.bfloat16, "of `encode`: store values as `bfloat16` or `float32`")
     encode_index: bool = key(
-        True, "of `encode`: also an index by feature, so that one feature is read without the others"
+        True, "of `encode`: also store an index by feature, to read one feature without the others"
     )
-    encode_error: bool = key(False, "of `encode`: also how well SAEs reconstruct each token, by a second product")
+    encode_error: bool = key(False, "of `encode`: also store how well SAEs reconstruct each token (a second product)")
     keep: Keep = key(Keep.features, "of encoded arrays: `features` only, or `both`: also the activations")
     statistics: bool = key(True, "mean, variance and norms of every array, computed on the devices")
     on_not_finite: OnNotFinite = key(
@@ -269,8 +269,8 @@ class StoreConfig:
     )
     rows_per_block: int | None = key(
         None,
-        "of a store shard, in place of `store.shard_mib`: set it equal to align stores of models with different "
-        "widths; a multiple of each process's rows per step; null: by `store.shard_mib`",
+        "rows of a store shard; equal values align stores of models with different widths; a multiple of each "
+        "process's rows per step; null: as many as fit `store.shard_mib`",
     )
     compression: Compression = key(Compression.none, "`none` or `zstd`")
     retries: int = key(60, "retries of a failed request, after 1, 2, 4, 8, 8, ... 8 times the delay")
@@ -314,7 +314,7 @@ class RunOptions:
     max_tokens: int | None = key(
         None, "valid tokens to store, to within one row per stream; raise it to extend a store; null: all of the data"
     )
-    worker_index: int = key(0, "of independent workers that fill one store: which share of the streams this one has")
+    worker_index: int = key(0, "of workers with fixed shares of one store's streams: the number of this one, from 0")
     worker_count: int = key(1, "number of workers with fixed shares")
     claim: bool = key(False, "workers claim streams in the store, and may join and leave at any time")
     lease_s: float = key(60.0, "of `run.claim`: how long a worker may be silent before others take over its streams")
