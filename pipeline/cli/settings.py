@@ -1,13 +1,13 @@
 """Settings of a command, typed as `key=value`: the fields of a frozen dataclass, each made by `setting`."""
 
-import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
 from pipeline.config.limits import shortened
 from pipeline.core.addresses import unusable_path
 from pipeline.core.errors import ConfigError
+from pipeline.core.suggestions import did_you_mean
 
 S = TypeVar("S")
 _METADATA = "setting"
@@ -147,13 +147,13 @@ def parse(settings: type[S], arguments: Sequence[str]) -> S:
     return settings(**values)
 
 
-def _suggestion(argument: str, keys: Iterable[str]) -> str:
+def _suggestion(argument: str, keys: Collection[str]) -> str:
     """What a mistyped setting was probably meant to be, as the end of a message."""
     key, separator, value = argument.partition("=")
     if not separator:
         return f" Did you mean store.path={argument}?" if "store.path" in keys and key[:1] != "-" else ""
-    similar = [name for name in keys if name.endswith(f".{key}")] or difflib.get_close_matches(key, keys, n=1)
-    return f" Did you mean {similar[0]}={value}?" if similar else ""
+    with_group = next((name for name in keys if name.endswith(f".{key}")), key)
+    return did_you_mean(with_group, keys, ending=f"={value}")
 
 
 def usage(command: str, settings: type) -> str:

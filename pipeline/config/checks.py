@@ -17,7 +17,7 @@ def run_config(composed: DictConfig) -> RunConfig:
     """The typed, frozen configuration. Raises ConfigError for an unknown key, a required key without a value, a value
     that its key does not allow, and a URL with credentials."""
     if unknown := next(_unknown_keys(composed), None):
-        raise ConfigError(f"{unknown} is not a key of the configuration. {key_remedy(unknown)}")
+        raise ConfigError(f"{unknown} is not a key of the configuration.{key_remedy(unknown)}")
     try:
         missing = sorted(OmegaConf.missing_keys(composed))
         if missing:

@@ -1,18 +1,17 @@
 """The dotted keys of the configuration."""
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
 from pipeline.config.schema import ArcData, GenerateData, HfData, ParquetData, RunConfig
+from pipeline.core.suggestions import did_you_mean
 
 
 def key_remedy(key: str) -> str:
-    """The remedy for an unknown key: the most similar key, and how to list all keys."""
+    """The remedy for an unknown key, after a blank: the most similar key, and how to list all keys."""
     keys = list(all_keys(RunConfig))
-    similar = "" if key in keys else next(iter(difflib.get_close_matches(key, keys, n=1, cutoff=0.8)), "")
-    another = "Another choice of data has it. " if key in keys else f"Did you mean {similar}? " if similar else ""
-    return f"{another}--cfg job prints all keys."
+    another = " Another choice of data has it." if key in keys else did_you_mean(key, keys, cutoff=0.8)
+    return f"{another} --cfg job prints all keys."
 
 
 def all_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:

@@ -27,7 +27,7 @@ def composing_message(error: Exception, arguments: list[str]) -> str:
     """The message of an error that Hydra or OmegaConf raised for the command line `arguments`, with the remedy."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return f"{cause.full_key} is not a key of the configuration. {key_remedy(cause.full_key)}"
+        return f"{cause.full_key} is not a key of the configuration.{key_remedy(cause.full_key)}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         return _unknown_choice(error.missing_cfg_file, error.options)
     reasons = [error] if cause is None or cause is error else [error, cause]

@@ -1,6 +1,5 @@
 """The options of an Extractor, as keys of the command's configuration."""
 
-import difflib
 import operator
 from collections.abc import Iterable, Mapping
 
@@ -8,6 +7,7 @@ from pipeline.config.composing import from_values
 from pipeline.config.limits import shown
 from pipeline.config.schema import ParquetData, RunConfig
 from pipeline.core.errors import ConfigError
+from pipeline.core.suggestions import did_you_mean
 
 KEYS = {
     **{"model": "model.path", "revision": "model.revision", "tokenizer": "model.tokenizer"},
@@ -39,9 +39,8 @@ def settings(options: Mapping[str, object], owner: str = "Extractor") -> dict[st
     option."""
     for name in options:
         if name not in KEYS:
-            similar = difflib.get_close_matches(name, KEYS, n=1)
-            hint = f"Did you mean {similar[0]}? " if similar else ""
-            raise ConfigError(f"{owner} has no option {shown(name)}. {hint}It has {', '.join(sorted(KEYS))}.")
+            similar = did_you_mean(name, KEYS)
+            raise ConfigError(f"{owner} has no option {shown(name)}.{similar} It has {', '.join(sorted(KEYS))}.")
     values = {KEYS[name]: _plain(value) for name, value in options.items()}
     if isinstance(sites := options.get("sites"), str):
         values["capture.sites"] = [sites]

@@ -1,6 +1,5 @@
 """What is asked of `ActivationStore.batches`: arrays, and the order, the selection and the form of batches."""
 
-import difflib
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -10,6 +9,7 @@ from numpy.typing import DTypeLike
 
 from pipeline.core.errors import PipelineError
 from pipeline.core.sites import ActivationKey, Site
+from pipeline.core.suggestions import did_you_mean
 from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.read.features import array_name
@@ -80,9 +80,7 @@ def with_fields(options: BatchOptions, given: Mapping[str, Any]) -> BatchOptions
     """The options with some fields replaced. Raises TypeError for a field that they do not have."""
     names = [field.name for field in fields(BatchOptions)]
     for name in given.keys() - set(names):
-        similar = difflib.get_close_matches(name, names, n=1)
-        hint = f" Did you mean {similar[0]}?" if similar else ""
-        raise TypeError(f"batches has no option {name!r}.{hint} It has {', '.join(names)}.")
+        raise TypeError(f"batches has no option {name!r}.{did_you_mean(name, names)} It has {', '.join(names)}.")
     return replace(options, **given)
 
 
