@@ -56,7 +56,7 @@ def repeated(subject: str, call: Callable[[], T]) -> T:
         try:
             return call()
         except Exception as error:
-            if not may_pass(error):
+            if not is_transient(error):
                 raise
             cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
             if not attempts.again(brief_cause(cause)):
@@ -73,14 +73,14 @@ def is_transient_status(status: int) -> bool:
     return status in (408, 429) or status >= 500
 
 
-def may_pass(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether a request to storage may succeed when it is retried. One for a missing or forbidden object will not."""
     if isinstance(error, PipelineError | OfflineModeIsEnabled):  # the Hub's requests have been repeated
         return False
     if (status := _http_status(error)) is not None:
         return is_transient_status(status)
     if isinstance(error, FileNotFoundError):  # fsspec's HTTP raises it for every failure
-        return error.__cause__ is not None and may_pass(error.__cause__)
+        return error.__cause__ is not None and is_transient(error.__cause__)
     if isinstance(error, ConnectionError | TimeoutError | http.client.HTTPException):
         return True
     if type(error).__module__.partition(".")[0] in _HTTP_PACKAGES:

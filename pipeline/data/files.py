@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pipeline.core.errors import InputError
 from pipeline.core.file_errors import named_errors
 from pipeline.core.hub import refused_by_hub, repeat_requests
-from pipeline.core.retries import may_pass, repeated
+from pipeline.core.retries import is_transient, repeated
 
 _PARQUET = ".parquet"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -204,7 +204,7 @@ def _listing(filesystem: AbstractFileSystem, root: str, suffix: str) -> tuple[di
     try:
         info = filesystem.info(root)  # `exists` and `isdir` may say no of a place that they cannot reach
     except FileNotFoundError as error:
-        if may_pass(error):
+        if is_transient(error):
             raise
         return {}, root, True
     if info["type"] == "directory" or filesystem.isdir(root):  # a page of links is a file to fsspec's HTTP

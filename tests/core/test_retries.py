@@ -17,7 +17,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from pipeline.config import composing
 from pipeline.config.schema import ArcData, ParquetData
 from pipeline.core.errors import InputError, PipelineError
-from pipeline.core.retries import ATTEMPTS, may_pass
+from pipeline.core.retries import ATTEMPTS, is_transient
 from pipeline.data.arc.loading import open_tasks
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.text.tokenizer import load_tokenizer
@@ -40,7 +40,7 @@ def not_found(cause: Exception | None) -> FileNotFoundError:
 
 
 @pytest.mark.parametrize(
-    ("error", "passes"),
+    ("error", "transient"),
     [
         *((answered(status), True) for status in (408, 429, 500, 502, 503, 504)),
         *((answered(status), False) for status in (400, 401, 403, 404, 416)),
@@ -67,8 +67,8 @@ def not_found(cause: Exception | None) -> FileNotFoundError:
     ],
     ids=repr,
 )
-def test_what_may_pass(error: Exception, passes: bool) -> None:
-    assert may_pass(error) is passes
+def test_what_is_transient(error: Exception, transient: bool) -> None:
+    assert is_transient(error) is transient
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from huggingface_hub.utils import httpx
 
 from pipeline.core.errors import ConfigError, StoreError
 from pipeline.core.hub import HubUnavailable, repeat_requests
-from pipeline.core.retries import brief_cause, may_pass, repeated
+from pipeline.core.retries import brief_cause, is_transient, repeated
 from pipeline.store.io.hub_files import HubFiles
 
 _AGAIN = "Check the network and https://status.huggingface.co, and run the same command again; it continues."
@@ -137,7 +137,7 @@ def _errors(repo: str) -> Iterator[None]:
     except OfflineModeIsEnabled as error:
         raise ConfigError(f"repo={repo} cannot be written: HF_HUB_OFFLINE is set. Unset it.") from error
     except (httpx.HTTPError, HFValidationError, ValueError) as error:
-        if may_pass(error):  # it has been repeated
+        if is_transient(error):  # it has been repeated
             raise HubUnavailable(f"the push to {repo} failed: {brief_cause(error):.500}. {_AGAIN}") from error
         raise ConfigError(
             f"repo={repo:.200}: the Hub refuses the push ({brief_cause(error):.500}). Check the spelling, and log in "
