@@ -2,6 +2,7 @@
 
 import json
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -11,10 +12,10 @@ from material import text_stream
 from pipeline.config.choices import LongDocuments, Template
 from pipeline.config.schema import ArcData, ParquetData
 from pipeline.data.arc.augment import Augmentation
-from pipeline.data.arc.prompts import decode_prompt
 from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.data.sources import open_source
 from pipeline.data.text.tokenizer import load_tokenizer
+from tests.data.arc.undoing import decode_prompt, original_grid
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_every_grid_of_every_task_comes_back_from_its_prompt(shared, tokenizer, 
         info = document.info
         task = json.loads((folder / f"{info['task']}.json").read_text())
         order = tuple(map(int, info["order"].split(",")))
-        undo = Augmentation(info["geometry"], tuple(map(int, info["colors"])), order).invert_grid
+        undo = partial(original_grid, Augmentation(info["geometry"], tuple(map(int, info["colors"])), order))
         *examples, test = decode_prompt(document.text, source._encoder)
         for number, pair in zip(order, examples, strict=True):
             assert undo(pair.input).tolist() == task["train"][number]["input"]

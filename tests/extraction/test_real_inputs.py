@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 from pipeline.config import composing
 from pipeline.config.schema import ArcData
 from pipeline.data.arc.encoders import grid_encoder
-from pipeline.data.arc.prompts import decode_prompt
 from pipeline.extraction.job_run import run
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
+from tests.data.arc.undoing import decode_prompt
 
 VOCAB_SIZE = 151_646
 MODEL = {

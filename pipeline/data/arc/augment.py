@@ -1,4 +1,5 @@
-"""Augmented versions of a task: geometry, colours and the order of examples, each of them invertible.
+"""Augmented versions of a task: geometry, colours and the order of examples. What is stored of them tells how to undo
+them.
 
 What version k of a task looks like depends on the seed, the task's name and k alone: not on the order in which tasks
 are read, not on the process. All examples are kept.
@@ -48,23 +49,8 @@ class Augmentation:
         turned = np.rot90(grid, turns)
         return np.array(self.colors, np.int8)[np.fliplr(turned) if mirrored else turned]
 
-    def invert_grid(self, grid: Grid) -> Grid:
-        """The grid whose `apply_grid` is `grid`."""
-        turns, mirrored = _GEOMETRIES[self.geometry]
-        original = np.argsort(self.colors).astype(np.int8)[grid]
-        return np.ascontiguousarray(np.rot90(np.fliplr(original) if mirrored else original, -turns))
-
-    def invert(self, task: Task) -> Task:
-        """The task whose `apply` is `task`."""
-        examples = {number: self._inverted(pair) for number, pair in zip(self.order, task.examples, strict=True)}
-        tests = tuple(self._inverted(pair) for pair in task.tests)
-        return Task(task.name, tuple(examples[number] for number in sorted(examples)), tests)
-
     def _pair(self, pair: Pair) -> Pair:
         return Pair(self.apply_grid(pair.input), None if pair.output is None else self.apply_grid(pair.output))
-
-    def _inverted(self, pair: Pair) -> Pair:
-        return Pair(self.invert_grid(pair.input), None if pair.output is None else self.invert_grid(pair.output))
 
 
 def augmentation(

@@ -1,4 +1,4 @@
-"""A task as a prompt, and the grids back from it.
+"""A task as a prompt, and the grid that a completion answers.
 
     input:
     <grid>
@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 
 from pipeline.data.arc.encoders import GridEncoder
-from pipeline.data.arc.tasks import Grid, Pair, Task
+from pipeline.data.arc.tasks import Grid, Task
 
 _LABEL = re.compile(r"(input|output):\n")
 
@@ -50,24 +50,6 @@ def chat_messages(task: Task, test: int, encoder: GridEncoder, *, include_soluti
     return messages
 
 
-def decode_prompt(text: str, encoder: GridEncoder) -> list[Pair]:
-    """The pairs of a prompt, plain or rendered by a chat template; the last is the test.
-
-    Raises ValueError when the labels or the grids are not those of a prompt.
-    """
-    grids: list[tuple[str, Grid]] = []
-    labels = list(_LABEL.finditer(text))
-    for label in labels:
-        if label is labels[-1] and label[1] == "output" and not _has_grid(text, label.end(), encoder):
-            break
-        grids.append((label[1], encoder.decode_at(text, label.end())[0]))
-    expected = ["input" if number % 2 == 0 else "output" for number in range(len(grids))]
-    if not grids or [name for name, _ in grids] != expected:
-        raise ValueError(f"labels {[name for name, _ in grids]}, expected inputs and outputs in turn")
-    outputs = [grid for _, grid in grids[1::2]] + [None] * (len(grids) % 2)
-    return [Pair(grid, output) for (_, grid), output in zip(grids[::2], outputs, strict=True)]
-
-
 def decode_answer(prompt: str, completion: str, encoder: GridEncoder) -> Grid | None:
     """The grid that a completion gives, or None: after the prompt's label, or, where the prompt ends otherwise (as a
     chat's does), after the completion's last label that a grid follows, or else at its very beginning."""
@@ -78,11 +60,3 @@ def decode_answer(prompt: str, completion: str, encoder: GridEncoder) -> Grid | 
         except ValueError:
             continue
     return None
-
-
-def _has_grid(text: str, begin: int, encoder: GridEncoder) -> bool:
-    try:
-        encoder.decode_at(text, begin)
-    except ValueError:
-        return False
-    return True

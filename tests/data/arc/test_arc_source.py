@@ -13,10 +13,10 @@ from pipeline.config.schema import ArcData
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.arc.encoders import grid_encoder
 from pipeline.data.arc.loading import dataset_tasks, open_tasks
-from pipeline.data.arc.prompts import decode_prompt
 from pipeline.data.arc.source import ArcSource
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.text.tokenizer import TextTokenizer
+from tests.data.arc.undoing import decode_prompt
 from tests.hub import hub_for_this_process
 
 ONE = {"train": [{"input": [[1]], "output": [[2]]}], "test": [{"input": [[3]], "output": [[4]]}]}
@@ -239,12 +239,6 @@ def test_grids_come_back_from_prompts(folder, template, include_solution, settin
     assert (test.input.tolist(), test.output) == ([[8]], None)
     solved = decode_prompt(documents(opened)[0].text, grid_encoder(opened._config))[-1].output
     assert np.array_equal(solved, [[4]]) if include_solution else solved is None
-
-
-@pytest.mark.parametrize("text", ["", "input:\n", "output:\n1\n", "input:\n1\ninput:\n2\n", "input:\nx\noutput:\n1"])
-def test_other_texts_are_no_prompts(text):
-    with pytest.raises(ValueError, match=r"labels|no grid"):
-        decode_prompt(text, grid_encoder(ArcData(source="arc", path="")))
 
 
 def test_a_hub_data_set_is_downloaded_whole(tmp_path, monkeypatch):
