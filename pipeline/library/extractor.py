@@ -26,7 +26,7 @@ from pipeline.extraction.loaded_step import LoadedStep, ModelWeights
 from pipeline.job.identity import weights_identity
 from pipeline.job.opening import open_job
 from pipeline.job.revisions import model_revision
-from pipeline.library.inputs import DocumentInput, GivenDocuments, Reading, as_list
+from pipeline.library.inputs import DocumentInput, DocumentReader, GivenDocuments, as_list
 from pipeline.library.results import Collector, ExtractedDocument, start_copies
 from pipeline.library.settings import configuration, settings
 from pipeline.library.shapes import Shape, ladder, smallest
@@ -159,7 +159,7 @@ class Extractor:
         framework.
         """
         array_framework = Framework(framework)
-        items = self._reading(add_generation_prompt).tokenised(as_list(documents))
+        items = self._reader(add_generation_prompt).tokenised(as_list(documents))
         tokenised = [item for item in items if not isinstance(item, SkippedDocument)]
         if len(tokenised) < len(items):
             log.warning(
@@ -190,7 +190,7 @@ class Extractor:
         does nothing to one that is complete; a larger `max_tokens` extends it. Other documents or options at the same
         path raise StoreMismatch. Besides, raises what the command raises: any PipelineError.
         """
-        texts = self._reading(add_generation_prompt).texts(as_list(documents), with_tokens=False)
+        texts = self._reader(add_generation_prompt).texts(as_list(documents), with_tokens=False)
         with tempfile.TemporaryDirectory() as folder:
             settings = {
                 "store.path": os.fspath(path),
@@ -212,8 +212,8 @@ class Extractor:
         """Kernels have lengths that they take, and the slots of selected tokens are those of a whole row."""
         return self.config.model.attention in (Attention.auto, Attention.xla) and self.plan.step.selected is None
 
-    def _reading(self, add_generation_prompt: bool) -> Reading:
-        return Reading(self.tokenizer, self.model.vocab_size, self.config.data.on_error, add_generation_prompt)
+    def _reader(self, add_generation_prompt: bool) -> DocumentReader:
+        return DocumentReader(self.tokenizer, self.model.vocab_size, self.config.data.on_error, add_generation_prompt)
 
     def _loaded(self, shape: Shape) -> LoadedStep:
         """The step of one shape, compiled when it is first needed."""

@@ -28,7 +28,7 @@ _ROW_GROUP = 1000  # documents
 
 
 @dataclass(frozen=True)
-class Reading:
+class DocumentReader:
     """How given documents become tokens. `on_error`: whether a bad one is refused or skipped."""
 
     tokenizer: TextTokenizer
