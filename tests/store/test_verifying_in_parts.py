@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.errors import PipelineError
-from pipeline.store.check import stored_objects
+from pipeline.store.check import object_listings
 from pipeline.store.check.scope import Level, Scope
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.block_table import TABLE_KEY, index_key
@@ -157,5 +157,5 @@ def test_keys_that_are_listed_in_parts(store_path, monkeypatch):
     delete(SHARD)(storage)
     expected = found(store_path, level=Level.objects)
     assert {where for where, _ in expected} == {SHARD, *others}
-    monkeypatch.setattr(stored_objects, "_MANY", 1)
+    monkeypatch.setattr(object_listings, "_MANY", 1)
     assert found(store_path, level=Level.objects) == expected

@@ -12,9 +12,9 @@ from pipeline.store.check.ahead import map_ahead
 from pipeline.store.check.block_checks import check_tiling
 from pipeline.store.check.id_index import StreamIds
 from pipeline.store.check.merged_statistics import StreamStatistics, check_merged, merged, stored_total
+from pipeline.store.check.object_listings import MissingArrays, check_objects
 from pipeline.store.check.scope import EVERYTHING, Level, Scope
 from pipeline.store.check.stored_blocks import CheckedBlock, OpenStore, check_block
-from pipeline.store.check.stored_objects import MissingArrays, check_objects
 from pipeline.store.check.stored_records import StreamRecords, check_records, join_tables, read_again, read_last
 from pipeline.store.format.arrays import array_mismatches, edited_arrays, open_existing, refused_arrays, stored_layout
 from pipeline.store.format.commits import CommitRecord
