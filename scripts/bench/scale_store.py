@@ -27,9 +27,9 @@ from pipeline.store.format.block_table import (
     TABLE_KEY,
     BlockTable,
     StreamBlocks,
-    index_key,
     index_step,
     join_streams,
+    stream_table_key,
     table_sha256,
 )
 from pipeline.store.format.commits import CommitRecord, commit_key
@@ -313,7 +313,7 @@ def make_store(shape: StoreShape, target: int) -> SyntheticStore:
     unindexed = 0 if shape.state is State.complete else shape.stream_blocks % index_step(shape.stream_blocks)
     indexed = shape.stream_blocks - unindexed
     for stream in range(shape.streams if indexed else 0):
-        storage.write(index_key(stream), store.stream_table(stream, indexed).encode())
+        storage.write(stream_table_key(stream), store.stream_table(stream, indexed).encode())
     for stream in range(shape.streams if shape.has_ids else 0):
         storage.write(ids_key(stream), store.ids_index(stream, shape.stream_blocks))
     if shape.state is State.complete:

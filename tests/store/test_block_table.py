@@ -12,11 +12,11 @@ from pipeline.store.format.block_table import (
     DTYPE,
     BlockTable,
     StreamBlocks,
-    index_key,
     index_step,
     join_streams,
     read_stream,
     split_streams,
+    stream_table_key,
 )
 from pipeline.store.format.commits import CommitRecord, read_stream_records
 from pipeline.store.format.statistics import (
@@ -141,7 +141,7 @@ def test_a_stream_is_read_from_its_table_and_the_later_records(tmp_path, indexed
     storage = Storage.open(str(tmp_path))
     records = stream_records(9)
     write_records(storage, *records[:6])
-    storage.write(index_key(3), BlockTable.from_records(records[:indexed]).encode())
+    storage.write(stream_table_key(3), BlockTable.from_records(records[:indexed]).encode())
     known = range(indexed - 1 if 0 < indexed <= 6 else 0)
     for block in known:
         storage.write(records[block].key, b"not read")
@@ -158,7 +158,7 @@ def test_a_table_that_does_not_agree_with_the_records_is_not_used(tmp_path, wron
     storage = Storage.open(str(tmp_path))
     records = stream_records(4)
     write_records(storage, *records[:2], replace(records[2], **wrong), records[3])
-    storage.write(index_key(3), BlockTable.from_records(records[:3]).encode())
+    storage.write(stream_table_key(3), BlockTable.from_records(records[:3]).encode())
     table, *_ = read_stream(storage, 3)
     expected = [*records[:2], replace(records[2], **wrong), records[3]]
     np.testing.assert_array_equal(table.values, BlockTable.from_records(expected).values)
@@ -171,7 +171,7 @@ def test_a_crafted_table_is_not_used(tmp_path):
     write_records(storage, *records)
     table = BlockTable.from_records(records[:4])
     table.values["rows"][0] += 1
-    storage.write(index_key(3), table.encode())
+    storage.write(stream_table_key(3), table.encode())
     np.testing.assert_array_equal(read_stream(storage, 3).table.values, BlockTable.from_records(records).values)
 
 
@@ -198,7 +198,7 @@ def test_a_table_is_written_now_and_then_and_at_the_end(tmp_path):
         entry = record(3, block, truncated=block == last)
         write_records(storage, entry)
         streams.append(entry)
-        content = storage.read(index_key(3))
+        content = storage.read(stream_table_key(3))
         lengths.append(0 if content is None else len(BlockTable.decode(content)))
     assert sorted(set(lengths)) == [*range(0, last, 8), last]
     assert len(CommittedStreams(storage, 4)[3].table) == last + 1

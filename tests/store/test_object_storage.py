@@ -12,7 +12,7 @@ from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.arrays import open_existing, open_or_create
 from pipeline.store.format.block_table import PREFIX as BLOCKS_PREFIX
-from pipeline.store.format.block_table import TABLE_KEY, index_key
+from pipeline.store.format.block_table import TABLE_KEY, stream_table_key
 from pipeline.store.format.commits import COMMITS_PREFIX, commit_key
 from pipeline.store.format.metadata import read_metadata, require_root
 from pipeline.store.format.tables import table_key
@@ -102,7 +102,7 @@ def test_a_finished_store_is_opened_without_a_request_for_each_block(service):
     asked = bookkeeping(proxy, path)
     [listing] = [key for key in asked if key.endswith("*")]
     assert listing.startswith(f"{COMMITS_PREFIX}stream-00001/")
-    assert asked == {index_key(1): 1, listing: 1, commit_key(1, last): 1}
+    assert asked == {stream_table_key(1): 1, listing: 1, commit_key(1, last): 1}
 
 
 def bookkeeping(proxy, path: str) -> dict[str, int]:

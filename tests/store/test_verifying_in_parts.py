@@ -12,7 +12,7 @@ from pipeline.core.errors import PipelineError
 from pipeline.store.check import object_listings
 from pipeline.store.check.scope import Level, Scope
 from pipeline.store.check.verifying import verify_store
-from pipeline.store.format.block_table import TABLE_KEY, index_key
+from pipeline.store.format.block_table import TABLE_KEY, stream_table_key
 from pipeline.store.format.commits import COMMITS_PREFIX, CommitRecord, commit_key
 from pipeline.store.format.statistics import statistics_key
 from pipeline.store.format.tables import table_key
@@ -87,7 +87,7 @@ DAMAGE = {
     "record of no stream": (copy(commit_key(1, 0), commit_key(7, 0)), commit_key(7, 0), Level.records),
     "no record": (copy(TABLE_KEY, f"{COMMITS_PREFIX}notes"), f"{COMMITS_PREFIX}notes", Level.records),
     "block table": (flip(TABLE_KEY), TABLE_KEY, Level.records),
-    "stream's table": (flip(index_key(1)), index_key(1), Level.records),
+    "stream's table": (flip(stream_table_key(1)), stream_table_key(1), Level.records),
     "deleted shard": (delete(f"{RESID}/1/0/0"), f"{RESID}/1/0/0", Level.objects),
     "deleted document table": (delete(table_key(1, 0)), table_key(1, 0), Level.objects),
     "deleted statistics": (delete(statistics_key(1, 0)), statistics_key(1, 0), Level.objects),

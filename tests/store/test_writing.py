@@ -18,7 +18,7 @@ from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.arrays import set_rows
-from pipeline.store.format.block_table import TABLE_KEY, BlockTable, index_key
+from pipeline.store.format.block_table import TABLE_KEY, BlockTable, stream_table_key
 from pipeline.store.format.commits import read_stream_records
 from pipeline.store.format.layout import MAX_ROWS
 from pipeline.store.format.metadata import read_metadata
@@ -337,9 +337,9 @@ def test_a_block_table_that_is_not_that_of_the_root_is_not_used(store_path, spoi
 def test_the_block_table_of_a_stream_only_saves_requests(store_path, spoil):
     write_store(store_path, finish=False)
     expected = [block.record.block for block in blocks(0)]
-    spoil(store_path, index_key(0))
+    spoil(store_path, stream_table_key(0))
     problems = [(problem.where, problem.remedy) for problem in verify_store(store_path)]
-    assert problems == ([(index_key(0), Remedy.tabulate)] if spoil is damage_table else [])
+    assert problems == ([(stream_table_key(0), Remedy.tabulate)] if spoil is damage_table else [])
     assert ActivationStore.open(store_path).num_tokens == stored_tokens()
     assert committed(StoreWriter.open(store_path, metadata(), layout()), 0) == expected
     write_store(store_path)
@@ -349,8 +349,8 @@ def test_the_block_table_of_a_stream_only_saves_requests(store_path, spoil):
 def test_the_block_table_of_another_stream_is_not_used(store_path):
     write_store(store_path, finish=False)
     storage = Storage.open(store_path)
-    storage.write(index_key(0), storage.read(index_key(1)))
-    assert [problem.where for problem in verify_store(store_path)] == [index_key(0)]
+    storage.write(stream_table_key(0), storage.read(stream_table_key(1)))
+    assert [problem.where for problem in verify_store(store_path)] == [stream_table_key(0)]
     assert ActivationStore.open(store_path).num_tokens == stored_tokens()
     writer = StoreWriter.open(store_path, metadata(), layout())
     assert set(writer.streams[0].table.column("stream")) == {0}

@@ -12,7 +12,7 @@ from pipeline.store.check.ahead import map_ahead
 from pipeline.store.check.block_checks import check_chain
 from pipeline.store.check.id_index import check_header
 from pipeline.store.check.scope import Scope
-from pipeline.store.format.block_table import DTYPE, TABLE_KEY, BlockTable, index_key, table_sha256
+from pipeline.store.format.block_table import DTYPE, TABLE_KEY, BlockTable, stream_table_key, table_sha256
 from pipeline.store.format.commits import (
     COMMITS_PREFIX,
     CONSOLIDATED_KEY,
@@ -230,7 +230,7 @@ def _is_in_order(table: BlockTable, num_streams: int) -> bool:
 def _check_index(storage: Storage, stream: int, records: BlockTable) -> Iterator[Problem]:
     """A stream's own block table agrees with the records. It may lack the last blocks, or have blocks whose records
     were deleted to have them computed again."""
-    key = index_key(stream)
+    key = stream_table_key(stream)
     if what := storage.file_problem(key):
         yield Problem(key, what, Remedy.tabulate)
         return

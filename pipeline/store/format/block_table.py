@@ -182,7 +182,7 @@ def index_step(num_blocks: int) -> int:
     return min(max(least, 1 << max(0, num_blocks.bit_length() - 4)), most)
 
 
-def index_key(stream: int) -> str:
+def stream_table_key(stream: int) -> str:
     """The key, relative to the store, of a stream's own block table."""
     return f"{PREFIX}stream-{stream:05d}.npy"
 
@@ -193,7 +193,7 @@ def read_stream(storage: Storage, stream: int, list_all: bool = False) -> Stream
     With `list_all` a gap among the earlier records is noticed, at one request for each 1,000 of them. Raises
     StoreInvalid for a damaged record, and for a gap, and StoreError.
     """
-    content = storage.read(index_key(stream))
+    content = storage.read(stream_table_key(stream))
     indexed = (None if content is None else BlockTable.decode(content)) or BlockTable()
     if len(indexed):
         known = len(indexed) - 1  # its last block is compared with its record

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipeline.store.format.block_table import StreamBlocks, index_key, index_step, read_stream, read_streams
+from pipeline.store.format.block_table import StreamBlocks, index_step, read_stream, read_streams, stream_table_key
 from pipeline.store.format.commits import CommitRecord, read_commit_records
 from pipeline.store.format.statistics import BlockStatistics, merge_arrays, read_running
 from pipeline.store.io.storage import Storage
@@ -50,7 +50,7 @@ class CommittedStreams:
         num_new, step = num_blocks - blocks.num_indexed, index_step(num_blocks)
         is_due = num_blocks % step == 0 or record.exhausted or record.truncated
         if num_new >= step or (num_new and is_due):
-            self._storage.write(index_key(record.stream), blocks.to_index.encode())
+            self._storage.write(stream_table_key(record.stream), blocks.to_index.encode())
             blocks = blocks._replace(num_indexed=len(blocks.to_index))
         self._read[record.stream] = blocks
 

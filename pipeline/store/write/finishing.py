@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.arrays import set_rows
-from pipeline.store.format.block_table import TABLE_KEY, StreamBlocks, index_key, join_streams, read_table, table_sha256
+from pipeline.store.format.block_table import (
+    TABLE_KEY,
+    StreamBlocks,
+    join_streams,
+    read_table,
+    stream_table_key,
+    table_sha256,
+)
 from pipeline.store.format.commits import CONSOLIDATED_KEY
 from pipeline.store.format.layout import MAX_ROWS, StoreLayout
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, read_root, read_root_generation
@@ -86,7 +93,7 @@ def _try_to_finish(storage: Storage, layout: StoreLayout, read: Callable[[], Str
             raise _ChangedMeanwhile from None
         raise
     behind = [stream for stream, stored in streams.items() if len(stored.to_index) != stored.num_indexed]
-    write_many(storage, ((index_key(stream), streams[stream].to_index.encode()) for stream in behind))
+    write_many(storage, ((stream_table_key(stream), streams[stream].to_index.encode()) for stream in behind))
     for key, content in objects.items():
         _write(storage, key, content, initial)
     finished = replace(
