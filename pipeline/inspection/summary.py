@@ -15,7 +15,7 @@ from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.layout import ITEM_BYTES, MIB, StoreLayout
 from pipeline.store.format.metadata import StoreRoot, read_root
 from pipeline.store.format.tables import read_tables
-from pipeline.store.io.parsing import parse_json
+from pipeline.store.io.parsing import parse_store_json
 
 # Blocks of a large store whose document tables are read, evenly spaced.
 MAX_TABLES = 64
@@ -131,7 +131,7 @@ def summarise(store: ActivationStore) -> Summary:
 
 def _snapshots(key: str, text: bytes | None) -> list[Mapping[str, Any]]:
     remedy = "Delete it; nothing depends on it."
-    snapshots = [parse_json(line, f"{key}, a run's log,", remedy) for line in (text or b"").splitlines()]
+    snapshots = [parse_store_json(line, f"{key}, a run's log,", remedy) for line in (text or b"").splitlines()]
     if not all(map(_is_snapshot, snapshots)):
         raise StoreInvalid(f"{key} is not a run's log: expected a JSON object of numbers on each line. {remedy}")
     return snapshots

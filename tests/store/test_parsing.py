@@ -4,12 +4,12 @@ import pytest
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.core.json_text import MAX_DEPTH
-from pipeline.store.io.parsing import parse_json
+from pipeline.store.io.parsing import parse_store_json
 
 
 @pytest.mark.parametrize("text", [b"{}", b'[{"a": [1, 2.5, null, "\xc3\xa4\\u00e4"]}]', b"3", b"[" * 64 + b"]" * 64])
 def test_what_is_json_is_read(text):
-    assert parse_json(text, "a record") is not None
+    assert parse_store_json(text, "a record") is not None
 
 
 @pytest.mark.parametrize(
@@ -29,4 +29,4 @@ def test_what_is_json_is_read(text):
 )
 def test_what_is_not_is_named(text, message):
     with pytest.raises(StoreInvalid, match=rf"^a record .*{message}.* run pipeline\.verify"):
-        parse_json(text, "a record")
+        parse_store_json(text, "a record")

@@ -26,7 +26,7 @@ from pipeline.store.format.metadata import StoreRoot
 from pipeline.store.io.digests import array_digest, repeated_chunk_digest
 from pipeline.store.io.directories import make_directories
 from pipeline.store.io.failures import DAMAGE_REMEDY, VERIFY_REMEDY
-from pipeline.store.io.parsing import parse_json
+from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.storage import Storage
 
 ARRAY_REMEDY = (
@@ -107,7 +107,7 @@ def open_existing(
 def _parse_zarr_json(content: bytes, subject: str) -> dict[str, Any]:
     """Raises StoreInvalid unless this may be the zarr.json of an array of a store. TensorStore checks the rest: it
     believes every size, and ends the process where attributes are nested deep."""
-    zarr_json = parse_json(content, subject, ARRAY_REMEDY)
+    zarr_json = parse_store_json(content, subject, ARRAY_REMEDY)
     try:
         shape, shard = zarr_json["shape"], zarr_json["chunk_grid"]["configuration"]["chunk_shape"]
         sizes = [*shape, *shard]

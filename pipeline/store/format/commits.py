@@ -18,7 +18,7 @@ from typing import Any
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.io.digests import json_digest
 from pipeline.store.io.failures import VERIFY_REMEDY
-from pipeline.store.io.parsing import parse_json
+from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.storage import Storage
 
 COMMITS_PREFIX = "_commits/"
@@ -133,7 +133,7 @@ class CommitRecord:
     @classmethod
     def from_json(cls, text: bytes, subject: str) -> "CommitRecord":
         """Raises StoreInvalid, naming `subject`, for a record that is damaged, edited, or of another version."""
-        content = parse_json(text, subject, _REMEDY)
+        content = parse_store_json(text, subject, _REMEDY)
         try:
             digest = content.pop("sha256")
             record = cls._from_content(content)

@@ -18,7 +18,7 @@ from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS, TOKENS, ArraySpe
 from pipeline.store.format.root_types import require_root_types
 from pipeline.store.format.target import Target
 from pipeline.store.io.digests import json_digest
-from pipeline.store.io.parsing import parse_json
+from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.storage import Storage, StorageLike
 
 FORMAT_VERSION = 1
@@ -217,7 +217,7 @@ class StoreRoot:
     def from_json(cls, text: bytes, path: str) -> "StoreRoot":
         """Raises StoreInvalid when the group at `path` is not an activation store of this version, or is damaged."""
         subject = f"{path}/{ROOT_KEY}"
-        group = parse_json(text, subject)
+        group = parse_store_json(text, subject)
         if not isinstance(group, dict) or not isinstance(group.get("attributes", {}), dict):
             raise StoreInvalid(f"{subject} is not the JSON of a Zarr group.")
         attributes = group.get("attributes", {}).get(ATTRIBUTE)

@@ -27,7 +27,7 @@ from pipeline.store.format.norms import norms_of
 from pipeline.store.format.tables import decode_parquet, encode_table
 from pipeline.store.io.digests import objects_digest
 from pipeline.store.io.failures import DAMAGE_REMEDY
-from pipeline.store.io.parsing import parse_json
+from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.storage import Storage
 
 BINS_PER_OCTAVE = 32
@@ -369,7 +369,7 @@ def read_merged(storage: Storage, name: str, digest: str | None = None) -> Stati
 def decode_merged(objects: Mapping[str, bytes], name: str) -> Statistics:
     """The inverse of `encode_merged`. Raises StoreInvalid."""
     zarr_json_key, values_key = merged_keys(name)
-    zarr_json = parse_json(objects[zarr_json_key], zarr_json_key)
+    zarr_json = parse_store_json(objects[zarr_json_key], zarr_json_key)
     try:
         attributes = zarr_json["attributes"]
         values = np.frombuffer(objects[values_key], "<f8").reshape(zarr_json["shape"][0], -1)

@@ -15,7 +15,7 @@ from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.problems import Problem, Remedy
 from pipeline.store.generated.group_keys import group_key, stream_prefix
 from pipeline.store.generated.kept_activations import check_kept
-from pipeline.store.io.parsing import parse_json
+from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.storage import Storage
 
 _METADATA = b"group"  # of the parquet schema: JSON with `next`, `exhausted` and `sha256`
@@ -56,7 +56,7 @@ def _decode(key: str, content: bytes | None, stream: int, index: int) -> pa.Tabl
 
 def group_state(table: pa.Table, subject: str) -> dict[str, Any]:
     """The metadata of a group: `next`, `exhausted`, `sha256`. Raises StoreInvalid."""
-    state = parse_json((table.schema.metadata or {}).get(_METADATA, b"null"), subject, _REMEDY)
+    state = parse_store_json((table.schema.metadata or {}).get(_METADATA, b"null"), subject, _REMEDY)
     if not isinstance(state, dict) or not {"next", "exhausted"} <= set(state):
         raise StoreInvalid(f"{subject} is not a group of generated documents. {_REMEDY}")
     return state

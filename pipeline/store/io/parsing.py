@@ -8,7 +8,7 @@ from pipeline.core.json_text import MAX_DEPTH, is_deep
 from pipeline.store.io.failures import DAMAGE_REMEDY
 
 
-def parse_json(text: bytes, subject: str, remedy: str = DAMAGE_REMEDY) -> Any:
+def parse_store_json(text: bytes, subject: str, remedy: str = DAMAGE_REMEDY) -> Any:
     """The value of a JSON text. Raises StoreInvalid, naming `subject`, where it is not JSON, is nested deeper than
     MAX_DEPTH, or has a string that UTF-8 cannot encode.
     """

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.target import ALL, Target, larger
-from pipeline.store.io.parsing import parse_json
+from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.storage import NO_OBJECT, Storage, StorageLike
 
 log = logging.getLogger("pipeline")
@@ -58,7 +58,7 @@ class _Claim(NamedTuple):
 
     @classmethod
     def from_json(cls, text: bytes, subject: str) -> "_Claim":
-        content = parse_json(text, subject, _CLAIM_REMEDY)
+        content = parse_store_json(text, subject, _CLAIM_REMEDY)
         try:
             claim = cls(**content)
         except TypeError as error:
