@@ -101,7 +101,7 @@ class UnfinishedStreams:
         self._claimed = self._random.sample(claimed, len(claimed))
 
     def _is_finished(self, stream: int) -> bool:
-        return self._job.has_share(stream, self._store.streams[stream].table)
+        return self._job.is_stream_done(stream, self._store.streams[stream].table)
 
 
 def require_finished_streams(job: Job, store: StoreWriter) -> None:
@@ -112,8 +112,8 @@ def require_finished_streams(job: Job, store: StoreWriter) -> None:
     own = job.plan.streams.target
     if larger(require_root(store.storage).target, own) != own:
         return
-    streams = [stream for stream, blocks in store.streams.all().items() if not job.has_share(stream, blocks.table)]
-    lacking = [stream for stream in streams if not job.has_share(stream, store.streams.read_again(stream).table)]
+    streams = [stream for stream, blocks in store.streams.all().items() if not job.is_stream_done(stream, blocks.table)]
+    lacking = [stream for stream in streams if not job.is_stream_done(stream, store.streams.read_again(stream).table)]
     for stream in lacking:
         delete_marks(store.storage, stream)
     if lacking:

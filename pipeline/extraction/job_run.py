@@ -97,18 +97,18 @@ def open_store(job: Job) -> StoreWriter:
         ) from error
     if job.config.capture.encode_index and job.encoders and not store.metadata.indexed_features:
         log.warning("%s was created without an index by feature, so none is written (capture.encode_index)", path)
-    if not (store.complete and has_own_share(job, store)):
+    if not (store.complete and are_own_streams_done(job, store)):
         store.reopen(job.plan.streams.target)
         if not job.plan.checks.fail_on_not_finite:
             store.allow_not_finite()
     return store
 
 
-def has_own_share(job: Job, store: StoreWriter) -> bool:
+def are_own_streams_done(job: Job, store: StoreWriter) -> bool:
     """Whether this process's streams hold their share of `run.max_tokens`, as their records say: some may have been
     deleted, to have their blocks computed again."""
     streams = store.streams.some(job.plan.streams.local)
-    return all(job.has_share(stream, blocks.table) for stream, blocks in streams.items())
+    return all(job.is_stream_done(stream, blocks.table) for stream, blocks in streams.items())
 
 
 def work_left(job: Job, store: StoreWriter) -> list[StreamWork]:

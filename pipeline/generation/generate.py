@@ -19,7 +19,7 @@ from pipeline.generation.spec import GenerationSpec
 from pipeline.generation.stream_groups import StreamGroups
 from pipeline.job.end_tokens import end_tokens
 from pipeline.job.identity import sampling
-from pipeline.job.opening import Job, work_left
+from pipeline.job.opening import Job, resume_point
 from pipeline.job.watchdog import Watchdog
 from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.step.compiled_step import make_partition
@@ -103,10 +103,10 @@ def _compile(job: Job) -> Generator:
 
 def _open_stream(job: Job, stream: int, blocks: StreamBlocks) -> StreamGroups | None:
     """A stream's missing groups; None where all its blocks are committed."""
-    left = work_left(blocks, job.plan.streams.budget(stream))
-    if left is None:
+    point = resume_point(blocks, job.plan.streams.budget(stream))
+    if point is None:
         return None
-    start, _, budget = left
+    start, _, budget = point
     return StreamGroups(
         job.generated(stream),
         job.texts(stream),

@@ -79,18 +79,18 @@ class Job:
         `target` is the store's target. If another run has raised it above this run's, this run does not truncate its
         last block, so that the block equals the one that the other run would write.
         """
-        left = work_left(blocks, self.plan.streams.budget(stream))
-        if left is None:
+        point = resume_point(blocks, self.plan.streams.budget(stream))
+        if point is None:
             return None
         share = stream_share(larger(target, self.plan.streams.target), self.plan.streams.count, stream)
-        budget = None if share is None else share - blocks.table[: left.block].total("tokens")
-        return StreamWork(self.stream(stream), left.cursor, left.block, budget, left.tokens)
+        budget = None if share is None else share - blocks.table[: point.block].total("tokens")
+        return StreamWork(self.stream(stream), point.cursor, point.block, budget, point.tokens)
 
     def is_done(self, streams: Sequence[BlockTable]) -> bool:
         """Whether every stream of the store, of all processes, holds its share of `run.max_tokens`."""
-        return all(self.has_share(stream, blocks) for stream, blocks in enumerate(streams))
+        return all(self.is_stream_done(stream, blocks) for stream, blocks in enumerate(streams))
 
-    def has_share(self, stream: int, blocks: BlockTable) -> bool:
+    def is_stream_done(self, stream: int, blocks: BlockTable) -> bool:
         """Whether a stream, whose committed blocks are `blocks`, holds its share of `run.max_tokens`."""
         return has_share(blocks, self.plan.streams.budget(stream))
 
@@ -157,7 +157,7 @@ class Job:
         )
 
 
-class WorkLeft(NamedTuple):
+class ResumePoint(NamedTuple):
     """Where a stream is resumed."""
 
     cursor: Cursor
@@ -165,8 +165,8 @@ class WorkLeft(NamedTuple):
     tokens: int | None  # still wanted; None: all that the data has
 
 
-def work_left(blocks: StreamBlocks, budget: int | None) -> WorkLeft | None:
-    """What is left of a stream whose committed blocks are `blocks`; None if nothing is.
+def resume_point(blocks: StreamBlocks, budget: int | None) -> ResumePoint | None:
+    """Where to resume a stream whose committed blocks are `blocks`; None if nothing of it is left.
 
     A truncated block is computed again: the complete block starts at the same cursor and has the same first rows.
     """
@@ -177,7 +177,7 @@ def work_left(blocks: StreamBlocks, budget: int | None) -> WorkLeft | None:
     if last is not None:
         cursor = Cursor(**(last.start if last.truncated else last.next))
         table = table[:-1] if last.truncated else table
-    return WorkLeft(cursor, len(table), None if budget is None else budget - table.total("tokens"))
+    return ResumePoint(cursor, len(table), None if budget is None else budget - table.total("tokens"))
 
 
 def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
