@@ -44,7 +44,7 @@ LONGEST = (
     *("test_faults.py", "test_generator.py", "test_training_stream.py", "test_int8.py", "test_positions.py"),
     *("test_object_storage.py", "test_features.py", "test_bfloat16.py", "test_extractor.py", "test_cli.py"),
     *("test_attention_splash.py", "test_stream_store.py", "test_claiming.py", "test_remote_job.py"),
-    *("test_compilation_cache.py", "test_generation_mesh.py", "test_generation_tpu.py", "test_weights_error.py"),
+    *("test_compilation_cache.py", "test_generation_mesh.py", "test_generation_tpu.py", "test_int8_errors.py"),
     *("test_compiled_step.py", "test_run.py", "test_resume.py", "test_process_startup.py", "test_real_inputs.py"),
     *("test_train_examples.py", "test_writing.py", "test_batches.py", "test_families.py"),
 )
@@ -57,7 +57,7 @@ HASTILY_COMPILED = (
     *("tests/extraction/test_positions.py", "tests/extraction/test_features.py"),
     *("tests/extraction/test_run.py", "tests/extraction/test_writer.py", "tests/extraction/test_expert_stores.py"),
     *("tests/step/test_head_outputs.py", "tests/step/test_storage_dtypes.py", "tests/step/test_stored_statistics.py"),
-    *("tests/step/test_mesh.py", "tests/step/test_weights_error.py", "tests/extraction/test_zero_activations.py"),
+    *("tests/step/test_mesh.py", "tests/step/test_int8_errors.py", "tests/extraction/test_zero_activations.py"),
     *("tests/extraction/test_extension.py", "tests/extraction/test_alignment.py", "tests/job/test_metrics.py"),
     "tests/store/test_begun_before.py",
 )
@@ -70,7 +70,7 @@ SLOW = (  # what compiles many programs, or large ones, or runs whole jobs
     *("library/test_extractor.py", "library/test_extractor_parity.py", "library/test_aligned_models.py"),
     *("generation/test_generator.py", "generation/test_sampling.py", "models/test_families.py", "models/test_int8.py"),
     *("models/test_attention_splash.py", "models/test_parity.py", "step/test_compiled_step.py"),
-    *("step/test_storage_dtypes.py", "step/test_stored_statistics.py", "step/test_weights_error.py"),
+    *("step/test_storage_dtypes.py", "step/test_stored_statistics.py", "step/test_int8_errors.py"),
     *("extraction/test_zero_activations.py", "extraction/test_expert_stores.py", "extraction/test_features.py"),
     *("extraction/test_extension.py", "models/test_attention_xla.py", "models/test_attention_xla_segments.py"),
     *("models/test_experts.py", "models/test_real_encoder.py", "step/test_head_outputs.py"),

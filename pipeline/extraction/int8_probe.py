@@ -13,7 +13,7 @@ from pipeline.config.choices import ActivationsDtype
 from pipeline.core.sites import FINAL_NORM, ActivationKey
 from pipeline.generation.cache import attend_rounded
 from pipeline.job.opening import Job
-from pipeline.step.weights_error import Rounding, int8_errors
+from pipeline.step.int8_errors import Rounding, int8_errors
 
 _PROBE_TOKENS = 1024
 _DIGITS = 3  # what does not depend on the number of threads or the kind of device

@@ -15,7 +15,7 @@ from pipeline.extraction.job_run import run
 from pipeline.inspection.summary import summarise
 from pipeline.job.opening import open_job
 from pipeline.models.int8_weights import with_int8_inputs
-from pipeline.step.weights_error import Rounding, int8_errors
+from pipeline.step.int8_errors import Rounding, int8_errors
 from pipeline.store import ActivationStore
 from tests.jobs import assert_same_store, write_text
 
