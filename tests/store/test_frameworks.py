@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pipeline.store.read.frameworks import Framework, aligned_empty, converter
+from pipeline.core.memory import aligned_empty
+from pipeline.store.read.frameworks import Framework, converter
 
 DTYPES = ["bfloat16", "float16", "float32", "int32", "int64"]
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from pipeline.core.memory import aligned_empty
 from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.int8_weights import quantise
 from pipeline.models.leaves import Leaf
@@ -21,7 +22,7 @@ Index = tuple[slice, ...]
 
 def read_leaf(checkpoint: Checkpoint, leaf: Leaf, dtype: np.dtype, indices: Sequence[Index]) -> list[np.ndarray]:
     """Parts of a leaf. Only the rows of HF's first axis that they cover are read, those of several parts once."""
-    parts = [_aligned(_shape(leaf.shape, index), dtype) for index in indices]
+    parts = [aligned_empty(_shape(leaf.shape, index), dtype) for index in indices]
     for at, place, piece, chosen in _pieces(checkpoint, leaf, indices):
         for number, part in chosen.items():
             parts[number][at][place] = piece[part]
@@ -32,7 +33,7 @@ def read_int8(
     checkpoint: Checkpoint, leaf: Leaf, indices: Sequence[Index]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Parts of a leaf as int8, and the scales of their output channels, each that of the whole channel."""
-    values = [_aligned(_shape(leaf.shape, index), np.dtype(np.int8)) for index in indices]
+    values = [aligned_empty(_shape(leaf.shape, index), np.int8) for index in indices]
     scales = [np.empty(part.shape[: -leaf.num_inputs], np.float32) for part in values]
     num_outputs = len(leaf.axes) - leaf.num_inputs
     for at, place, piece, chosen in _pieces(checkpoint, leaf, indices, whole_channels=True):
@@ -102,11 +103,3 @@ def _called(reads: Iterable[Callable[[], np.ndarray]], is_remote: bool) -> Itera
                 yield under_way.popleft().result()
         while under_way:
             yield under_way.popleft().result()
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An empty array aligned to 64 bytes, which JAX's CPU backend uses without a copy."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(num_bytes + 63, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + num_bytes].view(dtype).reshape(shape)

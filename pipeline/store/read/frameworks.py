@@ -9,9 +9,6 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
 import numpy as np
-from numpy.typing import DTypeLike
-
-_ALIGNMENT = 64  # bytes: XLA takes a numpy array's memory as it is when it begins at a multiple of this
 
 _WITHOUT_BUFFER = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # numpy's buffers and DLPack have no name for these
 
@@ -79,12 +76,3 @@ def scattered(index: Any, value: Any, width: int, framework: Framework) -> Any:
 
             rows = np.arange(len(index))[:, None]
             return jnp.zeros((len(index), width), value.dtype).at[rows, index.clip(0)].add(value)
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-    """`np.empty`, beginning where XLA can use the memory without a copy."""
-    dtype = np.dtype(dtype)
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + num_bytes].view(dtype).reshape(shape)

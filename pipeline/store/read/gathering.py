@@ -14,13 +14,14 @@ import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
+from pipeline.core.memory import aligned_empty
 from pipeline.store.format.int8 import Dequantised, dequantised, scale_name
 from pipeline.store.format.layout import SIDE_ARRAYS, StoreLayout
 from pipeline.store.format.statistics import Statistics, merge, token_statistics
 from pipeline.store.read.batch_options import Reading
 from pipeline.store.read.features import FeatureBatch, feature_batches
 from pipeline.store.read.filters import TokenFilter
-from pipeline.store.read.frameworks import aligned_empty, converter
+from pipeline.store.read.frameworks import converter
 from pipeline.store.read.order import Buffer
 
 AHEAD = 4  # batches
