@@ -16,11 +16,10 @@ if __name__ == "__main__":
 import sys
 from dataclasses import dataclass
 
-from tqdm import tqdm
-
 from pipeline.cli.settings import setting
 from pipeline.cli.store_command import run_command
 from pipeline.core.errors import EXIT_OK
+from pipeline.core.progress import progress_bar
 from pipeline.store.check.reporting import verify_and_print
 from pipeline.store.write.finalizing import finalize
 from pipeline.store.write.merging import merge_stores
@@ -34,12 +33,7 @@ class Settings:
 
 def merge(settings: Settings) -> int:
     """Merges with a progress bar, and verifies the result. Returns the exit code."""
-    with tqdm(unit="block", desc="merge", file=sys.stderr) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with progress_bar("merge", "block") as progress:
         store = merge_stores(settings.sources, settings.path, progress)
     obstacle = finalize(store)
     code = verify_and_print(settings.path)

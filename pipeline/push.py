@@ -24,11 +24,11 @@ from dataclasses import dataclass
 
 from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils.logging import set_verbosity_error
-from tqdm import tqdm
 
 from pipeline.cli.settings import flag, setting, store_path
 from pipeline.cli.store_command import run_command
 from pipeline.core.errors import EXIT_OK
+from pipeline.core.progress import progress_bar
 from pipeline.store.publish.pushing import push_store
 
 
@@ -49,12 +49,7 @@ def push(settings: Settings) -> int:
     """Pushes with a progress bar. Returns the exit code."""
     disable_progress_bars()  # of each file
     set_verbosity_error()  # its warnings of failed uploads have signed addresses in them
-    with tqdm(unit="object", desc="push", file=sys.stderr) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with progress_bar("push", "object") as progress:
         pushed = push_store(settings.path, settings.repo, settings.revision, settings.private, progress)
     print(
         f"hf://datasets/{settings.repo}@{pushed.commit}: {pushed.num_objects:,} objects, {pushed.num_uploaded:,} of "

@@ -1,11 +1,9 @@
 """Verifies a store with a progress bar, and prints what is wrong."""
 
-import sys
 from collections.abc import Callable
 
-from tqdm import tqdm
-
 from pipeline.core.errors import EXIT_FAILED, EXIT_OK
+from pipeline.core.progress import progress_bar
 from pipeline.store.check.scope import EVERYTHING, Scope
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.problems import Problem
@@ -30,10 +28,5 @@ def verify_and_print(path: str, scope: Scope = EVERYTHING) -> int:
 
 def verify_with_progress(path: str, note: Callable[[str], None], scope: Scope = EVERYTHING) -> list[Problem]:
     """`verify_store` with a progress bar on stderr, in blocks."""
-    with tqdm(unit="block", desc="verify", file=sys.stderr) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with progress_bar("verify", "block") as progress:
         return verify_store(path, progress, note, scope)
