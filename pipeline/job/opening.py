@@ -191,14 +191,7 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
     storage = open_storage(config.store, processes.count() * config.run.worker_count)
     stored = read_metadata(storage)
     revision = model_revision(config, stored)
-    model = open_model(config.model.path, revision=revision, init=str(config.model.init), seed=config.model.seed)
-    tokenizer = load_tokenizer(
-        config.model.tokenizer or config.model.path,
-        revision=None if config.model.tokenizer else revision,
-        special_tokens=config.data.special_tokens,
-        prefix=config.data.prefix,
-        suffix=config.data.suffix,
-    )
+    model, tokenizer = open_model_and_tokenizer(config, revision)
     config = replace(config, data=with_commit(config.data, stored.config.get("data") if stored else None))
     manifest = JobManifest(storage)
     source = open_source(config.data, tokenizer, stored.data if stored else None, manifest.agree)
@@ -224,6 +217,21 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
         manifest=manifest,
         encoders=encoders,
     )
+
+
+def open_model_and_tokenizer(config: RunConfig, revision: str | None) -> tuple[Model, TextTokenizer]:
+    """The model at a revision, and its tokenizer, of the same one, or `model.tokenizer`. Raises ConfigError, InputError
+    or CheckpointError."""
+    path, data = config.model.path, config.data
+    model = open_model(path, revision=revision, init=str(config.model.init), seed=config.model.seed)
+    tokenizer = load_tokenizer(
+        config.model.tokenizer or path,
+        revision=None if config.model.tokenizer else revision,
+        special_tokens=data.special_tokens,
+        prefix=data.prefix,
+        suffix=data.suffix,
+    )
+    return model, tokenizer
 
 
 def replanned(job: Job, devices: Topology) -> Job:

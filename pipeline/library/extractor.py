@@ -18,19 +18,17 @@ from pipeline.data.documents import SkippedDocument, TokenBlock
 from pipeline.data.packing import windows
 from pipeline.data.selection import open_selection
 from pipeline.data.stream import TokenStream
-from pipeline.data.text.tokenizer import load_tokenizer
 from pipeline.data.tokenised import TokenisedDocument
 from pipeline.extraction.block_warnings import SlotChecks, check_finite
 from pipeline.extraction.job_run import load_weights, run_job
 from pipeline.extraction.loaded_step import LoadedStep, ModelWeights
 from pipeline.job.identity import weights_identity
-from pipeline.job.opening import open_job
+from pipeline.job.opening import open_job, open_model_and_tokenizer
 from pipeline.job.revisions import model_revision
 from pipeline.library.inputs import DocumentInput, DocumentReader, GivenDocuments, as_list
 from pipeline.library.results import Collector, ExtractedDocument, start_copies
 from pipeline.library.settings import configuration, settings
 from pipeline.library.shapes import Shape, ladder, smallest
-from pipeline.models.registry import open_model
 from pipeline.planning.encoders import open_encoders
 from pipeline.planning.plan import make_plan
 from pipeline.step.compiled_step import CompiledStep, StepOutputs, compile_step, make_partition
@@ -103,15 +101,8 @@ class Extractor:
                 f"this process is one of {processes.count()} that have joined. Expected one for an Extractor: on "
                 "several hosts use the command, python -m pipeline.run."
             )
-        path, revision = config.model.path, model_revision(config, None)
-        self.model = open_model(path, revision=revision, init=str(config.model.init), seed=config.model.seed)
-        self.tokenizer = load_tokenizer(
-            config.model.tokenizer or path,
-            revision=None if config.model.tokenizer else revision,
-            special_tokens=config.data.special_tokens,
-            prefix=config.data.prefix,
-            suffix=config.data.suffix,
-        )
+        revision = model_revision(config, None)
+        self.model, self.tokenizer = open_model_and_tokenizer(config, revision)
         self._settings["model.revision"] = revision  # `save` uses the same commit of a Hub model
         self._settings["batch.length"] = length or min(_LENGTH, self.model.max_positions)
         self._settings["run.progress"] = progress
