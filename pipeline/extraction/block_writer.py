@@ -9,8 +9,9 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
@@ -28,7 +29,6 @@ from pipeline.extraction.metrics_writes import MetricsWrites
 from pipeline.extraction.transfer import HostBlock, InFlight, StepInFlight
 from pipeline.job.metrics import Metrics, Stage
 from pipeline.planning.plan import Plan
-from pipeline.store.format.commits import CommitRecord
 from pipeline.store.write.store_writer import PendingBlock, StoreWriter
 
 log = logging.getLogger("pipeline")
@@ -38,18 +38,17 @@ POLL_S = 0.02  # how often an idle writer checks whether a block's writes have f
 
 @dataclass(eq=False)
 class _Pending:
-    """A block on its way to the store. `writes` are under way once its features are summarised; until then None."""
+    """A block on its way to the store: its arrays are being written, and its tables once its features are summarised.
+    `features`: None from then on."""
 
     block: TokenBlock
     buffers: BlockBuffers
-    arrays: Mapping[str, np.ndarray]
-    features: list[Future[FeatureSummary]]
-    record: CommitRecord
-    writes: PendingBlock | None = None
+    writes: PendingBlock
+    features: list[Future[FeatureSummary]] | None
 
     @property
     def is_summarised(self) -> bool:
-        return all(summary.done() for summary in self.features)
+        return self.features is None or all(summary.done() for summary in self.features)
 
 
 class BlockWriter:
@@ -71,7 +70,7 @@ class BlockWriter:
         self._queue: queue.Queue[StepInFlight | None] = queue.Queue()  # as many steps as are in flight
         self._free = [BlockBuffers.allocate(plan) for _ in range(plan.memory.host_buffers)]
         self._filled: BlockBuffers | None = None  # of the block that is being drained
-        self._pending: deque[_Pending] = deque()  # the writes of the first ones are under way
+        self._pending: deque[_Pending] = deque()
         self._features = FeatureThreads(plan.step)
         self._copy_threads = CopyThreads(num_copy_threads())
         self._failed_streams: set[int] = set()  # of which a block could not be stored, and so none after it is
@@ -185,50 +184,46 @@ class BlockWriter:
             self._checks.check(block)
             buffers.pad(block.num_rows, self._plan)
             arrays = buffers.arrays(self._plan) | side_arrays(block, self._plan.rows_per_block)
-        features = self._features.start(block, arrays)
-        self._pending.append(_Pending(block, buffers, arrays, features, commit_record(block)))
+        writes = None
+        with self._failures_of(block.stream), self._metrics.stage(Stage.WRITER_STORE):
+            writes = self._store.begin_block(block.stream, block.index, arrays)
+        if writes is None:
+            self._finished(block.stream, buffers)
+            return
+        self._pending.append(_Pending(block, buffers, writes, self._features.start(block, arrays)))
         self._write_summarised()
 
     def _write_summarised(self) -> None:
-        """Starts the writes of pending blocks, in their order, as far as they need no waiting."""
-        for pending in [*self._pending]:
+        """Starts writing the tables of pending blocks, in their order, as far as they need no waiting."""
+        for pending in self._pending:
             if not pending.is_summarised:
                 return
-            self._write(pending)
+            self._write_tables(pending)
 
-    def _write(self, pending: _Pending) -> bool:
-        """Starts writing a block, unless its writes are under way; waits until its features are summarised. False: it
-        is dropped, since it cannot be written, or its stream is no longer this process's."""
-        if pending.writes is not None:
-            return True
+    def _write_tables(self, pending: _Pending) -> None:
+        """Starts writing a block's tables, once; waits until its features are summarised. They stay unwritten, and so
+        the block uncommitted, if that fails, or its stream is no longer this process's."""
+        if pending.features is None:
+            return
+        features, pending.features = pending.features, None  # and so their memory, once it is written
         block = pending.block
-        with self._metrics.stage(Stage.WRITER_STATISTICS):
-            summaries = [summary.result() for summary in pending.features]
-            statistics = None
-            if self._plan.step.statistics:
-                rows = pending.buffers.statistics
-                of_arrays = {} if rows is None else merge_rows(self._plan.step, block, rows)
-                statistics = of_arrays | {summary.name: summary.statistics for summary in summaries}
-            indexes = {key: content for summary in summaries for key, content in summary.indexes.items()}
-            pending.features.clear()  # and so their memory, once it is written
-        try:
+        with self._failures_of(block.stream):
+            with self._metrics.stage(Stage.WRITER_STATISTICS):
+                summaries = [summary.result() for summary in features]
+                statistics = None
+                if self._plan.step.statistics:
+                    rows = pending.buffers.statistics
+                    of_arrays = {} if rows is None else merge_rows(self._plan.step, block, rows)
+                    statistics = of_arrays | {summary.name: summary.statistics for summary in summaries}
+                indexes = {key: content for summary in summaries for key, content in summary.indexes.items()}
             if self._may_commit(block.stream):
                 with self._metrics.stage(Stage.WRITER_STORE):
-                    pending.writes = self._store.begin_block(
-                        block.stream, block.index, pending.arrays, block.table, statistics, indexes
-                    )
-                return True
-        except StoreError as error:
-            self._failed_streams.add(block.stream)
-            self._fail(error)
-        self._pending.remove(pending)
-        self._finished(block.stream, pending.buffers)
-        return False
+                    pending.writes = self._store.write_tables(pending.writes, block.table, statistics, indexes)
 
     def _commit_durable(self) -> None:
         """Commits the oldest pending blocks as far as they need no waiting."""
         self._write_summarised()
-        while self._pending and self._pending[0].writes is not None and self._pending[0].writes.done:
+        while self._pending and self._pending[0].is_summarised and self._pending[0].writes.done:
             self._commit()
 
     def _commit_pending(self) -> None:
@@ -236,26 +231,28 @@ class BlockWriter:
             self._commit()
 
     def _commit(self) -> None:
-        """Waits until the oldest pending block is durable, writes its commit record, and frees its buffers.
-
-        Where that fails, no later block of its stream is committed; those of other streams are.
-        """
-        if not self._write(self._pending[0]):
-            return
+        """Waits until the oldest pending block is durable, writes its commit record, and frees its buffers."""
         pending = self._pending.popleft()
-        writes, record = pending.writes, pending.record
+        block = pending.block
+        self._write_tables(pending)
+        with self._failures_of(block.stream), self._metrics.stage(Stage.WRITER_STORE):
+            pending.writes.wait()
+            if pending.writes.has_tables and self._may_commit(block.stream):
+                self._store.commit(pending.writes, commit_record(block))
+                self._metrics.committed(self._plan.memory.block_bytes * block.num_rows // self._plan.rows_per_block)
+        self._finished(block.stream, pending.buffers)
+
+    @contextmanager
+    def _failures_of(self, stream: int) -> Iterator[None]:
+        """After an error in here no further block of the stream is committed. A StoreError is the writer's failure, and
+        blocks of other streams continue; what else is raised ends the thread."""
         try:
-            with self._metrics.stage(Stage.WRITER_STORE):
-                writes.wait()
-                if self._may_commit(record.stream):
-                    self._store.commit(writes, record)
-                    self._metrics.committed(self._plan.memory.block_bytes * record.rows // self._plan.rows_per_block)
+            yield
         except BaseException as error:
-            self._failed_streams.add(record.stream)
+            self._failed_streams.add(stream)
             if not isinstance(error, StoreError):
                 raise
             self._fail(error)
-        self._finished(record.stream, pending.buffers)
 
     def _may_commit(self, stream: int) -> bool:
         return stream not in self._failed_streams and (self._claimed is None or self._claimed.holds(stream))

@@ -15,7 +15,8 @@ class MetricsWrites:
     """At most one write is under way. What was measured is worth a line in the program's log, but no run."""
 
     def __init__(self, store: StoreWriter, metrics: Metrics) -> None:
-        self._store = store
+        self._storage = store.storage
+        self._key = metrics_key(metrics.name)
         self._metrics = metrics
         self._under_way: ts.Future | None = None
 
@@ -34,7 +35,7 @@ class MetricsWrites:
     def _start(self) -> None:
         with self._metrics.stage(Stage.WRITER_METRICS):
             try:
-                self._under_way = self._store.start_metrics(self._metrics.name, self._metrics.emit())
+                self._under_way = self._storage.start_write(self._key, self._metrics.emit())
             except StoreError as error:
                 self._warn(error)
 
@@ -44,7 +45,7 @@ class MetricsWrites:
             return
         with self._metrics.stage(Stage.WRITER_METRICS):
             try:
-                with self._store.storage.errors(metrics_key(self._metrics.name)):
+                with self._storage.errors(self._key):
                     under_way.result()
             except StoreError as error:
                 self._warn(error)

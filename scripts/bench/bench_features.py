@@ -73,7 +73,8 @@ def write_store(num_blocks: int) -> None:
         cursors = [{"shard": 0, "document": at, "token": 0, "ordinal": at} for at in (block, block + 1)]
         record = CommitRecord(0, block, ROWS, ROWS * LENGTH, 0, 0, (), *cursors, block == num_blocks - 1, False)
         table, indexes = DOCUMENT_SCHEMA.empty_table(), {key: encode_index(matrix, key)}
-        writer.commit(writer.begin_block(0, block, arrays, table, statistics, indexes), record)
+        pending = writer.begin_block(0, block, arrays)
+        writer.commit(writer.write_tables(pending, table, statistics, indexes), record)
     writer.finish(force=True)
 
 

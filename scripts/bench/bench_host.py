@@ -149,7 +149,8 @@ def write_blocks(job: Job, blocks: Sequence[TokenBlock], buffers: Sequence[np.nd
     for block in blocks:
         arrays = {spec.name: getattr(block, spec.name) for spec in SIDE_ARRAYS}
         arrays |= {spec.name: values for spec, values in zip(job.layout.arrays, buffers, strict=True)}
-        store.commit(store.begin_block(block.stream, block.index, arrays, block.table), commit_record(block))
+        pending = store.begin_block(block.stream, block.index, arrays)
+        store.commit(store.write_tables(pending, block.table), commit_record(block))
 
 
 def write_arrays(job: Job, num_blocks: int, buffers: Sequence[np.ndarray]) -> None:

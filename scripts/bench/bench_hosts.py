@@ -151,7 +151,8 @@ def _write(job: Job, store: StoreWriter, claimed: ClaimedStreams, block: TokenBl
             if claimed.holds(block.stream):
                 store.commit_written(record)
         else:
-            pending = store.begin_block(block.stream, block.index, arrays, block.table, statistics)
+            pending = store.begin_block(block.stream, block.index, arrays)
+            pending = store.write_tables(pending, block.table, statistics)
             pending.wait()
             if claimed.holds(block.stream):
                 store.commit(pending, commit_record(block))

@@ -67,7 +67,8 @@ def write_store(num_tokens: int, path: str = str(PATH), layers: Sequence[int] = 
             **{spec.name: activations for spec in arrays},
         }
         record = CommitRecord(0, block, ROWS, int(ROWS * valid.sum()), 0, 0, (), start, start, False, False)
-        writer.commit(writer.begin_block(0, block, content, DOCUMENT_SCHEMA.empty_table()), record)
+        pending = writer.begin_block(0, block, content)
+        writer.commit(writer.write_tables(pending, DOCUMENT_SCHEMA.empty_table()), record)
     writer.finish()
 
 

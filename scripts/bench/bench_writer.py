@@ -3,10 +3,10 @@
     python scripts/bench/bench_writer.py [--blocks 8] [--repeats 5]
 
 Blocks of three layers, d=768, bfloat16, 128 rows of 256 tokens: 48 MiB for each object. "Store" is what the job's
-writer thread does with a block that is in its buffers: `begin_block` and `commit`, with crc32c, document table and
-record, two blocks under way. "TensorStore" writes the same objects by its key-value store, and "files" by write, fsync
-and rename in as many threads as there are cores. All three end when everything is synced to the disk. They alternate
-in one process, because a shared machine drifts; the ratios are medians over neighbours.
+writer thread does with a block that is in its buffers: `begin_block`, `write_tables` and `commit`, with crc32c,
+document table and record, two blocks under way. "TensorStore" writes the same objects by its key-value store, and
+"files" by write, fsync and rename in as many threads as there are cores. All three end when everything is synced to the
+disk. They alternate in one process, because a shared machine drifts; the ratios are medians over neighbours.
 """
 
 import argparse
@@ -62,7 +62,8 @@ def write_store(buffers: Sequence[Arrays], blocks: int) -> None:
     for index in range(blocks):
         record = CommitRecord(0, index, ROWS, ROWS * LENGTH, 0, 0, (), start, start, False, False)
         block = buffers[index % len(buffers)]
-        pending.append((writer.begin_block(0, index, block, DOCUMENT_SCHEMA.empty_table()), record))
+        begun = writer.begin_block(0, index, block)
+        pending.append((writer.write_tables(begun, DOCUMENT_SCHEMA.empty_table()), record))
         if len(pending) == BUFFERS:
             writer.commit(*pending.popleft())
     while pending:

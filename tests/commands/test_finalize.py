@@ -18,7 +18,17 @@ from pipeline.store.generated.kept_activations import write_kept
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.claims import COMPLETION, Claims
 from pipeline.store.write.store_writer import StoreWriter
-from tests.store.example_store import LENGTH, NUM_STREAMS, ROWS, blocks, layout, metadata, write_blocks, write_store
+from tests.store.example_store import (
+    LENGTH,
+    NUM_STREAMS,
+    ROWS,
+    blocks,
+    commit_block,
+    layout,
+    metadata,
+    write_blocks,
+    write_store,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,7 +86,7 @@ def test_a_stream_that_has_not_ended_is_named_unless_forced(tmp_path, capsys):
     writer = StoreWriter.open(str(tmp_path), metadata(), layout())
     write_blocks(writer, 0)
     first = next(blocks(1))
-    writer.commit(writer.begin_block(1, 0, first.arrays, first.table), first.record)
+    commit_block(writer, first)
     assert main([f"store.path={tmp_path}"]) == 1
     printed = capsys.readouterr()
     assert f"stream 1: 1 blocks, {first.record.tokens} tokens, NOT AT ITS END" in printed.out

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.store.write.store_writer import StoreWriter
 from pipeline.verify import main
-from tests.store.example_store import blocks, layout, metadata, write_store
+from tests.store.example_store import blocks, commit_block, layout, metadata, write_store
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +38,7 @@ def test_what_to_do_depends_on_what_is_wrong(tmp_path, capsys):
     writer = StoreWriter.open(str(tmp_path), metadata(), layout())
     block = next(blocks(0))
     block.arrays["embed"][0, 0, 0] = np.inf
-    writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
+    commit_block(writer, block)
     assert main([f"store.path={tmp_path}"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert "Choose capture.dtype=bfloat16 or capture.dtype=float32, and a new store.path." in last

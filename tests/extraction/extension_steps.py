@@ -30,7 +30,8 @@ from pipeline.store.write.finalizing import finalize
 from pipeline.store.write.merging import merge_stores
 from pipeline.store.write.store_writer import PendingBlock, StoreWriter
 
-# Where a job gives way: before each request that reads, lists, writes or deletes, and before a block is begun.
+# Where a job gives way: before each request that reads, lists, writes or deletes, and before a block's arrays
+# and tables are.
 POINTS = frozenset(
     function.__code__
     for function in (
@@ -40,6 +41,7 @@ POINTS = frozenset(
         KeyValueStore.write,
         KeyValueStore.write_if_unchanged,
         StoreWriter.begin_block,
+        StoreWriter.write_tables,
     )
 )
 _WAIT_S = 60.0
@@ -178,4 +180,5 @@ def _begin(job: Job, store: StoreWriter, block: TokenBlock) -> PendingBlock:
         values = (arrays["tokens"][..., None] * 31 + arrays["positions"][..., None] * 7 + features) % 251
         arrays[spec.name] = np.where(valid[..., None], values, 0).astype(spec.dtype)
     statistics = {spec.name: token_statistics(arrays[spec.name][valid]) for spec in job.layout.arrays}
-    return store.begin_block(block.stream, block.index, arrays, block.table, statistics)
+    pending = store.begin_block(block.stream, block.index, arrays)
+    return store.write_tables(pending, block.table, statistics)

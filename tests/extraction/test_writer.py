@@ -1,4 +1,5 @@
-"""What the writer thread commits when a write fails: real writes, held by a lock and made to fail by a directory."""
+"""What the writer thread writes and commits, also when a write fails: real writes, held by a lock and made to fail by a
+directory."""
 
 import shutil
 import threading
@@ -6,22 +7,30 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from threading import Event
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pipeline.config import composing
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import StoreError
+from pipeline.extraction import block_features
 from pipeline.extraction.block_writer import BlockWriter
+from pipeline.extraction.buffers import BlockBuffers
+from pipeline.extraction.claiming import ClaimedStreams
 from pipeline.extraction.job_run import run
-from pipeline.extraction.transfer import StepInFlight
+from pipeline.extraction.transfer import HostBlock, StepInFlight
 from pipeline.job.metrics import Metrics
 from pipeline.job.opening import open_job
 from pipeline.store.io.shard_files import _lock
+from pipeline.store.write.claims import Claims
 from pipeline.store.write.store_writer import StoreWriter
 from tests.jobs import assert_same_store, write_text
+from tests.models.sae_files import write_saelens
 
 ARRAY = "blocks.2.resid_post"
 
@@ -31,9 +40,9 @@ def text(tmp_path_factory) -> Path:
     return write_text(tmp_path_factory.mktemp("text"), files=2, documents=60)
 
 
-def job_config(text: Path, store: Path, streams: int) -> RunConfig:
+def job_config(text: Path, store: Path, streams: int, *more: str) -> RunConfig:
     sizes = ["batch.rows=4", "batch.length=128", "store.shard_mib=0.25", "run.progress=false"]
-    return composing.compose([f"data.path={text}", f"store.path={store}", f"data.num_streams={streams}", *sizes])
+    return composing.compose([f"data.path={text}", f"store.path={store}", f"data.num_streams={streams}", *sizes, *more])
 
 
 @contextmanager
@@ -110,6 +119,62 @@ def test_what_was_submitted_whole_before_a_write_failed_is_committed(text, tmp_p
             with pytest.raises(StoreError, match=f"{ARRAY}/c"):
                 writer.close()
     assert committed_blocks(tmp_path / "store") == committed
+
+
+def test_a_table_that_cannot_be_written_keeps_its_block_from_its_commit(text, tmp_path):
+    """Its arrays are under way then."""
+    config = job_config(text, tmp_path / "store", 2, "capture.statistics=false")
+    job = open_job(config)
+    blocks = [job.stream(stream).blocks() for stream in range(2)]
+    store = StoreWriter.open(config.store.path, job.metadata, job.layout)
+    (tmp_path / "store/_documents").mkdir()
+    (tmp_path / "store/_documents/stream-00000").write_bytes(b"")
+    with closing(Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=3600)) as metrics:
+        writer = BlockWriter(store, job.plan, metrics)
+        for block in (*islice(blocks[1], 2), next(blocks[0])):
+            writer.submit(StepInFlight(block, 0, block.num_rows, copies=[], counts=None))
+        with pytest.raises(StoreError, match="_documents/stream-00000"):
+            writer.close()
+    assert committed_blocks(tmp_path / "store") == [(1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_arrays_are_written_while_features_are_sorted(text, tmp_path, monkeypatch, is_lost):
+    """Then the tables are, and the block is committed: neither, if the claim on its stream was lost meanwhile."""
+    may_sort, sort = Event(), block_features.by_feature
+
+    def sort_late(*matrix):
+        assert may_sort.wait(120)
+        return sort(*matrix)
+
+    monkeypatch.setattr(block_features, "by_feature", sort_late)
+    write_saelens(tmp_path / "sae", "jumprelu", np.random.default_rng(0), num_inputs=128)
+    encode = f'capture.encode={{{ARRAY}: "{tmp_path}/sae"}}'
+    job = open_job(job_config(text, tmp_path / "store", 1, "capture.layers=[2]", encode))
+    store = StoreWriter.open(job.storage, job.metadata, job.layout)
+    shards = [tmp_path / "store" / job.layout.shard_key(spec, 0, 0) for spec in job.layout.all_arrays]
+    tables = [tmp_path / f"store/{folder}/stream-00000/block-000000.parquet" for folder in ("_documents", "_stats")]
+    leaves = enumerate(BlockBuffers.allocate(job.plan).leaves())
+    copies = [HostBlock(n, slice(0, len(leaf)), (), jnp.ones(leaf.shape, leaf.dtype)) for n, leaf in leaves]
+    with (
+        closing(Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=3600)) as metrics,
+        closing(Claims(job.storage, lease_s=3600)) as claims,
+    ):
+        claimed = ClaimedStreams(job, store, claims, metrics)
+        writer = BlockWriter(store, job.plan, metrics, claimed)
+        block = next(claimed.blocks(lambda: False))
+        writer.submit(StepInFlight(block, 0, block.num_rows, copies, counts=None))
+        deadline = time.monotonic() + 120
+        while not all(shard.exists() for shard in shards):
+            assert time.monotonic() < deadline, "arrays wait for the features"
+            time.sleep(0.005)
+        assert not any(table.exists() for table in tables)
+        if is_lost:
+            claims.release(0)
+        may_sort.set()
+        writer.close()
+    assert [table.exists() for table in tables] == [not is_lost] * 2
+    assert committed_blocks(tmp_path / "store") == ([] if is_lost else [(0, 0)])
 
 
 def test_after_a_failed_write_the_job_ends_in_the_same_store(text, tmp_path):

@@ -37,8 +37,9 @@ def test_a_synthetic_store_has_the_objects_that_the_writer_writes(state, tmp_pat
     writer = StoreWriter.open(job.storage, job.metadata, job.layout)
     for stream in range(shape.streams):
         for block in range(shape.stream_blocks):
-            contents = arrays(shape, job.layout, stream, block), table(shape, stream, block), statistics(job.layout)
-            writer.commit(writer.begin_block(stream, block, *contents), record(block, stream))
+            pending = writer.begin_block(stream, block, arrays(shape, job.layout, stream, block))
+            tables = table(shape, stream, block), statistics(job.layout)
+            writer.commit(writer.write_tables(pending, *tables), record(block, stream))
     if state is State.complete:
         writer.finish()
         index_ids(job.storage, range(shape.streams))

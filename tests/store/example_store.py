@@ -15,8 +15,9 @@ from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import ArraySpec, StoreLayout
 from pipeline.store.format.metadata import StoreMetadata
+from pipeline.store.format.statistics import BlockStatistics
 from pipeline.store.io.storage import Storage, StorageLike
-from pipeline.store.write.store_writer import StoreWriter
+from pipeline.store.write.store_writer import PendingBlock, StoreWriter
 
 VOCAB_SIZE = 97
 NUM_STREAMS = 2
@@ -95,13 +96,22 @@ def blocks(stream: int, max_rows: int | None = None, dtype: str = "bfloat16") ->
         )
 
 
+def begin_block(writer: StoreWriter, block: Block, statistics: BlockStatistics | None = None) -> PendingBlock:
+    """Starts writing all that a block has."""
+    pending = writer.begin_block(block.record.stream, block.record.block, block.arrays)
+    return writer.write_tables(pending, block.table, statistics)
+
+
+def commit_block(writer: StoreWriter, block: Block, statistics: BlockStatistics | None = None) -> None:
+    writer.commit(begin_block(writer, block, statistics), block.record)
+
+
 def write_blocks(writer: StoreWriter, stream: int, max_rows: int | None = None, dtype: str = "bfloat16") -> None:
     """Writes those of the stream's blocks that the store lacks, or has truncated."""
     table, last, _ = writer.streams[stream]
     done = len(table) - (1 if last and last.truncated else 0)
     for block in list(blocks(stream, max_rows, dtype))[done:]:
-        pending = writer.begin_block(stream, block.record.block, block.arrays, block.table)
-        writer.commit(pending, block.record)
+        commit_block(writer, block)
 
 
 def write_store(

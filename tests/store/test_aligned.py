@@ -14,6 +14,7 @@ from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (
     NUM_STREAMS,
     blocks,
+    commit_block,
     copy_store,
     layout,
     metadata,
@@ -42,7 +43,7 @@ def write_changed(path: str, stream: int, block: int, name: str, place: tuple[in
             if (number, item.record.block) == (stream, block):
                 arrays = arrays | {name: arrays[name].copy()}
                 arrays[name][place] += 1
-            writer.commit(writer.begin_block(number, item.record.block, arrays, item.table), item.record)
+            commit_block(writer, replace(item, arrays=arrays))
     writer.finish()
 
 

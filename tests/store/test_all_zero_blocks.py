@@ -20,7 +20,7 @@ from pipeline.store.io.storage import Storage
 from pipeline.store.write.merging import merge_stores
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.emulators import new_bucket
-from tests.store.example_store import NUM_STREAMS, WIDTHS, Block, blocks, layout, metadata
+from tests.store.example_store import NUM_STREAMS, WIDTHS, Block, blocks, commit_block, layout, metadata
 from tests.store.test_object_storage import requests
 
 NAME, OTHER = "blocks.3.resid_post", "blocks.1.resid_post"
@@ -66,9 +66,8 @@ class Case:
         capture = {"arrays": list(WIDTHS), "dtype": self.dtype, "outputs": list(self.outputs), "top_logprobs": 1}
         writer = StoreWriter.open(path, metadata(store={"compression": self.compression}, capture=capture), self.layout)
         for block in self.blocks(places):
-            stream, number = block.record.stream, block.record.block
-            if stream in streams:
-                writer.commit(writer.begin_block(stream, number, block.arrays, block.table), block.record)
+            if block.record.stream in streams:
+                commit_block(writer, block)
         writer.finish(force=True)
         return path
 

@@ -31,7 +31,7 @@ from pipeline.store.format.tables import table_digest
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.committed_streams import CommittedStreams
 from pipeline.store.write.store_writer import StoreWriter
-from tests.store.example_store import WIDTHS, Block, blocks, layout, metadata, write_store
+from tests.store.example_store import WIDTHS, Block, begin_block, blocks, commit_block, layout, metadata, write_store
 
 CURSOR = {"shard": 0, "document": 0, "token": 0, "ordinal": 0}
 
@@ -219,7 +219,7 @@ def test_running_statistics_are_those_of_all_blocks(tmp_path, earlier):
     for index, block in enumerate(expected):
         if index % 2 == 0:
             writer = StoreWriter.open(str(tmp_path), metadata(), layout())
-        pending = writer.begin_block(0, index, block.arrays, block.table, statistics[index])
+        pending = begin_block(writer, block, statistics[index])
         if index < earlier:
             content = encode_statistics(statistics[index])
             pending.wait()
@@ -237,7 +237,7 @@ def test_a_block_without_statistics_leaves_its_stream_without(tmp_path):
     writer = StoreWriter.open(str(tmp_path), metadata(), layout())
     for index, block in enumerate(blocks(0)):
         own = None if index == 1 else statistics_of(block)
-        writer.commit(writer.begin_block(0, index, block.arrays, block.table, own), block.record)
+        commit_block(writer, block, own)
     last = writer.streams[0].last
     assert last.statistics_sha256
     assert read_running(writer.storage, last) is None

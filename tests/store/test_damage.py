@@ -19,7 +19,9 @@ from tests.store.example_store import (
     NUM_STREAMS,
     VOCAB_SIZE,
     WIDTHS,
+    Block,
     blocks,
+    commit_block,
     copy_store,
     layout,
     metadata,
@@ -74,7 +76,7 @@ def write_edited(path: str, edit: Callable[[dict[str, np.ndarray]], None]) -> li
         for block in blocks(stream):
             if (stream, block.record.block) == (STREAM, BLOCK):
                 edit(block.arrays)
-            writer.commit(writer.begin_block(stream, block.record.block, block.arrays, block.table), block.record)
+            commit_block(writer, block)
     writer.finish()
     return [str(problem) for problem in verify_store(path)]
 
@@ -107,7 +109,7 @@ def test_a_block_without_rows_is_sound(store_path):
     record = replace(
         empty.record, rows=0, tokens=0, documents=0, next={**empty.record.start, "shard": 1}, exhausted=True
     )
-    writer.commit(writer.begin_block(0, 0, arrays, empty.table[:0]), record)
+    commit_block(writer, Block(arrays, empty.table[:0], record))
     writer.finish()
     assert found(store_path) == []
 
@@ -268,7 +270,7 @@ def test_values_where_padded(tmp_path, dtype):
         if block.record.exhausted:
             assert block.arrays["segments"][-1, -1] == 0
             block.arrays["embed"][-1, -1, 0] = -1
-        writer.commit(writer.begin_block(1, block.record.block, block.arrays, block.table), block.record)
+        commit_block(writer, block)
     assert [p.split(": ")[2] for p in found(str(tmp_path))] == ["is not zero where padded"]
 
 
@@ -277,7 +279,7 @@ def test_computing_again_is_no_remedy_for_values_that_are_not_finite(tmp_path):
     writer = StoreWriter.open(str(tmp_path), metadata(capture=capture), layout(dtype="float16"))
     block = next(blocks(0, dtype="float16"))
     block.arrays["embed"][0, 0, 0] = np.inf
-    writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
+    commit_block(writer, block)
     (problem,) = verify_store(str(tmp_path))
     assert problem.remedy is Remedy.other_dtype
     assert "not finite" in problem.what

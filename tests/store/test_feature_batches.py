@@ -13,7 +13,17 @@ from pipeline.store.format.layout import ArraySpec, StoreLayout, feature_specs
 from pipeline.store.io.storage import Storage
 from pipeline.store.read.batches import Reading, reading_order
 from pipeline.store.write.store_writer import StoreWriter
-from tests.store.example_store import NUM_STREAMS, Block, activation, all_tokens, blocks, layout, metadata, token_ids
+from tests.store.example_store import (
+    NUM_STREAMS,
+    Block,
+    activation,
+    all_tokens,
+    blocks,
+    commit_block,
+    layout,
+    metadata,
+    token_ids,
+)
 
 ARRAY, ENCODED = "embed", "blocks.1.resid_post"
 WIDTH = 40
@@ -67,7 +77,7 @@ def write(path: str, keeps_activations: bool) -> str:
     for stream in range(NUM_STREAMS):
         for block in blocks(stream):
             whole = with_features(block, shape)
-            writer.commit(writer.begin_block(stream, block.record.block, whole.arrays, whole.table), whole.record)
+            commit_block(writer, whole)
     writer.finish()
     return path
 

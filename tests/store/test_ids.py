@@ -37,6 +37,7 @@ from tests.store.example_store import (
     NUM_STREAMS,
     ROWS,
     blocks,
+    commit_block,
     copy_store,
     layout,
     metadata,
@@ -116,7 +117,7 @@ def write_ids(path: str, ids: dict[tuple[int, int], str]) -> None:
             ordinals = [number // NUM_STREAMS for number in block.table["document"].to_pylist()]
             column = [ids.get((stream, k), f"stream {stream} document {k}") for k in ordinals]
             table = block.table.set_column(1, "id", pa.array(column))
-            writer.commit(writer.begin_block(stream, block.record.block, block.arrays, table), block.record)
+            commit_block(writer, replace(block, table=table))
     writer.finish()
 
 

@@ -20,7 +20,7 @@ from pipeline.store.io.storage import Storage, StorageOptions
 from pipeline.store.write.store_writer import StoreWriter
 from tests.conftest import SECRET
 from tests.store.emulators import new_bucket
-from tests.store.example_store import ROWS, blocks, layout, metadata, stored_tokens, write_store
+from tests.store.example_store import ROWS, blocks, commit_block, layout, metadata, stored_tokens, write_store
 from tests.store.fault_proxy import CONTENT_FAULTS, NETWORK_FAULTS, Fault, FaultProxy
 
 # What each service calls the request that writes an object.
@@ -79,7 +79,7 @@ def test_a_block_is_one_write_for_each_object_and_nothing_is_read_back(service):
     writer.streams.all()
     block = next(blocks(0))
     proxy.reset()
-    writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
+    commit_block(writer, block)
     keys = [layout().shard_key(spec, 0, 0) for spec in layout().all_arrays]
     keys += [table_key(0, 0), block.record.key]
     expected = {(WRITE[path[:2]], key): 1 for key in keys}
@@ -130,7 +130,7 @@ def test_what_retries_do_not_heal_names_the_object_and_the_store_resumes(service
     block = next(blocks(0))
     proxy.reset(rate=1, kinds=[fault])
     with pytest.raises(StoreError, match=f"^{path}/.*: ABORTED: .*All 2 retry attempts failed.*run the same") as caught:
-        writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
+        commit_block(writer, block)
     assert caught.value.exit_code == 1
     assert SECRET not in str(caught.value)
     if fault in (Fault.too_many_requests, Fault.unavailable):  # of connections that end, curl by itself tries some anew

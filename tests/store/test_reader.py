@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,9 @@ from tests.store.example_store import (
     ROWS,
     WIDTHS,
     activation,
+    begin_block,
     blocks,
+    commit_block,
     copy_store,
     layout,
     metadata,
@@ -171,7 +174,7 @@ def test_an_id_that_two_documents_have_is_refused(tmp_path):
     writer = StoreWriter.open(str(tmp_path), metadata(), layout())
     block = next(blocks(0))
     table = block.table.set_column(1, "id", pa.array(["same"] * block.table.num_rows))
-    writer.commit(writer.begin_block(0, 0, block.arrays, table), block.record)
+    commit_block(writer, replace(block, table=table))
     with pytest.raises(StoreError, match="ask for one by number"):
         ActivationStore.open(str(tmp_path)).document("same")
 
@@ -190,7 +193,7 @@ def test_the_table_of_documents(store):
 def test_of_an_unfinished_store_the_committed_blocks_are_read(store_path):
     writer = write_store(store_path, finish=False, max_rows=ROWS)
     unfinished = list(blocks(0))[1]
-    pending = writer.begin_block(0, 1, unfinished.arrays, unfinished.table)
+    pending = begin_block(writer, unfinished)
     for future in pending.futures.values():
         future.result()
     store = ActivationStore.open(store_path)

@@ -31,7 +31,9 @@ from tests.store.example_store import (
     NUM_STREAMS,
     ROWS,
     WIDTHS,
+    begin_block,
     blocks,
+    commit_block,
     copy_store,
     layout,
     metadata,
@@ -127,19 +129,18 @@ def test_an_interrupted_store_ends_with_the_same_bytes(tmp_path):
     """Interrupted after every number of blocks, once with the next block's objects written but not committed."""
     write_store(str(tmp_path / "whole"))
     expected = objects(str(tmp_path / "whole"))
-    everything = [(stream, block) for stream in range(NUM_STREAMS) for block in blocks(stream)]
+    everything = [block for stream in range(NUM_STREAMS) for block in blocks(stream)]
     for done in range(len(everything)):
         path = str(tmp_path / f"interrupted{done}")
         writer = StoreWriter.open(path, metadata(store={"compression": "none"}), layout())
-        for stream, block in everything[:done]:
-            writer.commit(writer.begin_block(stream, block.record.block, block.arrays, block.table), block.record)
-        stream, block = everything[done]
-        pending = writer.begin_block(stream, block.record.block, block.arrays, block.table)
+        for block in everything[:done]:
+            commit_block(writer, block)
+        pending = begin_block(writer, everything[done])
         for future in pending.futures.values():
             future.result()
         del writer
         assert verify_store(path) == []
-        assert ActivationStore.open(path).num_tokens == sum(b.record.tokens for _, b in everything[:done])
+        assert ActivationStore.open(path).num_tokens == sum(block.record.tokens for block in everything[:done])
         write_store(path)
         assert objects(path) == expected
 
@@ -161,7 +162,7 @@ def test_several_blocks_of_a_stream_may_be_under_way(store_path):
     writer = StoreWriter.open(store_path, metadata(), layout())
     expected = list(blocks(0))
     assert len(expected) >= 3
-    pending = [writer.begin_block(0, b.record.block, b.arrays, b.table) for b in expected]
+    pending = [begin_block(writer, b) for b in expected]
     with pytest.raises(ValueError, match="1 is not the next"):
         writer.commit(pending[1], expected[1].record)
     for p, block in zip(pending, expected, strict=True):
@@ -183,32 +184,27 @@ def test_a_record_that_another_writer_has_written_stays(store_path):
     [*_, cut] = blocks(0, max_rows=ROWS - 1)
     a, b, late = (open_and_read(store_path) for _ in range(3))
     for writer in (a, b):
-        writer.commit(writer.begin_block(0, 0, first.arrays, first.table), first.record)
-    pending = late.begin_block(0, 0, cut.arrays, cut.table)
+        commit_block(writer, first)
+    pending = begin_block(late, cut)
     with pytest.raises(StoreError, match="block-000000.json was meanwhile written.*by another run"):
         late.commit(pending, cut.record)
     assert late.streams.read_again(0).last == a.streams[0].last == b.streams[0].last
 
     c = StoreWriter.open(store_path, metadata(), layout())
-    c.commit(c.begin_block(1, 0, *_truncated(1)[:2]), _truncated(1)[2])
+    commit_block(c, next(blocks(1, max_rows=ROWS - 1)))
     d = open_and_read(store_path)
     whole = next(blocks(1))
-    c.commit(c.begin_block(1, 0, whole.arrays, whole.table), whole.record)
+    commit_block(c, whole)
     with pytest.raises(StoreError, match="was replaced by another run"):
-        d.begin_block(1, 0, whole.arrays, whole.table)
+        d.begin_block(1, 0, whole.arrays)
     assert d.streams.read_again(1).last == c.streams[1].last
-
-
-def _truncated(stream: int):
-    block = next(blocks(stream, max_rows=ROWS - 1))
-    return block.arrays, block.table, block.record
 
 
 def test_a_stored_block_does_not_depend_on_the_memory_it_came_from(store_path):
     """The caller fills its arrays again once a block is committed."""
     writer = StoreWriter.open(store_path, metadata(), layout())
     block = next(blocks(0))
-    writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
+    commit_block(writer, block)
     for values in block.arrays.values():
         values[...] = 1
     assert verify_store(store_path) == []
@@ -384,7 +380,7 @@ def test_what_a_killed_longer_run_left_in_a_finished_store_is_named(store_path):
     write_blocks(writer, 0)
     killed = list(blocks(1))[1]
     statistics = {"embed": token_statistics(np.ones((3, 4)))}
-    for future in writer.begin_block(1, 1, killed.arrays, killed.table, statistics).futures.values():
+    for future in begin_block(writer, killed, statistics).futures.values():
         future.result()
     assert verify_store(store_path) == []
     StoreWriter.open(store_path, metadata(), layout()).finish()
@@ -409,7 +405,7 @@ def test_finishing_takes_nothing_from_a_worker_that_still_writes(store_path):
     write_blocks(shorter, 0, max_rows=ROWS)
     write_blocks(longer, 1, max_rows=ROWS)
     block = list(blocks(1))[1]
-    pending = longer.begin_block(1, 1, block.arrays, block.table)
+    pending = begin_block(longer, block)
     for future in pending.futures.values():
         future.result()
     shorter.finish()
@@ -424,7 +420,7 @@ def test_while_a_truncated_block_is_written_again_it_is_not_in_the_store(store_p
     writer = StoreWriter.open(store_path, metadata(), layout())
     writer.reopen()
     longer = list(blocks(0))[1]
-    pending = writer.begin_block(0, 1, longer.arrays, longer.table)
+    pending = begin_block(writer, longer)
     assert committed(StoreWriter.open(store_path, metadata(), layout()), 0) == [0]
     assert verify_store(store_path) == []
     writer.commit(pending, longer.record)
@@ -462,14 +458,23 @@ def test_what_is_no_block_is_refused(tmp_path, stream, block, edit, message):
     example = next(blocks(stream))
     edit(example.arrays)
     with pytest.raises(ValueError, match=message):
-        writer.begin_block(stream, block, example.arrays, example.table)
+        writer.begin_block(stream, block, example.arrays)
+
+
+def test_a_block_is_not_committed_without_its_tables(tmp_path):
+    writer, block = StoreWriter.open(str(tmp_path), metadata(), layout()), next(blocks(0))
+    pending = writer.begin_block(0, 0, block.arrays)
+    with pytest.raises(ValueError, match="needs its tables"):
+        writer.commit(pending, block.record)
+    writer.commit(writer.write_tables(pending, block.table), block.record)
+    assert committed(writer, 0) == [0]
 
 
 def test_a_complete_store_must_be_reopened(tmp_path):
     writer = write_store(str(tmp_path))
     example = next(blocks(0))
     with pytest.raises(ValueError, match="reopen"):
-        writer.begin_block(0, 0, example.arrays, example.table)
+        writer.begin_block(0, 0, example.arrays)
 
 
 def test_metrics_are_written(store_path):
@@ -586,11 +591,11 @@ def test_a_full_disk_loses_nothing_that_was_committed(small_disk):
     path = str(small_disk / "store")
     writer = StoreWriter.open(path, metadata(store={"compression": "none"}), layout())
     block, second = list(blocks(0))[:2]
-    writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
+    commit_block(writer, block)
     ballast = small_disk / "ballast"
     subprocess.run(["dd", "if=/dev/zero", f"of={ballast}", "bs=4k"], capture_output=True)  # until nothing fits
     with pytest.raises(StoreError, match="Free space, then run the same command again"):
-        writer.commit(writer.begin_block(0, 1, second.arrays, second.table), second.record)
+        commit_block(writer, second)
     assert verify_store(path) == []
     assert ActivationStore.open(path).num_tokens == block.record.tokens
     ballast.unlink()
@@ -605,7 +610,7 @@ def test_a_read_only_file_system(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     block = next(blocks(0))
     with pytest.raises(StoreError, match=r"Choose another store\.path"):
-        writer.commit(writer.begin_block(0, 0, block.arrays, block.table), block.record)
+        commit_block(writer, block)
 
 
 @pytest.mark.parametrize("module", ["pipeline.store", "pipeline.store.write.store_writer", "pipeline.verify"])

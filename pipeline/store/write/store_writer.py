@@ -56,14 +56,21 @@ Written = ts.Future | ts.WriteFutures | Future[str]
 
 @dataclass(frozen=True)
 class PendingBlock:
-    """A block whose objects are being written. `futures` are by the object's URL."""
+    """A block whose objects are being written: its arrays, and from `write_tables` on its tables. `futures` are by the
+    object's URL."""
 
     stream: int
     block: int
+    is_committed: bool  # by another run: nothing is written
     futures: Mapping[str, Written]
-    digests: Mapping[str, Future[str]]  # by array; none where another run has committed the block already
-    table_sha256: str
-    statistics_sha256: str
+    digests: Mapping[str, Future[str]]  # by array; none where it is committed
+    table_sha256: str = ""
+    statistics_sha256: str = ""
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether they are written, too: the block can be committed."""
+        return bool(self.table_sha256)
 
     @property
     def done(self) -> bool:
@@ -160,20 +167,11 @@ class StoreWriter:
         """Writes into the store's attributes that its activations need not be finite."""
         self._change_root(may_be_not_finite=True)
 
-    def begin_block(
-        self,
-        stream: int,
-        block: int,
-        arrays: Mapping[str, np.ndarray],
-        table: pa.Table,
-        statistics: BlockStatistics | None = None,
-        indexes: Mapping[str, bytes] | None = None,
-    ) -> PendingBlock:
-        """Starts writing a block's arrays, its document table, its statistics (if any) and, by key, its indexes by
-        feature (where the store has them); does not wait.
+    def begin_block(self, stream: int, block: int, arrays: Mapping[str, np.ndarray]) -> PendingBlock:
+        """Starts writing a block's arrays; does not wait. Its tables are next: `write_tables`.
 
         `arrays` holds every array of the layout by name, each of its full shard shape, with zeros (documents, selected:
-        -1) where padded. The arrays are not copied: leave them untouched until `commit` returns.
+        -1) where padded. The arrays are not copied: leave them untouched until `commit` or `PendingBlock.wait` returns.
         A committed block that was truncated loses its record here, since its objects are about to be replaced. Nothing
         is written where another run has committed the block meanwhile.
         """
@@ -182,27 +180,44 @@ class StoreWriter:
         if self.layout.first_row(stream, block) + self.layout.rows_per_block > MAX_ROWS:
             raise StoreInvalid(f"block {block} of stream {stream} is beyond row {MAX_ROWS}, the most a store can have.")
         self._check_arrays(arrays)
-        indexes = indexes or {}
+        self._withdraw(stream, block)
+        is_committed = self._records_storage.read(commit_key(stream, block)) is not None
+        futures: dict[str, Written] = {}
+        digests: dict[str, Future[str]] = {}
+        for spec in () if is_committed else self.layout.all_arrays:
+            key = self.layout.shard_key(spec, stream, block)
+            written, digests[spec.name] = self._write_shard(spec, key, stream, block, arrays[spec.name])
+            futures[self.storage.url(key)] = written
+        return PendingBlock(stream, block, is_committed, futures, digests)
+
+    def write_tables(
+        self,
+        pending: PendingBlock,
+        table: pa.Table,
+        statistics: BlockStatistics | None = None,
+        indexes: Mapping[str, bytes] | None = None,
+    ) -> PendingBlock:
+        """Starts writing what else a block has: its document table, its statistics (if any) and, by key, its indexes by
+        feature (where the store has them); does not wait. Call it for the blocks of a stream in their order.
+
+        Raises StoreError; the arrays are under way then: `pending.wait()` before they are filled again.
+        """
+        stream, block, indexes = pending.stream, pending.block, indexes or {}
         if set(indexes) != (needed := set(index_keys(self.metadata, stream, block))):
             raise ValueError(f"a block needs the indexes {needed}, got {set(indexes)}")
-        self._withdraw(stream, block)
         tables = {table_key(stream, block): encode_table(table)}
         if statistics is not None:
             running = self.streams.add_statistics(stream, block, statistics)
             tables[statistics_key(stream, block)] = encode_statistics(statistics, block, running if block else None)
         table_sha256, statistics_sha256, *_ = (*map(table_digest, tables.values()), "")
-        if self._records_storage.read(commit_key(stream, block)) is not None:
-            return PendingBlock(stream, block, {}, {}, table_sha256, statistics_sha256)
-        # These first: should one fail at once, nothing reads the arrays.
-        futures: dict[str, Written] = {
-            self.storage.url(key): self.storage.start_write(key, content) for key, content in (tables | indexes).items()
-        }
-        digests: dict[str, Future[str]] = {}
-        for spec in self.layout.all_arrays:
-            key = self.layout.shard_key(spec, stream, block)
-            written, digests[spec.name] = self._write_shard(spec, key, stream, block, arrays[spec.name])
-            futures[self.storage.url(key)] = written
-        return PendingBlock(stream, block, futures, digests, table_sha256, statistics_sha256)
+        contents = {} if pending.is_committed else tables | indexes
+        futures = {self.storage.url(key): self.storage.start_write(key, content) for key, content in contents.items()}
+        return replace(
+            pending,
+            futures={**pending.futures, **futures},
+            table_sha256=table_sha256,
+            statistics_sha256=statistics_sha256,
+        )
 
     def commit(self, pending: PendingBlock, record: CommitRecord) -> None:
         """Waits until every object of the block is durable, then writes the record.
@@ -213,6 +228,8 @@ class StoreWriter:
         """
         if (record.stream, record.block) != (pending.stream, pending.block):
             raise ValueError(f"record of {record.stream, record.block} for {pending.stream, pending.block}")
+        if not pending.has_tables:
+            raise ValueError(f"block {pending.block} of stream {pending.stream} needs its tables: write_tables")
         pending.wait()
         record = replace(
             record,
@@ -221,7 +238,7 @@ class StoreWriter:
             digests={name: digest.result() for name, digest in pending.digests.items()} or None,
             blocks_before=self.streams[record.stream].table.digest(),
         )
-        self.commit_written(record, is_committed=not pending.futures)
+        self.commit_written(record, pending.is_committed)
 
     def commit_written(self, record: CommitRecord, is_committed: bool = False) -> None:
         """Commits a block whose objects are durable. `is_committed`: it has its record. Raises as `commit` does."""
@@ -276,11 +293,6 @@ class StoreWriter:
     def write_metrics(self, name: str, text: bytes) -> None:
         """Writes (or replaces) `_metrics/<name>`. Raises StoreError, and nothing else; the store is then as before."""
         self.storage.write(metrics_key(name), text)
-
-    def start_metrics(self, name: str, text: bytes) -> ts.Future:
-        """Starts what `write_metrics` does. Raises StoreError where it cannot even begin; the future has its own
-        errors (`storage.errors`)."""
-        return self.storage.start_write(metrics_key(name), text)
 
     def _change_root(self, **changes: object) -> None:
         self.root = change_root(self.storage, lambda root: replace(root, **changes))
