@@ -10,7 +10,7 @@ from jaxtyping import Float32, Float64, Int32
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store import ActivationStore, TokenRows
-from pipeline.store.format.norms import norms_of
+from pipeline.store.format.norms import l2_norms
 from pipeline.store.read.order import permutation
 
 # Tokens for the spectrum, which has at most this many components.
@@ -86,7 +86,7 @@ def _view(store: ActivationStore, name: str, rows: np.ndarray, valid: np.ndarray
     key = next(key for key in store.keys if key.name == name)
     values = store.read(key.layer if key.site.per_layer else None, key.site, rows)[valid]
     norms = np.full(valid.shape, np.nan, np.float32)
-    norms[valid] = norms_of(values)
+    norms[valid] = l2_norms(values)
     finite = np.isfinite(values).all(axis=1)
     step = -(-int(finite.sum()) // SPECTRUM_TOKENS) or 1
     return ActivationView(

@@ -9,13 +9,13 @@
         batch.activations                                           # [4096, d_model], valid tokens only
 
 `ActivationStore` opens a store, finished or not, and reads rows, documents, document tables and statistics.
-`ActivationStore.batches` returns a `BatchReader`, which yields a `Batch` at a time: shuffled, resumable, divided among
-readers, filtered (`TokenFilter`) and normalised (`Normalisation`), as numpy, JAX or torch arrays.
-`open_aligned` opens several stores of the same tokens, whose batches hold each store's activations of these.
-`pipeline.store.read.torch_dataset.ActivationDataset` is the same for torch's `DataLoader`.
+`ActivationStore.batches` returns a `BatchReader`, an iterator of `Batch`: shuffled, resumable, divided among readers,
+filtered (`TokenFilter`) and normalised (`Normalisation`), as numpy, JAX or torch arrays.
+`open_aligned` opens several stores of the same tokens; its batches contain the activations from each of them.
+`pipeline.store.read.torch_dataset.ActivationDataset` gives the same batches to torch's `DataLoader`.
 
 Errors are `pipeline.core.errors.StoreError` (the store cannot be read now) and its subclass `StoreInvalid` (it is
-damaged, or no store). `docs/reading.md` has examples, `docs/store-format.md` the format.
+damaged, or not a store). `docs/reading.md` has examples; `docs/store-format.md` describes the format.
 """
 
 from pipeline.store.format.normalisation import Normalisation

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline.store import ActivationStore, Batch, BatchOptions, BatchReader, TokenFilter
-from pipeline.store.format.norms import norms_of
+from pipeline.store.format.norms import l2_norms
 from pipeline.store.io.shard_files import read_chunks
 from pipeline.store.io.storage import Storage, StorageOptions
 from pipeline.store.read import batches, rows
@@ -376,7 +376,7 @@ def test_more_readers_than_the_store_feeds(store, epochs):
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_filters(store, shuffle):
     everything = next(store.batches([NAME], 1000))
-    norms = norms_of(everything.activations[NAME])
+    norms = l2_norms(everything.activations[NAME])
     low, high = np.quantile(norms, [0.2, 0.8])
     keep = (everything.positions >= 2) & ~np.isin(everything.tokens, [3, 40]) & (norms >= low) & (norms <= high)
     assert 0 < keep.sum() < 0.6 * len(keep)

@@ -2,7 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pipeline.store.format.norms import norms_of
+from pipeline.store.format.norms import l2_norms
 from pipeline.store.read.filters import TokenFilter
 
 BESIDE = {
@@ -40,8 +40,8 @@ def test_norms_of_every_named_activation_count():
 def test_norms_are_computed_wider_than_they_are_stored():
     values = np.random.default_rng(0).standard_normal((50, 300)).astype(ml_dtypes.bfloat16)
     expected = np.linalg.norm(values.astype(np.float64), axis=1)
-    np.testing.assert_allclose(norms_of(values), expected, rtol=1e-6)
-    assert norms_of(values).dtype == np.float32
+    np.testing.assert_allclose(l2_norms(values), expected, rtol=1e-6)
+    assert l2_norms(values).dtype == np.float32
 
 
 def test_numpys_numbers_make_the_same_filter():

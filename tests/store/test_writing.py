@@ -516,7 +516,7 @@ def test_an_unknown_kind_of_storage():
 def test_another_zarr_hierarchy_is_left_alone(tmp_path):
     zarr.create_group(str(tmp_path))
     before = (tmp_path / "zarr.json").read_bytes()
-    with pytest.raises(StoreInvalid, match="holds another Zarr hierarchy"):
+    with pytest.raises(StoreInvalid, match="is a Zarr group, but not an activation store"):
         StoreWriter.open(str(tmp_path), metadata(), layout())
     assert (tmp_path / "zarr.json").read_bytes() == before
 

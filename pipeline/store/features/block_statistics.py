@@ -11,7 +11,7 @@ from jaxtyping import Bool, Shaped
 
 from pipeline.store.features.index_file import ByFeature, by_feature
 from pipeline.store.format.layout import ERROR_PARTS
-from pipeline.store.format.norms import norms_of
+from pipeline.store.format.norms import l2_norms
 from pipeline.store.format.statistics import Statistics, with_norms
 
 
@@ -35,7 +35,7 @@ def feature_statistics(
         float(parts[name][finite].sum(dtype=np.float64)) if name in parts else None for name in ERROR_PARTS
     )
     return replace(
-        with_norms(norms_of(value[finite]), not_finite, mean, m2),
+        with_norms(l2_norms(value[finite]), not_finite, mean, m2),
         squared_error=squared_error,
         fired=fired,
         maximum=matrix.maxima,

@@ -1,1 +1,1 @@
-"""The parts of a store: layout, metadata, commit records, tables, statistics; reads and writes each of them."""
+"""The parts of a store and their encodings: layout, metadata, commit records, tables, statistics."""

@@ -1,8 +1,9 @@
-"""The block table: the counts of the commit records in columns, 45 bytes for each block, without reading each record.
+"""Block tables: the counts of commit records in columns, 45 bytes per block, so that not every record has to be read.
 
-A complete store has one of all blocks, `_blocks/all.npy`, whose sha256 the root names. Each stream has its own, of its
-first blocks, which is written whenever these are a multiple of `index_step`, and at the stream's end. It only repeats
-the records: what it lacks is read from these, and one that is missing, damaged or does not agree with them is ignored.
+A complete store has a table of all its blocks, `_blocks/all.npy`, whose sha256 is in the root. Each stream has a table
+of its first blocks, written whenever their number is a multiple of `index_step`, and at the stream's end. It only
+repeats the records: later blocks are read from their records, and a table that is missing, damaged or contradicts the
+records is ignored.
 """
 
 import hashlib
@@ -21,11 +22,11 @@ from pipeline.store.io.storage import Storage
 
 PREFIX = "_blocks/"
 TABLE_KEY = f"{PREFIX}all.npy"
-_INDEX_STEPS = (8, 64)  # least and most
+_MIN_INDEX_STEP, _MAX_INDEX_STEP = 8, 64
 
 _STREAMS_AT_ONCE = 32
 _SHA256_BYTES = 32
-_MAGIC = b"\x93NUMPY\x01\x00"  # then the length of the header in two bytes, the header, and the values
+_MAGIC = b"\x93NUMPY\x01\x00"  # followed by the header's length in two bytes, the header, and the values
 _EXHAUSTED, _TRUNCATED, _STATISTICS, _CONTINUES = 1, 2, 4, 8  # flags
 _COUNTS = (
     *(("stream", "<u4"), ("block", "<u4"), ("rows", "<u4"), ("tokens", "<u4"), ("activations", "<u4")),
@@ -37,8 +38,8 @@ DTYPE = np.dtype([*_COUNTS, ("flags", "u1")])
 class Block(NamedTuple):
     """The counts of one block; see `CommitRecord`.
 
-    activations: tokens whose activations are stored. skipped: documents left out. first_document: the ordinal, in the
-    stream, of the first document. continues: the block begins within that document.
+    activations: the number of tokens whose activations are stored. skipped: the number of documents left out.
+    first_document: the first document's ordinal in the stream. continues: the block begins within that document.
     """
 
     stream: int
@@ -57,10 +58,10 @@ class Block(NamedTuple):
 
 
 class BlockTable(Sequence[Block]):
-    """Blocks in some order. Each count of `Block` is also a column, an array [len(self)]."""
+    """A sequence of blocks, stored as columns: one array [len(self)] per count of `Block`."""
 
     def __init__(self, values: np.ndarray | None = None) -> None:
-        """values: of DTYPE; None for no blocks."""
+        """values: [num_blocks] of dtype DTYPE; None for no blocks."""
         self.values = np.empty(0, DTYPE) if values is None else values
 
     @classmethod
@@ -71,21 +72,22 @@ class BlockTable(Sequence[Block]):
         return len(self.values)
 
     @overload
-    def __getitem__(self, at: int) -> Block: ...
+    def __getitem__(self, index: int) -> Block: ...
     @overload
-    def __getitem__(self, at: slice | np.ndarray) -> "BlockTable": ...
-    def __getitem__(self, at):
-        return BlockTable(self.values[at]) if isinstance(at, (slice, np.ndarray)) else _block(self.values[at].item())
+    def __getitem__(self, index: slice | np.ndarray) -> "BlockTable": ...
+    def __getitem__(self, index):
+        values = self.values[index]
+        return BlockTable(values) if isinstance(index, (slice, np.ndarray)) else _block(values.item())
 
     def __iter__(self) -> Iterator[Block]:
         return map(_block, self.values.tolist())
 
     def column(self, name: str) -> Int64[np.ndarray, " n"]:
-        """A count of each block."""
+        """The count `name` of each block."""
         return self.values[name].astype(np.int64)
 
     def total(self, name: str) -> int:
-        """The sum of a count over all blocks."""
+        """The sum of the count `name` over all blocks."""
         return int(self.values[name].sum(dtype=np.uint64))
 
     @property
@@ -100,34 +102,34 @@ class BlockTable(Sequence[Block]):
         return BlockTable(np.append(self.values, np.array([_row(record)], DTYPE)))
 
     def in_row_order(self, num_streams: int) -> "BlockTable":
-        """The blocks in the order of their rows in the store."""
+        """The same blocks, in the order of their rows in the store."""
         return self[np.argsort(self.column("block") * num_streams + self.column("stream"), kind="stable")]
 
     def digest(self) -> str:
-        """sha256, as hex, of the blocks' counts: the record of a stream's next block has it."""
+        """The sha256 of the blocks' counts, as hex; the record of a stream's next block contains it."""
         return hashlib.sha256(self.values.tobytes()).hexdigest()
 
     def encode(self) -> bytes:
-        """The table as a .npy file, followed by the sha256 of its bytes."""
+        """A .npy file, followed by the sha256 of its bytes."""
         file = io.BytesIO()
         np.lib.format.write_array(file, self.values, version=(1, 0), allow_pickle=False)
         return file.getvalue() + hashlib.sha256(file.getbuffer()).digest()
 
     @classmethod
     def decode(cls, content: bytes) -> "BlockTable | None":
-        """None unless this is what `encode` returned."""
+        """The inverse of `encode`; None for any other content."""
         payload = memoryview(content)[:-_SHA256_BYTES]
         if hashlib.sha256(payload).digest() != content[-_SHA256_BYTES:]:
             return None
         size = int.from_bytes(payload[len(_MAGIC) : len(_MAGIC) + 2], "little")
         header, values = payload[len(_MAGIC) + 2 :][:size], payload[len(_MAGIC) + 2 + size :]
-        num_blocks, rest = divmod(len(values), DTYPE.itemsize)
-        is_sound = payload[: len(_MAGIC)] == _MAGIC and bytes(header).strip() == _header(num_blocks) and not rest
-        return cls(np.frombuffer(values, DTYPE)) if is_sound else None
+        num_blocks, remainder = divmod(len(values), DTYPE.itemsize)
+        is_valid = payload[: len(_MAGIC)] == _MAGIC and bytes(header).strip() == _header(num_blocks) and not remainder
+        return cls(np.frombuffer(values, DTYPE)) if is_valid else None
 
 
 def _header(num_blocks: int) -> bytes:
-    """The header of a .npy file, which is compared rather than parsed: anybody may have written it."""
+    """The header of a .npy file. It is compared rather than parsed, since the file may come from anybody."""
     fields = {"descr": np.lib.format.dtype_to_descr(DTYPE), "fortran_order": False, "shape": (num_blocks,)}
     return ("{" + "".join(f"{name!r}: {value!r}, " for name, value in fields.items()) + "}").encode()
 
@@ -147,8 +149,8 @@ def _block(row: tuple[int, ...]) -> Block:
 class StreamBlocks(NamedTuple):
     """The committed blocks of one stream.
 
-    last: the record of the last one; None where there is no block, or the last one has just been withdrawn.
-    num_indexed: how many blocks the stream's own block table has, as far as is known.
+    last: the record of the last block; None if there is no block, or if the last one has just been withdrawn.
+    num_indexed: how many blocks the stream's stored block table is known to have.
     """
 
     table: BlockTable
@@ -157,12 +159,12 @@ class StreamBlocks(NamedTuple):
 
     @property
     def to_index(self) -> BlockTable:
-        """What the stream's own block table has at the end: all blocks but a truncated one, which may be replaced."""
+        """The blocks for the stream's block table: all except a truncated last one, which may be replaced."""
         return self.table[:-1] if len(self.table) and self.table[-1].truncated else self.table
 
     @property
     def tokens(self) -> int:
-        """Valid tokens of all blocks."""
+        """The number of valid tokens in all blocks."""
         return self.table.total("tokens")
 
     def with_record(self, record: CommitRecord) -> "StreamBlocks":
@@ -176,40 +178,42 @@ NO_BLOCKS = StreamBlocks(BlockTable(), None)
 
 
 def index_step(num_blocks: int) -> int:
-    """A stream's own block table is written when its blocks are a multiple of this power of two: 8 to 64, an eighth of
-    them or less. What it lacks takes a request for each block and stream, of ten thousand young streams as well."""
-    least, most = _INDEX_STEPS
-    return min(max(least, 1 << max(0, num_blocks.bit_length() - 4)), most)
+    """A stream's block table is written whenever its number of blocks is a multiple of this power of two, 8 to 64.
+
+    From 64 blocks on it is at most an eighth of their number. Opening a store costs one request for each block that the
+    tables lack, and a store may have ten thousand streams.
+    """
+    return min(max(_MIN_INDEX_STEP, 1 << max(0, num_blocks.bit_length() - 4)), _MAX_INDEX_STEP)
 
 
 def stream_table_key(stream: int) -> str:
-    """The key, relative to the store, of a stream's own block table."""
+    """The key of a stream's block table, relative to the store."""
     return f"{PREFIX}stream-{stream:05d}.npy"
 
 
 def read_stream(storage: Storage, stream: int, list_all: bool = False) -> StreamBlocks:
-    """The committed blocks of a stream, from its block table and the records that this lacks.
+    """The committed blocks of a stream, from its block table and the records of the blocks after it.
 
-    With `list_all` a gap among the earlier records is noticed, at one request for each 1,000 of them. Raises
-    StoreInvalid for a damaged record, and for a gap, and StoreError.
+    `list_all` also detects a gap among the earlier records, at the price of one request per 1,000 of them. Raises
+    StoreInvalid for a damaged record or a gap, and StoreError.
     """
     content = storage.read(stream_table_key(stream))
     indexed = (None if content is None else BlockTable.decode(content)) or BlockTable()
     if len(indexed):
-        known = len(indexed) - 1  # its last block is compared with its record
+        last_indexed = len(indexed) - 1  # its record is read too, and compared
         try:
-            records = read_stream_records(storage, stream, known, list_all)
+            records = read_stream_records(storage, stream, last_indexed, list_all)
         except StoreInvalid:
             records = []
         if records and _agree(indexed, records[0]):
-            rest = BlockTable.from_records(records[1:])
-            return StreamBlocks(BlockTable(np.concatenate([indexed.values, rest.values])), records[-1], len(indexed))
+            later = BlockTable.from_records(records[1:])
+            return StreamBlocks(BlockTable(np.concatenate([indexed.values, later.values])), records[-1], len(indexed))
     records = read_stream_records(storage, stream)
     return StreamBlocks(BlockTable.from_records(records), records[-1] if records else None)
 
 
 def _agree(indexed: BlockTable, record: CommitRecord) -> bool:
-    """Whether a table of a stream's first blocks ends with the block of a record."""
+    """Whether a table of a stream's first blocks is consistent with the record of its last block."""
     before = indexed[:-1]
     return (
         indexed[-1] == BlockTable.from_records([record])[0]
@@ -220,13 +224,13 @@ def _agree(indexed: BlockTable, record: CommitRecord) -> bool:
 
 
 def read_streams(storage: Storage, streams: Sequence[int], list_all: bool = False) -> dict[int, StreamBlocks]:
-    """`read_stream` of several streams, many at once."""
+    """`read_stream` for several streams, concurrently."""
     with ThreadPoolExecutor(min(_STREAMS_AT_ONCE, max(1, len(streams))), "streams") as pool:
         return dict(zip(streams, pool.map(partial(read_stream, storage, list_all=list_all), streams), strict=True))
 
 
 def join_streams(streams: Mapping[int, StreamBlocks]) -> BlockTable:
-    """One table of all streams' blocks, in the order of their rows. The keys are the streams 0, 1, 2, ..."""
+    """One table of all streams' blocks, in row order. The keys of `streams` are 0, 1, 2, ..."""
     values = [np.empty(0, DTYPE), *(stream.table.values for stream in streams.values())]
     return BlockTable(np.concatenate(values)).in_row_order(len(streams))
 
@@ -239,7 +243,7 @@ def split_streams(table: BlockTable, num_streams: int) -> list[BlockTable]:
 
 
 def read_table(storage: Storage, sha256: str | None) -> BlockTable | None:
-    """The table of a complete store's blocks; None where there is none with this sha256. Raises StoreError."""
+    """The table of a complete store's blocks; None if there is none with this sha256. Raises StoreError."""
     content = None if sha256 is None else storage.read(TABLE_KEY)
     if content is None or table_sha256(content) != sha256:
         return None
@@ -247,5 +251,5 @@ def read_table(storage: Storage, sha256: str | None) -> BlockTable | None:
 
 
 def table_sha256(content: bytes) -> str:
-    """sha256, as hex, of an encoded table: the root of a complete store names it."""
+    """The sha256 of an encoded table, as hex, which the root of a complete store contains."""
     return hashlib.sha256(content).hexdigest()

@@ -1,10 +1,10 @@
 """Commit records: a block is in the store exactly when its record exists.
 
-A record is a small JSON object, written last, after all of the block's arrays and its document table are durable. It
-holds nothing that differs from run to run, so a block that is computed again leaves the same bytes.
+A record is a small JSON object. It is written last, once the block's arrays and document table are durable. It has no
+value that differs from run to run, so a recomputed block gets a record with the same bytes.
 
-Most readers need only the counts in a record: these also stand in the block table (`block_table.py`). A complete store
-of an earlier program has all records a second time in one object, the consolidated records.
+Most readers need only a record's counts, which the block table (`block_table.py`) repeats. In a complete store of an
+earlier version, the consolidated records repeat all records in one object.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from pipeline.store.io.storage import Storage
 COMMITS_PREFIX = "_commits/"
 CONSOLIDATED_KEY = COMMITS_PREFIX + "consolidated.jsonl"
 _KEY = re.compile(r"_commits/stream-(\d{5,})/block-(\d{6,})\.json")
-_KEYS_IN_ORDER = 900_000  # of later blocks all keys are listed: those of seven digits sort before those of six
+_KEYS_IN_ORDER = 900_000  # from this block on, all keys are listed: those with seven digits sort before those with six
 _COUNTS = ("version", "stream", "block", "rows", "tokens", "documents")
 _MAX_COUNT, _MAX_CURSOR = 1 << 32, 1 << 63
 _CURSOR = {"shard", "document", "token", "ordinal"}
@@ -34,21 +34,21 @@ _CURSOR = {"shard", "document", "token", "ordinal"}
 class CommitRecord:
     """The content of one block of one stream.
 
-    rows: rows with tokens, the first ones of the block.
-    tokens: valid (not padding) tokens.
-    documents: rows of the block's document table.
-    tokens_cut: tokens that `batch.long_documents=cut` dropped from these documents.
+    rows: the number of rows with tokens, which are the first rows of the block.
+    tokens: the number of valid (not padding) tokens.
+    documents: the number of rows of the block's document table.
+    tokens_cut: how many tokens `batch.long_documents=cut` dropped from these documents.
     skipped: the documents that `data.on_error=skip` left out, as {source, index, reason}.
-    start, next: the cursors (as JSON) of this block and of the stream's next one.
-    exhausted: the stream has no document after this block.
-    truncated: `run.max_tokens` ended the block early; a longer run writes it again, with the same first rows.
-    selected: tokens whose activations are stored; None (and not in the JSON) where all are.
+    start, next: the cursors (as JSON) at which this block and the stream's next one start.
+    exhausted: the stream has no more documents after this block.
+    truncated: `run.max_tokens` ended the block early; a longer run replaces it by a block with the same first rows.
+    selected: the number of tokens whose activations are stored; None (absent in the JSON) if those of all are.
 
-    The writer fills in the rest:
-    table_sha256, statistics_sha256: of the files of the document table and the statistics (empty: no statistics).
-    digests: by array, of its values in this block, see `ValuesDigest`.
+    Set by the writer:
+    table_sha256, statistics_sha256: of the document table's and the statistics' files ("" without statistics).
+    digests: by array, the digest of its values in this block, see `ValuesDigest`.
     blocks_before: the digest of the block table of the stream's earlier blocks.
-    Both are None (and not in the JSON) in records of earlier programs.
+    Records of earlier versions have neither `digests` nor `blocks_before`: None, absent in the JSON.
     """
 
     stream: int
@@ -79,8 +79,11 @@ class CommitRecord:
         return self.tokens if self.selected is None else self.selected
 
     def is_same_block(self, other: "CommitRecord") -> bool:
-        """Whether the two are of the same rows and values. Where both have digests, these tell: the bytes of parquet
-        files depend on pyarrow's version. A record of an earlier program has none."""
+        """Whether both records describe the same rows and values.
+
+        If both have digests, these are compared and not the sha256 of parquet files, whose bytes depend on pyarrow's
+        version. Records of earlier versions have no digests.
+        """
         optional = ("digests", "blocks_before")
         ignored = {name: None for name in optional if None in (getattr(self, name), getattr(other, name))}
         if "digests" not in ignored:
@@ -88,17 +91,17 @@ class CommitRecord:
         return replace(self, **ignored) == replace(other, **ignored)
 
     def names_same_files(self, other: "CommitRecord") -> bool:
-        """Whether the document table and the statistics of the two have the same bytes."""
+        """Whether both records name a document table and statistics with the same bytes."""
         files = (self.table_sha256, self.statistics_sha256)
         return files == (other.table_sha256, other.statistics_sha256)
 
     def to_json(self) -> bytes:
-        """UTF-8 JSON with a stable order of keys and a checksum of the rest, so that an edited record is noticed."""
+        """UTF-8 JSON with the keys in a fixed order, and a checksum that reveals edits."""
         content = self._content()
         return (json.dumps(content | {"sha256": json_digest(content)}, indent=1, ensure_ascii=False) + "\n").encode()
 
     def to_line(self) -> bytes:
-        """The same on one line, without the checksum: that of all lines together covers it."""
+        """The record as one line of the consolidated records, whose sha256 replaces the record's own checksum."""
         return (json.dumps(self._content(), separators=(",", ":"), ensure_ascii=False) + "\n").encode()
 
     def _content(self) -> dict[str, Any]:
@@ -132,26 +135,26 @@ class CommitRecord:
 
     @classmethod
     def from_json(cls, text: bytes, subject: str) -> "CommitRecord":
-        """Raises StoreInvalid, naming `subject`, for a record that is damaged, edited, or of another version."""
+        """Raises StoreInvalid, naming `subject`, for a record that is damaged, edited, or of a different version."""
         content = parse_store_json(text, subject, _REMEDY)
         try:
             digest = content.pop("sha256")
             record = cls._from_content(content)
-            sound = record._has_right_types()
+            has_right_types = record._has_right_types()
         except (KeyError, TypeError, AttributeError) as error:
             raise StoreInvalid(f"{subject} is not a commit record ({error}). {_REMEDY}") from error
-        if not sound or digest != json_digest(content):
+        if not has_right_types or digest != json_digest(content):
             raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged. {_REMEDY}")
         if record.version != 1:
             raise StoreInvalid(f"{subject} has version {record.version}; this program reads version 1.")
         return record
 
 
-_REMEDY = "Delete the record: the block is then computed again."
+_REMEDY = "Delete the record: the block is then recomputed."
 
 
 def commit_key(stream: int, block: int) -> str:
-    """The record's key, relative to the store."""
+    """The key of a block's commit record, relative to the store."""
     return f"{_stream_prefix(stream)}block-{block:06d}.json"
 
 
@@ -160,22 +163,22 @@ def _stream_prefix(stream: int) -> str:
 
 
 def parse_commit_key(key: str) -> tuple[int, int] | None:
-    """(stream, block) of a record's key; None for any other key."""
+    """The (stream, block) of a commit record's key; None for any other key."""
     match = _KEY.fullmatch(key)
     return (int(match[1]), int(match[2])) if match else None
 
 
-Records = dict[int, list[CommitRecord]]  # by stream, in the order of their blocks
+Records = dict[int, list[CommitRecord]]  # by stream, in block order
 
 
 def read_stream_records(storage: Storage, stream: int, first: int = 0, list_all: bool = True) -> list[CommitRecord]:
     """The records of a stream's committed blocks, from block `first` on.
 
-    Without `list_all` the keys of earlier blocks are not listed, so that a gap among them is not noticed. Raises
-    StoreInvalid for a damaged record, and for a gap, and StoreError.
+    Without `list_all` the keys of earlier blocks are not listed, so a gap among those goes unnoticed. Raises
+    StoreInvalid for a damaged record or a gap, and StoreError.
     """
     begin = 0 if list_all else first
-    for _ in range(2):  # another worker may have committed, or withdrawn a truncated record, since the keys were listed
+    for _ in range(2):  # after the listing, another worker may have committed, or withdrawn a truncated record
         blocks = _list_blocks(storage, stream, begin)
         gap = next((index for index, block in enumerate(blocks, begin) if block != index), None)
         keys = [commit_key(stream, block) for block in blocks if block >= first and gap is None]
@@ -190,18 +193,18 @@ def read_stream_records(storage: Storage, stream: int, first: int = 0, list_all:
     block = next(block for block in blocks if block > gap)
     raise StoreInvalid(
         f"stream {stream} of {storage.path} has a record of block {block}, but none of block {gap}. "
-        f"Delete the stream's records from block {block} on: these blocks are then computed again."
+        f"Delete the stream's records from block {block} on: these blocks are then recomputed."
     )
 
 
-def read_commit_records(storage: Storage, places: Iterable[tuple[int, int]]) -> Iterator[CommitRecord]:
-    """The records of some blocks (stream, block). Raises StoreInvalid for one that is missing or damaged, and
+def read_commit_records(storage: Storage, blocks: Iterable[tuple[int, int]]) -> Iterator[CommitRecord]:
+    """The records of `blocks`, given as (stream, block). Raises StoreInvalid if one is missing or damaged, and
     StoreError."""
-    return storage.read_checked([commit_key(*place) for place in places], partial(require_record, storage))
+    return storage.read_checked([commit_key(*block) for block in blocks], partial(require_record, storage))
 
 
 def require_record(storage: Storage, key: str, text: bytes | None) -> CommitRecord:
-    """The record at the key of a committed block. Raises StoreInvalid for one that is missing or damaged."""
+    """Parses the record of a committed block. Raises StoreInvalid if it is missing (`text` is None) or damaged."""
     record = parse_record(storage, key, text)
     if record is None:
         raise StoreInvalid(f"{storage.path}/{key} is missing, although the block is committed. {VERIFY_REMEDY}")
@@ -211,12 +214,13 @@ def require_record(storage: Storage, key: str, text: bytes | None) -> CommitReco
 def _list_blocks(storage: Storage, stream: int, first: int) -> list[int]:
     """The blocks of a stream that have a record, from `first` on, ascending."""
     start = commit_key(stream, first) if first < _KEYS_IN_ORDER else ""
-    places = filter(None, map(parse_commit_key, storage.list_keys(_stream_prefix(stream), start)))
-    return sorted(block for _, block in places if block >= first)
+    parsed = filter(None, map(parse_commit_key, storage.list_keys(_stream_prefix(stream), start)))
+    return sorted(block for _, block in parsed if block >= first)
 
 
 def parse_record(storage: Storage, key: str, text: bytes | None) -> CommitRecord | None:
-    """The record at this key; None where there is none. Raises StoreInvalid for one that is damaged, or another's."""
+    """Parses the record at this key; None if `text` is None. Raises StoreInvalid if it is damaged or belongs to a
+    different key."""
     record = None if text is None else CommitRecord.from_json(text, f"{storage.path}/{key}")
     if record is not None and record.key != key:
         raise StoreInvalid(f"{storage.path}/{key} is the record of block {record.block} of stream {record.stream}.")
@@ -224,12 +228,12 @@ def parse_record(storage: Storage, key: str, text: bytes | None) -> CommitRecord
 
 
 def consolidated_digest(text: bytes) -> str:
-    """sha256, as hex, of the consolidated records: the root of a complete store names it."""
+    """The sha256 of the consolidated records, as hex, which the root of a complete store contains."""
     return hashlib.sha256(text).hexdigest()
 
 
 def read_consolidated(storage: Storage, sha256: str | None) -> Records | None:
-    """The consolidated records, or None where there are none with this sha256. Raises StoreError."""
+    """The consolidated records; None if there are none with this sha256. Raises StoreError."""
     text = None if sha256 is None else storage.read(CONSOLIDATED_KEY)
     if text is None or consolidated_digest(text) != sha256:
         return None

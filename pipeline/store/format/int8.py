@@ -1,7 +1,7 @@
 """Activations stored as int8: symmetric, with a float32 scale per token, or per token and group of features.
 
-activation = integer * scale, in float32. The scales of array x are array x.scale; beside integers of [..., D] they are
-[..., G], and each is of D / G neighbouring features.
+activation = integer * scale, in float32. The scales of array x are in array x.scale. Integers [..., D] have scales
+[..., G]: one for every D / G neighbouring features.
 """
 
 from dataclasses import dataclass
@@ -18,15 +18,16 @@ def scale_name(array: str) -> str:
 
 
 def dequantised(integers: Int8[np.ndarray, "*n D"], scales: Float32[np.ndarray, "*n G"]) -> Float32[np.ndarray, "*n D"]:
-    groups = (*scales.shape, integers.shape[-1] // scales.shape[-1])
-    values = integers.reshape(groups).astype(np.float32)
+    """Activations from stored integers and their scales."""
+    grouped_shape = (*scales.shape, integers.shape[-1] // scales.shape[-1])
+    values = integers.reshape(grouped_shape).astype(np.float32)
     values *= scales[..., None]
     return values.reshape(integers.shape)
 
 
 @dataclass(frozen=True)
 class Dequantised:
-    """Tokens of int8, dequantised where they are indexed: [n, D] and [n, G]."""
+    """int8 activations of n tokens, dequantised when they are indexed."""
 
     integers: Int8[np.ndarray, "n D"]
     scales: Float32[np.ndarray, "n G"]

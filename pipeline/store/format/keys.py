@@ -1,4 +1,4 @@
-"""The keys of a store's own objects: nothing else at its place is ever deleted, or taken for an object of a store."""
+"""The keys of a store's objects. Objects with other keys at the same address are neither deleted nor read."""
 
 import re
 from collections.abc import Collection
@@ -7,16 +7,16 @@ from pipeline.core.sites import ActivationKey
 from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import ERROR_PARTS, FEATURE_PARTS, OUTPUT_NAMES, SELECTED, SIDE_ARRAYS
 
-LOCK_SUFFIX = ".__lock"  # of the temporary file of a local object; a killed process leaves it behind
+LOCK_SUFFIX = ".__lock"  # of TensorStore's temporary local files; a killed process leaves them behind
 
-INDEX_PREFIX = "_features/"  # of the indexes by feature
+INDEX_PREFIX = "_features/"  # the indexes by feature
 
-IDS_PREFIX = "_ids/"  # of the indexes of streams' ids
+IDS_PREFIX = "_ids/"  # the indexes of document ids, one per stream
 
-MANIFEST_KEY = "_data/manifest.json"  # what footers of input files say; made again where it is missing
+MANIFEST_KEY = "_data/manifest.json"  # metadata from the footers of input files; written again where it is missing
 
 MAX_ENCODER_NAME = 100
-ENCODER_NAME = rf"[A-Za-z0-9_-]{{1,{MAX_ENCODER_NAME}}}"  # of an SAE, as a part of its arrays' names
+ENCODER_NAME = rf"[A-Za-z0-9_-]{{1,{MAX_ENCODER_NAME}}}"  # an SAE's name, as it occurs in the names of its arrays
 
 _RUN = r"\d{8}T\d{6}Z-[^/]+-\d+"
 _WORKER_KEYS = (
@@ -38,12 +38,12 @@ _FIXED = (
 
 
 def is_worker_key(key: str) -> bool:
-    """Whether a worker writes this key besides the store's content, and may do so when the store is deleted already."""
+    """Whether workers write this key in addition to the store's content, perhaps even after the store was deleted."""
     return re.fullmatch("|".join(_WORKER_KEYS), key, re.ASCII) is not None
 
 
 def is_activation_name(name: object) -> bool:
-    """Whether an array of activations may have this name."""
+    """Whether this is a valid name of an activation array."""
     try:
         return isinstance(name, str) and ActivationKey.parse(name).name == name
     except ValueError:
@@ -51,31 +51,31 @@ def is_activation_name(name: object) -> bool:
 
 
 def features_name(array: str, encoder: str = "") -> str:
-    """What the names of the arrays begin with that hold the features of an array of activations. `encoder`: its name,
-    where several encode the array."""
+    """The prefix of the names of an SAE's arrays. `array`: the activations that it encodes. `encoder`: the SAE's name,
+    where several encode that array."""
     return ".".join(["features", array, *([encoder] if encoder else [])])
 
 
 def is_features_name(name: object) -> bool:
-    """Whether the names of features' arrays may begin with this."""
+    """Whether this is a valid prefix of the names of an SAE's arrays."""
     if not isinstance(name, str):
         return False
-    return is_activation_name(array_of(name))
+    return is_activation_name(encoded_array(name))
 
 
-def array_of(features: str) -> str | None:
-    """The array whose features these are: the inverse of `features_name`. None for other names."""
+def encoded_array(features: str) -> str | None:
+    """The activation array that an SAE encodes, from a result of `features_name`. None for other names."""
     match = re.fullmatch(rf"features\.(blocks\.\d+\.\w+|\w+)(\.{ENCODER_NAME})?", features, re.ASCII)
     return match and match[1]
 
 
 def index_prefix(features: str) -> str:
-    """What the keys of the blocks' indexes by feature begin with. `features`: as in `features_name`."""
+    """The prefix of the keys of an SAE's indexes by feature. `features`: a result of `features_name`."""
     return f"{INDEX_PREFIX}{features.removeprefix('features.')}/"
 
 
 def is_array_name(name: str) -> bool:
-    """Whether an array of some store may have this name."""
+    """Whether an array of a store may have this name."""
     stem, _, part = name.rpartition(".")
     if part in (*FEATURE_PARTS, *ERROR_PARTS) and is_features_name(stem):
         return True
@@ -84,18 +84,21 @@ def is_array_name(name: str) -> bool:
 
 
 class StoreKeys:
-    """The keys of a store with these arrays of activations and outputs. Raises ValueError for names that no array of
-    activations has."""
+    """The keys of a store with these arrays.
+
+    activations: names of activation arrays; raises ValueError for an invalid one. outputs: names of the arrays of
+    `capture.outputs` and of SAEs.
+    """
 
     def __init__(self, activations: Collection[str], outputs: Collection[str] = ()) -> None:
         wrong = [name for name in activations if not is_activation_name(name)]
         if wrong:
-            raise ValueError(f"{wrong!r} are not names of activations")
+            raise ValueError(f"{wrong!r} are not names of activation arrays")
         sides = [*(spec.name for spec in (*SIDE_ARRAYS, SELECTED)), *outputs]
         arrays = "|".join(map(re.escape, [*sides, *activations, *map(scale_name, activations)]))
-        of_activations = "|".join(map(re.escape, activations)) or "(?!)"
+        generated = "|".join(map(re.escape, activations)) or "(?!)"
         features = [name.removesuffix(".index") for name in outputs if name.endswith(".index")]
-        reconstructed = [array_of(name) for name in features]  # has statistics, even if it is not stored
+        reconstructed = [encoded_array(name) for name in features]  # have statistics even if they are not stored
         summarised = "|".join(map(re.escape, [*activations, *reconstructed, *features])) or "(?!)"
         indexed = "|".join(re.escape(index_prefix(name)[:-1]) for name in features) or "(?!)"
         patterns = (
@@ -103,9 +106,9 @@ class StoreKeys:
             rf"({arrays})/(zarr\.json|c/\d+/0(/0)?)",
             rf"stats/({summarised})/(zarr\.json|c/0/0)",
             rf"({indexed})/stream-\d{{5,}}/block-\d{{6,}}\.csc",
-            rf"_generated/stream-\d{{5,}}/group-\d{{6,}}\.({of_activations})\.activations",
+            rf"_generated/stream-\d{{5,}}/group-\d{{6,}}\.({generated})\.activations",
         )
-        self._own = re.compile(f"({'|'.join(patterns)})({re.escape(LOCK_SUFFIX)})?", re.ASCII)
+        self._keys = re.compile(f"({'|'.join(patterns)})({re.escape(LOCK_SUFFIX)})?", re.ASCII)
         self._folders = re.compile(
             rf"(_commits|_documents|_stats|_generated)(/stream-\d{{5,}})?|_blocks|_ids|_claims|_claims_test|_metrics|_data"
             rf"|({arrays})(/c(/\d+(/0)?)?)?|stats(/({summarised})(/c(/0)?)?)?"
@@ -127,11 +130,12 @@ class StoreKeys:
             "_data",
         )
         self.prefixes = tuple(f"{name}/" for name in ("_commits", *names, *others))
-        """The prefixes of all keys, that of the commit records first."""
+        """The prefixes of all keys; that of the commit records comes first."""
 
     def is_own(self, key: str) -> bool:
-        return self._own.fullmatch(key) is not None
+        """Whether an object of the store may have this key."""
+        return self._keys.fullmatch(key) is not None
 
     def is_own_folder(self, key: str) -> bool:
-        """Whether this is a local folder (without a slash at its end) that a store makes."""
+        """Whether this is a folder (without a trailing slash) of a store on a local disk."""
         return self._folders.fullmatch(key) is not None

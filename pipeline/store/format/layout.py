@@ -1,8 +1,8 @@
-"""Where every row, shard and chunk of a store lies. Pure arithmetic on integers.
+"""The position of every row, store shard and chunk of a store. Pure arithmetic on integers.
 
-Shapes: R rows of a block (`rows_per_block`), T positions of a row (`length`), K slots of a row for selected tokens
-(`selected`), D features of an activation (`width`).
-A block of one array is one store shard, that is, one object; the chunks inside it are the unit of reading.
+Shapes: R rows per block (`rows_per_block`), T positions per row (`length`), K slots per row for selected tokens
+(`selected`), D features per activation (`width`).
+One block of one array is one store shard, which is one object. The chunks inside it are the unit of reading.
 """
 
 import math
@@ -13,15 +13,15 @@ from pipeline.store.format.int8 import scale_name
 
 MIB = 1 << 20
 
-# The number of rows that an unfinished store's arrays claim to have. Completing the store trims them.
+# The number of rows in the shapes of an unfinished store's arrays. Completing the store sets the actual number.
 MAX_ROWS = 1 << 31
 
-# Chunks are as near to this as the sizes allow: between 0.25 and 1 MiB, a compromise between the overhead of a read
-# request and what reading a few rows costs.
+# Chunks are as close to this as the sizes allow, between 0.25 and 1 MiB: a compromise between the overhead per read
+# request and the cost of reading a few rows.
 CHUNK_BYTES = MIB // 2
 
-# A read of this size is large enough for an object store and small enough to come from, and go back to, malloc's heap:
-# larger blocks are mapped anew, page fault by page fault, which costs more than half of the throughput.
+# A read of this size is large enough for object storage, and small enough that malloc reuses heap memory for it. Larger
+# allocations are mapped each time, and the page faults cost more than half of the throughput.
 PIECE_BYTES = 8 * MIB
 
 ITEM_BYTES = {
@@ -34,8 +34,11 @@ ITEM_BYTES = {
 class ArraySpec:
     """One array of a store: [row, position], or [row, position, feature] where `width` is given.
 
-    `slots` is the name of its second dimension: `selection` where it is not of all positions. `dtype` is a Zarr v3 data
-    type's name. `attributes` go into the array's zarr.json.
+    dtype: the name of a Zarr v3 data type.
+    attributes: those in the array's zarr.json.
+    slots: the name of the second dimension: `position`, or `selection` where only some positions are stored.
+    features: the name of the third dimension.
+    chunked_as: an array whose chunks hold the same tokens as this one's.
     """
 
     name: str
@@ -62,7 +65,7 @@ SEGMENTS = ArraySpec("segments", "int32", attributes={"description": "0: padding
 POSITIONS = ArraySpec("positions", "int32", attributes={"description": "position fed to the model, from 0 per window"})
 DOCUMENTS = ArraySpec("documents", "int64", attributes={"description": "document number, -1: padding"}, fill=-1)
 SIDE_ARRAYS = (TOKENS, SEGMENTS, POSITIONS, DOCUMENTS)
-SIDE_BYTES = sum(spec.position_bytes for spec in SIDE_ARRAYS)  # of a position
+SIDE_BYTES = sum(spec.position_bytes for spec in SIDE_ARRAYS)  # per position
 SELECTED = ArraySpec(
     "selected",
     "int32",
@@ -71,7 +74,7 @@ SELECTED = ArraySpec(
     slots="selection",
 )
 
-_TOP = {"width": 1, "features": "rank"}  # as many as `capture.top_logprobs`
+_TOP = {"width": 1, "features": "rank"}  # `output_specs` sets the width to `capture.top_logprobs`
 OUTPUTS: Mapping[str, tuple[ArraySpec, ...]] = {
     "loss": (
         ArraySpec(
@@ -86,18 +89,18 @@ OUTPUTS: Mapping[str, tuple[ArraySpec, ...]] = {
         ArraySpec("top_ids", "int32", attributes={"description": "the likeliest next tokens, in order"}, **_TOP),
     ),
 }
-"""What the model's head says of each token, by its name in `capture.outputs`: the arrays that hold it."""
+"""The arrays of each of `capture.outputs`, by its name."""
 OUTPUT_NAMES = tuple(spec.name for specs in OUTPUTS.values() for spec in specs)
 
 
 def output_specs(outputs: Collection[str], num_top: int, slots: str) -> tuple[ArraySpec, ...]:
-    """The arrays of `outputs`, with the slots that activations have."""
+    """The arrays of `capture.outputs`. `slots`: the name of the activations' second dimension."""
     specs = (spec for name, specs in OUTPUTS.items() if name in outputs for spec in specs)
     return tuple(replace(spec, slots=slots, width=None if spec.width is None else num_top) for spec in specs)
 
 
 FEATURE_PARTS = ("index", "value", "n_active")
-ERROR_PARTS = ("squared_error", "cosine")  # of the reconstruction, where it is measured
+ERROR_PARTS = ("squared_error", "cosine")  # of the reconstruction, if it is measured
 
 
 def feature_parts(is_reconstructed: bool) -> tuple[str, ...]:
@@ -108,9 +111,12 @@ def feature_parts(is_reconstructed: bool) -> tuple[str, ...]:
 def feature_specs(
     name: str, top: int, dtype: str, slots: str, reconstructed: str | None = None
 ) -> tuple[ArraySpec, ...]:
-    """The arrays of an SAE's features, whose names begin with `name`, `top` of each token, with the slots that
-    activations have. Index and value have chunks of the same tokens. `reconstructed`: the array whose reconstruction is
-    measured, if it is."""
+    """The arrays of an SAE.
+
+    name: the prefix of their names. top: features stored per token. slots: the name of the activations' second
+    dimension. reconstructed: the array whose reconstruction is measured, if any.
+    Chunks of `index` and `value` hold the same tokens.
+    """
     index = ArraySpec(
         f"{name}.index",
         "int32",
@@ -141,7 +147,7 @@ def feature_specs(
 
 
 def scale_spec(activation: ArraySpec, groups: int) -> ArraySpec:
-    """The scales of an array of int8. Their chunks are of the same tokens, so that pieces of both are whole chunks."""
+    """The scales of an int8 array. Their chunks hold the same tokens, so that a piece of both is whole chunks."""
     return ArraySpec(
         name=scale_name(activation.name),
         dtype="float32",
@@ -157,9 +163,10 @@ def scale_spec(activation: ArraySpec, groups: int) -> ArraySpec:
 class StoreLayout:
     """The geometry of a store: row = (block * num_streams + stream) * rows_per_block + r.
 
-    `arrays` are the activation arrays; the four side arrays that align them with the text belong to every store.
-    `selected` is None where activations of all tokens are stored. `scales` are of arrays of int8, `outputs` what
-    the model's head says of each token, and what SAEs make of its activations.
+    arrays: the activation arrays. Every store also has the four side arrays, which align them with the text.
+    selected: slots per row; None where the activations of all tokens are stored.
+    scales: of int8 arrays.
+    outputs: the arrays of `capture.outputs` and of SAEs.
     """
 
     num_streams: int
@@ -181,15 +188,15 @@ class StoreLayout:
 
     @property
     def summarised(self) -> tuple[str, ...]:
-        """The names under which there may be statistics: of arrays of activations, even of those that are reconstructed
-        and not stored, and of SAEs' features."""
+        """The names that may have statistics: activation arrays, stored or only reconstructed by an SAE, and SAEs'
+        features."""
         features = (spec.name.removesuffix(".index") for spec in self.outputs if spec.name.endswith(".index"))
         reconstructed = (str(spec.attributes["x"]) for spec in self.outputs if "x" in spec.attributes)
         return tuple(dict.fromkeys((*(spec.name for spec in self.arrays), *reconstructed, *features)))
 
     @property
     def slots(self) -> int:
-        """A row's slots for activations: T, or K."""
+        """Slots for activations per row: T or K."""
         return self.length if self.selected is None else self.selected
 
     def row_bytes(self, spec: ArraySpec) -> int:
@@ -199,60 +206,60 @@ class StoreLayout:
         return self.length if spec.slots == "position" else self.selected
 
     def shard_index(self, stream: int, block: int) -> int:
-        """The number of the store shard, along the rows, that holds a block."""
+        """The index, along the rows, of a block's store shard."""
         return block * self.num_streams + stream
 
     def first_row(self, stream: int, block: int) -> int:
         return self.shard_index(stream, block) * self.rows_per_block
 
     def shard_shape(self, spec: ArraySpec) -> tuple[int, ...]:
-        """[R, T] or [R, T, D], with K for T in arrays of selected tokens."""
+        """[R, T] or [R, T, D], with K instead of T in arrays of selected tokens."""
         return (self.rows_per_block, self._row_slots(spec)) + (() if spec.width is None else (spec.width,))
 
     def chunk_shape(self, spec: ArraySpec) -> tuple[int, ...]:
-        """Whole rows, or a part of one row, with every feature; divides the shard."""
+        """Whole rows, or part of one row, with all features. Divides the shard's shape."""
         position_bytes = (spec.chunked_as or spec).position_bytes
         rows, positions = _chunk_rows_positions(self.rows_per_block, self._row_slots(spec), position_bytes)
         return (rows, positions) + (() if spec.width is None else (spec.width,))
 
     def piece_rows(self, names: Collection[str], more: Collection[str] = ()) -> int:
-        """How many rows of arrays to read at a time: about PIECE_BYTES of the widest, and whole chunks of `names`, but
-        not of `more`."""
+        """How many rows of the arrays `names` and `more` to read at a time: about PIECE_BYTES of the widest, and whole
+        chunks of `names`."""
         row_bytes = max(self.row_bytes(spec) for spec in self.all_arrays if spec.name in (*names, *more))
         chunk_rows = math.lcm(*(self.chunk_shape(spec)[0] for spec in self.all_arrays if spec.name in names))
         return min(max(1, PIECE_BYTES // (row_bytes * chunk_rows)) * chunk_rows, self.rows_per_block)
 
     def shard_key(self, spec: ArraySpec, stream: int, block: int) -> str:
-        """The object, relative to the store, that holds a block of an array (Zarr v3's default chunk keys)."""
+        """The key, relative to the store, of a block of an array (Zarr v3's default chunk key encoding)."""
         index = (self.shard_index(stream, block), *(0 for _ in spec.dimension_names[1:]))
         return f"{spec.name}/c/" + "/".join(str(i) for i in index)
 
 
 def is_plain_files(path: str, compression: str) -> bool:
-    """Whether a store's shards are files whose chunks are numbers as they lie in memory: shard_files writes those."""
+    """Whether a store's shards are local files with uncompressed chunks, which `shard_files` writes."""
     return "://" not in path and compression == "none"
 
 
 def rows_per_block_for(shard_mib: float, row_bytes: int, step_rows: int, max_steps: int) -> int:
-    """The rows of a block whose largest array has about `shard_mib` MiB.
+    """How many rows a block has, so that a store shard of the largest array has about `shard_mib` MiB.
 
-    `row_bytes` are the bytes of one row of the largest array. The result is `step_rows` (one process's rows per step)
-    times a power of two, so that half or twice as many processes can resume the store: at least one step, and at most
-    `max_steps` steps, which is how a small job avoids blocks that are mostly padding.
+    row_bytes: bytes of one row of the largest array. step_rows: one process's rows per step. The result is `step_rows`
+    times a power of two, so that half or twice as many processes can resume the store. It is at least one step, and at
+    most `max_steps` steps, so that a small job does not write blocks that are mostly padding.
     """
     steps = max(1, min(int(shard_mib * MIB) // (row_bytes * step_rows), max_steps))
     return step_rows * 2 ** (steps.bit_length() - 1)
 
 
 def _chunk_rows_positions(rows: int, length: int, position_bytes: int) -> tuple[int, int]:
-    """The divisors of (rows, length) whose product, in bytes, is nearest to CHUNK_BYTES on a logarithmic scale."""
+    """The chunk of whole rows, or part of one row, whose size is closest to CHUNK_BYTES on a logarithmic scale."""
 
     def distance(candidate: tuple[int, int]) -> float:
         return abs(math.log2(candidate[0] * candidate[1] * position_bytes / CHUNK_BYTES))
 
     whole_rows = ((r, length) for r in _divisors(rows))
-    parts_of_a_row = ((1, t) for t in _divisors(length))
-    return min((*whole_rows, *parts_of_a_row), key=distance)
+    row_parts = ((1, t) for t in _divisors(length))
+    return min((*whole_rows, *row_parts), key=distance)
 
 
 def _divisors(n: int) -> Iterator[int]:

@@ -1,6 +1,6 @@
-"""A store's own description, its fingerprint, and how two of them differ.
+"""A store's metadata, its fingerprint, and the differences between two stores' metadata.
 
-It stands in the root zarr.json, under attributes["activation_store"].
+It is attributes["activation_store"] of the root zarr.json.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.store.format.int8 import DTYPE as INT8
 from pipeline.store.format.int8 import scale_name
-from pipeline.store.format.keys import array_of
+from pipeline.store.format.keys import encoded_array
 from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS, TOKENS, ArraySpec, feature_specs, output_specs
 from pipeline.store.format.root_types import require_root_types
 from pipeline.store.format.target import Target
@@ -25,17 +25,17 @@ FORMAT_VERSION = 1
 ATTRIBUTE = "activation_store"
 ROOT_KEY = "zarr.json"
 
-_ATTEMPTS = 100  # to change a root that other processes change at the same time
+_ATTEMPTS = 100  # to change a root that other processes are changing
 
 Json = Mapping[str, Any]
 
 
 class _RootMissing(StoreInvalid):
-    """A store has other objects, but no root."""
+    """The store's root is missing, but it has other objects."""
 
 
 class Difference(NamedTuple):
-    """A dotted key whose value in the store is not the one that was asked for. A missing key has the value None."""
+    """A dotted key whose stored value differs from the requested one. The value of an absent key is None."""
 
     key: str
     stored: Any
@@ -44,9 +44,10 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreMetadata:
-    """What determines a store's content, and (in `config`, for information) the configuration that made it.
+    """What determines a store's content, and in `config`, for information, the configuration that created it.
 
-    Every value is plain JSON. The fingerprint covers everything but `config`, and of `store` only the compression.
+    Every value is plain JSON. The fingerprint covers everything except `config` and, in `store`, all but the
+    compression.
     """
 
     model: Json
@@ -60,13 +61,13 @@ class StoreMetadata:
     config: Json = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Through JSON and back, so that what was read from a store compares equal to what was written.
+        # Encoded and decoded, so that metadata read from a store equals what was written.
         for f in fields(self):
             object.__setattr__(self, f.name, json.loads(json.dumps(getattr(self, f.name))))
 
     @property
     def selects(self) -> bool:
-        """Whether only some tokens' activations are stored."""
+        """Whether the activations of only some tokens are stored."""
         return "positions" in self.capture
 
     @property
@@ -75,51 +76,52 @@ class StoreMetadata:
 
     @property
     def outputs(self) -> tuple[ArraySpec, ...]:
-        """The arrays of what the model's head says of each token, and of what SAEs make of its activations."""
+        """The arrays of `capture.outputs` and of SAEs."""
         slots = SELECTED.slots if self.selects else TOKENS.slots
-        of_head = output_specs(self.capture.get("outputs", ()), self.capture.get("top_logprobs", 0), slots)
+        head_specs = output_specs(self.capture.get("outputs", ()), self.capture.get("top_logprobs", 0), slots)
         reconstructed = self.reconstructed
-        of_saes = (
+        sae_specs = (
             feature_specs(sae["features"], sae["top"], sae["dtype"], slots, reconstructed.get(sae["features"]))
             for sae in self.encoders
         )
-        return (*of_head, *(spec for specs in of_saes for spec in specs))
+        return (*head_specs, *(spec for specs in sae_specs for spec in specs))
 
     @property
     def encoders(self) -> tuple[Json, ...]:
-        """The SAEs that encoded activations, in order; `features` is what the names of their arrays begin with."""
+        """The SAEs, in order; the value of `features` is the prefix of the names of an SAE's arrays."""
         return tuple(self.capture.get("encode", ()))
 
     @property
     def reconstructed(self) -> dict[str, str]:
-        """By what the names of its arrays begin with, the array that an SAE reconstructs, where that is measured."""
-        return {sae["features"]: array_of(sae["features"]) for sae in self.encoders if sae.get("error") is True}
+        """The array that each SAE reconstructs, by the prefix of its arrays' names, for those whose error is
+        measured."""
+        return {sae["features"]: encoded_array(sae["features"]) for sae in self.encoders if sae.get("error") is True}
 
     @property
     def indexed_features(self) -> tuple[str, ...]:
-        """What the names of the arrays begin with whose blocks have an index by feature; none in stores of earlier
-        programs."""
+        """The prefixes of the arrays' names of SAEs that have an index by feature; none in stores of earlier
+        versions."""
         return tuple(sae["features"] for sae in self.encoders) if self.capture.get("encode_index") is True else ()
 
     def content(self) -> dict[str, Any]:
-        """Everything that the fingerprint covers."""
+        """What the fingerprint covers."""
         content = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("config", "store")}
         return content | {"store": {"compression": self.store.get("compression", "none")}}
 
     def fingerprint(self) -> str:
-        """sha256, as hex, of the canonical JSON of `content()`."""
+        """The sha256 of the canonical JSON of `content()`, as hex."""
         canonical = json.dumps(self.content(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def differences(self, asked: "StoreMetadata") -> list[Difference]:
-        """The keys at which this store is not what `asked` describes."""
+        """The keys of this store's content whose values differ from those in `asked`."""
         stored, wanted = dict(_leaves(self.content())), dict(_leaves(asked.content()))
         keys = [*stored, *(key for key in wanted if key not in stored)]
         pairs = (Difference(key, stored.get(key), wanted.get(key)) for key in keys)
         return [pair for pair in pairs if pair.stored != pair.asked]
 
     def require_same(self, asked: "StoreMetadata", path: str) -> None:
-        """Raises StoreMismatch, naming every key that differs, unless `asked` has this store's fingerprint."""
+        """Raises StoreMismatch, listing every key that differs, unless `asked` has this store's fingerprint."""
         different = self.differences(asked)
         if different:
             lines = "".join(
@@ -127,7 +129,7 @@ class StoreMetadata:
             )
             raise StoreMismatch(
                 f"the store {path} was made with a different configuration:{lines}\n"
-                "Give it the configuration, model and data of this store, or choose another store.path. A store "
+                "Use the configuration, model and data of this store, or choose a different store.path. A store "
                 "without blocks can be deleted: python -m pipeline.delete."
             )
 
@@ -138,17 +140,17 @@ class StoreRoot:
 
     arrays: names of the activation arrays.
     created: UTC, ISO 8601; the only value that differs between two runs of one configuration.
-    complete: no block is missing.
+    complete: whether the store has all blocks.
     target: how many tokens the store is to hold; it only grows.
-    blocks, blocks_sha256, statistics_digests: of a complete store, the number of blocks of each stream, the sha256 of
-    the block table, and by array the digest of the merged statistics.
-    commits_sha256: of a store that an earlier program completed, the sha256 of the consolidated records.
-    array_digests: by array, of its zarr.json.
-    may_be_not_finite: a run was told to store activations that are not finite.
-    weights_error: of a model with int8 weights, by array name, the relative error that they cause.
-    cache_error: of data=generate with int8 keys and values, by array name and of final_norm, the one that these cause.
+    blocks, blocks_sha256, statistics_digests: only in a complete store: the number of blocks of each stream, the sha256
+    of the block table, and by array the digest of the merged statistics.
+    commits_sha256: the sha256 of the consolidated records, in a store that an earlier version completed.
+    array_digests: by array, the digest of its zarr.json.
+    may_be_not_finite: whether a run was allowed to store activations that are not finite.
+    weights_error: by array, the relative error caused by int8 weights.
+    cache_error: by array and for final_norm, the relative error caused by int8 keys and values (data=generate).
 
-    Stores of earlier programs have neither target nor digests.
+    Stores of earlier versions have neither a target nor digests.
     """
 
     metadata: StoreMetadata
@@ -167,27 +169,27 @@ class StoreRoot:
 
     @property
     def allows_not_finite(self) -> bool:
-        """Whether a run was told so: the one that created the store, as its configuration says, or a later one."""
+        """Whether the run that created the store, or a later one, was allowed to store non-finite activations."""
         capture = self.metadata.config.get("capture")
-        was_created_so = isinstance(capture, dict) and capture.get("on_not_finite") == "warn"
-        return self.may_be_not_finite or was_created_so
+        creator_allowed = isinstance(capture, dict) and capture.get("on_not_finite") == "warn"
+        return self.may_be_not_finite or creator_allowed
 
     @property
     def array_names(self) -> tuple[str, ...]:
-        """The names of all arrays, the side arrays first."""
-        sides = (*SIDE_ARRAYS, SELECTED) if self.metadata.selects else SIDE_ARRAYS
+        """The names of all arrays, side arrays first."""
+        side_arrays = (*SIDE_ARRAYS, SELECTED) if self.metadata.selects else SIDE_ARRAYS
         scales = map(scale_name, self.arrays) if self.metadata.has_scales else ()
         outputs = (spec.name for spec in self.metadata.outputs)
-        return (*(spec.name for spec in sides), *self.arrays, *scales, *outputs)
+        return (*(spec.name for spec in side_arrays), *self.arrays, *scales, *outputs)
 
     def unfinished(self) -> "StoreRoot":
-        """The root of the same store while blocks may be missing."""
+        """This root as it is while blocks may be missing."""
         return replace(
             self, complete=False, blocks=None, blocks_sha256=None, commits_sha256=None, statistics_digests=None
         )
 
     def to_json(self) -> bytes:
-        """With a checksum of the attributes, so that an edited root is noticed."""
+        """The text of zarr.json, with a checksum of the attributes that reveals edits."""
         optional = {
             "target": self.target,
             "blocks": None if self.blocks is None else list(self.blocks),
@@ -215,30 +217,30 @@ class StoreRoot:
 
     @classmethod
     def from_json(cls, text: bytes, path: str) -> "StoreRoot":
-        """Raises StoreInvalid when the group at `path` is not an activation store of this version, or is damaged."""
+        """Raises StoreInvalid if the group at `path` is damaged, or not an activation store of this format version."""
         subject = f"{path}/{ROOT_KEY}"
         group = parse_store_json(text, subject)
         if not isinstance(group, dict) or not isinstance(group.get("attributes", {}), dict):
             raise StoreInvalid(f"{subject} is not the JSON of a Zarr group.")
         attributes = group.get("attributes", {}).get(ATTRIBUTE)
         if attributes is None:
-            raise StoreInvalid(f"{path} holds another Zarr hierarchy. Choose another store.path.")
+            raise StoreInvalid(f"{path} is a Zarr group, but not an activation store. Choose a different store.path.")
         if not isinstance(attributes, dict):
             raise StoreInvalid(f"{subject} is damaged: {ATTRIBUTE} is {attributes!r:.80}, expected an object.")
         if attributes.get("version") != FORMAT_VERSION:
             version = attributes.get("version")
             raise StoreInvalid(f"the store {path} has format version {version}; this program reads {FORMAT_VERSION}.")
-        digest = attributes.pop("sha256", None)  # stores of earlier programs have none
+        digest = attributes.pop("sha256", None)  # absent in stores of earlier versions
         if digest is not None and digest != json_digest(attributes):
             raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged.")
         require_root_types(attributes, subject)
         metadata = StoreMetadata(**{f.name: attributes[f.name] for f in fields(StoreMetadata)})
         if attributes["fingerprint"] != metadata.fingerprint():
-            raise StoreInvalid(f"{subject} was edited: its fingerprint is not that of its content.")
+            raise StoreInvalid(f"{subject} was edited: its fingerprint does not match its content.")
         arrays, blocks = tuple(attributes["arrays"]), attributes.get("blocks")
         captured = metadata.capture.get("arrays")
         if captured is not None and list(arrays) != captured:
-            raise StoreInvalid(f"{subject} was edited: arrays are {list(arrays)}, but capture.arrays {captured}.")
+            raise StoreInvalid(f"{subject} was edited: arrays is {list(arrays)}, but capture.arrays is {captured}.")
         return cls(
             metadata,
             arrays,
@@ -256,13 +258,13 @@ class StoreRoot:
         )
 
 
-def read_metadata(place: StorageLike) -> StoreMetadata | None:
-    """The metadata of the store at `place`, or None where there is no store. Raises StoreError.
+def read_metadata(store: StorageLike) -> StoreMetadata | None:
+    """A store's metadata; None if there is no store. Raises StoreError.
 
-    Where there is an array without a root, the root is read again, a few times: a service may answer once that it is
-    missing. A merge that was interrupted leaves arrays and no root.
+    If there is an array but no root, reading the root is retried a few times, since a storage service may wrongly
+    report it as missing. An interrupted merge leaves arrays without a root.
     """
-    storage = Storage.open(place)
+    storage = Storage.open(store)
 
     def read() -> StoreRoot | None:
         root = read_root(storage)
@@ -278,12 +280,12 @@ def read_metadata(place: StorageLike) -> StoreMetadata | None:
 
 
 def read_root(storage: Storage) -> StoreRoot | None:
-    """The root of the store, or None where there is none. Raises StoreError."""
+    """The root of the store; None if there is none. Raises StoreError."""
     return read_root_generation(storage)[0]
 
 
 def read_root_generation(storage: Storage) -> tuple[StoreRoot | None, bytes]:
-    """The root of the store, or None where there is none, and the object's generation. Raises StoreError."""
+    """The root of the store (None if there is none) and the object's generation. Raises StoreError."""
 
     def read() -> tuple[StoreRoot | None, bytes]:
         [(text, generation)] = storage.read_with_generations([ROOT_KEY])
@@ -293,9 +295,9 @@ def read_root_generation(storage: Storage) -> tuple[StoreRoot | None, bytes]:
 
 
 def change_root(storage: Storage, change: Callable[[StoreRoot], StoreRoot]) -> StoreRoot:
-    """Replaces the root by what `change` makes of it, whatever others do at the same time, and returns it.
+    """Replaces the root with `change(root)` and returns the new root. Raises StoreError.
 
-    Raises StoreError.
+    Safe while other processes change the root too: `change` is called again with what they wrote.
     """
     for _ in range(_ATTEMPTS):
         root, generation = read_root_generation(storage)
@@ -305,12 +307,13 @@ def change_root(storage: Storage, change: Callable[[StoreRoot], StoreRoot]) -> S
         if changed == root or storage.write_if_unchanged(ROOT_KEY, changed.to_json(), generation) is not None:
             return changed
     raise StoreError(
-        f"{storage.path}/{ROOT_KEY} could not be changed: other processes did so {_ATTEMPTS} times. Try again."
+        f"{storage.path}/{ROOT_KEY} could not be changed: other processes changed it first, {_ATTEMPTS} times. "
+        "Run the same command again."
     )
 
 
 def require_root(storage: Storage) -> StoreRoot:
-    """The root of a store. Raises StoreInvalid where it is missing or damaged, and StoreError."""
+    """The root of a store. Raises StoreInvalid if it is missing or damaged, and StoreError."""
 
     def check(_key: str, text: bytes | None) -> StoreRoot:
         if text is None:
@@ -322,7 +325,7 @@ def require_root(storage: Storage) -> StoreRoot:
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested dicts, by dotted key. Lists are leaves."""
+    """The values in nested dicts, with their dotted keys. Lists are leaves."""
     if isinstance(value, dict) and (value or not prefix):
         for key, child in value.items():
             yield from _leaves(child, f"{prefix}.{key}" if prefix else key)

@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 
 @dataclass(frozen=True)
 class Normalisation:
-    """activation -> (activation - mean) * scale, in float32. mean: [D] or one number; scale: likewise."""
+    """activation -> (activation - mean) * scale, in float32. mean, scale: [D] or scalars."""
 
     mean: Float32[np.ndarray, "*D"]
     scale: Float32[np.ndarray, "*D"]

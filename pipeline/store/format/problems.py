@@ -9,52 +9,51 @@ class Remedy(StrEnum):
 
     recompute = (
         "To repair the store, delete the commit records (_commits/stream-.../block-....json) of these blocks and of "
-        "all later blocks of their streams, then run the job again: it computes them "
-        "again, with the same result."
+        "all later blocks of their streams, then run the job again: it recomputes them with the same result."
     )
     rerun = (
-        "An interrupted job leaves arrays with the wrong number of rows: run it again. A zarr.json of an array that "
-        "is damaged or edited can be deleted first: the job writes it anew."
+        "An interrupted job leaves arrays with the wrong number of rows: run it again. If an array's zarr.json is "
+        "damaged or edited, delete that file first: the job writes it again."
     )
     consolidate = (
-        "The consolidated records only repeat the commit records: delete _commits/consolidated.jsonl, which the job, "
-        "run again, writes anew."
+        "The consolidated records only repeat the commit records: delete _commits/consolidated.jsonl and run the job "
+        "again, which writes what it needs."
     )
     tabulate = (
-        "Block tables only repeat the commit records: delete the file, and the job, run again, writes it anew if it is "
-        "needed."
+        "Block tables only repeat the commit records: delete the file. The next run of the job writes it again if it "
+        "is needed."
     )
     index_again = (
         "The index of ids only repeats the document tables: delete the file, or run pipeline.index, which writes it "
-        "anew."
+        "again."
     )
     other_dtype = (
-        "Values that are not finite were computed like that, and would be again: float16 ends at 65504, "
-        "float8_e4m3fn at 448, float8_e5m2 at 57344. Choose capture.dtype=bfloat16 or capture.dtype=float32, and a new "
-        "store.path."
+        "The step produced these values, and recomputing them gives the same. The largest finite value is 65504 in "
+        "float16, 448 in float8_e4m3fn and 57344 in float8_e5m2. Set capture.dtype=bfloat16 or capture.dtype=float32, "
+        "and a new store.path."
     )
     discard = (
-        "Objects without a commit record were left by a job that was killed. While no job writes to the store they "
-        "can be deleted; a job with a larger run.max_tokens replaces them."
+        "Objects without a commit record are from a job that was killed. They can be deleted while no job writes to "
+        "the store; a job with a larger run.max_tokens replaces them."
     )
     regenerate = (
-        "The blocks are sound without it, but computing them again and extending the store need it: delete this group "
-        "and the later ones of its stream, and the run that needs them writes them again."
+        "The blocks are valid without it, but recomputing them or extending the store needs it. Delete this group and "
+        "all later groups of its stream: the next run that needs them generates them again."
     )
     regenerate_kept = (
-        "What was kept while the model wrote can be deleted: the run that needs it writes it again, with the same "
-        "result."
+        "Activations that were kept during generation can be deleted: the next run that needs them computes them "
+        "again, with the same result."
     )
     merge_again = (
-        "The merged statistics are computed from those of the blocks: delete stats/, and run the job again, which "
-        "writes it anew."
+        "The merged statistics are computed from those of the blocks: delete stats/ and run the job again, which "
+        "writes it again."
     )
-    restore = "The store's zarr.json cannot be computed again: restore it from a copy, or choose a new store.path."
+    restore = "The store's root zarr.json cannot be recomputed: restore it from a copy, or set a new store.path."
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong with the object (or array) `where`, relative to the store."""
+    """A problem with an object or array. `where`: its key, relative to the store."""
 
     where: str
     what: str

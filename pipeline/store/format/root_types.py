@@ -1,4 +1,4 @@
-"""What the values of a store's root may be: one that was edited ends no reader with a traceback."""
+"""The types allowed in a store's root, so that an edited root causes an error message instead of a traceback."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -8,11 +8,11 @@ from pipeline.store.format.keys import is_activation_name, is_features_name
 from pipeline.store.format.layout import ITEM_BYTES, MAX_ROWS, OUTPUTS
 from pipeline.store.format.target import ALL
 
-MAX_STREAMS = 1 << 20  # the program does something for each
+MAX_STREAMS = 1 << 20  # each takes memory and time
 
 
 class _Rule(NamedTuple):
-    """`key` is dotted. Unless `required`, it may be absent, and unless `null` is false, null."""
+    """What the value at a dotted key must be. Unless `required`, it may be absent, and also null if `null` is true."""
 
     key: str
     holds: Callable[[Any], bool]
@@ -49,7 +49,7 @@ def _are_outputs(value: Any) -> bool:
 
 
 _ABSENT = object()
-_MAX_WIDTH = 1 << 26  # features of an SAE; checking a store takes memory for each
+_MAX_WIDTH = 1 << 26  # features of an SAE; verifying a store takes memory for each
 _OBJECTS = ("model", "tokenizer", "data", "batch", "capture", "store")
 _CONFIGS = ("run", "model", "data", "capture", "batch", "store")
 _RULES = (
@@ -60,7 +60,7 @@ _RULES = (
     ),
     _Rule("num_streams", lambda v: _is_count(v, 1, MAX_STREAMS), f"1 to {MAX_STREAMS}", required=True),
     _Rule("rows_per_block", lambda v: _is_count(v, 1), f"1 to {MAX_ROWS}", required=True),
-    _Rule("arrays", _are_names, "a list of names of activations, each once", required=True),
+    _Rule("arrays", _are_names, "a list of distinct activation names", required=True),
     _Rule("complete", lambda v: isinstance(v, bool), "true or false", required=True),
     _Rule("created", lambda v: isinstance(v, str), "a time", required=True),
     _Rule("fingerprint", lambda v: isinstance(v, str), "a sha256", required=True),
@@ -79,26 +79,26 @@ _RULES = (
     ),
     _Rule("batch.length", lambda v: _is_count(v, 1), f"1 to {MAX_ROWS}"),
     _Rule("capture.dtype", lambda v: isinstance(v, str) and v in ITEM_BYTES, f"one of {', '.join(ITEM_BYTES)}"),
-    _Rule("capture.outputs", _are_outputs, f"names among {', '.join(OUTPUTS)}", null=False),
+    _Rule("capture.outputs", _are_outputs, f"names from {', '.join(OUTPUTS)}", null=False),
     _Rule("capture.encode", _are_encoders, "descriptions of SAEs", null=False),
     _Rule("capture.top_logprobs", lambda v: _is_count(v, 1), f"1 to {MAX_ROWS}", null=False),
     _Rule("store.compression", lambda v: v in ("none", "zstd"), "none or zstd"),
     _Rule("config.run.max_tokens", lambda v: _is_count(v, 0, 1 << 62), "a count"),
     *(
-        _Rule(f"config.{key}", lambda v: isinstance(v, str), "a text")
+        _Rule(f"config.{key}", lambda v: isinstance(v, str), "a string")
         for key in ("model.path", "model.tokenizer", "data.path")
     ),
 )
 
 
 def require_root_types(attributes: Any, subject: str) -> None:
-    """Raises StoreInvalid, naming `subject`, the key, its value and what was expected, for a wrong value."""
+    """Raises StoreInvalid for a wrong value, naming `subject`, the key, its value and what was expected."""
     if not isinstance(attributes, dict):
-        raise StoreInvalid(f"{subject} is damaged: its activation_store is no object, but {attributes!r:.80}.")
+        raise StoreInvalid(f"{subject} is damaged: activation_store is {attributes!r:.80}, expected an object.")
     for rule in _RULES:
         value = _value(attributes, rule.key)
-        may_be = (value is _ABSENT and not rule.required) or (value is None and rule.null and not rule.required)
-        if not may_be and not rule.holds(value):
+        is_unset = not rule.required and (value is _ABSENT or (value is None and rule.null))
+        if not is_unset and not rule.holds(value):
             shown = "absent" if value is _ABSENT else f"{value!r:.80}"
             raise StoreInvalid(f"{subject} is damaged: {rule.key!r} is {shown}, expected {rule.expected}.")
 

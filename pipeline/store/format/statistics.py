@@ -1,9 +1,9 @@
-"""Statistics of the stored activations: per row on the devices, per block in `_stats/`, of the whole store in `stats/`.
+"""Statistics of the stored activations: per row on the devices, per block in `_stats/`, per store in `stats/`.
 
-Merging is that of groups with known counts (Chan, Golub & LeVeque, 1979), in float64 and in the order of the blocks of
-each stream, then of the streams, so that it gives the same numbers however the blocks came about. The file of a block
-also has the running statistics, of the stream's blocks up to and with it: so completing a store reads one file for each
-stream. Samples of a store are merged in the same way.
+Groups with known counts are merged (Chan, Golub & LeVeque, 1979) in float64: first the blocks of each stream in order,
+then the streams in order. So the result does not depend on which runs wrote the blocks. A block's file also has running
+statistics, of the stream's blocks up to and including it, so that completing a store reads only one file per stream.
+Samples of a store are merged in the same way.
 """
 
 import json
@@ -23,7 +23,7 @@ from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.commits import CommitRecord, read_stream_records
 from pipeline.store.format.int8 import dequantised
 from pipeline.store.format.normalisation import Normalisation
-from pipeline.store.format.norms import norms_of
+from pipeline.store.format.norms import l2_norms
 from pipeline.store.format.tables import decode_parquet, encode_table
 from pipeline.store.io.digests import objects_digest
 from pipeline.store.io.failures import DAMAGE_REMEDY
@@ -31,12 +31,12 @@ from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.storage import Storage
 
 BINS_PER_OCTAVE = 32
-_MIN_EXPONENT, _MAX_EXPONENT = -14, 26  # norms beyond 2 to these powers fall into the first and the last bin
+_MIN_EXPONENT, _MAX_EXPONENT = -14, 26  # norms beyond 2 to these powers are counted in the first or the last bin
 NUM_BINS = (_MAX_EXPONENT - _MIN_EXPONENT) * BINS_PER_OCTAVE
 QUANTILES = (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)
 
-STATISTICS_PREFIX = "_stats/"  # of each block
-MERGED_PREFIX = "stats/"  # of all
+STATISTICS_PREFIX = "_stats/"  # of blocks
+MERGED_PREFIX = "stats/"  # of the store
 MERGED_GROUP_KEY = f"{MERGED_PREFIX}zarr.json"
 MERGED_GROUP = (json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}, indent=1) + "\n").encode()
 _STREAMS_AT_ONCE = 32
@@ -51,33 +51,33 @@ _SCHEMA = pa.schema(
         ("norm_histogram", pa.list_(pa.int64())),
     ]
 )
-_SQUARED_ERROR = pa.field("squared_error", pa.float64())  # only where it is measured
-_OF_FEATURES = (  # only with features of SAEs
+_SQUARED_ERROR = pa.field("squared_error", pa.float64())  # only if it is measured
+_FEATURE_FIELDS = (  # only with SAEs
     pa.field("fired", pa.list_(pa.int64())),
     pa.field("maximum", pa.list_(pa.float32())),
     pa.field("num_active", pa.int64()),
     pa.field("cosine_sum", pa.float64()),
 )
-_FIRST_BLOCK = pa.field("first_block", pa.int64())  # only with running statistics, which begin at block 0
+_FIRST_BLOCK = pa.field("first_block", pa.int64())  # only with running statistics, which start at block 0
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of the valid tokens of one activation array, or of an SAE's features, as they are stored.
+    """Statistics of the stored values of one activation array, or of an SAE's features, over the valid tokens.
 
-    count: finite tokens.
-    not_finite: tokens with a value that is not finite; they are left out of everything else.
-    mean: of each feature.
+    count: the number of tokens without a non-finite value. All other fields cover only these tokens.
+    not_finite: the number of tokens with a non-finite value.
+    mean: each feature's mean.
     m2: each feature's sum of squared deviations from its mean.
-    norm_sum: of the tokens' L2 norms.
-    norm_histogram: the number of norms in each of NUM_BINS bins, BINS_PER_OCTAVE to a factor of two.
-    squared_error: the sum of squared differences between computed and stored values; None where it is not measured.
+    norm_sum: the sum of the tokens' L2 norms.
+    norm_histogram: the number of norms in each of NUM_BINS bins, BINS_PER_OCTAVE per factor of two.
+    squared_error: the sum of squared differences between computed and stored values; None if it is not measured.
 
-    Only of features, which are 0 in the tokens where they do not fire (else None):
-    fired: the number of tokens in which each is stored.
-    maximum: each one's largest value, or 0.
-    num_active: how many fire in all tokens together, also those for which there was no slot.
-    squared_error, cosine_sum: of the activations' reconstruction, where it is measured.
+    Only for an SAE's features (else None). A feature that does not fire for a token counts as 0.
+    fired: the number of tokens for which each feature is stored.
+    maximum: each feature's largest value, or 0.
+    num_active: the number of features that fired, summed over tokens, including those that were not stored.
+    squared_error, cosine_sum: of the reconstructed activations, if they are measured.
     """
 
     count: int
@@ -94,7 +94,7 @@ class Statistics:
 
     @property
     def relative_error(self) -> float | None:
-        """||computed - stored|| / ||stored|| over all tokens; None where it is not measured, or all values are 0."""
+        """||computed - stored|| / ||stored|| over all tokens; None if it is not measured or all values are 0."""
         squares = float(self.m2.sum() + self.count * np.square(self.mean).sum())
         return None if self.squared_error is None or not squares else math.sqrt(self.squared_error / squares)
 
@@ -108,16 +108,17 @@ class Statistics:
         return self.norm_sum / max(self.count, 1)
 
     def norm_quantile(self, q: float) -> float:
-        """The norm that a share `q` of the tokens does not exceed, to within a bin (2 %); 0 without tokens."""
+        """The `q` quantile of the norms, with the precision of a bin (2 %); 0 without tokens."""
         if self.count == 0:
             return 0.0
         bin_of_quantile = int(np.searchsorted(np.cumsum(self.norm_histogram), q * self.count))
         return float(2 ** (_MIN_EXPONENT + (min(bin_of_quantile, NUM_BINS - 1) + 0.5) / BINS_PER_OCTAVE))
 
     def normalisation(self, per_feature: bool = False) -> Normalisation:
-        """The normalisation to zero mean, and to unit variance on average over the features or of each feature.
+        """The normalisation to zero mean and unit variance.
 
-        The former keeps directions; the mean squared norm becomes d. A feature that never varies keeps its scale.
+        The variance is 1 for each feature if `per_feature`, else on average over the features, which preserves
+        directions and makes the mean squared norm d. A feature with zero variance keeps its scale.
         """
         variance = self.variance if per_feature else self.variance.mean()
         scale = 1 / np.sqrt(np.where(variance > 0, variance, 1))
@@ -134,7 +135,7 @@ def block_statistics(
     norms: Float32[np.ndarray, "rows T"],
     squared_error: float | None = None,
 ) -> Statistics:
-    """The statistics of a block from those of its rows; a norm is NaN where a value of the token is not finite."""
+    """A block's statistics, from those of its rows. The norm of a token with a non-finite value is NaN."""
     finite = valid & ~np.isnan(norms)
     merged = _merge_groups(finite.sum(axis=1), mean.astype(np.float64), m2.astype(np.float64))
     statistics = with_norms(norms[finite], int((valid & ~finite).sum()), *merged)
@@ -142,19 +143,19 @@ def block_statistics(
 
 
 def token_statistics(activations: np.ndarray) -> Statistics:
-    """The statistics of some tokens' activations [n, d], in float64."""
+    """The statistics of n tokens' activations [n, d], computed in float64."""
     finite = np.isfinite(activations).all(axis=1)
     values = activations[finite].astype(np.float64)
     mean = values.sum(axis=0) / max(len(values), 1)
     m2 = np.square(values - mean).sum(axis=0)
-    return with_norms(norms_of(activations[finite]), int((~finite).sum()), mean, m2)
+    return with_norms(l2_norms(activations[finite]), int((~finite).sum()), mean, m2)
 
 
 def piece_statistics(values: np.ndarray, scales: np.ndarray | None) -> Statistics:
-    """The statistics of some tokens' stored values [n, d], in float32; int8 values have scales [n, groups]."""
-    with np.errstate(over="ignore", invalid="ignore"):  # squares of finite values, and scales that are not
+    """The statistics of n tokens' stored values [n, d], computed in float32. int8 values have scales [n, groups]."""
+    with np.errstate(over="ignore", invalid="ignore"):  # squares may overflow, and scales may be non-finite
         values = values.astype(np.float32) if scales is None else dequantised(values, scales)
-        norms = norms_of(values)
+        norms = l2_norms(values)
         is_finite = np.isfinite(norms)
         if not is_finite.all():
             is_finite[~is_finite] = np.isfinite(values[~is_finite]).all(axis=1)
@@ -168,7 +169,7 @@ def piece_statistics(values: np.ndarray, scales: np.ndarray | None) -> Statistic
 def with_norms(
     norms: Float32[np.ndarray, " n"], not_finite: int, mean: Float64[np.ndarray, " d"], m2: Float64[np.ndarray, " d"]
 ) -> Statistics:
-    """The statistics of n finite tokens with these L2 norms."""
+    """The statistics of n finite tokens with the given L2 norms, means and m2."""
     norms = norms.astype(np.float64)
     with np.errstate(divide="ignore"):
         octaves = np.log2(norms) - _MIN_EXPONENT
@@ -178,7 +179,7 @@ def with_norms(
 
 
 def merge(parts: Iterable[Statistics]) -> Statistics:
-    """The statistics of all tokens of the parts, of which there is at least one. Few are in memory at once."""
+    """The statistics of all tokens of one or more parts, which are consumed one by one."""
     parts = iter(parts)
     total = next(parts)
     for part in parts:
@@ -191,16 +192,16 @@ def merge(parts: Iterable[Statistics]) -> Statistics:
             m2=m2,
             norm_sum=total.norm_sum + part.norm_sum,
             norm_histogram=total.norm_histogram + part.norm_histogram,
-            squared_error=_together(operator.add, total.squared_error, part.squared_error),
-            fired=_together(operator.add, total.fired, part.fired),
-            maximum=_together(np.maximum, total.maximum, part.maximum),
-            num_active=_together(operator.add, total.num_active, part.num_active),
-            cosine_sum=_together(operator.add, total.cosine_sum, part.cosine_sum),
+            squared_error=_combine_optional(operator.add, total.squared_error, part.squared_error),
+            fired=_combine_optional(operator.add, total.fired, part.fired),
+            maximum=_combine_optional(np.maximum, total.maximum, part.maximum),
+            num_active=_combine_optional(operator.add, total.num_active, part.num_active),
+            cosine_sum=_combine_optional(operator.add, total.cosine_sum, part.cosine_sum),
         )
     return total
 
 
-def _together(combine: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
+def _combine_optional(combine: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
     return None if first is None or second is None else combine(first, second)
 
 
@@ -213,32 +214,32 @@ def _merge_groups(
 
 
 def statistics_key(stream: int, block: int) -> str:
-    """The key, relative to the store, of a block's statistics."""
+    """The key of a block's statistics, relative to the store."""
     return f"{STATISTICS_PREFIX}stream-{stream:05d}/block-{block:06d}.parquet"
 
 
 def encode_statistics(statistics: BlockStatistics, block: int = 0, running: BlockStatistics | None = None) -> bytes:
-    """A block's statistics as parquet: one row for each array, and another for its `running` statistics, if any."""
+    """A block's statistics as parquet: one row per array, and a second row per array for the `running` statistics."""
     parts = {block: statistics} if running is None else {block: statistics, 0: running}
     schema = _SCHEMA
     if any(part.squared_error is not None for part in statistics.values()):
         schema = schema.append(_SQUARED_ERROR)
     if any(part.fired is not None for part in statistics.values()):
-        schema = pa.schema([*schema, *_OF_FEATURES])
+        schema = pa.schema([*schema, *_FEATURE_FIELDS])
     if running is not None:
         schema = schema.append(_FIRST_BLOCK)
     rows = [
-        {"array": name, "first_block": first} | vars(array_statistics)
-        for first, part in parts.items()
+        {"array": name, "first_block": first_block} | vars(array_statistics)
+        for first_block, part in parts.items()
         for name, array_statistics in part.items()
     ]
     return encode_table(pa.Table.from_pylist(rows, schema=schema))
 
 
 def decode_statistics(content: bytes | None, record: CommitRecord) -> tuple[BlockStatistics, BlockStatistics | None]:
-    """A block's statistics and the running ones up to and with it, which files of earlier programs lack.
+    """A block's statistics, and the running statistics up to and including it (None in files of earlier versions).
 
-    Raises StoreInvalid when they are missing or damaged.
+    Raises StoreInvalid if the file is missing (`content` is None) or damaged.
     """
     subject = statistics_key(record.stream, record.block)
     table = decode_parquet(content, subject, record.statistics_sha256)
@@ -248,18 +249,21 @@ def decode_statistics(content: bytes | None, record: CommitRecord) -> tuple[Bloc
         else [None if v.values is None else v.values.to_numpy() for v in table[name]]
         for name in table.column_names
     }
-    firsts = columns.pop(_FIRST_BLOCK.name, [record.block] * table.num_rows)
+    first_blocks = columns.pop(_FIRST_BLOCK.name, [record.block] * table.num_rows)
     parts: dict[int, BlockStatistics] = {}
-    for first, *values in zip(firsts, *columns.values(), strict=True):
+    for first_block, *values in zip(first_blocks, *columns.values(), strict=True):
         row = dict(zip(columns, values, strict=True))
         name = row.pop("array")
-        parts.setdefault(first, {})[name] = Statistics(**row)
+        parts.setdefault(first_block, {})[name] = Statistics(**row)
     return parts[record.block], parts.get(0)
 
 
 def read_running(storage: Storage, last: CommitRecord) -> BlockStatistics | None:
-    """The statistics of a stream's blocks up to and with `last`, by array; None where a block has none. Those that an
-    earlier program wrote are merged from all blocks' files. Raises StoreError."""
+    """The statistics of a stream's blocks up to and including `last`, by array; None if a block has none.
+
+    If an earlier version wrote the block, its file has no running statistics and the files of all blocks are merged.
+    Raises StoreError.
+    """
     if not last.statistics_sha256:
         return None
     key = statistics_key(last.stream, last.block)
@@ -275,14 +279,16 @@ def read_running(storage: Storage, last: CommitRecord) -> BlockStatistics | None
 
 
 def merge_arrays(first: BlockStatistics, second: BlockStatistics) -> dict[str, Statistics]:
-    """The statistics of two sets of tokens together, of the arrays that both have: blocks of earlier programs have none
-    of features."""
+    """Merges the statistics of two sets of tokens, for the arrays in both: blocks of earlier versions have no
+    statistics of features."""
     return {name: merge([statistics, second[name]]) for name, statistics in first.items() if name in second}
 
 
 def merge_streams(storage: Storage, last: Sequence[CommitRecord]) -> dict[str, Statistics]:
-    """The statistics of all tokens of a store, by array; {} where a block has none. `last`: of each stream that has
-    blocks the last one's record, in the order of the streams. Raises StoreError."""
+    """The statistics of all tokens of a store, by array; {} if a block has none. Raises StoreError.
+
+    last: the record of each stream's last block, in stream order, without streams that have no block.
+    """
     total: BlockStatistics | None = None
     with ThreadPoolExecutor(_STREAMS_AT_ONCE, "statistics") as pool:
         for start in range(0, len(last), _STREAMS_AT_ONCE):
@@ -294,19 +300,22 @@ def merge_streams(storage: Storage, last: Sequence[CommitRecord]) -> dict[str, S
 
 
 def merged_keys(name: str) -> tuple[str, str]:
-    """The objects, relative to the store, that hold the merged statistics of an array."""
+    """The keys, relative to the store, of an array's merged statistics: the zarr.json and the values."""
     return f"{MERGED_PREFIX}{name}/zarr.json", f"{MERGED_PREFIX}{name}/c/0/0"
 
 
 def merged_digest(objects: Mapping[str, bytes | None], name: str) -> str | None:
-    """The digest of an array's merged statistics among some `objects`; None where one of them is missing."""
+    """The digest of an array's merged statistics, given `objects` by key; None if one of them is missing."""
     wanted = {key: objects.get(key) for key in merged_keys(name)}
     return None if None in wanted.values() else objects_digest(wanted)
 
 
 def encode_merged(statistics: Mapping[str, Statistics]) -> dict[str, bytes]:
-    """`stats/` by key: for each array a float64 Zarr array [mean or variance, feature], with features of SAEs also how
-    often each fired and its largest value; the rest in its attributes."""
+    """The objects of `stats/`, by key.
+
+    Each array's statistics are a float64 Zarr array [2, feature] of means and variances, or [4, feature] for an SAE's
+    features, with `fired` and `maximum` too. Scalars and the histogram are in its attributes.
+    """
     objects = {MERGED_GROUP_KEY: MERGED_GROUP} if statistics else {}
     for name, merged in statistics.items():
         by_feature = {"mean": merged.mean, "variance": merged.variance}
@@ -330,8 +339,8 @@ def encode_merged(statistics: Mapping[str, Statistics]) -> dict[str, bytes]:
             },
         }
         if merged.fired is not None:
-            own = {name: getattr(merged, name) for name in ("num_active", "squared_error", "cosine_sum")}
-            attributes |= {name: value for name, value in own.items() if value is not None}
+            optional = {name: getattr(merged, name) for name in ("num_active", "squared_error", "cosine_sum")}
+            attributes |= {name: value for name, value in optional.items() if value is not None}
         elif merged.squared_error is not None:
             attributes |= {"squared_error": merged.squared_error, "relative_error": merged.relative_error}
         metadata = {
@@ -351,16 +360,16 @@ def encode_merged(statistics: Mapping[str, Statistics]) -> dict[str, bytes]:
 
 
 def read_merged(storage: Storage, name: str, digest: str | None = None) -> Statistics | None:
-    """The merged statistics of an array; None where the store has none.
+    """The merged statistics of an array; None if the store has none.
 
-    Raises StoreInvalid where they are damaged, or do not have the `digest` that the root names, and StoreError.
+    Raises StoreInvalid if they are damaged or do not have the `digest` in the root, and StoreError.
     """
     keys = merged_keys(name)
 
     def read() -> Statistics | None:
         objects = dict(zip(keys, storage.read_many(list(keys)), strict=True))
         if digest is not None and merged_digest(objects, name) != digest:
-            raise StoreInvalid(f"{keys[0]} and {keys[1]} do not have the digest that the root names. {DAMAGE_REMEDY}")
+            raise StoreInvalid(f"{keys[0]} and {keys[1]} do not match the digest in the root. {DAMAGE_REMEDY}")
         return None if None in objects.values() else decode_merged(objects, name)
 
     return storage.retry_read(read)
@@ -373,8 +382,8 @@ def decode_merged(objects: Mapping[str, bytes], name: str) -> Statistics:
     try:
         attributes = zarr_json["attributes"]
         values = np.frombuffer(objects[values_key], "<f8").reshape(zarr_json["shape"][0], -1)
-        mean, variance, *of_features = values
-        fired, maximum = of_features or (None, None)
+        mean, variance, *feature_values = values
+        fired, maximum = feature_values or (None, None)
         histogram = np.zeros(NUM_BINS, np.int64)
         counts, first = attributes["norm_histogram"]["counts"], attributes["norm_histogram"]["first_bin"]
         histogram[first : first + len(counts)] = counts

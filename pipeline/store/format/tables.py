@@ -1,4 +1,4 @@
-"""The document tables: one parquet file per block, with the same bytes for the same documents."""
+"""Document tables: one parquet file per block. The same documents give the same bytes."""
 
 import hashlib
 import io
@@ -18,7 +18,7 @@ TABLES_PREFIX = "_documents/"
 
 
 def table_key(stream: int, block: int) -> str:
-    """The table's key, relative to the store."""
+    """The key of a block's document table, relative to the store."""
     return f"{TABLES_PREFIX}stream-{stream:05d}/block-{block:06d}.parquet"
 
 
@@ -30,12 +30,12 @@ def encode_table(table: pa.Table) -> bytes:
 
 
 def table_digest(content: bytes) -> str:
-    """sha256, as hex, of a parquet file: the commit record holds it, since parquet has no checksum of the whole."""
+    """The sha256 of a parquet file, as hex, for the commit record: parquet has no checksum of the whole file."""
     return hashlib.sha256(content).hexdigest()
 
 
 def decode_table(content: bytes | None, record: CommitRecord) -> pa.Table:
-    """A block's document table from its file's bytes. Raises StoreInvalid when it is missing or damaged."""
+    """Decodes a block's document table. Raises StoreInvalid when its file is missing (`content` is None) or damaged."""
     subject = table_key(record.stream, record.block)
     table = decode_parquet(content, subject, record.table_sha256)
     missing = [name for name in DOCUMENT_SCHEMA.names if name not in table.column_names]
@@ -45,11 +45,11 @@ def decode_table(content: bytes | None, record: CommitRecord) -> pa.Table:
 
 
 def decode_parquet(content: bytes | None, subject: str, sha256: str) -> pa.Table:
-    """A parquet file that a commit record vouches for. Raises StoreInvalid when it is missing or damaged."""
+    """Decodes a parquet file with the `sha256` of a commit record. Raises StoreInvalid if it is missing or damaged."""
     if content is None:
         raise StoreInvalid(f"{subject} is missing, although the block is committed. {DAMAGE_REMEDY}")
     if table_digest(content) != sha256:
-        raise StoreInvalid(f"the sha256 of {subject} differs from the one in its commit record. {DAMAGE_REMEDY}")
+        raise StoreInvalid(f"the sha256 of {subject} differs from the one in the commit record. {DAMAGE_REMEDY}")
     try:
         return pq.read_table(pa.BufferReader(content))
     except (pa.ArrowException, OSError) as error:
@@ -57,11 +57,11 @@ def decode_parquet(content: bytes | None, subject: str, sha256: str) -> pa.Table
 
 
 def read_tables(storage: Storage, blocks: Sequence[Block]) -> Iterator[pa.Table]:
-    """The document tables of blocks, each with the block's stream and number as first columns.
+    """The document tables of `blocks`, in their order, with `stream` and `block` as additional first columns.
 
     Raises StoreInvalid for a table or a commit record that is missing or damaged.
     """
-    records: dict[str, CommitRecord] = {}  # by the key of the table that follows
+    records: dict[str, CommitRecord] = {}  # the record read last, by the key of its block's table
 
     def check(key: str, content: bytes | None) -> CommitRecord | pa.Table:
         if key in records:
@@ -70,20 +70,20 @@ def read_tables(storage: Storage, blocks: Sequence[Block]) -> Iterator[pa.Table]
         records[table_key(record.stream, record.block)] = record
         return record
 
-    # Each record before its table, so that both are asked for at once.
+    # Each record directly before its table, so that both are requested at once.
     keys = [key for stream, block, *_ in blocks for key in (commit_key(stream, block), table_key(stream, block))]
     checked = storage.read_checked(keys, check)
     for record, table in zip(checked, checked, strict=True):
         records.clear()
-        yield _with_place(table, record.stream, record.block)
+        yield _with_block_columns(table, record.stream, record.block)
 
 
 def empty_table() -> pa.Table:
-    """The table of a store without documents, with the columns of `read_tables`."""
-    return _with_place(DOCUMENT_SCHEMA.empty_table(), 0, 0)
+    """A table without rows that has the columns of `read_tables`."""
+    return _with_block_columns(DOCUMENT_SCHEMA.empty_table(), 0, 0)
 
 
-def _with_place(table: pa.Table, stream: int, block: int) -> pa.Table:
+def _with_block_columns(table: pa.Table, stream: int, block: int) -> pa.Table:
     for name, value in (("block", block), ("stream", stream)):
         table = table.add_column(0, name, pa.array([value] * table.num_rows, pa.int64()))
     return table

@@ -1,4 +1,4 @@
-"""The target: how many tokens a store is to hold, which only grows, and the share of it that each stream has."""
+"""The target: how many tokens a store is to hold, and each stream's share of them. A store's target only grows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -11,7 +11,7 @@ Target = int | Literal["all"]
 
 
 def target_of(config: Mapping[str, Any]) -> Target | None:
-    """The target of the run whose resolved configuration this is; None where it does not say."""
+    """The target in a run's resolved configuration; None where `run.max_tokens` is absent."""
     run = config.get("run")
     if not isinstance(run, Mapping) or "max_tokens" not in run:
         return None
@@ -19,30 +19,29 @@ def target_of(config: Mapping[str, Any]) -> Target | None:
 
 
 def larger(first: Target | None, second: Target | None) -> Target | None:
-    """The larger of two targets. None, an unknown one, is the smallest."""
+    """The larger of two targets. None (an unknown target) is the smallest."""
     if ALL in (first, second):
         return ALL
     return max((target for target in (first, second) if target is not None), default=None)
 
 
 def stream_share(target: Target | None, num_streams: int, stream: int) -> int | None:
-    """The valid tokens that fall to one stream; None for all that it has."""
+    """How many valid tokens one stream contributes to the target; None for all that it has."""
     if target is None or target == ALL:
         return None
-    share, rest = divmod(target, num_streams)
-    return share + (stream < rest)
+    share, remainder = divmod(target, num_streams)
+    return share + (stream < remainder)
 
 
 def has_share(blocks: BlockTable, share: int | None) -> bool:
-    """Whether a stream, whose committed blocks are `blocks`, holds its share, or all that its data has."""
+    """Whether a stream with the committed `blocks` has its share of tokens, or all tokens of its data."""
     if len(blocks) and blocks[-1].exhausted:
         return True
     return share is not None and blocks.total("tokens") >= share
 
 
 def is_reached(streams: Sequence[BlockTable], target: Target | None) -> bool:
-    """Whether each of the `streams` holds its share of the target. Nothing is known to be missing of an unknown
-    target."""
+    """Whether each of the `streams` has its share of the target. An unknown target (None) counts as reached."""
     if target is None:
         return True
     shares = (stream_share(target, len(streams), stream) for stream in range(len(streams)))

@@ -1,15 +1,15 @@
-"""Teaches zarr-python (3.1 and later) the data types `bfloat16`, `float8_e4m3fn` and `float8_e5m2`, which TensorStore
-writes.
+"""The data types `bfloat16`, `float8_e4m3fn` and `float8_e5m2` for zarr-python (3.1 and later), as TensorStore writes
+them.
 
-zarr-python finds the class through the entry-point group `zarr.data_type` once this package is installed:
+zarr-python finds the classes through entry points once this package is installed:
 
     [project.entry-points."zarr.data_type"]
     bfloat16 = "pipeline.store.format.zarr_dtype:BFloat16"  # and so on
     [project.entry-points."zarr.buffer"]
     bfloat16 = "pipeline.store.format.zarr_dtype:ZarrBuffer"
 
-bfloat16 is registered at https://github.com/zarr-developers/zarr-extensions/tree/main/data-types/bfloat16; the others
-have the names that ml_dtypes gives them.
+bfloat16 is registered at https://github.com/zarr-developers/zarr-extensions/tree/main/data-types/bfloat16; the other
+two have the names of ml_dtypes.
 """
 
 import math
@@ -31,7 +31,7 @@ _NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class _MlDtype(ZDType):
-    """One of ml_dtypes' numbers in Zarr v3, by the same name. Zarr v2 has no such types."""
+    """A Zarr v3 data type for the ml_dtypes type of the same name. Zarr v2 has no such types."""
 
     native: ClassVar[np.dtype]
 
@@ -71,7 +71,7 @@ class _MlDtype(ZDType):
         return self.native.type(0)
 
     def from_json_scalar(self, data: Any, *, zarr_format: int) -> np.generic:
-        """From a number, `NaN`, `Infinity`, `-Infinity`, or the bits as `0x7fc0`."""
+        """A scalar from a JSON number, `NaN`, `Infinity`, `-Infinity`, or the bits in hex, as in `0x7fc0`."""
         if isinstance(data, str) and data.startswith("0x") and len(data) == 2 + 2 * self.native.itemsize:
             return np.array(int(data, 16), f"u{self.native.itemsize}").view(self.native)[()]
         if isinstance(data, str) and data in _NAMES:
@@ -123,9 +123,9 @@ class Float8E5M2(_MlDtype):
     item_size: ClassVar[int] = 1
 
 
-# zarr-python 3.1 collects the entry points of `zarr.data_type` but loads none of them (3.2 does). It does load those
-# of `zarr.buffer`, before it opens any array, so this module is named there too: loading it registers the types, and
-# what the entry point gives is zarr's own buffer, under the name that it has already.
+# zarr-python 3.1 collects the entry points of `zarr.data_type` but does not load them (3.2 does). It does load those
+# of `zarr.buffer` before it opens any array, so this module is listed there too: importing it registers the types.
+# That entry point itself is zarr's own buffer, registered under its usual name.
 for _type in (BFloat16, Float8E4M3FN, Float8E5M2):
     data_type_registry.register(_type._zarr_v3_name, _type)
 ZarrBuffer = Buffer

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float32, Int, Shaped
 
 from pipeline.store.format.int8 import Dequantised
 from pipeline.store.format.layout import POSITIONS, TOKENS
-from pipeline.store.format.norms import norms_of
+from pipeline.store.format.norms import l2_norms
 
 Limits = Mapping[str, tuple[float, float]]
 
@@ -71,7 +71,7 @@ class TokenFilter:
         """The slots whose activations, [slot, D] by array name, are within the limits."""
         for name, (least, greatest) in self.norms.items():
             chunks = (slots[i : i + _TOKENS_AT_A_TIME] for i in range(0, len(slots), _TOKENS_AT_A_TIME))
-            kept = [chunk[_between(norms_of(activations[name][chunk]), least, greatest)] for chunk in chunks]
+            kept = [chunk[_between(l2_norms(activations[name][chunk]), least, greatest)] for chunk in chunks]
             slots = np.concatenate([slots[:0], *kept])
         return slots
 
