@@ -24,7 +24,7 @@ from pipeline.store.format.commits import CommitRecord, read_stream_records
 from pipeline.store.format.int8 import dequantised
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.norms import l2_norms
-from pipeline.store.format.tables import decode_parquet, encode_table
+from pipeline.store.format.tables import decode_committed, encode_table
 from pipeline.store.io.digests import objects_digest
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.parsing import parse_store_json
@@ -242,7 +242,7 @@ def decode_statistics(content: bytes | None, record: CommitRecord) -> tuple[Bloc
     Raises StoreInvalid if the file is missing (`content` is None) or damaged.
     """
     subject = statistics_key(record.stream, record.block)
-    table = decode_parquet(content, subject, record.statistics_sha256)
+    table = decode_committed(content, subject, record.statistics_sha256)
     columns = {
         name: table[name].to_pylist()
         if not pa.types.is_list(table[name].type)

@@ -12,6 +12,7 @@ from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store.format.block_table import Block
 from pipeline.store.format.commits import CommitRecord, commit_key, require_record
 from pipeline.store.io.failures import DAMAGE_REMEDY
+from pipeline.store.io.parquet import decode_parquet
 from pipeline.store.io.storage import Storage
 
 TABLES_PREFIX = "_documents/"
@@ -37,21 +38,21 @@ def table_digest(content: bytes) -> str:
 def decode_table(content: bytes | None, record: CommitRecord) -> pa.Table:
     """Decodes a block's document table. Raises StoreInvalid when its file is missing (`content` is None) or damaged."""
     subject = table_key(record.stream, record.block)
-    table = decode_parquet(content, subject, record.table_sha256)
+    table = decode_committed(content, subject, record.table_sha256)
     missing = [name for name in DOCUMENT_SCHEMA.names if name not in table.column_names]
     if missing:
         raise StoreInvalid(f"{subject} lacks the columns {missing}; it has {table.column_names}.")
     return table
 
 
-def decode_parquet(content: bytes | None, subject: str, sha256: str) -> pa.Table:
+def decode_committed(content: bytes | None, subject: str, sha256: str) -> pa.Table:
     """Decodes a parquet file with the `sha256` of a commit record. Raises StoreInvalid if it is missing or damaged."""
     if content is None:
         raise StoreInvalid(f"{subject} is missing, although the block is committed. {DAMAGE_REMEDY}")
     if table_digest(content) != sha256:
         raise StoreInvalid(f"the sha256 of {subject} differs from the one in the commit record. {DAMAGE_REMEDY}")
     try:
-        return pq.read_table(pa.BufferReader(content))
+        return decode_parquet(content)
     except (pa.ArrowException, OSError) as error:
         raise StoreInvalid(f"{subject} cannot be read: {error}. {DAMAGE_REMEDY}") from error
 

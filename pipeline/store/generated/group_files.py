@@ -15,6 +15,7 @@ from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.problems import Problem, Remedy
 from pipeline.store.generated.group_keys import group_key, stream_prefix
 from pipeline.store.generated.kept_activations import check_kept
+from pipeline.store.io.parquet import decode_parquet
 from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.storage import Storage
 
@@ -44,7 +45,7 @@ def _decode(key: str, content: bytes | None, stream: int, index: int) -> pa.Tabl
     if content is None:
         raise StoreInvalid(f"{key} is missing, although its documents are asked for. Run the same command again.")
     try:
-        table = pq.read_table(pa.BufferReader(content), page_checksum_verification=True)
+        table = decode_parquet(content, verify_pages=True)
         state = group_state(table, key)
     except (pa.ArrowException, OSError) as error:
         raise StoreInvalid(f"{key} cannot be read: {error}. {_REMEDY}") from error
