@@ -1,5 +1,6 @@
 """One parquet file: opened, its row groups read in batches, and damage told from everything else that fails."""
 
+import atexit
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +13,52 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.core.errors import InputError
+from pipeline.core.errors import InputError, PipelineError
 from pipeline.data.files import InputFile
 
 _ROWS_PER_READ = 512
 _BYTES_PER_READ = 64 << 20  # of rows so large that 512 of them would be more: fewer are read at once
 _MAX_BYTES_AHEAD = 64 << 20  # of a row group, decoded, that is read while the one before it is used
 
+_EXIT_TIMEOUT_S = 10.0  # that a read may keep the process from ending
+
 T = TypeVar("T")
+
+
+class _Reads:
+    """Counts pyarrow's reads that are under way, a context manager around each, so that the process does not end amid
+    one.
+
+    Threads of pyarrow's call our files, which are Python's, and Python stops such a thread once it has begun to end:
+    the thread aborts the process ("terminate called without an active exception", exit code 134), or the process
+    waits for it for ever.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._has_ended = False
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._has_ended:
+                raise PipelineError("the process ends, so nothing more is read.")
+            self._under_way += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._under_way -= 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Waits for the reads that are under way, but not for a source that hangs; no other begins after."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.wait_for(lambda: not self._under_way, _EXIT_TIMEOUT_S)
+
+
+_reads = _Reads()
+atexit.register(_reads.end)
 
 
 class ParquetDamage(InputError):
@@ -54,7 +93,7 @@ def open_readers(file: InputFile) -> Iterator[tuple[pq.ParquetFile, pq.ParquetFi
                 f"{file.path} has {size} bytes, and had {file.size} when it was listed. Leave the files of a job alone "
                 "while it runs: restore it, and run the same command again."
             )
-        with _damage_named(file, "footer", 0):
+        with _reads, _damage_named(file, "footer", 0):
             # Without pre_buffer every column of a row group is a request of its own.
             parquet = pq.ParquetFile(stream, pre_buffer=True)
         yield parquet, pq.ParquetFile(stream.another(), metadata=parquet.metadata, pre_buffer=True)
@@ -114,9 +153,10 @@ def row_batches(
     sizes = parquet.metadata.row_group(group)
     row_bytes = max(1, sizes.total_byte_size // max(1, sizes.num_rows))
     rows = min(_ROWS_PER_READ, max(1, _BYTES_PER_READ // row_bytes))
-    batches = parquet.iter_batches(rows, row_groups=[group], columns=list(columns))
+    # By one thread: pyarrow's would release the bytes that were read when it suits them, even once Python ends.
+    batches = parquet.iter_batches(rows, row_groups=[group], columns=list(columns), use_threads=False)
     while True:
-        with _damage_named(file, f"row {index}", index):
+        with _reads, _damage_named(file, f"row {index}", index):
             batch = next(batches, None)
         if batch is None:
             return

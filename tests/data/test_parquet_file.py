@@ -1,6 +1,8 @@
 """Reading ahead: while one row group is used the next is read, one at a time, and nobody waits for it in vain."""
 
 import io
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,3 +96,39 @@ def test_who_ends_reading_does_not_wait_for_what_is_read_ahead(source: ParquetSo
     assert WatchedFile.seen[1].wait(LIMIT_S)
     documents.close()
     assert not WatchedFile.gates[1].is_set()
+
+
+# The second row group is read by a thread of pyarrow's, which is in Python's `read` when the main thread ends.
+ENDS_WHILE_READING = """
+import io, sys, threading, time
+from fsspec.implementations.local import LocalFileSystem
+from pipeline.config.schema import ParquetData
+from pipeline.data.parquet import ParquetSource
+
+begun = threading.Event()
+
+class SlowFile(io.FileIO):
+    def read(self, size=-1):
+        if is_open:
+            begun.set()
+            time.sleep(0.5)
+        return super().read(size)
+
+is_open = False
+source = ParquetSource(ParquetData(source="parquet", path=sys.argv[1]))
+LocalFileSystem.open = lambda self, path, mode: SlowFile(path, mode)
+documents = source.read(0, 0)
+print(next(documents).text)
+begun.clear()
+is_open = True
+next(documents), next(documents)  # of the second row group: the third is read
+begun.wait()
+"""
+
+
+def test_the_process_waits_for_what_is_read_ahead(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(str(path), {"text": [f"text {k}" for k in range(8)], "id": list("abcdefgh")}, row_group_size=2)
+    command = [sys.executable, "-c", ENDS_WHILE_READING, str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=2 * LIMIT_S)
+    assert (result.returncode, result.stdout) == (0, "text 0\n"), result.stderr
