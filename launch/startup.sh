@@ -2,9 +2,10 @@
 # Runs on every worker of a TPU slice, at each boot: installs the job that lies at JOB in the bucket, and runs it until
 # it is finished. launch/tpu.sh puts the settings (JOB and others) above this text.
 #
-# The job's exit codes: 0 and 2 end it, and are written to JOB/exit-code, where the other workers and `tpu.sh babysit`
-# find them. 42 (interrupted) and 1 (failed) start it again, the latter at most MAX_FAILURES times. SIGTERM to this
-# script stops the job, which then exits with 42, and does not start it again.
+# The job's exit codes: 0 and 2 end it, and are written to JOB/exit-codes/ID, where the other workers and `tpu.sh
+# babysit` find them; JOB/run-id has the ID of the upload that is to be run. 42 (interrupted) and 1 (failed) start it
+# again, the latter at most MAX_FAILURES times. SIGTERM to this script stops the job, which then exits with 42, and does
+# not start it again.
 # shellcheck disable=SC2329 # functions that `attend` calls
 set -euo pipefail
 
@@ -45,11 +46,11 @@ attend() {
 
 say() { echo "$(date -u +%FT%TZ) $(hostname): $*"; }
 
-verdict() { gcloud storage cat "$JOB/exit-code" 2>/dev/null || true; }
+verdict() { gcloud storage cat "$JOB/exit-codes/$run_id" 2>/dev/null || true; }
 
 conclude() {
     say "the job ends with exit code $1"
-    echo "$1" | gcloud storage cp - "$JOB/exit-code"
+    [[ -z $run_id ]] || echo "$1" | gcloud storage cp - "$JOB/exit-codes/$run_id"
     exit "$1"
 }
 
@@ -91,13 +92,18 @@ extract() {
 echo always >"$HUGEPAGES" || say "transparent hugepages stay as they are"
 
 failures=0
+run_id=
 while [[ -z $stopping ]]; do
-    others=$(verdict)
-    if [[ -n $others ]]; then
-        say "the job has ended with exit code $others"
-        exit "$others"
+    code=1
+    if uploaded=$(gcloud storage cat "$JOB/run-id"); then
+        run_id=$uploaded
+        others=$(verdict)
+        if [[ -n $others ]]; then
+            say "the job has ended with exit code $others"
+            exit "$others"
+        fi
+        attend install
     fi
-    attend install
     if ((code == 0)); then
         say "start"
         attend extract

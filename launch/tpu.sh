@@ -43,7 +43,9 @@ upload() {
     cmd write_lines "$files/overrides" "${defaults[@]}" "$@"
     cmd write_startup
     cmd gcloud storage rsync --recursive --delete-unmatched-destination-objects "$files" "$JOB/files"
-    cmd gcloud storage rm "$JOB/exit-code" 2>/dev/null || true # of an earlier job with this name
+    # Last, so that a worker that reads a new id finds the new files. An exit code is that of one upload: workers that
+    # are still busy with an earlier one write theirs elsewhere.
+    cmd gcloud storage cp - "$JOB/run-id" <<<"$(date -u +%Y%m%dT%H%M%SZ)-$RANDOM$RANDOM"
 }
 
 write_lines() {
@@ -114,7 +116,12 @@ request_state() { state_of queued-resources describe "$NAME" --format='value(sta
 
 slice_state() { state_of tpu-vm describe "$NAME" --format='value(state)'; }
 
-verdict() { cmd gcloud storage cat "$JOB/exit-code" 2>/dev/null || true; }
+# How the job that was uploaded last has ended; nothing if it has not.
+verdict() {
+    local run_id
+    run_id=$(cmd gcloud storage cat "$JOB/run-id" 2>/dev/null || true)
+    [[ -z $run_id ]] || cmd gcloud storage cat "$JOB/exit-codes/$run_id" 2>/dev/null || true
+}
 
 status() {
     local code

@@ -1,6 +1,7 @@
 """The launch scripts with every command that leaves this machine recorded instead."""
 
 import os
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,10 @@ class Recorded:
     def object(self, url: str) -> Path:
         return self.path / "buckets" / url.removeprefix("gs://")
 
+    def exit_code_object(self) -> Path:
+        """Where the exit code of the job that was uploaded last is."""
+        return self.object(f"{JOB}/exit-codes/{self.object(f'{JOB}/run-id').read_text().strip()}")
+
     def start(self, *command: str | Path, **environment: str) -> subprocess.Popen:
         return subprocess.Popen(
             ["bash", *command],
@@ -43,12 +48,11 @@ class Recorded:
         return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
     def commands(self) -> list[str]:
-        """What was called; this machine's names are replaced."""
+        """What was called; this machine's names and the job's id are replaced."""
         file = self.path / "commands"
         text = file.read_text() if file.exists() else ""
-        return (
-            text.replace(f"{self.path}/build", "BUILD").replace(f"/{os.uname().nodename}.log", "/HOST.log").splitlines()
-        )
+        text = text.replace(f"{self.path}/build", "BUILD").replace(f"/{os.uname().nodename}.log", "/HOST.log")
+        return re.sub(r"/exit-codes/\S+", "/exit-codes/ID", text).splitlines()
 
 
 @pytest.fixture

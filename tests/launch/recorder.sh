@@ -35,7 +35,9 @@ case "$name $*" in
             ABSENT) echo "ERROR: NOT_FOUND: Resource was not found" >&2 && exit 1 ;;
             "") echo "ERROR: no route to host" >&2 && exit 1 ;;
             *exit-code*) # ACTIVE exit-code 0: the job ends by itself
-                echo "${answer##* }" >"$(find "$RECORD/buckets" -name launch)/$JOB_NAME/exit-code"
+                job=$(find "$RECORD/buckets" -name launch)/$JOB_NAME
+                mkdir -p "$job/exit-codes"
+                echo "${answer##* }" >"$job/exit-codes/$(<"$job/run-id")"
                 echo "${answer%% *}"
                 ;;
             *) echo "$answer" ;;
@@ -60,6 +62,10 @@ case "$name $*" in
             touch "$RECORD/waiting"
             while true; do sleep 0.1; done
         fi
-        exit "$answer"
+        if [[ $answer == "released "* ]]; then # until there is $RECORD/released
+            touch "$RECORD/waiting"
+            until [[ -e $RECORD/released ]]; do sleep 0.1; done
+        fi
+        exit "${answer#released }"
         ;;
 esac

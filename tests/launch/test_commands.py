@@ -113,10 +113,12 @@ def test_the_overrides_reach_the_bucket_whole_after_the_launchers_own(recorded: 
     assert lines[-3:] == overrides
 
 
-def test_a_new_job_forgets_how_the_last_one_ended(recorded: Recorded):
-    recorded.object(f"{JOB}/exit-code").write_text("0\n")
-    assert recorded.run("launch/tpu.sh", "create").returncode == 0
-    assert not recorded.object(f"{JOB}/exit-code").exists()
+def test_each_upload_has_an_id_of_its_own(recorded: Recorded):
+    ids = set()
+    for command in ("create", "run", "run"):
+        assert recorded.run("launch/tpu.sh", command).returncode == 0
+        ids.add(recorded.object(f"{JOB}/run-id").read_text())
+    assert len(ids) == 3 and all(ids)
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def jobs(worker: Recorded) -> list[str]:
 
 
 def verdict(worker: Recorded) -> str | None:
-    file = worker.object(f"{JOB}/exit-code")
+    file = worker.exit_code_object()
     return file.read_text().strip() if file.exists() else None
 
 
@@ -71,7 +71,8 @@ def test_the_commands_of_a_worker_are_those_that_were_reviewed(worker: Recorded)
 
 @pytest.mark.parametrize("code", ["0", "2"])
 def test_what_another_worker_has_found_ends_this_one(worker: Recorded, code):
-    worker.object(f"{JOB}/exit-code").write_text(f"{code}\n")
+    worker.exit_code_object().parent.mkdir()
+    worker.exit_code_object().write_text(f"{code}\n")
     assert worker.run(startup(worker)).returncode == int(code)
     assert jobs(worker) == []
 
@@ -121,6 +122,27 @@ def test_a_second_start_ends_the_first(worker: Recorded):
     first.communicate(timeout=60)
     assert first.returncode == 42
     assert verdict(worker) == "0"
+
+
+def test_the_exit_code_of_a_job_is_not_taken_for_that_of_the_next(worker: Recorded):
+    worker.answer("job", "released 0", 2)
+    first = worker.start(startup(worker))
+    wait_for(worker.path / "waiting")
+    assert worker.run("launch/tpu.sh", "create").returncode == 0
+    (worker.path / "released").touch()
+    first.communicate(timeout=60)
+    assert first.returncode == 0
+    worker.answer("request", "ACTIVE")
+    worker.answer("slice", "READY")
+    assert "job       not ended" in worker.run("launch/tpu.sh", "status").stdout
+    assert worker.run(startup(worker)).returncode == 2
+    assert verdict(worker) == "2"
+
+
+def test_a_job_without_an_id_is_not_run(worker: Recorded):
+    worker.object(f"{JOB}/run-id").unlink()
+    assert worker.run(startup(worker), MAX_FAILURES="2").returncode == 1
+    assert jobs(worker) == []
 
 
 def test_the_wheel_has_every_package():
