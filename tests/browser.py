@@ -1,4 +1,4 @@
-"""Pages in headless Chromium, driven by chromedriver over its own protocol (W3C WebDriver)."""
+"""Opens pages in headless Chromium, through chromedriver (W3C WebDriver)."""
 
 import base64
 import json
@@ -21,7 +21,7 @@ FLAGS = (
 
 
 class Browser:
-    """One tab. `open` shows a local file; the log then has what the page requested and what it complained of."""
+    """One tab. After `open`, `requests` and `complaints` have the page's requests and console messages."""
 
     def __init__(self, url: str, profile: str) -> None:
         self._url = url
@@ -40,7 +40,7 @@ class Browser:
         return self._post("/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def open(self, page: Path, width: int) -> None:
-        """Shows a page `width` CSS pixels wide, and nothing of what was there before."""
+        """Shows a page at a width of `width` CSS pixels, and clears the logs of the page before."""
         self._post("/url", {"url": "about:blank"})
         self.complaints()
         self.requests()
@@ -52,11 +52,11 @@ class Browser:
         return self._post("/execute/sync", {"script": f"return {expression}", "args": []})
 
     def complaints(self) -> list[str]:
-        """What the page wrote to the console."""
+        """Console messages since the last call."""
         return [entry["message"] for entry in self._post("/se/log", {"type": "browser"})]
 
     def requests(self) -> list[str]:
-        """The URLs that were requested since the last call."""
+        """URLs requested since the last call."""
         entries = self._post("/se/log", {"type": "performance"})
         events = [json.loads(entry["message"])["message"] for entry in entries]
         return [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
@@ -74,7 +74,7 @@ class Browser:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """A new browser with a profile of its own, which ends with the context."""
+    """A new browser with its own profile, closed on exit."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://localhost:{port}"

@@ -1,4 +1,4 @@
-"""What every test may use: object stores, a store of real activations, the real material beside the checkout."""
+"""Fixtures for all tests: object stores, stores of real activations, and the real material next to the checkout."""
 
 import os
 import shutil
@@ -15,17 +15,17 @@ from tests.jobs import HASTE, HASTY_FLAGS, ROOT, run, run_here, write_text
 from tests.store.emulators import gcs_emulator, s3_emulator
 from tests.store.fault_proxy import FaultProxy
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where libtpu is installed: JAX would ask it, and it would complain
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of torch that wait for each other spin
-# Here and not in a fixture: TensorStore reads it with a process's first request, whichever test makes that.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # even if libtpu is installed: JAX would try it and log errors
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads spin while they wait for each other
+# Not in a fixture: TensorStore reads it at the process's first request, whichever test makes it.
 os.environ["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "3"
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jobs have it so, and what they start
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in background jobs of a shell, and their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Forked.imported_with = dict(os.environ)
 
-# The stores of tests are in memory where there is room: on a disk, TensorStore would wait for it with every object.
+# Tests keep their stores in memory if there is room: on a disk, TensorStore would sync every object.
 MEMORY = Path("/dev/shm")
 if (
     not {"PYTEST_DEBUG_TEMPROOT", "TMPDIR"} & os.environ.keys()
@@ -37,8 +37,8 @@ if (
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SECRET = "ya29.nobody-may-see-this"
-MEASURED = "measured"  # the property of a test that is printed at the end
-# By how long they take. The others follow.
+MEASURED = "measured"  # a test's user property; printed at the end
+# The slowest files, slowest first. All others run after them.
 LONGEST = (
     *("test_processes.py", "test_compile_check.py", "test_generate.py", "test_parity.py", "test_mesh.py"),
     *("test_faults.py", "test_generator.py", "test_training_stream.py", "test_int8.py", "test_positions.py"),
@@ -48,8 +48,8 @@ LONGEST = (
     *("test_compiled_step.py", "test_run.py", "test_resume.py", "test_process_startup.py", "test_real_inputs.py"),
     *("test_train_examples.py", "test_writing.py", "test_batches.py", "test_families.py"),
 )
-# Whose programs LLVM would take longer to optimise than they then run. What XLA makes of them is the same without; last
-# bits are not, so none of these compares with what another module has computed.
+# Modules whose programs LLVM would optimise for longer than they run. Without these optimisations only the last bits of
+# results differ, so none of these modules compares with results of another one.
 HASTILY_COMPILED = (
     *("tests/library/test_aligned", "tests/library/test_extractor", "tests/library/test_stream_store.py"),
     *("tests/library/test_training_stream.py", "tests/models/"),
@@ -61,7 +61,7 @@ HASTILY_COMPILED = (
     *("tests/extraction/test_extension.py", "tests/extraction/test_alignment.py", "tests/job/test_metrics.py"),
     "tests/store/test_begun_before.py",
 )
-SLOW = (  # what compiles many programs, or large ones, or runs whole jobs
+SLOW = (  # files that compile many or large programs, or run whole jobs
     *("extraction/test_alignment.py", "extraction/test_guards.py", "extraction/test_resume.py"),
     *("extraction/test_run.py", "extraction/test_writer.py", "models/test_bfloat16.py", "store/test_begun_before.py"),
     *("extraction/test_claiming.py", "extraction/test_processes.py", "step/test_mesh.py"),
@@ -81,26 +81,26 @@ SLOW = (  # what compiles many programs, or large ones, or runs whole jobs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="leave out tests that start processes or compile much")
+    parser.addoption("--fast", action="store_true", help="skip tests that start processes or compile much")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With --fast, the files that are left out are not imported either."""
+    """With --fast, the slow files are not even imported."""
     return True if config.getoption("--fast") and collection_path.as_posix().endswith(SLOW) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files first: no process of the suite is to be left with one while the other has nothing to do."""
+    """Runs the slowest files first, so that no process of the suite ends up with one while the others are idle."""
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(4 * 3600))
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if config.getoption("--fast"):
-        subprocess.Popen.__init__ = lambda *_, **__: pytest.skip("it starts a process")
+        subprocess.Popen.__init__ = lambda *_, **__: pytest.skip("starts a process")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported stays: the garbage collector need not look through it again and again (a tenth of the time)."""
+    """Imported modules stay: scanning them at every garbage collection would take a tenth of the time."""
     collect_seldom()
 
 
@@ -113,11 +113,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def compilation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """How the programs of a module are compiled: in this process, and in those that it starts."""
+    """Sets how a module's programs are compiled, in this process and in those that it starts."""
     if not request.path.relative_to(ROOT).as_posix().startswith(HASTILY_COMPILED):
         yield
         return
-    import jax  # after the variables above, and only where it is used
+    import jax  # not at the top: the variables above come first, and only some modules need it
     from jax._src import compiler
 
     options_of = compiler.get_compile_options
@@ -127,37 +127,37 @@ def compilation(request: pytest.FixtureRequest) -> Iterator[None]:
         options.env_option_overrides = [*options.env_option_overrides, *HASTE.items()]
         return options
 
-    options_of(num_replicas=1, num_partitions=1)  # XLA reads its variable once, and it is to be the one from outside
+    options_of(num_replicas=1, num_partitions=1)  # XLA reads XLA_FLAGS once: now, before it is changed
     jax.config.update("jax_disable_most_optimizations", True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "get_compile_options", hasty_options)
-        patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {HASTY_FLAGS}")  # of jobs that it starts
+        patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {HASTY_FLAGS}")  # for jobs that tests start
         yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Real ARC tasks, English documents and the Qwen2 tokenizer. Tests that need them are skipped elsewhere."""
+    """Real ARC tasks, English documents and the Qwen2 tokenizer. Skips tests on machines without them."""
     if not SHARED.is_dir():
-        pytest.skip("the real material (../shared) is not on this machine")
+        pytest.skip("this machine does not have the real material (../shared)")
     return SHARED
 
 
 @pytest.fixture(scope="session")
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An override, for jobs that may leave compiled steps to each other. Steps of at most 256 tokens are kept."""
+    """An override for jobs that share compiled steps. Only steps of at most 256 tokens are cached."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compilation-cache"  # the suite's
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compilation-cache"  # one per suite
     folder.mkdir(exist_ok=True)
     return f"run.compilation_cache={folder}"
 
 
 @pytest.fixture(scope="session")
 def real_store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The path of a store that the main job has made of English prose with the bundled model, for reading.
+    """The path of a store of English prose that the main job made with the bundled model. Only for reading.
 
-    Layers 2 and 4 of about 40,000 tokens, in blocks of a few thousand.
+    It has layers 2 and 4 of about 40,000 tokens, in blocks of a few thousand.
     """
     folder = tmp_path_factory.mktemp("real")
     text = write_text(folder / "text", files=1, documents=80)
@@ -169,8 +169,8 @@ def real_store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def encoded_store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The path of a store of about 10,000 tokens of English prose: layer 4 of the bundled model in float32, and its
-    features by the bundled SAE."""
+    """The path of a store of about 10,000 tokens of English prose: layer 4 of the bundled model in float32, and the
+    bundled SAE's features of it."""
     folder = tmp_path_factory.mktemp("encoded")
     capture = ["capture.layers=[4]", "capture.dtype=float32", "capture.keep=both", "capture.encode_top=16"]
     sae = ["capture.encode={blocks.4.resid_post: '${assets:tiny-sae}'}", "capture.encode_error=true"]
@@ -181,7 +181,7 @@ def encoded_store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def gcs_proxy() -> Iterator[FaultProxy]:
-    """Google Cloud Storage's emulator behind a proxy. TensorStore keeps the first address that a process gives it."""
+    """An emulator of Google Cloud Storage behind a proxy. A process's TensorStore keeps the first address it gets."""
     with gcs_emulator() as address, FaultProxy(address).serving() as proxy, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENSORSTORE_GCS_HTTP_URL", proxy.url)
         yield proxy
@@ -189,7 +189,7 @@ def gcs_proxy() -> Iterator[FaultProxy]:
 
 @pytest.fixture
 def gcs(gcs_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """The proxy, without faults, its counters at zero."""
+    """The proxy without faults, with its counters at zero."""
     monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", SECRET)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_proxy.url)
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
@@ -201,14 +201,14 @@ def gcs(gcs_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faul
 
 @pytest.fixture(scope="session")
 def s3_proxy() -> Iterator[FaultProxy]:
-    """The emulator of Amazon S3 behind a proxy."""
+    """An emulator of Amazon S3 behind a proxy."""
     with s3_emulator() as address, FaultProxy(address).serving() as proxy:
         yield proxy
 
 
 @pytest.fixture
 def s3(s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """The proxy, without faults, its counters at zero."""
+    """The proxy without faults, with its counters at zero."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_proxy.url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)

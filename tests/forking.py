@@ -1,11 +1,11 @@
-"""Jobs that are forked, not started: a job's imports take 2 s of a core, and the suite runs some 100 jobs.
+"""Forks jobs from a server process: a job's imports take 2 s of a core, and the suite runs about 100 jobs.
 
-Each process of the suite has one server, which has imported what jobs import, and has neither threads of Python's nor a
-backend of JAX's. It forks for every job. The job gets arguments, environment, standard streams and process group as a
-process that is started does, runs the same module as `__main__`, and ends as Python ends.
+Each process of the suite has one server. It has imported everything that jobs import, but has no other Python thread
+and no JAX backend, and forks for every job. The forked job gets arguments, environment, standard streams and process
+group like a new process, runs the same module as `__main__`, and exits as Python does.
 
-What is tested of a start, such as signals during the imports, needs a process that is started: `subprocess.Popen`. So
-does what could depend on the order of sets of strings: all jobs of a server have one seed of their hashes.
+Tests of the start itself, such as signals during the imports, need a new process: `subprocess.Popen`. So do tests that
+could depend on the order of sets of strings: all jobs of a server share one hash seed.
 """
 
 import gc
@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER = "launch/local.py"
-# What variables begin with that are read when they are used, or that imports set; others are read by imports.
+# Prefixes of variables that are read when they are needed, or that imports set. All others are read during imports.
 READ_LATE = (
     *("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "PYTHONUNBUFFERED", "PYTEST_", "HYDRA_FULL_ERROR"),
     *("TENSORSTORE_", "AWS_", "TF_CPP_", "TPU_"),
@@ -39,7 +39,7 @@ def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
 class Forked(subprocess.Popen):
     """A command of this package, a program (`-c`) or launch/local.py, in a process that this process's server forks.
 
-    It is started like any other where `is_forked` is false, or its environment differs in what imports read.
+    It starts a new process instead if `is_forked` is false, or if variables that imports read differ from the server's.
     """
 
     imported_with: Mapping[str, str] = os.environ  # the environment of the server; conftest copies it
@@ -61,7 +61,7 @@ class Forked(subprocess.Popen):
         if not self.is_forked:
             super()._execute_child(arguments, *rest)
             return
-        environment, pipes = rest[5], rest[9:15]  # of standard input, output and error: to read from, to write to
+        environment, pipes = rest[5], rest[9:15]  # a read end and a write end each for stdin, stdout and stderr
         streams = [pipes[0], pipes[3], pipes[5]]
         given = [stream if pipe == -1 else pipe for stream, pipe in zip(_STREAMS, streams, strict=True)]
         self.pid = self._server.ask({"arguments": arguments[1:], "environment": environment}, given)
@@ -72,7 +72,7 @@ class Forked(subprocess.Popen):
         return self._server.ask({"ended": self.pid}) if self.is_forked else super()._try_wait(flags)
 
     def _wait(self, timeout: float | None) -> int:
-        return super()._wait(1e6 if timeout is None else timeout)  # a time limit makes it ask again and again
+        return super()._wait(1e6 if timeout is None else timeout)  # with a timeout, it polls
 
     def _internal_poll(self, *_args: Any, **_options: Any) -> int | None:
         if not self.is_forked:
@@ -86,7 +86,7 @@ class Forked(subprocess.Popen):
 
 
 class Server:
-    """The process that forks, as its client sees it."""
+    """The client's side of the process that forks."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
@@ -100,12 +100,12 @@ class Server:
         with self._lock:
             socket.send_fds(self._connection, [json.dumps(question).encode()], files or [])
             answer = self._connection.recv(_MESSAGE_BYTES)
-        assert answer, "the process that forks the jobs of tests has ended"
+        assert answer, "the process that forks jobs for tests has ended"
         return json.loads(answer)
 
 
 class Copied(subprocess.Popen):
-    """For launch/local.py where it was forked: the jobs that it starts are forks of itself."""
+    """Replaces `subprocess.Popen` in a forked launch/local.py, which then forks itself for the jobs that it starts."""
 
     def _execute_child(self, arguments: list[str], *rest: Any) -> None:
         if arguments[:2] != [sys.executable, "-m"]:
@@ -124,7 +124,7 @@ class Copied(subprocess.Popen):
 
 
 def serve(connection: socket.socket) -> None:
-    """Forks for every job, until the client has ended."""
+    """Forks for every job until the client has ended."""
     while True:
         message, files, *_ = socket.recv_fds(connection, _MESSAGE_BYTES, len(_STREAMS))
         if not message:
@@ -143,7 +143,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def _become(arguments: list[str], environment: Mapping[str, str], files: list[int]) -> NoReturn:
-    """Makes this process, which is a copy, the one of a Python command, and ends it with the command."""
+    """Turns this forked process into the process of a Python command, and exits with it."""
     import jax
 
     for stream, file in zip(_STREAMS, files, strict=True):
@@ -173,12 +173,12 @@ def _become(arguments: list[str], environment: Mapping[str, str], files: list[in
 
 
 def _replace(file: int, other: int) -> None:
-    """Closes a copied file. Its number stays in use, since an object that has it may close it once more."""
+    """Closes an inherited file. Its number stays in use, because an object that holds it may close it again."""
     os.dup2(other, file, inheritable=False)
 
 
 def collect_seldom() -> None:
-    """Takes what exists out of garbage collections, and makes these rare: tracing makes many objects and keeps them."""
+    """Excludes existing objects from garbage collection and makes it rare: tracing creates many objects that stay."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)

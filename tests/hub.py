@@ -1,8 +1,8 @@
-"""A Hugging Face Hub on this machine: repositories with commits, served by the part of its protocol that is used here.
+"""A local Hugging Face Hub: repositories with commits, served by the part of the Hub's protocol that is used here.
 
-Large files are uploaded by Git LFS' basic transfers; the Hub's own client must not use Xet (`HF_HUB_DISABLE_XET`).
+Large files are uploaded by Git LFS basic transfers, so clients must not use Xet (`HF_HUB_DISABLE_XET`).
 
-`HF_ENDPOINT` leads huggingface_hub and `datasets` to it, or to a `FaultProxy` before it.
+Set `HF_ENDPOINT` to its address, or to that of a `FaultProxy` in front of it.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ import pytest
 
 from tests.hub_uploads import answer_to_upload
 
-_LARGE = 1 << 20  # bytes from which on a file is named by its sha256, as Git LFS does
+_LARGE = 1 << 20  # bytes; files of this size and more are identified by their sha256, as in Git LFS
 DATE = "2026-01-01T00:00:00.000Z"
 
 
@@ -30,16 +30,19 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 class Hub:
-    """Repositories by `models/owner/name` or `datasets/owner/name`.
+    """Repositories, named `models/owner/name` or `datasets/owner/name`.
 
-    `statuses` has what is answered for a repository in place of all else: 401, 403, 404. `failures` are statuses and
-    headers of the next answers, and `corrupt` names files whose next answer has another content than its ETag says.
-    `requests` lists what was asked for; before an answer, `before` is called. Files of `large` bytes and more are large
-    ones; with `redirects` requests for these are redirected to a storage on another host, `localhost`, which refuses
-    tokens, and addresses from before `expire` was called, and requests for others to another path. Errors have headers
-    that name them only with `names_errors`; with `loses_commits` commits are answered 504 whatever becomes of them.
-    `token` is what a client must have to see `private` repositories and to write. `objects` are the large files that
-    were uploaded, by sha256.
+    statuses: by repository, the status of every response (401, 403 or 404).
+    failures: statuses and headers of the next responses.
+    corrupt: files whose next response has content that does not match its ETag.
+    requests: all requests so far. `before` is called with each before it is answered.
+    large: bytes; files of this size and more are large files.
+    redirects: requests for large files are redirected to a storage on another host (`localhost`), those for other files
+        to another path. The storage refuses tokens, and URLs that were signed before a call of `expire`.
+    names_errors: errors have headers that name them.
+    loses_commits: commits are carried out, but the response is 504.
+    token: needed to see `private` repositories, and to write. None: no token is needed.
+    objects: the uploaded large files, by sha256.
     """
 
     def __init__(self) -> None:
@@ -65,7 +68,7 @@ class Hub:
         self.url = f"http://{self.address}"
 
     def expire(self) -> None:
-        """Ends the time for which addresses in the storage are signed."""
+        """Invalidates all signed URLs of the storage."""
         self.signature += 1
 
     def head(self, repo: str, branch: str = "main") -> Mapping[str, bytes]:
@@ -73,7 +76,7 @@ class Hub:
         return self.commits[repo, self.refs[repo, branch]]
 
     def push(self, repo: str, files: Mapping[str, bytes], branch: str = "main") -> str:
-        """Replaces all files of a branch; the commit."""
+        """Replaces all files of a branch. Returns the commit."""
         digest = hashlib.sha1(repr((self.address, repo, len(self.commits), sorted(files))).encode())
         commit = digest.hexdigest()
         self.commits[repo, commit] = dict(files)
@@ -98,7 +101,7 @@ class Hub:
 
 @contextmanager
 def hub_for_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A Hub that huggingface_hub and `datasets` of this process use, with empty caches in `folder`."""
+    """A Hub for this process's huggingface_hub and `datasets`, with empty caches in `folder`."""
     with Hub().serving() as server:
         lead_to(server.url, monkeypatch)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "cache"))
@@ -107,7 +110,7 @@ def hub_for_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def lead_to(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As HF_ENDPOINT does, which huggingface_hub and `datasets` read once per process."""
+    """Sets the endpoint, as HF_ENDPOINT would: huggingface_hub and `datasets` read that only once per process."""
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
     template = url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -164,13 +167,13 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = _serve
 
     def _is_refused(self, parts: list[str]) -> bool:
-        """Whether the request needs a token that it does not have."""
+        """Whether the request lacks a token that it needs."""
         if self._hub.token is None or self.headers.get("Authorization") == f"Bearer {self._hub.token}":
             return False
         return self.command != "GET" or any(repo in "/".join(parts) for repo in self._hub.private)
 
     def _storage(self, oid: str, body: bytes, query: Mapping[str, list[str]]) -> None:
-        """Where large files are, for whoever has an address with a signature."""
+        """Serves large files to requests with a valid signature."""
         if "Authorization" in self.headers or query["signature"] != [str(self._hub.signature)]:
             self._answer(400 if "Authorization" in self.headers else 403, b"", {})
         elif self.command == "PUT":
@@ -181,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._content(self._hub.objects[oid], {})
 
     def _commit(self, repo: str, revision: str) -> str | None:
-        """The commit; None when it was answered that there is none."""
+        """The commit of a revision. If there is none, responds with the error and returns None."""
         if status := self._hub.statuses.get(repo):
             self._error(status, {401: "RepoNotFound", 403: "GatedRepo", 404: "RepoNotFound"}[status])
             return None
@@ -215,11 +218,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._content(content, headers)
 
     def _content(self, content: bytes, headers: dict[str, str]) -> None:
-        """Answers with a file, or the range of it that was asked for."""
+        """Responds with a file, or with the requested range of it."""
         status = 200
         if asked := self.headers.get("Range"):
             first, _, last = asked.removeprefix("bytes=").partition("-")
-            if not first:  # the last bytes: this storage knows no such range
+            if not first:  # a suffix range, which this storage does not support
                 self._answer(416, b"", {})
                 return
             start, stop = int(first), min(int(last) + 1 if last else len(content), len(content))
@@ -280,7 +283,7 @@ def _commit_entry(hub: Hub, commit: str) -> dict[str, object]:
 
 
 def _entries(hub: Hub, files: Mapping[str, bytes], folder: str, recursive: bool) -> list[dict[str, object]]:
-    """What lies in a folder: files, and folders with their files if `recursive`."""
+    """The entries of a folder: files and folders; with `recursive`, also those below."""
     start = f"{folder}/" if folder else ""
     below = {name: content for name, content in files.items() if name.startswith(start)}
     folders = {start + name[len(start) :].rpartition("/")[0] for name in below if "/" in name[len(start) :]}

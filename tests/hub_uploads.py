@@ -1,4 +1,4 @@
-"""The part of the Hub's protocol that changes repositories, for the Hub of tests/hub.py."""
+"""Requests that change repositories, for the Hub of tests/hub.py."""
 
 import base64
 import json
@@ -11,7 +11,7 @@ Answer = tuple[int, Any]  # HTTP status, JSON
 
 
 def answer_to_upload(hub: "Hub", method: str, parts: list[str], body: bytes, host: str) -> Answer | None:
-    """What a request is answered; None for one that changes nothing. `host`: as the client calls the Hub."""
+    """The response to a request that changes something; None for other requests. `host`: the request's Host header."""
     match (method, *parts):
         case ("POST", "api", "repos", "create"):
             return _create(hub, json.loads(body))

@@ -1,4 +1,4 @@
-"""Small real jobs for the tests: text files, overrides, runs in processes of their own, comparison of stores."""
+"""Small real jobs for tests: text files, runs in their own processes, comparison of stores."""
 
 import json
 import pydoc_data.topics
@@ -25,9 +25,9 @@ from pipeline.store.io.shard_files import _lock
 from tests.forking import LAUNCHER, Forked
 from tests.forking import ROOT as ROOT
 
-# Options of XLA that halve the time of compiling: fusions go to LLVM without MLIR's passes, a program as one module.
+# XLA options that halve compile time: fusions skip MLIR's passes, and each program is a single LLVM module.
 HASTE: dict[str, bool | int] = {"xla_cpu_parallel_codegen_split_count": 1}
-if version("jaxlib").startswith("0.10."):  # later ones refuse it
+if version("jaxlib").startswith("0.10."):  # later versions refuse it
     HASTE["xla_cpu_use_fusion_emitters"] = False
 HASTY_FLAGS = " ".join(
     [
@@ -38,7 +38,7 @@ HASTY_FLAGS = " ".join(
 
 
 def write_text(directory: Path, *, files: int, documents: int, max_characters: int = 3000) -> Path:
-    """Parquet files in FineWeb's schema (text and id) from the language reference that every Python carries."""
+    """Parquet files with FineWeb's columns text and id, from the language reference that ships with Python."""
     topics = sorted(pydoc_data.topics.topics.items())
     directory.mkdir(parents=True, exist_ok=True)
     for file in range(files):
@@ -52,7 +52,7 @@ def write_text(directory: Path, *, files: int, documents: int, max_characters: i
 
 
 def write_model_of_zeros(directory: Path) -> Path:
-    """The bundled model, but that layer 1 has an MLP of zeros, and the head is certain of every next token."""
+    """The bundled model, except that layer 1's MLP outputs zeros and the head is certain of every next token."""
     from pipeline.config.composing import PACKAGE  # not above: conftest sets JAX's variables first
 
     shutil.copytree(PACKAGE / "assets" / "tiny-qwen2", directory)
@@ -68,14 +68,14 @@ def command(*overrides: str, module: str = "pipeline.run") -> list[str]:
 
 
 def run(*overrides: str, module: str = "pipeline.run", timeout_s: float = 300) -> subprocess.CompletedProcess:
-    """Runs an entry point to its end."""
+    """Runs an entry point and waits for it."""
     return _run_forked(command(*overrides, module=module), timeout_s)
 
 
 def run_program(
     program: str, *arguments: str, env: Mapping[str, str] | None = None, timeout_s: float = 300
 ) -> subprocess.CompletedProcess:
-    """Runs the text of a program to its end."""
+    """Runs a program, given as text, and waits for it."""
     return _run_forked([sys.executable, "-c", program, *arguments], timeout_s, env)
 
 
@@ -89,7 +89,7 @@ def _run_forked(
 
 
 def run_here(*overrides: str) -> None:
-    """Runs the job to its end in this process: seconds less, where a process of its own is not what is tested."""
+    """Runs the job in this process, which saves seconds. For tests that do not need a separate process."""
     from pipeline.config import composing  # not above: conftest sets JAX's variables first
     from pipeline.extraction import job_run
 
@@ -99,7 +99,7 @@ def run_here(*overrides: str) -> None:
 
 @contextmanager
 def own_compilation_cache() -> Iterator[None]:
-    """While entered, jobs in this process may set `run.compilation_cache`: afterwards it is as before."""
+    """Lets jobs in this process set `run.compilation_cache`; restores JAX's cache settings on exit."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
@@ -115,16 +115,16 @@ def own_compilation_cache() -> Iterator[None]:
 
 
 def start(*overrides: str, is_forked: bool = True) -> subprocess.Popen:
-    """Starts the job in a process of its own; one that is not forked has its imports before it."""
+    """Starts the job in its own process. If it is not forked, the process first has to import everything."""
     return Forked(command(*overrides), is_forked=is_forked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @contextmanager
 def commits_held(store: Path, blocks: Iterable[tuple[int, int]], *overrides: str) -> Iterator[Callable[[], None]]:
-    """While entered, whoever commits one of these blocks (stream, index) waits: TensorStore locks the file that it
-    writes a record to. The writer of a process commits one block at a time, so none of its later ones is committed.
+    """While entered, commits of these blocks (stream, index) wait for a lock, which TensorStore takes on each file that
+    it writes. A process commits one block at a time, so none of its later blocks is committed either.
 
-    The store is created before, as the job with these overrides does. Gives a function that ends the waiting.
+    First creates the store, as the job with these overrides does. Yields a function that releases the locks.
     """
     create_store(*overrides, f"store.path={store}")
     with writes_held(store, [commit_key(*block) for block in blocks]) as release:
@@ -133,7 +133,7 @@ def commits_held(store: Path, blocks: Iterable[tuple[int, int]], *overrides: str
 
 @contextmanager
 def writes_held(store: Path, keys: Iterable[str]) -> Iterator[Callable[[], None]]:
-    """While entered, whoever writes one of these objects waits. Gives a function that ends the waiting."""
+    """While entered, writes of these objects wait for a lock. Yields a function that releases the locks."""
     with ExitStack() as stack:
         for key in keys:
             file = store / f"{key}.__lock"
@@ -143,7 +143,7 @@ def writes_held(store: Path, keys: Iterable[str]) -> Iterator[Callable[[], None]
 
 
 def create_store(*overrides: str) -> None:
-    """Creates the job's store, without any block."""
+    """Creates the job's store, without blocks."""
     from pipeline.config import composing  # not above: conftest sets JAX's variables first
     from pipeline.job.opening import open_job
     from pipeline.store.write.store_writer import StoreWriter
@@ -155,9 +155,9 @@ def create_store(*overrides: str) -> None:
 def run_and_signal(
     number: signal.Signals, store: Path, blocks: int, held: tuple[int, int], *overrides: str
 ) -> subprocess.CompletedProcess:
-    """Runs the job and sends it a signal when the store has so many blocks, and the next, `held`, is to be committed.
+    """Runs the job and sends it a signal once the store has `blocks` blocks, while the commit of block `held` waits.
 
-    Blocks that are already computed may follow.
+    Blocks that are already computed may be committed after the signal.
     """
     with commits_held(store, [held], *overrides):
         process = start(*overrides, f"store.path={store}")
@@ -168,12 +168,12 @@ def run_and_signal(
 
 
 def committed(store: Path) -> int:
-    """How many blocks a store has."""
+    """The number of committed blocks of a store."""
     return len(list(store.glob("_commits/*/*.json")))
 
 
 def objects(store: Path) -> dict[str, bytes]:
-    """Every object of a store but its metrics, by key; the time and command of creation are taken out."""
+    """All objects of a store except its metrics, by key, without the time and configuration of its creation."""
     found = {}
     for file in sorted(store.rglob("*")):
         key = str(file.relative_to(store))
@@ -188,7 +188,7 @@ def objects(store: Path) -> dict[str, bytes]:
 
 
 def assert_same_store(store: Path, reference: Path) -> None:
-    """Object by object, byte by byte."""
+    """Compares all objects, byte by byte."""
     left, right = objects(store), objects(reference)
     assert sorted(left) == sorted(right)
     different = [key for key in left if left[key] != right[key]]
@@ -199,7 +199,7 @@ def assert_same_store(store: Path, reference: Path) -> None:
 def local_processes(
     processes: int, devices: int, *overrides: str, is_forked: bool = True
 ) -> Iterator[subprocess.Popen]:
-    """The job in several processes, by launch/local.py; none of them outlives the block."""
+    """The job in several processes, started by launch/local.py. Kills all of them on exit."""
     arguments = [sys.executable, LAUNCHER, "--processes", str(processes), "--devices", str(devices), *overrides]
     launcher = Forked(arguments, is_forked=is_forked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -211,14 +211,14 @@ def local_processes(
 
 
 def run_processes(processes: int, devices: int, *overrides: str, timeout_s: float = 300) -> subprocess.CompletedProcess:
-    """Runs the job in several processes to its end."""
+    """Runs the job in several processes and waits for it."""
     with local_processes(processes, devices, *overrides) as launcher:
         output, _ = launcher.communicate(timeout=timeout_s)
     return subprocess.CompletedProcess(launcher.args, launcher.returncode, output)
 
 
 def children(launcher: subprocess.Popen) -> list[psutil.Process]:
-    """The processes that a launcher has started, in order; none when it is gone."""
+    """The processes that a launcher has started, in order; empty if the launcher has ended."""
     try:
         return psutil.Process(launcher.pid).children()
     except psutil.NoSuchProcess:
@@ -228,7 +228,7 @@ def children(launcher: subprocess.Popen) -> list[psutil.Process]:
 def wait_until(
     is_reached: Callable[[], bool], process: subprocess.Popen, what: str, timeout_s: float = 120, poll_s: float = 0.002
 ) -> None:
-    """Waits until a point is reached, or the process has ended. Fails with the point's name after `timeout_s`."""
+    """Waits until `is_reached()` or the process has ended. Fails after `timeout_s`; `what` names the condition."""
     deadline = time.monotonic() + timeout_s
     while not is_reached() and process.poll() is None:
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
@@ -237,7 +237,7 @@ def wait_until(
 
 @contextmanager
 def killed_after(seconds: float, process: subprocess.Popen) -> Iterator[None]:
-    """A limit for reading what a process says: it is killed then, and its output ends."""
+    """Kills the process after this time, so that reading its output ends."""
     timer = threading.Timer(seconds, process.kill)
     timer.start()
     try:
@@ -247,7 +247,7 @@ def killed_after(seconds: float, process: subprocess.Popen) -> Iterator[None]:
 
 
 def read_until(words: str, process: subprocess.Popen) -> list[str]:
-    """The lines that a process says, up to the first with these words."""
+    """A process's output, up to the first line that contains `words`."""
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -257,12 +257,12 @@ def read_until(words: str, process: subprocess.Popen) -> list[str]:
 
 
 def wait_for_blocks(process: subprocess.Popen, store: Path, blocks: int) -> None:
-    """Waits until the store has so many blocks, or the job has ended."""
+    """Waits until the store has at least `blocks` blocks, or the job has ended."""
     wait_until(lambda: committed(store) >= blocks, process, f"{blocks} blocks in {store}")
 
 
 def has_loaded(pid: int, library: str) -> bool:
-    """Whether a process has loaded a Python package's shared libraries; False also when it has ended."""
+    """Whether a process has loaded a Python package's shared libraries. False if it has ended."""
     try:
         return f"/{library}/" in Path(f"/proc/{pid}/maps").read_text()
     except (FileNotFoundError, ProcessLookupError):

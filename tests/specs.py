@@ -1,4 +1,4 @@
-"""Specifications of steps, as tests need them."""
+"""Specifications of steps for tests."""
 
 from collections.abc import Sequence
 
@@ -13,12 +13,12 @@ _DENSE, _SPARSE = (
     for is_sparse in (False, True)
 )
 SPARSE_SITES = _SPARSE - _DENSE
-"""Those that only sparse layers have."""
+"""Sites that only sparse layers have."""
 
 
 def step_spec(
     model: Model, keys: Sequence[ActivationKey], *, rows: int, length: int, dtype: str, **others: object
 ) -> StepSpec:
-    """Of a step of `model` that captures `keys`; `others` are StepSpec's other fields."""
+    """The specification of a step of `model` that captures `keys`. `others`: other fields of StepSpec."""
     widths = tuple(model.width(key, length) for key in keys)
     return StepSpec(keys=tuple(keys), widths=widths, rows=rows, length=length, dtype=dtype, **others)

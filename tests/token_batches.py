@@ -1,4 +1,4 @@
-"""What batches of tokens hold, whoever made them, for comparing them byte by byte."""
+"""Comparing batches of tokens byte by byte, whichever reader they come from."""
 
 from collections.abc import Iterable
 
@@ -20,7 +20,7 @@ def arrays(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def tokens_of(batches: Iterable[Batch]) -> list[bytes]:
-    """All that there is about each token, of all arrays, sorted."""
+    """The bytes of each token in all arrays, sorted."""
     rows = []
     for batch in batches:
         values = sorted(arrays(batch).items())

@@ -1,13 +1,13 @@
-"""Types nonsense for every key of the configuration's schema. Each case must end in a plan or in one clear error.
+"""Gives nonsense to every key of the configuration's schema. Each case must end in a plan or in one clear error.
 
     HF_HUB_OFFLINE=1 python -m tests.config.fuzz_config --cases 1000 --seed 0
 
-A case is one to three overrides of a small real job, planned as `python -m pipeline.plan` does; some are run, too. An
-error must be a PipelineError with a short message and exit code 2, or 1 if a value names something remote. The keys are
-read from the schema, so new keys are covered.
+A case is one to three overrides of a small real job, planned as by `python -m pipeline.plan`; some jobs are run, too.
+An error must be a PipelineError with a short message and exit code 2, or 1 if a value names something remote. The keys
+are read from the schema, so new keys are covered.
 
-It is a problem if a case takes more than 10 s of CPU time, or the process more than 2 GiB. A case that has not ended
-after 60 s ends the program, with a traceback of every thread.
+A case must not take more than 10 s of CPU time, nor the process more than 2 GiB. If a case takes 60 s, the program ends
+with a traceback of every thread.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from pipeline.planning.slice.slice_plan import plan_job
 from pipeline.step.compilation_cache import use_compilation_cache
 from tests.jobs import write_text
 
-HANG_S = 10  # of CPU time; six times as long by the clock, because others may use the machine
+HANG_S = 10  # of CPU time; wall time may be six times that, since other work may use the machine
 MOST_MIB = 2048
 GROUPS = {"fineweb": ParquetData, "arc": ArcData, "hf": HfData, "generate": GenerateData}
 
@@ -98,7 +98,7 @@ def _keys(cls: type, prefix: str, group: str, data: type) -> Iterator[Key]:
 
 
 def make_cases(rng: random.Random, number: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The choice of data and the overrides of each case. At first, each key gets each sort of value once."""
+    """The choice of data and the overrides of each case. First, each key gets each kind of value once."""
     keys = schema_keys()
     rng.shuffle(keys)
     for case in range(number):
@@ -135,7 +135,7 @@ def _fitting(kind: Any) -> list[str]:
 
 
 class Fuzzer:
-    """Plans cases in a folder with data for every source."""
+    """Plans cases, in a folder with data for every source."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -155,7 +155,7 @@ class Fuzzer:
         }
 
     def outcome(self, group: str, given: tuple[str, ...], may_run: bool = False) -> Outcome:
-        """The outcome of one case, with a `problem` if it is not allowed."""
+        """The outcome of one case, with `problem` set if it is not allowed."""
         overrides = [override.replace("FILE", str(self._folder / "file")) for override in given]
         base = [*self._base[group], f"store.path={self._folder / 'store'}", "batch.rows=2", "batch.length=64"]
         began, computed = time.monotonic(), time.process_time()
@@ -214,7 +214,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # relative paths are created here
         fuzzer = Fuzzer(Path(folder))
         for group, overrides in make_cases(rng, args.cases):
-            faulthandler.dump_traceback_later(6 * HANG_S, exit=True)  # what hangs outside Python
+            faulthandler.dump_traceback_later(6 * HANG_S, exit=True)  # for code that hangs outside Python
             outcome = fuzzer.outcome(group, overrides, may_run=rng.random() < 1 / args.run_every)
             faulthandler.cancel_dump_traceback_later()
             outcomes.append(outcome)

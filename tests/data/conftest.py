@@ -1,5 +1,5 @@
 from hypothesis import settings
 
-# Machines that run other things at the same time miss any deadline now and then.
+# No deadline: a busy machine would sometimes miss it.
 settings.register_profile("no deadline", deadline=None, max_examples=50)
 settings.load_profile("no deadline")

@@ -1,10 +1,10 @@
-"""Damaged inputs: files changed byte by byte or value by value, and templates put together at random.
+"""Damaged inputs: files with changed bytes or values, and random templates.
 
     python tests/data/fuzz_inputs.py --count 1000 [--seed 0] [--kind parquet] [--case 17]
 
-Each case is read as a job reads it: the source is opened, every document tokenised and put into blocks. It must end
-with the blocks or with one error of exit code 2, within 10 s and 2 GiB, in a process that survives. Templates must
-give the same text in two processes whose hashes differ.
+Each case is read as by a job: the source is opened, and every document is tokenised and put into blocks. This must end
+in blocks or in one error of exit code 2, within 10 s and 2 GiB, in a process that survives. Templates must
+give the same text in two processes with different hash seeds.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _ASSETS = Path(__file__).parents[2] / "pipeline" / "assets" / "tiny-qwen2"
 class Case(NamedTuple):
     number: int
     kind: str
-    outcome: str  # what was read, or the error; without a colon at its beginning
+    outcome: str  # what was read, or the error; not starting with a colon
     digest: str
     code: int | None  # of the error
     seconds: float
@@ -168,7 +168,7 @@ def changed_json(value: object, rng: random.Random) -> object:
 
 
 def _place(root: dict, rng: random.Random) -> tuple[dict | list, object]:
-    """A key or index in the tree, and what has it: reached by random steps, so that a large vocabulary is not all."""
+    """A key or index in the tree, and its container. Random steps lead there, lest a large vocabulary dominate."""
     parent, key = root, ""
     while isinstance(parent[key], dict | list) and parent[key] and rng.random() < 0.8:
         parent = parent[key]
@@ -177,7 +177,7 @@ def _place(root: dict, rng: random.Random) -> tuple[dict | list, object]:
 
 
 def _dumped(value: object) -> bytes:
-    """JSON of any depth, with lone surrogates as they come."""
+    """JSON of any depth, which may contain lone surrogates."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(30_000)
     try:
@@ -228,7 +228,7 @@ _METHODS = [
 
 
 def random_template(rng: random.Random) -> str:
-    """Statements and expressions, few of which make sense."""
+    """Random statements and expressions, few of which make sense."""
 
     def expression(depth: int) -> str:
         if depth <= 0 or rng.random() < 0.2:
@@ -294,7 +294,7 @@ def changed(kind: str, rng: random.Random) -> bytes:
 
 
 def read(kind: str, content: bytes, folder: Path, rng: random.Random) -> str:
-    """Reads the case as a job does. Returns what was read, as text that holds all of it. Raises what it raises."""
+    """Reads the case as a job does. Returns everything that was read, as text. Raises what the job raises."""
     from material import text_stream, word_tokenizer
 
     from pipeline.config.choices import OnError, SpecialTokens, Template
@@ -353,7 +353,7 @@ def read(kind: str, content: bytes, folder: Path, rng: random.Random) -> str:
         )
         for block in stream.blocks():
             record = [[skip.source, skip.index, skip.reason] for skip in block.skipped]
-            json.dumps(record, ensure_ascii=False).encode()  # as a commit record holds it
+            json.dumps(record, ensure_ascii=False).encode()  # as in a commit record
             found.append(json.dumps([block.tokens.tolist(), block.table.to_pydict(), record], default=str))
     return "".join(found)
 
@@ -386,14 +386,14 @@ def run_case(seed: int, number: int, kind: str) -> dict[str, object]:
 
 
 class Worker:
-    """A process that reads cases, started again after one that it did not survive."""
+    """A process that reads cases. It is restarted if it does not survive one."""
 
     def __init__(self, hash_seed: int) -> None:
         self._hash_seed = hash_seed
         self._process: subprocess.Popen | None = None
 
     def run(self, seed: int, number: int, kind: str) -> tuple[dict[str, object] | None, float]:
-        """The answer, None where none came in time or the process ended; and the seconds that it took."""
+        """The answer, or None if it came too late or the process ended; and the seconds that it took."""
         process = self._process or self._start()
         began = time.monotonic()
         process.stdin.write(json.dumps([seed, number, kind]).encode() + b"\n")
@@ -406,7 +406,7 @@ class Worker:
             return None, seconds
         answer = json.loads(line)
         if answer["gib"] > 0.75 * GIB:
-            self.close()  # the peak is the process's
+            self.close()  # the peak is the process's: the next case gets a new one
         return answer, seconds
 
     def close(self) -> None:
@@ -421,12 +421,12 @@ class Worker:
             [sys.executable, __file__, "--worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, env=environment,
         )  # fmt: skip
-        self._process.stdout.readline()  # it has imported what it needs
+        self._process.stdout.readline()  # written after its imports
         return self._process
 
 
 def run(count: int, seed: int, kinds: list[str], first: int = 0) -> Iterator[Case]:
-    """The cases from number `first` on, each kind in turn."""
+    """Runs the cases from number `first` on, one of each kind in turn."""
     workers = [Worker(1), Worker(2)]
     try:
         for number in range(first, first + count):
@@ -454,9 +454,9 @@ def _work() -> None:
     import pipeline.data.hf  # noqa: F401
 
     datasets.disable_progress_bars()
-    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))  # a bomb ends in MemoryError, not in the machine's end
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))  # a bomb raises MemoryError
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print
+    os.dup2(2, 1)  # for output of libraries
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(run_case(*json.loads(line))), file=answers, flush=True)

@@ -1,4 +1,4 @@
-"""Small real inputs: a tokenizer of words, and parquet files in memory."""
+"""Small real inputs: a word tokenizer, and parquet files in memory."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ VOCAB_SIZE = 1000
 
 
 def word_library_tokenizer(*, bos: bool = False) -> Tokenizer:
-    """Word `w7` is id 7. With `bos`, the word `w0` is added before every text."""
+    """Word `w7` has id 7. With `bos`, the word `w0` precedes every text."""
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w1"))
     tokenizer.pre_tokenizer = Whitespace()
     if bos:
@@ -42,7 +42,7 @@ def words(ids: Sequence[int]) -> str:
 
 
 def write_parquet(path: str, columns: Mapping[str, Sequence], row_group_size: int = 3) -> None:
-    """One parquet file at any address that fsspec knows."""
+    """Writes a parquet file to any address that fsspec supports."""
     with fsspec.open(path, "wb") as file:
         pq.write_table(pa.table(dict(columns)), file, row_group_size=row_group_size)
 
@@ -57,7 +57,7 @@ def damage_column(path: Path, group: int) -> None:
 
 
 def memory_source(folder: str, shards: Sequence[Sequence[Sequence[int]]], **settings) -> ParquetSource:
-    """A source of the documents' token ids (of `word_tokenizer`), one file per shard; the id is `shard-row`."""
+    """A source whose documents have these token ids (of `word_tokenizer`), one file per shard. Ids are `shard-row`."""
     filesystem = fsspec.filesystem("memory")
     if filesystem.exists(folder):
         filesystem.rm(folder, recursive=True)

@@ -1,7 +1,7 @@
-"""Jobs that work on one store at the same time, step by step: whoever is to go on next is decided at random.
+"""Runs several jobs on one store in a random interleaving.
 
-Each job is a thread, and only one of them runs at a time. A job gives way before each of its requests to storage (see
-`POINTS`), so that the others can come between reading and writing, as other processes would.
+Each job is a thread, and only one runs at a time. A job yields before each of its requests to storage (`POINTS`), so
+others can run between its reads and writes, as other processes would.
 """
 
 import random
@@ -30,8 +30,8 @@ from pipeline.store.write.finalizing import finalize
 from pipeline.store.write.merging import merge_stores
 from pipeline.store.write.store_writer import PendingBlock, StoreWriter
 
-# Where a job gives way: before each request that reads, lists, writes or deletes, and before a block's arrays
-# and tables are.
+# Where a job yields: before each request that reads, lists, writes or deletes, and before it writes a block's arrays
+# and tables.
 POINTS = frozenset(
     function.__code__
     for function in (
@@ -48,7 +48,7 @@ _WAIT_S = 60.0
 
 
 class Scheduler:
-    """Runs jobs by turns. `errors`: what those that failed have raised, by name."""
+    """Runs jobs in turns. `errors`: exceptions of failed jobs, by name."""
 
     def __init__(self, rng: random.Random, jobs: Mapping[str, Callable[[], None]]) -> None:
         self._rng = rng
@@ -59,7 +59,7 @@ class Scheduler:
         self.errors: dict[str, BaseException] = {}
 
     def run(self) -> Iterator[str]:
-        """Yields whose turn has ended, after each; nothing else runs then. Jobs are ended with the iterator."""
+        """After each turn, yields the name of its job; no job runs meanwhile. Closing the iterator ends the jobs."""
         threads = {name: threading.Thread(target=self._run, args=(name,), daemon=True) for name in self._running}
         for thread in threads.values():
             thread.start()
@@ -75,12 +75,12 @@ class Scheduler:
         current, left = "", 0
         while self._running:
             if current not in self._running or not left:
-                # Long turns and short ones: a job may be overtaken by another as a whole, or at a single request.
+                # Turns of different lengths: another job may run whole, or only between two requests.
                 current, left = self._rng.choice(sorted(self._running)), self._rng.choice((1, 1, 2, 5, 20, 60))
             left -= 1
             self._turns[current].release()
             if not self._turn.acquire(timeout=_WAIT_S):
-                raise TimeoutError(f"{current} neither ends nor makes a request")
+                raise TimeoutError(f"{current} neither ended nor made a request")
             if not left or current not in self._running:
                 yield current
 
@@ -97,7 +97,7 @@ class Scheduler:
             if not self._is_over:
                 sys.setprofile(give_way)
                 self._running[name]()
-        except BaseException as error:  # whatever it is, the test is to see it
+        except BaseException as error:  # of any kind: the test checks it
             self.errors[name] = error
         finally:
             sys.setprofile(None)
@@ -106,11 +106,11 @@ class Scheduler:
 
 
 class _Over(BaseException):
-    """The test has ended before the job."""
+    """Ends a job that outlives the test."""
 
 
 def run_job(path: str, *overrides: str) -> None:
-    """What `pipeline.run` does with the store at `path`, but for the model: activations follow from the tokens."""
+    """Does what `pipeline.run` does with the store at `path`, but makes activations of the tokens, without a model."""
     config = _compose(overrides)
     job = open_job(replace(config, store=replace(config.store, path=path)))
     store = job_run.open_store(job)
@@ -127,12 +127,12 @@ def open_store(job: Job) -> StoreWriter:
 
 
 def finalize_store(path: str, is_forced: bool = False) -> str | None:
-    """What `pipeline.finalize` does."""
+    """Does what `pipeline.finalize` does."""
     return finalize(StoreWriter.open_existing(path), is_forced)
 
 
 def merge_into(path: str, *sources: str) -> str | None:
-    """What `pipeline.merge` does."""
+    """Does what `pipeline.merge` does."""
     return finalize(merge_stores(sources, path))
 
 
@@ -142,7 +142,7 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
 
 
 def _fill(job: Job, store: StoreWriter) -> None:
-    """Each stream in turn, a block under way while the one before it is committed."""
+    """Fills one stream after the other. A block is being written while the block before it is committed."""
     for work in job_run.work_left(job, store):
         before: tuple[PendingBlock, TokenBlock] | None = None
         for block in work.blocks(lambda: False):

@@ -1,4 +1,4 @@
-"""The launch scripts with every command that leaves this machine recorded instead."""
+"""Runs launch scripts with stand-ins for all commands that would reach other machines; calls are recorded."""
 
 import os
 import re
@@ -17,7 +17,7 @@ JOB = "gs://my-bucket/launch/qwen-fineweb"
 
 @dataclass
 class Recorded:
-    """A folder with what was called, what is to be answered, and the buckets."""
+    """A folder with the recorded calls, the responses to give, and the buckets."""
 
     path: Path
     environment: dict[str, str]
@@ -48,7 +48,7 @@ class Recorded:
         return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
     def commands(self) -> list[str]:
-        """What was called; this machine's names and the job's id are replaced."""
+        """The recorded calls, without names of this machine and ids of jobs."""
         file = self.path / "commands"
         text = file.read_text() if file.exists() else ""
         text = text.replace(f"{self.path}/build", "BUILD").replace(f"/{os.uname().nodename}.log", "/HOST.log")

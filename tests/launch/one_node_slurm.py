@@ -1,4 +1,4 @@
-"""A Slurm of one node on this machine: Debian's packages munge and slurm-wlm, started without root's configuration."""
+"""A Slurm of one node on this machine, from Debian's packages munge and slurm-wlm, with its own configuration."""
 
 import getpass
 import os
@@ -18,8 +18,8 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scan
 CPUS = 4
 STATES_AT_THE_END = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
-# The devices stand for two GPUs: Slurm hands them out, and nothing opens them. A job that was queued again starts when
-# the credentials of its last start have expired.
+# The devices stand for two GPUs: Slurm assigns them, and nothing opens them. A requeued job starts only once the
+# credentials of its previous start have expired, hence cred_expire.
 CONFIGURATION = """
 ClusterName=one
 SlurmctldHost={host}(127.0.0.1)
@@ -51,13 +51,13 @@ DEVICES = ("/dev/null", "/dev/zero")
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job, or a task of an array. `number` as Slurm writes it: 7, or 7_0."""
+    """A job, or a task of an array. `number` is in Slurm's notation: 7, or 7_0."""
 
     number: str
     environment: dict[str, str]
 
     def poll(self) -> int | None:
-        """Its exit code once it has ended, and will not be started again; -1 where it was cancelled or timed out."""
+        """The exit code once the job has ended for good, else None; -1 if it was cancelled or timed out."""
         said = self._ask()
         if said["JobState"] not in STATES_AT_THE_END:
             return None
@@ -82,7 +82,7 @@ class SlurmJob:
 
 @dataclass(frozen=True)
 class OneNodeSlurm:
-    """environment: with it Slurm's commands reach this Slurm."""
+    """environment: makes Slurm's commands use this Slurm."""
 
     environment: dict[str, str]
 
@@ -102,7 +102,7 @@ def missing_programs() -> list[str]:
 
 @contextmanager
 def one_node_slurm(folder: Path, **variables: str) -> Iterator[OneNodeSlurm]:
-    """A Slurm whose files are in `folder`, for jobs with these variables. All of its jobs end with the block."""
+    """A Slurm with its files in `folder`. Jobs get `variables` as environment variables. Cancels all jobs on exit."""
     for name in ("state", "spool"):
         (folder / name).mkdir()
     host = socket.gethostname().partition(".")[0]
@@ -124,7 +124,7 @@ def one_node_slurm(folder: Path, **variables: str) -> Iterator[OneNodeSlurm]:
             stack.callback(_end, daemon)
             return daemon
 
-        # --force: a folder of pytest's is closed to other users, which munge only warns of then.
+        # --force: only warn that other users cannot enter pytest's folder.
         munge = run("munged", "--foreground", "--force", *files, f"--socket={folder}/munge.socket")
         wait_until((folder / "munge.socket").exists, munge, "munge's socket", timeout_s=30)
         controller, node = run("slurmctld", "-D", "-c"), run("slurmd", "-D", "-c")

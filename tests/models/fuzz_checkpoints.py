@@ -1,4 +1,4 @@
-"""Random damage to the files of a checkpoint: whatever is in them, opening ends with a model or with one clear error.
+"""Random damage to the files of a checkpoint: whatever they contain, opening must end in a model or in one clear error.
 
 `python -m tests.models.fuzz_checkpoints FIRST STOP` runs the cases of these seeds and prints one JSON line for each.
 """
@@ -27,7 +27,7 @@ TINY = composing.PACKAGE / "assets" / "tiny-qwen2"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
 
-DEEP = "deep"  # stands for what json.dumps could not write
+DEEP = "deep"  # replaced by nested JSON that json.dumps could not write
 SCALARS: list[Any] = [
     *(None, True, False, "", "x", "../x", "/etc/passwd", "\ud800", "a\0b", "\n", "é" * 300, "9" * 5000, "NaN"),
     *(0, 1, -1, 2, 3, 7, 127, 2**16, 2**31 - 1, 2**31, 2**32, -(2**31), 10**9, 10**12, 2**63, 2**64, 10**30, 10**4000),
@@ -67,7 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def write_checkpoint(folder: Path, rng: random.Random) -> list[str]:
-    """A sound checkpoint, in one file or in two; the names of the files that may be damaged."""
+    """Writes a sound checkpoint, in one file or two. Returns the names of the files that may be damaged."""
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(TINY / name, folder / name)
     if rng.random() < 0.5:
@@ -80,7 +80,7 @@ def write_checkpoint(folder: Path, rng: random.Random) -> list[str]:
 
 
 def split(content: bytes) -> tuple[dict[str, Any], bytes]:
-    """A safetensors file's header and tensors."""
+    """Splits a safetensors file into header and tensors."""
     length = int.from_bytes(content[:8], "little")
     return json.loads(content[8 : 8 + length]), content[8 + length :]
 
@@ -107,9 +107,9 @@ def write_shards(folder: Path) -> None:
 
 
 def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
-    """One of: flipped bits, a cut, a range taken out, doubled, overwritten or filled with noise."""
+    """The content with flipped bits, truncated, or with a range removed, doubled, overwritten or filled with noise."""
     size = len(content)
-    start = rng.randrange(size) if rng.random() < 0.5 else rng.randrange(min(size, 4000))  # headers are at the front
+    start = rng.randrange(size) if rng.random() < 0.5 else rng.randrange(min(size, 4000))  # often in the header
     stop = min(size, start + rng.choice([1, 2, 8, 100]))
     match rng.randrange(7):
         case 0:
@@ -129,7 +129,7 @@ def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def damaged_value(value: Any, rng: random.Random) -> Any:
-    """The value with one of its parts, at any depth, replaced, taken out, doubled or added."""
+    """The value with one of its parts, at any depth, replaced, removed, doubled or added."""
     if isinstance(value, dict) and value and rng.random() < 0.85:
         key = rng.choice(list(value))
         match rng.randrange(8):
@@ -161,12 +161,12 @@ def to_json(value: Any, rng: random.Random) -> bytes:
     depth = rng.choice([60, 100, 900, 990, 100_000])
     text = json.dumps(value).replace(f'"{DEEP}"', "[" * depth + "]" * depth)
     if rng.random() < 0.05 and text.startswith('{"'):
-        text = "{" + text[1:-1] + ", " + text[1:-1] + "}"  # every key twice
+        text = "{" + text[1:-1] + ", " + text[1:-1] + "}"  # every key appears twice
     return text.encode()
 
 
 def damage_file(file: Path, rng: random.Random) -> str:
-    """Damages one file; what was done."""
+    """Damages one file. Returns what was done."""
     content = file.read_bytes()
     kind = rng.choice(["bytes", "value", "value", "value", "kind"]) if rng.random() < 0.9 else "length"
     if kind == "length" and file.suffix == ".safetensors":
@@ -226,7 +226,7 @@ def write_family(folder: Path, rng: random.Random) -> str:
 
 
 def use(folder: Path, init: str) -> None:
-    """What a start does with a checkpoint: open, plan, identify, load a layer, tokenise."""
+    """Does what the start of a job does with a checkpoint: open, plan, identify, load a layer, tokenise."""
     model = open_model(str(folder), init=init)
     last = model.num_layers - 1
     keys = (ActivationKey(min(1, last), Site.resid_post),)
@@ -244,7 +244,7 @@ def use(folder: Path, init: str) -> None:
 
 
 def run_case(seed: int, folder: Path) -> dict[str, Any]:
-    """Damages a new checkpoint in `folder` and uses it. `outcome`: ok, an exit code, or what was raised instead."""
+    """Damages a new checkpoint in `folder` and uses it. `outcome`: ok, an exit code, or another exception."""
     rng = random.Random(seed)
     if rng.random() < 0.25:
         init, damages = "random", [write_family(folder, rng)]

@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models, saved as checkpoints, and what hooks see in them."""
+"""Tiny random Hugging Face models, saved as checkpoints, and their activations, recorded by hooks."""
 
 import sys
 from contextlib import suppress
@@ -35,7 +35,7 @@ LATENT = {
 LATENT |= {"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 7, "n_group": 3, "topk_group": 2}
 DELTA = {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 10}
-DELTA |= {"rms_norm_eps": 1e-2}  # a norm follows q k^T v, which a small eps would let enlarge what is rounded
+DELTA |= {"rms_norm_eps": 1e-2}  # a norm follows q k^T v: with a small eps it would amplify rounding errors
 OWN_SIZES = {
     "gpt2": {"n_inner": SIZES["intermediate_size"]},
     "gpt_oss": {"head_dim": 8},
@@ -43,7 +43,7 @@ OWN_SIZES = {
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), DELTA),
     "gemma4_text": {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 6, "head_dim": 8}
     | {"top_k_experts": 2, "sliding_window": 7, "global_head_dim": 12}
-    | {"rms_norm_eps": 1e-2},  # as in DELTA: a norm follows the products of gates and inputs
+    | {"rms_norm_eps": 1e-2},  # as in DELTA: a norm follows products of gates and inputs
 }
 CLASSES = {
     "bert": ("BertConfig", "BertForMaskedLM"),
@@ -188,13 +188,13 @@ def save_random(family: str, path: Path, *, seed: int = 0, max_shard_size: str =
     """A random float32 model of `family` (its `model_type`), saved to `path`. Returns the torch model."""
     torch.manual_seed(seed)
     model = getattr(transformers, CLASSES[family][1])(tiny_config(family, **overrides)).eval()
-    with torch.no_grad():  # the usual initialisation leaves biases at 0, norms at 1 and attention almost uniform
+    with torch.no_grad():  # the usual initialisation has biases of 0, norms of 1 and almost uniform attention
         for name, parameter in model.named_parameters():
             is_scale = ("norm" in name.lower() or "ln_" in name) and not name.endswith("bias")
             is_centred = family.startswith(ZERO_CENTRED) and not name.endswith("linear_attn.norm.weight")
             parameter.normal_(1.0 if is_scale and not is_centred else 0.0, 0.25)
             if name.endswith("A_log"):
-                parameter.normal_(-2.0, 1.0)  # states that last for some chunks, and others that do not
+                parameter.normal_(-2.0, 1.0)  # so that some states last for several chunks and others do not
             elif name.endswith("conv1d.weight"):
                 parameter.normal_(0.0, 1.0)
         for name, buffer in model.named_buffers():
@@ -222,7 +222,7 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
         return module.register_forward_hook(lambda _m, _i, output: keep(layer, site, output, int(number)))
 
     def hook_experts(layer: int, module):
-        """Each chosen expert's output, which transformers only adds up."""
+        """Records the output of each chosen expert, of which transformers returns only the weighted sum."""
 
         def outputs(module, inputs) -> None:
             x, indices, _ = inputs
@@ -240,7 +240,7 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
         return module.register_forward_pre_hook(outputs)
 
     def hook_heads(layer: int, module):
-        """TransformerLens' `hook_result`: each head's z times its slice of the output projection."""
+        """Records TransformerLens' `hook_result`: each head's z times its slice of the output projection."""
 
         def outputs(module, inputs) -> None:
             inputs_first = transformers.pytorch_utils.Conv1D
@@ -252,7 +252,7 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
         return module.register_forward_pre_hook(outputs)
 
     def attention(module, query, key, value, mask, **options):
-        """The model's own eager attention, looked at: its arguments have the shape [B, heads, T, H]."""
+        """Calls the model's own eager attention and records its arguments, which have the shape [B, heads, T, H]."""
         z, weights = sys.modules[type(module).__module__].eager_attention_forward(
             module, query, key, value, mask, **options
         )
@@ -288,14 +288,14 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
         model(torch.from_numpy(tokens.astype(np.int64)))
     for handle in handles:
         handle.remove()
-    model.set_attn_implementation("eager")  # which does not look
+    model.set_attn_implementation("eager")  # which does not record anything
     if model.config.model_type.startswith("deepseek"):
         sort_experts(found)
     return found
 
 
 def sort_experts(found: dict[ActivationKey, np.ndarray]) -> None:
-    """A token's experts in the order of their weights, which DeepSeek's router leaves open."""
+    """Sorts each token's experts by weight, since DeepSeek's router returns them in no particular order."""
     for key, weights in list(found.items()):
         if key.site is Site.router_weights:
             order = np.argsort(-weights, axis=-1, kind="stable")

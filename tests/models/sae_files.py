@@ -1,7 +1,7 @@
-"""Tiny SAEs with random weights in each published format, and what an SAE computes, in plain numpy.
+"""Tiny SAEs with random weights in each published format, and a reference implementation in plain numpy.
 
-The writers follow the formats' published descriptions. Each returns what it wrote: the folder, the configuration, and
-the tensors by their names in the file.
+The writers follow the published descriptions of the formats. Each returns what it wrote: the folder, the configuration,
+and the tensors by their names in the file.
 """
 
 import json
@@ -20,7 +20,7 @@ D_IN, WIDTH, D_OUT, K = 12, 40, 9, 5
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint as it was written."""
+    """A checkpoint that was written."""
 
     folder: Path
     config: Mapping[str, object]
@@ -46,7 +46,7 @@ def write_saelens(
     num_inputs: int = D_IN,
     **config: object,
 ) -> Written:
-    """cfg.json as of version 6, or of version 3 with `is_old`; `config` adds or replaces attributes."""
+    """With the cfg.json of version 6, or with `is_old` of version 3. `config` adds or replaces attributes."""
     is_transcoder = architecture.endswith("transcoder")
     d_out = D_OUT if is_transcoder else num_inputs
     names = ("b_gate", "b_mag", "r_mag") if architecture == "gated" else ("b_enc",)
@@ -99,7 +99,7 @@ def write_gemma_scope(folder: Path, rng: np.random.Generator, *, is_compressed: 
 
 
 def write_gemma_scope_2(folder: Path, rng: np.random.Generator, *, kind: str = "sae", **config: object) -> Written:
-    """With a skip connection (`affine_connection`) if it is a transcoder."""
+    """A transcoder also has a skip connection (`affine_connection`)."""
     d_out = D_OUT if kind == "transcoder" else D_IN
     tensors = {
         "w_enc": normal(rng, D_IN, WIDTH, scale=D_IN**-0.5),

@@ -1,8 +1,8 @@
-"""Writes SAEs as the libraries that train them do, with what they compute, for test_saes_of_libraries.
+"""Writes SAEs with the libraries that train them, and their outputs, for test_saes_of_libraries.
 
     python tests/models/sae_libraries.py FOLDER
 
-For each case a folder with its checkpoint, and reference.npz: x [n, D], features [n, F], out [n, O]. Prints the names.
+Each case gets a folder with its checkpoint and reference.npz: x [n, D], features [n, F], out [n, O]. Prints the names.
 """
 
 import json
@@ -23,12 +23,12 @@ from sparsify import SparseCoder, SparseCoderConfig
 
 D, F, K, TOKENS = 24, 160, 12, 1000
 CONVERT = Path(__file__).resolve().parents[2] / "scripts/convert_sae.py"
-Coder = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # features and out, of x
-Case = tuple[str, Callable[[Path], object], Coder]  # name, what writes the checkpoint, what it computes
+Coder = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # from x to features and out
+Case = tuple[str, Callable[[Path], object], Coder]  # name, writer of the checkpoint, forward pass
 
 
 def randomised(module: torch.nn.Module) -> torch.nn.Module:
-    """With random parameters, of which about a tenth of the features fires."""
+    """Sets random parameters, with which about a tenth of the features fire."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * (D**-0.5 if parameter.ndim > 1 else 0.2))

@@ -1,13 +1,13 @@
-"""SAEs saved by the libraries that define the formats, encoded by these libraries and by what is read here.
+"""Compares SAEs saved by the libraries that define the formats: encoded by these libraries and by this package.
 
-Run by hand, in an environment that has these libraries and what `pipeline.models.sae` imports:
+Run it by hand, in an environment with these libraries and the imports of `pipeline.models.sae`:
 
     python -m venv /tmp/references
     /tmp/references/bin/pip install sae-lens eai-sparsify dictionary-learning ml_dtypes fsspec
     SPARSIFY_DISABLE_TRITON=1 PYTHONPATH=. /tmp/references/bin/python -m tests.models.sae_references
 
 Prints a line for each case: tokens whose active features differ, and the largest differences of values and of
-reconstructions, relative to the largest value. Exit code 1 where one is not below 1e-5, or active features differ.
+reconstructions, relative to the largest value. Exits with 1 if one is not below 1e-5, or active features differ.
 """
 
 import subprocess
@@ -39,7 +39,7 @@ Case = tuple[str, Path, Reference]
 
 
 def randomised(module: torch.nn.Module, seed: int) -> None:
-    """Random parameters; thresholds are positive."""
+    """Sets random parameters, with positive thresholds."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         scale = D_IN**-0.5 if parameter.ndim == 2 else 0.3
@@ -78,7 +78,7 @@ def saelens_cases(root: Path) -> Iterator[Case]:
 
 
 def batch_topk_cases(root: Path) -> Iterator[Case]:
-    """Saved as JumpReLU, from a training SAE that has seen batches."""
+    """Saved as JumpReLU, from a training SAE that has processed batches."""
     for rescales in (True, False):
         options = {"k": K, "rescale_acts_by_decoder_norm": rescales, "topk_threshold_lr": 0.3}
         sae = BatchTopKTrainingSAE(BatchTopKTrainingSAEConfig(d_in=D_IN, d_sae=WIDTH, **options))
@@ -92,7 +92,7 @@ def batch_topk_cases(root: Path) -> Iterator[Case]:
 
 
 def folded_cases(root: Path) -> Iterator[Case]:
-    """Activations scaled by a factor that SAELens folds, and is folded here from activation_scaler.json."""
+    """With a scaling factor of activations. SAELens folds it, and so does this package, from activation_scaler.json."""
     for number, (architecture, config) in enumerate(
         (("standard", {}), ("gated", {}), ("jumprelu", {}), ("topk", {"k": K, "rescale_acts_by_decoder_norm": True}))
     ):
@@ -135,7 +135,7 @@ def sparsify_cases(root: Path) -> Iterator[Case]:
 
 
 def converted_cases(root: Path) -> Iterator[Case]:
-    """SAEs of dictionary_learning, by scripts/convert_sae.py, with `encode` and `decode` of their class."""
+    """SAEs of dictionary_learning, by scripts/convert_sae.py; the reference is `encode` and `decode` of their class."""
     classes = {
         "AutoEncoder": AutoEncoder(D_IN, WIDTH),
         "AutoEncoderNew": AutoEncoderNew(D_IN, WIDTH),
@@ -158,7 +158,7 @@ def converted_cases(root: Path) -> Iterator[Case]:
 
 
 def published_cases(root: Path, rng: np.random.Generator) -> Iterator[Case]:
-    """Files of formats that SAELens reads from the Hub: its loaders get them from a folder instead."""
+    """Formats that SAELens reads from the Hub. Here its loaders read them from a folder."""
     gemma, llama = "google/gemma-scope-2b-pt-res", "fnlp/Llama3_1-8B-Base-LXR-8x"
     sizes = {"d_in": sae_files.D_IN, "d_sae": sae_files.WIDTH, "dtype": "float32"}
     local = {"repo_id": None, "device": "cpu", "force_download": False}
@@ -209,7 +209,7 @@ def published_cases(root: Path, rng: np.random.Generator) -> Iterator[Case]:
 def read_from_folder(
     loader: Callable, folder: Path, folder_name: str, options: dict[str, object], overrides: dict[str, object]
 ) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
-    """What one of SAELens' loaders returns for a folder of this machine in place of one of the Hub."""
+    """What one of SAELens' loaders returns for a local folder instead of one on the Hub."""
 
     def download(repo_id: str, filename: str, subfolder: str = "", **_: object) -> str:
         return str(folder / f"{subfolder}/{filename}".removeprefix("/").removeprefix(folder_name).removeprefix("/"))
@@ -228,7 +228,7 @@ def read_from_folder(
 
 
 def compared(folder: Path, reference: Reference, rng: np.random.Generator) -> tuple[int, float, float, float]:
-    """Tokens with other active features, differences of values and of reconstructions, and active features a token."""
+    """Tokens with different active features, differences of values and reconstructions, active features per token."""
     sae = open_sae(str(folder))
     x = sae_files.normal(rng, NUM_TOKENS, sae.spec.d_in, scale=2.0)
     with torch.no_grad():

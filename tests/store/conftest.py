@@ -8,7 +8,7 @@ from tests.store.example_store import copy_store
 
 @pytest.fixture(scope="session", params=["local", "memory"])
 def read_only(request, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where a complete example store is, on each kind of storage that needs no network. Many tests open it."""
+    """The path of a complete example store, on each kind of storage that needs no network. Many tests share it."""
     path = str(tmp_path_factory.mktemp("read-only")) if request.param == "local" else "memory://read-only"
     copy_store(path)
     return path
@@ -16,7 +16,7 @@ def read_only(request, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(params=["local", "memory"])
 def store_path(request, tmp_path: Path):
-    """Where a store can be made, on each kind of storage that needs no network."""
+    """A path for a new store, on each kind of storage that needs no network."""
     if request.param == "local":
         yield str(tmp_path / "store")
         return

@@ -1,7 +1,7 @@
-"""Random damage to stores of every kind, each in a process that may die of it.
+"""Random damage to stores of every kind, checked in a process that may die of it.
 
-`damage_stores` makes the stores, `damage_operators` and `damage_values` damage them, `damage_oracle` says what must
-become of them.
+`damage_stores` makes the stores, `damage_operators` and `damage_values` damage them, and `damage_oracle` defines which
+outcomes are right.
 
 By hand: `python -m tests.store.damage_fuzzer --kind int8 --seeds 0:1000`
 """
@@ -24,13 +24,13 @@ from tests.store.damage_oracle import Oracle, Outcome, Verdict, check_resumed
 from tests.store.damage_stores import KINDS, Image, Specimen, make_specimen
 
 OPERATORS = damage_operators.OPERATORS | damage_values.OPERATORS
-LIMIT_S = 20.0  # of a case; most take a twentieth of a second
-LIMIT_GIB = 4  # that a case may take, so that a huge shape is a MemoryError
+LIMIT_S = 20.0  # per case; most take 0.05 s
+LIMIT_GIB = 4  # per case, so that a huge shape raises MemoryError
 
 
 @dataclass(frozen=True)
 class Case:
-    """What became of one damage."""
+    """One damaged store and its outcome."""
 
     kind: str
     seed: int
@@ -49,7 +49,7 @@ class Case:
 
 
 class Checker:
-    """Oracles in a process of its own, which is replaced when it dies or hangs."""
+    """Runs oracles in a separate process, which is replaced if it dies or hangs."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")  # a fork would inherit TensorStore without its threads
@@ -57,7 +57,7 @@ class Checker:
         self._start()
 
     def use(self, specimen: Specimen) -> None:
-        """Cases are of this store from now on."""
+        """Makes this the store of the following cases."""
         self._specimen = specimen
         self._connection.send(specimen)
 
@@ -89,14 +89,14 @@ class Checker:
 
 
 def _serve(connection: Connection) -> None:
-    """Answers `Checker`: a store is what the next cases are of."""
+    """Serves `Checker`. Receives either a store, for the cases that follow, or a case."""
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     while True:
         match connection.recv():
             case Specimen() as specimen:
                 resource.setrlimit(resource.RLIMIT_AS, (most, most))
                 oracle = Oracle(specimen)
-                oracle.check(specimen.image, Damage("nothing"))  # starts the threads that the limit would be short of
+                oracle.check(specimen.image, Damage("nothing"))  # starts threads, which the memory limit would prevent
                 pages = int(Path("/proc/self/statm").read_text().split()[0])
                 limit = pages * resource.getpagesize() + (LIMIT_GIB << 30)
                 resource.setrlimit(resource.RLIMIT_AS, (limit, most))
@@ -105,10 +105,10 @@ def _serve(connection: Connection) -> None:
 
 
 def run_cases(checker: Checker, specimen: Specimen, seeds: Sequence[int], folder: Path | None = None) -> Iterator[Case]:
-    """Damages the store once for each seed, after a look at the sound store: whatever verify says of it is wrong.
+    """Damages the store once per seed. First checks the sound store, for which verify must report nothing.
 
-    With `folder`, jobs are run there to tell whether damage to what only jobs read is harmless; without, only what was
-    deleted is.
+    Damage to objects that only jobs read is judged by running jobs in `folder`; without it, only deletions count as
+    harmless.
     """
     checker.use(specimen)
     sound = checker.check(specimen.image, Damage("nothing"))
@@ -126,7 +126,7 @@ def run_cases(checker: Checker, specimen: Specimen, seeds: Sequence[int], folder
 
 
 def damaged(rng: random.Random, specimen: Specimen) -> tuple[str, Damage, Image]:
-    """The operator, what it did, and the store then. One time in eight a second operator follows."""
+    """The operator, what it did, and the damaged store. One time in eight, a second operator follows."""
     image: dict[str, bytes] = {}
     while not image or image == specimen.image:
         image = dict(specimen.image)
@@ -141,7 +141,7 @@ def damaged(rng: random.Random, specimen: Specimen) -> tuple[str, Damage, Image]
 def _apply_one(
     rng: random.Random, image: dict[str, bytes], specimen: Specimen, operators: Mapping[str, Operator]
 ) -> tuple[str, Damage]:
-    """One that finds nothing to do makes room for another."""
+    """Applies one operator. If it finds nothing to damage, another is tried."""
     while True:
         name = rng.choice(sorted(operators))
         before = dict(image)
@@ -151,7 +151,7 @@ def _apply_one(
 
 
 def _judged_by_jobs(specimen: Specimen, image: Image, folder: Path | None) -> Verdict | None:
-    """What became of groups and kept activations, which no reader reads; None where more than these is damaged."""
+    """The outcome for groups and kept activations, which no reader reads; None if anything else is damaged, too."""
     different = {key for key in {*specimen.image, *image} if specimen.image.get(key) != image.get(key)}
     if any(kind_of(key) not in ("group", "kept", "metrics", "other") for key in different):
         return None
@@ -162,7 +162,7 @@ def _judged_by_jobs(specimen: Specimen, image: Image, folder: Path | None) -> Ve
 
 
 def table(cases: Sequence[Case]) -> str:
-    """Counts of outcomes by operator, and by kind of store."""
+    """Counts of outcomes, by operator and by kind of store."""
     outcomes = [outcome for outcome in Outcome if any(case.outcome is outcome for case in cases)]
     lines = [f"{'':20}" + "".join(f"{outcome.value:>12}" for outcome in outcomes)]
     for group in ("operator", "kind"):

@@ -1,8 +1,8 @@
-"""What the damage fuzzer does to the objects of a store: each operator changes an image of it, at random.
+"""Operators of the damage fuzzer that change whole objects: each changes an image of a store, at random.
 
-An operator picks its objects itself. `is_visible` says whether a reader has to notice what it did: everything but
-valid store shards that are exchanged, replayed or encoded again, and an older root, which a reader that reads no
-digests of them takes for good.
+An operator picks its objects itself. `is_visible`: whether a reader must notice the damage. That is everything except
+an older root and valid store shards that are swapped, replayed or re-encoded: a reader that does not check their
+digests accepts these.
 """
 
 import random
@@ -43,12 +43,12 @@ def by_name(*operators: Operator) -> dict[str, Operator]:
 
 
 def kind_of(key: str) -> str:
-    """What an object is; `other` where it is none of the store's."""
+    """The kind of an object; `other` if it does not belong to the store."""
     return next((kind for kind, pattern in _KINDS if re.fullmatch(pattern, key)), "other")
 
 
 def pick(rng: random.Random, objects: Image, *kinds: str) -> str | None:
-    """An object of one of these kinds (of any): first the kind, since most objects are store shards."""
+    """An object of one of these kinds (default: any). Picks the kind first, since most objects are store shards."""
     by_kind: dict[str, list[str]] = {}
     for key in objects:
         if not kinds or kind_of(key) in kinds:
@@ -173,7 +173,7 @@ def replay(rng: random.Random, objects: Objects, older: Sequence[Image]) -> Dama
 
 
 def add_object(rng: random.Random, objects: Objects, _older: Sequence[Image]) -> Damage | None:
-    """A copy of an object under a number that there is not, or something foreign."""
+    """Adds a copy of an object under an unused number, or a foreign object."""
     like = pick(rng, objects)
     numbered = re.sub(r"\d+(?!.*\d)", lambda m: str(int(m[0]) + rng.choice((1, 7, 99))).zfill(len(m[0])), like)
     foreign = (
@@ -192,7 +192,7 @@ def add_object(rng: random.Random, objects: Objects, _older: Sequence[Image]) ->
 
 
 def shards_of(objects: Image) -> dict[str, dict[str, str]]:
-    """Keys of the store shards by array and number."""
+    """Keys of the store shards, by array and number."""
     found: dict[str, dict[str, str]] = {}
     for key in objects:
         if kind_of(key) == "shard":
@@ -202,7 +202,7 @@ def shards_of(objects: Image) -> dict[str, dict[str, str]]:
 
 
 def swap_blocks(rng: random.Random, objects: Objects, _older: Sequence[Image]) -> Damage | None:
-    """Store shards of two blocks: those of one array, of all activations, or of every array."""
+    """Swaps store shards of two blocks: those of one array, of all activations, or of every array."""
     shards = shards_of(objects)
     numbers = sorted({number for found in shards.values() for number in found})
     if len(numbers) < 2:
@@ -217,7 +217,7 @@ def swap_blocks(rng: random.Random, objects: Objects, _older: Sequence[Image]) -
 
 
 def swap_layers(rng: random.Random, objects: Objects, _older: Sequence[Image]) -> Damage | None:
-    """Store shards of two arrays of activations, of one block or all, or one over the other; or everything of both."""
+    """Swaps or copies store shards of two activation arrays, of one block or all; or swaps everything of both."""
     shards = shards_of(objects)
     names = [name for name in shards if "." in name]
     if len(names) < 2:
@@ -248,7 +248,7 @@ def _merged(objects: Image) -> list[str]:
 
 
 def exchange_merged(rng: random.Random, objects: Objects, _older: Sequence[Image]) -> Damage | None:
-    """Two arrays' merged statistics: their values, their attributes, or both; or one over the other."""
+    """Swaps or copies two arrays' merged statistics: their values, their attributes, or both."""
     names = _merged(objects)
     if len(names) < 2:
         return None

@@ -1,17 +1,16 @@
-"""What must become of a damaged store: `verify_store` names the damage, or nothing that the store holds has changed.
+"""The right outcomes for a damaged store: `verify_store` reports the damage, or the store's content has not changed.
 
-(a) `verify_store` finds a problem or raises a StoreError, or the store's content is that of the sound one: everything
-    that `ActivationStore` gives, the attributes of its arrays, and what resuming reads (groups, kept activations). An
-    unfinished store may have lost the last records of its streams: it is then sound, as it was a while ago.
-(b) What `ActivationStore` gives is what it gave before, item by item, or is a StoreError. This is not asked of valid
-    store shards that were exchanged, replayed or encoded again, nor of an older root: a reader that reads no digests of
-    these takes them for good.
-(c) Nothing raises anything but a PipelineError, and reading changes nothing.
+(a) `verify_store` finds a problem or raises a StoreError, or the content equals that of the sound store: everything
+    that `ActivationStore` returns, the attributes of its arrays, and what resuming reads (groups, kept activations). An
+    unfinished store may lose the last records of its streams: that is an earlier, sound state of it.
+(b) Each item that `ActivationStore` returns is unchanged, or raises a StoreError. This does not apply to an older root,
+    nor to valid store shards that were swapped, replayed or re-encoded: a reader that does not check their digests
+    accepts these.
+(c) Only PipelineErrors are raised, and reading changes nothing.
 
-A store without digests (`Specimen.has_digests`) cannot tell one valid store shard from another, nor that what was
-written for information was edited, attributes of arrays for one, nor merged statistics from what they are but for
-rounding: (a) is not asked of it then. Its reader has the checksums of chunks, records and tables alone: (b) is not
-asked of other metadata.
+A store without digests (`Specimen.has_digests`) can detect neither swapped valid store shards, nor edits of information
+such as attributes of arrays, nor changes of merged statistics within rounding: (a) does not apply to these. Its reader
+has only the checksums of chunks, records and tables: (b) does not apply to other metadata.
 """
 
 import json
@@ -34,7 +33,7 @@ from pipeline.store.write.store_writer import StoreWriter
 from tests.store.damage_operators import Damage, kind_of
 from tests.store.damage_stores import Image, Specimen, in_memory, read_image, resume
 
-_INFORMATION = ("zarr.json: config", "zarr.json: weights_error")  # what no digest of an old store covers
+_INFORMATION = ("zarr.json: config", "zarr.json: weights_error")  # not covered by any digest of an old store
 _METADATA = ("array metadata", "merged metadata")
 _FOR_JOBS = ("group", "kept")
 
@@ -42,11 +41,11 @@ _FOR_JOBS = ("group", "kept")
 class Outcome(StrEnum):
     caught = "caught"
     harmless = "harmless"
-    not_asked = "not asked"  # of a store without digests
-    missed = "MISSED"  # (a), and perhaps (b)
-    misread = "MISREAD"  # (b): verify names it, but a reader does not notice
-    crashed = "CRASHED"  # (c)
-    false_alarm = "FALSE ALARM"  # a sound store is not called so
+    not_asked = "not asked"  # a store without digests cannot detect it
+    missed = "MISSED"  # not (a), and perhaps not (b)
+    misread = "MISREAD"  # not (b): verify reports it, but a reader does not notice
+    crashed = "CRASHED"  # not (c)
+    false_alarm = "FALSE ALARM"  # a problem is reported for a sound store
 
     @property
     def is_failure(self) -> bool:
@@ -55,21 +54,21 @@ class Outcome(StrEnum):
 
 class Verdict(NamedTuple):
     outcome: Outcome
-    why: str  # verify's first problem, or what is wrong with the program
+    why: str  # verify's first problem, or the program's fault
 
 
 @dataclass(frozen=True)
 class Failed:
-    """An item that could not be read, with an error that says so."""
+    """An item that could not be read, because of a PipelineError."""
 
     message: str = field(compare=False)
 
 
-Content = Mapping[str, Any]  # of a store, by item: something small that is equal where the values are
+Content = Mapping[str, Any]  # by item of a store, something small that is equal if and only if the values are
 
 
 def read_content(path: str) -> Content:
-    """Everything that a reader gets, by item; `Failed` for what raises a PipelineError."""
+    """Everything that a reader gets, by item; `Failed` for items that raise a PipelineError."""
     content: dict[str, Any] = {}
 
     def item(name: str, read: Callable[[], Any]) -> Any:
@@ -100,7 +99,7 @@ def read_content(path: str) -> Content:
         item(f"statistics of {key.name}", lambda key=key: vars(store.statistics(key.layer, key.site)))
     documents = item("documents", lambda: store.documents)
     if not isinstance(documents, Failed) and documents.num_rows:
-        by_id = ActivationStore.open(path)  # the other store has read all document tables: it needs no index of ids
+        by_id = ActivationStore.open(path)  # `store` has read all document tables, so it would not use the index of ids
         for row in (0, documents.num_rows // 2, -1):
             number, id = documents["document"][row].as_py(), documents["id"][row].as_py()
             item(f"document {number}", lambda number=number: vars(store.document(number)))
@@ -110,7 +109,7 @@ def read_content(path: str) -> Content:
 
 
 def _batches(store: ActivationStore) -> list[Any]:
-    """Of all arrays, shuffled: they come in the order of the seed."""
+    """Shuffled batches of all arrays; the seed determines their order."""
     features = bool(store.metadata.encoders)
     batches = store.batches(list(store.keys), 64, shuffle=True, buffer_mib=0.1, features=features)
     return [
@@ -138,7 +137,7 @@ def _digest(value: Any) -> Any:
 
 
 class Oracle:
-    """What is right for one sound store, however it is damaged."""
+    """Judges damaged copies of one sound store."""
 
     def __init__(self, specimen: Specimen) -> None:
         self._specimen = specimen
@@ -146,13 +145,13 @@ class Oracle:
         self._contents: dict[frozenset[str], Content] = {}
 
     def check(self, image: Image, damage: Damage) -> Verdict:
-        """What became of a store that was damaged to `image`."""
+        """The outcome for `image`, a damaged copy."""
         try:
             with in_memory(image) as path:
                 problems = _problems(path)
                 found = read_content(path)
                 is_changed = read_image(path) != image
-        except Exception as error:  # whatever it is, it is what is looked for
+        except Exception as error:  # of any kind: finding these is the purpose
             return Verdict(Outcome.crashed, describe(error))
         if is_changed:
             return Verdict(Outcome.crashed, "verifying or reading has changed the store")
@@ -183,7 +182,7 @@ class Oracle:
         return damage.is_visible and (self._specimen.has_digests or not is_metadata)
 
     def _expected(self, image: Image) -> Content:
-        """The content of the sound store; of an unfinished one, of as many records as there are left."""
+        """The content of the sound store; for an unfinished one, up to the records that are left."""
         missing = frozenset(self._records - set(image))
         if b'"complete": true' in self._specimen.image["zarr.json"] or not _are_last(missing, self._records):
             missing = frozenset()
@@ -195,7 +194,7 @@ class Oracle:
         return self._contents[missing]
 
     def different_beside(self, image: Image) -> list[str]:
-        """The objects that differ among those that no reader gets: attributes of arrays, and what only jobs read."""
+        """Changed objects among those that no reader returns: attributes of arrays, and what only jobs read."""
         different = []
         for key in sorted({*self._specimen.image, *image}):
             before, after = self._specimen.image.get(key), image.get(key)
@@ -207,7 +206,7 @@ class Oracle:
         return different
 
     def _is_same(self, left: bytes, right: bytes) -> bool:
-        """Whether two texts are the same metadata; attributes of an array are not protected without digests."""
+        """Whether two texts are the same metadata. Without digests, attributes of an array do not count."""
         try:
             found = [json.loads(text) for text in (left, right)]
         except (ValueError, RecursionError):
@@ -220,12 +219,12 @@ class Oracle:
 
 
 def check_resumed(specimen: Specimen, image: Image, folder: Path) -> Verdict:
-    """What became of a store about which verify said nothing, when the job is run again."""
+    """The outcome of running the job again on a store in which verify found no problem."""
     try:
         after = resume(specimen, image, folder)
     except PipelineError as error:
         return Verdict(Outcome.caught, f"by the job that resumes it: {error}")
-    except Exception as error:  # whatever it is, it is what is looked for
+    except Exception as error:  # of any kind: finding these is the purpose
         return Verdict(Outcome.crashed, f"when resumed: {describe(error)}")
     with in_memory(after) as path, in_memory(specimen.finished) as finished:
         is_same = read_content(path) == read_content(finished)
@@ -235,7 +234,7 @@ def check_resumed(specimen: Specimen, image: Image, folder: Path) -> Verdict:
 
 
 def describe(error: BaseException) -> str:
-    """One line: type, message, and the innermost line of the program that the error passed."""
+    """One line: type, message, and the program's innermost line in the traceback."""
     trace, place = error.__traceback__, "?"
     while trace is not None:
         if "/pipeline/" in (name := trace.tb_frame.f_code.co_filename):

@@ -1,7 +1,7 @@
 """Stores of every kind for the damage fuzzer, as images: each object's bytes by key.
 
-Real jobs with the bundled model make them, a second or two each. `legacy` is a store that version 0.1.0 wrote, from a
-file beside this one: its records name no digests of their block's objects.
+Real jobs with the bundled model make them, in a second or two each. `legacy` is a store that version 0.1.0 wrote, from
+a file next to this one: its records have no digests of their block's objects.
 """
 
 import os
@@ -49,7 +49,7 @@ OVERRIDES = {
     "int8": ("capture.dtype=int8", "capture.int8_group=32", "store.shard_mib=0.035"),
     "int8_weights": ("model.weights_dtype=int8",),
     "selected": ("capture.positions=every", "capture.every=5", "store.shard_mib=0.013"),
-    "zeros": ("capture.sites=[mlp_out,resid_post]",),  # of a model whose layer 1 has an MLP of zeros
+    "zeros": ("capture.sites=[mlp_out,resid_post]",),  # of a model whose layer 1 has an MLP that outputs zeros
     "features": ("capture.encode_top=8", "capture.layers=[1]", "store.shard_mib=0.02"),  # and no activations
     "zstd": ("store.compression=zstd",),
     "without_statistics": ("capture.statistics=false",),
@@ -59,7 +59,7 @@ OVERRIDES = {
     "decode": (*_GENERATE, "capture.when=decode"),
     "decode_unfinished": (*_GENERATE, "capture.when=decode"),
 }
-# What was run before: to a smaller end, or by one of two workers.
+# Overrides of an earlier run: with fewer tokens, or by one of two workers.
 _BEFORE = {
     "extended": "run.max_tokens=700",
     "int8_weights": "run.worker_count=2",
@@ -72,8 +72,8 @@ KINDS = (*OVERRIDES, *LEGACY_KINDS)
 
 @dataclass(frozen=True)
 class Specimen:
-    """A sound store of one kind. `older`: what it was before. `command`: the overrides that resume it, but for the
-    place; `finished`: the store that this leads to."""
+    """A sound store of one kind. `older`: its earlier states. `command`: the overrides that resume it, except its path;
+    `finished`: the store that results from this."""
 
     kind: str
     image: Image
@@ -87,9 +87,9 @@ class Specimen:
 
 
 def make_specimen(kind: str, folder: Path, is_resumable: bool = True) -> Specimen:
-    """Makes a store of this kind in `folder`, which keeps the text that it is made of.
+    """Makes a store of this kind in `folder`, which keeps its text.
 
-    Without `is_resumable` what an unfinished store of decoding leads to is not made: that takes seconds.
+    Without `is_resumable`, the finished form of an unfinished store of decoding is not made, which saves seconds.
     """
     if kind in LEGACY_KINDS:
         with zipfile.ZipFile(LEGACY) as archive:
@@ -122,7 +122,7 @@ def make_specimen(kind: str, folder: Path, is_resumable: bool = True) -> Specime
 
 
 def resume(specimen: Specimen, image: Image, folder: Path) -> Image:
-    """What the job that made the store leaves when it is run again on `image`. Raises what the job raises."""
+    """The store that results when its job is run again on `image`. Raises what the job raises."""
     path = folder / uuid.uuid4().hex
     for key, content in image.items():
         (path / key).parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def in_memory(image: Image) -> Iterator[str]:
 
 
 def _write_text(folder: Path) -> None:
-    """Two files of documents that fill blocks without padding, and of others that do not fill a row."""
+    """Two files: some documents fill blocks without padding, others do not fill a row."""
     folder.mkdir()
     topics = sorted(pydoc_data.topics.topics.items())
     for file in range(2):
@@ -169,7 +169,7 @@ def _run(*overrides: str) -> None:
 
 
 def _interrupted_merge(whole: Path, path: Path) -> Image:
-    """All but the last two blocks of a store, as an interrupted merge leaves it that has not begun to copy these."""
+    """A store without its last two blocks, as left by a merge that was interrupted before it copied these."""
 
     def interrupt(done: int, total: int) -> None:
         if done == total - 2:
@@ -185,7 +185,7 @@ def _interrupted_merge(whole: Path, path: Path) -> Image:
 
 
 def _without_blocks(image: Image, first: int) -> Image:
-    """An unfinished store as it was when its streams had `first` blocks: what belongs to the later ones is absent."""
+    """An unfinished store as it was when its streams had `first` blocks: without objects of later blocks."""
     with in_memory(image) as path:
         layout = StoreWriter.open_existing(path).layout
         places = filter(None, map(parse_commit_key, Storage.open(path).list_keys("_commits/")))
@@ -194,7 +194,7 @@ def _without_blocks(image: Image, first: int) -> Image:
 
 
 def block_keys(layout: StoreLayout, stream: int, block: int) -> list[str]:
-    """The keys of everything that a block may consist of, its record last."""
+    """The keys of all objects that a block may have, its record last."""
     shards = [layout.shard_key(spec, stream, block) for spec in layout.all_arrays]
     record = f"_commits/stream-{stream:05d}/block-{block:06d}.json"
     return [*shards, table_key(stream, block), statistics_key(stream, block), record]

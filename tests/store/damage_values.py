@@ -1,4 +1,4 @@
-"""What the damage fuzzer does to the values of a store: valid numbers, JSON and tables that are not what was stored.
+"""Operators of the damage fuzzer that replace values by other valid numbers, JSON and tables.
 
 Operators as in `damage_operators`.
 """
@@ -24,7 +24,7 @@ _PARQUET = ("table", "statistics", "group")
 
 
 def reencode_shard(rng: random.Random, objects: Objects, _older: Sequence[Image]) -> Damage | None:
-    """A store shard with other values, and the checksums of these: one number, all of them, or the rows' order."""
+    """Changes a store shard's values and their checksums: one number, all of them, or the order of rows."""
     name = rng.choice(sorted(shards_of(objects)))
     number, key = rng.choice(sorted(shards_of(objects)[name].items()))
     with in_memory({part: objects[part] for part in (f"{name}/zarr.json", key)}) as path:
@@ -59,7 +59,7 @@ def _edit(rng: random.Random, values: np.ndarray) -> str:
 
 
 def _nodes(value: Any, parent: Any = None, key: Any = None) -> list[tuple[Any, Any]]:
-    """Every value within JSON, as (container, key or index)."""
+    """All values within JSON, as (container, key or index)."""
     found = [] if parent is None else [(parent, key)]
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, child in list(children):
@@ -68,7 +68,7 @@ def _nodes(value: Any, parent: Any = None, key: Any = None) -> list[tuple[Any, A
 
 
 def _changed(rng: random.Random, value: Any) -> Any:
-    """Another value: of the same type, more often than not."""
+    """A different value, usually of the same type."""
     others = [None, True, 0, -1, 10**30, 1.5, float("nan"), "", "x", [], {}, [1], {"a": 1}]
     if rng.random() < 0.3:
         return rng.choice(others)
@@ -96,7 +96,7 @@ def _edit_json(rng: random.Random, content: bytes, edit: Callable[[Any], str | N
 
 
 def edit_json(rng: random.Random, objects: Objects, _older: Sequence[Image]) -> Damage | None:
-    """A value of any JSON object, or a key deleted or added; its own checksums are not made again."""
+    """Changes a value of any JSON object, or deletes or adds a key, without updating its checksums."""
 
     def edit(document: Any) -> str | None:
         nodes = _nodes(document)
@@ -119,7 +119,7 @@ def edit_json(rng: random.Random, objects: Objects, _older: Sequence[Image]) -> 
 
 
 def edit_root(rng: random.Random, objects: Objects, _older: Sequence[Image]) -> Damage | None:
-    """A value directly under the root's attributes: `arrays`, `complete`, `blocks` ..."""
+    """Changes a top-level attribute of the root: `arrays`, `complete`, `blocks`, ..."""
 
     def edit(document: Any) -> str | None:
         attributes = document["attributes"]["activation_store"]
@@ -134,7 +134,7 @@ def edit_root(rng: random.Random, objects: Objects, _older: Sequence[Image]) -> 
 
 
 def edit_array(rng: random.Random, objects: Objects, _older: Sequence[Image]) -> Damage | None:
-    """What Zarr makes of the bytes: shape, chunks, codecs, fill value, separator, dtype, order of dimensions."""
+    """Changes how Zarr reads an array: shape, chunks, codecs, fill value, separator, dtype, order of dimensions."""
 
     def edit(document: Any) -> str | None:
         grid = document["chunk_grid"]["configuration"]["chunk_shape"]
@@ -185,7 +185,7 @@ def edit_array(rng: random.Random, objects: Objects, _older: Sequence[Image]) ->
 
 
 def nest_deeply(rng: random.Random, objects: Objects, _older: Sequence[Image]) -> Damage | None:
-    """JSON as deep as no parser that recurses reads it: a whole object, or one value in it."""
+    """Replaces an object, or a value in it, by JSON that is too deep for a recursive parser."""
     key = pick(rng, objects, *_JSON)
     if rng.random() < 0.5:
         objects[key] = DEEP
@@ -202,7 +202,7 @@ def nest_deeply(rng: random.Random, objects: Objects, _older: Sequence[Image]) -
 
 
 def edit_merged(rng: random.Random, objects: Objects, _older: Sequence[Image]) -> Damage | None:
-    """One number of the merged statistics."""
+    """Changes one number of the merged statistics."""
     key = pick(rng, objects, "merged values")
     if key is None or len(objects[key]) < 8:
         return None
@@ -214,7 +214,7 @@ def edit_merged(rng: random.Random, objects: Objects, _older: Sequence[Image]) -
 
 
 def reencode_table(rng: random.Random, objects: Objects, _older: Sequence[Image]) -> Damage | None:
-    """A valid Parquet file with another value, without a row, or with its rows in another order."""
+    """Rewrites a Parquet file with a different value, without a row, or with its rows in another order."""
     key = pick(rng, objects, *_PARQUET)
     if key is None:
         return None

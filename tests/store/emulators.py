@@ -1,4 +1,4 @@
-"""Object stores of this machine, reached over HTTP as the real ones are. Each is a process of its own."""
+"""Local emulators of object stores, reached over HTTP like the real ones. Each runs in its own process."""
 
 import json
 import socket
@@ -13,14 +13,14 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-# moto needs an older python-dateutil than this project's pins have, so it has an environment of its own
-# (scripts/moto-requirements.txt; `make setup-test` makes it).
+# moto needs an older python-dateutil than the one pinned here, so it has its own environment
+# (scripts/moto-requirements.txt; made by `make setup-test`).
 MOTO_SERVER = Path(f"{sys.prefix}-moto") / "bin" / "moto_server"
 
 
 @contextmanager
 def gcs_emulator() -> Iterator[str]:
-    """host:port of a server of Google Cloud Storage's JSON API, in memory."""
+    """An in-memory server of Google Cloud Storage's JSON API. Yields host:port."""
     pytest.importorskip("gcp_storage_emulator")
     port = _free_port()
     options = ["--host", "127.0.0.1", "--port", str(port), "--in-memory", "--quiet"]
@@ -30,16 +30,16 @@ def gcs_emulator() -> Iterator[str]:
 
 @contextmanager
 def s3_emulator() -> Iterator[str]:
-    """host:port of a server of Amazon S3's API, in memory."""
+    """An in-memory server of Amazon S3's API. Yields host:port."""
     if not MOTO_SERVER.exists():
-        pytest.skip(f"{MOTO_SERVER} is not there: run `make setup-test`")
+        pytest.skip(f"{MOTO_SERVER} does not exist: run `make setup-test`")
     port = _free_port()
     with _serving([str(MOTO_SERVER), "--host", "127.0.0.1", "--port", str(port)], port) as address:
         yield address
 
 
 def new_bucket(scheme: str, address: str) -> str:
-    """The URL of a new bucket. The emulator of GCS always lists all of a bucket: put one store in each."""
+    """The URL of a new bucket. GCS's emulator always lists a whole bucket, so put only one store into each."""
     name = f"bucket-{uuid.uuid4().hex}"
     if scheme == "gs":
         body = json.dumps({"name": name}).encode()

@@ -1,4 +1,4 @@
-"""Small stores with known content: documents of given lengths, packed greedily, with activations that name their token.
+"""Small stores with known content: documents of given lengths, packed greedily, with activations that identify tokens.
 
 Shapes: R rows of a block, T positions of a row.
 """
@@ -25,7 +25,7 @@ ROWS = 4  # of a block
 LENGTH = 8
 WIDTHS = {"blocks.1.resid_post": 6, "blocks.3.resid_post": 6, "embed": 4}
 
-# Of each stream: documents shorter and longer than a row, and longer than a block.
+# By stream: documents shorter and longer than a row, and longer than a block.
 DOCUMENT_LENGTHS = ((5, 3, 20, 1, 8, 60, 2, 7, 9), (30, 4, 4, 11))
 
 
@@ -63,14 +63,14 @@ def token_ids(document: np.ndarray, token: np.ndarray) -> np.ndarray:
 
 
 def activation(name: str, document: np.ndarray, token: np.ndarray, dtype: str = "bfloat16") -> np.ndarray:
-    """[..., D]: the token's document, place and id, and the array's width, all exact in bfloat16."""
+    """[..., D]: the token's document, its index there, its id, and the array's width; all are exact in bfloat16."""
     width = WIDTHS[name]
     values = [document % 128 + 1, token % 128, token_ids(document, token), np.full_like(document, width)]
     return np.stack([values[k % 4] for k in range(width)], axis=-1).astype(ml_dtypes.bfloat16).astype(dtype)
 
 
 def blocks(stream: int, max_rows: int | None = None, dtype: str = "bfloat16") -> Iterator[Block]:
-    """The blocks of a stream, in order. `max_rows`, of the whole stream, truncates the block that exceeds it."""
+    """The blocks of a stream, in order. `max_rows` limits the rows of the stream: the last block is truncated."""
     lengths = DOCUMENT_LENGTHS[stream]
     rows = list(_rows(lengths))
     if max_rows is not None:
@@ -107,7 +107,7 @@ def commit_block(writer: StoreWriter, block: Block, statistics: BlockStatistics 
 
 
 def write_blocks(writer: StoreWriter, stream: int, max_rows: int | None = None, dtype: str = "bfloat16") -> None:
-    """Writes those of the stream's blocks that the store lacks, or has truncated."""
+    """Writes the stream's blocks that the store lacks or has truncated."""
     table, last, _ = writer.streams[stream]
     done = len(table) - (1 if last and last.truncated else 0)
     for block in list(blocks(stream, max_rows, dtype))[done:]:
@@ -137,7 +137,7 @@ def write_store(
 def copy_store(
     path: str, finish: bool = True, max_rows: int | None = None, compression: str = "none", dtype: str = "bfloat16"
 ) -> None:
-    """What `write_store` makes at an empty place, copied from such a store: a tenth of the time that writing takes."""
+    """Makes the store of `write_store` at an empty path by copying, which takes a tenth of the time."""
     storage = Storage.open(path)
     for write in [storage.start_write(*item) for item in _objects(finish, max_rows, compression, dtype)]:
         write.result()
@@ -169,7 +169,7 @@ def all_tokens() -> list[tuple[int, int]]:
 
 
 def _rows(lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Rows as lists of (ordinal, first token, last token); a document goes on in the next row."""
+    """Rows as lists of (ordinal, first token, last token). A document continues in the next row."""
     row: list[tuple[int, int, int]] = []
     room = LENGTH
     for ordinal, length in enumerate(lengths):

@@ -1,6 +1,6 @@
-"""An HTTP proxy before an object store's emulator: it counts requests, and damages some of them as networks do.
+"""An HTTP proxy in front of an object store's emulator. It counts requests, and disturbs some as networks do.
 
-The emulator of Google Cloud Storage ignores generations: the proxy keeps them, and honours the conditions on them.
+The emulator of Google Cloud Storage ignores generations: the proxy keeps them, and checks conditions on them.
 """
 
 import json
@@ -21,10 +21,10 @@ class Fault(StrEnum):
     too_many_requests = "429"
     unavailable = "503"
     hang = "hang"  # the request is not answered
-    refused = "cut before"  # the connection ends before the server has the request
-    unanswered = "cut after"  # the server has carried out the request, and its answer is lost
-    short = "short body"  # the connection ends in the middle of the answer
-    # Answers that only whoever knows the object finds wrong; to requests that read one, others are let through.
+    refused = "cut before"  # the connection closes before the server has the request
+    unanswered = "cut after"  # the server has carried out the request, but its response is lost
+    short = "short body"  # the connection closes in the middle of the response
+    # Wrong responses that only a client who knows the object can detect. Only for requests that read an object.
     missing = "404"
     truncated = "truncated body"
     corrupted = "corrupted body"
@@ -39,17 +39,17 @@ BACKEND_REQUESTS = 4
 
 
 class FaultProxy:
-    """Forwards to `backend` (host:port). Each request meets a fault with the probability that `reset` was given.
+    """Forwards to `backend` (host:port). Each request gets a fault with the probability given to `reset`.
 
-    `requests` counts what arrived, by method and object, and `faults` what was done to it. A request that hangs does so
-    for `hang_s` seconds, unless its client gives up before; then the connection ends.
+    `requests` counts requests by method and object, `faults` the faults. A request that hangs does so for `hang_s`
+    seconds, or until its client gives up; then the connection closes.
     """
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self.turn = threading.Semaphore(BACKEND_REQUESTS)
         self.conditional = threading.RLock()  # held from the check of a condition to the write
-        self.generations: dict[str, str] = {}  # of GCS' objects, by bucket and key
+        self.generations: dict[str, str] = {}  # of GCS objects, by bucket and key
         self._lock = threading.Lock()
         self.reset()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: _Handler(self, *args))
@@ -76,8 +76,8 @@ class FaultProxy:
         conditions: bool = True,
         missing: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Sets what faults there are, whether conditions on generations count, and the counters to zero. `missing`: how
-        many of the first reads of an object are answered by 404."""
+        """Sets the faults and whether conditions on generations are checked, and resets the counters. `missing`: by
+        object, how many of its first reads get 404."""
         with self._lock:
             self._missing = missing
             self.conditions = conditions
@@ -123,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault is Fault.hang:
             self.connection.settimeout(self._proxy.hang_s)
             with suppress(TimeoutError):
-                self.rfile.peek(1)  # returns when the client closes
+                self.rfile.peek(1)  # returns when the client closes the connection
             self._cut()
         elif fault is Fault.refused:
             self._cut()
@@ -166,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _note_generation(self, response: HTTPResponse, content: bytes) -> list[tuple[str, str]]:
-        """Keeps the generation that an upload gave an object; the header of a download that says it."""
+        """Records the generation that an upload gives an object. Returns the header of a download with it."""
         place, generations = _gcs_object(self.path), self._proxy.generations
         if place is None or response.status >= 300:
             return []
@@ -219,7 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def object_key(target: str) -> str:
-    """The object that a request of the GCS JSON API or of S3 (path style) is about, or PREFIX* for a listing."""
+    """The object that a request of the GCS JSON API or of S3 (path style) names, or PREFIX* for a listing."""
     url = urlsplit(target)
     query = {name: values[0] for name, values in parse_qs(url.query).items()}
     if "name" in query:  # an upload to GCS
@@ -232,7 +232,7 @@ def object_key(target: str) -> str:
 
 
 def _gcs_object(target: str) -> str | None:
-    """The bucket and key that a request of the GCS JSON API is about; None for other requests."""
+    """The bucket and key that a request of the GCS JSON API names; None for other requests."""
     url = urlsplit(target)
     path, is_object, key = url.path.partition("/o/")
     key = unquote(key) if is_object else "".join(parse_qs(url.query).get("name", []))
