@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from pipeline.cluster import devices, joining, processes
 from pipeline.config import checks
-from pipeline.config.composing import config_dir, prepare
+from pipeline.config.composing import CONFIGS, prepare
 from pipeline.config.limits import shortened
 from pipeline.config.messages import COMPOSING_ERRORS, HYDRAS_ERRORS, composing_message
 from pipeline.config.schema import RunConfig
@@ -41,7 +41,7 @@ def main(task: Callable[[RunConfig], None], doc: str) -> None:
     shows_tracebacks = os.environ.get(_FULL_ERRORS) == "1"
     os.environ[_FULL_ERRORS] = "1"  # makes Hydra raise errors, which it would print
 
-    @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
+    @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")
     def composed(cfg: DictConfig) -> None:
         nonlocal composed_once
         composed_once = True

@@ -12,19 +12,14 @@ from pipeline.config.schema import DataConfig, RunConfig
 from pipeline.core import errors
 
 PACKAGE = Path(__file__).parent.parent
-
-
-def config_dir() -> Path:
-    """The folder of the YAML files: next to the package in a checkout, inside the package in an installed wheel."""
-    installed = PACKAGE / "configs"  # checked first: another package may have installed a folder `configs`
-    return installed if installed.is_dir() else PACKAGE.parent / "configs"
+CONFIGS = PACKAGE / "configs"  # the YAML files; in a checkout a link to those beside the package
 
 
 def compose(overrides: list[str]) -> RunConfig:
     """The configuration that `python -m pipeline.run` composes from these overrides. Raises ConfigError."""
     prepare()
     try:
-        with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = hydra.compose("config", overrides)
     except COMPOSING_ERRORS as error:
         raise errors.ConfigError(composing_message(error, overrides)) from error

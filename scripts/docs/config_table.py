@@ -30,7 +30,7 @@ SOURCES = {  # by the choices of data; the table has the defaults of the first
 def table() -> str:
     """Markdown: each key, what it means, and its default in `python -m pipeline.run`."""
     composing.prepare()
-    with hydra.initialize_config_dir(str(composing.config_dir()), version_base="1.3"):
+    with hydra.initialize_config_dir(str(composing.CONFIGS), version_base="1.3"):
         lines = ["| key | meaning | default |", "|---|---|---|", *_rows(RunConfig, "", _composed())]
     return "".join(f"{line}\n" for line in lines)
 

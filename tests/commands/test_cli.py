@@ -228,18 +228,9 @@ def test_what_does_not_fit_into_a_device_is_a_message(caplog):
         jax.numpy.zeros(1 << 48).block_until_ready()  # 1 PiB
 
     composing.prepare()
-    with hydra.initialize_config_dir(str(composing.config_dir()), version_base="1.3"):
+    with hydra.initialize_config_dir(str(composing.CONFIGS), version_base="1.3"):
         composed = hydra.compose("config", [])
     assert main.run_task(task, composed) == 1
     [message] = caplog.messages
     assert "does not fit into the memory of a device" in message
     assert "batch.rows" in message
-
-
-def test_an_installed_wheel_takes_its_own_configuration(tmp_path, monkeypatch):
-    """And no folder of that name that another package has left beside this one. A checkout has its own there."""
-    assert composing.config_dir() == ROOT / "configs"
-    for folder in ("configs", "pipeline/configs"):
-        (tmp_path / folder).mkdir(parents=True)
-    monkeypatch.setattr(composing, "PACKAGE", tmp_path / "pipeline")
-    assert composing.config_dir() == tmp_path / "pipeline" / "configs"

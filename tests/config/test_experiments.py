@@ -21,7 +21,7 @@ SWEEPS = {"sweep_sites": 9, "sweep_models": 4, "sweep_datasets": 3, "gemma_scope
 
 
 def names(group: str) -> list[str]:
-    return sorted(path.stem for path in (composing.config_dir() / group).glob("*.yaml"))
+    return sorted(path.stem for path in (composing.CONFIGS / group).glob("*.yaml"))
 
 
 @pytest.mark.parametrize("model", names("model"))

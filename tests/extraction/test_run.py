@@ -201,9 +201,7 @@ def test_activations_that_overflow_the_stored_dtype_end_the_run_and_are_not_stor
     assert verify_store(str(tmp_path / "c")) == []
 
 
-@pytest.mark.parametrize(
-    "experiment", sorted(file.stem for file in (composing.config_dir() / "experiment").glob("*.yaml"))
-)
+@pytest.mark.parametrize("experiment", sorted(file.stem for file in (composing.CONFIGS / "experiment").glob("*.yaml")))
 def test_every_experiment_composes(experiment):
     config = composing.compose([f"+experiment={experiment}", "data.path=/somewhere", "store.path=/elsewhere"])
     assert config.capture.layers

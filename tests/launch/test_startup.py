@@ -1,14 +1,16 @@
 """launch/startup.sh on a worker: with a recorded job whose exit codes are given, and once, slowly, the real one."""
 
+import shutil
 import signal
 import subprocess
 import sys
 import time
-import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.hub import contents
 from tests.jobs import ROOT, committed, write_text
 from tests.launch.conftest import HERE, JOB, Recorded
 
@@ -145,10 +147,22 @@ def test_a_job_without_an_id_is_not_run(worker: Recorded):
     assert jobs(worker) == []
 
 
-def test_the_wheel_has_every_package():
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    found = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "pipeline").rglob("*.py")}
-    assert found == set(listed) - {"pipeline.configs"}
+def test_the_wheel_has_every_file_of_the_package(tmp_path):
+    source = tmp_path / "source"
+    for name in ("pipeline", "configs"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = "import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))"
+    result = subprocess.run([sys.executable, "-c", build, tmp_path], cwd=source, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    with zipfile.ZipFile(tmp_path / result.stdout.splitlines()[-1]) as wheel:
+        packed = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
+    modules, configs = contents(source / "pipeline"), contents(source / "configs")
+    assert packed == {
+        **{f"pipeline/{name}": content for name, content in modules.items()},
+        **{f"pipeline/configs/{name}": content for name, content in configs.items()},
+    }
 
 
 @pytest.mark.slow
