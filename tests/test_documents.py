@@ -1,7 +1,8 @@
-"""The documents: links lead somewhere, paths that they name exist, messages that they explain are the program's."""
+"""The documents: links and paths exist, the map of packages is right, the program has the messages they explain."""
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -50,6 +51,16 @@ def test_modules_and_targets_that_are_named_exist(document):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     missing += set(re.findall(r"(?:`|^    )make ([a-z-]*[a-z])\b", text, flags=re.MULTILINE)) - targets
     assert missing == []
+
+
+def test_the_map_of_packages_has_the_layers_that_lint_checks():
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    commands, *packages = [layer.split(" | ") for layer in contract["layers"]]
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    listed = re.findall(r"^\| `pipeline/(\w+)` \|", text, flags=re.MULTILINE)
+    assert listed == [name for layer in packages for name in layer]
+    row = re.search(r"^\| `pipeline/\*\.py` \| the commands: ([^;]*);", text, flags=re.MULTILINE)
+    assert re.findall(r"`(\w+)`", row[1]) == commands
 
 
 def test_messages_that_are_explained_are_those_of_the_program():
