@@ -9,9 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from pipeline.core.errors import CheckpointError
-from pipeline.core.json_text import MAX_JSON_BYTES, parse_json, shown
+from pipeline.core.json_text import shown
 from pipeline.models.checkpoints import fp8, mxfp4
-from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.checkpoints.checkpoint_files import Files, read_json
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 
 _TRUNKS = (  # transformers' `base_model_prefix` of the families; before it, that of language models beside vision
@@ -59,12 +59,12 @@ class Checkpoint:
     @cached_property
     def config(self) -> Mapping[str, object]:
         """config.json."""
-        return self._read_json("config.json")
+        return read_json(self._files, "config.json", "Is it a directory in Hugging Face format?")
 
     @cached_property
     def generation_config(self) -> Mapping[str, object]:
         """generation_config.json; empty where the checkpoint has none."""
-        return self._read_json("generation_config.json") if self._files.has("generation_config.json") else {}
+        return read_json(self._files, "generation_config.json") if self._files.has("generation_config.json") else {}
 
     @cached_property
     def file_of(self) -> Mapping[str, str]:
@@ -73,7 +73,7 @@ class Checkpoint:
             return dict.fromkeys(self._open(_SINGLE).tensors, _SINGLE)
         if not self._files.has(_INDEX):
             raise self._no_weights()
-        weight_map = self._read_json(_INDEX).get("weight_map")
+        weight_map = read_json(self._files, _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{self.where}/{_INDEX} has no weight_map from tensors to files. Download it again.")
         outside = [name for name in weight_map.values() if not _is_file_name(name)]
@@ -190,22 +190,6 @@ class Checkpoint:
         if name not in self._opened:
             self._opened[name] = SafetensorsFile(self._files.open(name))
         return self._opened[name]
-
-    def _read_json(self, name: str) -> Mapping[str, object]:
-        try:
-            source = self._files.open(name)
-            if source.size > MAX_JSON_BYTES:
-                raise CheckpointError(
-                    f"{source.name} has {source.size:,} bytes, expected at most {MAX_JSON_BYTES:,}. Download it again."
-                )
-            content = parse_json(source.read(0, source.size).tobytes())
-        except FileNotFoundError:
-            raise CheckpointError(f"{self.where} has no {name}. Is it a directory in Hugging Face format?") from None
-        except ValueError as error:
-            raise CheckpointError(f"{self.where}/{name} is not JSON: {error}. Download it again.") from error
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{self.where}/{name} is not a JSON object, got {type(content).__name__}.")
-        return content
 
     def _no_weights(self) -> CheckpointError:
         names = self._files.names()

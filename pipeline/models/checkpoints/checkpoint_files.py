@@ -13,6 +13,7 @@ import numpy as np
 from pipeline.core.errors import CheckpointError, PipelineError
 from pipeline.core.file_errors import named_errors
 from pipeline.core.hub import Repository, is_hub_id, open_repository
+from pipeline.core.json_text import MAX_JSON_BYTES, parse_json
 from pipeline.core.retries import repeated
 from pipeline.models.checkpoints.safetensors_file import ByteSource
 
@@ -53,6 +54,25 @@ def open_files(path: str, revision: str | None) -> Files:
         f"model.path is {path!r:.300}: expected a directory, a remote path (gs://...) or a Hub id (owner/name), "
         f"got none of them{why}. Check the path."
     )
+
+
+def read_json(files: Files, name: str, remedy: str = "Download the missing file.") -> dict[str, object]:
+    """The object that a JSON file of a checkpoint holds. `remedy`: of a missing file. Raises CheckpointError."""
+    where = f"{files.where}/{name}"
+    try:
+        source = files.open(name)
+        if source.size > MAX_JSON_BYTES:
+            raise CheckpointError(
+                f"{where} has {source.size:,} bytes, expected at most {MAX_JSON_BYTES:,}. Download it again."
+            )
+        content = parse_json(source.read(0, source.size).tobytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{files.where} has no {name}. {remedy}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{where} is not JSON: {error}. Download it again.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{where} is not a JSON object, got {type(content).__name__}. Download it again.")
+    return content
 
 
 class LocalFiles:

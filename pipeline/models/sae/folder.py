@@ -9,8 +9,7 @@ import huggingface_hub
 from pipeline.core.addresses import unusable_path
 from pipeline.core.errors import CheckpointError
 from pipeline.core.hub import Repository, open_repository
-from pipeline.core.json_text import MAX_JSON_BYTES, parse_json
-from pipeline.models.checkpoints.checkpoint_files import Files, LocalFiles, RemoteFiles
+from pipeline.models.checkpoints.checkpoint_files import Files, LocalFiles, RemoteFiles, read_json
 from pipeline.models.checkpoints.safetensors_file import ByteSource
 from pipeline.models.sae.config import SAEConfig
 
@@ -97,21 +96,7 @@ class _HubFolder:
 
 def read_config(files: Files, name: str) -> SAEConfig:
     """A JSON file of the folder."""
-    where = f"{files.where}/{name}"
-    try:
-        source = files.open(name)
-        if source.size > MAX_JSON_BYTES:
-            raise CheckpointError(
-                f"{where} has {source.size:,} bytes, expected at most {MAX_JSON_BYTES:,}. Download it again."
-            )
-        values = parse_json(source.read(0, source.size).tobytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{files.where} has no {name}. Download the missing file.") from None
-    except ValueError as error:
-        raise CheckpointError(f"{where} is not JSON: {error}. Download it again.") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{where} is not a JSON object, got {type(values).__name__}. Download it again.")
-    return SAEConfig(values, where)
+    return SAEConfig(read_json(files, name), f"{files.where}/{name}")
 
 
 def open_file(files: Files, name: str) -> ByteSource:
