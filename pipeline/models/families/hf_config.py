@@ -1,23 +1,17 @@
 """A reader of config.json that overlooks no attribute.
 
 Every attribute is either read by the family, known not to matter, or at the value that switches it off. Any other stops
-the program before weights load: an attribute that is ignored could make the activations subtly wrong.
+the program before weights load.
 """
 
 from collections.abc import Collection, Mapping
 
-import numpy as np
-
 from pipeline.core.errors import CheckpointError
 from pipeline.core.json_text import shown
 from pipeline.models.architecture import Activation
+from pipeline.models.checkpoints.json_config import REQUIRED, JsonConfig
 
-_REQUIRED = object()
-_MAX_INT = 2**31 - 1  # token ids, positions and the axes of arrays are 32-bit
-_MIN_FLOAT = float(np.finfo(np.float32).tiny)  # values are computed in float32
-_MAX_FLOAT = float(np.finfo(np.float32).max)
 _MAX_LAYERS = 10_000  # they are planned one by one
-_MAX_SHOWN = 20  # attributes in a message
 
 # Attributes without influence on the residual stream at inference.
 _HARMLESS = frozenset(
@@ -74,55 +68,23 @@ _ACTIVATIONS = {
 }
 
 
-class HfConfig:
-    """A config.json, or a mapping inside one, which records the attributes that were read.
+class HfConfig(JsonConfig):
+    """A config.json, or a mapping inside one, which records the attributes that were read."""
 
-    `where` names the file in messages. Every method raises CheckpointError.
-    """
+    user = "model"
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
-        self.where = where
-        self.values = {key: value for key, value in values.items() if value is not None}
+        super().__init__(values, where)
         self._nulls = values.keys() - self.values.keys()
-        self._taken: set[str] = set()
-
-    def __contains__(self, key: str) -> bool:
-        """Whether the file has the key; null counts as absent."""
-        return key in self.values
-
-    def _take(self, key: str, kinds: tuple[type, ...], what: str, default: object) -> object:
-        self._taken.add(key)
-        value = self.values.get(key, default)
-        if value is _REQUIRED:
-            raise CheckpointError(f"{self.where} has no {key!r}: expected {what}. Is the file complete?")
-        if key in self.values and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
-            raise self._wrong(key, value, what)
-        return value
-
-    def _wrong(self, key: str, value: object, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {key} is {shown(value)}, expected {what}. Is the file damaged?")
-
-    def positive_int(self, key: str, default: object = _REQUIRED, most: int = _MAX_INT) -> int:
-        what = f"a whole number above 0, at most {most:,}"
-        value = self._take(key, (int,), what, default)
-        if not 1 <= value <= most:
-            raise self._wrong(key, value, what)
-        return value
 
     def num_layers(self, key: str) -> int:
         return self.positive_int(key, most=_MAX_LAYERS)
-
-    def positive_float(self, key: str, default: object = _REQUIRED) -> float:
-        value = self._take(key, (int, float), "a number above 0", default)
-        if not _MIN_FLOAT <= value < _MAX_FLOAT:
-            raise self._wrong(key, value, "a number above 0")
-        return float(value)
 
     def optional_int(self, key: str, default: int | None) -> int | None:
         """A whole number above 0; None where the value is null, or where it is absent and the default is None."""
         return None if self._is_none(key, default) else self.positive_int(key, default)
 
-    def optional_float(self, key: str, default: object = _REQUIRED) -> float | None:
+    def optional_float(self, key: str, default: object = REQUIRED) -> float | None:
         """A number above 0, or None as in `optional_int`."""
         return None if self._is_none(key, default) else self.positive_float(key, default)
 
@@ -131,21 +93,14 @@ class HfConfig:
 
     def positive_floats(self, key: str) -> tuple[float, ...]:
         """A list of numbers above 0."""
-        values = self._take(key, (list,), "a list of numbers above 0", _REQUIRED)
+        values = self._take(key, (list,), "a list of numbers above 0", REQUIRED)
         numbers = HfConfig({str(number): value for number, value in enumerate(values)}, f"{self.where}: {key}")
         return tuple(numbers.positive_float(str(number)) for number in range(len(values)))
-
-    def count(self, key: str, default: object = _REQUIRED) -> int:
-        what = f"a whole number from 0 to {_MAX_INT:,}"
-        value = self._take(key, (int,), what, default)
-        if not 0 <= value <= _MAX_INT:
-            raise self._wrong(key, value, what)
-        return value
 
     def flag(self, key: str, default: bool, null: bool | None = None) -> bool:
         """True or false; null stands for the default, or for `null`."""
         is_other = key in self._nulls and null is not None
-        return self._take(key, (bool,), "true or false", null if is_other else default)
+        return super().flag(key, null if is_other else default)
 
     def strings(self, key: str) -> list[str]:
         """A list of strings; empty when the key is absent."""
@@ -161,44 +116,23 @@ class HfConfig:
             raise self._wrong(key, values, "a list of whole numbers")
         return values
 
-    def choice(self, key: str, choices: tuple[str, ...], default: object = _REQUIRED) -> str:
-        """One of the implemented values of an attribute."""
-        value = self._take(key, (str,), "a string", default)
-        if value not in choices:
-            raise CheckpointError(
-                f"{self.where}: {key} is {shown(value)}, which is not implemented; implemented: {', '.join(choices)}. "
-                f"Use another model."
-            )
-        return value
-
     def activation(self, key: str, default: str) -> Activation:
-        return _ACTIVATIONS[self.choice(key, tuple(_ACTIVATIONS), default)]
+        return _ACTIVATIONS[self.choice(key, _ACTIVATIONS, default)]
 
     def ignore(self, *keys: str) -> None:
         """Allows attributes that this family's model does not read."""
         self._taken.update(keys)
 
-    def nested(self, key: str) -> "HfConfig":
-        """The mapping under `key`; empty when the key is absent."""
-        return HfConfig(self._take(key, (dict,), "a mapping", {}), f"{self.where}: {key}")
-
     def finish(self) -> None:
         """Raises for attributes that were not read. Call it last."""
-        unknown = [
+        unread = [
             key
             for key, value in self.values.items()
             if not (key in self._taken or key in _HARMLESS or key.endswith(("_token_id", "_token_ids")))
             and not key.startswith("_")
             and not (key in _NEUTRAL and value == _NEUTRAL[key])
         ]
-        if unknown:
-            settings = ", ".join(f"{key}={shown(self.values[key])}" for key in unknown[:_MAX_SHOWN])
-            if len(unknown) > _MAX_SHOWN:
-                settings += f" and {len(unknown) - _MAX_SHOWN} more"
-            raise CheckpointError(
-                f"{self.where} sets {settings}, which this program does not implement, so that the activations might "
-                f"be wrong. Use another model, or remove the attribute if it does not change the forward pass."
-            )
+        self._refuse(unread, "the activations", "the forward pass")
 
 
 def refuse_unreadable(config: HfConfig, families: Collection[str]) -> None:

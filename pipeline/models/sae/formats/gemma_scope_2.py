@@ -16,7 +16,7 @@ def read_contents(files: Files) -> Contents:
     config.choice("architecture", ["jump_relu"])
     kind = config.choice("type", ["sae", "transcoder"], default="sae")
     has_skip = config.flag("affine_connection", default=False)
-    width, hook_name = config.size("width"), config.text("hf_hook_point_in")
+    width, hook_name = config.positive_int("width"), config.text("hf_hook_point_in")
     config.finish(_HARMLESS)
     tensors = SafetensorsTensors(files, WEIGHTS)
     d_in, d_out = (next(iter(tensors.shapes.get(name, ())), 0) for name in ("w_enc", "b_dec"))

@@ -65,11 +65,11 @@ def read_contents(files: Files) -> Contents:
     config = read_config(files, CONFIG)
     architecture = _architecture(config)
     is_transcoder = architecture.endswith("transcoder")
-    d_in, width = config.size("d_in"), config.size("d_sae")
+    d_in, width = config.positive_int("d_in"), config.positive_int("d_sae")
     spec = SAESpec(
         d_in,
         width,
-        d_out=config.size("d_out") if is_transcoder else config.size("d_out", default=d_in),
+        d_out=config.positive_int("d_out") if is_transcoder else config.positive_int("d_out", default=d_in),
         activation=_ARCHITECTURES[architecture],
         is_transcoder=is_transcoder,
     )
@@ -114,7 +114,7 @@ def _top_k(config: SAEConfig, spec: SAESpec) -> int | None:
     old.expect("signed", False)
     k = None
     if spec.activation is Activation.topk:
-        k = (old if "k" in old else config).size("k")
+        k = (old if "k" in old else config).positive_int("k")
         config.expect("k", k)
         if k > spec.width:
             raise CheckpointError(f"{config.where}: k is {k}, expected at most d_sae, {spec.width}. Download it again.")
@@ -158,7 +158,7 @@ def _input_factor(files: Files, where: str) -> float:
             f"{where}: normalize_activations is {_AVERAGE}, and the factor is neither folded into the weights nor in "
             f"{SCALER}. Fold it with SAELens: sae.fold_activation_norm_scaling_factor(factor); sae.save_model(folder)."
         )
-    return read_config(files, SCALER).positive("scaling_factor")
+    return read_config(files, SCALER).positive_float("scaling_factor")
 
 
 def _sources(

@@ -18,8 +18,8 @@ def read_contents(files: Files) -> Contents:
     config = read_config(files, CONFIG)
     config.choice("activation", ["topk"], default="topk")
     config.expect("signed", False)  # of the first versions: keeps negative features
-    d_in, k = config.size("d_in"), config.size("k", default=32)
-    expansion_factor = config.positive("expansion_factor", default=32.0)
+    d_in, k = config.positive_int("d_in"), config.positive_int("k", default=32)
+    expansion_factor = config.positive_float("expansion_factor", default=32.0)
     width = config.count("num_latents", default=0) or round(d_in * expansion_factor)
     is_transcoder = config.flag("transcode", default=False)
     has_skip = config.flag("skip_connection", default=False)

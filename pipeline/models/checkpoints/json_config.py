@@ -1,0 +1,105 @@
+"""A JSON file's attributes, read one by one, so that those which nobody has read can be refused.
+
+An attribute that is ignored could make the activations, or the features of an SAE, subtly wrong.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Self
+
+import numpy as np
+
+from pipeline.core.errors import CheckpointError
+from pipeline.core.json_text import shown
+
+REQUIRED = object()  # in place of a default
+MAX_INT = 2**31 - 1  # token ids, positions and the axes of arrays are 32-bit
+_MIN_FLOAT = float(np.finfo(np.float32).tiny)  # values are computed in float32
+_MAX_FLOAT = float(np.finfo(np.float32).max)
+_MAX_SHOWN = 20  # attributes in a message
+
+
+class JsonConfig:
+    """A JSON object, or one inside it, which records the attributes that were read. null counts as absent.
+
+    `where` names the file in messages. Every method raises CheckpointError. `user`: who reads the file, a model or an
+    SAE.
+    """
+
+    user: str
+
+    def __init__(self, values: Mapping[str, object], where: str) -> None:
+        self.where = where
+        self.values = {key: value for key, value in values.items() if value is not None}
+        self._taken: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the file has the key; null counts as absent."""
+        return key in self.values
+
+    def _take(self, key: str, kinds: tuple[type, ...], what: str, default: object) -> object:
+        self._taken.add(key)
+        value = self.values.get(key, default)
+        if value is REQUIRED:
+            raise CheckpointError(f"{self.where} has no {key!r}: expected {what}. Is the file complete?")
+        if key in self.values and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+            raise self._wrong(key, value, what)
+        return value
+
+    def _wrong(self, key: str, value: object, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {key} is {shown(value)}, expected {what}. Is the file damaged?")
+
+    def positive_int(self, key: str, default: object = REQUIRED, most: int = MAX_INT) -> int:
+        what = f"a whole number above 0, at most {most:,}"
+        value = self._take(key, (int,), what, default)
+        if not 1 <= value <= most:
+            raise self._wrong(key, value, what)
+        return value
+
+    def count(self, key: str, default: object = REQUIRED) -> int:
+        """A whole number, which may be 0."""
+        what = f"a whole number from 0 to {MAX_INT:,}"
+        value = self._take(key, (int,), what, default)
+        if not 0 <= value <= MAX_INT:
+            raise self._wrong(key, value, what)
+        return value
+
+    def positive_float(self, key: str, default: object = REQUIRED) -> float:
+        what = "a number above 0 that float32 can express"
+        value = self._take(key, (int, float), what, default)
+        if not _MIN_FLOAT <= value < _MAX_FLOAT:
+            raise self._wrong(key, value, what)
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        return self._take(key, (bool,), "true or false", default)
+
+    def choice(self, key: str, choices: Collection[str], default: object = REQUIRED, remedy: str = "") -> str:
+        """One of the implemented values of an attribute."""
+        value = self._take(key, (str,), "a string", default)
+        if value not in choices:
+            raise self._not_implemented(key, value, ", ".join(choices), remedy)
+        return value
+
+    def _not_implemented(self, key: str, value: object, implemented: str, remedy: str = "") -> CheckpointError:
+        return CheckpointError(
+            f"{self.where}: {key} is {shown(value)}, which is not implemented; implemented: {implemented}. "
+            f"{remedy or f'Use another {self.user}.'}"
+        )
+
+    def nested(self, key: str) -> Self:
+        """The mapping under `key`; empty where the key is absent."""
+        return type(self)(self._take(key, (dict,), "a mapping", {}), f"{self.where}: {key}")
+
+    def _refuse(self, keys: Sequence[str], wrong: str, unchanged: str) -> None:
+        """Raises for attributes that were not read, if there are any: what they might make wrong, and what they leave
+        unchanged where they may be removed."""
+        if not keys:
+            return
+        settings = ", ".join(f"{key}={shown(self.values[key])}" for key in keys[:_MAX_SHOWN])
+        if len(keys) > _MAX_SHOWN:
+            settings += f" and {len(keys) - _MAX_SHOWN} more"
+        raise CheckpointError(
+            f"{self.where} sets {settings}, which this program does not implement, so that {wrong} might be wrong. Use "
+            f"another {self.user}, or remove the attribute if it does not change {unchanged}."
+        )
