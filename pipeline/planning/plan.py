@@ -16,7 +16,8 @@ from pipeline.planning.generation_plan import GenerationPlan, plan_generation
 from pipeline.planning.host_memory import HostMemoryPlan, plan_host_memory, plan_rows_per_block
 from pipeline.planning.mesh import MeshPlan, plan_mesh
 from pipeline.planning.model_facts import ModelFacts
-from pipeline.planning.streams import StreamPlan, plan_streams, require_rows
+from pipeline.planning.streams import StreamPlan, plan_streams, require_rows, with_note_on_first_rows
+from pipeline.planning.units import shown_bytes
 from pipeline.planning.weights import WeightsPlan, plan_weights
 from pipeline.step.spec import EncoderSpec, StepSpec
 from pipeline.store.format.layout import MIB, SIDE_BYTES
@@ -62,8 +63,8 @@ class Plan:
         shown = ", ".join(names if len(names) <= 6 else [*names[:3], f"... {len(names) - 4} more ...", names[-1]])
         selected = "" if step.selected is None else f", of up to {step.selected} selected tokens of each row"
         token_bytes = step.row_bytes / step.length + step.index_bytes + SIDE_BYTES
-        gigabytes = token_bytes * (streams.max_tokens or 1_000_000) / 1e9
-        size = f"{gigabytes:,.2f} GB without padding or compression"
+        num_bytes = token_bytes * (streams.max_tokens or 1_000_000)
+        size = f"{shown_bytes(num_bytes)} without padding or compression"
         wanted = f"all tokens of the data, a million take {size}; set run.max_tokens to store fewer"
         if streams.max_tokens is not None:
             wanted = f"{streams.max_tokens:,} tokens, {size}"
@@ -110,6 +111,7 @@ def make_plan(
     rows_per_block = plan_rows_per_block(config.store, step, mesh.process_rows, geometry.rows_per_block)
     streams = plan_streams(config, num_source_shards, topology, geometry.num_streams)
     require_rows(streams, rows_per_block, step.length)
+    streams = with_note_on_first_rows(streams, config.batch, rows_per_block)
     return Plan(
         step=step,
         checks=plan_checks(config),

@@ -1,10 +1,11 @@
 """The streams of a store: how many it has, which of them this process works on, and how many tokens each receives."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.cluster.topology import Topology
-from pipeline.config.schema import RunConfig, RunOptions
+from pipeline.config.choices import Packing
+from pipeline.config.schema import BatchConfig, RunConfig, RunOptions
 from pipeline.core.errors import ConfigError
 from pipeline.store.format.layout import MAX_ROWS
 from pipeline.store.format.target import ALL, Target, stream_share
@@ -58,6 +59,19 @@ def require_rows(plan: StreamPlan, rows_per_block: int, length: int) -> None:
             f"the model has as many positions; or set run.max_tokens to at most {most_tokens}, and divide the data "
             "among several stores."
         )
+
+
+def with_note_on_first_rows(plan: StreamPlan, batch: BatchConfig, rows_per_block: int) -> StreamPlan:
+    """The plan with a note where a stream's share of `max_tokens` ends within its first block, whose rows are not in
+    the order of the data."""
+    block_tokens = rows_per_block * batch.length
+    if batch.packing is not Packing.pack or plan.max_tokens is None or plan.budget(0) >= block_tokens:
+        return plan
+    note = (
+        f"run.max_tokens ends each stream within its first block ({block_tokens:,} token slots), where rows that one "
+        "long document fills come first: what is stored is not a representative sample of the data"
+    )
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _count(config: RunConfig, num_source_shards: int, topology: Topology, stored: int | None) -> int:

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import pytest
 
 from pipeline.cluster.topology import Topology, unreserved
-from pipeline.config.choices import Compression, Positions, StorageDtype, Weights, When
+from pipeline.config.choices import Compression, Packing, Positions, StorageDtype, Weights, When
 from pipeline.config.schema import (
     BatchConfig,
     CaptureConfig,
@@ -27,6 +27,7 @@ from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLO
 from pipeline.planning.plan import StoredGeometry, make_plan
 from pipeline.planning.slice.chips import parse_slice
 from pipeline.planning.slice.compile_check import DoesNotFit, require_room
+from pipeline.planning.units import shown_bytes
 from pipeline.store.format.layout import MIB
 from tests.specs import SPARSE_SITES
 
@@ -114,12 +115,48 @@ def test_rows_per_block_is_whole_steps_within_bounds(shard_mib, rows_per_block):
 
 @pytest.mark.parametrize(
     ("max_tokens", "expected"),
-    [(None, "all tokens of the data, a million take 1.81 GB"), (500_000, "500,000 tokens, 0.91 GB")],
+    [(None, "all tokens of the data, a million take 1.81 GB"), (500_000, "500,000 tokens, 906.00 MB")],
 )
 def test_the_size_of_the_store(max_tokens, expected):
     """A token has 896 activations of two bytes, and 20 bytes that align them with the text."""
     plan = planned(replace(BASE, run=RunOptions(max_tokens=max_tokens)))
     assert f"\nstore     {expected}" in plan.describe()
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.00 kB"),
+        (5.3e6, "5.30 MB"),
+        (2e10, "20.00 GB"),
+        (5.7e15, "5,700.00 TB"),
+    ],
+)
+def test_sizes_have_units_that_fit(num_bytes, shown):
+    assert shown_bytes(num_bytes) == shown
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "streams", "packing", "noted"),
+    [
+        (16_383, 1, Packing.pack, True),
+        (16_384, 1, Packing.pack, False),
+        (32_766, 2, Packing.pack, True),  # a block of each stream
+        (16_383, 1, Packing.pad, False),  # rows are in the order of the data
+        (None, 1, Packing.pack, False),
+    ],
+)
+def test_a_note_says_that_less_than_a_block_is_no_sample(max_tokens, streams, packing, noted):
+    config = replace(
+        BASE,
+        data=ParquetData(num_streams=streams),
+        batch=BatchConfig(rows=8, length=256, packing=packing),
+        store=StoreConfig(path="/nowhere", rows_per_block=64),
+        run=RunOptions(max_tokens=max_tokens),
+    )
+    assert any("not a representative sample" in note for note in planned(config).notes) == noted
 
 
 def test_a_pod_has_no_larger_store_shards_than_one_process():

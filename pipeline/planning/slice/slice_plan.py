@@ -33,6 +33,7 @@ from pipeline.planning.slice.roofline import (
     throughput_limits,
     traffic,
 )
+from pipeline.planning.units import shown_bytes
 from pipeline.store.format.layout import ITEM_BYTES, MIB, SIDE_ARRAYS
 
 log = logging.getLogger("pipeline")
@@ -107,8 +108,9 @@ class SlicePlan:
             f"{self.slots_per_block:,} slots",
         ]
         if self.bill is not None:
+            size = shown_bytes(self.bill.terabytes * 1e12)
             lines.append(
-                f"job       {self.num_tokens:,} tokens: {self.bill.hours:,.2f} hours, {self.bill.terabytes:,.2f} TB, "
+                f"job       {self.num_tokens:,} tokens: {self.bill.hours:,.2f} hours, {size}, "
                 f"{self.bill.chips_usd:,.0f} USD for the chips, {self.bill.store_usd_per_month:,.0f} a month for the "
                 f"store"
             )

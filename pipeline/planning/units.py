@@ -1,0 +1,14 @@
+"""Sizes as people read them."""
+
+_UNITS = ("kB", "MB", "GB", "TB")
+
+
+def shown_bytes(num_bytes: float) -> str:
+    """A number of bytes in the largest decimal unit that leaves at least 1, e.g. 5.30 MB; below 1 kB in bytes."""
+    size, shown = num_bytes, f"{num_bytes:.0f} bytes"
+    for unit in _UNITS:
+        size /= 1000
+        if size < 1:
+            break
+        shown = f"{size:,.2f} {unit}"
+    return shown
