@@ -221,15 +221,22 @@ def complete(job: Job, store: StoreWriter) -> None:
     """Marks the store complete if it holds what was asked for. On one process, once the others have committed."""
     is_complete = store.finish()
     streams = [blocks.table for blocks in store.streams.all().values()]
-    if not job.is_done(streams):
-        if job.config.run.claim:
-            require_finished_streams(job, store)
-        return
-    if missing := job.shortfall(streams):
-        log.warning("%s: %s", store.path, missing)
-    if not is_complete:
-        log.info(
-            "%s is not completed: another run asked for more tokens than it holds. Run that command again, or "
-            "pipeline.finalize with force=true to complete the store with what it holds",
-            store.path,
-        )
+    if job.is_done(streams):
+        if missing := job.shortfall(streams):
+            log.warning("%s: %s", store.path, missing)
+        if not is_complete:
+            log.info(
+                "%s is not completed: another run asked for more tokens than it holds. Run that command again, or "
+                "pipeline.finalize with force=true to complete the store with what it holds",
+                store.path,
+            )
+    elif job.config.run.claim:
+        require_finished_streams(job, store)
+    log.info(
+        "%s holds %s tokens%s. To read it: from pipeline.store import ActivationStore; "
+        "store = ActivationStore.open(%r)",
+        store.path,
+        f"{sum(blocks.total('tokens') for blocks in streams):,}",
+        "" if is_complete else " so far",
+        store.path,
+    )

@@ -17,6 +17,7 @@ from tests.jobs import (
     run,
     run_and_signal,
     run_here,
+    run_program,
     start,
     wait_for_blocks,
     wait_until,
@@ -106,6 +107,9 @@ def test_a_finished_store_is_left_alone(overrides, reference):
     assert result.returncode == 0
     assert "nothing to do" in result.stderr
     assert objects(reference) == before
+    subject, _, program = result.stderr.splitlines()[-1].partition(" To read it: ")
+    opened = run_program(f"{program}; print(f'{{store.num_tokens:,}}')")
+    assert subject == f"{reference} holds {opened.stdout.strip()} tokens."
 
 
 def test_another_configuration_is_refused_key_by_key(overrides, reference):
