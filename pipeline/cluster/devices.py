@@ -16,8 +16,9 @@ from pipeline.core.errors import ConfigError
 _FEW_CORES = 2  # with so many, a second step in flight did not help when measured
 
 
-def skip_absent_tpu() -> None:
+def skip_absent_tpu() -> bool:
     """Makes JAX use the CPU on a machine that has libtpu, for plans, but no TPU; libtpu would log errors otherwise.
+    Returns whether it changed JAX's configuration.
 
     Does nothing if JAX has another plugin, such as CUDA's. `jax_platforms` has a value if JAX has detected a TPU, or
     JAX_PLATFORMS is set.
@@ -25,6 +26,15 @@ def skip_absent_tpu() -> None:
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     if jax.config.jax_platforms is None and importlib.util.find_spec("libtpu") and not plugins:
         jax.config.update("jax_platforms", "cpu")
+        return True
+    return False
+
+
+def open_devices() -> None:
+    """Has JAX open its devices, but no TPU that is absent (`skip_absent_tpu`). JAX's configuration stays as it was."""
+    if skip_absent_tpu():
+        jax.devices()
+        jax.config.update("jax_platforms", None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

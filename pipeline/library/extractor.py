@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from pipeline.cluster import preemption, processes
-from pipeline.cluster.devices import topology
+from pipeline.cluster.devices import open_devices, topology
 from pipeline.config.choices import Attention
 from pipeline.core.errors import ConfigError, StoreMismatch
 from pipeline.data.documents import SkippedDocument, TokenBlock
@@ -96,6 +96,7 @@ class Extractor:
         given = dict(model=model, layers=layers, sites=sites, dtype=dtype, model_dtype=model_dtype, **options)
         self._settings = settings(given | ({} if length is None else {"length": length}))
         config = configuration(self._settings)
+        open_devices()
         if processes.count() > 1:
             raise ConfigError(
                 f"this process is one of {processes.count()} that have joined. Expected one for an Extractor: on "

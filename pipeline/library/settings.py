@@ -2,8 +2,10 @@
 
 import operator
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 
 from pipeline.config.composing import from_values
+from pipeline.config.keys import all_keys
 from pipeline.config.limits import shown
 from pipeline.config.schema import ParquetData, RunConfig
 from pipeline.core.errors import ConfigError
@@ -39,12 +41,28 @@ def settings(options: Mapping[str, object], owner: str = "Extractor") -> dict[st
     option."""
     for name in options:
         if name not in KEYS:
-            similar = did_you_mean(name, KEYS)
-            raise ConfigError(f"{owner} has no option {shown(name)}.{similar} It has {', '.join(sorted(KEYS))}.")
+            hint = _hint(name, owner)
+            raise ConfigError(f"{owner} has no option {shown(name)}.{hint} It has {', '.join(sorted(KEYS))}.")
     values = {KEYS[name]: _plain(value) for name, value in options.items()}
     if isinstance(sites := options.get("sites"), str):
         values["capture.sites"] = [sites]
     return values
+
+
+def _hint(name: str, owner: str) -> str:
+    """What an unknown option was probably meant to be, after a blank: another option, or a key of the configuration."""
+    options = {key: option for option, key in KEYS.items()}
+    keys = [key for key in all_keys() if name in (key, key.rpartition(".")[2])]
+    if option := next((options[key] for key in keys if key in options), None):
+        return f" Did you mean {option}?"
+    if not keys:
+        return did_you_mean(name, KEYS)
+    if owner != "Stream":
+        return f" Only the command takes {keys[0]}: python -m pipeline.run."
+    section, _, last = keys[0].partition(".")
+    if section == "data" and last in (field.name for field in fields(ParquetData)):
+        return f' {keys[0]} is given with the data: data={{"path": ..., "{last}": ...}}.'
+    return f" {keys[0]} is a key of the configuration, which Stream.from_config(['{keys[0]}=...', ...]) takes."
 
 
 def configuration(values: Mapping[str, object], job: Mapping[str, object] | None = None) -> RunConfig:

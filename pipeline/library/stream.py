@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import jax
 
-from pipeline.cluster.devices import topology
+from pipeline.cluster.devices import open_devices, topology
 from pipeline.cluster.topology import Topology
 from pipeline.config import composing
 from pipeline.config.limits import shown
@@ -100,6 +100,7 @@ class Stream:
         if config.run.claim:
             raise ConfigError("run.claim=true: claims are kept in a store. Use rank and world of Stream.batches.")
         use_compilation_cache(config.run.compilation_cache)
+        open_devices()
         self.config = replace(config, store=replace(config.store, path=_NO_STORE))
         self._job = open_job(self.config, _own_devices(topology(config.run)))
         self.keys: tuple[ActivationKey, ...] = self._job.plan.step.keys

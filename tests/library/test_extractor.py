@@ -1,6 +1,8 @@
 """An Extractor's results: those of the store that the command writes, for whatever it is called with."""
 
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -206,6 +208,7 @@ def test_two_extractors_in_one_process(extractor, tmp_path):
         ({"rows": 0}, ConfigError, "batch.rows is 0"),
         ({"attention": "splash"}, ConfigError, "model.attention=splash cannot be used"),
         ({"lenght": 5}, ConfigError, "no option 'lenght'. Did you mean length?"),
+        ({"max_tokens": 5}, ConfigError, "no option 'max_tokens'. Only the command takes run.max_tokens"),
         ({"model": "/no/such/folder"}, PipelineError, "/no/such/folder"),
         ({"prefix": "two words"}, ConfigError, "data.prefix='two words' is"),
     ],
@@ -310,6 +313,21 @@ def test_chats_are_saved(extractor, tmp_path):
     store = extractor.save(tmp_path / "store", [CHAT], ids=["first"])
     [result] = extractor([CHAT])
     np.testing.assert_array_equal(store.document("first").tokens, result.tokens)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the extra `tpu`)")
+def test_libtpu_logs_nothing_where_there_is_no_tpu():
+    """Without JAX_PLATFORMS, JAX would ask libtpu for devices. JAX's configuration is left as it was."""
+    program = f"""
+import jax
+from pipeline import Extractor
+Extractor({TINY!r}, layers=[0], init="random", progress=False)
+print(jax.config.jax_platforms, jax.default_backend())
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "None cpu\n", "")
 
 
 def test_the_packages_and_the_reader_import_neither_jax_nor_hydra():

@@ -3,6 +3,7 @@ configuration and the seed alone, and goes on bit for bit wherever it was stoppe
 
 import gc
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -156,14 +157,30 @@ def test_the_shares_of_two_readers_are_disjoint_and_complete(stream, whole):
         batches_of(stream, rank=1, world=2, state=state)
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("row", "Did you mean rows?"),
+        ("text_column", """data.text_column is given with the data: data={"path": ..., "text_column": ...}."""),
+        ("data.num_streams", """data.num_streams is given with the data: data={"path": ..., "num_streams": ...}."""),
+        ("capture.layers", "Did you mean layers?"),
+        ("path", "Did you mean model?"),
+        ("statistics", "capture.statistics is a key of the configuration, which Stream.from_config(["),
+        ("info_columns", "data.info_columns is a key of the configuration, which Stream.from_config(["),
+        ("xyz", "It has activations_dtype, "),
+    ],
+)
+def test_an_unknown_option_is_compared_with_the_keys_of_the_configuration(name, hint):
+    with pytest.raises(ConfigError, match=re.escape(f"Stream has no option '{name}'. {hint}")):
+        Stream("${assets:tiny-qwen2}", layers=[2], data="/texts", **{name: 1})
+
+
 def test_other_arguments_than_overrides(text, stream, whole):
     options = {"rows": 4, "length": 128, "shard_mib": 0.25, "model_dtype": "float32", "progress": False}
     data = {"path": str(text), "num_streams": 2}
     named = Stream("${assets:tiny-qwen2}", layers=[0, 1], data=data, **options)
     assert_all_same(batches_of(named), whole)
     assert batches_of(named).state() == batches_of(stream).state()
-    with pytest.raises(ConfigError, match=r"Stream has no option 'row'\. Did you mean rows\?"):
-        Stream("${assets:tiny-qwen2}", layers=[2], data=data, row=4)
     with pytest.raises(ConfigError, match="has the source 'hf'"):
         Stream("${assets:tiny-qwen2}", layers=[2], data={"source": "hf", "path": str(text)})
     with pytest.raises(ConfigError, match=r"data\.pth is not a key"):
