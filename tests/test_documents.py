@@ -63,6 +63,16 @@ def test_the_map_of_packages_has_the_layers_that_lint_checks():
     assert re.findall(r"`(\w+)`", row[1]) == commands
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/reading.md"])
+def test_examples_that_read_the_demos_stores_say_how_to_make_them(name):
+    sections = re.split(r"^##+ ", (ROOT / name).read_text(), flags=re.MULTILINE)
+    examples = [
+        (section, match) for section in sections for match in re.finditer(r"^ .*build/demo/stores", section, re.M)
+    ]
+    assert examples
+    assert [match[0] for section, match in examples if "make demo" not in section[: match.start()]] == []
+
+
 def test_messages_that_are_explained_are_those_of_the_program():
     texts = program_texts()
     quoted = list(explained_messages())
