@@ -7,7 +7,6 @@ Set `HF_ENDPOINT` to its address, or to that of a `FaultProxy` in front of it.
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +18,7 @@ import huggingface_hub
 import pytest
 
 from tests.hub_uploads import answer_to_upload
+from tests.serving import served
 
 _LARGE = 1 << 20  # bytes; files of this size and more are identified by their sha256, as in Git LFS
 DATE = "2026-01-01T00:00:00.000Z"
@@ -89,14 +89,8 @@ class Hub:
 
     @contextmanager
     def serving(self) -> Iterator["Hub"]:
-        thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
+        with served(self._server):
             yield self
-        finally:
-            self._server.shutdown()
-            self._server.server_close()
-            thread.join()
 
 
 @contextmanager

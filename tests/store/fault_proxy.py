@@ -16,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tests.serving import served
+
 
 class Fault(StrEnum):
     too_many_requests = "429"
@@ -58,14 +60,8 @@ class FaultProxy:
 
     @contextmanager
     def serving(self) -> Iterator["FaultProxy"]:
-        thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
+        with served(self._server):
             yield self
-        finally:
-            self._server.shutdown()
-            self._server.server_close()
-            thread.join()
 
     def reset(
         self,
