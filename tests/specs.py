@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pipeline.core.sites import ActivationKey
-from pipeline.models.architecture import LayerBlocks
+from pipeline.models.architecture import Architecture, LayerBlocks
 from pipeline.models.registry import Model
 from pipeline.models.weight_specs import layer_steps
 from pipeline.step.spec import StepSpec
@@ -14,6 +14,19 @@ _DENSE, _SPARSE = (
 )
 SPARSE_SITES = _SPARSE - _DENSE
 """Sites that only sparse layers have."""
+
+LLAMA = Architecture(
+    num_layers=2,
+    vocab_size=100,
+    max_positions=4096,
+    d_model=512,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    d_mlp=1024,
+    norm_eps=1e-6,
+    rope=None,
+)
 
 
 def step_spec(

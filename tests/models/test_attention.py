@@ -8,21 +8,9 @@ import pytest
 from jax.sharding import Mesh
 
 from pipeline.core.errors import ConfigError
-from pipeline.models.architecture import Architecture
 from pipeline.models.attention.choosing import choose_attention
+from tests.specs import LLAMA
 
-LLAMA = Architecture(
-    num_layers=2,
-    vocab_size=100,
-    max_positions=4096,
-    d_model=512,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
-    d_mlp=1024,
-    norm_eps=1e-6,
-    rope=None,
-)
 GEMMA = replace(LLAMA, head_dim=256, softcap=50.0)
 
 

@@ -10,7 +10,7 @@ from pipeline.config import composing
 from pipeline.config.choices import Packing, Weights
 from pipeline.config.schema import BatchConfig, ParquetData, RunConfig, StoreConfig
 from pipeline.core.sites import ActivationKey, Site, activation_keys
-from pipeline.models.architecture import Architecture, LocalAttention
+from pipeline.models.architecture import LocalAttention
 from pipeline.models.attention.splash import block_size
 from pipeline.models.leaves import flops_per_token
 from pipeline.models.registry import Model, open_model
@@ -21,6 +21,7 @@ from pipeline.planning.slice.packed_rows import computed_share, packed_segments
 from pipeline.planning.slice.roofline import Cost, Limits, bill, decoding, received_bytes, throughput_limits, traffic
 from pipeline.planning.slice.slice_plan import SlicePlan, make_slice_plan, plan_job
 from scripts.bench.published_shapes import SHAPES
+from tests.specs import LLAMA
 
 V5E_64 = parse_slice("v5e-64")
 COST = Cost(flops=1_000_000_000, activation_bytes=5380, fill=0.5)  # with the side arrays 5400 bytes a slot
@@ -68,8 +69,8 @@ def test_a_decoding_step_takes_as_long_as_its_bytes() -> None:
 @pytest.mark.parametrize(("window", "keys"), [(None, 4.5), (4, 3.25)])
 def test_masked_attention_is_not_computed(window: int | None, keys: float) -> None:
     """In a row of 8 positions: 1 + 2 + ... + 8 keys, or at most 4 for each; and half of them in packed rows."""
-    local = window and LocalAttention(pattern="L" * ARCH.num_layers, window=window, rope=None)
-    arch, layer = replace(ARCH, local=local), activation_keys((0,), (Site.resid_post,))
+    local = window and LocalAttention(pattern="L" * LLAMA.num_layers, window=window, rope=None)
+    arch, layer = replace(LLAMA, local=local), activation_keys((0,), (Site.resid_post,))
     assert flops_per_token(arch, {}, layer, 8) == 4 * keys * 512
     assert flops_per_token(arch, {}, layer, 8, {window: 0.5}) == 2 * keys * 512
     assert flops_per_token(replace(arch, causal=False, local=None), {}, layer, 8) == 4 * 8 * 512
@@ -85,25 +86,13 @@ def test_traffic_and_bill() -> None:
     assert (job.chips_usd, job.store_usd_per_month) == (pytest.approx(76.8), pytest.approx(777.6))
 
 
-ARCH = Architecture(
-    num_layers=2,
-    vocab_size=100,
-    max_positions=4096,
-    d_model=512,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
-    d_mlp=1024,
-    norm_eps=1e-6,
-    rope=None,
-)
 CONFIG = RunConfig(data=ParquetData(source="parquet"), store=StoreConfig(path="gs://bucket/store"))
 COMPUTE_BOUND = Limits(compute=1.0, interconnect=2.0, device_to_host=2.0, host_copy=2.0, network=2.0, store=2.0)
 MIB = 1 << 20
 
 
 def advice(
-    config=CONFIG, arch=ARCH, limits=COMPUTE_BOUND, shard_bytes=128 * MIB, host_bytes=GIB, tokens_per_chip=4096
+    config=CONFIG, arch=LLAMA, limits=COMPUTE_BOUND, shard_bytes=128 * MIB, host_bytes=GIB, tokens_per_chip=4096
 ) -> str:
     return "\n".join(advise(config, arch, parse_slice("v5e-4"), limits, shard_bytes, host_bytes, tokens_per_chip))
 
@@ -114,7 +103,7 @@ POOR = {
     "large shards": (dict(shard_bytes=1792 * MIB), "1792 MiB.*lower batch.rows"),
     "full hosts": (dict(host_bytes=150 * GIB), "150 GiB of a host's 179; lower batch.rows"),
     "few tokens": (dict(tokens_per_chip=128), "128 tokens per chip.* 241 .*raise batch.rows"),
-    "odd widths": (dict(arch=replace(ARCH, d_mlp=1000)), "MLP width 1000: not a multiple of 128"),
+    "odd widths": (dict(arch=replace(LLAMA, d_mlp=1000)), "MLP width 1000: not a multiple of 128"),
     "exchange": (dict(limits=replace(COMPUTE_BOUND, interconnect=0.25)), "4.0 times as long.*raise batch.rows"),
     "bound by the network": (dict(limits=replace(COMPUTE_BOUND, network=0.25)), "network limits.*25%.*fewer layers"),
 }
