@@ -37,6 +37,18 @@ HASTY_FLAGS = " ".join(
 )
 
 
+SMALL_JOB = (
+    "batch.rows=4",
+    "batch.length=64",
+    "capture.layers=[0,1]",
+    "capture.sites=[resid_post,attn_out]",
+    "store.shard_mib=0.125",
+    "run.metrics_interval_s=0.2",
+    "run.progress=false",
+)
+"""Overrides of a job whose store has many small blocks, and whose metrics are written often."""
+
+
 def write_text(directory: Path, *, files: int, documents: int, max_characters: int = 3000) -> Path:
     """Parquet files with FineWeb's columns text and id, from the language reference that ships with Python."""
     topics = sorted(pydoc_data.topics.topics.items())

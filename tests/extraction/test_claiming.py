@@ -14,6 +14,7 @@ import pytest
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.write.claims import Claims
 from tests.jobs import (
+    SMALL_JOB,
     assert_same_store,
     children,
     commits_held,
@@ -39,13 +40,7 @@ def overrides(tmp_path_factory, compilation_cache) -> list[str]:
     text = write_text(tmp_path_factory.mktemp("text"), files=6, documents=15)
     return [
         f"data.path={text}",
-        "batch.rows=4",
-        "batch.length=64",
-        "capture.layers=[0,1]",
-        "capture.sites=[resid_post,attn_out]",
-        "store.shard_mib=0.125",
-        "run.metrics_interval_s=0.2",
-        "run.progress=false",
+        *SMALL_JOB,
         "run.claim=true",
         f"run.lease_s={LEASE_S}",
         compilation_cache,

@@ -15,6 +15,7 @@ import pytest
 
 from pipeline.store.check.verifying import verify_store
 from tests.jobs import (
+    SMALL_JOB,
     assert_same_store,
     children,
     commits_held,
@@ -41,18 +42,7 @@ EXIT_S = 30  # within which all processes end when one has failed
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory, compilation_cache) -> list[str]:
     text = write_text(tmp_path_factory.mktemp("text"), files=4, documents=20)
-    return [f"data.path={text}", "data.num_streams=3", *SMALL, compilation_cache]
-
-
-SMALL = [
-    "batch.rows=4",
-    "batch.length=64",
-    "capture.layers=[0,1]",
-    "capture.sites=[resid_post,attn_out]",
-    "store.shard_mib=0.125",
-    "run.metrics_interval_s=0.2",
-    "run.progress=false",
-]
+    return [f"data.path={text}", "data.num_streams=3", *SMALL_JOB, compilation_cache]
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +139,7 @@ def test_streams_of_very_different_lengths_end_together(compilation_cache, tmp_p
         rows = {"text": [f"{k} words" for k in range(count)], "id": [f"{file}/{k}" for k in range(count)]}
         schema = pa.schema([("text", pa.string()), ("id", pa.string())])
         pq.write_table(pa.table(rows, schema=schema), text / f"{file}.parquet")
-    job = [f"data.path={text}", "data.num_streams=3", *SMALL, compilation_cache]
+    job = [f"data.path={text}", "data.num_streams=3", *SMALL_JOB, compilation_cache]
     result = run_processes(processes, 1, *job, f"store.path={tmp_path / 'many'}")
     assert result.returncode == 0, result.stdout
     run_here(*job, f"store.path={tmp_path / 'one'}")
@@ -194,7 +184,7 @@ def test_all_processes_end_with_0_or_none_does(compilation_cache, tmp_path):
     """The second process fails to write its only block, when the first has written its own and has no more steps."""
     joined = [f"distributed.coordinator=localhost:{free_port()}", "distributed.num_processes=2"]
     text = write_text(tmp_path / "text", files=2, documents=20)
-    job = [f"data.path={text}", "data.num_streams=2", *SMALL, "store.shard_mib=8", compilation_cache, *joined]
+    job = [f"data.path={text}", "data.num_streams=2", *SMALL_JOB, "store.shard_mib=8", compilation_cache, *joined]
     processes = [start(*job, f"store.path={tmp_path / 'store'}", f"distributed.process_id={i}") for i in range(2)]
     resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (1 << 15, 1 << 15))
     outputs = [process.communicate(timeout=120)[0] for process in processes]

@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.store.format.commits import commit_key
 from tests.jobs import (
+    SMALL_JOB,
     assert_same_store,
     commits_held,
     committed,
@@ -34,12 +35,7 @@ def overrides(tmp_path_factory, compilation_cache):
     return [
         f"data.path={text}",
         "data.num_streams=3",
-        "batch.rows=4",
-        "batch.length=64",
-        "capture.layers=[0,1]",
-        "capture.sites=[resid_post,attn_out]",
-        "store.shard_mib=0.125",
-        "run.metrics_interval_s=0.2",
+        *SMALL_JOB,
         compilation_cache,
     ]
 
