@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from pipeline.models.architecture import Architecture
-
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -18,13 +16,3 @@ class AttentionSpec:
     scale: float
     softcap: float | None = None
     window: int | None = None
-
-
-def undivided_heads(arch: Architecture, tensor: int) -> str | None:
-    """Why `tensor` devices cannot share the heads; None if they can."""
-    for sizes in arch.all_sizes:
-        if sizes.num_heads % tensor or sizes.num_kv_heads % tensor:
-            return (
-                f"mesh.tensor={tensor} does not divide {sizes.num_heads} heads and {sizes.num_kv_heads} key-value heads"
-            )
-    return None

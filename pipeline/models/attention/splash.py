@@ -9,12 +9,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from pipeline.models.architecture import Architecture
+from pipeline.models.attention.dividing import divided, obstacle_to_dividing
 from pipeline.models.attention.segment_blocks import reached_blocks
-from pipeline.models.attention.spec import AttentionSpec, undivided_heads
+from pipeline.models.attention.spec import AttentionSpec
 
 _LANES = 128  # the kernel takes keys in multiples of this
 _SKIPPING_LENGTH = 2048  # of a row; a shorter one has few blocks
@@ -23,9 +24,7 @@ _MAX_SCALAR_BYTES = 3 << 18  # of the 1 MiB of scalar memory, where the kernel k
 
 def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | None:
     """Why the model cannot use the kernel, and what would change that; None if it can."""
-    if length % _LANES:
-        return f"it takes rows in multiples of {_LANES} tokens and batch.length is {length}"
-    return undivided_heads(arch, mesh.shape["tensor"])
+    return obstacle_to_dividing(arch, mesh, length, _LANES)
 
 
 def block_size(length: int, item_bytes: int) -> int:
@@ -70,15 +69,7 @@ def attend_splash(
 
     The kernel does not scale: queries are scaled first, in their dtype. `interpret` runs it on a CPU, for tests.
     """
-    heads, rows = PartitionSpec("data", None, "tensor"), PartitionSpec("data")
-    # check_vma=False: JAX does not track the mesh axes over which a Pallas kernel's output varies.
-    attend = jax.shard_map(
-        partial(_attend_on_device, spec=spec, interpret=interpret),
-        mesh=mesh,
-        in_specs=(heads, heads, heads, rows, PartitionSpec("tensor")),
-        out_specs=heads,
-        check_vma=False,
-    )
+    attend = divided(partial(_attend_on_device, spec=spec, interpret=interpret), mesh)
     return attend(q * jnp.asarray(spec.scale, q.dtype), k, v, segments, sinks)
 
 

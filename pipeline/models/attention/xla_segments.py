@@ -10,12 +10,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
 from pipeline.models.architecture import Architecture
+from pipeline.models.attention.dividing import divided, obstacle_to_dividing
 from pipeline.models.attention.segment_blocks import reached_blocks
-from pipeline.models.attention.spec import AttentionSpec, undivided_heads
+from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.attention.xla import sink_scores
 
 _BLOCK = 256
@@ -24,9 +25,7 @@ _MASKED = jnp.finfo(jnp.float32).min / 2  # half of it: the sum with a score is 
 
 def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | None:
     """Why the model cannot use it, and what would change that; None if it can."""
-    if length % _BLOCK:
-        return f"it takes rows in multiples of {_BLOCK} tokens and batch.length is {length}"
-    return undivided_heads(arch, mesh.shape["tensor"])
+    return obstacle_to_dividing(arch, mesh, length, _BLOCK)
 
 
 @jax.named_scope("xla_segments")
@@ -41,16 +40,7 @@ def attend_xla_segments(
     mesh: Mesh,
 ) -> Float[Array, "B T N W"]:
     """`Attend` with rows divided along the mesh's `data` axis and heads along `tensor`."""
-    heads, rows = PartitionSpec("data", None, "tensor"), PartitionSpec("data")
-    # check_vma=False: the loops begin with constants, which are equal on all devices, and end with what is not.
-    attend = jax.shard_map(
-        partial(_attend_on_device, spec=spec),
-        mesh=mesh,
-        in_specs=(heads, heads, heads, rows, PartitionSpec("tensor")),
-        out_specs=heads,
-        check_vma=False,
-    )
-    return attend(q, k, v, segments, sinks)
+    return divided(partial(_attend_on_device, spec=spec), mesh)(q, k, v, segments, sinks)
 
 
 def _attend_on_device(

@@ -1,0 +1,33 @@
+"""Attention that each device computes for its own rows and heads."""
+
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array
+
+from pipeline.models.architecture import Architecture
+
+
+def obstacle_to_dividing(arch: Architecture, mesh: Mesh, length: int, block: int) -> str | None:
+    """Why rows of `length` cannot be taken in blocks, or their heads by the devices of `tensor`; None if they can."""
+    if length % block:
+        return f"it takes rows in multiples of {block} tokens and batch.length is {length}"
+    tensor = mesh.shape["tensor"]
+    for sizes in arch.all_sizes:
+        if sizes.num_heads % tensor or sizes.num_kv_heads % tensor:
+            return (
+                f"mesh.tensor={tensor} does not divide {sizes.num_heads} heads and {sizes.num_kv_heads} key-value heads"
+            )
+    return None
+
+
+def divided(attend: Callable[..., Array], mesh: Mesh) -> Callable[..., Array]:
+    """`attend` of q, k, v, segments and sinks, with rows divided along the mesh's `data` axis and heads along `tensor`.
+
+    check_vma=False: JAX does not track the axes over which a Pallas kernel's output varies; and loops may begin with
+    constants, which are equal on all devices, and end with what is not.
+    """
+    heads, rows = PartitionSpec("data", None, "tensor"), PartitionSpec("data")
+    in_specs = (heads, heads, heads, rows, PartitionSpec("tensor"))
+    return jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
