@@ -44,6 +44,7 @@ from tests.store.example_store import (
     token_ids,
     write_store,
 )
+from tests.store.test_shard_files import changed_at
 
 STREAMS = range(NUM_STREAMS)
 DOCUMENTS = [(s, k) for s in STREAMS for k in range(len(DOCUMENT_LENGTHS[s]))]
@@ -219,15 +220,6 @@ def edit(key: str, change: Callable[[bytes], bytes]) -> Callable[[Storage], None
     return edit_object
 
 
-def flip(at: int) -> Callable[[bytes], bytes]:
-    def change(content: bytes) -> bytes:
-        flipped = bytearray(content)
-        flipped[at] ^= 1
-        return bytes(flipped)
-
-    return change
-
-
 def of_another_stream(storage: Storage) -> None:
     storage.write(ids_key(0), storage.read(ids_key(1)))
 
@@ -235,7 +227,7 @@ def of_another_stream(storage: Storage) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        *(edit(ids_key(0), flip(at)) for at in (0, 8, 16, 30, 70, HEADER_BYTES - 1, HEADER_BYTES, -6, -1)),
+        *(edit(ids_key(0), changed_at(at)) for at in (0, 8, 16, 30, 70, HEADER_BYTES - 1, HEADER_BYTES, -6, -1)),
         *(edit(ids_key(0), change) for change in (lambda _: b"", lambda c: c[:50], lambda c: c[:-1])),
         of_another_stream,
     ],
