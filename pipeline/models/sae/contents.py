@@ -42,7 +42,7 @@ class Contents:
     sources: Mapping[str, Source | float]  # by our names; a number stands for an array that has it everywhere
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return axis_sizes(self.spec, ARRAYS[name])
+        return self.spec.axis_sizes(ARRAYS[name])
 
     def read(self, name: str) -> np.ndarray:
         """An array of `ARRAYS`, in the file's dtype, in float32 where it is computed. Raises CheckpointError."""
@@ -68,17 +68,11 @@ class Contents:
             )
 
 
-def axis_sizes(spec: SAESpec, axes: str) -> tuple[int, ...]:
-    """The sizes of axes, given by the letters of `ARRAYS`."""
-    sizes = {"D": spec.d_in, "F": spec.width, "O": spec.d_out}
-    return tuple(sizes[axis] for axis in axes)
-
-
 def checked(contents: Contents, ignored: Sequence[str] = ()) -> Contents:
     """The contents, if the file has just their tensors, but for ignored ones. Raises CheckpointError otherwise."""
     shapes, where = contents.tensors.shapes, contents.tensors.name
     sources = [source for source in contents.sources.values() if isinstance(source, Source)]
-    expected = {source.tensor: axis_sizes(contents.spec, source.axes) for source in sources}
+    expected = {source.tensor: contents.spec.axis_sizes(source.axes) for source in sources}
     if missing := [name for name in expected if name not in shapes]:
         raise CheckpointError(
             f"{where} has no {', '.join(missing)}: expected {', '.join(expected)}, got {_names(shapes)}. Is it an SAE "

@@ -40,7 +40,9 @@ def abstract_params(sae: SAESpec, names: Collection[str], dtype: str, mesh: Mesh
     """The shapes and shardings of what `load_params` returns; reads nothing, and needs no device."""
     return {
         name: jax.ShapeDtypeStruct(
-            _shape(name, sae), _dtype(name, dtype), sharding=NamedSharding(mesh, params_partition(name, sae, mesh))
+            sae.axis_sizes(ARRAYS[name]),
+            _dtype(name, dtype),
+            sharding=NamedSharding(mesh, params_partition(name, sae, mesh)),
         )
         for name in names
     }
@@ -50,7 +52,9 @@ def params_bytes(sae: SAESpec, names: Collection[str], dtype: str, tensor: int) 
     """Of the arrays on each device, where `tensor` devices divide the features."""
     divided = tensor if sae.width % tensor == 0 else 1
     return sum(
-        math.prod(_shape(name, sae)) * np.dtype(_dtype(name, dtype)).itemsize // (divided if "F" in ARRAYS[name] else 1)
+        math.prod(sae.axis_sizes(ARRAYS[name]))
+        * np.dtype(_dtype(name, dtype)).itemsize
+        // (divided if "F" in ARRAYS[name] else 1)
         for name in names
     )
 
@@ -63,11 +67,6 @@ def tensor_axis(sae: SAESpec, mesh: Mesh) -> str | None:
 def params_partition(name: str, sae: SAESpec, mesh: Mesh) -> PartitionSpec:
     """How an array is divided over the mesh: by features."""
     return PartitionSpec(*(tensor_axis(sae, mesh) if axis == "F" else None for axis in ARRAYS[name]))
-
-
-def _shape(name: str, sae: SAESpec) -> tuple[int, ...]:
-    sizes = {"D": sae.d_in, "F": sae.width, "O": sae.d_out}
-    return tuple(sizes[axis] for axis in ARRAYS[name])
 
 
 def _dtype(name: str, dtype: str) -> str:

@@ -58,6 +58,11 @@ class SAESpec:
     undo_scaling: bool = False  # whether decoding ends with the inverse of input_scaling; the inverse has no epsilon
     is_transcoder: bool | None = False  # whether it predicts another site than it reads; None: the files do not say
 
+    def axis_sizes(self, axes: str) -> tuple[int, ...]:
+        """The sizes of axes, given by the letters of `ARRAYS`."""
+        sizes = {"D": self.d_in, "F": self.width, "O": self.d_out}
+        return tuple(sizes[axis] for axis in axes)
+
 
 # Name: axes. All arrays are C-ordered; dtypes are float32, float16 or bfloat16.
 ARRAYS: dict[str, str] = {
