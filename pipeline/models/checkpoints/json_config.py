@@ -91,15 +91,11 @@ class JsonConfig:
         """The mapping under `key`; empty where the key is absent."""
         return type(self)(self._take(key, (dict,), "a mapping", {}), f"{self.where}: {key}")
 
-    def _refuse(self, keys: Sequence[str], wrong: str, unchanged: str) -> None:
-        """Raises for attributes that were not read, if there are any: what they might make wrong, and what they leave
-        unchanged where they may be removed."""
+    def _refuse(self, keys: Sequence[str], reason: str) -> None:
+        """Raises for attributes that were not read, if there are any."""
         if not keys:
             return
         settings = ", ".join(f"{key}={shown(self.values[key])}" for key in keys[:_MAX_SHOWN])
         if len(keys) > _MAX_SHOWN:
             settings += f" and {len(keys) - _MAX_SHOWN} more"
-        raise CheckpointError(
-            f"{self.where} sets {settings}, which this program does not implement, so that {wrong} might be wrong. Use "
-            f"another {self.user}, or remove the attribute if it does not change {unchanged}."
-        )
+        raise CheckpointError(f"{self.where} sets {settings}, {reason}")

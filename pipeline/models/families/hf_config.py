@@ -132,7 +132,11 @@ class HfConfig(JsonConfig):
             and not key.startswith("_")
             and not (key in _NEUTRAL and value == _NEUTRAL[key])
         ]
-        self._refuse(unread, "the activations", "the forward pass")
+        self._refuse(
+            unread,
+            "which this program does not implement, so that the activations might be wrong. Use another model, or "
+            "remove the attribute if it does not change the forward pass.",
+        )
 
 
 def refuse_unreadable(config: HfConfig, families: Collection[str]) -> None:

@@ -31,4 +31,8 @@ class SAEConfig(JsonConfig):
     def finish(self, harmless: Collection[str] = ()) -> None:
         """Raises for attributes that were neither read nor are known to be harmless. Call it last."""
         unread = sorted(self.values.keys() - self._taken - {*harmless})
-        self._refuse(unread, "features", "what the SAE computes")
+        self._refuse(
+            unread,
+            "which this program does not implement, so that features might be wrong. Use another SAE, or remove the "
+            "attribute if it does not change what the SAE computes.",
+        )
