@@ -71,7 +71,7 @@ def test_a_reader_stays_at_its_commit_and_writes_nothing(server, tmp_path, capsy
     assert store.path == f"{URL}@{commit}"
     assert_reads_the_same(store, ActivationStore.open(tmp_path / "store"))
     assert_reads_the_same(pickle.loads(pickle.dumps(store)), ActivationStore.open(tmp_path / "store"))
-    with pytest.raises(StoreInvalid, match="another Zarr hierarchy"):
+    with pytest.raises(StoreInvalid, match="not an activation store"):
         ActivationStore.open(URL)
     assert delete.main([f"store.path={URL}@{commit}", "confirm=true"]) == 2
     assert "where a store is only read. Fill a store at a local path" in capsys.readouterr().err
@@ -86,7 +86,7 @@ def test_a_reader_stays_at_its_commit_and_writes_nothing(server, tmp_path, capsy
         (f"{URL}@{'0' * 40}", "the Hub refuses access.*hf auth login"),
         (f"{URL}@absent", "the Hub refuses access"),
         (f"{URL}@refs/pr/1", "acts, revision refs/pr/1: the Hub refuses access"),
-        ("hf://owner/model", "which is no data set of the Hub"),
+        ("hf://owner/model", "which is not a dataset of the Hub"),
         ("hf://datasets/owner", "Give hf://datasets/owner/name"),
         (f"{URL}/nowhere", "there is no activation store at"),
     ],
@@ -158,10 +158,10 @@ def test_the_relay_keeps_no_answer_that_nobody_comes_back_for(server, monkeypatc
     relay, files = HubRelay(), open_hub_files(URL)
     server.before = lambda request: time.sleep(0.05)
     assert relay.answer((files, "first", None)) is None
-    wait([asked.future for asked in relay._under_way.values()])
+    wait([pending.future for pending in relay._pending.values()])
     assert relay.answer((files, "second", None)) is None
-    assert [key for _, key, _ in relay._under_way] == ["second"]
-    wait([asked.future for asked in relay._under_way.values()])
+    assert [key for _, key, _ in relay._pending] == ["second"]
+    wait([pending.future for pending in relay._pending.values()])
 
 
 @pytest.mark.parametrize(

@@ -552,7 +552,7 @@ def test_an_array_of_another_dtype_is_refused(tmp_path):
     write_store(str(tmp_path))
     zarr_json = tmp_path / "embed" / "zarr.json"
     zarr_json.write_text(zarr_json.read_text().replace("bfloat16", "float32"))
-    with pytest.raises(StoreInvalid, match=r"delete its zarr\.json, which the next run writes anew"):
+    with pytest.raises(StoreInvalid, match=r"delete its zarr\.json, which the next run writes again"):
         StoreWriter.open(str(tmp_path), metadata(), layout())
     zarr_json.unlink()
     write_store(str(tmp_path))

@@ -1,7 +1,7 @@
-"""Failed operations of TensorStore and of the file system: the error that is raised, and its remedy.
+"""Failed operations of TensorStore and the file system: the error to raise, and its remedy.
 
-TensorStore raises ValueError, as mistakes in a program do. The message of a failed operation begins with the name of a
-status (but for INVALID_ARGUMENT), and ends with the operating system's error number, if there is one.
+TensorStore raises ValueError, as for mistakes in a program. The message of a failed operation begins with the name of a
+status (except for INVALID_ARGUMENT) and ends with the operating system's error number, if there is one.
 """
 
 import errno
@@ -23,34 +23,32 @@ class _Cause(NamedTuple):
 
 
 _DAMAGE = _Cause(StoreInvalid, DAMAGE_REMEDY)
-_PERMISSION = _Cause(StoreError, "Give this user the permission, or choose another store.path.")
+_PERMISSION = _Cause(StoreError, "Give this user the permission, or choose a different store.path.")
 HUB_REFUSAL = _Cause(StoreInvalid, "Check the spelling, or log in with `hf auth login`.")
-_FILE_IN_THE_WAY = _Cause(StoreInvalid, "A file stands in the way: choose another store.path.")
-_TRANSIENT = _Cause(
-    StoreError, "What was committed before stays valid; once the cause is gone, run the same command again."
-)
+_FILE_IN_THE_WAY = _Cause(StoreInvalid, "A file is in the way: choose a different store.path.")
+_TRANSIENT = _Cause(StoreError, "Committed blocks stay valid: once the cause is gone, run the same command again.")
 
 _BY_ERRNO = {
-    errno.EROFS: _Cause(StoreError, "Choose another store.path."),
+    errno.EROFS: _Cause(StoreError, "Choose a different store.path."),
     errno.ENOSPC: _Cause(StoreError, f"The disk is full. {_FULL_REMEDY}"),
     errno.EDQUOT: _Cause(StoreError, f"The quota is used up. {_FULL_REMEDY}"),
     errno.EACCES: _PERMISSION,
     errno.EPERM: _PERMISSION,
     errno.ENOTDIR: _FILE_IN_THE_WAY,
     errno.EEXIST: _FILE_IN_THE_WAY,
-    errno.EISDIR: _Cause(StoreInvalid, "A folder stands in the way: choose another store.path."),
+    errno.EISDIR: _Cause(StoreInvalid, "A folder is in the way: choose a different store.path."),
     errno.ENAMETOOLONG: _Cause(StoreInvalid, "Choose a shorter store.path."),
-    errno.ELOOP: _Cause(StoreInvalid, "Choose another store.path."),
+    errno.ELOOP: _Cause(StoreInvalid, "Choose a different store.path."),
 }
 _BY_STATUS = {
     "DATA_LOSS": _DAMAGE,
     "OUT_OF_RANGE": _DAMAGE,  # bytes beyond the object's end, or rows beyond the array's
 }
-_BY_OPENING_STATUS = {  # of an array
+_BY_STATUS_OF_OPENING = {  # when an array is opened
     "NOT_FOUND": _DAMAGE,
     "FAILED_PRECONDITION": _Cause(
         StoreInvalid,
-        "The array was edited: delete its zarr.json, which the next run writes anew, or choose another store.path.",
+        "The array was edited: delete its zarr.json, which the next run writes again, or change store.path.",
     ),
 }
 
@@ -59,7 +57,7 @@ _STATUSES = (
     "|FAILED_PRECONDITION|ABORTED|OUT_OF_RANGE|INTERNAL|UNAVAILABLE|DATA_LOSS|UNAUTHENTICATED"
 )
 _STATUS = re.compile(rf"({_STATUSES}): ")
-_INVALID_ARGUMENT = re.compile(  # failed operations of this status; all else of it are mistakes in the program
+_INVALID_ARGUMENT = re.compile(  # failed operations with this status; others with it are mistakes in the program
     r"Error (opening|reading|writing|deleting) |Failed to .*os_error_code=|.*HTTP response code", re.DOTALL
 )
 _ERRNO = re.compile(r"\[os_error_code='(\d+)'\]")
@@ -69,11 +67,10 @@ _READING_SHARD = re.compile(rf"(({_STATUSES}): )?Error reading shard")
 
 @contextmanager
 def storage_errors(subject: str, refusal: _Cause = _PERMISSION) -> Iterator[None]:
-    """Turns a failed operation of TensorStore, or of the file system, into a StoreError that names `subject`, the cause
-    and a remedy. It is a StoreInvalid where the cause is one that no retry heals. `refusal`: what it means that a
-    service refuses a request.
+    """Turns a failure of TensorStore or the file system into a StoreError that names `subject`, the cause and a
+    remedy; into a StoreInvalid if retrying cannot help. `refusal`: the cause to give if a service denies permission.
 
-    Put it around waiting for the operation, and nothing else: mistakes in the program must be raised unchanged.
+    Enclose only the wait for the operation, since mistakes in the program must be raised unchanged.
     """
     try:
         yield
@@ -89,7 +86,7 @@ def storage_errors(subject: str, refusal: _Cause = _PERMISSION) -> Iterator[None
 
 
 def _cause(text: str) -> _Cause:
-    """The cause that a message of TensorStore's names."""
+    """The cause of a failure, from TensorStore's message."""
     number = _ERRNO.search(text)
     if number and int(number[1]) in _BY_ERRNO:
         return _BY_ERRNO[int(number[1])]
@@ -99,4 +96,4 @@ def _cause(text: str) -> _Cause:
         return _BY_STATUS[status]
     if _READING_SHARD.match(text):
         return _DAMAGE
-    return _BY_OPENING_STATUS.get(status, _TRANSIENT) if _OPENING_ARRAY.match(text) else _TRANSIENT
+    return _BY_STATUS_OF_OPENING.get(status, _TRANSIENT) if _OPENING_ARRAY.match(text) else _TRANSIENT

@@ -1,4 +1,4 @@
-"""Parsing JSON of a store, which anybody may have edited."""
+"""Parsing a store's JSON, which may have been edited."""
 
 import json
 from typing import Any
@@ -9,12 +9,11 @@ from pipeline.store.io.failures import DAMAGE_REMEDY
 
 
 def parse_store_json(text: bytes, subject: str, remedy: str = DAMAGE_REMEDY) -> Any:
-    """The value of a JSON text. Raises StoreInvalid, naming `subject`, where it is not JSON, is nested deeper than
-    MAX_DEPTH, or has a string that UTF-8 cannot encode.
-    """
+    """The value of a JSON text. Raises StoreInvalid, naming `subject`, if it is not JSON, is nested deeper than
+    MAX_DEPTH, or has a string that UTF-8 cannot encode."""
     try:
         value = json.loads(text)
-        if b"\\u" in text:  # half of a surrogate pair, which could be neither printed nor hashed
+        if b"\\u" in text:  # half of a surrogate pair could be neither printed nor hashed
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise StoreInvalid(

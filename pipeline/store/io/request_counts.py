@@ -1,20 +1,20 @@
-"""How this process's requests to storage have gone so far, as TensorStore counts them."""
+"""Counts of this process's failed requests to storage, from TensorStore's metrics."""
 
 from collections.abc import Iterator
 
 import tensorstore as ts
 
-_REFUSED = ("429", "503")  # too many requests; slow down, as S3 says it
+_REFUSED = ("429", "503")  # "Too Many Requests", and "Slow Down" from S3
 
 
 def num_retries() -> int:
-    """How many requests to `gs://` and `s3://` have failed, and were sent again."""
+    """How often a request to `gs://` or `s3://` failed and was sent again."""
     metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/")
     return sum(metric["values"][0]["value"] for metric in metrics if metric["name"].endswith("/retries"))
 
 
 def num_refused() -> int:
-    """How many HTTP answers were 429 or 503: the service wants fewer requests, or is not available."""
+    """The number of HTTP responses 429 and 503: the service wants fewer requests, or is unavailable."""
     return sum(count for code, count in _response_codes() if code in _REFUSED)
 
 

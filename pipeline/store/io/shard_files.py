@@ -1,9 +1,8 @@
-"""Store shards as files: encoded from the job's buffers and written to a local disk, without a copy in between, and
-read into the memory that a reader gathers from.
+"""Store shards as local files: encoded from the job's buffers and written without a copy in between, and read directly
+into a reader's buffers.
 
-TensorStore writes the same bytes at 0.6 to 0.7 of this speed and with a copy of every block in memory, and takes more
-CPU time to read them (docs/performance.md). It writes and reads all else: compressed chunks and every other kind of
-storage.
+For the same bytes, TensorStore reaches 0.6 to 0.7 of this write speed, copies every block in memory, and takes more CPU
+time to read (docs/performance.md). It is used for everything else: compressed chunks and all other kinds of storage.
 """
 
 import fcntl
@@ -24,11 +23,11 @@ from pipeline.store.io.directories import make_directories, sync_directory
 
 _CHECKSUM_BYTES = 4
 _INDEX_ENTRY_BYTES = 16  # offset and size
-_ABSENT = (1 << 64) - 1  # in a shard's index: of a chunk that holds the fill value alone, which is not written
+_ABSENT = (1 << 64) - 1  # index entry of a chunk with only fill values, which is not written
 
 
 class ShardFiles:
-    """Writes store shards below a directory, as many at a time as there are `threads`."""
+    """Writes store shards below the directory `root`, in `threads`."""
 
     def __init__(self, root: Path, threads: Executor) -> None:
         self._root = root
@@ -37,11 +36,11 @@ class ShardFiles:
     def write(
         self, key: str, values: Shaped[np.ndarray, "R ..."], chunk_shape: Sequence[int], fill: int
     ) -> Future[str]:
-        """Starts writing an object, which replaces an earlier one once all of it is on the disk. As TensorStore does,
-        deletes it instead where every value is the fill value.
+        """Starts writing a block of an array. Its file replaces an earlier one only when all of it is on the disk.
 
-        `values` is not copied: leave it untouched until the future is done. That gives the values' digest, or raises
-        OSError where writing failed; an earlier object then stays.
+        If every value is the fill value, the file is deleted instead, as TensorStore does. `values` is not copied: do
+        not change it until the future is done. The future returns the values' digest, or raises OSError if writing
+        failed; an earlier file is then unchanged.
         """
         return self._threads.submit(self._write, key, values, chunk_shape, fill)
 
@@ -55,23 +54,23 @@ def encode_shard(
     values: Shaped[np.ndarray, "R ..."], chunk_shape: Sequence[int], fill: int, digest: ValuesDigest
 ) -> Iterator[memoryview | bytes]:
     """The parts of a Zarr v3 shard, in order: each chunk and its crc32c, then the index of the chunks and its crc32c.
-    The chunks' checksums go into `digest`, too.
+    Adds the chunks' checksums to `digest`.
 
-    Chunks must be whole rows or a part of one row, as `StoreLayout.chunk_shape`'s are: one after the other they are
-    `values` as it lies in memory. Nothing at all where every chunk holds the fill value alone.
+    Chunks must be whole rows or part of one row, as from `StoreLayout.chunk_shape`, so that the chunks in order are the
+    memory of `values`. Yields nothing if every value is the fill value.
     """
     values = np.ascontiguousarray(values)
     content = memoryview(values.reshape(-1).view(np.uint8))
-    empty = np.full(math.prod(chunk_shape), fill, values.dtype).tobytes()
-    checksum_of_empty = chunk_checksum(empty)
-    first = empty[: values.itemsize]
+    fill_chunk = np.full(math.prod(chunk_shape), fill, values.dtype).tobytes()
+    fill_checksum = chunk_checksum(fill_chunk)
+    fill_value = fill_chunk[: values.itemsize]
     index = []
     offset = 0
-    for start in range(0, len(content), len(empty)):
-        chunk = content[start : start + len(empty)]
-        if chunk[: len(first)] == first and bytes(chunk) == empty:
+    for start in range(0, len(content), len(fill_chunk)):
+        chunk = content[start : start + len(fill_chunk)]
+        if chunk[: len(fill_value)] == fill_value and bytes(chunk) == fill_chunk:
             index += [_ABSENT, _ABSENT]
-            digest.add_checksum(checksum_of_empty)
+            digest.add_checksum(fill_checksum)
             continue
         checksum = chunk_checksum(chunk)
         digest.add_checksum(checksum)
@@ -89,23 +88,23 @@ def encode_shard(
 def read_chunks(
     path: str, num_chunks: int, first: int, out: Shaped[np.ndarray, "R ..."], chunk_shape: Sequence[int]
 ) -> bool:
-    """Reads chunks of a shard file that has `num_chunks`, from chunk `first` on, into `out`, and checks their crc32c.
+    """Reads chunks from a shard file with `num_chunks` chunks, starting at chunk `first`, and checks their crc32c.
 
-    `out` has the shape of whole chunks, which are as `encode_shard` has them; its rows may be apart in memory. Returns
-    False, with anything in `out`, where there is no such file, where a chunk is absent, since it holds the fill value,
-    and where anything is damaged: TensorStore gives these values, or says what is wrong.
+    out: receives the values. Its shape is whole chunks, as `encode_shard` expects them; its rows need not be adjacent
+    in memory. Returns False, leaving `out` undefined, if there is no such file, if a chunk is absent because it has
+    only fill values, or if anything is damaged. TensorStore then reads these values or reports the damage.
     """
     rows, positions, *_ = chunk_shape
     values = out.view(f"u{out.itemsize}")
-    own = np.empty(chunk_shape, values.dtype)  # for chunks that are not contiguous in `out`
-    places = [(row, position) for row in range(0, out.shape[0], rows) for position in range(0, out.shape[1], positions)]
-    size, checksum = own.nbytes, bytearray(_CHECKSUM_BYTES)
+    buffer = np.empty(chunk_shape, values.dtype)  # for chunks that are not contiguous in `out`
+    starts = [(row, position) for row in range(0, out.shape[0], rows) for position in range(0, out.shape[1], positions)]
+    size, checksum = buffer.nbytes, bytearray(_CHECKSUM_BYTES)
     try:
         with open(path, "rb", buffering=0) as file:
-            index = _read_index(file, num_chunks)[first : first + len(places)]
-            for (row, position), (offset, stored_size) in zip(places, index, strict=True):
+            index = _read_index(file, num_chunks)[first : first + len(starts)]
+            for (row, position), (offset, stored_size) in zip(starts, index, strict=True):
                 target = values[row : row + rows, position : position + positions]
-                chunk = target if target.flags.c_contiguous else own
+                chunk = target if target.flags.c_contiguous else buffer
                 if stored_size != size + _CHECKSUM_BYTES:
                     return False
                 file.seek(offset)
@@ -113,15 +112,15 @@ def read_chunks(
                     return False
                 if chunk_checksum(chunk) != checksum:
                     return False
-                if chunk is own:
-                    target[...] = own
+                if chunk is buffer:
+                    target[...] = buffer
     except (OSError, ValueError, OverflowError):
         return False
     return True
 
 
 def _read_index(file: BinaryIO, num_chunks: int) -> list[list[int]]:
-    """Offset and size of each chunk of a shard. Raises ValueError where it is damaged, and OSError."""
+    """The offset and size of each chunk of a shard. Raises ValueError if the index is damaged, and OSError."""
     size = _INDEX_ENTRY_BYTES * num_chunks
     file.seek(-size - _CHECKSUM_BYTES, os.SEEK_END)
     encoded = file.read(size + _CHECKSUM_BYTES)
@@ -133,8 +132,8 @@ def _read_index(file: BinaryIO, num_chunks: int) -> list[list[int]]:
 def _write_durably(root: Path, key: str, parts: Iterator[memoryview | bytes]) -> None:
     path = root / key
     make_directories(path.parent, root)
-    temporary = path.with_name(f"{path.name}.__lock")  # TensorStore's name for it, which listings leave out
-    with _opened_alone(temporary) as file:
+    temporary = path.with_name(f"{path.name}.__lock")  # TensorStore's name, which its listings leave out
+    with _open_locked(temporary) as file:
         try:
             file.writelines(parts)
             if file.tell() == 0:
@@ -151,23 +150,23 @@ def _write_durably(root: Path, key: str, parts: Iterator[memoryview | bytes]) ->
 
 
 @contextmanager
-def _opened_alone(path: Path) -> Iterator[BinaryIO]:
-    """An empty file at this path, new or left behind by a process that was killed. Others wait, TensorStore's too."""
+def _open_locked(path: Path) -> Iterator[BinaryIO]:
+    """A locked, empty file at this path, new or left by a killed process. Other writers wait, including TensorStore."""
     while True:
         with path.open("ab") as file:
             _lock(file)
-            is_current = False  # else another has renamed or deleted it meanwhile
+            is_current = False  # it is not if another process renamed or deleted it before we got the lock
             with suppress(FileNotFoundError):
                 is_current = path.stat().st_ino == os.fstat(file.fileno()).st_ino
             if is_current:
                 file.truncate(0)
-                file.seek(0)  # of a file that is appended to, truncating leaves the position where it was
+                file.seek(0)  # truncating does not change the position, which append mode set to the end
                 yield file
                 return
 
 
 def _lock(file: BinaryIO) -> None:
-    """Waits for the lock that TensorStore takes: of the open file on Linux, which is another than flock's."""
+    """Waits for the lock that TensorStore uses: on Linux, an open file description lock, which flock would ignore."""
     if hasattr(fcntl, "F_OFD_SETLKW"):
         whole_file = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # C's struct flock
         fcntl.fcntl(file, fcntl.F_OFD_SETLKW, whole_file)

@@ -1,7 +1,7 @@
-"""The one way to storage: objects on a local path, `gs://`, `s3://` or `memory://`, through TensorStore; and, to be
-read only, in a data set repository of the Hugging Face Hub, `hf://`.
+"""All access to storage: objects at a local path, `gs://`, `s3://` or `memory://`, through TensorStore, and (read-only)
+in a dataset repository of the Hugging Face Hub, `hf://`.
 
-Whatever can fail while reading or writing is raised as a StoreError.
+Every failure to read or write is raised as a StoreError.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from pipeline.store.io.failures import DAMAGE_REMEDY, HUB_REFUSAL, storage_error
 if TYPE_CHECKING:
     from pipeline.store.io.hub_relay import HubRelay
 
-# TensorStore reads these with its first request. Without them it waits for ever for a server that does not answer.
+# TensorStore reads these at its first request. Without them it waits forever for a server that does not answer.
 _TIMEOUTS = {
     "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "30",
     "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "60",
@@ -36,17 +36,17 @@ _TIMEOUTS = {
 }
 
 _RETRIES = ("gcs_request_retries", "s3_request_retries", "http_request_retries")
-_MAX_DELAY = 8  # times the first: after an outage a process writes again within some 10 s
+_MAX_DELAY = 8  # times the first delay: a process writes again about 10 s after an outage
 _DELAY_FACTORS = (0.75, 1.25)  # the fifth attempts of many processes are spread over 8 s, the seventh ones over 16 s
 _RATE_LIMITER = "experimental_gcs_rate_limiter"
-_WRITE_RATE_DOUBLES_AFTER = "20m"  # as a bucket's; https://cloud.google.com/storage/docs/request-rate
-_HTTP_THREADS = (4, 32)  # TensorStore's default; as many as it has requests under way by default
+_WRITE_RATE_DOUBLES_AFTER = "20m"  # as the limit of a bucket does; https://cloud.google.com/storage/docs/request-rate
+_HTTP_THREADS = (4, 32)  # TensorStore's default, and its default number of concurrent requests
 _CONCURRENCY = ("gcs_request_concurrency", "s3_request_concurrency", "file_io_concurrency", "http_request_concurrency")
 
-# Reads and writes of small objects to start ahead. TensorStore has fewer requests under way; the rest wait inside it.
+# How many reads or writes of small objects to start ahead. TensorStore queues those beyond its concurrency.
 _KEYS_AHEAD = 256
 
-# Seconds to wait before each new read of an object that seems damaged or missing.
+# Delays before an object that seems damaged or missing is read again.
 _REREAD_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
 _SETTLED_REREAD_DELAYS_S = (0.0,)
 
@@ -63,10 +63,10 @@ _NOT_FILES = {
 
 
 class KeyValueStore:
-    """Objects by key. Methods raise StoreError where the storage fails.
+    """Objects by key. Methods raise StoreError if the storage fails.
 
-    `directory`: the local directory that the objects are in, with a slash at its end; None for other kinds of storage.
-    `is_remote`: whether the objects are behind a network, where a request may fail or be answered wrongly.
+    directory: the local directory of the objects, with a trailing slash; None for other kinds of storage.
+    is_remote: whether requests go through a network, so that one may fail or get a wrong answer.
     """
 
     def __init__(self, kvstore: ts.KvStore) -> None:
@@ -74,7 +74,7 @@ class KeyValueStore:
         self._spec = kvstore.spec().to_json()
         self.directory: str | None = self._spec["path"] if self._spec["driver"] == "file" else None
         self.is_remote: bool = self._spec["driver"] not in ("file", "memory")
-        self._hub, self._prefix = None, ""  # of the keys
+        self._hub, self._prefix = None, ""  # the Hub's files, and the folder in which the keys are
         if self._spec["driver"] == "http":
             self._hub, self._prefix = _hub_relay().find(self._spec["path"])
 
@@ -82,33 +82,33 @@ class KeyValueStore:
         """The URL or path of an object, for messages."""
         if self._hub is not None:
             return f"{self._hub.url}/{self._prefix}{key}"
-        if self._spec["driver"] == "s3":  # TensorStore gives no URL where there is an endpoint
+        if self._spec["driver"] == "s3":  # TensorStore has no URL for an S3 endpoint
             return f"s3://{self._spec['bucket']}/{self._spec.get('path', '')}{key}"
         return self.kvstore.url + key
 
     @contextmanager
     def errors(self, key: str) -> Iterator[None]:
-        """`storage_errors` of an object."""
+        """`storage_errors` for an object."""
         try:
             with storage_errors(self.url(key), *([] if self._hub is None else [HUB_REFUSAL])):
                 yield
         except StoreError as error:
             if self._hub is None:
                 raise
-            raise type(error)(_hub_relay().named(str(error))) from error.__cause__
+            raise type(error)(_hub_relay().with_hub_addresses(str(error))) from error.__cause__
 
     def read(self, key: str) -> bytes | None:
-        """The object's bytes, or None where there is none; see `require_file`."""
+        """The object's bytes; None if it does not exist. See `require_file`."""
         return next(self.read_many([key]))
 
     def read_many(self, keys: Sequence[str], ranges: Iterable[tuple[int, int]] | None = None) -> Iterator[bytes | None]:
-        """The objects' bytes, in order, None where there is none; many are asked for at once. `ranges`: of each object
-        the bytes to read, from the first up to before the last. See `require_file`."""
+        """The objects' bytes in order, None for one that does not exist; many are read concurrently. `ranges`: the
+        bytes (start, stop) to read from each object. See `require_file`."""
         reads: deque[tuple[str, ts.Future]] = deque()
         slices = itertools.repeat(None) if ranges is None else itertools.starmap(slice, ranges)
-        for key, wanted in zip(keys, slices, strict=False):
+        for key, byte_range in zip(keys, slices, strict=False):
             self.require_file(key)
-            reads.append((key, self.kvstore.read(key, byte_range=wanted)))
+            reads.append((key, self.kvstore.read(key, byte_range=byte_range)))
             if len(reads) > _KEYS_AHEAD:
                 yield self._value(*reads.popleft())
         while reads:
@@ -120,7 +120,7 @@ class KeyValueStore:
         return result.value if result.state == "value" else None
 
     def read_with_generations(self, keys: list[str]) -> list[tuple[bytes | None, bytes]]:
-        """Of each object its bytes (None where there is none) and its generation, which each write changes. See
+        """Each object's bytes (None if it does not exist) and its generation, which every write changes. See
         `require_file`."""
         for key in keys:
             self.require_file(key)
@@ -129,9 +129,10 @@ class KeyValueStore:
         return [(value, read.result().stamp.generation) for value, read in zip(values, reads, strict=True)]
 
     def read_checked(self, keys: Sequence[str], check: Callable[[str, bytes | None], T]) -> Iterator[T]:
-        """`check(key, content)` of each object, in order. The content is None where there is no object; `check` decides
-        whether that is wrong. An object that it refuses with StoreInvalid is read again, a few times; then it is
-        raised.
+        """The results of `check(key, content)` for each object, in order.
+
+        The content is None if the object does not exist. If `check` raises StoreInvalid, the object is read again, a
+        few times, before the error is raised.
         """
         for key, content in zip(keys, self.read_many(list(keys)), strict=True):
             yield self._checked(key, content, check)
@@ -141,8 +142,10 @@ class KeyValueStore:
         return self.retry_read(lambda: check(key, next(contents)))
 
     def retry_read(self, read: Callable[[], T]) -> T:
-        """What `read` returns. While it raises StoreInvalid, it is called again, a few times: a service may answer with
-        half an object, or with none, and be right the next time. Within another such call only that one repeats.
+        """Returns `read()`, calling it again, a few times, if it raises StoreInvalid.
+
+        A storage service may return half an object, or report it as missing, and answer correctly the next time. If
+        calls of `retry_read` are nested, only the innermost retries.
         """
         delays_s = None
         while True:
@@ -151,7 +154,7 @@ class KeyValueStore:
             except StoreInvalid as error:
                 if error.was_read_again:
                     raise
-                is_settled = not self.is_remote or self._hub is not None  # a commit does not change
+                is_settled = not self.is_remote or self._hub is not None  # a commit of the Hub does not change
                 delays_s = delays_s or iter(_SETTLED_REREAD_DELAYS_S if is_settled else _REREAD_DELAYS_S)
                 if (delay_s := next(delays_s, None)) is None:
                     error.was_read_again = True
@@ -159,30 +162,32 @@ class KeyValueStore:
                 time.sleep(delay_s)
 
     def list_keys(self, prefix: str = "", start: str = "") -> list[str]:
-        """The keys that begin with `prefix` and are not before `start`, sorted."""
+        """The keys >= `start` that begin with `prefix`, sorted."""
         first, after = max(prefix, start), prefix and prefix[:-1] + chr(ord(prefix[-1]) + 1)
         [keys] = self.list_ranges([(first, after)])
         return [key for key in keys if key.startswith(prefix)]
 
     def list_ranges(self, ranges: Sequence[tuple[str, str]]) -> list[list[str]]:
-        """For each range the keys from its first to before its last (empty: to the end), sorted. All listings are under
-        way at once."""
+        """The keys in each range (start, stop), sorted; an empty stop is the end. The ranges are listed
+        concurrently."""
         if self._hub is not None:
             return [self._hub.list_range(self._prefix, first, after) for first, after in ranges]
-        listings = [self.kvstore.list(ts.KvStore.KeyRange(*limits)) for limits in ranges]
+        listings = [self.kvstore.list(ts.KvStore.KeyRange(*key_range)) for key_range in ranges]
         listed = []
         for (first, after), listing in zip(ranges, listings, strict=True):
             with self.errors(first):
                 names = [name.decode(errors="replace") for name in listing.result()]
-            # Some servers of the GCS protocol ignore the range.
+            # Some servers with the GCS protocol ignore the range.
             listed.append(sorted(key for key in names if key >= first and (key < after or not after)))
         return listed
 
     def start_write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> ts.Future:
-        """Starts writing an object (None deletes it). The directories of a local one are made first, and durable:
-        TensorStore syncs the file, and of its directories only the last. Raises StoreInvalid for a store on the Hub."""
+        """Starts writing an object (None deletes it). Raises StoreInvalid for a store on the Hub.
+
+        A local object's directories are first created durably: TensorStore only syncs the file and its last directory.
+        """
         if self._hub is not None:
-            raise StoreInvalid(f"{self._hub.url} is on the Hub, where a store is only read. {HUB_REMEDY}")
+            raise StoreInvalid(f"{self._hub.url} is on the Hub, where stores are read-only. {HUB_REMEDY}")
         if value is not None and self.directory is not None:
             with self.errors(key):
                 make_directories(os.path.dirname(self.directory + key), self.directory)
@@ -195,52 +200,53 @@ class KeyValueStore:
             write.result()
 
     def write_if_absent(self, key: str, value: bytes) -> bool:
-        """Writes an object unless there is one; says whether it did. Of several processes, one succeeds."""
+        """Writes an object unless it exists, and returns whether it did. If several processes try, one succeeds."""
         return self.write_if_unchanged(key, value, NO_OBJECT) is not None
 
     def write_if_unchanged(self, key: str, value: bytes | None, generation: bytes) -> bytes | None:
-        """Writes an object (None deletes it) if it still has this generation; returns the new one, or None.
+        """Writes an object (None deletes it) if its generation is unchanged. Returns the new one; None if it changed.
 
-        S3 has no conditional deletion: TensorStore looks just before.
+        S3 has no conditional deletion: TensorStore compares the generation just before it deletes.
         """
         write = self.start_write(key, value, generation)
         with self.errors(key):
             return write.result().generation or None
 
     def file_problem(self, key: str) -> str | None:
-        """What is wrong where a local store has something else than a file at a key; None where it has nothing."""
+        """What is wrong if there is something other than a file at a key of a local store; None if there is nothing."""
         if self.directory is None:
             return None
         path = self.directory + key
         try:
             mode = os.stat(path).st_mode
         except FileNotFoundError:
-            return "is a symbolic link that leads nowhere, expected a file" if os.path.islink(path) else None
-        except OSError:  # reading it says why
+            return "is a symbolic link to nothing, expected a file" if os.path.islink(path) else None
+        except OSError:  # reading the object will raise an error with the reason
             return None
         kind = next((name for name, is_kind in _NOT_FILES.items() if is_kind(mode)), None)
         return kind and f"is a {kind}, expected a file"
 
     def require_file(self, key: str) -> None:
-        """Raises StoreInvalid where a local store has something else than a file at a key. TensorStore takes a folder,
-        a socket and a link that leads nowhere for an object that is absent, and waits for a pipe for ever."""
+        """Raises StoreInvalid if there is something other than a file at a key of a local store. TensorStore treats a
+        folder, a socket or a broken link as an absent object, and waits forever for a pipe."""
         if problem := self.file_problem(key):
             raise StoreInvalid(f"{self.url(key)} {problem}. {DAMAGE_REMEDY}")
 
 
 @dataclass(frozen=True)
 class StorageOptions:
-    """How a process treats storage.
+    """How a process uses storage.
 
-    retries: how often a request that fails is sent again. retry_delay_s: seconds before the first retry; the delay
-    doubles with each retry, up to 8 times the first. TensorStore has no jitter at that limit, and processes that a
-    server refused at the same time would return at the same time, again and again: so each context multiplies its
-    delays by a random factor. concurrency: requests (of local paths: files) under way at once;
-    None: 32, or as many files as there are cores and at least 4. copy_threads: threads that encode and decode chunks;
-    None: the cores. Local store shards without compression are encoded by the threads that write them.
-    writes_per_s: writes and deletions of this process to `gs://` that are begun per second at first, twice as many
-    after every 20 minutes; repetitions are not held back. What a second leaves unused may follow later, up to 2,000.
-    None: no limit.
+    retries: how often a failed request is sent again.
+    retry_delay_s: seconds before the first retry. The delay doubles with each retry, up to 8 times the first. Each
+    context multiplies its delays by a random factor: TensorStore adds no jitter to the maximum delay, so processes
+    refused at the same time would keep retrying at the same time.
+    concurrency: the maximum number of concurrent requests, or files at local paths. None: 32 requests, or as many files
+    as cores, at least 4.
+    copy_threads: threads that encode and decode chunks; None: as many as cores. Uncompressed local store shards are
+    encoded by the threads that write them.
+    writes_per_s: the rate of this process's writes and deletions to `gs://`, which doubles every 20 minutes. Retries do
+    not count. Up to 2,000 unused writes are carried over. None: no limit.
     """
 
     retries: int = 60
@@ -250,7 +256,7 @@ class StorageOptions:
     writes_per_s: float | None = None
 
     def context(self) -> ts.Context:
-        """Raises ConfigError for a value that is out of range."""
+        """TensorStore's context with these options. Raises ConfigError for a value that is out of range."""
         delay_s = self.retry_delay_s * random.uniform(*_DELAY_FACTORS)
         delays = {"initial_delay": f"{delay_s:.9f}s", "max_delay": f"{_MAX_DELAY * delay_s:.9f}s"}
         spec: dict[str, Any] = {name: {"max_retries": self.retries, **delays} for name in _RETRIES}
@@ -262,9 +268,9 @@ class StorageOptions:
             spec[_RATE_LIMITER] = {"write_rate": self.writes_per_s, "doubling_time": _WRITE_RATE_DOUBLES_AFTER}
         try:
             if self.retry_delay_s < 0:
-                raise ValueError(f"a delay of {self.retry_delay_s} s is less than none")
-            if self.writes_per_s is not None and not self.writes_per_s > 0:  # TensorStore would end the process
-                raise ValueError(f"{self.writes_per_s} writes per second are no rate")
+                raise ValueError(f"expected a retry delay of at least 0 s, got {self.retry_delay_s}")
+            if self.writes_per_s is not None and not self.writes_per_s > 0:  # TensorStore would abort the process
+                raise ValueError(f"expected more than 0 writes per second, got {self.writes_per_s}")
             return ts.Context(spec, parent=_process_context())
         except ValueError as error:
             options = "store.retries, retry_delay_s, concurrency, copy_threads or ramp_up"
@@ -277,7 +283,7 @@ DEFAULT_OPTIONS = StorageOptions()
 class Storage(KeyValueStore):
     """The storage of one activation store, and the resources that its requests share. Use `Storage.open`.
 
-    path: as it was given; of the Hub, with the commit. context: TensorStore's, in which the store's arrays are opened.
+    path: as given, or with the commit for the Hub. context: the TensorStore context for opening the store's arrays.
     """
 
     def __init__(self, path: str, kvstore: ts.KvStore, context: ts.Context, options: StorageOptions) -> None:
@@ -287,27 +293,28 @@ class Storage(KeyValueStore):
         self._options = options
 
     @classmethod
-    def open(cls, place: "StorageLike", options: StorageOptions = DEFAULT_OPTIONS) -> "Storage":
-        """The storage at a local path (`~` is the home directory) or a URL. Nothing is created or read. A Storage is
-        returned as it is.
+    def open(cls, address: "StorageLike", options: StorageOptions = DEFAULT_OPTIONS) -> "Storage":
+        """Opens a local path (`~` is the home directory) or a URL; returns a Storage unchanged. Does not create or read
+        any object.
 
-        `hf://datasets/owner/name` is at the commit that its revision names now, which is then part of `path`.
+        `hf://datasets/owner/name[@revision]` is resolved to a commit, which becomes part of `path`. `s3://` is Amazon's
+        service unless the environment names a different one, as for Amazon's own tools: AWS_ENDPOINT_URL_S3 or
+        AWS_ENDPOINT_URL, and AWS_REGION or AWS_DEFAULT_REGION.
 
-        `s3://` is Amazon's unless the environment names another service, as for Amazon's own tools: AWS_ENDPOINT_URL_S3
-        or AWS_ENDPOINT_URL, and AWS_REGION or AWS_DEFAULT_REGION. Raises StoreInvalid for a path where no store can be
-        (empty, `~` of nobody, a URL of another scheme, or without a bucket, or with credentials) and for what the Hub
-        does not give out, ConfigError for options that are out of range, HubUnavailable and StoreError.
+        Raises StoreInvalid for an unusable path (empty, `~` of an unknown user, a URL with an unknown scheme, without
+        a bucket or with credentials) and if the Hub refuses access; ConfigError for options that are out of range;
+        HubUnavailable; StoreError.
         """
-        if isinstance(place, Storage):
-            return place
-        return cls._open(os.fspath(place), options.context(), options)
+        if isinstance(address, Storage):
+            return address
+        return cls._open(os.fspath(address), options.context(), options)
 
     @classmethod
     def _open(cls, path: str, context: ts.Context, options: StorageOptions) -> "Storage":
         spec = _kvstore_spec(path)
         if options.writes_per_s is not None:
             if spec["driver"] != "gcs":
-                raise ConfigError(f"store.ramp_up limits writes to gs://, and the store is at {path}. Leave it out.")
+                raise ConfigError(f"store.ramp_up applies to gs:// only, but the store is at {path}. Leave it out.")
             spec |= {_RATE_LIMITER: _RATE_LIMITER}
         set_request_defaults()
         opening = ts.KvStore.open(spec, context=context)
@@ -315,22 +322,21 @@ class Storage(KeyValueStore):
             return cls(path, opening.result(), context, options)
 
     def with_own_requests(self, limit: int) -> "Storage":
-        """The same storage, where `limit` requests may be under way besides all others, instead of queueing with
-        them."""
+        """The same storage with its own limit of concurrent requests, so that they do not queue behind others."""
         context = ts.Context({name: {"limit": limit} for name in _CONCURRENCY}, parent=self.context)
         return self._open(self.path, context, self._options)
 
     def folder_spec(self, name: str) -> dict[str, Any]:
-        """TensorStore's spec of the folder `name` below the storage, to be opened in `context` or a child of it.
+        """TensorStore's spec of the folder `name`, to be opened in `context` or a child context.
 
-        TensorStore applies the limit on writes only where a spec names it, and leaves it out of the specs it makes.
+        TensorStore applies the rate limit only if the spec contains it, and omits it from specs that it returns.
         """
         limit = {} if self._options.writes_per_s is None else {_RATE_LIMITER: _RATE_LIMITER}
         return (self.kvstore / name / "").spec().to_json() | limit
 
     @cached_property
     def file_threads(self) -> Executor:
-        """The threads that write local store shards; as many as `concurrency`."""
+        """The threads that write local store shards, as many as `concurrency`."""
         return ThreadPoolExecutor(self._options.concurrency or max(4, num_cores()), "shard-files")
 
 
@@ -338,7 +344,7 @@ StorageLike = Storage | str | os.PathLike[str]
 
 
 def write_many(storage: KeyValueStore, contents: Iterable[tuple[str, bytes | None]]) -> None:
-    """Writes objects durably (None deletes one), many at a time. Raises StoreError."""
+    """Writes objects durably and concurrently (content None deletes one). Raises StoreError."""
     writes: deque[tuple[str, ts.Future]] = deque()
 
     def wait() -> None:
@@ -355,11 +361,11 @@ def write_many(storage: KeyValueStore, contents: Iterable[tuple[str, bytes | Non
 
 
 def set_request_defaults() -> None:
-    """Makes TensorStore give up a server that does not answer, and send requests by as many threads as there are cores,
-    4 to 32. What the environment says already stays.
+    """Sets TensorStore's timeouts for servers that do not answer, and as many HTTP threads as cores, 4 to 32. Does not
+    override variables that the environment already has.
 
-    These threads encrypt and copy all that passes, so TensorStore's default of 4 is few for hosts of a hundred cores.
-    On two cores 4, 16 and 32 were equally fast, and one slower.
+    These threads encrypt and copy all data, so TensorStore's default of 4 is too few for a host with a hundred cores.
+    On two cores, 4, 16 and 32 threads were equally fast; one was slower.
     """
     least, most = _HTTP_THREADS
     threads = {"TENSORSTORE_HTTP_THREADS": str(max(least, min(num_cores(), most)))}
@@ -369,7 +375,7 @@ def set_request_defaults() -> None:
 
 @cache
 def _process_context() -> ts.Context:
-    """All stores of the process share its limits on concurrent requests, and `memory://` is one store."""
+    """The context of all stores in the process: they share limits on concurrent requests, and `memory://`."""
     return ts.Context()
 
 
@@ -379,7 +385,7 @@ def local_directory(path: str) -> str:
 
 
 def _kvstore_spec(path: str) -> dict[str, Any]:
-    """TensorStore's spec of the storage at `path`. Raises StoreInvalid where no store can be there."""
+    """TensorStore's spec of the storage at `path`. Raises StoreInvalid for an unusable path."""
     if path.startswith(HUB_SCHEME):
         return _hub_relay().spec(path)
     if reason := unusable_store_path(path):
@@ -389,7 +395,7 @@ def _kvstore_spec(path: str) -> dict[str, Any]:
     try:
         spec = ts.KvStore.Spec(path.rstrip("/") + "/").to_json()
     except ValueError as error:
-        raise StoreInvalid(f"the store's path is {path!r}, which is no address of a store: {error}.") from error
+        raise StoreInvalid(f"the store's path is {path!r}, which is not the address of a store: {error}.") from error
     return spec | (_s3_service() if path.startswith("s3://") else {})
 
 
@@ -400,7 +406,7 @@ def _hub_relay() -> "HubRelay":
 
 
 def _s3_service() -> dict[str, str]:
-    """The part of a key-value store's spec that names another service than Amazon's."""
+    """The part of a key-value store's spec for an S3 service other than Amazon's; {} for Amazon's."""
     variables = {
         "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
         "aws_region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
