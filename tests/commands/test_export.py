@@ -133,7 +133,7 @@ def test_values_that_do_not_fit_are_refused(store, tmp_path, capsys):
     values[0, 0] = 1e5
     array[0].write(values).result()
     assert main([f"store.path={store}", f"export.path={tmp_path / 'cache'}", "export.dtype=float16"]) == 2
-    assert "export.dtype=float16: embed has values beyond it" in capsys.readouterr().err
+    assert "export.dtype=float16: embed has values outside its range" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_values_that_do_not_fit_are_refused(store, tmp_path, capsys):
         (["export.path=b", "export.context=100000"], "less than one context of 100000"),
         (["export.path=b", "export.dtype=int8"], "export.dtype=int8"),
         (["export.path=b", "export.array=x"], "'export.array=x' is not a setting"),
-        (["export.path=b", "export.arrays=embed,blocks.9.v"], "the store has no ['blocks.9.v'], but"),
+        (["export.path=b", "export.arrays=embed,blocks.9.v"], "the store has no ['blocks.9.v']; it has"),
     ],
 )
 def test_settings_that_are_wrong(store, arguments, message, tmp_path, monkeypatch, capsys):

@@ -99,7 +99,7 @@ def test_attention_patterns_of_selected_tokens(overrides, tmp_path, capsys):
             np.testing.assert_allclose(entropy, document.activations[f"blocks.{layer}.attn_entropy"], atol=1e-4)
     assert export([f"store.path={store.path}", f"export.path={tmp_path / 'export'}"]) == 2
     assert (
-        "TransformerLens calls blocks.0.attn_pattern and its entropy blocks.0.attn.hook_pattern"
+        "in TransformerLens, blocks.0.attn_pattern and its entropy are both blocks.0.attn.hook_pattern"
         in capsys.readouterr().err
     )
 

@@ -250,6 +250,6 @@ def test_documents_that_span_blocks_are_looked_up_in_their_blocks(tmp_path):
     for number in set(documents["document"].to_pylist()):
         has_it = documents.filter(np.asarray(documents["document"]) == number)
         expected = set(zip(has_it["stream"].to_pylist(), has_it["block"].to_pylist(), strict=True))
-        candidates = {block[:2] for block in store._documents.blocks_of(number)}
+        candidates = {block[:2] for block in store._documents.blocks_with(number)}
         assert expected <= candidates
         assert len(candidates) <= len(expected) + 1

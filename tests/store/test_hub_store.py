@@ -74,7 +74,7 @@ def test_a_reader_stays_at_its_commit_and_writes_nothing(server, tmp_path, capsy
     with pytest.raises(StoreInvalid, match="not an activation store"):
         ActivationStore.open(URL)
     assert delete.main([f"store.path={URL}@{commit}", "confirm=true"]) == 2
-    assert "where a store is only read. Fill a store at a local path" in capsys.readouterr().err
+    assert "where stores are read-only. Fill a store at a local path" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="python -m pipeline.push"):
         compose(["data.path=text", f"store.path={URL}"])
 
@@ -87,7 +87,7 @@ def test_a_reader_stays_at_its_commit_and_writes_nothing(server, tmp_path, capsy
         (f"{URL}@absent", "the Hub refuses access"),
         (f"{URL}@refs/pr/1", "acts, revision refs/pr/1: the Hub refuses access"),
         ("hf://owner/model", "which is not a dataset of the Hub"),
-        ("hf://datasets/owner", "Give hf://datasets/owner/name"),
+        ("hf://datasets/owner", "Expected hf://datasets/owner/name"),
         (f"{URL}/nowhere", "there is no activation store at"),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_mirror_that_does_not_say_what_is_not_found(server):
     with pytest.raises(StoreInvalid, match="refuses access"):
         files.read("present")
     server.before = lambda request: server.failures.append((302, {}))
-    with pytest.raises(StoreInvalid, match="to nowhere .HTTP status 302.*HF_ENDPOINT"):
+    with pytest.raises(StoreInvalid, match="without a location .HTTP status 302.*HF_ENDPOINT"):
         files.read("large")
     server.before = lambda request: server.failures.append((302, {"Location": "/datasets/elsewhere"}))
     server.requests.clear()

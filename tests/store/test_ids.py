@@ -132,7 +132,7 @@ def write_ids(path: str, ids: dict[tuple[int, int], str]) -> None:
         ({(0, 2): "a\0b"}, "a\0b", 4),
         ({(1, 1): ""}, "", 3),
         ({}, "", "no document has it"),
-        ({(0, 1): "same", (0, 2): "same"}, "same", r"documents \[2, 4\] have it; ask for one by number"),
+        ({(0, 1): "same", (0, 2): "same"}, "same", r"documents \[2, 4\] have it; pass a number"),
         ({(0, 1): "same", (0, 7): "same", (1, 0): "same"}, "same", r"documents \[1, 2, 14\] have it"),
         ({(0, 5): "same", (1, 3): "same"}, "same", r"documents \[7, 10\] have it"),
     ],

@@ -43,7 +43,7 @@ def bound_socket(path: Path, cleanup: ExitStack) -> None:
 
 
 PLACED: dict[str, Callable[[Path, ExitStack], None]] = {
-    "symbolic link that leads nowhere": lambda path, _: path.symlink_to("nowhere"),
+    "symbolic link to nothing": lambda path, _: path.symlink_to("nowhere"),
     "folder": lambda path, _: path.mkdir(),
     "pipe": pipe,
     "socket": bound_socket,

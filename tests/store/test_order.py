@@ -104,14 +104,14 @@ def test_every_rank_knows_the_tokens_of_all(world):
         return [tokens[block] for block in blocks]
 
     for rank in (0, world - 1):
-        assert order(world=world, rank=rank).tokens_of_ranks(5, np.array(list(map(sum, tokens))), count) == expected
+        assert order(world=world, rank=rank).tokens_per_rank(5, np.array(list(map(sum, tokens))), count) == expected
 
 
 def test_a_store_without_blocks():
     empty = order(block_rows=(), world=2, rank=1)
     assert list(empty.pieces(0)) == []
     assert list(empty.buffers(0)) == []
-    assert empty.tokens_of_ranks(0, np.empty(0, np.int64), lambda blocks: []) == [0, 0]
+    assert empty.tokens_per_rank(0, np.empty(0, np.int64), lambda blocks: []) == [0, 0]
 
 
 def test_a_million_blocks_cost_no_reading_and_little_time():

@@ -175,7 +175,7 @@ def test_an_id_that_two_documents_have_is_refused(tmp_path):
     block = next(blocks(0))
     table = block.table.set_column(1, "id", pa.array(["same"] * block.table.num_rows))
     commit_block(writer, replace(block, table=table))
-    with pytest.raises(StoreError, match="ask for one by number"):
+    with pytest.raises(StoreError, match="pass a number"):
         ActivationStore.open(str(tmp_path)).document("same")
 
 

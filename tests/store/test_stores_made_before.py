@@ -78,7 +78,7 @@ def test_features_without_an_index_are_read_and_extended(tmp_path, monkeypatch):
     before = ActivationStore.open("store")
     name = "blocks.1.attn_in"
     for asked in (lambda: before.feature(name, 3), lambda: before.feature_statistics(name)):
-        with pytest.raises(StoreError, match="or by an earlier program"):
+        with pytest.raises(StoreError, match="or by an earlier version"):
             asked()
     settings = [
         *("data.path=text", "model.path=model", "model.init=random", f"model.tokenizer={ASSETS}/tiny-qwen2"),

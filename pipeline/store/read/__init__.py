@@ -1,1 +1,1 @@
-"""Reads a store: rows, documents, shuffled batches, and copies in other formats."""
+"""Reading a store: rows, documents, shuffled batches, and exports to other formats."""

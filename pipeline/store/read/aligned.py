@@ -1,13 +1,13 @@
-"""Several stores whose rows hold the same tokens, read token by token: two models, or two places of one, on one text.
+"""Reads several stores with the same tokens together, e.g. of two models, or of two sites of one model.
 
     from pipeline.store import open_aligned
 
     aligned = open_aligned(["store-a", "store-b"])
     for batch in aligned.batches([(6, "resid_post"), (12, "resid_post")], 4096, shuffle=True, seed=0):
-        ours, theirs = batch.activations    # [4096, d] of each store, of the same tokens
+        ours, theirs = batch.activations    # [4096, d] from each store, for the same tokens
 
-Jobs make such stores from the same data, tokenizer and `batch` settings, with the same rows per block: set
-`store.rows_per_block`, since otherwise these depend on the widest array. n: tokens of a batch.
+The stores must be made with the same data, tokenizer and `batch` settings, and the same number of rows per block: set
+`store.rows_per_block`, whose default depends on the widest array. n: tokens per batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,10 +35,10 @@ _COUNTS = ("stream", "block", "rows", "tokens", "activations")
 
 @dataclass(frozen=True)
 class AlignedBatch:
-    """n tokens, and what each store has of them.
+    """n tokens, with the activations from each store.
 
-    activations, outputs, features: one entry for each store, as in `Batch`. The other arrays are as in `Batch`;
-    document numbers are the same in all stores.
+    activations, outputs, features: one entry per store, as in `Batch`. The other arrays, which are the same for all
+    stores, are as in `Batch`.
     """
 
     activations: tuple[Any, ...]
@@ -51,17 +51,17 @@ class AlignedBatch:
 
 
 class AlignedReader(Iterator[AlignedBatch]):
-    """Iterates over the batches of several stores. One thread may use it at a time."""
+    """An iterator over batches of several stores. Not thread-safe."""
 
     def __init__(self, readers: Sequence[BatchReader]) -> None:
-        """readers: of one order."""
+        """readers: one per store, all with the same order."""
         self._readers = tuple(readers)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> AlignedBatch:
-        """Raises StoreInvalid where the readers' tokens differ: a store has changed, or its completions differ."""
+        """Raises StoreInvalid if the stores' tokens differ: a store has changed, or their completions differ."""
         batches = [next(reader, None) for reader in self._readers]
         if all(batch is None for batch in batches):
             raise StopIteration
@@ -80,18 +80,18 @@ class AlignedReader(Iterator[AlignedBatch]):
         )
 
     def state(self) -> dict[str, int]:
-        """The position, as `BatchReader.state`: one for all stores."""
+        """The position in all stores, as in `BatchReader.state`."""
         return self._readers[0].state()
 
     def close(self) -> None:
-        """Ends the readers' threads after their present reads."""
+        """Ends the readers' threads after their current reads."""
         for reader in self._readers:
             reader.close()
 
 
 @dataclass(frozen=True)
 class AlignedStores:
-    """Stores whose rows hold the same tokens. Use `open_aligned`."""
+    """Stores with the same tokens in the same rows. Use `open_aligned`."""
 
     stores: tuple[ActivationStore, ...]
 
@@ -105,13 +105,14 @@ class AlignedStores:
         normalisation: Sequence[Mapping[str, Normalisation] | None] | None = None,
         **fields: Any,
     ) -> AlignedReader:
-        """As `ActivationStore.batches`, of the same tokens of all stores: in one order, under one filter, in buffers
+        """Like `ActivationStore.batches`, for the same tokens of all stores: with one order, one filter, and buffers
         that have `buffer_mib` together.
 
-        keys: for each store, what its `batches` takes. normalisation: likewise. options and fields hold for all stores.
+        keys: one entry per store, as for its `batches`. normalisation: one entry per store, or None to use that of the
+        options for all. options, fields: apply to all stores.
 
-        Raises what `ActivationStore.batches` raises, and ValueError for another number of keys or normalisations than
-        stores, and for a filter by norms, which would leave out other tokens of each store.
+        Raises the same errors as `ActivationStore.batches`, and ValueError if the number of keys or normalisations is
+        not the number of stores, and for a filter by norms, which would leave out different tokens in each store.
         """
         options = with_fields(options, fields)
         normalisations = [options.normalisation] * len(self.stores) if normalisation is None else normalisation
@@ -126,8 +127,8 @@ class AlignedStores:
                 "norms in the batches."
             )
         readings = [
-            store._reading(key, batch_size, replace(options, normalisation=each))
-            for store, key, each in zip(self.stores, keys, normalisations, strict=True)
+            store._reading(key, batch_size, replace(options, normalisation=store_normalisation))
+            for store, key, store_normalisation in zip(self.stores, keys, normalisations, strict=True)
         ]
         layouts = [store._layout for store in self.stores]
         order = reading_order(self.stores[0].blocks, list(zip(layouts, readings, strict=True)))
@@ -137,39 +138,39 @@ class AlignedStores:
         return AlignedReader(readers)
 
 
-def open_aligned(places: Sequence[StorageLike | ActivationStore]) -> AlignedStores:
-    """Opens two or more stores whose rows hold the same tokens, to be read together.
+def open_aligned(stores: Sequence[StorageLike | ActivationStore]) -> AlignedStores:
+    """Opens two or more stores with the same tokens in the same rows, to be read together.
 
-    The digests in the records of the blocks tell; blocks whose records have none, or other ones, are read and compared.
+    Compares the digests in the blocks' records. Blocks whose digests differ or are absent are read and compared.
 
-    Raises StoreMismatch, naming the first difference, for stores that hold other tokens, StoreError for one that cannot
-    be read, and ValueError for fewer than two.
+    Raises StoreMismatch, naming the first difference, if the stores have different tokens; StoreError if one cannot be
+    read; ValueError for fewer than two.
     """
-    if isinstance(places, str) or len(places) < 2:
-        raise ValueError(f"open_aligned takes a list of two or more stores, got {places!r}")
-    stores = tuple(place if isinstance(place, ActivationStore) else ActivationStore.open(place) for place in places)
-    for other in stores[1:]:
-        _require_same_geometry(stores[0], other)
+    if isinstance(stores, str) or len(stores) < 2:
+        raise ValueError(f"open_aligned takes a list of two or more stores, got {stores!r}")
+    opened = tuple(store if isinstance(store, ActivationStore) else ActivationStore.open(store) for store in stores)
+    for other in opened[1:]:
+        _require_same_geometry(opened[0], other)
         try:
-            _require_same_blocks(stores[0], other)
-            _require_same_tokens(stores[0], other)
+            _require_same_blocks(opened[0], other)
+            _require_same_tokens(opened[0], other)
         except StoreMismatch as error:
-            _require_same_tokenizer(stores[0], other, error)
+            _require_same_tokenizer(opened[0], other, error)
             raise
-    return AlignedStores(stores)
+    return AlignedStores(opened)
 
 
 def _require_same_tokenizer(store: ActivationStore, other: ActivationStore, difference: StoreMismatch) -> None:
-    """Raises StoreMismatch where other tokenizers explain a difference between the stores. They may also give the same
-    tokens, so that they matter only then."""
+    """Raises StoreMismatch if different tokenizers explain a difference between the stores. Called only when the tokens
+    differ, since different tokenizers may give the same tokens."""
     ours, theirs = store.metadata.tokenizer, other.metadata.tokenizer
     if ours == theirs:
         return
     keys = ", ".join(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
     raise StoreMismatch(
         f"{store.path} has the tokens of {_tokenizer_name(store)} and {other.path} those of {_tokenizer_name(other)}, "
-        f"which differ in {keys}. Use models that have the same tokenizer, or, where a model takes the other's tokens, "
-        f"set model.tokenizer, and the same data.special_tokens, prefix and suffix. The first difference: {difference}"
+        f"which differ in {keys}. Use models with the same tokenizer. If one model accepts the other's tokens, set its "
+        f"model.tokenizer, and the same data.special_tokens, prefix and suffix. The first difference: {difference}"
     ) from difference
 
 
@@ -183,8 +184,8 @@ def _require_same_geometry(store: ActivationStore, other: ActivationStore) -> No
         ours, theirs = getattr(store._layout, name), getattr(other._layout, name)
         if ours != theirs:
             raise StoreMismatch(
-                f"{name} is {ours} in {store.path} and {theirs} in {other.path}, so their rows hold other tokens. Make "
-                "both with the same data, tokenizer, batch and capture.positions, and the same store.rows_per_block."
+                f"{name} is {ours} in {store.path} and {theirs} in {other.path}, so their rows have different tokens. "
+                "Make both with the same data, tokenizer, batch, capture.positions and store.rows_per_block."
             )
 
 
@@ -193,24 +194,24 @@ def _require_same_blocks(store: ActivationStore, other: ActivationStore) -> None
         if different := [name for name in _COUNTS if getattr(ours, name) != getattr(theirs, name)]:
             raise StoreMismatch(
                 f"block {ours.block} of stream {ours.stream}: {different[0]} is {getattr(ours, different[0])} in "
-                f"{store.path} and {getattr(theirs, different[0])} in {other.path}. Give both jobs the same data and "
-                "run.max_tokens, and let both finish."
+                f"{store.path} and {getattr(theirs, different[0])} in {other.path}. Make both with the same data and "
+                "run.max_tokens, and wait until both jobs have finished."
             )
     longer, shorter = (store, other) if len(store.blocks) > len(other.blocks) else (other, store)
     if len(longer.blocks) > len(shorter.blocks):
         block = longer.blocks[len(shorter.blocks)]
         raise StoreMismatch(
-            f"block {block.block} of stream {block.stream} is in {longer.path}, but not in {shorter.path}. Give both "
-            "jobs the same run.max_tokens, and let both finish."
+            f"block {block.block} of stream {block.stream} is in {longer.path}, but not in {shorter.path}. Make both "
+            "with the same run.max_tokens, and wait until both jobs have finished."
         )
 
 
 def _require_same_tokens(store: ActivationStore, other: ActivationStore) -> None:
-    places = [(block.stream, block.block) for block in store.blocks]
+    blocks = [(block.stream, block.block) for block in store.blocks]
     records = zip(
         store.blocks,
-        read_commit_records(store.storage, places),
-        read_commit_records(other.storage, places),
+        read_commit_records(store.storage, blocks),
+        read_commit_records(other.storage, blocks),
         strict=True,
     )
     for block, ours, theirs in records:
@@ -230,10 +231,10 @@ def _compare_block(store: ActivationStore, other: ActivationStore, block: Block)
     rows = store._layout.first_row(block.stream, block.block) + np.arange(block.rows)
     ours, theirs = _sides(store, rows), _sides(other, rows)
     differs = {name: values != theirs[name] for name, values in ours.items()}
-    at_all = np.logical_or.reduce([values.any(axis=1) for values in differs.values()])
-    if not at_all.any():
+    row_differs = np.logical_or.reduce([values.any(axis=1) for values in differs.values()])
+    if not row_differs.any():
         return
-    row = int(at_all.argmax())
+    row = int(row_differs.argmax())
     name, position = min(
         ((name, int(values[row].argmax())) for name, values in differs.items() if values[row].any()),
         key=lambda difference: difference[1],

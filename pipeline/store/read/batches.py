@@ -1,6 +1,6 @@
-"""Batches of tokens of a store: read, shuffled and gathered ahead of the training.
+"""Batches of a store's tokens: read, shuffled and gathered ahead of training.
 
-While one buffer is emptied the next is read.
+There are two buffers: batches are taken from one while the other is filled.
 """
 
 import logging
@@ -29,23 +29,23 @@ from pipeline.store.read.order import VERSION, Buffer, ReadingOrder
 
 log = logging.getLogger(__name__)
 
-# Memory for the side arrays (20 bytes per token) and outputs of the blocks that are mixed with each other.
+# Memory for the side arrays (20 bytes per token) and outputs of a window's blocks, whose pieces are shuffled together.
 WINDOW_MIB = 64.0
 
-# Without shuffling, reading ahead needs no larger buffer.
+# Without shuffling, a buffer of this size is enough to read ahead.
 SEQUENTIAL_BUFFER_MIB = 64.0
 
-# A shuffled reader warns where a buffer holds fewer pieces, each from one place in the store.
+# A shuffled reader warns if a buffer holds fewer pieces, each from one place in the store.
 MIN_PLACES = 32
 
-# Blocks whose side arrays are read at a time while tokens are counted.
+# How many blocks' side arrays are read at a time to count tokens.
 BLOCKS_COUNTED_AT_ONCE = 64
 
 
 class BatchReader(Iterator[Batch]):
-    """Iterates over the batches of some blocks. One thread may use it at a time.
+    """An iterator over batches. Not thread-safe.
 
-    `state()` is a few numbers; a reader that is made with them goes on after the batch that was yielded last.
+    A new reader with this one's `state()` continues after the last batch that this one yielded.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class BatchReader(Iterator[Batch]):
         state: Mapping[str, int] | None = None,
         order: ReadingOrder | None = None,
     ) -> None:
-        """order: that of several readers, which yield the same tokens; None: the reader has its own."""
-        # The generator refers to the source alone: so a reader that is dropped ends its threads at once, and not when
-        # the collector finds a cycle.
+        """order: shared by several readers that yield the same tokens; None for the reader's own."""
+        # The generator refers to the source and not to the reader, so that there is no reference cycle: dropping the
+        # reader ends its threads at once instead of at the next garbage collection.
         self._source = _BatchSource(storage, layout, arrays, blocks, reading, order)
         self._position = Position() if state is None else self._source.restored(dict(state))
         self._batches = self._source.read(self._position)
@@ -73,28 +73,28 @@ class BatchReader(Iterator[Batch]):
         return batch
 
     def state(self) -> dict[str, int]:
-        """The reader's position, as JSON: epoch, batch, buffer, token, a checksum of what the order depends on, and the
-        reader's rank and world. At the beginning and the end of an epoch it holds for readers of any rank and world."""
-        return asdict(self._position) | self._source.own_state
+        """The reader's position, as JSON values: epoch, batch, buffer, token, a checksum of everything that the order
+        depends on, rank and world. At the beginning and end of an epoch it is valid for any rank and world."""
+        return asdict(self._position) | self._source.fixed_state
 
     @property
     def piece_mib(self) -> float:
-        """MiB of a piece of the arrays that are read."""
+        """The size of one piece of all arrays that are read, in MiB."""
         return self._source.piece_mib
 
     def warn_of_few_places(self, piece_mib: float | None = None) -> None:
-        """Logs a warning where shuffling mixes the tokens of few places in the store. piece_mib: that of all readers
-        that share `buffer_mib`; None: the reader's own."""
+        """Logs a warning if a buffer shuffles tokens from only a few places in the store. `piece_mib`: that of all
+        readers that share `buffer_mib`; None for this reader's."""
         self._source.warn_of_few_places(self.piece_mib if piece_mib is None else piece_mib)
 
     def close(self) -> None:
-        """Ends the reader's threads after their present reads, as dropping the reader does."""
+        """Ends the reader's threads after their current reads. Dropping the reader does the same."""
         self._batches.close()
         self._source.close()
 
 
 class _BatchSource:
-    """What a reader's batches are made of, and the threads that make them."""
+    """Makes a reader's batches, in threads."""
 
     def __init__(
         self,
@@ -112,9 +112,9 @@ class _BatchSource:
         self._order = order or reading_order(blocks, [(layout, reading)])
 
     @property
-    def own_state(self) -> dict[str, int]:
+    def fixed_state(self) -> dict[str, int]:
         """The part of a reader's state that does not change."""
-        return {"order": self._own_checksum, "rank": self._order.rank, "world": self._order.world}
+        return {"order": self._order_checksum, "rank": self._order.rank, "world": self._order.world}
 
     @property
     def piece_mib(self) -> float:
@@ -125,8 +125,8 @@ class _BatchSource:
         num_pieces = self._num_pieces() // options.world
         if options.shuffle and places < min(MIN_PLACES, num_pieces):
             log.warning(
-                "a buffer of %g MiB shuffles only %d places of the store together, of %.0f MiB each, so batches hold "
-                "few documents. buffer_mib=%d would shuffle %d (there are two buffers); fewer keys need less.",
+                "a buffer of %g MiB shuffles tokens from only %d places in the store, %.0f MiB each, so batches hold "
+                "few documents. Use buffer_mib=%d for %d places (there are two buffers), or fewer keys.",
                 *(options.buffer_mib, places, piece_mib, math.ceil(MIN_PLACES * piece_mib), MIN_PLACES),
             )
 
@@ -134,26 +134,27 @@ class _BatchSource:
         self._blocks.close()
 
     @cached_property
-    def _own_checksum(self) -> int:
+    def _order_checksum(self) -> int:
         return self._checksum(self._order)
 
     def _checksum(self, order: ReadingOrder) -> int:
-        """A checksum of everything that the order of tokens depends on, in this `order` of pieces."""
+        """A checksum of `order` and of everything else that the order of tokens depends on."""
         blocks = self._blocks.blocks.values[["stream", "block", "rows", "tokens"]].tolist()
         filtered = (self._options.token_filter, self._reading.batch_size, self._options.drop_last)
-        version = () if self._reading.seed is None else (VERSION,)  # the order of storage has one version
+        version = () if self._reading.seed is None else (VERSION,)  # storage order has never changed
         return zlib.crc32(repr((order, blocks, filtered, *version)).encode())
 
     def restored(self, state: dict[str, int]) -> Position:
-        """The position in an earlier reader's state. Raises ValueError for one of another reading."""
-        rank, world = state.pop("rank", self._order.rank), state.pop("world", self._order.world)  # earlier: not stored
+        """The position from an earlier reader's state. Raises ValueError if that reader had different options."""
+        # States of earlier versions have neither rank nor world.
+        rank, world = state.pop("rank", self._order.rank), state.pop("world", self._order.world)
         order = replace(self._order, rank=rank, world=world)
         if state.pop("order") != self._checksum(order):
             raise ValueError(
                 "the state belongs to a different reader configuration: the order of tokens depends on the store's "
                 "blocks, keys, batch_size, seed, rank, world, filter, outputs and buffer_mib. Use those of the reader "
-                "that the state came from. An earlier version of this program shuffled in another order: start again "
-                "without a state."
+                "that the state came from. If it came from an earlier version of this program, which shuffled "
+                "differently, start again without a state."
             )
         position = Position(**state)
         if order == self._order:
@@ -163,25 +164,27 @@ class _BatchSource:
         if self._ends_epoch(position, order):
             return Position(position.epoch + 1)
         raise ValueError(
-            f"the state is of rank {rank} of {world} within epoch {position.epoch}, after {position.batch} batches; "
-            f"this reader is rank {self._order.rank} of {self._order.world}, with another share of the epoch. Finish "
-            "the epoch with the old rank and world, or start it again: set batch, buffer and token of the state to 0."
+            f"the state is from rank {rank} of {world}, after {position.batch} batches of epoch {position.epoch}; "
+            f"this reader is rank {self._order.rank} of {self._order.world}, which reads a different share of the "
+            "epoch. Finish the epoch with the old rank and world, or restart it: set the state's batch, buffer and "
+            "token to 0."
         )
 
     def read(self, start: Position) -> Iterator[tuple[Batch, Position]]:
-        """The batches from a position on, each with the position after it."""
+        """The batches from position `start` on, each with the position after it."""
         gatherer = Gatherer(self._reading, self._drops_last(self._order), self._limit, self._refuse_endless)
         filler = ThreadPoolExecutor(1, thread_name_prefix="fill")
         try:
             yield from gatherer.batches(self._filled(filler, start), start)
         finally:
-            # Without waiting: a reader that is dropped may be collected in one of these threads. And not the threads of
-            # `_blocks`, which end when nothing refers to them: the collector may run in any thread at any time, and
-            # `filler` may be submitting to them, with the lock that their shutdown takes.
+            # Without waiting, since a dropped reader may be garbage-collected in one of these threads. The threads of
+            # `_blocks` are not shut down here: garbage collection may run in `filler` while it submits to them and
+            # holds the lock that their shutdown needs. They end when nothing refers to them.
             filler.shutdown(wait=False, cancel_futures=True)
 
     def _filled(self, filler: ThreadPoolExecutor, start: Position) -> Iterator[tuple[Buffer, TokenMemory, bool]]:
-        """Filled buffers, and whether each is the epoch's last. Each is filled anew after the next was asked for."""
+        """Buffers, their filled memory, and whether each is the epoch's last. A memory is reused after the next buffer
+        is requested."""
         free = [TokenMemory(self._blocks.layout, self._reading, self._memory_rows()) for _ in range(2)]
         filling: deque[tuple[Buffer, TokenMemory, Future[None]]] = deque()
         for buffer in self._buffers(start):
@@ -198,7 +201,7 @@ class _BatchSource:
             yield buffer, memory, True
 
     def _buffers(self, start: Position) -> Iterator[Buffer]:
-        """The buffers from a position on, epoch after epoch."""
+        """The buffers from position `start` on, epoch after epoch."""
         epochs = self._options.epochs
         if next(self._order.pieces(start.epoch), None) is None:
             if epochs is None:
@@ -214,7 +217,7 @@ class _BatchSource:
         return int((-(-np.asarray(self._order.block_rows) // self._order.piece_rows)).sum())
 
     def _limit(self, epoch: int) -> int | None:
-        """How many batches every rank has in an epoch; None where there is no need to agree on it."""
+        """How many batches every rank has in an epoch; None if ranks need not have the same number."""
         if self._options.world == 1 or self._options.epochs is None:
             return None
         tokens = self._num_tokens(epoch, self._order)
@@ -223,21 +226,21 @@ class _BatchSource:
         return tokens // self._reading.batch_size
 
     def _num_tokens(self, epoch: int, order: ReadingOrder) -> int:
-        """How many tokens of an epoch a reader with this `order` may yield: those of the rank that has fewest, and its
-        own where there is no end. A filter of norms may drop some of them."""
-        tokens = order.tokens_of_ranks(epoch, self._block_tokens, self._count_tokens)
+        """How many tokens of an epoch a reader with this `order` may yield: as many as the rank with the fewest has, or
+        as many as it has itself if epochs is None. A filter by norms may leave out some of them."""
+        tokens = order.tokens_per_rank(epoch, self._block_tokens, self._count_tokens)
         return tokens[order.rank] if self._options.epochs is None else min(tokens)
 
     def _ends_epoch(self, position: Position, order: ReadingOrder) -> bool:
-        """Whether no batch of the epoch is left to a reader with this `order`."""
-        left = self._num_tokens(position.epoch, order) - position.batch * self._reading.batch_size
-        return left <= 0 or (left < self._reading.batch_size and self._drops_last(order))
+        """Whether a reader with this `order` has no more batches in the epoch."""
+        num_left = self._num_tokens(position.epoch, order) - position.batch * self._reading.batch_size
+        return num_left <= 0 or (num_left < self._reading.batch_size and self._drops_last(order))
 
     def _drops_last(self, order: ReadingOrder) -> bool:
         return self._options.drop_last or order.world > 1
 
     def _refuse_endless(self, tokens: int) -> None:
-        """Raises ValueError where a reader without an end has no batch in an epoch."""
+        """Raises ValueError if epochs is None, since a reader without batches would then never end."""
         if self._options.epochs is None:
             self._refuse(tokens)
 
@@ -246,20 +249,20 @@ class _BatchSource:
         if world > 1:
             raise ValueError(
                 f"one of {world} readers has {tokens} tokens in an epoch, less than one batch of {size}. Use fewer "
-                "readers, or a smaller batch_size."
+                "readers or a smaller batch_size."
             )
-        remedy = "Use a smaller batch_size." if tokens else "The store is empty, or the filter leaves no token."
+        remedy = "Use a smaller batch_size." if tokens else "The store is empty, or no token passes the filter."
         raise ValueError(f"an epoch has {tokens} tokens, less than one batch of {size}. {remedy}")
 
     @cached_property
     def _block_tokens(self) -> Int64[np.ndarray, " blocks"]:
-        """How many tokens of each block pass the filter. A filter reads the segments of the whole store, once."""
+        """How many tokens of each block pass the filter. With a filter, reads the segments of the whole store, once."""
         if not self._options.token_filter.side_arrays:
             return self._blocks.blocks.column("activations")
         return np.array([sum(pieces) for pieces in self._count_tokens(range(len(self._blocks.blocks)))], np.int64)
 
     def _count_tokens(self, blocks: Sequence[int]) -> list[list[int]]:
-        """How many tokens of each piece of some blocks pass the filter."""
+        """How many tokens of each piece of the given blocks pass the filter."""
         names = ("segments", *self._options.token_filter.side_arrays)
         counts = []
         for start in range(0, len(blocks), BLOCKS_COUNTED_AT_ONCE):
@@ -270,18 +273,21 @@ class _BatchSource:
 
 
 def _piece_mib(layout: StoreLayout, reading: Reading, piece_rows: int) -> float:
-    """MiB of a piece of all arrays that are read piece by piece, with their scales."""
+    """The size of one piece of all arrays that are read by pieces, with their scales, in MiB."""
     stored = {*reading.names, *map(scale_name, reading.names), *reading.sparse}
     return sum(layout.row_bytes(spec) for spec in layout.all_arrays if spec.name in stored) * piece_rows / MIB
 
 
 def reading_order(blocks: BlockTable, readings: Sequence[tuple[StoreLayout, Reading]]) -> ReadingOrder:
-    """The order of a reading, or of readings of several stores that have these blocks. The buffers of all readings
-    together have `buffer_mib`. The readings differ only in their arrays."""
+    """The order in which one or several stores with the same `blocks` are read.
+
+    readings: each store's layout and what to read from it; they only differ in their arrays. Their buffers have
+    `buffer_mib` together.
+    """
     options = readings[0][1].options
     mib = options.buffer_mib if options.shuffle else min(options.buffer_mib, SEQUENTIAL_BUFFER_MIB)
     rows_per_block = readings[0][0].rows_per_block
-    # Beside activations, parts of the features' chunks are read: pieces of whole ones could be many times as large.
+    # With activations, pieces need not be whole chunks of features: such pieces could be many times as large.
     rows = (layout.piece_rows(reading.names or reading.sparse, reading.sparse) for layout, reading in readings)
     piece_rows = min(math.lcm(*rows), rows_per_block)
     piece_mib = sum(_piece_mib(layout, reading, piece_rows) for layout, reading in readings)
@@ -289,7 +295,7 @@ def reading_order(blocks: BlockTable, readings: Sequence[tuple[StoreLayout, Read
         block_rows=tuple(blocks.column("rows")[blocks.column("rows") > 0].tolist()),
         piece_rows=piece_rows,
         pieces_per_buffer=max(1, int(mib / piece_mib)),
-        window_blocks=max(1, int(WINDOW_MIB / max(_side_arrays_mib(*each) for each in readings))),
+        window_blocks=max(1, int(WINDOW_MIB / max(_side_arrays_mib(*reading) for reading in readings))),
         seed=readings[0][1].seed,
         rank=options.rank,
         world=options.world,
@@ -297,6 +303,6 @@ def reading_order(blocks: BlockTable, readings: Sequence[tuple[StoreLayout, Read
 
 
 def _side_arrays_mib(layout: StoreLayout, reading: Reading) -> float:
-    """MiB of a block's side arrays, and of the outputs that are read."""
+    """The size of a block's side arrays and of the outputs that are read, in MiB."""
     outputs = (spec for spec in layout.outputs if spec.name in reading.outputs)
     return sum(spec.position_bytes for spec in (*SIDE_ARRAYS, *outputs)) * layout.slots * layout.rows_per_block / MIB

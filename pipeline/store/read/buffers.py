@@ -1,7 +1,4 @@
-"""Memory that pieces of blocks are read into, and that tokens are gathered from.
-
-Shapes: S slots (row, slot of it) of a buffer, T positions of a row, K keys, D features.
-"""
+"""Reads pieces of blocks into the memory from which batches are gathered."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,21 +19,21 @@ from pipeline.store.read.order import Buffer, ReadingOrder
 from pipeline.store.read.rows import (
     ReadsAhead,
     RowRead,
-    counts_positions,
+    has_nonzero_positions,
     has_plain_chunks,
     require_selected,
     slot_side_arrays,
 )
 from pipeline.store.read.stored_objects import StoredObjects
 
-# MiB of side arrays of whole rows to read at once, before the slots of selected tokens are taken out of them.
+# If tokens are selected, side arrays of all positions are read, this much at a time, and reduced to the selected ones.
 WHOLE_MIB = 64.0
 
-FILES_AT_ONCE = 4  # local store shards that are read, each by a thread
+FILES_AT_ONCE = 4  # threads that read local store shards
 
 
 class StoredBlocks:
-    """The committed blocks of a store, and the side arrays of those that are being read."""
+    """The committed blocks of a store, and the side arrays of the current window's blocks."""
 
     def __init__(
         self,
@@ -52,7 +49,7 @@ class StoredBlocks:
         self._objects = StoredObjects(storage, layout, arrays)
         self._plain = frozenset(name for name, array in arrays.items() if has_plain_chunks(array))
         self._threads = ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="read") if self._plain else None
-        # By block: its window, and [rows, slots] by name.
+        # By block: its window, and side arrays [rows, slots] by name.
         self._side_arrays: dict[int, tuple[int, dict[str, np.ndarray]]] = {}
 
     @property
@@ -60,7 +57,7 @@ class StoredBlocks:
         return self._storage.is_remote
 
     def retry_read(self, read: Callable[[], None]) -> None:
-        """Calls `read`, and again while it finds something damaged or missing; see `KeyValueStore.retry_read`."""
+        """Calls `read`, again if it finds something damaged or missing; see `KeyValueStore.retry_read`."""
         self._storage.retry_read(read)
 
     def fill(self, memory: TokenMemory, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter) -> None:
@@ -81,7 +78,7 @@ class StoredBlocks:
             completions = {COMPLETIONS: np.empty((row, self.layout.slots), bool)}
             arrays = memory.side_arrays | completions
             more = (*token_filter.side_arrays, *memory.side_arrays)
-            side_arrays = self.side_arrays(buffer, more)  # while activations are under way
+            side_arrays = self.side_arrays(buffer, more)  # while activations are being read
             for name in side_arrays[0]:
                 np.concatenate([sides[name] for sides in side_arrays], out=arrays[name][:row])
             slots = memory.chosen(token_filter, row, completions)
@@ -92,12 +89,12 @@ class StoredBlocks:
         memory.order = order.shuffled(buffer, memory.within_norms(token_filter, slots))
 
     def close(self) -> None:
-        """Ends the threads after their present reads."""
+        """Ends the threads after their current reads."""
         if self._threads is not None:
             self._threads.shutdown(wait=False)
 
     def start(self, name: str, first_row: int, out: np.ndarray) -> RowRead:
-        """A read of rows of an array, which is under way."""
+        """Starts reading rows of an array into `out`."""
         return RowRead(self.arrays[name], first_row, out, self._threads if name in self._plain else None)
 
     def first_row(self, block: int) -> int:
@@ -110,16 +107,15 @@ class StoredBlocks:
         values: Shaped[np.ndarray, "n ..."],
         filled: Bool[np.ndarray, " n"] | None = None,
     ) -> None:
-        """Raises StoreInvalid where an object that holds some of an array's `rows` is missing, which Zarr reads as fill
-        values. filled: the rows that have a value in their first slot; all unless given."""
+        """Raises StoreInvalid if an object with some of an array's `rows` is missing, which Zarr reads as fill values.
+        `filled`: which rows have a value in their first slot; None for all."""
         doubtful = self._objects.are_doubtful(name, rows, values)
         self._objects.require(name, rows[doubtful if filled is None else doubtful & filled])
 
     def side_arrays(self, buffer: Buffer, more: Sequence[str] = ()) -> list[dict[str, np.ndarray]]:
-        """The side arrays of each of the buffer's pieces, and those that `more` names. Those of earlier windows are
-        dropped."""
+        """The side arrays, and the arrays `more`, of each of the buffer's pieces. Drops those of earlier windows."""
         oldest = min(piece.window for piece in buffer.pieces)
-        kept = {b: held for b, held in self._side_arrays.items() if held[0] >= oldest}
+        kept = {b: (window, values) for b, (window, values) in self._side_arrays.items() if window >= oldest}
         missing = {piece.block: piece.window for piece in buffer.pieces if piece.block not in kept}
         read = self.read_side_arrays(list(missing), list(dict.fromkeys([*(spec.name for spec in SIDE_ARRAYS), *more])))
         self._side_arrays = kept | {b: (missing[b], values) for b, values in zip(missing, read, strict=True)}
@@ -129,16 +125,16 @@ class StoredBlocks:
         ]
 
     def read_side_arrays(self, blocks: Sequence[int], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
-        """The named side arrays and outputs of some blocks, and `COMPLETIONS`, in the slots for activations: [rows,
-        slots], or [rows, slots, k].
+        """Side arrays, outputs and `COMPLETIONS` of the given blocks, at the slots for activations: [rows, slots] or
+        [rows, slots, k] by name.
 
-        Raises StoreError for a damaged or missing one, and for completions where there are none.
+        Raises StoreError if an array is damaged or missing, and for `COMPLETIONS` in a store without them.
         """
-        at_once = len(blocks) or 1
+        blocks_at_once = len(blocks) or 1
         if self.layout.selected is not None:
-            whole = sum(spec.position_bytes for spec in SIDE_ARRAYS) * self.layout.rows_per_block * self.layout.length
-            at_once = max(1, int(WHOLE_MIB * MIB / whole))
-        parts = (blocks[start : start + at_once] for start in range(0, len(blocks), at_once))
+            row_bytes = sum(spec.position_bytes for spec in SIDE_ARRAYS) * self.layout.length
+            blocks_at_once = max(1, int(WHOLE_MIB * MIB / (row_bytes * self.layout.rows_per_block)))
+        parts = (blocks[start : start + blocks_at_once] for start in range(0, len(blocks), blocks_at_once))
         read = (self._storage.retry_read(lambda part=part: self._read_side_arrays(part, names)) for part in parts)
         return [sides for part in read for sides in part]
 
@@ -154,13 +150,13 @@ class StoredBlocks:
             read.wait()
             if name == SELECTED.name:
                 require_selected(self.arrays[name], self.blocks[block], values)
-            elif name not in (POSITIONS.name, *self._output_names):  # these may all be 0
+            elif name not in (POSITIONS.name, *self._output_names):  # whose values may all be 0
                 self.require(name, self._rows(block), values)
             side_arrays[block][name] = values
         for block, sides in side_arrays.items():
             self._require_outputs(block, sides)
             if {POSITIONS.name, SEGMENTS.name} <= set(sides):
-                counting = counts_positions(sides[SEGMENTS.name])
+                counting = has_nonzero_positions(sides[SEGMENTS.name])
                 self.require(POSITIONS.name, self._rows(block), sides[POSITIONS.name], counting)
         if COMPLETIONS in names:
             tables = read_tables(self._storage, [self.blocks[b] for b in blocks])
@@ -176,7 +172,7 @@ class StoredBlocks:
         return tuple(spec.name for spec in self.layout.outputs)
 
     def _require_outputs(self, block: int, sides: Mapping[str, np.ndarray]) -> None:
-        """Raises StoreInvalid where an object of outputs is missing: rows without a selected token have zeros."""
+        """Raises StoreInvalid if an object of outputs is missing. Rows without a selected token may be all zeros."""
         for name in (name for name in self._output_names if name in sides):
             filled = sides[SELECTED.name][:, 0] >= 0 if SELECTED.name in sides else None
             self.require(name, self._rows(block), sides[name], filled)

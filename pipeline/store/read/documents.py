@@ -1,4 +1,4 @@
-"""The documents of a store: their table, and where one of them is, by number or by id."""
+"""The documents of a store: their table, and the location of one document, given its number or id."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -23,18 +23,20 @@ log = logging.getLogger("pipeline")
 
 _MANY_TABLES = 1000
 _MANY_READ = (
-    "%s: the document tables of %d blocks are read to find an id. An index of ids saves that: "
+    "%s: finding an id requires reading the document tables of %d blocks. To avoid that, write an index of ids: "
     "python -m pipeline.index store.path=%s"
 )
 
 
 @dataclass(frozen=True)
 class DocumentActivations:
-    """The n tokens of a document that have activations, in order, and these [n, D] by array name.
+    """The n tokens of a document that have activations, in order.
 
-    outputs: what the model's head says of them, [n] or [n, k] by array name (`capture.outputs`), and the arrays of
-    features. features: these by the SAE's name, as in `Batch`.
-    text: all m stored tokens of the document. places: where the n stand among them.
+    document, id: the document's number and id. rows: the store's rows in which the tokens are.
+    activations: [n, D] by array name.
+    outputs: the arrays of `capture.outputs` and of SAEs, [n] or [n, k] by array name.
+    features: by the SAE's name, as in `Batch`.
+    text: all m stored tokens of the document. places: the indices of the n tokens in `text`.
     """
 
     document: int
@@ -51,7 +53,7 @@ class DocumentActivations:
 
 @dataclass(frozen=True)
 class DocumentSlots:
-    """Where a document is: its rows, and which of their slots are its own. See `DocumentActivations`."""
+    """The rows of a document, and which of their slots hold its tokens. See `DocumentActivations`."""
 
     rows: Int64[np.ndarray, " r"]
     in_document: Bool[np.ndarray, "r S"]
@@ -64,9 +66,10 @@ class DocumentSlots:
 def document_slots(
     number: int, rows: Int64[np.ndarray, " R"], sides: Mapping[str, Shaped[np.ndarray, "R ..."]]
 ) -> DocumentSlots:
-    """A document in some rows. sides: tokens, positions, documents and, where tokens are selected, `selected`."""
-    holds = (sides[DOCUMENTS.name] == number).any(axis=1)
-    sides = {name: values[holds] for name, values in sides.items()}
+    """Finds a document in `rows`. sides: their side arrays tokens, positions, documents, and `selected` if the store
+    has it."""
+    has_document = (sides[DOCUMENTS.name] == number).any(axis=1)
+    sides = {name: values[has_document] for name, values in sides.items()}
     in_text = sides[DOCUMENTS.name] == number
     places = np.cumsum(in_text).reshape(in_text.shape) - 1
     slots = slot_side_arrays(sides)
@@ -74,7 +77,7 @@ def document_slots(
     if SELECTED.name in sides:
         places = at_selected(places, sides[SELECTED.name], -1)
     return DocumentSlots(
-        rows=rows[holds],
+        rows=rows[has_document],
         in_document=in_document,
         tokens=slots[TOKENS.name][in_document],
         positions=slots[POSITIONS.name][in_document],
@@ -90,7 +93,7 @@ class StoredDocuments:
         self._storage = storage
         self._blocks = blocks
         self._num_streams = num_streams
-        self._not_indexed = BlockTable(), empty_table()  # blocks, and their document tables
+        self._not_indexed = BlockTable(), empty_table()  # blocks without an index of ids, and their document tables
 
     @cached_property
     def table(self) -> pa.Table:
@@ -102,9 +105,9 @@ class StoredDocuments:
         return pa.concat_tables(tables, promote_options="default") if tables else empty_table()
 
     def _read_not_indexed(self, blocks: BlockTable) -> pa.Table:
-        """The document tables of blocks that no index knows, which are kept for the next lookup."""
-        known, table = self._not_indexed
-        if not np.array_equal(known.values, blocks.values):
+        """The document tables of blocks without an index of ids, kept for the next lookup."""
+        blocks_read, table = self._not_indexed
+        if not np.array_equal(blocks_read.values, blocks.values):
             if len(blocks) > _MANY_TABLES and self._storage.is_remote:
                 log.warning(_MANY_READ, self._storage.path, len(blocks), self._storage.path)
             table = self.table if len(blocks) == len(self._blocks) else self._read(blocks)
@@ -119,34 +122,35 @@ class StoredDocuments:
     def _stream_blocks(self) -> list[BlockTable]:
         return split_streams(self._blocks, self._num_streams)
 
-    def blocks_of(self, number: int) -> BlockTable:
-        """The blocks that a document has tokens in, and at most one more. Its number is its ordinal in its stream times
-        the number of streams, plus the stream."""
+    def blocks_with(self, number: int) -> BlockTable:
+        """The blocks that contain tokens of a document, and at most one more. A document's number is its ordinal in its
+        stream times the number of streams, plus the stream."""
         ordinal, stream = divmod(number, self._num_streams)
         blocks = self._stream_blocks[stream]
         firsts = blocks.column("first_document")
         start, stop = np.searchsorted(firsts, ordinal, side="left"), np.searchsorted(firsts, ordinal, side="right")
         if start == stop or blocks.continues[start]:
-            start -= 1  # the block before has the beginning of the document, or all of it
+            start -= 1  # the previous block has the beginning of the document, or all of it
         return blocks[max(0, start) : stop]
 
     def with_number(self, number: int, blocks: Sequence[Block]) -> pa.Table:
-        """The rows of the blocks' document tables that a document has. Raises StoreError where it has none."""
-        return self._of_one(self._read(blocks), "document", number)
+        """A document's rows in the blocks' document tables. Raises StoreError if it has none."""
+        return self._one_document(self._read(blocks), "document", number)
 
     def with_id(self, id: str) -> pa.Table:
-        """The rows that a document has in the document tables of all blocks, which are read where no index of ids says
-        which have it. Raises StoreError unless exactly one document has the id."""
+        """A document's rows in the document tables of all blocks. Reads those of the blocks that may contain the id
+        according to the index of ids, and of all blocks without one. Raises StoreError unless exactly one document has
+        the id."""
         if "table" in vars(self):
-            return self._of_one(self.table, "id", id)
+            return self._one_document(self.table, "id", id)
         hits, not_indexed = self._ids.find(id)
         tables = [self._read_not_indexed(not_indexed), *([self._read(hits)] if len(hits) else [])]
-        return self._of_one(pa.concat_tables(tables, promote_options="default"), "id", id)
+        return self._one_document(pa.concat_tables(tables, promote_options="default"), "id", id)
 
-    def _of_one(self, table: pa.Table, column: str, value: str | int) -> pa.Table:
+    def _one_document(self, table: pa.Table, column: str, value: str | int) -> pa.Table:
         entries = table.filter(pc.equal(table[column], value))
         numbers = pc.unique(entries["document"]).to_pylist()
         if len(numbers) != 1:
-            hint = f"documents {sorted(numbers)} have it; ask for one by number" if numbers else "no document has it"
+            hint = f"documents {sorted(numbers)} have it; pass a number" if numbers else "no document has it"
             raise StoreError(f"{column} {value!r} in the store {self._storage.path}: {hint}.")
         return entries

@@ -1,6 +1,6 @@
-"""Sparse features of tokens, as the SAEs of `capture.encode` gave them.
+"""Sparse features of tokens, computed by the SAEs of `capture.encode`.
 
-Shapes: n tokens, k features of a token that are stored, F features of an SAE.
+Shapes: n tokens, k features stored per token, F features of an SAE.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,11 @@ from pipeline.store.read.frameworks import Framework, scattered, to_numpy
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """What one SAE says of n tokens, in arrays of `framework`.
+    """One SAE's features of n tokens, in arrays of `framework`.
 
-    index: int32 [n, k], the features that fire, by falling value; -1 where there are fewer. value: [n, k], their
-    values; 0 where there is none. n_active: int32 [n], how many fire, also of those that are not stored. width: F.
+    index: int32 [n, k], the features that fire, in descending order of their values; -1 if fewer than k fire.
+    value: [n, k], their values; 0 where index is -1. n_active: int32 [n], how many features fire, including those that
+    are not stored. width: F.
     """
 
     index: Any
@@ -29,13 +30,13 @@ class FeatureBatch:
     framework: Framework = Framework.numpy
 
     def dense(self) -> Any:
-        """The values of all features, [n, F], in the dtype of `value`; 0 for those that are not stored."""
+        """The values of all features, [n, F], in the dtype of `value`; features that are not stored are 0."""
         return scattered(self.index, self.value, self.width, self.framework)
 
     def csr(self) -> tuple[Float32[np.ndarray, " nnz"], Int64[np.ndarray, " nnz"], Int64[np.ndarray, " n+1"]]:
-        """data, indices and indptr of a sparse matrix [n, F] in the CSR format, in numpy. The indices of a token rise.
+        """data, indices and indptr of a sparse CSR matrix [n, F], as numpy arrays. Each token's indices are sorted.
 
-        `scipy.sparse.csr_matrix(features.csr(), shape=(n, features.width))` takes them.
+        For example: `scipy.sparse.csr_matrix(features.csr(), shape=(n, features.width))`.
         """
         index, value = to_numpy(self.index, self.framework), to_numpy(self.value, self.framework)
         order = np.argsort(index, axis=1)
@@ -46,16 +47,16 @@ class FeatureBatch:
 
 
 def array_name(features: str, part: str) -> str:
-    """The name of the array that holds a part (`FEATURE_PARTS`) of an SAE's features."""
+    """The name of an SAE's array. features: the prefix of their names. part: one of `FEATURE_PARTS`."""
     return f"{features}.{part}"
 
 
 def feature_batches(
     widths: Mapping[str, int], arrays: Mapping[str, Any], framework: Framework = Framework.numpy
 ) -> dict[str, FeatureBatch]:
-    """By the SAE's name: the array that it encodes and, where several encode it, its own.
+    """The features of n tokens by SAE: the name of the array it encodes, with its own name if several encode that.
 
-    widths: F, by what the names of an SAE's arrays begin with. arrays: their values of n tokens, by name.
+    widths: F by the prefix of an SAE's arrays' names. arrays: the arrays' values for n tokens, by name.
     """
     return {
         name.removeprefix("features."): FeatureBatch(

@@ -1,4 +1,4 @@
-"""The tokens that a reader leaves out. Shapes: T positions of a row, n tokens, D features."""
+"""Which tokens a reader leaves out. Shapes: T positions per row, n tokens, D features."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,14 +13,14 @@ from pipeline.store.format.norms import l2_norms
 
 Limits = Mapping[str, tuple[float, float]]
 
-_TOKENS_AT_A_TIME = 4096  # whose norms are computed: few enough for the processor's caches
+_TOKENS_AT_A_TIME = 4096  # for computing norms: few enough for the processor's caches
 
 
-COMPLETIONS = "completions"  # an input like the side arrays: whether a slot holds a completion's token
+COMPLETIONS = "completions"  # the name of an additional side array: whether a slot holds a completion's token
 
 
 class Part(StrEnum):
-    """A part of a document that the model wrote (data=generate)."""
+    """The part of a document with a completion (data=generate)."""
 
     prompt = "prompt"
     completion = "completion"
@@ -28,12 +28,14 @@ class Part(StrEnum):
 
 @dataclass(frozen=True)
 class TokenFilter:
-    """The tokens to leave out, besides padding.
+    """Which tokens to leave out, in addition to padding.
 
-    drop_tokens: token ids, such as the tokenizer's special ones. skip_first: positions at the beginning of each
-    document (of each of its windows, where it is longer than a row), where attention sinks are. norms: by array name,
-    the least and the greatest L2 norm of an activation; a token is left out when one of its activations is outside.
-    `store.statistics(...).norm_quantile` gives such limits. part: the prompts' tokens only, or the completions'.
+    drop_tokens: token ids, such as those of special tokens.
+    skip_first: positions at the beginning of each document window, where attention sinks are. A document longer than a
+    row has several windows.
+    norms: the minimum and maximum L2 norm, by array name. A token is left out if any of its activations is outside.
+    `store.statistics(...).norm_quantile` gives suitable limits.
+    part: keep only tokens of prompts, or only tokens of completions.
     """
 
     drop_tokens: tuple[int, ...] = ()
@@ -43,19 +45,19 @@ class TokenFilter:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "part", None if self.part is None else Part(self.part))
-        # Plain numbers in a fixed order, so that equal filters have equal reprs: a reader's state has a checksum of it.
+        # Plain numbers in a fixed order: a reader's state has a checksum of the repr, so equal filters need equal ones.
         object.__setattr__(self, "drop_tokens", tuple(map(int, self.drop_tokens)))
         limits = {name: (float(least), float(greatest)) for name, (least, greatest) in sorted(self.norms.items())}
         object.__setattr__(self, "norms", limits)
 
     @property
     def side_arrays(self) -> tuple[str, ...]:
-        """The names of the side arrays, besides segments, that `keeps` needs, and `COMPLETIONS` where it does."""
-        wanted = {TOKENS.name: self.drop_tokens, POSITIONS.name: self.skip_first, COMPLETIONS: self.part}
-        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+        """The names of the side arrays that `keeps` needs in addition to segments; may include `COMPLETIONS`."""
+        conditions = {TOKENS.name: self.drop_tokens, POSITIONS.name: self.skip_first, COMPLETIONS: self.part}
+        return tuple(name for name, condition in conditions.items() if condition)
 
     def keeps(self, side_arrays: Mapping[str, Shaped[np.ndarray, "rows T"]]) -> Bool[np.ndarray, "rows T"]:
-        """Whether each slot passes the filters of tokens, positions and parts of documents."""
+        """Whether each slot passes the conditions on tokens, positions and parts of documents."""
         keep = side_arrays["segments"] > 0
         if self.drop_tokens:
             keep &= ~np.isin(side_arrays["tokens"], self.drop_tokens)
@@ -68,7 +70,7 @@ class TokenFilter:
     def within_norms(
         self, slots: Int[np.ndarray, " n"], activations: Mapping[str, np.ndarray | Dequantised]
     ) -> Int[np.ndarray, " kept"]:
-        """The slots whose activations, [slot, D] by array name, are within the limits."""
+        """The slots whose activations have norms within the limits. activations: [slots, D] by array name."""
         for name, (least, greatest) in self.norms.items():
             chunks = (slots[i : i + _TOKENS_AT_A_TIME] for i in range(0, len(slots), _TOKENS_AT_A_TIME))
             kept = [chunk[_between(l2_norms(activations[name][chunk]), least, greatest)] for chunk in chunks]

@@ -1,6 +1,6 @@
-"""Batches as arrays of numpy, JAX or PyTorch. JAX and PyTorch are imported only where they are asked for.
+"""Converts batches to arrays of numpy, JAX or PyTorch. JAX and PyTorch are imported only when needed.
 
-Shapes: n tokens of a batch.
+Shapes: n tokens per batch, k stored features per token.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
 import numpy as np
 
-_WITHOUT_BUFFER = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # numpy's buffers and DLPack have no name for these
+_WITHOUT_BUFFER = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # not known to numpy's buffer protocol and DLPack
 
 
 class Framework(StrEnum):
@@ -22,10 +22,10 @@ class Framework(StrEnum):
 
 
 def converter(framework: Framework) -> Callable[[np.ndarray], Any]:
-    """The function that turns a numpy array into one of the framework. Raises ImportError where that is not installed.
+    """A function that converts a numpy array to an array of the framework. Raises ImportError if that is not installed.
 
-    The array's memory is used as it is: always by torch, and by JAX on CPU, where no transfer is needed. JAX has no
-    int64 unless `jax_enable_x64` is set; until then int64 arrays (document numbers) stay numpy's.
+    torch shares the array's memory, and JAX on CPU does where it can. Without `jax_enable_x64` JAX has no int64, and
+    int64 arrays (document numbers) stay numpy arrays.
     """
     match framework:
         case Framework.numpy:
@@ -52,16 +52,17 @@ def converter(framework: Framework) -> Callable[[np.ndarray], Any]:
 
 
 def to_numpy(array: Any, framework: Framework) -> np.ndarray:
-    """A framework's array in numpy; bfloat16 of torch becomes float32."""
+    """Converts a framework's array to numpy. torch's floating-point types become float32."""
     if framework is Framework.torch:
         return (array.float() if array.is_floating_point() else array).numpy(force=True)
     return np.asarray(array)
 
 
 def scattered(index: Any, value: Any, width: int, framework: Framework) -> Any:
-    """[n, width]: row i has value[i, j] at index[i, j], both [n, k], and 0 elsewhere. Index -1, of value 0, is nowhere.
+    """[n, width]: row i has value[i, j] at index[i, j], and 0 elsewhere.
 
-    The arrays are the framework's; no row has an index twice.
+    index, value: [n, k], arrays of the framework. An index of -1, whose value is 0, is ignored. The other indices of a
+    row are distinct.
     """
     match framework:
         case Framework.numpy:

@@ -1,7 +1,8 @@
-"""Memory of token slots, and the batches that are gathered from it, ahead of the training.
+"""Memory for token slots, and the batches gathered from it ahead of training.
 
-Whoever fills the memory, from a store or from a model, leaves in `TokenMemory.order` which slots come in which order.
-Shapes: n tokens of a batch, K keys, D features of an activation, S slots (row, slot of it) of a memory.
+The memory is filled from a store or by a model; `TokenMemory.order` then contains the slots to use, in order.
+Shapes: n tokens per batch, K keys, D features per activation, k features stored per token, S slots of a memory (slots
+per row times rows).
 """
 
 from collections import deque
@@ -24,21 +25,21 @@ from pipeline.store.read.filters import TokenFilter
 from pipeline.store.read.frameworks import converter
 from pipeline.store.read.order import Buffer
 
-AHEAD = 4  # batches
+AHEAD = 4  # how many batches are gathered ahead
 GATHERING_THREADS = 2
 
-STACKED = "stacked"  # the name of the memory [S, K, D] that several arrays of one width share
+STACKED = "stacked"  # the name of the memory [S, K, D] shared by arrays of the same width
 
 
 @dataclass(frozen=True)
 class Batch:
-    """n tokens, none of them padding.
+    """n tokens, without padding, as arrays of numpy, JAX or torch.
 
-    activations: [n, D] when one activation was asked for; when a list was, by array name, or [n, K, D] if stacked.
-    documents: the document's number; positions: from 0 in each document window; segments: the window's number in its
-    row. outputs: by array name, [n] or [n, k], those that `BatchOptions.outputs` names. features: with
-    `BatchOptions.features`, by the SAE's name, "blocks.5.resid_post" where one SAE encodes this array. Arrays of numpy,
-    JAX or torch; with JAX, documents stay numpy's (it has no int64 by default).
+    activations: [n, D] if `keys` was one activation; else by array name, or [n, K, D] if stacked.
+    segments: the number of the token's document window in its row. positions: start at 0 in each window.
+    documents: the document's number; with JAX this is a numpy array, since JAX has no int64 by default.
+    outputs: those requested by `BatchOptions.outputs`, [n] or [n, k] by array name.
+    features: with `BatchOptions.features`, by the SAE's name: "blocks.5.resid_post" if one SAE encodes that array.
     """
 
     activations: Any
@@ -52,7 +53,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Position:
-    """A reader's position: it has yielded `batch` batches of epoch `epoch`; the next begins at `token` of `buffer`."""
+    """A reader's position: after `batch` batches of epoch `epoch`; the next batch begins at `token` of `buffer`."""
 
     epoch: int = 0
     batch: int = 0
@@ -61,17 +62,17 @@ class Position:
 
 
 class TokenMemory:
-    """Memory for rows: [S, D] by array name, or [S, K, D] under `STACKED`, [S] by side array, [S] or [S, k] by array
-    of outputs or features.
+    """Memory for some rows of each array that is read.
 
-    Beside activations of int8 stand their scales, likewise, under `scale_name` of these names.
-    `targets`, `side_arrays`: the memory to fill, [rows, slots, D] by the name of each array of activations, scales or
-    features, and [rows, slots] or [rows, slots, k] by side array and output.
-    `order`: the slots, in the order in which batches take them. `users`: the tasks that still read the memory.
+    targets: the memory to fill by array name: [rows, slots, D] of activations, their scales (int8), and features.
+    side_arrays: the same for side arrays and outputs, [rows, slots] or [rows, slots, k].
+    order: the slots that batches use, in order. users: the tasks that still read the memory.
+
+    Batches are gathered from the same memory by slot: [S, D], or [S, K, D] for `STACKED` activations, [S] or [S, k].
     """
 
     def __init__(self, layout: StoreLayout, reading: Reading, rows: int) -> None:
-        """The memory is touched only when it is filled."""
+        """Allocates the memory, whose pages are used only when it is filled."""
         slots, stack, names = layout.slots, reading.options.stack, list(reading.names)
         specs = {spec.name: spec for spec in (*layout.arrays, *layout.scales, *layout.outputs)}
         self.rows = rows
@@ -101,42 +102,43 @@ class TokenMemory:
         return sum(values.nbytes for values in self._slots.values())
 
     def wait_for_users(self) -> None:
-        """Returns when no task uses the memory, which can then be filled again."""
+        """Waits until no task uses the memory, so that it can be filled again."""
         for user in self.users:
-            user.exception()  # waits; the error is raised where the result is taken
+            user.exception()  # waits; the error is raised with the task's result
         self.users = []
 
     def chosen(
         self, token_filter: TokenFilter, num_rows: int, more: Mapping[str, Bool[np.ndarray, "rows slots"]] | None = None
     ) -> Int64[np.ndarray, " n"]:
-        """The slots of the first `num_rows` rows that pass the filters of side arrays, of which `more` are some."""
+        """The slots in the first `num_rows` rows that pass the filter's conditions on side arrays. `more`: further side
+        arrays for the filter."""
         inputs = self.side_arrays | dict(more or {})
         return np.flatnonzero(token_filter.keeps({name: side[:num_rows] for name, side in inputs.items()}))
 
     def within_norms(self, token_filter: TokenFilter, slots: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " kept"]:
-        """The slots whose activations pass the filter of norms."""
+        """Those of `slots` whose activations pass the filter's condition on norms."""
         flat = {name: target.reshape(-1, target.shape[2]) for name, target in self.targets.items()}
         for name in [name for name in flat if scale_name(name) in flat]:
             flat[name] = Dequantised(flat[name], flat.pop(scale_name(name)))
         return token_filter.within_norms(slots, flat)
 
     def like(self, num_tokens: int) -> dict[str, np.ndarray]:
-        """Memory for a batch of `num_tokens` tokens, by name."""
+        """New memory for a batch of `num_tokens` tokens, by name."""
         slots = self._slots.items()
         return {name: aligned_empty((num_tokens, *values.shape[1:]), values.dtype) for name, values in slots}
 
     def gather(self, start: int, stop: int, out: Mapping[str, np.ndarray], at: int) -> None:
-        """Copies the tokens `order[start:stop]` into `out`, from its token `at` on."""
+        """Copies the tokens `order[start:stop]` to `out[at:]`."""
         slots = self.order[start:stop]
         for name, values in self._slots.items():
-            # As plain integers, for which numpy lets other threads run; mode="raise" would copy twice.
+            # As integers, for which numpy releases the GIL. mode="raise" would copy twice.
             integers = f"u{values.itemsize}"
             target = out[name][at : at + len(slots)]
             np.take(values.view(integers), slots, axis=0, out=target.view(integers), mode="clip")
 
 
 class Gatherer:
-    """Makes batches of filled memory."""
+    """Makes batches from filled memory."""
 
     def __init__(
         self,
@@ -145,8 +147,8 @@ class Gatherer:
         limit: Callable[[int], int | None] = lambda epoch: None,
         refuse_empty: Callable[[int], None] = lambda tokens: None,
     ) -> None:
-        """drop_last: drop the last batch of an epoch where it is short. limit: how many batches an epoch has at most.
-        refuse_empty: is called with the tokens of an epoch that gave no batch."""
+        """drop_last: drop the last batch of an epoch if it is not full. limit: the maximum number of batches of an
+        epoch. refuse_empty: called with the number of tokens of an epoch that has no batch."""
         self._reading = reading
         self._drop_last = drop_last
         self._limit = limit
@@ -155,10 +157,10 @@ class Gatherer:
     def batches(
         self, filled: Iterator[tuple[Buffer, TokenMemory, bool]], start: Position
     ) -> Iterator[tuple[Batch, Position]]:
-        """The batches from a position on, each with the position after it; some are gathered before they are asked for.
+        """The batches from position `start` on, each with the position after it. `AHEAD` of them are gathered ahead.
 
-        filled: the buffers from that position on, their filled memory, and whether each is the epoch's last. Once the
-        next is asked for, all tasks that read a memory are among its `users`.
+        filled: the buffers from that position on, each with its filled memory and whether it is the epoch's last. When
+        the next one is requested, the memory's `users` are complete.
         """
         gatherers = ThreadPoolExecutor(GATHERING_THREADS, thread_name_prefix="gather")
         ahead: deque[tuple[Future[Batch], Position]] = deque()
@@ -169,43 +171,43 @@ class Gatherer:
                     yield _done(ahead.popleft())
             while ahead:
                 yield _done(ahead.popleft())
-        finally:  # without waiting: a reader that is dropped may be collected in one of these threads
+        finally:  # without waiting, since a dropped reader may be garbage-collected in one of these threads
             gatherers.shutdown(wait=False, cancel_futures=True)
 
     def _submitted(
         self, gatherers: ThreadPoolExecutor, filled: Iterator[tuple[Buffer, TokenMemory, bool]], begin: Position
     ) -> Iterator[tuple[Future[Batch], Position]]:
-        """Batches that are being gathered, each with the position after it."""
+        """Batches whose gathering has been started, each with the position after it."""
         size = self._reading.batch_size
         finish = self._finisher()
         batch, start = begin.batch, begin.token
         limit = self._limit(begin.epoch)
-        parts, have, out = [], 0, {}
+        parts, num_tokens, out = [], 0, {}
         for buffer, memory, is_last in filled:
             stop = start
             while stop < len(memory.order) and batch != limit:
-                start, stop = stop, min(stop + size - have, len(memory.order))
+                start, stop = stop, min(stop + size - num_tokens, len(memory.order))
                 out = out or memory.like(size)
-                parts.append(gatherers.submit(memory.gather, start, stop, out, have))
+                parts.append(gatherers.submit(memory.gather, start, stop, out, num_tokens))
                 memory.users.append(parts[-1])
-                have += stop - start
-                if have == size:
+                num_tokens += stop - start
+                if num_tokens == size:
                     batch += 1
                     after = Position(buffer.epoch, batch, buffer.index, stop)
-                    yield gatherers.submit(finish, parts, out, have), after
-                    parts, have, out = [], 0, {}
+                    yield gatherers.submit(finish, parts, out, num_tokens), after
+                    parts, num_tokens, out = [], 0, {}
             start = 0
             if is_last:
                 after = Position(buffer.epoch + 1)
-                if have and not self._drop_last:
-                    yield gatherers.submit(finish, parts, out, have), after
+                if num_tokens and not self._drop_last:
+                    yield gatherers.submit(finish, parts, out, num_tokens), after
                 elif not batch:
-                    self._refuse_empty(have)
-                parts, have, out, batch = [], 0, {}, 0
+                    self._refuse_empty(num_tokens)
+                parts, num_tokens, out, batch = [], 0, {}, 0
                 limit = self._limit(buffer.epoch + 1)
 
     def _finisher(self) -> Callable[[Sequence[Future[None]], dict[str, np.ndarray], int], Batch]:
-        """The function that makes a batch of gathered memory: dtype, normalisation, framework."""
+        """A function that turns gathered memory into a batch: normalises, casts, and converts to the framework."""
         reading, options = self._reading, self._reading.options
         convert = converter(options.framework)
 
@@ -239,18 +241,18 @@ class Gatherer:
 
 
 def sample_statistics(batches: Iterator[Batch], num_tokens: int) -> dict[str, Statistics]:
-    """Statistics by array name, over the first `num_tokens` tokens of batches that have their activations by name.
+    """Statistics over the first `num_tokens` tokens, by array name. The batches' activations must be by name.
 
-    Raises ValueError where there is no token.
+    Raises ValueError if there are no tokens.
     """
     parts: list[dict[str, Statistics]] = []
     while num_tokens > 0 and (batch := next(batches, None)) is not None:
         parts.append({name: token_statistics(values[:num_tokens]) for name, values in batch.activations.items()})
         num_tokens -= len(batch.tokens)
     if not parts:
-        raise ValueError("the filter leaves no token to sample")
+        raise ValueError("no token passes the filter, so there is nothing to sample")
     return {name: merge(part[name] for part in parts) for name in parts[0]}
 
 
-def _done(under_way: tuple[Future[Batch], Position]) -> tuple[Batch, Position]:
-    return under_way[0].result(), under_way[1]
+def _done(started: tuple[Future[Batch], Position]) -> tuple[Batch, Position]:
+    return started[0].result(), started[1]

@@ -1,9 +1,8 @@
-"""The order in which a reader visits a store. Pure arithmetic on integers; nothing is read.
+"""The order in which a reader reads a store. Pure arithmetic on integers, without I/O.
 
-Blocks are put in random order; consecutive blocks of that order form a window, and the pieces of a window are put in
-random order again, both by `permutation`. So only the side arrays of one window are held in memory. A buffer takes the
-next `pieces_per_buffer` pieces, and its tokens come out in random order. Without a seed everything stays in storage
-order.
+`permutation` puts the blocks in random order. Consecutive blocks of that order form a window, whose pieces are then put
+in random order, so that only the side arrays of one window need to be in memory. A buffer takes the next
+`pieces_per_buffer` pieces and yields their tokens in random order. Without a seed, everything is in storage order.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-VERSION = 2  # of the random order; the first was numpy's Generator.permutation
-_PIECES, _TOKENS = 1, 2  # the kinds of things that are put in order
+VERSION = 2  # of the random order; version 1 was numpy's Generator.permutation
+_PIECES, _TOKENS = 1, 2  # what is permuted
 
 
 class Piece(NamedTuple):
-    """Rows `first` .. `first + num_rows` of a block: the unit of reading. `block` counts the stored blocks."""
+    """The unit of reading: rows `first` .. `first + num_rows` of a block. `block`: an index into the stored blocks."""
 
     block: int
     first: int
@@ -28,7 +27,7 @@ class Piece(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """The pieces that are mixed with each other. `index` counts an epoch's buffers of one rank."""
+    """Pieces whose tokens are shuffled together. `index`: the number of the buffer within its epoch and rank."""
 
     epoch: int
     index: int
@@ -37,10 +36,11 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadingOrder:
-    """The pieces that rank `rank` of `world` reads, in their order.
+    """The pieces that rank `rank` of `world` reads, in order.
 
-    block_rows: rows of each stored block. seed: None for storage order. A rank takes a contiguous share of the epoch's
-    sequence of pieces: shares do not overlap, and differ by at most one piece.
+    block_rows: the number of rows of each stored block. seed: None for storage order.
+    A rank reads a contiguous share of the epoch's sequence of pieces. Shares do not overlap, and their sizes differ by
+    at most one piece.
     """
 
     block_rows: tuple[int, ...]
@@ -61,11 +61,11 @@ class ReadingOrder:
         if first == last:
             return
         begin, end = np.searchsorted(ends, (first, last - 1), side="right").tolist()
-        for window, at in enumerate(range(begin, end + 1, self.window_blocks)):
+        for window, window_begin in enumerate(range(begin, end + 1, self.window_blocks)):
             pieces = []
-            for i in range(at, min(at + self.window_blocks, end + 1)):
-                block, before = int(blocks[i]), int(ends[i - 1]) if i else 0
-                for piece in range(max(first, before) - before, min(last, int(ends[i])) - before):
+            for i in range(window_begin, min(window_begin + self.window_blocks, end + 1)):
+                block, block_begin = int(blocks[i]), int(ends[i - 1]) if i else 0
+                for piece in range(max(first, block_begin) - block_begin, min(last, int(ends[i])) - block_begin):
                     start = piece * self.piece_rows
                     num_rows = min(self.piece_rows, self.block_rows[block] - start)
                     pieces.append(Piece(block, start, num_rows, window))
@@ -75,35 +75,36 @@ class ReadingOrder:
         """This rank's buffers of an epoch, from buffer `start` on."""
         pieces = islice(self.pieces(epoch), start * self.pieces_per_buffer, None)
         index = start
-        while taken := tuple(islice(pieces, self.pieces_per_buffer)):
-            yield Buffer(epoch, index, taken)
+        while buffer_pieces := tuple(islice(pieces, self.pieces_per_buffer)):
+            yield Buffer(epoch, index, buffer_pieces)
             index += 1
 
     def shuffled(self, buffer: Buffer, slots: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """The slots of a buffer in the order in which batches take them."""
+        """The slots of a buffer, in the order in which batches use them."""
         return slots[self._permuted(len(slots), buffer.epoch, _TOKENS, self.rank, buffer.index)]
 
-    def tokens_of_ranks(
+    def tokens_per_rank(
         self, epoch: int, block_tokens: Int64[np.ndarray, " blocks"], count: Callable[[list[int]], list[list[int]]]
     ) -> list[int]:
         """How many tokens each rank has in an epoch.
 
-        block_tokens: those of each block. count: gives those of each piece of some blocks; it is called with the blocks
-        that two ranks share.
+        block_tokens: the number of tokens of each block. count: returns the number of tokens of each piece of the given
+        blocks; it is called with those that ranks share.
         """
         blocks, ends, *_ = self._share(epoch)
         sums = np.cumsum([0, *block_tokens[blocks]])
         ends = np.array([0, *ends])
         bounds = np.array([int(ends[-1]) * rank // self.world for rank in range(self.world + 1)])
-        at = np.searchsorted(ends, bounds, side="right") - 1  # whole blocks before each bound
-        split = np.flatnonzero(bounds > ends[at])
-        tokens = sums[at]
-        for i, pieces in zip(split.tolist(), count(blocks[at[split]].tolist()), strict=True):
-            tokens[i] += sum(pieces[: bounds[i] - ends[at[i]]])
+        whole_blocks = np.searchsorted(ends, bounds, side="right") - 1  # how many end before each bound
+        split = np.flatnonzero(bounds > ends[whole_blocks])
+        tokens = sums[whole_blocks]
+        for i, pieces in zip(split.tolist(), count(blocks[whole_blocks[split]].tolist()), strict=True):
+            tokens[i] += sum(pieces[: bounds[i] - ends[whole_blocks[i]]])
         return np.diff(tokens).tolist()
 
     def _share(self, epoch: int) -> tuple[Int64[np.ndarray, " blocks"], Int64[np.ndarray, " blocks"], int, int]:
-        """The epoch's order of blocks, the number of pieces up to and with each, and the pieces of this rank."""
+        """The epoch's blocks in order, the number of pieces up to and including each, and the range of this rank's
+        pieces."""
         num_blocks = len(self.block_rows)
         blocks = self._permuted(num_blocks, epoch)
         ends = np.cumsum(-(-np.asarray(self.block_rows, np.int64)[blocks] // self.piece_rows))
@@ -115,13 +116,13 @@ class ReadingOrder:
 
 
 def permutation(count: int, *seeds: int) -> Int64[np.ndarray, " count"]:
-    """0 .. count - 1 in an order that depends on the seeds alone.
+    """0 .. count - 1 in an order that depends only on the seeds.
 
-    PCG64 with SeedSequence(seeds) gives one 64-bit number per place. The lowest bits of each are replaced by its place,
-    and the numbers are sorted. numpy guarantees these numbers in all of its versions (NEP 19), but not the result of
-    Generator.permutation.
+    PCG64 with SeedSequence(seeds) gives one 64-bit number per index. The lowest bits of each are replaced by its index,
+    and the numbers are sorted. numpy guarantees that these numbers are the same in all versions (NEP 19), which it does
+    not for Generator.permutation.
     """
-    place_bits = np.uint64((1 << max(0, count - 1).bit_length()) - 1)
+    index_bits = np.uint64((1 << max(0, count - 1).bit_length()) - 1)
     numbers = np.random.PCG64(np.random.SeedSequence(seeds)).random_raw(count)
-    keys = (numbers & ~place_bits) | np.arange(count, dtype=np.uint64)
-    return (np.sort(keys) & place_bits).astype(np.int64)
+    keys = (numbers & ~index_bits) | np.arange(count, dtype=np.uint64)
+    return (np.sort(keys) & index_bits).astype(np.int64)

@@ -6,9 +6,9 @@
     for batch in store.batches((5, "resid_post"), batch_size=4096, shuffle=True, seed=0):
         train_step(batch.activations)  # [4096, d]
 
-Works on finished and on unfinished stores; of the latter it sees the blocks that were committed when it was opened.
-Shapes: T positions of a row, S slots of a row for activations (its positions, or fewer where only some tokens'
-activations are stored: `capture.positions`), D features of an activation.
+Reads finished and unfinished stores. Of an unfinished store it reads the blocks that were committed when it was opened.
+Shapes: T positions per row, S slots per row for activations (T, or fewer if `capture.positions` stores only some
+tokens' activations), D features per activation.
 """
 
 import operator
@@ -50,18 +50,18 @@ from pipeline.store.read.order import ReadingOrder
 from pipeline.store.read.rows import slot_side_arrays
 from pipeline.store.read.stored_rows import Rows, StoredRows, is_one_row
 
-# MiB of activations that a sample's tokens are drawn from.
+# The size of the shuffle buffer from which `sample` takes tokens.
 SAMPLE_BUFFER_MIB = 64.0
 
-# Requests to a remote store that a reader has under way: side arrays of many blocks, while activations are read.
+# A reader's concurrent requests to a remote store: side arrays of many blocks are read along with activations.
 REMOTE_REQUESTS = 128
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """The side arrays of some rows: [n, S], or [S] for one row.
+    """The side arrays of n rows: [n, S], or [S] for one row.
 
-    segments: 0 where there is no token, k in the row's k-th document window. positions: from 0 in each window.
+    segments: k in the row's k-th document window, 0 where there is no token. positions: start at 0 in each window.
     documents: the document's number, -1 where there is no token.
     """
 
@@ -74,16 +74,16 @@ class TokenRows:
 class ActivationStore:
     """A store, open for reading. Use `ActivationStore.open`.
 
-    path: as it was given; of the Hub, with the commit.
-    metadata: what determines the store's content. complete: whether no block is missing.
-    keys: the stored activations; layers, sites: those that are among them.
-    length: token positions of a row. slots: slots of a row for activations, `length` unless only some tokens'
+    path: as given; on the Hub, with the commit.
+    metadata: what determines the store's content. complete: whether the store has all blocks.
+    keys: the stored activations. layers, sites: the layers and sites among them.
+    length: token positions per row. slots: slots per row for activations; `length`, or fewer if only some tokens'
     activations are stored.
-    blocks: the committed blocks, in the order of their rows.
-    weights_error: of a model with int8 weights, the relative error that they cause, by array name.
-    cache_error: of data=generate with int8 keys and values, the one that these cause, by array name and of final_norm.
-    arrays: the TensorStore arrays by name, as they are stored, for reading them in other ways.
-    storage: where the store's objects are.
+    blocks: the committed blocks, in row order.
+    weights_error: the relative error caused by int8 weights, by array name; None without them.
+    cache_error: the relative error caused by int8 keys and values (data=generate), by array name and for final_norm.
+    arrays: the TensorStore arrays by name, with the stored values, for other ways of reading.
+    storage: the store's storage.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ActivationStore:
         last: Sequence[CommitRecord],
         arrays: Mapping[str, ts.TensorStore],
     ) -> None:
-        """last: of an unfinished store, the record of each stream's last block."""
+        """last: the record of each stream's last block, for an unfinished store."""
         self.path = storage.path
         self.metadata: StoreMetadata = root.metadata
         self.complete: bool = root.complete
@@ -116,15 +116,15 @@ class ActivationStore:
         self._documents = StoredDocuments(storage, self.blocks, self.metadata.num_streams)
 
     @classmethod
-    def open(cls, place: StorageLike) -> "ActivationStore":
+    def open(cls, address: StorageLike) -> "ActivationStore":
         """Opens the store at a local path, `gs://`, `s3://`, `memory://` or `hf://datasets/owner/name[@revision]`, or
-        in a Storage, whose options then hold.
+        in a Storage, with its options.
 
-        Raises StoreInvalid where there is no store, or one that is damaged or of another version, and StoreError where
-        it cannot be reached.
+        Raises StoreInvalid if there is no store, or if it is damaged or of a different format version, and StoreError
+        if it cannot be reached.
         """
-        storage = Storage.open(place)
-        if storage.is_remote and storage is not place:
+        storage = Storage.open(address)
+        if storage.is_remote and storage is not address:
             storage = storage.with_own_requests(REMOTE_REQUESTS)
         return storage.retry_read(lambda: cls._open(storage))
 
@@ -137,13 +137,13 @@ class ActivationStore:
         if root.blocks is not None and counts != root.blocks:
             raise StoreInvalid(
                 f"{storage.path} was completed with {sum(root.blocks)} blocks, but {sum(counts)} have a commit record, "
-                "or they are of other streams. Run the job again, which computes what is missing, or pipeline.verify, "
-                "which names it."
+                "or they are in other streams. Run the job again, which computes missing blocks, or pipeline.verify, "
+                "which lists them."
             )
         return cls(storage, root, blocks, last, arrays)
 
     def __reduce_ex__(self, protocol: int) -> str | tuple[Any, ...]:
-        """A store on the Hub is opened again, at its commit, with the default options: each process has a relay."""
+        """Unpickling opens a store on the Hub again, at its commit with default options: each process has a relay."""
         if self.path.startswith(HUB_SCHEME):
             return ActivationStore.open, (self.path,)
         return super().__reduce_ex__(protocol)
@@ -155,59 +155,59 @@ class ActivationStore:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Stored tokens, without padding."""
+        """The number of stored tokens, without padding."""
         return self.blocks.total("tokens")
 
     @cached_property
     def num_activations(self) -> int:
-        """Stored tokens whose activations are stored: all of them, unless `capture.positions` selects some."""
+        """The number of tokens whose activations are stored: all of them, unless `capture.positions` selects some."""
         return self.blocks.total("activations")
 
     @property
     def rows(self) -> Int64[np.ndarray, " n"]:
-        """The numbers of the rows that are in the store, ascending: an array's other rows are padding."""
+        """The numbers of the stored rows, ascending. All other rows of an array are padding."""
         return self._rows.numbers
 
     @property
     def documents(self) -> pa.Table:
-        """Every document of every block: one table row per document and block that it has tokens in.
+        """The document tables of all blocks: one row per document and block with tokens of it.
 
-        The columns are those of `_documents` (document, id, source, index, n_tokens, n_cut, first_token, last_token and
-        the source's own) with the stream and block in front.
+        The columns are stream, block and those of `_documents`: document, id, source, index, n_tokens, n_cut,
+        first_token, last_token, and the source's own.
         """
         return self._documents.table
 
     def statistics(self, layer: SupportsIndex | None, site: Site | str) -> Statistics:
-        """Mean and variance of each feature, and the norms, over every stored token of an array.
+        """Statistics of an array over all its stored tokens: each feature's mean and variance, and the norms.
 
-        Raises StoreError for a store that was made with capture.statistics=false.
+        Raises StoreError for a store made with capture.statistics=false.
         """
         return self._merged_statistics(self._key((layer, site)).name)
 
     def _merged_statistics(self, name: str) -> Statistics:
         digests = self._statistics_digests
-        is_named = digests is None or name in digests  # else what is there is of another extent
+        is_in_root = digests is None or name in digests  # else any stored statistics are of fewer blocks
         if self.complete:
-            statistics = read_merged(self.storage, name, (digests or {}).get(name)) if is_named else None
-            if statistics is None and len(self.blocks) and self.blocks.has_statistics.all() and is_named:
+            statistics = read_merged(self.storage, name, (digests or {}).get(name)) if is_in_root else None
+            if statistics is None and len(self.blocks) and self.blocks.has_statistics.all() and is_in_root:
                 raise StoreInvalid(
                     f"{self.path} is complete, but its statistics of {name} are missing. {DAMAGE_REMEDY}"
                 )
         else:
             statistics = merge_streams(self.storage, self._last).get(name)
         if statistics is None:
-            earlier = ", or by an earlier program" if name in self._feature_widths else ""
+            earlier = ", or by an earlier version" if name in self._feature_widths else ""
             raise StoreError(
                 f"{self.path} has no statistics of {name}: it was made with capture.statistics=false{earlier}."
             )
         return statistics
 
     def feature_statistics(self, name: str) -> FeatureStatistics:
-        """How often each feature of an SAE fires, and how strongly, over every token whose features are stored; with
-        capture.encode_error also how well the SAE reconstructs them.
+        """How often and how strongly each feature of an SAE fires, over all tokens whose features are stored. With
+        capture.encode_error, also how well the SAE reconstructs the activations.
 
-        `name`: of the array that the SAE encodes, e.g. "blocks.5.resid_post", with ".<its name>" where several encode
-        it. Raises StoreError where there is no such SAE, and for a store without statistics of features.
+        name: the array that the SAE encodes, e.g. "blocks.5.resid_post"; followed by ".<SAE's name>" if several encode
+        it. Raises StoreError if there is no such SAE, and for a store without statistics of features.
         """
         features = self._features_name(name)
         array = self.metadata.reconstructed.get(features)
@@ -215,22 +215,22 @@ class ActivationStore:
         return FeatureStatistics.of(statistics, None if array is None else self._merged_statistics(array))
 
     def feature(self, name: str, feature: SupportsIndex, top: int | None = None) -> Firings:
-        """Where one feature of an SAE fires, in the order of the store, or the `top` strongest of its firings.
+        """The tokens for which one feature of an SAE fires, in storage order; with `top`, its `top` strongest firings.
 
-        `name`: as in `feature_statistics`. Two small reads of each block; with `top` one of each, and another of at
-        most `top` blocks. Raises StoreError where there is no such SAE or feature, and for a store without an index by
-        feature.
+        name: as in `feature_statistics`. Costs two small reads per block; with `top`, one per block and a second one
+        for at most `top` blocks. Raises StoreError if there is no such SAE or feature, and for a store without an index
+        by feature.
         """
         features = self._features_name(name)
         width, feature = self._feature_widths[features], operator.index(feature)
         if not 0 <= feature < width:
-            raise StoreError(f"feature {feature} of {name}: the SAE has the features 0 to {width - 1}.")
+            raise StoreError(f"feature {feature} of {name}: the SAE has features 0 to {width - 1}.")
         if top is not None and top < 1:
-            raise ValueError(f"top is {top}. Ask for at least one firing, or for all with top=None.")
+            raise ValueError(f"top is {top}, must be at least 1, or None for all firings")
         if features not in self.metadata.indexed_features:
             raise StoreError(
                 f"the store {self.path} has no index by feature: it was made with capture.encode_index=false, or by an "
-                "earlier program. Read all features with batches(..., features=True)."
+                "earlier version. Read all features with batches(..., features=True)."
             )
         value_type = self.arrays[f"{features}.value"].dtype.numpy_dtype
         indexes = FeatureIndexes(
@@ -239,86 +239,85 @@ class ActivationStore:
         return self.storage.retry_read(lambda: indexes.read(feature, top))
 
     def _features_name(self, name: str) -> str:
-        """What the names of an SAE's arrays begin with."""
+        """The prefix of the names of an SAE's arrays."""
         features = features_name(name)
         if features not in self._feature_widths:
             stored = ", ".join(stored.removeprefix("features.") for stored in self._feature_widths) or "none"
-            raise StoreError(f"the store {self.path} has no features of {name!r}; it has those of: {stored}.")
+            raise StoreError(f"the store {self.path} has no features of {name!r}; it has: {stored}.")
         return features
 
     def normalisation(self, keys: Key | Sequence[Key], per_feature: bool = False) -> dict[str, Normalisation]:
-        """By array name, the normalisation to zero mean and unit variance, from the stored statistics.
+        """The normalisation to zero mean and unit variance, by array name, from the stored statistics.
 
-        See `Statistics.normalisation`. Raises StoreError for a store that was made with capture.statistics=false:
-        `sample` finds statistics there.
+        See `Statistics.normalisation`. Raises StoreError for a store made with capture.statistics=false; use the
+        statistics from `sample` there.
         """
         parsed = (self._key(key) for key in ([keys] if is_key(keys) else keys))
         return {key.name: self.statistics(key.layer, key.site).normalisation(per_feature) for key in parsed}
 
     def read(self, layer: SupportsIndex | None, site: Site | str, rows: Rows, dtype: DTypeLike = None) -> np.ndarray:
-        """Activations [n, S, D] of some rows ([S, D] for one), zeros where there is no token.
+        """Activations [n, S, D] of n rows ([S, D] for one), zeros where there is no token.
 
-        `layer` is None for the sites that exist once. `rows` are row numbers, as in `store.rows`, or a mask of these; a
-        slice selects the stored ones of its range. `dtype` is the store's (of int8: float32, dequantised) unless given.
-        Raises StoreError for a row that is not stored, or damaged.
+        layer: None for sites that exist once. rows: row numbers, as in `store.rows`, or a mask of these; a slice
+        selects the stored rows in its range. dtype: None for the store's (float32, dequantised, if that is int8).
+        Raises StoreError for a row that is not stored or damaged.
         """
         [(_, values)] = self._rows.activations([self._key((layer, site)).name], self._rows.chosen(rows))
         values = values if dtype is None else values.astype(dtype, copy=False)
         return values[0] if is_one_row(rows) else values
 
     def read_tokens(self, rows: Rows, whole: bool = False) -> TokenRows:
-        """Tokens, segments, positions and documents of some rows, chosen as in `read`, slot by slot as activations are.
+        """Tokens, segments, positions and documents of some rows, in the same slots as their activations.
 
-        `whole`: of all positions, S = T, also where only some tokens' activations are stored.
+        rows: as in `read`. whole: return all positions (S = T), even if only some tokens' activations are stored.
         """
-        wanted = self._rows.chosen(rows)
+        row_numbers = self._rows.chosen(rows)
         selects = not whole and self._layout.selected is not None
         names = [*(spec.name for spec in SIDE_ARRAYS), *([SELECTED.name] if selects else [])]
-        sides = slot_side_arrays(dict(self._rows.reads(names, wanted)))
+        sides = slot_side_arrays(dict(self._rows.reads(names, row_numbers)))
         return TokenRows(**{name: values[0] if is_one_row(rows) else values for name, values in sides.items()})
 
     def read_selected(self, rows: Rows) -> Int32[np.ndarray, "*n S"]:
-        """Where in their row the tokens stand whose activations `read` gives; -1 where there is none."""
-        wanted = self._rows.chosen(rows)
+        """The positions, within their row, of the tokens whose activations `read` returns; -1 in slots without one."""
+        row_numbers = self._rows.chosen(rows)
         if self._layout.selected is not None:
-            selected = self._rows.read(SELECTED.name, wanted)
+            selected = self._rows.read(SELECTED.name, row_numbers)
         else:
-            segments = self._rows.read(SEGMENTS.name, wanted)
+            segments = self._rows.read(SEGMENTS.name, row_numbers)
             selected = np.where(segments > 0, np.arange(self.length, dtype=np.int32), np.int32(-1))
         return selected[0] if is_one_row(rows) else selected
 
     def read_outputs(self, rows: Rows, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-        """What the model's head says of the tokens of some rows, chosen as in `read`, and the features that SAEs gave
-        them, by array name; {} for a store without `capture.outputs` and `capture.encode`. names: the arrays to read;
-        None for all.
+        """The arrays of `capture.outputs` and of SAEs for some rows, by array name; {} for a store without these.
 
-        [n, S], or [n, S, k] of the k likeliest next tokens, or of k features ([S], [S, k] for one row). Where there is
-        no token: 0, and as a feature's index -1.
+        rows: as in `read`. names: the arrays to read; None for all.
+        Shapes: [n, S], or [n, S, k] for the k likeliest next tokens or k features; [S] or [S, k] for one row. Values
+        are 0 where there is no token, and a feature's index is -1.
         """
-        wanted = self._rows.chosen(rows)
+        row_numbers = self._rows.chosen(rows)
         chosen = [spec.name for spec in self._layout.outputs if names is None or spec.name in names]
-        outputs = self._rows.reads(chosen, wanted)
+        outputs = self._rows.reads(chosen, row_numbers)
         return {name: values[0] if is_one_row(rows) else values for name, values in outputs}
 
     def document(self, id: str | SupportsIndex, keys: Sequence[Key] | None = None) -> DocumentActivations:
-        """One document, by its id (str) or number (int), with the activations of `keys` (default: all).
+        """One document, given its id (str) or number (int), with the activations of `keys` (default: all).
 
-        A document that is longer than a row has several windows, each computed by itself; they follow one another.
-        Raises StoreError for an id that no document has, or several have.
+        A document longer than a row consists of several windows, each computed separately; they are concatenated.
+        Raises StoreError for an unknown id or number, or an id that several documents have.
         """
         names = [key.name for key in (self.keys if keys is None else map(self._key, keys))]
         documents = self._documents
         by_id = documents.with_id(id) if isinstance(id, str) else None
         number = operator.index(id) if by_id is None else by_id["document"][0].as_py()
-        blocks = documents.blocks_of(number)
+        blocks = documents.blocks_with(number)
         selects = self._layout.selected is not None
         sides = [TOKENS.name, POSITIONS.name, DOCUMENTS.name, *([SELECTED.name] if selects else [])]
-        side_reads = self._rows.reads(sides, self._rows.of_blocks(blocks))  # under way while the table is read
+        side_reads = self._rows.reads(sides, self._rows.row_numbers(blocks))  # in flight while the table is read
         entries = documents.with_number(number, blocks) if by_id is None else by_id
         expected = pc.sum(pc.subtract(entries["last_token"], entries["first_token"])).as_py()
-        slots = document_slots(number, self._rows.of_blocks(blocks), dict(side_reads))
+        slots = document_slots(number, self._rows.row_numbers(blocks), dict(side_reads))
         if len(slots.text) != expected:
-            raise StoreError(f"{len(slots.text)} tokens of document {number} are in {self.path}, expected {expected}.")
+            raise StoreError(f"{self.path} has {len(slots.text)} tokens of document {number}, expected {expected}.")
         output_reads = self._rows.reads([spec.name for spec in self._layout.outputs], slots.rows)
         activations = {name: values[slots.in_document] for name, values in self._rows.activations(names, slots.rows)}
         outputs = {name: values[slots.in_document] for name, values in output_reads}
@@ -344,24 +343,25 @@ class ActivationStore:
         state: Mapping[str, int] | None = None,
         **fields: Any,
     ) -> BatchReader:
-        """Every stored activation exactly once per epoch, `batch_size` tokens at a time, never padding.
+        """Iterates over all stored tokens, each exactly once per epoch, in batches of `batch_size`, without padding.
 
-        keys: one activation, e.g. (5, "resid_post"), or a list of them, aligned: see `Batch`; with `features=True` the
-        list may be empty. options, fields: see `BatchOptions`; its fields can be given by name, as in `shuffle=True,
-        seed=1`. state: `BatchReader.state()` of an equal reader, or at the beginning or end of an epoch of one with
-        another rank and world, to go on from there. Logs a warning where shuffling mixes the tokens of few places in
-        the store.
+        keys: one activation, e.g. (5, "resid_post"), or a list of them for the same tokens (see `Batch`). The list may
+        be empty with `features=True`.
+        options, fields: see `BatchOptions`; its fields can also be keyword arguments, as in `shuffle=True, seed=1`.
+        state: from `BatchReader.state()`, to resume. That reader must have had the same options; at the beginning or
+        end of an epoch its rank and world may differ.
 
-        Raises StoreError for a damaged block, for outputs or features that the store lacks and when nothing is to be
-        read, ValueError for options that contradict each other or the state, TypeError for a field that `BatchOptions`
-        lacks, and ImportError when the framework is not installed.
+        Logs a warning if shuffling mixes tokens from only a few places in the store. Raises StoreError for a damaged
+        block, for outputs or features that the store lacks, and if there is nothing to read; ValueError for options
+        that contradict each other or the state; TypeError for an unknown field; ImportError if the framework is not
+        installed.
         """
         reader = self._reader(self._reading(keys, batch_size, with_fields(options, fields)), state)
         reader.warn_of_few_places()
         return reader
 
     def _reading(self, keys: Key | Sequence[Key], batch_size: int, options: BatchOptions) -> Reading:
-        """The arrays that `keys` name, and how to read them. Raises StoreError, and ValueError."""
+        """The arrays named by `keys`, and how to read them. Raises StoreError and ValueError."""
         return self._readable.reading(keys, batch_size, options)
 
     def _reader(
@@ -376,9 +376,9 @@ class ActivationStore:
         seed: int = 0,
         token_filter: TokenFilter = TokenFilter(),  # noqa: B008  frozen
     ) -> dict[str, Statistics]:
-        """Statistics of some activations, by array name, from the first `num_tokens` shuffled tokens.
+        """Statistics of the activations `keys`, by array name, from the first `num_tokens` tokens in random order.
 
-        The same arguments give the same sample. Raises ValueError where the filter leaves no token.
+        The same arguments give the same sample. Raises ValueError if no token passes the filter.
         """
         keys = [keys] if is_key(keys) else keys
         names = [self._key(key).name for key in keys]
@@ -396,9 +396,9 @@ class ActivationStore:
 
 
 def _read_blocks(storage: Storage, root: StoreRoot) -> tuple[BlockTable, list[CommitRecord]]:
-    """All blocks, in the order of their rows; and of an unfinished store the last record of each stream that has one.
+    """All blocks in row order, and the last record of each stream if the store is unfinished.
 
-    An earlier program's complete store has its records in one object."""
+    A complete store of an earlier version has its records in one object."""
     table = read_table(storage, root.blocks_sha256) if root.complete else None
     if table is not None:
         return table, []

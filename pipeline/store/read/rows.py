@@ -1,6 +1,6 @@
-"""Reading rows of an array into memory of the caller, and finding the slots of selected tokens in them.
+"""Reading rows of an array into the caller's memory, and taking the slots of selected tokens from them.
 
-Shapes: R rows, T positions of a row, K slots of a row for selected tokens (-1 where there are fewer).
+Shapes: R rows, T positions per row, K slots per row for selected tokens (unused slots are -1 in `selected`).
 """
 
 from collections import deque
@@ -19,22 +19,22 @@ from pipeline.store.io.failures import VERIFY_REMEDY
 from pipeline.store.io.shard_files import read_chunks
 from pipeline.store.io.storage import KeyValueStore
 
-# Pieces under way at once. Enough for a local disk; with more, TensorStore's own buffers no longer come from what was
-# freed just before (measured: 30 pieces take 20 to 40 times the page faults of 6).
+# How many pieces are read concurrently: enough for a local disk. With more, TensorStore's buffers no longer reuse
+# memory that was just freed (measured: 30 pieces cause 20 to 40 times as many page faults as 6).
 READS_AHEAD = 6
 
-# Of remote storage as many more as this allows. A piece of 8 MiB takes two requests, for the shard's index and for its
-# chunks: with 50 ms each, and 100 MB/s, 184 ms. 1 GiB/s then needs 24 pieces under way.
+# From remote storage, more pieces are read concurrently, up to this many bytes. A piece of 8 MiB takes two requests,
+# for the shard's index and its chunks: 184 ms at 50 ms per request and 100 MB/s. So 1 GiB/s needs 24 pieces in flight.
 REMOTE_BYTES_AHEAD = 256 * MIB
 
 
 def read_runs(array: ts.TensorStore, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
-    """The given rows, in the given order: [n, ...]. Raises StoreError for a damaged or unreadable chunk."""
+    """Reads the given rows, in the given order: [n, ...]. Raises StoreError for a damaged or unreadable chunk."""
     return RunsRead(array, rows).wait()
 
 
 class RunsRead:
-    """A read of rows in any order, which is under way: one read per run of consecutive rows, all at once."""
+    """A started read of rows in any order: one concurrent read per run of consecutive rows."""
 
     def __init__(self, array: ts.TensorStore, rows: Int64[np.ndarray, " n"]) -> None:
         self._out = np.empty((len(rows), *array.shape[1:]), array.dtype.numpy_dtype)
@@ -55,11 +55,11 @@ class RunsRead:
 
 
 class RowRead:
-    """A read of consecutive rows of an array into `out`, which is under way.
+    """A started read of consecutive rows of an array into `out`.
 
-    With `threads` the file is read by one of them, where the rows are whole chunks of one local store shard without
-    compression. TensorStore reads all else, and what proves damaged or absent. Raises StoreInvalid where something
-    else than a file is in the place of a store shard.
+    If `threads` is given and the rows are whole chunks of one uncompressed local store shard, a thread reads them from
+    its file. TensorStore reads in all other cases, and if a chunk is damaged or absent. Raises StoreInvalid if there is
+    something other than a file at a store shard's path.
     """
 
     def __init__(self, array: ts.TensorStore, first_row: int, out: np.ndarray, threads: Executor | None = None) -> None:
@@ -71,7 +71,7 @@ class RowRead:
         self._rows = rows[ts.d[0].translate_to[0]]
         self._out = out
         self._file = None if threads is None else _start_file(array, first_row, out, self._objects.directory, threads)
-        self._under_way: ts.WriteFutures | None = None if self._file else self._start()
+        self._started: ts.WriteFutures | None = None if self._file else self._start()
 
     @property
     def num_bytes(self) -> int:
@@ -81,30 +81,30 @@ class RowRead:
         return ts.array(self._out).write(self._rows)
 
     def wait(self) -> None:
-        """Returns when `out` is complete; what seems damaged is read again. Raises StoreError."""
+        """Waits until `out` is complete, retrying what seems damaged. Raises StoreError."""
         self._objects.retry_read(self._finish)
 
     def _finish(self) -> None:
-        """Waits; when called again, reads again."""
+        """Waits for the read. When called again, reads again."""
         file, self._file = self._file, None
         if file is not None and file.result():
             return
-        read, self._under_way = self._under_way or self._start(), None
+        read, self._started = self._started or self._start(), None
         with self._objects.errors(""):
             read.result()
 
     def abandon(self) -> None:
-        """Waits until nothing is written to `out` any more, whatever comes of it."""
-        for read in (self._file, self._under_way):
+        """Waits until nothing is written to `out` any more, ignoring errors."""
+        for read in (self._file, self._started):
             with suppress(Exception):
                 if read is not None:
                     read.result()
 
 
 class ReadsAhead:
-    """Reads that are under way, in order: READS_AHEAD of them, and of remote storage more.
+    """A queue of started reads: READS_AHEAD of them, and more from remote storage.
 
-    A context manager: after an error nothing is written any more to the memory of the others.
+    A context manager: on exit, it waits until none of them writes to memory any more, even after an error.
     """
 
     def __init__(self, is_remote: bool) -> None:
@@ -123,14 +123,14 @@ class ReadsAhead:
         return len(self._reads)
 
     def add(self, read: RowRead) -> None:
-        """Takes a read that was started, and waits for the oldest ones where too many are under way."""
+        """Adds a started read, and waits for the oldest ones if there are too many."""
         self._reads.append(read)
         self._bytes += read.num_bytes
         while len(self._reads) > READS_AHEAD and self._bytes > self._max_bytes:
             self._wait_for_oldest()
 
     def wait(self) -> None:
-        """Waits for all. Raises StoreError."""
+        """Waits for all reads. Raises StoreError."""
         while self._reads:
             self._wait_for_oldest()
 
@@ -141,7 +141,7 @@ class ReadsAhead:
 
 
 def has_plain_chunks(array: ts.TensorStore) -> bool:
-    """Whether the chunks of a store shard are its values as they lie in memory, one after the other, and in a file."""
+    """Whether store shards are local files with uncompressed chunks which, in order, are the values in memory."""
     sharding, *_ = array.codec.to_json()["codecs"]
     codecs = sharding.get("configuration", {}).get("codecs", [])
     endian = {codec["name"]: codec.get("configuration", {}).get("endian", "little") for codec in codecs}
@@ -158,7 +158,7 @@ def has_plain_chunks(array: ts.TensorStore) -> bool:
 def _start_file(
     array: ts.TensorStore, first_row: int, out: np.ndarray, directory: str, threads: Executor
 ) -> Future[bool] | None:
-    """`read_chunks` of an array that `has_plain_chunks`; None where the rows are not whole chunks of one shard."""
+    """Starts `read_chunks` for an array that `has_plain_chunks`; None if the rows are not whole chunks of one shard."""
     shard_shape, chunk_shape = array.chunk_layout.write_chunk.shape, array.chunk_layout.read_chunk.shape
     shard, row = divmod(first_row, shard_shape[0])
     if row % chunk_shape[0] or len(out) % chunk_shape[0] or row + len(out) > shard_shape[0]:
@@ -173,22 +173,22 @@ def _shard_key(array: ts.TensorStore, shard: int) -> str:
     return "/".join(["c", str(shard), *["0"] * (array.ndim - 1)])
 
 
-def counts_positions(segments: Int32[np.ndarray, "n T"]) -> Bool[np.ndarray, " n"]:
-    """Whether some position of a row is not 0: where a document window has two tokens."""
+def has_nonzero_positions(segments: Int32[np.ndarray, "n T"]) -> Bool[np.ndarray, " n"]:
+    """Whether a row has a position other than 0: whether one of its document windows has two or more tokens."""
     return ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)).any(axis=1)
 
 
 def require_selected(array: ts.TensorStore, block: Block, selected: Int32[np.ndarray, "rows K"]) -> None:
-    """Raises StoreInvalid unless `selected`, of a whole block, holds as many tokens as the block's record says."""
+    """Raises StoreInvalid unless `selected`, of all rows of a block, has as many tokens as the block's record."""
     if (num_selected := np.count_nonzero(selected >= 0)) != block.activations:
         raise StoreInvalid(
-            f"{KeyValueStore(array.kvstore).url('')} has {num_selected} tokens of block {block.block} of stream "
-            f"{block.stream}, whose record says {block.activations}. {VERIFY_REMEDY}"
+            f"{KeyValueStore(array.kvstore).url('')} has {num_selected} tokens in block {block.block} of stream "
+            f"{block.stream}, expected {block.activations} as in its record. {VERIFY_REMEDY}"
         )
 
 
 def slot_side_arrays(sides: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The side arrays of the slots for activations: those of all positions, [R, T], or at `selected`, [R, K]."""
+    """The side arrays at the slots for activations: unchanged [R, T], or [R, K] at `selected` if it is among them."""
     sides = dict(sides)
     selected = sides.pop(SELECTED.name, None)
     if selected is None:
@@ -200,6 +200,6 @@ def slot_side_arrays(sides: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def at_selected(
     values: Shaped[np.ndarray, "R T"], selected: Int32[np.ndarray, "R K"], fill: int
 ) -> Shaped[np.ndarray, "R K"]:
-    """The values at the selected positions, `fill` in the slots that hold none."""
-    chosen = np.take_along_axis(values, np.maximum(selected, 0), axis=1)
-    return np.where(selected >= 0, chosen, np.array(fill, values.dtype))
+    """The values at the selected positions, and `fill` in unused slots."""
+    selected_values = np.take_along_axis(values, np.maximum(selected, 0), axis=1)
+    return np.where(selected >= 0, selected_values, np.array(fill, values.dtype))

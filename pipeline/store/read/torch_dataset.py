@@ -1,4 +1,4 @@
-"""A store as a PyTorch data set. The only module that needs torch."""
+"""A store as a PyTorch dataset. The only module that needs torch."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -12,16 +12,16 @@ from pipeline.store.read.reader import ActivationStore, Key
 
 
 class ActivationDataset(IterableDataset):
-    """Whole batches of a store, as dicts of the fields of `Batch`, which hold tensors.
+    """The batches of a store, each a dict of tensors with the fields of `Batch`.
 
         DataLoader(ActivationDataset(path, (5, "resid_post"), 4096, shuffle=True, epochs=None), batch_size=None)
 
-    `options` are the fields of `BatchOptions`. The reader has threads of its own, so `num_workers=0` is
-    the fastest; workers, which need `multiprocessing_context="spawn"`, divide this rank's share among themselves.
+    `options` are the fields of `BatchOptions`. The reader uses threads, so `num_workers=0` is fastest. Workers need
+    `multiprocessing_context="spawn"` and divide this rank's share among themselves.
     """
 
     def __init__(self, path: str | os.PathLike[str], keys: Key | Sequence[Key], batch_size: int, **options: Any):
-        # Of the Hub, at one commit: every epoch and worker reads the same.
+        # On the Hub, the path with the commit, so that every epoch and worker reads the same.
         self._path = Storage.open(path).path if str(path).startswith(HUB_SCHEME) else path
         self._keys = keys
         self._batch_size = batch_size

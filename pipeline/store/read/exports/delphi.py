@@ -1,9 +1,10 @@
-"""A store's features as the latents that EleutherAI's delphi caches (`LatentCache`), for its `LatentDataset`.
+"""Exports a store's features in the format of EleutherAI's delphi (`LatentCache`), for its `LatentDataset`.
 
-A folder for each SAE, with its features in ranges: `{first}_{last}.safetensors` with `locations` [n, 3] (context,
-position, feature - first), `activations` [n] and `tokens` [contexts, context], and config.json.
+There is one folder per SAE, with config.json and a file per range of features: `{first}_{last}.safetensors` with
+`locations` [num_firings, 3] (context, position, feature - first), `activations` [num_firings] and `tokens` [contexts,
+context].
 
-Letters: n rows, T positions of a row, S slots of a row, k features of a token that are stored.
+Shapes: n rows, S slots per row, k features stored per token, m firings.
 """
 
 import json
@@ -29,16 +30,20 @@ from pipeline.store.format.layout import FEATURE_PARTS, MIB
 from pipeline.store.read.exports.saelens import converted
 from pipeline.store.read.rows import at_selected
 
-UNFINISHED = "delphi.unfinished"  # the folder of all files until they are complete
-BATCH_MIB = 4  # of stored features, read at a time; sorting and dividing them takes some ten times as much
+UNFINISHED = "delphi.unfinished"  # the folder for all files until they are complete
+BATCH_MIB = 4  # of stored features, read at a time; processing them takes about ten times as much memory
 _PREFIX = "features."
-_MOST_OF_UINT16 = 1 << 16
+_UINT16_VALUES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. left_tokens: the last ones, fewer than a context. firings: of all SAEs. not_stored: how many
-    more there were for which the store had no slot (`capture.encode_top`)."""
+    """What was exported.
+
+    contexts: the number of contexts. left_tokens: tokens at the end, fewer than a context, that were left out.
+    firings: the number of firings of all SAEs. not_stored: the number of further firings, which the store lacks because
+    of `capture.encode_top`.
+    """
 
     contexts: int
     left_tokens: int
@@ -48,7 +53,8 @@ class Exported:
 
 @dataclass(frozen=True)
 class _Split:
-    """The files of one SAE's features first..last, in parts until all is known. dtype: of `locations`."""
+    """The file of one SAE's features first .. last, written as several parts that are joined at the end. dtype: that of
+    `locations`."""
 
     folder: Path
     first: int
@@ -60,19 +66,22 @@ class _Split:
         return {name: self.folder / f"{self.first}.{name}" for name in ("activations", "locations")}
 
     def append(self, places: Int64[np.ndarray, "m 2"], index: Int32[np.ndarray, " m"], values: np.ndarray) -> int:
-        """Of these features those in the range. Returns how many."""
-        chosen = (index >= self.first) & (index <= self.last)
-        locations = np.column_stack([places[chosen], index[chosen] - self.first]).astype(self.dtype)
-        for name, array in (("activations", values[chosen]), ("locations", locations)):
+        """Writes those of m firings whose features are in the range, and returns their number.
+
+        places: (context, position). index: features. values: [m].
+        """
+        in_range = (index >= self.first) & (index <= self.last)
+        locations = np.column_stack([places[in_range], index[in_range] - self.first]).astype(self.dtype)
+        for name, array in (("activations", values[in_range]), ("locations", locations)):
             with self._parts[name].open("ab") as part:
                 part.write(array.tobytes())
         return len(locations)
 
     def finish(self, tokens: Path, contexts: int, context: int, dtype: str) -> None:
-        """Joins the parts to one safetensors file, the widest numbers first, so that all are aligned."""
+        """Joins the parts into one safetensors file, those with the widest numbers first, so that all are aligned."""
         parts = {"tokens": tokens, **self._parts}
-        num = self._parts["activations"].stat().st_size // np.dtype(dtype).itemsize
-        shapes = {"tokens": [contexts, context], "activations": [num], "locations": [num, 3]}
+        num_firings = self._parts["activations"].stat().st_size // np.dtype(dtype).itemsize
+        shapes = {"tokens": [contexts, context], "activations": [num_firings], "locations": [num_firings, 3]}
         dtypes = {"tokens": "I64", "activations": {"float32": "F32", "float16": "F16"}[dtype]}
         dtypes["locations"] = "U16" if self.dtype == np.uint16 else "U32"
         header, end = {}, 0
@@ -95,23 +104,25 @@ class _Split:
 def write_latents(
     store: ActivationStore, path: Path, names: Sequence[str], context: int, splits: int, dtype: str
 ) -> Exported:
-    """Writes the features of `names`, as `store.batches(features=True)` calls them, to `path`, a folder.
+    """Writes the features of the SAEs `names`, as in `Batch.features`, to the folder `path`.
 
-    Contexts are cut from the stored tokens, in the order of their rows and without padding. What an interrupted export
-    has left in the folder is replaced. Raises ConfigError when it has anything else, for unknown names, a store without
-    one context, SAEs with fewer features than `splits` and values that do not fit into `dtype`; StoreError, and
-    PipelineError where the files cannot be written.
+    context: tokens per context. Contexts are cut from the stored tokens in row order, without padding. splits: files
+    per SAE. dtype: that of the features' values. Files of an interrupted export are replaced.
+
+    Raises ConfigError for a folder with any other files, unknown names, a store with less than one context, an SAE with
+    fewer features than `splits`, and values that do not fit into `dtype`; StoreError; PipelineError if the files cannot
+    be written.
     """
     widths = {sae["features"].removeprefix(_PREFIX): sae["width"] for sae in store.metadata.encoders}
     if unknown := sorted(set(names) - set(widths)):
-        raise ConfigError(f"export.arrays: the store has no features of {unknown}, but of {sorted(widths)}.")
+        raise ConfigError(f"export.arrays: the store has no features of {unknown}; it has {sorted(widths)}.")
     contexts = store.num_tokens // context
     if not contexts:
         raise ConfigError(
             f"{store.path} has {store.num_tokens} tokens, less than one context of {context}. Lower export.context."
         )
     if narrow := sorted(name for name in names if widths[name] < splits):
-        raise ConfigError(f"export.splits={splits}: {narrow[0]} has {widths[narrow[0]]} features. Lower it.")
+        raise ConfigError(f"export.splits={splits}: {narrow[0]} has only {widths[narrow[0]]} features. Lower it.")
     with named_writing_errors(f"export.path={path}"), _unfinished(path, names) as folder:
         divided = {name: _splits(folder / name, widths[name], splits, contexts, context) for name in names}
         firings, not_stored = _write_parts(store, folder / "tokens", divided, contexts, context, dtype)
@@ -126,21 +137,21 @@ def write_latents(
 
 @contextmanager
 def _unfinished(path: Path, names: Sequence[str]) -> Iterator[Path]:
-    """A folder in `path` to write to, whose content is moved to `path` at the end; deleted where that is not reached.
+    """A folder in `path` to write to. Its content is moved to `path` at the end, or deleted after an error.
 
-    Raises ConfigError where `path` has anything that no interrupted export has left.
+    Raises ConfigError if `path` has anything that is not from an interrupted export.
     """
-    left = {file.name for file in path.iterdir()} if path.exists() else set()
-    if left and (UNFINISHED not in left or left - {UNFINISHED, *names}):
-        raise ConfigError(f"export.path={path} is not empty. Choose another, or delete what is there.")
-    for name in left:
+    present = {file.name for file in path.iterdir()} if path.exists() else set()
+    if present and (UNFINISHED not in present or present - {UNFINISHED, *names}):
+        raise ConfigError(f"export.path={path} is not empty. Choose a different path, or delete its content.")
+    for name in present:
         shutil.rmtree(path / name)
     folder = path / UNFINISHED
     folder.mkdir(parents=True)
     try:
         yield folder
-        for done in sorted(folder.iterdir()):
-            done.rename(path / done.name)
+        for finished in sorted(folder.iterdir()):
+            finished.rename(path / finished.name)
         folder.rmdir()
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -150,15 +161,15 @@ def _unfinished(path: Path, names: Sequence[str]) -> Iterator[Path]:
 def _splits(folder: Path, width: int, splits: int, contexts: int, context: int) -> list[_Split]:
     folder.mkdir()
     edges = [width * k // splits for k in range(splits + 1)]
-    most = max(contexts, context, -(-width // splits))
-    dtype = np.dtype(np.uint16 if most <= _MOST_OF_UINT16 else np.uint32)
+    num_values = max(contexts, context, -(-width // splits))
+    dtype = np.dtype(np.uint16 if num_values <= _UINT16_VALUES else np.uint32)
     return [_Split(folder, first, end - 1, dtype) for first, end in pairwise(edges)]
 
 
 def _write_parts(
     store: ActivationStore, tokens: Path, divided: Mapping[str, list[_Split]], contexts: int, context: int, dtype: str
 ) -> tuple[int, int]:
-    """Goes over the store once. Returns the number of firings written, and of those that were not stored."""
+    """Reads the store once. Returns the number of firings written, and the number of those that were not stored."""
     first = firings = not_stored = 0
     with tokens.open("wb") as file, tqdm(total=store.num_tokens, unit="token", desc="export", file=sys.stderr) as bar:
         for rows in np.array_split(store.rows, _num_batches(store)):
@@ -167,14 +178,14 @@ def _write_parts(
             numbers = first + np.cumsum(valid).reshape(valid.shape) - 1
             is_kept = valid & (numbers < contexts * context)
             file.write(text.tokens[is_kept].astype(np.int64).tobytes())
-            at_slots = at_selected(np.where(is_kept, numbers, -1), store.read_selected(rows), -1)
+            slot_numbers = at_selected(np.where(is_kept, numbers, -1), store.read_selected(rows), -1)
             outputs = store.read_outputs(
                 rows, [f"{_PREFIX}{name}.{part}" for name in divided for part in FEATURE_PARTS]
             )
             for name, splits in divided.items():
                 index, values, n_active = (outputs[f"{_PREFIX}{name}.{part}"] for part in FEATURE_PARTS)
                 not_stored += int(n_active.sum() - (index >= 0).sum())
-                places, index, values = _firings(at_slots, index, converted(name, values, dtype), context)
+                places, index, values = _firings(slot_numbers, index, converted(name, values, dtype), context)
                 firings += sum(split.append(places, index, values) for split in splits)
             first += int(valid.sum())
             bar.update(int(valid.sum()))
@@ -190,9 +201,9 @@ def _num_batches(store: ActivationStore) -> int:
 def _firings(
     numbers: Int64[np.ndarray, "n S"], index: Int32[np.ndarray, "n S k"], values: np.ndarray, context: int
 ) -> tuple[Int64[np.ndarray, "m 2"], Int32[np.ndarray, " m"], np.ndarray]:
-    """(context, position), feature and value of the features that fire, in the order of tokens and features.
+    """The (context, position), feature and value of each firing, sorted by token and feature.
 
-    `numbers`: which token of the export stands in a slot, -1 where none does.
+    numbers: the number, within the export, of the token in each slot; -1 where there is none.
     """
     order = np.argsort(index, axis=-1)
     index, values = np.take_along_axis(index, order, axis=-1), np.take_along_axis(values, order, axis=-1)
@@ -202,9 +213,9 @@ def _firings(
 
 
 def _config(store: ActivationStore, contexts: int, context: int, splits: int) -> Mapping[str, object]:
-    """The keys of delphi's CacheConfig that it reads again."""
+    """The keys of delphi's CacheConfig that it uses when it loads the features."""
     model, data = (store.metadata.config.get(part) or {} for part in ("model", "data"))
-    is_files = data.get("source") == "parquet" and data.get("path")  # not of a Hub data set, which may have a subset
+    is_files = data.get("source") == "parquet" and data.get("path")  # unlike a Hub dataset, these have no subset
     return {
         "dataset_repo": without_credentials(str(data.get("path") or data.get("repo") or "")),
         "dataset_split": data.get("split") or "",

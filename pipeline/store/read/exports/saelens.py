@@ -1,4 +1,4 @@
-"""A store's activations as SAELens' cached activations: the Arrow data set that its CacheActivationsRunner writes."""
+"""Exports a store as SAELens' cached activations: the Arrow dataset that its CacheActivationsRunner writes."""
 
 import hashlib
 import json
@@ -23,26 +23,28 @@ from pipeline.store.io.failures import DAMAGE_REMEDY
 FILE = "data-00000-of-00001.arrow"
 
 
-UNFINISHED = f"{FILE}.unfinished"  # its name until all is written
+UNFINISHED = f"{FILE}.unfinished"  # the file's name until it is complete
 
 
-BATCH_MIB = 64  # written at a time
+BATCH_MIB = 64  # of activations, written at a time
 
 
 def write_cached_activations(
     store: ActivationStore, path: Path, names: Sequence[str], context: int, dtype: str
 ) -> tuple[int, int]:
-    """Writes the data set to `path`, a folder. Returns how many contexts it has, and how many tokens were left.
+    """Writes the activation arrays `names` to the folder `path`. Returns the number of contexts, and the number of
+    tokens that were left out at the end.
 
-    What an interrupted export has left there is replaced. Raises ConfigError when the folder has anything else, the
-    store has not one context, or a value does not fit into `dtype`, StoreError, and PipelineError where the files
-    cannot be written.
+    context: tokens per context. dtype: that of the values. Files of an interrupted export are replaced.
+
+    Raises ConfigError for a folder with any other files, unknown names, a store with less than one context, and values
+    that do not fit into `dtype`; StoreError; PipelineError if the files cannot be written.
     """
     with named_writing_errors(f"export.path={path}"):
         left_over = _unfinished_files(path)
     known = [key.name for key in store.keys]
     if unknown := sorted(set(names) - set(known)):
-        raise ConfigError(f"export.arrays: the store has no {unknown}, but {known}.")
+        raise ConfigError(f"export.arrays: the store has no {unknown}; it has {known}.")
     if store.num_activations < context:
         raise ConfigError(
             f"{store.path} has activations of {store.num_activations} tokens, less than one context of {context}. "
@@ -81,17 +83,17 @@ def write_cached_activations(
 
 
 def _unfinished_files(path: Path) -> list[Path]:
-    """What an interrupted export has left. Raises ConfigError where the folder has anything else."""
-    left = sorted(path.iterdir()) if path.exists() else []
-    names = {file.name for file in left}
-    if left and (UNFINISHED not in names or names - {UNFINISHED, "dataset_info.json", "state.json"}):
-        raise ConfigError(f"export.path={path} is not empty. Choose another, or delete what is there.")
-    return left
+    """The files of an interrupted export. Raises ConfigError if the folder has any other files."""
+    files = sorted(path.iterdir()) if path.exists() else []
+    names = {file.name for file in files}
+    if files and (UNFINISHED not in names or names - {UNFINISHED, "dataset_info.json", "state.json"}):
+        raise ConfigError(f"export.path={path} is not empty. Choose a different path, or delete its content.")
+    return files
 
 
 @contextmanager
 def _unfinished(path: Path, left_over: Sequence[Path]) -> Iterator[Path]:
-    """The file to write to, which has its name at the end; where that is not reached, it is deleted."""
+    """The file to write to. It gets its final name at the end, or is deleted after an error."""
     for file in left_over:
         file.unlink()
     path.mkdir(parents=True, exist_ok=True)
@@ -107,14 +109,16 @@ def _unfinished(path: Path, left_over: Sequence[Path]) -> Iterator[Path]:
 
 
 def _hook_names(store: ActivationStore, names: Sequence[str]) -> Mapping[str, str]:
-    """TransformerLens' name of each array, which the store holds. Raises StoreInvalid where it was edited, and
-    ConfigError for two that TransformerLens does not tell apart."""
+    """The TransformerLens name of each array, from its attributes. Raises StoreInvalid if one was edited, and
+    ConfigError for two arrays with the same name in TransformerLens."""
     hooks: dict[str, str] = {}
     for name in names:
         attributes = store.arrays[name].spec().to_json()["metadata"].get("attributes", {})
         hook = attributes.get("hook_name")
         if name.endswith(Site.attn_pattern) and name.replace(Site.attn_pattern, Site.attn_entropy) in names:
-            raise ConfigError(f"export.arrays: TransformerLens calls {name} and its entropy {hook}. Name one of them.")
+            raise ConfigError(
+                f"export.arrays: in TransformerLens, {name} and its entropy are both {hook}. Export only one of them."
+            )
         if not isinstance(hook, str) or hook in ("", "token_ids", *hooks.values()):
             raise StoreInvalid(f"{store.path}/{name}/zarr.json has the hook_name {hook!r}. {DAMAGE_REMEDY}")
         hooks[name] = hook
@@ -122,15 +126,16 @@ def _hook_names(store: ActivationStore, names: Sequence[str]) -> Mapping[str, st
 
 
 def converted(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
+    """The values in `dtype`. Raises ConfigError if a finite value is not finite there."""
     with np.errstate(over="ignore"):
         converted = values.astype(dtype)
     if not np.isfinite(converted).all() and np.isfinite(values.astype(np.float32)).all():
-        raise ConfigError(f"export.dtype={dtype}: {name} has values beyond it. Choose float32.")
+        raise ConfigError(f"export.dtype={dtype}: {name} has values outside its range. Choose float32.")
     return converted
 
 
 def _describe(path: Path, features: Features, content: str) -> None:
-    """What makes a folder with an Arrow file one that `datasets.load_from_disk` opens."""
+    """Writes the other files that `datasets.load_from_disk` needs."""
     DatasetInfo(features=features).write_to_directory(str(path))
     state = {
         "_data_files": [{"filename": FILE}],
