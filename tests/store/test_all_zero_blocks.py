@@ -231,7 +231,7 @@ def test_an_object_in_the_place_of_zeros_has_another_digest(store_path):
     storage.write(key, storage.read(case.key(NAME, (0, 1))))
     assert found(store_path, Level.objects) == []
     [problem] = found(store_path, Level.checksums)
-    assert problem.startswith(f"{key}: the values have the digest ")
+    assert problem.startswith(f"{key}: the digest of the values is ")
 
 
 def test_a_record_that_cannot_be_read_is_no_reason_to_give_zeros(store_path):

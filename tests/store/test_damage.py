@@ -176,9 +176,9 @@ def test_a_deleted_document_table(store_path):
     ("name", "row", "value", "message"),
     [
         ("document", 0, 88, "not in ascending order"),
-        ("document", -1, 88, "do not name the same documents"),
+        ("document", -1, 88, "array and table have different documents"),
         ("last_token", 0, 1, "tokens in the arrays"),
-        ("n_cut", 0, 2, "the record says that 0 tokens were cut, the table 2"),
+        ("n_cut", 0, 2, "the record has 0 cut tokens, the table has 2"),
         ("n_tokens", 0, 500, "expected 500"),
         ("first_token", 0, 5, "from token 5 on"),
     ],
@@ -206,13 +206,13 @@ def test_a_flipped_byte_in_a_record(store_path, offset):
     ("changes", "message"),
     [
         ({"rows": 3}, "the first 3 rows have tokens"),
-        ({"tokens": 1}, "the record says 1 tokens"),
-        ({"documents": 9}, "the record says 9 documents"),
-        ({"tokens_cut": 9}, "the record says that 9 tokens were cut"),
+        ({"tokens": 1}, "the record has 1 tokens"),
+        ({"documents": 9}, "the record has 9 documents"),
+        ({"tokens_cut": 9}, "the record has 9 cut tokens"),
         ({"exhausted": True}, "is exhausted, but the stream has block 2"),
         ({"truncated": True}, "is truncated, but the stream has block 2"),
-        ({"start": {"shard": 0, "document": 0, "token": 0, "ordinal": 0}}, "but the block before ends at"),
-        ({"next": {"shard": 0, "document": 0, "token": 0, "ordinal": 0}}, "but the block before ends at"),
+        ({"start": {"shard": 0, "document": 0, "token": 0, "ordinal": 0}}, "but the previous block ends at"),
+        ({"next": {"shard": 0, "document": 0, "token": 0, "ordinal": 0}}, "but the previous block ends at"),
         ({"stream": 1}, "is the record of block 1 of stream 1"),
     ],
 )
@@ -254,7 +254,7 @@ def value(name: str, index, new) -> Callable[[dict[str, np.ndarray]], None]:
         (value("documents", (0, 4), 50), "the document changes within a segment"),
         (value("tokens", (3, 3), VOCAB_SIZE), f"tokens are outside the vocabulary of {VOCAB_SIZE}"),
         (value("tokens", (3, 3), -5), f"tokens are outside the vocabulary of {VOCAB_SIZE}: at 1 slots, first row 11"),
-        (value("blocks.3.resid_post", (2, 1, 3), np.nan), "1 slots have values that are not finite"),
+        (value("blocks.3.resid_post", (2, 1, 3), np.nan), "1 slots have non-finite values"),
         (value("embed", (0, 0, 0), np.inf), "not finite, the first in row 0 at position 0"),
     ],
 )
@@ -271,7 +271,7 @@ def test_values_where_padded(tmp_path, dtype):
             assert block.arrays["segments"][-1, -1] == 0
             block.arrays["embed"][-1, -1, 0] = -1
         commit_block(writer, block)
-    assert [p.split(": ")[2] for p in found(str(tmp_path))] == ["is not zero where padded"]
+    assert [p.split(": ")[2] for p in found(str(tmp_path))] == ["is not zero in padding"]
 
 
 def test_computing_again_is_no_remedy_for_values_that_are_not_finite(tmp_path):
@@ -320,7 +320,9 @@ def test_a_deleted_or_edited_array(store_path, name):
     zarr_json = json.loads(storage.read(key))
     zarr_json["shape"][0] -= 1
     storage.write(key, json.dumps(zarr_json).encode())
-    assert any(problem.startswith(f"{key}: has 26 rows; the last committed row is 26") for problem in found(store_path))
+    assert any(
+        problem.startswith(f"{key}: has 26 rows, but the last committed row is 26") for problem in found(store_path)
+    )
     zarr_json["chunk_grid"]["configuration"]["chunk_shape"][0] *= 2
     storage.write(key, json.dumps(zarr_json).encode())
     assert any(problem.startswith(f"{key}: has dtype, shape and store shards") for problem in found(store_path))

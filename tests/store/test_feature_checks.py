@@ -21,16 +21,16 @@ WRONG = {
     "sound": ([], None),
     "too large": ([(0, (0, 0, 0), 10)], "an index outside -1 to 9"),
     "too small": ([(0, (0, 0, 0), -2)], "an index outside -1 to 9"),
-    "no value": ([(1, (0, 1, 0), 0)], "a feature whose value is not a number above 0"),
-    "not a number": ([(1, (0, 1, 0), np.nan)], "a feature whose value is not a number above 0"),
+    "no value": ([(1, (0, 1, 0), 0)], "a feature whose value is not a finite number above 0"),
+    "not a number": ([(1, (0, 1, 0), np.nan)], "a feature whose value is not a finite number above 0"),
     "value of none": ([(1, (0, 1, 1), 0.5)], "a value in an empty slot"),
     "padding": ([(0, (1, 1, 0), 3), (1, (1, 1, 0), 1), (2, (1, 1), 1)], "a feature where there is no token"),
     "gap": ([(0, (0, 0, 1), -1), (1, (0, 0, 1), 0)], "an empty slot before a feature"),
-    "rising": ([(1, (0, 0, 2), 2.5)], "values that do not fall"),
-    "twice": ([(0, (0, 0, 2), 0)], "a feature twice"),
-    "too many": ([(2, (0, 1), 2)], "another number of features than n_active"),
-    "too few": ([(2, (0, 0), 2)], "another number of features than n_active"),
-    "count of none": ([(2, (1, 2), 1)], "another number of features than n_active"),
+    "rising": ([(1, (0, 0, 2), 2.5)], "values that are not in descending order"),
+    "twice": ([(0, (0, 0, 2), 0)], "the same feature twice"),
+    "too many": ([(2, (0, 1), 2)], "a number of features that contradicts n_active"),
+    "too few": ([(2, (0, 0), 2)], "a number of features that contradicts n_active"),
+    "count of none": ([(2, (1, 2), 1)], "a number of features that contradicts n_active"),
 }
 
 

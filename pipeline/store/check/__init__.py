@@ -1,1 +1,1 @@
-"""Verifies a store."""
+"""Verifying a store."""

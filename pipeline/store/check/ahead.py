@@ -1,4 +1,4 @@
-"""Calls in a pool of threads, of which few are ahead of what their results are used for."""
+"""A map over a pool of threads that starts only a limited number of calls ahead."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -10,16 +10,16 @@ B = TypeVar("B")
 
 
 def map_ahead(call: Callable[[A], B], items: Iterable[A], threads: int) -> Iterator[B]:
-    """`call(item)` of each item, in order, by several threads. Unlike `Executor.map`, at most `2 * threads` results
-    wait."""
+    """The results of `call(item)`, in order, computed by several threads. Unlike `Executor.map`, it starts at most
+    `2 * threads` calls ahead."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="verify")
-    under_way: deque[Future[B]] = deque()
+    started: deque[Future[B]] = deque()
     try:
         for item in items:
-            under_way.append(pool.submit(call, item))
-            if len(under_way) > 2 * threads:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
-    finally:  # without waiting: an iterator that is dropped may be collected in one of the threads
+            started.append(pool.submit(call, item))
+            if len(started) > 2 * threads:
+                yield started.popleft().result()
+        while started:
+            yield started.popleft().result()
+    finally:  # without waiting, since a dropped iterator may be garbage-collected in one of the threads
         pool.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,7 @@
-"""What must hold for the records, the side arrays, the documents and the activations of a sound store.
+"""Checks of the records, side arrays, documents, activations, outputs and features of a block.
 
-Pure functions: each yields a sentence for everything that is wrong. Shapes: R rows of a block, T positions of a row,
-K slots of a row for selected tokens, S slots for activations (T or K), D features of an activation.
+These are pure functions. Each yields a message for everything that is wrong. Shapes: R rows per block, T positions per
+row, K slots per row for selected tokens, S slots per row for activations (T or K), D features per activation.
 """
 
 import hashlib
@@ -18,12 +18,12 @@ from pipeline.store.format.statistics import Statistics
 _EXPONENT_ONES = {"bfloat16": 0x7F80, "float16": 0x7C00}
 _WITHOUT_SIGN = 0x7FFF
 
-# How far statistics that were summed in float32, in another order, may differ.
+# How far statistics that were summed in float32, in a different order, may differ.
 _RELATIVE = 1e-3
 
 
 def check_chain(records: Sequence[CommitRecord]) -> Iterator[tuple[CommitRecord, str]]:
-    """One stream's records in the order of their blocks: none is missing, and each starts where the last one ended."""
+    """One stream's records, in block order: none is missing, and each starts where the previous one ends."""
     before, blocks_before = None, hashlib.sha256()
     for record in records:
         expected = 0 if before is None else before.block + 1
@@ -32,9 +32,9 @@ def check_chain(records: Sequence[CommitRecord]) -> Iterator[tuple[CommitRecord,
         elif before is None and any(record.start.values()):
             yield record, f"the stream's first block starts at {dict(record.start)}, not at its first document"
         elif before is not None and before.next != record.start:
-            yield record, f"starts at {dict(record.start)}, but the block before ends at {dict(before.next)}"
+            yield record, f"starts at {dict(record.start)}, but the previous block ends at {dict(before.next)}"
         if record.blocks_before not in (None, blocks_before.hexdigest()):
-            yield record, "does not have the digest of the blocks before it"
+            yield record, "its blocks_before is not the digest of the stream's earlier blocks"
         if before is not None and (before.exhausted or before.truncated):
             end = "exhausted" if before.exhausted else "truncated"
             yield before, f"is {end}, but the stream has block {record.block}"
@@ -47,9 +47,9 @@ def check_chain(records: Sequence[CommitRecord]) -> Iterator[tuple[CommitRecord,
 def check_side_arrays(
     sides: Mapping[str, np.ndarray], record: CommitRecord, first_row: int, vocab_size: int | None
 ) -> Iterator[str]:
-    """tokens, segments, positions and documents of a block, [R, T] each: they agree with each other and the record.
+    """tokens, segments, positions and documents of a block, [R, T] each, agree with each other and the record.
 
-    `first_row` is the number of the block's first row in the store.
+    first_row: the number of the block's first row in the store.
     """
     tokens, segments = sides["tokens"], sides["segments"]
     positions, documents = sides["positions"], sides["documents"]
@@ -59,7 +59,7 @@ def check_side_arrays(
         row, position = np.argwhere(bad)[0]
         return f"at {np.count_nonzero(bad)} slots, first row {first_row + row} position {position}"
 
-    # What a slot must be, given the one before it in its row (the one before the first is padding).
+    # What a slot must be, given the previous one in its row; before the first slot there is padding.
     same = np.zeros_like(valid)
     same[:, 1:] = valid[:, 1:] & (segments[:, 1:] == segments[:, :-1])
     previous = np.zeros_like(segments)
@@ -86,28 +86,29 @@ def check_side_arrays(
             yield f"{rule}: {where(bad)}"
     filled = valid.any(axis=1)
     if filled.sum() != record.rows or not filled[: record.rows].all():
-        yield f"the record says that the first {record.rows} rows have tokens; these have: {_ranges(filled)}"
+        yield f"according to the record, the first {record.rows} rows have tokens; rows with tokens: {_ranges(filled)}"
     if valid.sum() != record.tokens:
-        yield f"the record says {record.tokens} tokens, the arrays have {valid.sum()}"
+        yield f"the record has {record.tokens} tokens, the arrays have {valid.sum()}"
 
 
 def check_selected(
     selected: Int32[np.ndarray, "R K"], valid: Bool[np.ndarray, "R T"], record: CommitRecord
 ) -> Iterator[str]:
-    """The selected tokens of a block are tokens, in the order of their row, and as many as the record says."""
+    """The selected positions of a block hold tokens, are in ascending order, and are as many as in the record."""
     is_filled = selected >= 0
     length = valid.shape[1]
     bad = (selected >= length) | (is_filled & ~np.take_along_axis(valid, np.clip(selected, 0, length - 1), axis=1))
     if bad.any():
-        yield f"{bad.sum()} slots name no token of their row, the first in row {np.argwhere(bad)[0][0]} of the block"
+        first = np.argwhere(bad)[0][0]
+        yield f"{bad.sum()} slots select a position without a token, the first in row {first} of the block"
     if (is_filled[:, 1:] & (selected[:, 1:] <= selected[:, :-1])).any() or (is_filled[:, 1:] > is_filled[:, :-1]).any():
-        yield "the selected tokens of a row are not in ascending order, before the empty slots"
+        yield "the selected positions of a row are not in ascending order, followed by the empty slots"
     if is_filled.sum() != record.selected:
-        yield f"the record says {record.selected} selected tokens, the array has {is_filled.sum()}"
+        yield f"the record has {record.selected} selected tokens, the array has {is_filled.sum()}"
 
 
 def check_selected_of_documents(table: pa.Table, documents: Int64[np.ndarray, "R K"]) -> Iterator[str]:
-    """A block's document table has the numbers of selected tokens that the slots have; `documents` are theirs."""
+    """The numbers of selected tokens in a block's document table are those of its slots. documents: of each slot."""
     stored, counts = np.unique(documents[documents >= 0], return_counts=True)
     num_selected = dict(zip(stored.tolist(), counts.tolist(), strict=True))
     for number, expected in zip(table["document"].to_pylist(), table["n_selected"].to_pylist(), strict=True):
@@ -126,16 +127,16 @@ def check_table(
     numbers = table["document"].to_numpy()
     counts = table["last_token"].to_numpy() - table["first_token"].to_numpy()
     if table.num_rows != record.documents:
-        yield f"the record says {record.documents} documents, the table has {table.num_rows}"
+        yield f"the record has {record.documents} documents, the table has {table.num_rows}"
     if (cut := int(table["n_cut"].to_numpy().sum())) != record.tokens_cut:
-        yield f"the record says that {record.tokens_cut} tokens were cut, the table {cut}"
+        yield f"the record has {record.tokens_cut} cut tokens, the table has {cut}"
     if (np.diff(numbers) <= 0).any():
-        yield "the documents are not in ascending order, each once"
+        yield "the documents are not distinct and in ascending order"
         return
     stored, stored_counts = np.unique(documents[documents >= 0], return_counts=True)
     if not np.array_equal(stored, numbers):
-        odd = np.setxor1d(stored, numbers)
-        yield f"array and table do not name the same documents; they differ in {odd[:5].tolist()}"
+        different = np.setxor1d(stored, numbers)
+        yield f"array and table have different documents; in only one of them: {different[:5].tolist()}"
     elif not np.array_equal(stored_counts, counts):
         k = int(np.flatnonzero(stored_counts != counts)[0])
         yield f"document {numbers[k]} has {stored_counts[k]} tokens in the arrays, {counts[k]} in the table"
@@ -143,14 +144,14 @@ def check_table(
         end = record.next["ordinal"] + (record.next["token"] > 0)
         expected = np.arange(record.start["ordinal"], end) * num_streams + record.stream
         if not np.array_equal(numbers, expected):
-            odd = np.setxor1d(numbers, expected)
-            yield f"the table lacks documents between the record's cursors, or has others: {odd[:5].tolist()}"
+            different = np.setxor1d(numbers, expected)
+            yield f"the table lacks documents between the record's cursors or has others: {different[:5].tolist()}"
 
 
 def check_tiling(tables: Sequence[pa.Table], last: CommitRecord, num_streams: int) -> Iterator[str]:
-    """One stream's tables, in the order of its blocks: the token ranges of each document follow one another.
+    """In one stream's tables, in block order, the token ranges of each document are contiguous.
 
-    They reach from 0 to the document's end, unless the stream goes on within the document, or the document is in a
+    They reach from 0 to the document's end, unless the stream's next block continues the document or it is in a
     truncated block.
     """
     table = pa.concat_tables([t.select(["document", "first_token", "last_token", "n_tokens", "n_cut"]) for t in tables])
@@ -163,17 +164,17 @@ def check_tiling(tables: Sequence[pa.Table], last: CommitRecord, num_streams: in
     is_end = np.diff(document, append=-1) != 0
     expected_first = np.where(is_start, 0, np.roll(stop, 1))
     for k in np.flatnonzero(first != expected_first)[:5]:
-        yield f"document {document[k]}: block {block[k]} has it from token {first[k]} on, expected {expected_first[k]}"
-    going_on = last.next["ordinal"] * num_streams + last.stream
+        yield f"document {document[k]}: starts at token {first[k]} in block {block[k]}, expected {expected_first[k]}"
+    next_document = last.next["ordinal"] * num_streams + last.stream
     may_end_early = (block == len(tables) - 1) & last.truncated
-    end = np.where((document == going_on) & ~may_end_early & (last.next["token"] > 0), last.next["token"], end)
+    end = np.where((document == next_document) & ~may_end_early & (last.next["token"] > 0), last.next["token"], end)
     for k in np.flatnonzero(is_end & (stop != end) & ~(may_end_early & (stop < end)))[:5]:
-        yield f"document {document[k]}: the blocks end at its token {stop[k]}, expected {end[k]}"
+        yield f"document {document[k]}: ends at token {stop[k]}, expected {end[k]}"
 
 
 def check_finite(values: np.ndarray) -> Iterator[str]:
     """Activations [R, S, D] are finite."""
-    if values.dtype.itemsize == 2:  # on the bits: numpy's own isfinite takes many times as long
+    if values.dtype.itemsize == 2:  # compares bits, since np.isfinite takes many times as long
         magnitude = np.bitwise_and(values.view(np.uint16), _WITHOUT_SIGN)
         infinite = magnitude.max(initial=0) >= _EXPONENT_ONES[values.dtype.name]
     else:
@@ -181,24 +182,24 @@ def check_finite(values: np.ndarray) -> Iterator[str]:
     if infinite:
         bad = ~np.isfinite(values.astype(np.float32)).all(axis=2)
         row, position = np.argwhere(bad)[0]
-        yield f"{bad.sum()} slots have values that are not finite, the first in row {row} at position {position}"
+        yield f"{bad.sum()} slots have non-finite values, the first in row {row} at position {position}"
 
 
 def check_statistics(stored: Statistics, computed: Statistics, flushed: float = 0.0) -> Iterator[str]:
-    """Statistics that are stored agree with what was computed from the values, or from the blocks, but for rounding.
+    """Stored statistics agree, except for rounding, with those computed from the values or from the blocks.
 
-    The devices sum rows in float32, in an order of their own, and take values below `flushed` for zeros.
+    The devices sum rows in float32, in a different order, and treat values below `flushed` as zeros.
     """
     for name in ("count", "not_finite", "num_active"):
         if getattr(stored, name) != getattr(computed, name):
-            yield f"the statistics say {name} {getattr(stored, name)}, the values give {getattr(computed, name)}"
+            yield f"the stored statistics have {name} {getattr(stored, name)}, the values {getattr(computed, name)}"
             return
     if stored.mean.shape != computed.mean.shape:
-        yield f"the statistics are of {stored.mean.size} features, the values have {computed.mean.size}"
+        yield f"the stored statistics have {stored.mean.size} features, the values {computed.mean.size}"
         return
     for name in ("fired", "maximum"):
         if not np.array_equal(getattr(stored, name), getattr(computed, name)):
-            yield f"{name} of the stored statistics is not that of the values"
+            yield f"{name} of the stored statistics does not agree with the values"
             return
     with np.errstate(over="ignore", invalid="ignore"):  # squares beyond float32 agree if both are
         count, deviation = max(computed.count, 1), np.sqrt(computed.variance)
@@ -217,18 +218,18 @@ def check_statistics(stored: Statistics, computed: Statistics, flushed: float = 
     for what, is_wrong in wrong.items():
         if np.any(is_wrong):
             features = f" in {np.count_nonzero(is_wrong)} features" if np.ndim(is_wrong) else ""
-            yield f"the {what} of the stored statistics is not that of the values{features}"
+            yield f"the {what} of the stored statistics does not agree with the values{features}"
 
 
 def _differ(stored: float | None, computed: float | None) -> bool:
-    """Whether two sums are not the same but for rounding."""
+    """Whether two sums differ by more than rounding."""
     if stored is None or computed is None:
         return stored is not computed
     return abs(stored - computed) > _RELATIVE * abs(computed)
 
 
 def _is_shifted(stored: Int64[np.ndarray, " bins"], computed: Int64[np.ndarray, " bins"]) -> bool:
-    """Whether norms lie further from where they were computed than in a neighbouring bin: all may lie at an edge."""
+    """Whether norms differ by more than one bin. By one bin they may, since all may be at a bin's edge."""
     below, at_most = np.cumsum(stored), np.cumsum(computed)
     return bool((below[1:] < at_most[:-1]).any() or (below[:-1] > at_most[1:]).any())
 
@@ -239,11 +240,11 @@ def check_padding(values: np.ndarray, valid: Bool[np.ndarray, "R S"]) -> Iterato
     if padding.dtype.itemsize == 2:
         padding = np.bitwise_and(padding.view(np.uint16), _WITHOUT_SIGN)
     if padding.any():
-        yield "is not zero where padded"
+        yield "is not zero in padding"
 
 
 def next_in_window(segments: Int32[np.ndarray, "R T"]) -> Bool[np.ndarray, "R T"]:
-    """Whether the next position holds the next token of the same window of a document."""
+    """Whether the next position holds a token of the same document window."""
     has_next = np.zeros(segments.shape, bool)
     has_next[:, :-1] = (segments[:, 1:] == segments[:, :-1]) & (segments[:, :-1] > 0)
     return has_next
@@ -255,13 +256,13 @@ def check_output(
     is_defined: Bool[np.ndarray, "R S"],
     may_be_not_finite: bool,
 ) -> Iterator[str]:
-    """What the model's head says of tokens is finite where `is_defined`, and NaN for the others. Log-probabilities of
-    the likeliest tokens descend."""
+    """An array of `capture.outputs` is finite where `is_defined`, and NaN for other tokens. Log-probabilities of the
+    likeliest tokens are in descending order."""
     bad = ~np.isfinite(values[is_defined]).all(axis=1)
     if bad.any() and not may_be_not_finite:
-        yield f"{bad.sum()} tokens have values that are not finite"
+        yield f"{bad.sum()} tokens have non-finite values"
     if not np.isnan(values[valid & ~is_defined]).all():
-        yield "is not NaN for all tokens without a next one in their window"
+        yield "is not NaN for every token without a next token in its window"
     if (np.diff(values, axis=2) > 0).any():
         yield "the log-probabilities of a token are not in descending order"
 
@@ -281,38 +282,38 @@ def check_features(
     width: int,
     may_be_not_finite: bool = False,
 ) -> Iterator[str]:
-    """What is wrong with the features of some rows' tokens, of an SAE with `width` of them."""
+    """The features of R rows are valid for an SAE with `width` features."""
     fires, value = index != -1, value.astype(np.float32)
     counts, slots = fires.sum(axis=2), index.shape[2]
     ordered = np.sort(index, axis=2)
     checks = {
         f"an index outside -1 to {width - 1}": (index < -1) | (index >= width),
-        "a feature whose value is not a number above 0": fires
+        "a feature whose value is not a finite number above 0": fires
         & ~((value > 0) & (may_be_not_finite | np.isfinite(value))),
         "a value in an empty slot": ~fires & (value != 0),
         "a feature where there is no token": fires & ~valid[..., None],
         "an empty slot before a feature": fires[..., 1:] & ~fires[..., :-1],
-        "values that do not fall": value[..., 1:] > value[..., :-1],
-        "a feature twice": (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0),
-        "another number of features than n_active": np.minimum(n_active, slots) != counts,
+        "values that are not in descending order": value[..., 1:] > value[..., :-1],
+        "the same feature twice": (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0),
+        "a number of features that contradicts n_active": np.minimum(n_active, slots) != counts,
     }
     for what, wrong in checks.items():
         if wrong.any():
             rows = wrong.reshape(len(wrong), -1).any(axis=1)
-            yield f"{_ranges(rows)} of the rows: {what}"
+            yield f"{_ranges(rows)} of the rows have {what}"
 
 
 def check_reconstruction(
     parts: Mapping[str, Float32[np.ndarray, "R S"]], valid: Bool[np.ndarray, "R S"], may_be_not_finite: bool
 ) -> Iterator[tuple[str, str]]:
-    """What is wrong with how an SAE reconstructs some rows' tokens, by the part that is wrong."""
+    """The measures of an SAE's reconstruction are in range. Yields the name of the wrong part, and a message."""
     for part, least, most in (("squared_error", 0, np.inf), ("cosine", -1 - _RELATIVE, 1 + _RELATIVE)):
         values = parts[part]
         yield from ((part, what) for what in check_padding(values, valid))
         if not may_be_not_finite and not np.isfinite(values).all():
-            yield part, f"{np.count_nonzero(~np.isfinite(values))} tokens have values that are not finite"
+            yield part, f"{np.count_nonzero(~np.isfinite(values))} tokens have non-finite values"
         elif ((values < least) | (values > most)).any():
-            yield part, f"values outside {least:g} to {most:g}"
+            yield part, f"has values outside {least:g} to {most:g}"
 
 
 def _ranges(filled: Bool[np.ndarray, " R"]) -> str:

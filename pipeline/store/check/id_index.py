@@ -1,4 +1,4 @@
-"""The index of a stream's ids, compared with the records and with the document tables."""
+"""Compares the index of a stream's ids with the commit records and the document tables."""
 
 from collections.abc import Iterator
 
@@ -21,8 +21,8 @@ from pipeline.store.io.storage import Storage
 
 
 def check_header(storage: Storage, stream: int, records: BlockTable) -> Iterator[Problem]:
-    """The index, if there is one, is of the stream's blocks. It may lack later ones, or have blocks whose records were
-    deleted to have them computed again."""
+    """Checks that the index, if there is one, was made from the stream's blocks. It may lack the last ones, or have
+    blocks whose records were deleted in order to recompute them."""
     try:
         header = _read_header(storage, stream)
     except StoreError as error:
@@ -37,7 +37,7 @@ def _read_header(storage: Storage, stream: int) -> IndexHeader | None:
 
 
 class StreamIds:
-    """The ids in a stream's document tables, which are kept where the stream has an index, to be compared with it."""
+    """Collects the ids in a stream's document tables, if the stream has an index, and compares them with it."""
 
     def __init__(self, storage: Storage, stream: int, records: BlockTable) -> None:
         self._storage = storage
@@ -46,16 +46,16 @@ class StreamIds:
         self._parts: dict[int, Entries] = {}  # by block
         try:
             self._has_index = _read_header(storage, stream) is not None
-        except StoreError:  # `check_header` says so
+        except StoreError:  # reported by `check_header`
             self._has_index = False
 
     def add(self, block: int, table: pa.Table | None) -> None:
-        """A block's document table, if it can be read."""
+        """Adds a block's document table; None if it cannot be read."""
         if self._has_index and table is not None:
             self._parts[block] = block_entries(table["id"].to_pylist(), block)
 
     def problems(self) -> Iterator[Problem]:
-        """Of the blocks whose tables were read, the index has what these say."""
+        """Checks that the index agrees with the tables that were added."""
         if not self._has_index:
             return
         try:

@@ -1,4 +1,4 @@
-"""A stream's running statistics, and the merged ones of a store, compared with those of the blocks."""
+"""Compares a stream's running statistics, and a store's merged statistics, with those of the blocks."""
 
 from collections.abc import Iterator
 
@@ -22,10 +22,10 @@ from pipeline.store.io.storage import Storage
 
 
 class StreamStatistics:
-    """The merged statistics of the blocks of one stream that were checked.
+    """Merges the statistics of one stream's checked blocks.
 
-    `total` is None once those of a block cannot be read, and {} once a block has none. After blocks that were not
-    read, the running statistics of the next one count.
+    total: the merged statistics; None once those of a block could not be read, and {} once a block has none. After
+    blocks that were not read, it continues with the running statistics of the next block.
     """
 
     def __init__(self) -> None:
@@ -33,34 +33,34 @@ class StreamStatistics:
         self._next = 0
 
     def add(self, block: CheckedBlock) -> Iterator[Problem]:
-        """The problems of the block's running statistics."""
-        own, number = block.statistics, block.record.block
+        """Adds a block, and yields the problems of its running statistics."""
+        statistics, number = block.statistics, block.record.block
         if number == 0:
-            self.total = own
+            self.total = statistics
         elif number == self._next:
-            self.total = merged(self.total, own)
+            self.total = merged(self.total, statistics)
         else:
-            self.total = own and block.running
+            self.total = statistics and block.running
         self._next = number + 1
         if self.total and block.running:
             key = statistics_key(block.record.stream, number)
             for name, expected in self.total.items():
                 if name not in block.running:
-                    yield Problem(key, f"running, {name}: they are missing")
+                    yield Problem(key, f"running statistics of {name}: are missing")
                     continue
                 yield from (
-                    Problem(key, f"running, {name}: {w}") for w in check_statistics(block.running[name], expected)
+                    Problem(key, f"running statistics of {name}: {what}")
+                    for what in check_statistics(block.running[name], expected)
                 )
 
 
 def merged(first: BlockStatistics | None, second: BlockStatistics | None) -> BlockStatistics | None:
-    """Of the arrays that both have; None where one is."""
+    """The merged statistics of the arrays in both; None if either is None."""
     return None if first is None or second is None else merge_arrays(first, second)
 
 
 def stored_total(storage: Storage, last: CommitRecord) -> BlockStatistics | None:
-    """The statistics of a stream as its last block's file has them; {} where a block has none, None where they cannot
-    be read."""
+    """A stream's statistics, from the file of its last block; {} if a block has none, None if they cannot be read."""
     try:
         return read_running(storage, last) or {}
     except StoreError:
@@ -68,7 +68,8 @@ def stored_total(storage: Storage, last: CommitRecord) -> BlockStatistics | None
 
 
 def check_merged(store: OpenStore, total: BlockStatistics | None) -> Iterator[Problem]:
-    """The problems of a complete store's `stats/`, which must agree with the blocks' statistics and the root."""
+    """Checks that a complete store's `stats/` agree with the blocks' statistics and the root. `total`: the former,
+    merged; None if they could not be read."""
     if not store.root.complete or total is None:
         return
     digests = store.root.statistics_digests
@@ -83,7 +84,7 @@ def check_merged(store: OpenStore, total: BlockStatistics | None) -> Iterator[Pr
         if merged_digest(objects, name) is None:
             yield Problem(where, "is missing, although the store is complete", Remedy.merge_again)
         elif digests is not None and digests.get(name) != merged_digest(objects, name):
-            yield Problem(where, "does not have the digest that the root names", Remedy.merge_again)
+            yield Problem(where, "does not match the digest in the root", Remedy.merge_again)
         else:
             try:
                 stored = decode_merged(objects, name)

@@ -1,4 +1,4 @@
-"""Which objects a store has, by listings: those that its blocks need, and others."""
+"""Compares listings of a store's objects with those that its blocks must have."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,17 +24,17 @@ from pipeline.store.format.tables import TABLES_PREFIX, table_key
 from pipeline.store.io.storage import Storage
 
 _LISTINGS_AT_ONCE = 8
-_MANY = 20_000  # keys of an array, which are listed in parts
+_MANY = 20_000  # an array with more keys is listed in parts
 _DIGITS = "0123456789"  # followed by ":"
 _MISSING = "is missing, although the block is committed"
 
-MissingArrays = Mapping[tuple[int, int], frozenset[str]]  # by stream and block, the arrays whose object is missing
+MissingArrays = Mapping[tuple[int, int], frozenset[str]]  # the arrays whose object is missing, by stream and block
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The blocks of the scope. listed: the numbers of the store shards of those that have a record, ascending.
-    readable: those whose record can be read."""
+    """The blocks of the scope. listed: the store shard numbers of all blocks with a record, ascending. readable: the
+    blocks whose record can be read."""
 
     listed: Int64[np.ndarray, " n"]
     readable: BlockTable
@@ -43,10 +43,11 @@ class _Blocks:
 def check_objects(
     store: OpenStore, scope: Scope, streams: Mapping[int, StreamRecords], readable: Collection[str]
 ) -> tuple[MissingArrays, list[Problem]]:
-    """The objects that the scope's blocks lack and, in a complete store, those that belong to no block.
+    """Finds missing objects of the scope's blocks and, in a complete store, objects that belong to no block.
 
-    Zarr stores no object of a block whose values are all the fill value: the digests in its record tell. `readable` are
-    the arrays whose metadata is sound; which objects of another one are missing cannot be told from digests.
+    Zarr stores no object for a block in which every value is the fill value; such blocks are recognised by the digests
+    in their records. `readable`: the arrays with valid metadata. For other arrays, digests cannot distinguish such
+    blocks from missing objects.
     """
     storage, layout, is_complete = store.storage, store.layout, store.root.complete
     problems: list[Problem] = []
@@ -59,15 +60,15 @@ def check_objects(
         is_present, others = _list_shards(storage, layout, scope, spec, blocks.listed)
         if is_complete:
             problems += map(_leftover, others)
-        lacks = _are_filled(spec, layout, blocks) & ~is_present
+        lacks = _have_values(spec, layout, blocks) & ~is_present
         if lacks.any():
             lacking[spec.name] = lacks
     missing = dict(_missing(store, blocks.listed, lacking, readable, problems))
     specs = {spec.name: spec for spec in layout.all_arrays}
-    for place, names in missing.items():
-        keys = (layout.shard_key(specs[name], *place) for name in names)
-        problems += (Problem(key, storage.file_problem(key) or _MISSING) for key in keys)  # no listing has folders
-    return {place: frozenset(names) for place, names in missing.items()}, problems
+    for block, names in missing.items():
+        keys = (layout.shard_key(specs[name], *block) for name in names)
+        problems += (Problem(key, storage.file_problem(key) or _MISSING) for key in keys)  # listings omit folders
+    return {block: frozenset(names) for block, names in missing.items()}, problems
 
 
 def _missing(
@@ -77,19 +78,19 @@ def _missing(
     readable: Collection[str],
     problems: list[Problem],
 ) -> Iterator[tuple[tuple[int, int], list[str]]]:
-    """By stream and block, the arrays whose object is missing, of those without an object. `lacking`: by array, which
-    of the store shards have none. Adds records that cannot be read to the problems."""
+    """The arrays whose object is missing, by stream and block. `lacking`: for each array, which of the `shards` have no
+    object. Adds records that cannot be read to `problems`."""
     if not lacking:
         return
     fill_digests = {name: fill_digest(store.arrays[name]) for name in lacking if name in readable}
     num_streams = store.layout.num_streams
     doubtful = shards[np.any(list(lacking.values()), axis=0)]
-    places = np.stack([doubtful % num_streams, doubtful // num_streams], axis=1)
-    for record in read_again(store.storage, places, problems):
-        at = np.searchsorted(shards, store.layout.shard_index(record.stream, record.block))
-        names = [name for name, lacks in lacking.items() if lacks[at]]
+    blocks = np.stack([doubtful % num_streams, doubtful // num_streams], axis=1)
+    for record in read_again(store.storage, blocks, problems):
+        index = np.searchsorted(shards, store.layout.shard_index(record.stream, record.block))
+        names = [name for name, lacks in lacking.items() if lacks[index]]
         if (digests := record.digests) is None:
-            names = [name for name in names if name != POSITIONS.name]  # which are 0 in windows of one token
+            names = [name for name in names if name != POSITIONS.name]  # may all be 0, in windows of one token
         else:
             names = [name for name in names if name in readable and digests.get(name) != fill_digests[name]]
         if names:
@@ -100,47 +101,46 @@ def _leftover(key: str) -> Problem:
     return Problem(key, "belongs to no committed block, although the store is complete", Remedy.discard)
 
 
-def _are_filled(spec: ArraySpec, layout: StoreLayout, blocks: _Blocks) -> Bool[np.ndarray, " blocks"]:
-    """Which of the listed blocks are readable and have tokens in an array. Without, its values are all fill values."""
-    held = blocks.readable.column("tokens" if spec in SIDE_ARRAYS else "activations")
+def _have_values(spec: ArraySpec, layout: StoreLayout, blocks: _Blocks) -> Bool[np.ndarray, " blocks"]:
+    """Which of the listed blocks are readable and have tokens in an array. In others, all values are fill values."""
+    num_tokens = blocks.readable.column("tokens" if spec in SIDE_ARRAYS else "activations")
     stream, block = blocks.readable.column("stream"), blocks.readable.column("block")
-    filled = np.zeros(len(blocks.listed), bool)
-    filled[np.searchsorted(blocks.listed, block * layout.num_streams + stream)] = held > 0
-    return filled
+    have_values = np.zeros(len(blocks.listed), bool)
+    have_values[np.searchsorted(blocks.listed, block * layout.num_streams + stream)] = num_tokens > 0
+    return have_values
 
 
 def _list_shards(
     storage: Storage, layout: StoreLayout, scope: Scope, spec: ArraySpec, listed: Int64[np.ndarray, " n"]
 ) -> tuple[Bool[np.ndarray, " n"], list[str]]:
-    """Which of the `listed` store shards an array has; and the scope's keys that are of none of them.
+    """Which of the `listed` store shards an array has, and the scope's keys that belong to none of them.
 
-    All keys are listed, whatever the scope: the store shards of a stream have every `num_streams`-th number, so that no
-    prefix selects them.
+    Lists all keys, whatever the scope: a stream has every `num_streams`-th store shard, which no prefix selects.
     """
     is_present, others = np.zeros(len(listed), bool), []
     prefix, tail = f"{spec.name}/c/", "/0" * (len(spec.dimension_names) - 1)
     num_keys = int(listed[-1]) + 1 if len(listed) else 0
     for keys in _list_in_parts(storage, prefix, num_keys > _MANY):
         numbers = np.array([_shard_number(key, prefix, tail) for key in keys], np.int64)
-        at = np.searchsorted(listed, numbers)
+        indices = np.searchsorted(listed, numbers)
         is_listed = np.zeros(len(keys), bool)
-        in_range = at < len(listed)
-        is_listed[in_range] = listed[at[in_range]] == numbers[in_range]
-        is_present[at[is_listed]] = True
+        in_range = indices < len(listed)
+        is_listed[in_range] = listed[indices[in_range]] == numbers[in_range]
+        is_present[indices[is_listed]] = True
         owners = np.where(numbers < 0, 0, numbers % layout.num_streams % scope.world)
         others += (keys[k] for k in np.flatnonzero(~is_listed & (owners == scope.rank)))
     return is_present, sorted(others)
 
 
 def _shard_number(key: str, prefix: str, tail: str) -> int:
-    """The number in the key of a store shard; -1 for any other key."""
+    """The number of a store shard, from its key; -1 for any other key."""
     digits = key[len(prefix) : -len(tail)]
     is_number = digits.isascii() and digits.isdecimal() and len(digits) < 19
     return int(digits) if is_number and key == f"{prefix}{int(digits)}{tail}" else -1
 
 
 def _list_in_parts(storage: Storage, prefix: str, in_parts: bool) -> Iterator[list[str]]:
-    """All keys with this prefix, at once or by the character that follows it."""
+    """All keys with this prefix, in one listing or in several, by the next character."""
     if not in_parts:
         yield storage.list_keys(prefix)
         return
@@ -155,7 +155,7 @@ def _list_in_parts(storage: Storage, prefix: str, in_parts: bool) -> Iterator[li
 def _check_files(
     storage: Storage, metadata: StoreMetadata, scope: Scope, streams: Mapping[int, StreamRecords], is_complete: bool
 ) -> Iterator[Problem]:
-    """The problems of the document tables', the statistics' and the indexes' keys."""
+    """Checks the keys of document tables, statistics and indexes by feature."""
     kinds = (
         (TABLES_PREFIX, table_key),
         (STATISTICS_PREFIX, statistics_key),
@@ -169,11 +169,12 @@ def _check_files(
     for (prefix, key_of), stream, keys in map_ahead(list_stream, product(kinds, streams), _LISTINGS_AT_ONCE):
         records = streams[stream]
         needed = records.table[records.table.has_statistics] if prefix == STATISTICS_PREFIX else records.table
+        # For the other blocks, reading the object reports that it is missing.
         unread = (block.block for block in needed if not scope.reads_block(stream, block.block))
         yield from _absent((key_of(stream, block) for block in unread), keys)
         if is_complete:
-            own = {key_of(stream, block) for block in records.listed.tolist()}
-            yield from (_leftover(key) for key in keys if key not in own)
+            known = {key_of(stream, block) for block in records.listed.tolist()}
+            yield from (_leftover(key) for key in keys if key not in known)
     if is_complete and scope.is_first:
         for prefix, _ in kinds:
             keys = storage.list_keys(prefix)
@@ -181,6 +182,5 @@ def _check_files(
 
 
 def _absent(needed: Iterable[str], keys: Iterable[str]) -> Iterator[Problem]:
-    """Those that no later check reads."""
     stored = frozenset(keys)
     yield from (Problem(key, _MISSING) for key in needed if key not in stored)

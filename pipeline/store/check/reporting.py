@@ -1,4 +1,4 @@
-"""Verifies a store with a progress bar, and prints what is wrong."""
+"""Verifies a store with a progress bar, and prints the problems."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from pipeline.store.format.problems import Problem
 
 
 def verify_and_print(path: str, scope: Scope = EVERYTHING) -> int:
-    """Verifies a store with a progress bar, prints what is wrong, and returns the exit code. Raises StoreError."""
+    """Verifies a store with a progress bar, prints notes and problems, and returns the exit code. Raises StoreError."""
     notes: list[str] = []
     problems = verify_with_progress(path, notes.append, scope)
     for note in notes:
@@ -27,6 +27,6 @@ def verify_and_print(path: str, scope: Scope = EVERYTHING) -> int:
 
 
 def verify_with_progress(path: str, note: Callable[[str], None], scope: Scope = EVERYTHING) -> list[Problem]:
-    """`verify_store` with a progress bar on stderr, in blocks."""
+    """`verify_store` with a progress bar on stderr that counts blocks."""
     with progress_bar("verify", "block") as progress:
         return verify_store(path, progress, note, scope)

@@ -1,4 +1,4 @@
-"""What one verification of a store covers: its share of the streams, a sample of the blocks, and how much of each."""
+"""The scope of a verification: a share of the streams, a sample of the blocks, and how much of each is checked."""
 
 import hashlib
 from dataclasses import dataclass
@@ -8,10 +8,12 @@ _HASH_BYTES = 8
 
 
 class Level(IntEnum):
-    """How much is verified; each level includes those before it.
+    """How much is verified. Each level includes those before it.
 
-    records: the root, the commit records and the block tables. objects: the objects that the records need exist, and a
-    complete store has no others. checksums: what is in them is what was written. all: it agrees with the rest.
+    records: the root, the commit records and the block tables.
+    objects: that all objects of the records exist, and that a complete store has no others.
+    checksums: that the objects contain what was written.
+    all: that their values agree with each other.
     """
 
     records = 1
@@ -22,10 +24,11 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Scope:
-    """A share of the work is the streams s with s % world == rank; what belongs to no stream is that of rank 0.
+    """What to verify.
 
-    sample: the share of the blocks whose objects are read. The seed and the block's place decide which these are, so
-    that the same ones are read again.
+    rank, world: check the streams s with s % world == rank; rank 0 also checks what belongs to no stream.
+    sample: the fraction of blocks whose objects are read. `seed` and the block's stream and number determine which, so
+    that the choice is reproducible.
     """
 
     rank: int = 0

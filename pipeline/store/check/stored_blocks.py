@@ -1,4 +1,4 @@
-"""One block of a store: its objects are read and checked."""
+"""Reads and checks one block of a store."""
 
 import math
 from collections import deque
@@ -53,18 +53,21 @@ class OpenStore:
     root: StoreRoot
     layout: StoreLayout
     arrays: Mapping[str, ts.TensorStore]
-    num_rows: int  # of the shortest array: an interruption leaves some trimmed, others not
+    num_rows: int  # of the shortest array: an interrupted run may have trimmed only some arrays
     vocab_size: int | None
 
     @property
     def generates(self) -> bool:
-        """Whether the model wrote a part of the documents."""
+        """Whether documents have completions (data=generate)."""
         return self.root.metadata.data.get("source") == "generate"
 
 
 @dataclass(frozen=True)
 class CheckedBlock:
-    """The problems of a block, and the parts of it that could be read. `running` is None also where there are none."""
+    """The problems of a block, and those of its parts that could be read (else None).
+
+    table: the document table. statistics: {} if the block has none. running: None also if the block has none.
+    """
 
     record: CommitRecord
     problems: list[Problem]
@@ -76,11 +79,13 @@ class CheckedBlock:
 def check_block(
     store: OpenStore, record: CommitRecord, missing: frozenset[str] = frozenset(), only_checksums: bool = False
 ) -> CheckedBlock:
-    """Reads and checks a block; in remote storage one with a problem twice, since a service may answer with half an
-    object, or with none, and be right the next time.
+    """Reads and checks a block.
 
-    `missing` arrays have no object of the block, which is known already. With `only_checksums` it is not checked
-    whether the values of the arrays agree with each other.
+    A block with problems in remote storage is checked a second time, since a service may return half an object, or
+    report it as missing, and answer correctly the next time.
+
+    missing: arrays whose object is known to be missing. only_checksums: do not check whether the arrays' values agree
+    with each other.
     """
     first = _check_block_once(store, record, missing, only_checksums)
     is_doubtful = first.problems and store.storage.is_remote
@@ -111,7 +116,7 @@ def _check_block_once(
 
 
 def _check_checksums(store: OpenStore, record: CommitRecord, missing: frozenset[str]) -> Iterator[Problem]:
-    """The problems of the chunks' checksums, and of the digests of a block's arrays."""
+    """Checks the chunks' checksums, and the digests of a block's arrays."""
     for spec in store.layout.all_arrays:
         if spec.name in missing:
             continue
@@ -138,7 +143,7 @@ def _check_arrays(
     table: pa.Table | None,
     statistics: Mapping[str, Statistics],
 ) -> Iterator[Problem]:
-    """The problems of a block's arrays, and of how they agree with each other."""
+    """Checks a block's arrays, and whether they agree with each other."""
     keys = {spec.name: store.layout.shard_key(spec, record.stream, record.block) for spec in store.layout.all_arrays}
     sides: dict[str, np.ndarray] = {}
     for name in (spec.name for spec in store.layout.side_arrays if spec.name not in missing):
@@ -150,7 +155,7 @@ def _check_arrays(
             continue
         yield from (Problem(keys[name], what) for what in _compare_digest(record, name, digest))
     if len(sides) < len(store.layout.side_arrays):
-        return  # the rest cannot be compared with them
+        return  # the other arrays cannot be checked without them
     first_row = store.layout.first_row(record.stream, record.block)
     for what in check_side_arrays(sides, record, first_row, store.vocab_size):
         yield Problem(record.key, what)
@@ -166,7 +171,7 @@ def _check_arrays(
                 yield Problem(table_key(record.stream, record.block), what)
         valid = sides["selected"] >= 0
         has_next = None if wrong else at_selected(has_next, sides["selected"], fill=0)
-    covered = {scale_name(name) for name in statistics}  # statistics count values that are not finite, scales' too
+    covered = {scale_name(name) for name in statistics}  # statistics count tokens with non-finite scales, too
     for name in (spec.name for spec in (*store.layout.arrays, *store.layout.scales) if spec.name not in missing):
         may_be_not_finite = store.root.allows_not_finite or name in covered
         yield from _check_activations(store, name, keys[name], record, valid, statistics.get(name), may_be_not_finite)
@@ -185,7 +190,7 @@ def _check_activations(
     statistics: Statistics | None,
     may_be_not_finite: bool,
 ) -> Iterator[Problem]:
-    """The problems of a block's activations, or of their scales; of their values, those of the first bad piece."""
+    """Checks a block's activations, or their scales. Yields problems of values only for the first bad piece."""
     row, wrong, parts = 0, [], []
     digest = _digest(store, name)
     try:
@@ -207,7 +212,7 @@ def _check_activations(
     yield from wrong
     yield from (Problem(key, what) for what in _compare_digest(record, name, digest))
     if statistics is not None and parts and not wrong:
-        # On the way to float16, `lax.reduce_precision` makes zeros of what is smaller; the cast that follows does not.
+        # Before the cast to float16, `lax.reduce_precision` flushes subnormal values to zero; the cast itself does not.
         flushed = float(np.finfo(np.float16).smallest_normal) if store.arrays[name].dtype.name == "float16" else 0.0
         yield from (Problem(key, what) for what in check_statistics(statistics, merge(parts), flushed))
 
@@ -215,8 +220,7 @@ def _check_activations(
 def _check_output(
     store: OpenStore, name: str, key: str, record: CommitRecord, valid: np.ndarray, has_next: np.ndarray | None
 ) -> Iterator[Problem]:
-    """The problems of what the model's head says of a block's tokens. `has_next`: those with a next token; None where
-    that is not known."""
+    """Checks an array of `capture.outputs` in a block. `has_next`: which tokens have a next token; None if unknown."""
     digest = _digest(store, name)
     try:
         values = np.concatenate(list(_read_block(store, name, record, digest)))
@@ -243,7 +247,7 @@ def _check_features(
     valid: np.ndarray,
     statistics: Statistics | None,
 ) -> Iterator[Problem]:
-    """The problems of what an SAE makes of a block's activations, of its statistics and its index by feature."""
+    """Checks an SAE's arrays in a block, their statistics and their index by feature."""
     is_reconstructed = sae["features"] in store.root.metadata.reconstructed
     names = {part: f"{sae['features']}.{part}" for part in feature_parts(is_reconstructed)}
     parts: dict[str, np.ndarray] = {}
@@ -259,12 +263,12 @@ def _check_features(
         yield from (Problem(keys[name], what) for what in _compare_digest(record, name, digest))
     if len(parts) < len(names):
         return
-    step = store.layout.piece_rows(list(names.values()))  # what checking takes besides is a multiple of a piece
+    step = store.layout.piece_rows(list(names.values()))  # limits the memory for checking
     wrong = []
     for row in range(0, len(valid), step):
         rows = slice(row, row + step)
-        some = (values[rows] for values in (*(parts[part] for part in FEATURE_PARTS), valid))
-        for what in check_features(*some, sae["width"], store.root.allows_not_finite):
+        piece = (values[rows] for values in (*(parts[part] for part in FEATURE_PARTS), valid))
+        for what in check_features(*piece, sae["width"], store.root.allows_not_finite):
             wrong.append(f"rows {row} to {min(row + step, len(valid)) - 1} of the block: {what}")
     yield from (Problem(keys[names["index"]], what) for what in wrong)
     if is_reconstructed:
@@ -286,11 +290,11 @@ def _check_features(
         if content is None:
             yield Problem(key, "is missing, although the block is committed")
         elif content != encode_index(matrix, key):
-            yield Problem(key, "is not the index of the features that the block's arrays have")
+            yield Problem(key, "does not agree with the features in the block's arrays")
 
 
 def _scales(store: OpenStore, name: str, record: CommitRecord) -> np.ndarray | None:
-    """A block's scales [R, S, groups], of an array of int8."""
+    """The scales [R, S, groups] of an int8 array in a block; None if the store has none."""
     if not store.layout.scales:
         return None
     return np.concatenate(list(_read_block(store, scale_name(name), record)))
@@ -304,18 +308,16 @@ def _digest(store: OpenStore, name: str) -> ValuesDigest:
 def _compare_digest(record: CommitRecord, name: str, digest: ValuesDigest) -> Iterator[str]:
     if record.digests is not None and record.digests.get(name) != digest.hexdigest():
         yield (
-            f"the values have the digest {digest.hexdigest()}, the block's record says {record.digests.get(name)}: "
-            "they are not those that were written"
+            f"the digest of the values is {digest.hexdigest()}, expected {record.digests.get(name)} as in the block's "
+            "record: these are not the values that were written"
         )
 
 
 def _read_block(
     store: OpenStore, name: str, record: CommitRecord, digest: ValuesDigest | None = None
 ) -> Iterator[np.ndarray]:
-    """A block of an array, in pieces of whole rows, without the rows that trimming cut off some array.
-
-    The values of the whole block, with these rows, go into `digest`.
-    """
+    """Reads a block of an array in pieces of whole rows, without rows that trimming has cut off from any array. Adds
+    the values of the whole block, including those rows, to `digest`."""
     array = store.arrays[name]
     first = store.layout.first_row(record.stream, record.block)
     stop = min(first + store.layout.rows_per_block, store.num_rows)

@@ -1,4 +1,4 @@
-"""The commit records of a store, one stream at a time, and what repeats them: block tables, consolidated records."""
+"""Checks a store's commit records, stream by stream, and what repeats them: block tables and consolidated records."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,10 +31,12 @@ _KEYS_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class StreamRecords:
-    """What is kept of a stream's records.
+    """A summary of a stream's records.
 
-    listed: the blocks that have a record, readable or not. table: those that are readable. last: the last of these.
-    num_digests: records with digests. lines: all records as they are in the consolidated ones, if these are asked for.
+    listed: the blocks that have a record, readable or not.
+    table: the blocks with a readable record. last: the last of these records.
+    num_digests: the number of records with digests.
+    lines: the records as lines of the consolidated records, if the store has these.
     """
 
     stream: int
@@ -47,24 +49,24 @@ class StreamRecords:
 
 
 def stream_prefix(prefix: str, stream: int) -> str:
-    """Of a stream's keys under a prefix like `_commits/`."""
+    """The prefix of a stream's keys below a prefix such as `_commits/`."""
     return f"{prefix}stream-{stream:05d}/"
 
 
 def check_records(storage: Storage, root: StoreRoot, scope: Scope) -> tuple[dict[int, StreamRecords], list[Problem]]:
-    """What the records of the scope's streams hold, and everything that is wrong with these and their block tables."""
-    own = scope.streams(root.metadata.num_streams)
+    """Reads and checks the records of the scope's streams and their block tables."""
+    in_scope = scope.streams(root.metadata.num_streams)
     problems: list[Problem] = []
     whole, table_problems = _read_whole_table(storage, root)
     consolidated = _Consolidated(storage, root) if scope.is_first and root.commits_sha256 is not None else None
-    wanted = own if consolidated is None else range(root.metadata.num_streams)
+    streams_to_read = in_scope if consolidated is None else range(root.metadata.num_streams)
     check = partial(_check_stream, storage, root, consolidated is not None)
     streams: dict[int, StreamRecords] = {}
     agrees = True
-    for records in map_ahead(check, wanted, _STREAMS_AT_ONCE):
+    for records in map_ahead(check, streams_to_read, _STREAMS_AT_ONCE):
         if consolidated is not None:
             consolidated.add(records.lines)
-        if records.stream in own:
+        if records.stream in in_scope:
             problems += records.problems
             streams[records.stream] = records
             if whole is not None:
@@ -82,7 +84,7 @@ def check_records(storage: Storage, root: StoreRoot, scope: Scope) -> tuple[dict
 
 
 def read_last(storage: Storage, stream: int) -> CommitRecord | None:
-    """The last record of a stream that can be read."""
+    """The last readable record of a stream; None if there is none."""
     keys = [key for key in storage.list_keys(stream_prefix(COMMITS_PREFIX, stream)) if parse_commit_key(key)]
     for key in sorted(keys, key=parse_commit_key, reverse=True):
         record = None if storage.file_problem(key) else _parse(key, storage.read(key))
@@ -91,10 +93,10 @@ def read_last(storage: Storage, stream: int) -> CommitRecord | None:
     return None
 
 
-def read_again(storage: Storage, places: Int64[np.ndarray, "n 2"], problems: list[Problem]) -> Iterator[CommitRecord]:
-    """The records of these blocks (stream, block), but for those that were withdrawn meanwhile. Adds to `problems`."""
-    for start in range(0, len(places), _KEYS_AT_ONCE):
-        keys = [commit_key(*place) for place in places[start : start + _KEYS_AT_ONCE].tolist()]
+def read_again(storage: Storage, blocks: Int64[np.ndarray, "n 2"], problems: list[Problem]) -> Iterator[CommitRecord]:
+    """The records of `blocks` (stream, block), except those withdrawn since the first time. Adds to `problems`."""
+    for start in range(0, len(blocks), _KEYS_AT_ONCE):
+        keys = [commit_key(*block) for block in blocks[start : start + _KEYS_AT_ONCE].tolist()]
         for key, text in zip(keys, storage.read_many(keys), strict=True):
             result = _parse(key, text)
             if isinstance(result, CommitRecord):
@@ -119,9 +121,9 @@ def _parse(key: str, text: bytes | None) -> CommitRecord | Problem | None:
 
 def _check_stream(storage: Storage, root: StoreRoot, with_lines: bool, stream: int) -> StreamRecords:
     listed = storage.list_keys(stream_prefix(COMMITS_PREFIX, stream))
-    no_files = {key: what for key in listed if (what := storage.file_problem(key))}
-    problems = [Problem(key, what) for key, what in no_files.items()]
-    keys = [key for key in listed if key not in no_files]
+    not_files = {key: what for key in listed if (what := storage.file_problem(key))}
+    problems = [Problem(key, what) for key, what in not_files.items()]
+    keys = [key for key in listed if key not in not_files]
     parsed = [_parse(key, text) for key, text in zip(keys, storage.read_many(keys), strict=True)]
     problems += [result for result in parsed if isinstance(result, Problem)]
     records = [result for result in parsed if isinstance(result, CommitRecord)]
@@ -129,9 +131,10 @@ def _check_stream(storage: Storage, root: StoreRoot, with_lines: bool, stream: i
     problems += [Problem(record.key, what) for record, what in check_chain(records)]
     problems += _check_count(root, stream, len(records))
     table = BlockTable.from_records(records)
-    problems += _check_index(storage, stream, table)
+    problems += _check_stream_table(storage, stream, table)
     problems += check_header(storage, stream, table)
-    blocks = sorted(place[1] for place in map(parse_commit_key, listed) if place is not None and place[1] < 2**40)
+    parsed_keys = filter(None, map(parse_commit_key, listed))
+    blocks = sorted(block for _, block in parsed_keys if block < 2**40)
     return StreamRecords(
         stream=stream,
         listed=np.array(blocks, np.int64),
@@ -146,7 +149,7 @@ def _check_stream(storage: Storage, root: StoreRoot, with_lines: bool, stream: i
 def _check_count(root: StoreRoot, stream: int, num_records: int) -> Iterator[Problem]:
     if stream < len(root.blocks or ()) and num_records != (expected := root.blocks[stream]):
         where = stream_prefix(COMMITS_PREFIX, stream).rstrip("/")
-        what = f"the store was completed with {expected} blocks of this stream, {num_records} have a record"
+        what = f"the store was completed with {expected} blocks of this stream, but {num_records} have a record"
         yield Problem(where, what)
 
 
@@ -159,29 +162,29 @@ def _check_root(root: StoreRoot) -> Iterator[Problem]:
 
 
 def _check_others(storage: Storage, root: StoreRoot) -> Iterator[Problem]:
-    """What is among the records, but in none of the store's streams."""
+    """Finds objects among the records that belong to none of the store's streams."""
     num_streams = root.metadata.num_streams
     seen: set[int] = set()
     for key in storage.list_keys(COMMITS_PREFIX):
-        place = parse_commit_key(key)
+        parsed = parse_commit_key(key)
         if key == CONSOLIDATED_KEY or is_in_stream(COMMITS_PREFIX, key, num_streams):
             continue
-        if place is None:
+        if parsed is None:
             yield Problem(key, storage.file_problem(key) or "is not a commit record")
-        elif place[0] not in seen:
-            seen.add(place[0])
-            yield Problem(key, f"the store has streams 0..{num_streams - 1}")
+        elif parsed[0] not in seen:
+            seen.add(parsed[0])
+            yield Problem(key, f"the store has streams 0..{num_streams - 1} only")
 
 
 def is_in_stream(prefix: str, key: str, num_streams: int) -> bool:
-    """Whether a key is among those of one of the store's streams."""
+    """Whether a key belongs to one of the store's streams."""
     number = key.removeprefix(f"{prefix}stream-").partition("/")[0]
     is_number = number.isascii() and number.isdecimal() and len(number) < 20
     return is_number and int(number) < num_streams and key.startswith(stream_prefix(prefix, int(number)))
 
 
 class _Consolidated:
-    """Compares the consolidated records, which only stores of earlier programs have, with those of each stream."""
+    """Compares the consolidated records, which only stores of earlier versions have, with those of each stream."""
 
     def __init__(self, storage: Storage, root: StoreRoot) -> None:
         self._problem: str | None = storage.file_problem(CONSOLIDATED_KEY)
@@ -189,12 +192,12 @@ class _Consolidated:
         if text is None:
             self._problem = self._problem or "is missing, although the store is complete"
         elif consolidated_digest(text) != root.commits_sha256:
-            self._problem = f"does not have the sha256 that {ROOT_KEY} names"
+            self._problem = f"does not match the sha256 in {ROOT_KEY}"
         self._rest = memoryview(text or b"")
         self._agrees = True
 
     def add(self, lines: bytes) -> None:
-        """The next stream's."""
+        """Compares the next stream's records."""
         self._agrees = self._agrees and self._rest[: len(lines)] == lines
         self._rest = self._rest[len(lines) :]
 
@@ -206,8 +209,7 @@ class _Consolidated:
 
 
 def _read_whole_table(storage: Storage, root: StoreRoot) -> tuple[BlockTable | None, list[Problem]]:
-    """The table of a complete store's blocks and what is wrong with it; a store that was finished by an earlier program
-    has none."""
+    """The table of a complete store's blocks, and its problems. Earlier versions wrote no table."""
     if root.blocks_sha256 is None:
         return None, []
     what, table = storage.file_problem(TABLE_KEY), None
@@ -215,21 +217,21 @@ def _read_whole_table(storage: Storage, root: StoreRoot) -> tuple[BlockTable | N
     if content is None:
         what = what or "is missing, although the store is complete"
     elif table_sha256(content) != root.blocks_sha256:
-        what = f"does not have the sha256 that {ROOT_KEY} names"
+        what = f"does not match the sha256 in {ROOT_KEY}"
     elif (table := BlockTable.decode(content)) is None or table.encode() != content:
         what, table = "does not agree with the commit records", None
     return table, [Problem(TABLE_KEY, what, Remedy.tabulate)] if what else []
 
 
 def _is_in_order(table: BlockTable, num_streams: int) -> bool:
-    """Whether a table has blocks of the store's streams only, in the order of their rows."""
+    """Whether a table only has blocks of the store's streams, in row order."""
     is_ordered = np.array_equal(table.in_row_order(num_streams).values, table.values)
     return is_ordered and bool((table.values["stream"] < num_streams).all())
 
 
-def _check_index(storage: Storage, stream: int, records: BlockTable) -> Iterator[Problem]:
-    """A stream's own block table agrees with the records. It may lack the last blocks, or have blocks whose records
-    were deleted to have them computed again."""
+def _check_stream_table(storage: Storage, stream: int, records: BlockTable) -> Iterator[Problem]:
+    """Checks that a stream's block table agrees with the records. It may lack the last blocks, or have blocks whose
+    records were deleted in order to recompute them."""
     key = stream_table_key(stream)
     if what := storage.file_problem(key):
         yield Problem(key, what, Remedy.tabulate)

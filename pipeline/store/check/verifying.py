@@ -1,4 +1,4 @@
-"""Verifying a store: every record, every object, every checksum, and that everything is aligned."""
+"""Verifies a store: all records, objects and checksums, and whether the values agree with each other."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
@@ -25,35 +25,35 @@ from pipeline.store.format.statistics import BlockStatistics
 from pipeline.store.generated.group_files import check_groups
 from pipeline.store.io.storage import Storage, StorageLike
 
-# Each has READS_AHEAD pieces under way: enough to keep an object store busy with little memory and few threads.
+# Each reads READS_AHEAD pieces concurrently: enough to keep object storage busy with little memory and few threads.
 BLOCKS_AT_ONCE = 4
 _STREAMS_AT_ONCE = 8
-_TILING = ("document", "first_token", "last_token", "n_tokens", "n_cut")  # what is kept of a stream's document tables
-_GENERATED = ("n_prompt", "n_completion")
+_TILING_COLUMNS = ("document", "first_token", "last_token", "n_tokens", "n_cut")
+_GENERATED_COLUMNS = ("n_prompt", "n_completion")
 
 _NOT_CHECKED = {
-    Level.records: "neither arrays nor any object of a block are looked for",
-    Level.objects: "no object of a block is read",
-    Level.checksums: "values are not compared with each other, nor with the statistics",
+    Level.records: "neither arrays nor objects of blocks are checked",
+    Level.objects: "objects of blocks are not read",
+    Level.checksums: "values are compared neither with each other nor with the statistics",
 }
 
 Progress = Callable[[int, int], None]
 
 
 def verify_store(
-    place: StorageLike,
+    store: StorageLike,
     progress: Progress | None = None,
     note: Callable[[str], None] | None = None,
     scope: Scope = EVERYTHING,
 ) -> list[Problem]:
-    """Everything that is wrong with the committed blocks of a store; an empty list when it is sound.
+    """All problems of a store's committed blocks; an empty list if it is valid.
 
-    `progress` is called with the number of checked blocks and the number of all, `note` with a sentence on each thing
-    that is not checked. With a `scope` of several ranks, each finds a part, and together they find everything. Damage
-    is a Problem, not an error. Raises StoreInvalid where there is no store, and StoreError where it cannot be reached.
+    progress: called with the number of checked blocks and the total. note: called with a sentence about each thing that
+    is not checked. scope: what to check; several ranks together find all problems.
+    Raises StoreInvalid if there is no store, and StoreError if it cannot be reached. Damage is not raised but returned.
     """
     note = note or (lambda _: None)
-    storage = Storage.open(place)
+    storage = Storage.open(store)
     root = _read_root(storage)
     if isinstance(root, Problem):
         return [root]
@@ -62,24 +62,24 @@ def verify_store(
     _note_missing_digests(root, streams, note)
     if scope.level == Level.records:
         return problems
-    store = _open(storage, root, problems)
-    if store is None:
+    opened = _open(storage, root, problems)
+    if opened is None:
         return problems
-    others = _last_of_others(storage, root, scope)
-    lasts = [*(records.last for records in streams.values() if records.last is not None), *others]
-    array_problems, readable = _check_arrays(store, scope, lasts)
+    others = _last_records_of_others(storage, root, scope)
+    last_records = [*(records.last for records in streams.values() if records.last is not None), *others]
+    array_problems, readable = _check_arrays(opened, scope, last_records)
     problems += array_problems
-    missing, object_problems = check_objects(store, scope, streams, readable)
+    missing, object_problems = check_objects(opened, scope, streams, readable)
     problems += object_problems
-    if len(readable) < len(store.arrays):
-        note("the arrays do not fit the records: no block is read")
+    if len(readable) < len(opened.arrays):
+        note("the arrays do not match the records, so no blocks are read")
     elif scope.level >= Level.checksums:
-        problems += _BlockChecks(store, scope, streams, missing).check(others, progress)
+        problems += _BlockChecks(opened, scope, streams, missing).check(others, progress)
     return problems
 
 
 def _read_root(storage: Storage) -> StoreRoot | Problem:
-    """The root, or what is wrong with it. Raises StoreInvalid where there is none."""
+    """The root, or its problem. Raises StoreInvalid if there is none."""
     if what := storage.file_problem(ROOT_KEY):
         return Problem(ROOT_KEY, what, Remedy.restore)
     text = storage.read(ROOT_KEY)
@@ -92,7 +92,8 @@ def _read_root(storage: Storage) -> StoreRoot | Problem:
 
 
 class _BlockChecks:
-    """The problems of the scope's blocks, read in the order of their streams. `streams` are their records."""
+    """Reads and checks the scope's blocks, stream by stream. streams: the streams' records. missing: the arrays whose
+    objects are known to be missing."""
 
     def __init__(
         self, store: OpenStore, scope: Scope, streams: Mapping[int, StreamRecords], missing: MissingArrays
@@ -101,20 +102,20 @@ class _BlockChecks:
         self._scope = scope
         self._streams = streams
         self._missing = missing
-        self._totals: list[BlockStatistics | None] = []  # at most one: of all streams up to now
+        self._totals: list[BlockStatistics | None] = []  # at most one item: the streams checked so far, merged
 
     def check(self, others: Iterable[CommitRecord], progress: Progress | None) -> Iterator[Problem]:
-        """The problems of every block, of each stream's document tables and groups, and of the merged statistics.
+        """The problems of blocks, of each stream's document tables and groups, and of the merged statistics.
 
-        `others` are the last records of the streams that are not in the scope.
+        others: the last records of the streams outside of the scope.
         """
         storage = self._store.storage
         table = join_tables(self._streams)
-        places = np.stack([table.column("stream"), table.column("block")], axis=1)
-        places = places[np.fromiter((self._scope.reads_block(*place) for place in places), bool, len(places))]
-        changed: list[Problem] = []  # records that were readable before
-        blocks = map_ahead(self._check_block, read_again(storage, places, changed), BLOCKS_AT_ONCE)
-        blocks = _with_progress(blocks, len(places), progress)
+        numbers = np.stack([table.column("stream"), table.column("block")], axis=1)
+        numbers = numbers[np.fromiter((self._scope.reads_block(*pair) for pair in numbers), bool, len(numbers))]
+        changed: list[Problem] = []  # of records that could be read before
+        blocks = map_ahead(self._check_block, read_again(storage, numbers, changed), BLOCKS_AT_ONCE)
+        blocks = _with_progress(blocks, len(numbers), progress)
         not_read = dict(self._streams)
         for stream, stream_blocks in groupby(blocks, key=lambda block: block.record.stream):
             yield from self._check_stream(not_read.pop(stream), stream_blocks)
@@ -131,7 +132,7 @@ class _BlockChecks:
         return check_block(self._store, record, missing, only_checksums=self._scope.level < Level.all)
 
     def _check_stream(self, records: StreamRecords, blocks: Iterable[CheckedBlock]) -> Iterator[Problem]:
-        columns = [*_TILING, *(_GENERATED if self._store.generates else ())]
+        columns = [*_TILING_COLUMNS, *(_GENERATED_COLUMNS if self._store.generates else ())]
         statistics, tables, last = StreamStatistics(), [], None
         ids = StreamIds(self._store.storage, records.stream, records.table)
         for block in blocks:
@@ -167,18 +168,18 @@ def _with_progress(blocks: Iterable[CheckedBlock], total: int, progress: Progres
 def _note_scope(root: StoreRoot, scope: Scope, note: Callable[[str], None]) -> None:
     num_streams = root.metadata.num_streams
     if scope.world > 1:
-        own = len(scope.streams(num_streams))
-        what = "" if scope.is_first else "; rank 0 also checks the root, the arrays and the merged statistics"
+        num_checked = len(scope.streams(num_streams))
+        rank_0 = "" if scope.is_first else "; rank 0 also checks the root, the arrays and the merged statistics"
         note(
-            f"rank {scope.rank} of {scope.world} checks {own} of {num_streams} streams{what}. The store is sound if "
-            "all ranks find nothing"
+            f"rank {scope.rank} of {scope.world} checks {num_checked} of {num_streams} streams{rank_0}. The store is "
+            "sound if no rank finds a problem"
         )
     if scope.level < Level.all:
         note(f"verify.level={scope.level.name}: {_NOT_CHECKED[scope.level]}")
     if scope.level >= Level.checksums and scope.sample < 1:
         note(
-            f"verify.sample={scope.sample:g}: of the other blocks only the records are checked, and that the objects "
-            "exist"
+            f"verify.sample={scope.sample:g}: for all other blocks, only their records and the existence of their "
+            "objects are checked"
         )
 
 
@@ -187,25 +188,25 @@ def _note_missing_digests(root: StoreRoot, streams: Mapping[int, StreamRecords],
     missing = num_blocks - sum(records.num_digests for records in streams.values())
     if missing:
         note(
-            f"{missing} of {num_blocks} blocks were written by an earlier program and have no "
-            "digests: an object that was exchanged for another valid one is found only where it contradicts the "
-            "statistics"
+            f"{missing} of {num_blocks} blocks were written by an earlier version and have no digests: an object that "
+            "was replaced by a different valid one is detected only if it contradicts the statistics"
         )
     if root.array_digests is None:
-        note("the root was written by an earlier program, and has no digests: the next run adds them")
+        note("the root was written by an earlier version and has no digests: the next run adds them")
 
 
-def _last_of_others(storage: Storage, root: StoreRoot, scope: Scope) -> list[CommitRecord]:
-    """For rank 0, which checks what is merged over all streams: the last records of the others' streams."""
+def _last_records_of_others(storage: Storage, root: StoreRoot, scope: Scope) -> list[CommitRecord]:
+    """The last records of the streams outside of the scope, for rank 0, which checks what is merged over all streams;
+    [] for other ranks."""
     if not scope.is_first:
         return []
     streams = [stream for stream in range(root.metadata.num_streams) if not scope.has_stream(stream)]
-    lasts = map_ahead(lambda stream: read_last(storage, stream), streams, _STREAMS_AT_ONCE)
-    return [last for last in lasts if last is not None]
+    records = map_ahead(lambda stream: read_last(storage, stream), streams, _STREAMS_AT_ONCE)
+    return [record for record in records if record is not None]
 
 
 def _open(storage: Storage, root: StoreRoot, problems: list[Problem]) -> OpenStore | None:
-    """The store, or None where its arrays or their layout cannot be read."""
+    """The store, or None if its arrays or their layout cannot be read. Adds to `problems`."""
     arrays: dict[str, ts.TensorStore] = {}
     for name in root.array_names:
         try:
@@ -225,8 +226,8 @@ def _open(storage: Storage, root: StoreRoot, problems: list[Problem]) -> OpenSto
 
 
 def _check_arrays(store: OpenStore, scope: Scope, last: Iterable[CommitRecord]) -> tuple[list[Problem], list[str]]:
-    """The problems of the arrays' dtypes, shapes and store shards; and the arrays whose blocks, those of the scope, can
-    be read. `last` are the last records of the streams: rank 0 has those of all."""
+    """The problems of the arrays' metadata, and the names of the arrays whose blocks can be read. last: the last record
+    of each stream in the scope; for rank 0, of all streams."""
     rows = max((store.layout.first_row(r.stream, r.block) + r.rows for r in last), default=0)
     problems, readable = [], []
     wrong = _edited(store) | array_mismatches(store.layout, store.arrays)
@@ -235,7 +236,7 @@ def _check_arrays(store: OpenStore, scope: Scope, last: Iterable[CommitRecord]) 
         if name in wrong:
             problems.append(Problem(where, wrong[name], Remedy.rerun))
         if scope.is_first and array.shape[0] != (rows if store.root.complete else MAX_ROWS):
-            what = f"has {array.shape[0]} rows; the last committed row is {rows - 1}"
+            what = f"has {array.shape[0]} rows, but the last committed row is {rows - 1}"
             problems.append(Problem(where, what, Remedy.rerun))
         if array.shape[0] >= rows and name not in wrong:
             readable.append(name)
@@ -243,17 +244,17 @@ def _check_arrays(store: OpenStore, scope: Scope, last: Iterable[CommitRecord]) 
 
 
 def _edited(store: OpenStore) -> dict[str, str]:
-    """By name, what is wrong with the arrays whose metadata was edited."""
+    """What is wrong with arrays whose metadata was edited, by name."""
     if store.root.array_digests is not None:
         if set(store.root.array_digests) != set(store.arrays):
-            return dict.fromkeys(store.arrays, "is not one of the arrays whose digests the root has")
+            return dict.fromkeys(store.arrays, "is not among the arrays for which the root has digests")
         digests = store.root.array_digests
-        return dict.fromkeys(edited_arrays(store.storage, digests), "does not have the digest that the root names")
+        return dict.fromkeys(edited_arrays(store.storage, digests), "does not match the digest in the root")
     return refused_arrays(store.storage, store.layout)
 
 
 def _kept_token_bytes(store: OpenStore) -> dict[str, int]:
-    """Of each captured array, the bytes of a token's activation as it is kept while the model writes."""
+    """The bytes per token of activations kept during generation, by array name; {} if none are kept."""
     dtype = store.root.metadata.model.get("dtype")
     if store.root.metadata.capture.get("when") != "decode" or dtype not in ITEM_BYTES:
         return {}
