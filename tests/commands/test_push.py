@@ -123,7 +123,7 @@ def test_an_extended_store_replaces_what_changed(server, tmp_path, capsys):
     assert shorter.read(None, "embed", shorter.rows).shape[0] == len(shorter.rows)  # at its commit
     copy_store(str(tmp_path / "shorter"), max_rows=6)
     assert push(tmp_path / "shorter", "revision=first/part") == 2
-    assert "holds more of this store: 2 blocks, e.g. _commits/stream-00000/block-000002.json" in capsys.readouterr().err
+    assert "has more of this store: 2 blocks, e.g. _commits/stream-00000/block-000002.json" in capsys.readouterr().err
 
 
 def test_what_interruptions_of_an_extension_leave_is_undamaged(server, tmp_path, monkeypatch):
@@ -177,12 +177,12 @@ def test_refusals(server, tmp_path, monkeypatch, capsys, caplog):
         assert push(tmp_path / store, *more) == 2
         return capsys.readouterr().err
 
-    assert "Give its owner, too: repo=owner/name" in refusal("store", "repo=acts")
+    assert "Expected repo=owner/name" in refusal("store", "repo=acts")
     assert "is not finished" in refusal("unfinished")
     assert not server.requests
     monkeypatch.setattr(pushing, "MAX_FILES", 10)
     assert push(tmp_path / "store") == 0
-    assert "64 objects, and the Hub recommends fewer than 10 files" in caplog.text
+    assert "64 objects, but the Hub recommends fewer than 10 files" in caplog.text
     server.push(REPO, {**server.head(REPO), "README.md": server.head(REPO)["README.md"].replace(b"<!-- end", b"")})
     assert "but not '<!-- end activation store -->' after it" in refusal("store")
     assert "differs in capture.dtype" in refusal("other")
@@ -190,7 +190,7 @@ def test_refusals(server, tmp_path, monkeypatch, capsys, caplog):
     assert (REPO, "other") not in server.refs
     assert "private=true, but owner/acts is public" in refusal("store", "private=true")
     server.push(REPO, {"data.parquet": b"rows"})
-    assert "holds other files, e.g. data.parquet" in refusal("store")
+    assert "has other files, e.g. data.parquet" in refusal("store")
     monkeypatch.setenv("HF_TOKEN", "another")
     assert "the Hub refuses the push" in refusal("store", "repo=owner/another")
 

@@ -1,4 +1,4 @@
-"""The README.md of a store's repository on the Hub: what the store holds, and how it is read."""
+"""The README.md of a store's repository on the Hub: what the store contains, and how to read it."""
 
 import math
 from collections.abc import Iterator
@@ -21,27 +21,31 @@ _SIZES |= {10**8: "10M<n<100M", 10**9: "100M<n<1B", 10**10: "1B<n<10B", 10**11: 
 
 
 def card(store: ActivationStore, repo: str, revision: str, present: str | None) -> str:
-    """The card, with front matter. `present`: the repository's card, whose text outside of the marks stays as it is,
-    and whose front matter keeps its values (but not its comments), but for `size_categories`; tags are added. Raises
-    ConfigError where its front matter cannot be read, and where the end mark is missing."""
-    title = f"# Activations of {_named(store.metadata, 'model')}"
+    """The text of the card, with front matter.
+
+    present: the repository's card, if any. Its text outside of the marks is kept. Its front matter is kept too (without
+    comments), except that `size_categories` is replaced and tags are added.
+
+    Raises ConfigError if its front matter cannot be read, or if the end mark is missing.
+    """
+    title = f"# Activations of {_name(store.metadata, 'model')}"
     description = "\n".join([_BEGIN, *_description(store, repo, revision), _END])
     try:
         merged = DatasetCard(f"---\n{{}}\n---\n{title}\n\n{description}\n" if present is None else present)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{CARD_KEY} of {repo} has front matter that cannot be read: {error}. Correct it.") from error
+        raise ConfigError(f"the front matter of {CARD_KEY} in {repo} cannot be read: {error}. Correct it.") from error
     data: DatasetCardData = merged.data
     tags = data.get("tags") or []
     tags = [tags] if isinstance(tags, str) else tags
     data["tags"] = [*tags, *(tag for tag in _TAGS if tag not in tags)]
     data["size_categories"] = [_size(store.num_activations)]
     if data.get("viewer") is None:
-        data["viewer"] = False  # it would take the document tables for the data set
+        data["viewer"] = False  # it would show the document tables as the dataset
     if _BEGIN in merged.text:
         before, _, rest = merged.text.partition(_BEGIN)
         _, end, after = rest.partition(_END)
         if not end:
-            raise ConfigError(f"{CARD_KEY} of {repo} has the mark {_BEGIN!r}, but not {_END!r} after it. Add it.")
+            raise ConfigError(f"{CARD_KEY} in {repo} has the mark {_BEGIN!r}, but not {_END!r} after it. Add it.")
         merged.text = before + description + after
     elif present is not None:
         merged.text = f"{merged.text.rstrip()}\n\n{description}\n"
@@ -50,9 +54,9 @@ def card(store: ActivationStore, repo: str, revision: str, present: str | None) 
 
 def _description(store: ActivationStore, repo: str, revision: str) -> Iterator[str]:
     metadata = store.metadata
-    at = "" if revision == "main" else f"@{quote(revision, safe='')}"
+    suffix = "" if revision == "main" else f"@{quote(revision, safe='')}"
     yield ""
-    yield f"Activations that `{_named(metadata, 'model')}` has on `{_named(metadata, 'data')}`."
+    yield f"Activations of `{_name(metadata, 'model')}` on `{_name(metadata, 'data')}`."
     yield ""
     yield "| | |"
     yield "|---|---|"
@@ -72,25 +76,25 @@ def _description(store: ActivationStore, repo: str, revision: str) -> Iterator[s
         )
         yield f"| `{name}` | {shape} | {array.dtype.name} | {size / 1e6:,.2f} |"
     yield ""
-    yield "MB are those before compression and without the padding rows of a stream's last block."
+    yield "MB are before compression and without the padding rows of a stream's last block."
     yield ""
     yield "    from pipeline.store import ActivationStore"
     yield ""
-    yield f'    store = ActivationStore.open("hf://datasets/{repo}{at}")'
-    what = "store.keys" if store.keys else "[], features=True"
-    yield f"    for batch in store.batches({what}, batch_size=4096, shuffle=True, seed=0):"
+    yield f'    store = ActivationStore.open("hf://datasets/{repo}{suffix}")'
+    arguments = "store.keys" if store.keys else "[], features=True"
+    yield f"    for batch in store.batches({arguments}, batch_size=4096, shuffle=True, seed=0):"
     yield f"        batch.{'activations' if store.keys else 'features'}, batch.tokens, batch.documents"
     yield ""
-    yield "It is a Zarr v3 group, which zarr-python, xarray and TensorStore read, too. Its attributes have the"
-    yield "configuration."
+    yield "The store is a Zarr v3 group, which zarr-python, xarray and TensorStore can read, too. Its attributes"
+    yield "contain the configuration."
 
 
-def _named(metadata: StoreMetadata, group: str) -> str:
-    """The model, or the data, as the configuration that made the store names it: a Hub id, or the last part of a path,
-    whose rest is nobody's business."""
+def _name(metadata: StoreMetadata, group: str) -> str:
+    """The name of the model or the data in the store's configuration: a Hub id, or the last part of a path, since the
+    rest of a path may be private."""
     values = metadata.config.get(group, {})
-    given = values.get("path") or values.get("repo") or f"unnamed {group}"
-    return given if is_hub_id(given) else given.rstrip("/").rpartition("/")[2]
+    path = values.get("path") or values.get("repo") or f"unnamed {group}"
+    return path if is_hub_id(path) else path.rstrip("/").rpartition("/")[2]
 
 
 def _size(count: int) -> str:

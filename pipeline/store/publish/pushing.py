@@ -1,11 +1,10 @@
-"""Pushing a finished store to a repository of the Hub, by several commits, of which an interruption may leave out the
-last ones.
+"""Pushes a finished store to a repository on the Hub, in one or several commits, so that it can be interrupted.
 
-Objects are committed as a run writes them: the commit records after all else, then the tables of them, the root last.
-Where one commit is not enough, the first one has a root that says that the store is not complete, and deletes the
-records of blocks that a longer run has written again. So what an interruption leaves is an unfinished store with the
-blocks whose records are there. What the repository has is not uploaded again: the Hub names files by their digests, and
-keeps large files for the commit that follows. No state is kept on this side.
+Objects are committed in the order in which a run writes them: the commit records after everything else, then the
+tables of these, and the root last. If there are several commits, the first one marks the store in its root as not
+complete, and deletes the records of blocks that a longer run has replaced. So an interrupted push leaves an unfinished
+store with the blocks whose records were pushed. Files that the repository has are not uploaded again: the Hub
+identifies them by digest, and keeps large files for the next commit. No state is kept locally.
 """
 
 import hashlib
@@ -34,26 +33,29 @@ from pipeline.store.read.reader import ActivationStore
 
 log = logging.getLogger("pipeline")
 
-# The Hub recommends commits of 100 files, but refuses more than 128 commits an hour. huggingface_hub's own uploads of
-# folders begin with as many as this. Small files are a part of the commit's request.
+# The Hub recommends 100 files per commit, but allows only 128 commits per hour. huggingface_hub's uploads of folders
+# start with this number, too. Small files are part of the commit's request.
 FILES_PER_COMMIT = 250
 _SMALL_BYTES_PER_COMMIT = 16 * MIB
-_GROUP_FILES = 50  # that are uploaded together
-_GROUP_BYTES = 256 * MIB  # of objects that are not local, and are held in memory meanwhile
-MAX_FILES = 100_000  # that the Hub recommends for a repository
+_GROUP_FILES = 50  # files that are uploaded together
+_GROUP_BYTES = 256 * MIB  # limits the memory for objects that are not local
+MAX_FILES = 100_000  # the number of files per repository that the Hub recommends
 
 _REPO = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
-_LONGER = "Push the longer one, or choose another repository."
-_NOT_A_STORE = re.compile(r"README\.md|LICENSE.*|\.gitattributes")  # what a repository for a new store may hold
+_LONGER = "Push the longer store, or choose a different repository."
+_NOT_A_STORE = re.compile(r"README\.md|LICENSE.*|\.gitattributes")  # allowed in a repository for a new store
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """num_objects: of the store. num_uploaded, num_bytes: of the objects that the repository did not hold. commit: the
-    branch's, afterwards."""
+    """What was pushed.
+
+    num_objects: the number of the store's objects. num_uploaded, num_bytes: the number and size of those that the
+    repository did not have. commit: the branch's latest commit.
+    """
 
     num_objects: int
     num_uploaded: int
@@ -64,39 +66,39 @@ class Pushed:
 def push_store(
     path: str, repo: str, branch: str = "main", private: bool | None = None, progress: Progress | None = None
 ) -> Pushed:
-    """Makes the branch of a data set repository, which is created where there is none, hold the store and a card.
+    """Pushes the store at `path`, with a card, to a branch of a dataset repository. Creates these if needed.
 
-    `progress` is called with the number of objects that are done, and of all. Raises StoreInvalid for an unfinished
-    store, StoreMismatch where the repository holds something else or a later state of the store, ConfigError for what
-    the Hub refuses and for a `repo` without an owner, HubUnavailable and StoreError.
+    progress: called with the number of finished objects and the total. Raises StoreInvalid for an unfinished store;
+    StoreMismatch if the repository has something else, or more of the store; ConfigError if the Hub refuses a request,
+    and for a `repo` without an owner; HubUnavailable; StoreError.
     """
     if not _REPO.fullmatch(repo):
-        raise ConfigError(f"repo={repo!r:.200} is no name of a repository. Give its owner, too: repo=owner/name.")
+        raise ConfigError(f"repo={repo!r:.200} is not the name of a repository. Expected repo=owner/name.")
     storage = Storage.open(path)
     text = storage.read(ROOT_KEY)
     root = require_root(storage)
     if not root.complete:
         raise StoreInvalid(
-            f"{path} is not finished, and only a finished store is pushed. Run its job to the end, or declare it "
+            f"{path} is not finished, and only finished stores can be pushed. Run its job to the end, or mark it as "
             f"complete: python -m pipeline.finalize store.path={path} force=true."
         )
     store = ActivationStore.open(storage)
-    own = StoreKeys(root.arrays, [spec.name for spec in root.metadata.outputs])
-    keys = _keys_to_push(storage, own)
+    store_keys = StoreKeys(root.arrays, [spec.name for spec in root.metadata.outputs])
+    keys = _keys_to_push(storage, store_keys)
     if len(keys) > MAX_FILES:
         log.warning(
-            "%s has %s objects, and the Hub recommends fewer than %s files in a repository. A run with a larger "
-            "store.shard_mib makes fewer.",
+            "%s has %s objects, but the Hub recommends fewer than %s files per repository. A run with a larger "
+            "store.shard_mib writes fewer objects.",
             *(path, f"{len(keys):,}", f"{MAX_FILES:,}"),
         )
     repository = open_repository(repo, branch, private)
     before = repository.files
-    own_before = [key for key in before.files if own.is_own(key)]
+    pushed_keys = [key for key in before.files if store_keys.is_own(key)]
     stored = _stored_root(before, root, repo)
-    _require_all_records(own_before, keys, repo)
+    _require_all_records(pushed_keys, keys, repo)
     repository.make_branch()
     is_unfinished = stored == root.unfinished()
-    commits = _Commits(repository, root, is_unfinished, _stale(storage, before, own_before, set(keys)))
+    commits = _Commits(repository, root, is_unfinished, _stale(storage, before, pushed_keys, set(keys)))
     num_uploaded = num_bytes = done = 0
     sizes = _Sizes(store)
     for group in _groups(keys, sizes):
@@ -114,16 +116,16 @@ def push_store(
         raise StoreError(f"{path} was changed during the push. Run the same command again once it is finished.")
     present = before.read(CARD_KEY)
     readme = card(store, repo, branch, None if present is None else present.decode(errors="replace"))
-    pushed = {*keys, ROOT_KEY}
-    left = [key for key in own_before if key not in pushed]
-    commits.finish(left, {CARD_KEY: readme.encode(), ROOT_KEY: text})
+    wanted = {*keys, ROOT_KEY}
+    surplus = [key for key in pushed_keys if key not in wanted]
+    commits.finish(surplus, {CARD_KEY: readme.encode(), ROOT_KEY: text})
     return Pushed(len(keys), num_uploaded, num_bytes, repository.head)
 
 
-def _keys_to_push(storage: Storage, own: StoreKeys) -> list[str]:
-    """The keys of the store's objects but its root: the arrays' metadata first, commit records and then tables of them
-    last. Claims, logs and what interrupted writes left behind are not among them."""
-    keys = [key for key in storage.list_keys() if own.is_own(key) and key != ROOT_KEY]
+def _keys_to_push(storage: Storage, store_keys: StoreKeys) -> list[str]:
+    """The keys of the store's objects except its root: first the arrays' metadata, last the commit records and then
+    the tables of these. Without claims, logs and leftovers of interrupted writes."""
+    keys = [key for key in storage.list_keys() if store_keys.is_own(key) and key != ROOT_KEY]
     keys = [key for key in keys if not key.endswith(LOCK_SUFFIX) and not is_worker_key(key)]
     require_no_links(storage.directory, [*keys, ROOT_KEY])
     return sorted(keys, key=lambda key: (_is_table(key), key.startswith(COMMITS_PREFIX), not _is_metadata(key), key))
@@ -139,14 +141,14 @@ def _is_table(key: str) -> bool:
 
 
 def _stored_root(files: HubFiles, root: StoreRoot, repo: str) -> StoreRoot | None:
-    """The root of the same store, as the repository has it; None where the repository is for a new store. Raises
-    StoreMismatch."""
+    """The root of the store in the repository; None if the repository has no store yet. Raises StoreMismatch if it has
+    something else, or more of the store."""
     text = files.read(ROOT_KEY)
     if text is None:
         others = [key for key in files.files if not _NOT_A_STORE.fullmatch(key)]
         if others:
             raise StoreMismatch(
-                f"repo={repo} holds other files, e.g. {others[0]}, and no store. Choose another repository."
+                f"repo={repo} has other files, e.g. {others[0]}, and no store. Choose a different repository."
             )
         return None
     try:
@@ -156,30 +158,28 @@ def _stored_root(files: HubFiles, root: StoreRoot, repo: str) -> StoreRoot | Non
     if stored.metadata.fingerprint() != root.metadata.fingerprint():
         different = ", ".join(pair.key for pair in stored.metadata.differences(root.metadata)[:3])
         raise StoreMismatch(
-            f"repo={repo} holds the store of another configuration, which differs in {different}. Choose another "
+            f"repo={repo} has a store with a different configuration: it differs in {different}. Choose a different "
             f"repository."
         )
     if larger(stored.target, root.target) != root.target:
         raise StoreMismatch(
-            f"repo={repo} holds more of this store: its target is {stored.target}, and that of the pushed one "
+            f"repo={repo} has more of this store: its target is {stored.target}, that of the local store is "
             f"{root.target}. {_LONGER}"
         )
     return stored
 
 
-def _require_all_records(own_before: Iterable[str], keys: Collection[str], repo: str) -> None:
-    """Raises StoreMismatch where the repository has the record of a block that the store lacks."""
-    records = {key for key in own_before if key.startswith(COMMITS_PREFIX) and key.endswith(".json")}
+def _require_all_records(pushed_keys: Iterable[str], keys: Collection[str], repo: str) -> None:
+    """Raises StoreMismatch if the repository has the record of a block that the store lacks."""
+    records = {key for key in pushed_keys if key.startswith(COMMITS_PREFIX) and key.endswith(".json")}
     if lacking := sorted(records.difference(keys)):
-        raise StoreMismatch(
-            f"repo={repo} holds more of this store: {len(lacking)} blocks, e.g. {lacking[0]}. {_LONGER}"
-        )
+        raise StoreMismatch(f"repo={repo} has more of this store: {len(lacking)} blocks, e.g. {lacking[0]}. {_LONGER}")
 
 
-def _stale(storage: Storage, before: HubFiles, own_before: Iterable[str], keys: Collection[str]) -> list[str]:
-    """The commit records and block tables of the repository that the store has with another content, or not at all.
-    The objects of such blocks are about to be replaced."""
-    stored = {key for key in own_before if key.startswith((COMMITS_PREFIX, TABLES_PREFIX))}
+def _stale(storage: Storage, before: HubFiles, pushed_keys: Iterable[str], keys: Collection[str]) -> list[str]:
+    """The repository's commit records and block tables that differ from the store's, or that the store lacks. The
+    objects of these blocks are about to be replaced."""
+    stored = {key for key in pushed_keys if key.startswith((COMMITS_PREFIX, TABLES_PREFIX))}
     present = sorted(stored.intersection(keys))
     changed = [
         file.path_in_repo for file in _additions(storage, present) if _is_new(file, before.files[file.path_in_repo])
@@ -188,15 +188,15 @@ def _stale(storage: Storage, before: HubFiles, own_before: Iterable[str], keys: 
 
 
 class _Sizes:
-    """Bytes that objects may have: shards without compression, others at most as many as the largest one of their kind
-    up to now. One of a kind that was not yet seen counts as a whole group."""
+    """Estimates objects' sizes in bytes: a store shard's before compression; for others, the largest object of the same
+    kind so far. The first object of a kind counts as a whole group."""
 
     def __init__(self, store: ActivationStore) -> None:
         arrays = store.arrays.values()
         self._shard = max(math.prod(a.chunk_layout.write_chunk.shape) * a.dtype.numpy_dtype.itemsize for a in arrays)
         self._largest: dict[tuple[str, str], int] = {}
 
-    def of(self, key: str) -> int:
+    def estimate(self, key: str) -> int:
         if "/c/" in key:
             return self._shard
         return 0 if _is_metadata(key) else self._largest.get(_kind(key), _GROUP_BYTES)
@@ -210,7 +210,7 @@ class _Sizes:
 
 
 def _kind(key: str) -> tuple[str, str]:
-    """What objects of about the same size have in common: the folder of all streams, and the name after its number."""
+    """The folder above the streams', and the file name after its number. Objects of one kind have similar sizes."""
     return key.partition("/stream-")[0], key.rpartition("/")[2].partition(".")[2]
 
 
@@ -219,17 +219,17 @@ def _groups(keys: Iterable[str], sizes: _Sizes) -> Iterator[list[str]]:
     group: list[str] = []
     size = 0
     for key in keys:
-        if group and (len(group) == _GROUP_FILES or size + sizes.of(key) > _GROUP_BYTES):
+        if group and (len(group) == _GROUP_FILES or size + sizes.estimate(key) > _GROUP_BYTES):
             yield group
             group, size = [], 0
         group.append(key)
-        size += sizes.of(key)
+        size += sizes.estimate(key)
     if group:
         yield group
 
 
 def _additions(storage: Storage, keys: Sequence[str]) -> Iterator[CommitOperationAdd]:
-    """The objects, as files of a commit. Local ones are read when they are uploaded."""
+    """The objects, as files for a commit. Local ones are only read when they are uploaded."""
     if storage.directory is not None:
         yield from (CommitOperationAdd(key, storage.directory + key) for key in keys)
         return
@@ -244,7 +244,7 @@ def _additions(storage: Storage, keys: Sequence[str]) -> Iterator[CommitOperatio
 
 
 def _is_new(added: CommitOperationAdd, stored: HubFile | None) -> bool:
-    """Whether the repository has no such file, or one of another content."""
+    """Whether the repository has no such file, or one with different content."""
     if stored is None or stored.size != added.upload_info.size:
         return True
     if stored.sha256 is not None:
@@ -255,10 +255,10 @@ def _is_new(added: CommitOperationAdd, stored: HubFile | None) -> bool:
 
 
 class _Commits:
-    """Uploads files, and commits them when they are many.
+    """Uploads files, and commits them when there are enough.
 
-    is_unfinished: whether the repository has the root that says that the store is not complete. stale: keys that the
-    first one of several commits deletes.
+    is_unfinished: whether the repository's root already marks the store as not complete. stale: keys that the first of
+    several commits deletes.
     """
 
     def __init__(self, repository: HubRepository, root: StoreRoot, is_unfinished: bool, stale: Sequence[str]) -> None:
@@ -276,13 +276,13 @@ class _Commits:
         self._repository.upload(additions)
         self._pending += additions
         self._small_bytes += sum(added.upload_info.size for added in additions if added.path_or_fileobj != b"")
-        # The metadata of all arrays, which come first, are in one commit: the root names their digests.
+        # The metadata of all arrays, which come first, must be in one commit: the root contains their digests.
         num_files = sum(not _is_metadata(added.path_in_repo) for added in self._pending)
         if num_files >= FILES_PER_COMMIT or self._small_bytes >= _SMALL_BYTES_PER_COMMIT:
             self._commit_part()
 
     def _commit_part(self) -> None:
-        """Commits what was uploaded. The root says from now on that the store is not complete."""
+        """Commits what was uploaded, with a root that marks the store as not complete."""
         operations: list[CommitOperationAdd | CommitOperationDelete] = list(self._pending)
         if not self._is_unfinished:
             operations.append(CommitOperationAdd(ROOT_KEY, self._root.unfinished().to_json()))
@@ -294,11 +294,11 @@ class _Commits:
         self._is_unfinished, self._stale = True, ()
         self._pending, self._small_bytes = [], 0
 
-    def finish(self, left: Sequence[str], contents: Mapping[str, bytes]) -> None:
-        """The last commit, unless nothing has changed: the rest, the deletion of keys that are `left`, and files by
-        key."""
+    def finish(self, surplus: Sequence[str], contents: Mapping[str, bytes]) -> None:
+        """Makes the last commit, unless nothing has changed: the remaining files, `contents` by key, and deletions of
+        `surplus` keys."""
         files = self._repository.files
         changed = [CommitOperationAdd(key, content) for key, content in contents.items() if files.read(key) != content]
-        deletions = [CommitOperationDelete(key) for key in left if key not in self._deleted]
+        deletions = [CommitOperationDelete(key) for key in surplus if key not in self._deleted]
         if self._pending or deletions or changed:
             self._repository.commit("Activation store", [*self._pending, *deletions, *changed])

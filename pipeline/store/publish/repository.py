@@ -1,4 +1,4 @@
-"""A data set repository of the Hub that is written to, by commits on one branch."""
+"""Writes to a branch of a dataset repository on the Hub, by commits."""
 
 import secrets
 from collections.abc import Iterator, Sequence
@@ -21,15 +21,15 @@ from pipeline.core.retries import brief_cause, is_transient, repeated
 from pipeline.store.io.hub_files import HubFiles
 
 _AGAIN = "Check the network and https://status.huggingface.co, and run the same command again; it continues."
-_CONFLICT = 412  # HTTP status of a commit whose parent is not the branch's head
+_CONFLICT = 412  # the HTTP status if a commit's parent is not the branch's head
 
 
 class HubRepository:
-    """A branch of a data set repository. Use `open_repository`.
+    """A branch of a dataset repository. Use `open_repository`.
 
-    head: the branch's commit; that of `main` until `make_branch`, where the branch is new. files: those at this
-    commit. Methods raise ConfigError for what the Hub refuses, HubUnavailable where it cannot be reached, and
-    StoreError where somebody else has changed the branch.
+    head: the branch's latest commit; for a new branch that of `main`, until `make_branch`. files: the files at `head`.
+    Methods raise ConfigError if the Hub refuses a request, HubUnavailable if it cannot be reached, and StoreError if
+    somebody else has changed the branch.
     """
 
     def __init__(self, repo: str, branch: str, head: str, is_new: bool) -> None:
@@ -44,7 +44,7 @@ class HubRepository:
         return HubFiles(self.repo, self.head)
 
     def make_branch(self) -> None:
-        """Creates the branch, at `head`, where there is none."""
+        """Creates the branch at `head`, if it does not exist."""
         if self._is_new:
             with _errors(self.repo):
                 self._api.create_branch(
@@ -52,8 +52,8 @@ class HubRepository:
                 )
 
     def upload(self, additions: Sequence[CommitOperationAdd]) -> None:
-        """Asks which of these files are large, and uploads those, whose content is then dropped: the Hub keeps them for
-        a later commit. What it has, from whatever commit or interrupted upload, is not sent again."""
+        """Uploads the large ones of these files, as the Hub decides, and drops their content. The Hub keeps them for a
+        later commit. Files that it already has, from any commit or interrupted upload, are not sent again."""
         with _errors(self.repo):
             repeated(f"the upload to {self.repo}", lambda: self._upload(additions))
 
@@ -63,14 +63,14 @@ class HubRepository:
                 self.repo, additions, repo_type="dataset", revision=self.branch, gitignore_content=""
             )
         except RuntimeError as error:
-            if error.__cause__ is None:  # of hf_xet, which has made several attempts of its own, over minutes
+            if error.__cause__ is None:  # from hf_xet, which has already retried for minutes
                 raise HubUnavailable(
                     f"{brief_cause(error)}. Check the network and https://status.huggingface.co."
                 ) from error
             raise error.__cause__ from None
 
     def commit(self, title: str, operations: Sequence[CommitOperationAdd | CommitOperationDelete]) -> None:
-        """Commits files that were uploaded, small files, and deletions."""
+        """Commits uploaded files, small files, and deletions."""
         title = f"{title} [{secrets.token_hex(4)}]"
         self.upload([added for added in operations if isinstance(added, CommitOperationAdd)])
         with _errors(self.repo):
@@ -84,7 +84,7 @@ class HubRepository:
                     parent_commit=self.head,
                 ).oid
             except HubUnavailable:
-                if (last := self._last_commit()).title != title:  # else its answer was lost, or came too late
+                if (last := self._last_commit()).title != title:  # if equal, only the response was lost or late
                     raise
                 self.head = last.commit_id
             except HfHubHTTPError as error:
@@ -102,10 +102,10 @@ class HubRepository:
 
 
 def open_repository(repo: str, branch: str, private: bool | None) -> HubRepository:
-    """The repository, which is created where there is none, private or not (None: as the Hub does for its owner). The
-    branch is not: see `make_branch`.
+    """Opens a repository, and creates it if it does not exist. Does not create the branch: see `make_branch`.
 
-    Raises ConfigError for what the Hub refuses, and where `private` is asked for and the repository is public;
+    private: whether a new repository is private; None for the owner's default on the Hub.
+    Raises ConfigError if the Hub refuses a request, or if `private` is true and the repository is public, and
     HubUnavailable.
     """
     repeat_requests()
@@ -129,7 +129,7 @@ def open_repository(repo: str, branch: str, private: bool | None) -> HubReposito
 
 @contextmanager
 def _errors(repo: str) -> Iterator[None]:
-    """Around calls that change a repository."""
+    """Turns errors of calls that change a repository into ConfigError, HubUnavailable or StoreError."""
     try:
         yield
     except HubUnavailable as error:
@@ -137,11 +137,11 @@ def _errors(repo: str) -> Iterator[None]:
     except OfflineModeIsEnabled as error:
         raise ConfigError(f"repo={repo} cannot be written: HF_HUB_OFFLINE is set. Unset it.") from error
     except (httpx.HTTPError, HFValidationError, ValueError) as error:
-        if is_transient(error):  # it has been repeated
+        if is_transient(error):  # and was retried
             raise HubUnavailable(f"the push to {repo} failed: {brief_cause(error):.500}. {_AGAIN}") from error
         raise ConfigError(
             f"repo={repo:.200}: the Hub refuses the push ({brief_cause(error):.500}). Check the spelling, and log in "
-            f"with a token that may write there: `hf auth login`."
+            f"with a token that has write access: `hf auth login`."
         ) from error
-    except OSError as error:  # of a file of the store
+    except OSError as error:  # reading a file of the store
         raise StoreError(f"the push to {repo} failed: {error}. {_AGAIN}") from error
