@@ -86,7 +86,7 @@ def test_activations_are_kept_of_the_group_that_is_there_only(groups, tmp_path):
     groups.write(GROUPS[0], {"embed": np.zeros((7, 2))})
     assert groups.count(["embed"]) == 1
     other = replace(GROUPS[1], items=(SKIPS[1], document(2, 1, 2), document(4, 1, 3)))
-    with pytest.raises(StoreError, match="group-000001.parquet holds other completions"):
+    with pytest.raises(StoreError, match="group-000001.parquet has completions that differ from those generated now"):
         groups.write(other, {"embed": np.zeros((9, 2))})
     assert groups.count(["embed"]) == 1
 
@@ -121,7 +121,10 @@ def test_groups_are_verified(groups, tmp_path):
     assert list(check_groups(storage, STREAM, None, {})) == []
     (problem,) = check_groups(storage, STREAM, table.set_column(2, "n_completion", [[1, 2, 9, 4]]), {})
     assert problem.where == group_key(STREAM, 1)
-    assert "'n_completion': 3}, the document table {'document': 7, 'n_prompt': 2, 'n_completion': 9}" in problem.what
+    assert (
+        "'n_completion': 3}, but the document table has {'document': 7, 'n_prompt': 2, 'n_completion': 9}"
+        in problem.what
+    )
     storage.write(group_key(STREAM, 2), b"PAR1")
     (problem,) = check_groups(storage, STREAM, table, {})
     assert (problem.where, problem.remedy) == (group_key(STREAM, 2), Remedy.regenerate)

@@ -1,4 +1,4 @@
-"""Features of SAEs by feature: the index of a block, its statistics, and what reads them.
+"""SAE features by feature: a block's index and statistics, and reading them.
 
-Above the format's room, below those that read, write and check a store.
+Above `format`, and below the packages that read, write and check a store.
 """

@@ -1,6 +1,6 @@
-"""The statistics of a block's features, from its arrays.
+"""The statistics of a block's features, computed from its arrays.
 
-Shapes: R rows of a block, S slots of a row, k features of a token that are stored, F features of the SAE.
+Shapes: R rows per block, S slots per row, k features stored per token, F features of the SAE.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,10 @@ from pipeline.store.format.statistics import Statistics, with_norms
 def feature_statistics(
     parts: Mapping[str, Shaped[np.ndarray, "R S *k"]], valid: Bool[np.ndarray, "R S"], matrix: ByFeature
 ) -> Statistics:
-    """Of the valid tokens' stored features. `parts`: the block's arrays, by the last part of their names; `matrix`:
-    `by_feature` of them. A token with a value that is not finite is left out."""
+    """Statistics over the valid tokens' stored features, without tokens that have a non-finite value.
+
+    parts: the block's arrays, by the last part of their names. matrix: `by_feature` of these.
+    """
     index, value = parts["index"], parts["value"]
     finite = valid & np.isfinite(value).all(axis=2)
     if "squared_error" in parts:

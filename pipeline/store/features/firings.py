@@ -1,4 +1,4 @@
-"""One feature of a store, read from the indexes of its blocks: no other feature's numbers are read.
+"""Reads one feature of a store, from its blocks' indexes by feature, without reading the other features.
 
 Shapes: n firings, F features of the SAE.
 """
@@ -19,10 +19,10 @@ from pipeline.store.io.storage import Storage
 
 @dataclass(frozen=True)
 class Firings:
-    """Where a feature fires. rows: of the store. slots: of the row, as `read` has them; where all tokens' activations
-    are stored, positions in the row. values: in float32.
+    """The tokens for which a feature fires, in storage order; the strongest firings by descending value.
 
-    In the order of the store, or, of the strongest ones, by falling value and then in the order of the store.
+    rows: row numbers of the store. slots: slots of the row, as in `ActivationStore.read`; if all tokens' activations
+    are stored, these are positions. values: the feature's values.
     """
 
     rows: Int64[np.ndarray, " n"]
@@ -34,11 +34,12 @@ class Firings:
 class FeatureStatistics:
     """The statistics of an SAE's features, over all tokens whose features are stored.
 
-    tokens: their number. count: in how many of them each feature is stored. mean, maximum: of its values there; 0 for
-    one that is stored nowhere. l0: how many features fire in a token on average, also those that are not stored.
-    With capture.encode_error, else None: explained_variance: 1 - sum of |x - reconstruction|^2 / sum of |x - mean x|^2
-    (None where these would be of different tokens, since some are not finite); cosine: of the angle between x and its
-    reconstruction, on average.
+    tokens: the number of these tokens. count: for how many of them each feature is stored. mean, maximum: of each
+    feature's stored values; 0 if there are none. l0: the mean number of features that fire per token, including those
+    that are not stored.
+    Only with capture.encode_error (else None): explained_variance: 1 - sum |x - reconstruction|^2 / sum |x - mean x|^2;
+    None if non-finite values make the two sums cover different tokens. cosine: the mean cosine of the angle between x
+    and its reconstruction.
     """
 
     tokens: int
@@ -51,7 +52,8 @@ class FeatureStatistics:
 
     @classmethod
     def of(cls, statistics: Statistics, activations: Statistics | None) -> "FeatureStatistics":
-        """From what is stored, where zeros count. activations: of the array that the SAE reconstructs, if it does."""
+        """Converts stored statistics, in which features that do not fire count as 0. activations: the statistics of the
+        array that the SAE reconstructs, if any."""
         tokens, fired = statistics.count, statistics.fired
         mean = statistics.mean * tokens / np.maximum(fired, 1)
         explained, cosine = None, None
@@ -65,8 +67,11 @@ class FeatureStatistics:
 
 @dataclass(frozen=True)
 class FeatureIndexes:
-    """The indexes of an SAE's features. features: what the names of its arrays begin with. width: F. slots: of a row.
-    blocks: of the store, in the order of their rows; first_row: that of a block."""
+    """The indexes by feature of an SAE.
+
+    features: the prefix of its arrays' names. width: F. value_type: the dtype of values. slots: slots per row.
+    blocks: the store's blocks, in row order. first_row: returns the first row of a block (stream, block).
+    """
 
     storage: Storage
     features: str
@@ -77,34 +82,34 @@ class FeatureIndexes:
     first_row: Callable[[int, int], int]
 
     def read(self, feature: int, top: int | None = None) -> Firings:
-        """All firings of a feature, or the `top` strongest: two small reads of each block, or one of each and another
-        of at most `top`. Raises StoreError."""
+        """All firings of a feature, or the `top` strongest. Costs two small reads per block; with `top`, one per block
+        and a second one for at most `top` blocks. Raises StoreError."""
         keys = [index_key(self.features, block.stream, block.block) for block in self.blocks]
         contents = _read(self.storage, keys, [entry_range(feature)] * len(keys))
         entries = [decode_entry(content, feature, key) for key, content in zip(keys, contents, strict=True)]
         fires = [n for n, entry in enumerate(entries) if entry["count"]]
-        if top is not None:  # each block has its maximum: so the strongest are in as many blocks
+        if top is not None:  # the strongest firings are in the `top` blocks with the largest maxima
             fires = sorted(sorted(fires, key=lambda n: -entries[n]["maximum"])[:top])
         ranges = [firings_range(entries[n], self.width, self.value_type) for n in fires]
         contents = _read(self.storage, [keys[n] for n in fires], ranges)
         rows, slots, values = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.float32)]
         for n, content in zip(fires, contents, strict=True):
             block = self.blocks[n]
-            firings = decode_firings(content, entries[n], self.value_type, keys[n])
-            row, slot = np.divmod(firings.slots.astype(np.int64), self.slots)
-            is_known = row < block.rows  # a longer run may have replaced a truncated block since the store was opened
-            rows.append(self.first_row(block.stream, block.block) + row[is_known])
-            slots.append(slot[is_known])
-            values.append(firings.values[is_known])
-        found = Firings(*map(np.concatenate, (rows, slots, values)))
+            block_firings = decode_firings(content, entries[n], self.value_type, keys[n])
+            row, slot = np.divmod(block_firings.slots.astype(np.int64), self.slots)
+            in_block = row < block.rows  # a longer run may have replaced a truncated block since the store was opened
+            rows.append(self.first_row(block.stream, block.block) + row[in_block])
+            slots.append(slot[in_block])
+            values.append(block_firings.values[in_block])
+        firings = Firings(*map(np.concatenate, (rows, slots, values)))
         if top is None:
-            return found
-        order = np.argsort(-found.values, kind="stable")[:top]
-        return Firings(found.rows[order], found.slots[order], found.values[order])
+            return firings
+        order = np.argsort(-firings.values, kind="stable")[:top]
+        return Firings(firings.rows[order], firings.slots[order], firings.values[order])
 
 
 def _read(storage: Storage, keys: list[str], ranges: list[tuple[int, int]]) -> Iterator[bytes]:
-    """Parts of some objects. Raises StoreInvalid where there is none."""
+    """Reads a range of bytes from each object. Raises StoreInvalid if one is missing."""
     for key, content in zip(keys, storage.read_many(keys, ranges), strict=True):
         if content is None:
             raise StoreInvalid(f"{storage.path}/{key} is missing. {DAMAGE_REMEDY}")

@@ -1,9 +1,9 @@
-"""A block's features by feature: the numbers of its arrays again, as a sparse matrix in the CSC format.
+"""The index by feature of a block: a copy of its features as a sparse CSC matrix, for reading single features.
 
-So one feature is found without reading the others. An index file has an ENTRY for each of the F features, then the
-firings: by feature, and of a feature in the order of the tokens. Nothing is in it that the arrays do not say.
+An index file has an ENTRY for each of the F features, followed by the firings, sorted by feature and token. It only
+repeats what the arrays contain.
 
-Shapes: R rows of a block, S slots of a row, k features of a token that are stored, F features of the SAE.
+Shapes: R rows per block, S slots per row, k features stored per token, F features of the SAE.
 """
 
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ from pipeline.store.io.failures import DAMAGE_REMEDY
 
 ENTRY = np.dtype(
     [
-        ("first", "<u8"),  # firings of the features before
-        ("count", "<u4"),  # of the feature's own
-        ("maximum", "<f4"),  # the largest value among them, or 0
+        ("first", "<u8"),  # the number of firings of all previous features
+        ("count", "<u4"),  # the number of this feature's firings
+        ("maximum", "<f4"),  # their largest value, or 0
         ("firings_crc32c", "<u4"),
-        ("entry_crc32c", "<u4"),  # of the object's key, the number of the feature, and the five fields before
+        ("entry_crc32c", "<u4"),  # of the object's key, the feature's number, and the fields above
     ]
 )
 _CHECKED = ENTRY.itemsize - 4  # bytes
 
 
 class BlockFirings(NamedTuple):
-    """Where a feature fires in a block. slots: row * S + slot of the token, ascending. values: in float32."""
+    """The firings of one feature in a block. slots: row * S + slot, ascending."""
 
     slots: UInt32[np.ndarray, " n"]
     values: Float32[np.ndarray, " n"]
@@ -42,17 +42,17 @@ class BlockFirings(NamedTuple):
 class ByFeature:
     """The n stored features of a block's tokens as a sparse matrix [R * S, F] in the CSC format."""
 
-    firsts: Int64[np.ndarray, " F+1"]  # where those of each feature begin
-    slots: UInt32[np.ndarray, " n"]  # of the tokens, ascending in each feature
+    firsts: Int64[np.ndarray, " F+1"]  # the index of each feature's first firing
+    slots: UInt32[np.ndarray, " n"]  # row * S + slot, ascending for each feature
     values: Shaped[np.ndarray, " n"]
 
     @cached_property
     def maxima(self) -> Float32[np.ndarray, " F"]:
-        """Each feature's largest value; 0 where it does not fire."""
+        """Each feature's largest value; 0 if it does not fire."""
         return self.reduce(np.maximum, self.values.astype(np.float32))
 
     def reduce(self, reduction: np.ufunc, values: Shaped[np.ndarray, " n"]) -> Shaped[np.ndarray, " F"]:
-        """The reduction of each feature's values; 0 where it does not fire."""
+        """The reduction of each feature's values; 0 if it does not fire."""
         reduced, fires = np.zeros(len(self.firsts) - 1, values.dtype), np.diff(self.firsts) > 0
         if fires.any():
             reduced[fires] = reduction.reduceat(values, self.firsts[:-1][fires])
@@ -60,22 +60,22 @@ class ByFeature:
 
 
 def index_key(features: str, stream: int, block: int) -> str:
-    """The key, relative to the store, of a block's index. `features`: what the names of the SAE's arrays begin with."""
+    """The key of a block's index, relative to the store. `features`: the prefix of the names of the SAE's arrays."""
     return f"{index_prefix(features)}stream-{stream:05d}/block-{block:06d}.csc"
 
 
 def index_keys(metadata: StoreMetadata, stream: int, block: int) -> list[str]:
-    """The keys of a block's indexes, of a store that has them."""
+    """The keys of all indexes of a block; none if the store has no indexes."""
     return [index_key(features, stream, block) for features in metadata.indexed_features]
 
 
 def firing_type(value_type: np.dtype) -> np.dtype:
-    """Of a firing: its slot, and the bits of its value."""
+    """The dtype of a stored firing: its slot, and the bits of its value."""
     return np.dtype([("slot", "<u4"), ("value", f"<u{value_type.itemsize}")])
 
 
 def by_feature(index: Int32[np.ndarray, "R S k"], value: Shaped[np.ndarray, "R S k"], width: int) -> ByFeature:
-    """A block's stored features, by feature. Raises ValueError for an index that is not below `width`."""
+    """A block's stored features, sorted by feature. Raises ValueError for an index that is not less than `width`."""
     index, value = index.reshape(-1, index.shape[2]), value.reshape(-1, value.shape[2])
     fires = index >= 0
     features = index[fires]
@@ -83,14 +83,14 @@ def by_feature(index: Int32[np.ndarray, "R S k"], value: Shaped[np.ndarray, "R S
     if len(counts) > width:
         raise ValueError(f"feature {len(counts) - 1} of an SAE with {width} features")
     keys = features.astype(np.uint64) << np.uint64(32) | np.arange(len(features), dtype=np.uint64)
-    keys.sort()  # several times as fast as a stable argsort of the features
+    keys.sort()  # several times faster than a stable argsort of the features
     order = (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
     slots = np.repeat(np.arange(len(index), dtype=np.uint32), np.count_nonzero(fires, axis=1))
     return ByFeature(np.concatenate([[0], np.cumsum(counts)]), slots[order], value[fires][order])
 
 
 def encode_index(matrix: ByFeature, key: str) -> bytes:
-    """The index file of a block, which is stored under `key`."""
+    """The content of a block's index file, to be stored at `key`."""
     entries = np.zeros(len(matrix.firsts) - 1, ENTRY)
     entries["first"], entries["count"] = matrix.firsts[:-1], np.diff(matrix.firsts)
     entries["maximum"] = matrix.maxima
@@ -100,43 +100,43 @@ def encode_index(matrix: ByFeature, key: str) -> bytes:
     ends = (matrix.firsts * size).tolist()
     fires = np.flatnonzero(entries["count"])
     entries["firings_crc32c"][fires] = [crc32c(content[ends[n] : ends[n + 1]]) for n in fires.tolist()]  # else 0
-    checked, begun = memoryview(entries).cast("B"), crc32c(key.encode())
+    header, key_crc = memoryview(entries).cast("B"), crc32c(key.encode())
     starts = range(0, entries.nbytes, ENTRY.itemsize)
-    entries["entry_crc32c"] = [_entry_checksum(checked[at : at + _CHECKED], n, begun) for n, at in enumerate(starts)]
-    return b"".join((checked, content))
+    entries["entry_crc32c"] = [_entry_checksum(header[i : i + _CHECKED], n, key_crc) for n, i in enumerate(starts)]
+    return b"".join((header, content))
 
 
 def entry_range(feature: int) -> tuple[int, int]:
-    """The bytes of an index file that hold a feature's entry."""
+    """The range of bytes of a feature's entry in an index file."""
     return feature * ENTRY.itemsize, (feature + 1) * ENTRY.itemsize
 
 
 def decode_entry(content: bytes, feature: int, key: str) -> np.void:
-    """A feature's ENTRY. Raises StoreInvalid for one that is damaged, or another's."""
+    """A feature's ENTRY. Raises StoreInvalid if it is damaged, or belongs to a different feature or key."""
     if len(content) == ENTRY.itemsize:
         [entry] = np.frombuffer(content, ENTRY)
         if entry["entry_crc32c"] == _entry_checksum(content[:_CHECKED], feature, crc32c(key.encode())):
             return entry
-    raise StoreInvalid(f"{key} does not hold an index of feature {feature}: it is damaged. {DAMAGE_REMEDY}")
+    raise StoreInvalid(f"{key}: the index entry of feature {feature} is damaged. {DAMAGE_REMEDY}")
 
 
 def firings_range(entry: np.void, width: int, value_type: np.dtype) -> tuple[int, int]:
-    """The bytes of an index file that hold a feature's firings."""
+    """The range of bytes of a feature's firings in an index file."""
     size = firing_type(value_type).itemsize
     first = width * ENTRY.itemsize + int(entry["first"]) * size
     return first, first + int(entry["count"]) * size
 
 
 def decode_firings(content: bytes, entry: np.void, value_type: np.dtype, key: str) -> BlockFirings:
-    """A feature's firings. Raises StoreInvalid for damaged ones."""
+    """A feature's firings. Raises StoreInvalid if they are damaged."""
     if crc32c(content) != entry["firings_crc32c"]:
-        raise StoreInvalid(f"{key} does not match its own checksums: it is damaged. {DAMAGE_REMEDY}")
+        raise StoreInvalid(f"{key} does not match its own checksums. {DAMAGE_REMEDY}")
     firings = np.frombuffer(content, firing_type(value_type))
     return BlockFirings(firings["slot"], firings["value"].view(value_type).astype(np.float32))
 
 
 def check_index(content: bytes | None, width: int, value_type: np.dtype, key: str) -> None:
-    """Raises StoreInvalid for an index file that is missing, or does not match its own checksums."""
+    """Raises StoreInvalid if an index file is missing, or does not match its own checksums."""
     if content is None:
         raise StoreInvalid(f"{key} is missing, although its block is committed. {DAMAGE_REMEDY}")
     end = width * ENTRY.itemsize
@@ -148,5 +148,5 @@ def check_index(content: bytes | None, width: int, value_type: np.dtype, key: st
         raise StoreInvalid(f"{key} has {len(content)} bytes, expected {end}. {DAMAGE_REMEDY}")
 
 
-def _entry_checksum(checked: bytes | memoryview, feature: int, begun: int) -> int:
-    return crc32c(checked, crc32c(feature.to_bytes(4, "little"), begun))
+def _entry_checksum(fields: bytes | memoryview, feature: int, key_crc: int) -> int:
+    return crc32c(fields, crc32c(feature.to_bytes(4, "little"), key_crc))

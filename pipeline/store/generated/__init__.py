@@ -1,1 +1,1 @@
-"""The groups of generated documents in a store, and what was captured while decoding."""
+"""The groups of generated documents in a store, and activations captured during decoding."""

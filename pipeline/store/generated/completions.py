@@ -1,4 +1,4 @@
-"""Which of a block's tokens the model wrote, in a store of data=generate. Shapes: R rows, T positions."""
+"""Which of a block's tokens belong to completions (data=generate). Shapes: R rows, T positions."""
 
 import numpy as np
 import pyarrow as pa
@@ -8,27 +8,28 @@ from pipeline.core.errors import StoreError
 
 
 def completion_slots(documents: Int64[np.ndarray, "R T"], table: pa.Table) -> Bool[np.ndarray, "R T"]:
-    """Whether each slot of a block's rows holds a completion's token, by the block's document table; else it holds a
-    prompt's, or padding.
+    """Whether each slot of a block holds a completion's token, and not a prompt's token or padding. table: the block's
+    document table.
 
-    Raises StoreError where documents have no prompts.
+    Raises StoreError for a store without completions.
     """
     if "n_prompt" not in table.column_names:
-        raise StoreError("the store's documents are not divided into prompt and completion: that is for data=generate.")
-    slots, place, tokens = document_tokens(documents, table)
+        raise StoreError("the store's documents have no prompts and completions: only those of data=generate have.")
+    slots, table_rows, tokens = document_tokens(documents, table)
     is_completion = np.zeros(documents.size, bool)
-    is_completion[slots] = tokens >= table["n_prompt"].to_numpy()[place]
+    is_completion[slots] = tokens >= table["n_prompt"].to_numpy()[table_rows]
     return is_completion.reshape(documents.shape)
 
 
 def document_tokens(
     documents: Int64[np.ndarray, "R T"], table: pa.Table
 ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-    """Of a block's valid slots (flat): the slot, its document's row in the table, and which of its tokens it holds."""
+    """For each of a block's n valid slots, sorted by document: its flat index, its document's row in the table, and the
+    index of its token in the document."""
     flat = documents.ravel()
-    order = np.argsort(flat, kind="stable")  # rows and positions upward meet a document's tokens in order
-    order = order[flat[order] >= 0]
-    place = np.searchsorted(table["document"].to_numpy(), flat[order])
-    starts = np.flatnonzero(np.diff(place, prepend=-1))
-    rank = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
-    return order, place, table["first_token"].to_numpy()[place] + rank
+    slots = np.argsort(flat, kind="stable")  # a document's tokens are in order of rows and positions
+    slots = slots[flat[slots] >= 0]
+    table_rows = np.searchsorted(table["document"].to_numpy(), flat[slots])
+    starts = np.flatnonzero(np.diff(table_rows, prepend=-1))
+    rank = np.arange(len(slots)) - np.repeat(starts, np.diff(starts, append=len(slots)))
+    return slots, table_rows, table["first_token"].to_numpy()[table_rows] + rank

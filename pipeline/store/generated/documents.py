@@ -1,7 +1,7 @@
-"""What the model wrote: a stream's prompts with their completions, in groups, each one parquet file.
+"""Generated documents: a stream's prompts with their completions, in groups of one parquet file each.
 
-Groups 0, 1, 2, ... hold a stream's documents in order, `size` of them each; the last one has fewer, or none, and says
-that the stream has ended. A group is written whole, after those before it, and never again.
+Groups 0, 1, 2, ... contain a stream's documents in order, `size` documents each. The last group has fewer or none, and
+marks the end of the stream. A group is written as a whole, after the previous groups, and never replaced.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,26 +18,26 @@ from pipeline.store.generated.group_keys import group_key
 from pipeline.store.generated.kept_activations import first_without_kept, write_kept
 from pipeline.store.io.storage import Storage
 
-# The columns of a generated document, besides those of its source.
+# The columns of a generated document, in addition to those of its source.
 COMPLETION_SCHEMA = pa.schema(
     [
         ("n_prompt", pa.int64()),
-        ("n_prompt_cut", pa.int64()),  # tokens that the prompt lost at its beginning
+        ("n_prompt_cut", pa.int64()),  # how many tokens were cut from the prompt's beginning
         ("n_completion", pa.int64()),
-        ("finish_reason", pa.string()),  # stop: with an end token, which is the last; length: there was no more room
+        ("finish_reason", pa.string()),  # stop: the last token is an end token; length: the maximum length was reached
         ("sampling_seed", pa.int64()),
     ]
 )
 _GROUP_SCHEMA = pa.schema(
     [
-        ("document", pa.int64()),  # the number; null for one that was left out
+        ("document", pa.int64()),  # the document's number; null if it was skipped
         ("id", pa.string()),
         ("source", pa.string()),
         ("index", pa.int64()),
-        ("shard", pa.int64()),  # how many of the stream's source shards come before the document's
+        ("shard", pa.int64()),  # the index of the document's source shard among the stream's
         ("prompt", pa.list_(pa.int32())),
         ("completion", pa.list_(pa.int32())),
-        ("skipped", pa.string()),  # why it was left out
+        ("skipped", pa.string()),  # why the document was skipped
     ]
 )
 RESERVED_COLUMNS = frozenset([*_GROUP_SCHEMA.names, *COMPLETION_SCHEMA.names])
@@ -46,13 +46,13 @@ RESERVED_COLUMNS = frozenset([*_GROUP_SCHEMA.names, *COMPLETION_SCHEMA.names])
 
 @dataclass(frozen=True)
 class Group:
-    """Some documents of a stream. Their tokens are the prompt's, then the completion's; `info` has the columns of
-    `COMPLETION_SCHEMA`. `next` is where the prompts of the group after it begin."""
+    """A group of a stream's documents. A document's tokens are the prompt followed by the completion; its `info` has
+    the columns of `COMPLETION_SCHEMA`. next: the cursor at which the next group's prompts begin."""
 
     index: int
     items: tuple[TokenisedDocument | SkippedDocument, ...]
     next: Cursor
-    exhausted: bool  # the stream has no document after these
+    exhausted: bool  # the stream has no more documents
 
     @property
     def documents(self) -> list[TokenisedDocument]:
@@ -60,7 +60,7 @@ class Group:
 
 
 class GeneratedGroups:
-    """The groups of one stream of a store. `info_schema`: the columns of `Document.info`."""
+    """The groups of one stream of a store. size: documents per group. info_schema: the columns of `Document.info`."""
 
     def __init__(self, storage: Storage, *, stream: int, num_streams: int, size: int, info_schema: pa.Schema) -> None:
         self.stream = stream
@@ -71,24 +71,23 @@ class GeneratedGroups:
         self._schema = pa.unify_schemas([_GROUP_SCHEMA, info_schema])
 
     def count(self, kept: Sequence[str] = (), first: int = 0) -> int:
-        """The number of groups, up to the first one from number `first` on that lacks the activations `kept`.
-
-        Raises StoreInvalid when one is missing among them."""
+        """The number of groups, up to the first one (not before `first`) without the kept activations of the arrays
+        `kept`. Raises StoreInvalid if a group among them is missing."""
         count = len(stored_groups(self._storage, self.stream))
         return first_without_kept(self._storage, self.stream, range(first, count), kept) if kept else count
 
     def read(self, index: int) -> Group:
-        """Raises StoreInvalid for a group that is missing or damaged."""
+        """Reads a group. Raises StoreInvalid if it is missing or damaged."""
         table = read_group(self._storage, self.stream, index)
         state = group_state(table, group_key(self.stream, index))
         items = tuple(map(self._item, table.to_pylist()))
         return Group(index, items, Cursor(**state["next"]), state["exhausted"])
 
     def write(self, group: Group, kept: Mapping[str, np.ndarray] | None = None) -> None:
-        """Writes a group durably, unless there is one: it was then written by another run, and stays. `kept`: the
-        activations [n, D] of its documents' tokens, by array name, which are written first.
+        """Writes a group durably. A group that exists already, because an earlier run wrote it, is not replaced.
 
-        Raises StoreError, and writes nothing, where `kept` is given and the store has this group with other documents.
+        kept: activations [n, D] of its documents' tokens, by array name, which are written first. If they are given and
+        the store has this group with different documents, raises StoreError and writes nothing.
         """
         rows = [self._row(item) for item in group.items]
         state = {"next": group.next.to_json(), "exhausted": group.exhausted}
@@ -101,15 +100,15 @@ class GeneratedGroups:
         self._storage.write_if_absent(key, encode_group(table, state, self.stream, group.index))
 
     def _require_same(self, key: str, index: int, table: pa.Table) -> None:
-        """Raises StoreError where the store has this group with other documents than those of `table`."""
+        """Raises StoreError if the store has this group with documents that differ from those in `table`."""
         columns = ["document", "prompt", "completion"]
         if self._storage.read(key) is None:
             return
         stored = read_group(self._storage, self.stream, index)
         if stored.select(columns).to_pylist() != table.select(columns).to_pylist():
             raise StoreError(
-                f"{key} holds other completions than the model has written now, since rows or devices are others. Run "
-                "the same command again with the mesh and the data.rows of the run that wrote it."
+                f"{key} has completions that differ from those generated now, because the rows or devices differ. Run "
+                "the same command with the mesh and data.rows of the run that wrote it."
             )
 
     def _row(self, item: TokenisedDocument | SkippedDocument) -> dict[str, object]:
@@ -137,7 +136,7 @@ class GeneratedGroups:
 
 
 class GeneratedDocuments:
-    """A stream's generated documents, as `TokenStream` reads them: a `StreamDocuments`."""
+    """A stream's generated documents, as `StreamDocuments` for `TokenStream`."""
 
     def __init__(self, groups: GeneratedGroups, num_shards: int) -> None:
         self.num_shards = num_shards
@@ -147,9 +146,9 @@ class GeneratedDocuments:
     def read(
         self, start: Cursor, should_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[TokenisedDocument | SkippedDocument]:
-        """See `StreamDocuments`. Raises StoreInvalid for a group that is missing or damaged."""
+        """See `StreamDocuments`. Raises StoreInvalid if a group is missing or damaged."""
         index = start.ordinal // self._groups.size
-        started = start == STREAM_START  # what was left out before the cursor's document is in an earlier block
+        started = start == STREAM_START  # documents skipped before the cursor's document belong to an earlier block
         while not should_stop():
             group = self._groups.read(index)
             for item in group.items:

@@ -1,4 +1,4 @@
-"""The parquet files of the groups of generated documents; `documents.py` says what is in them."""
+"""The parquet files of groups of generated documents; see `documents.py` for their content."""
 
 import hashlib
 import io
@@ -19,8 +19,8 @@ from pipeline.store.io.parquet import decode_parquet
 from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.storage import Storage
 
-_METADATA = b"group"  # of the parquet schema: JSON with `next`, `exhausted` and `sha256`
-_REMEDY = "Delete this group and those after it: they are then written again."
+_METADATA = b"group"  # key in the parquet schema's metadata: JSON with `next`, `exhausted` and `sha256`
+_REMEDY = "Delete this group and all later groups of its stream: they are then generated again."
 
 
 def stored_groups(storage: Storage, stream: int) -> list[str]:
@@ -34,7 +34,7 @@ def stored_groups(storage: Storage, stream: int) -> list[str]:
 
 
 def read_group(storage: Storage, stream: int, index: int) -> pa.Table:
-    """The table of a group. Raises StoreInvalid when it is missing or damaged."""
+    """The table of a group. Raises StoreInvalid if it is missing or damaged."""
     [table] = storage.read_checked(
         [group_key(stream, index)], lambda key, content: _decode(key, content, stream, index)
     )
@@ -43,15 +43,15 @@ def read_group(storage: Storage, stream: int, index: int) -> pa.Table:
 
 def _decode(key: str, content: bytes | None, stream: int, index: int) -> pa.Table:
     if content is None:
-        raise StoreInvalid(f"{key} is missing, although its documents are asked for. Run the same command again.")
+        raise StoreInvalid(f"{key} is missing, but its documents are needed. Run the same command again.")
     try:
         table = decode_parquet(content, verify_pages=True)
         state = group_state(table, key)
     except (pa.ArrowException, OSError) as error:
         raise StoreInvalid(f"{key} cannot be read: {error}. {_REMEDY}") from error
-    sha256 = state.pop("sha256", None)  # groups of earlier programs have none
+    sha256 = state.pop("sha256", None)  # absent in groups of earlier versions
     if sha256 is not None and sha256 != _digest(table, state, stream, index):
-        raise StoreInvalid(f"{key} does not match its own checksum: it was edited, damaged or exchanged. {_REMEDY}")
+        raise StoreInvalid(f"{key} does not match its own checksum: it was edited, damaged or replaced. {_REMEDY}")
     return table
 
 
@@ -64,7 +64,7 @@ def group_state(table: pa.Table, subject: str) -> dict[str, Any]:
 
 
 def encode_group(table: pa.Table, state: Mapping[str, Any], stream: int, index: int) -> bytes:
-    """A group's parquet file. Its checksum is of the documents, the state and the group's place."""
+    """A group's parquet file. Its checksum covers the documents, the state, the stream and the index."""
     state = {**state, "sha256": _digest(table, state, stream, index)}
     sink = io.BytesIO()
     table = table.replace_schema_metadata({_METADATA: json.dumps(state)})
@@ -80,10 +80,11 @@ def _digest(table: pa.Table, state: Mapping[str, Any], stream: int, index: int) 
 def check_groups(
     storage: Storage, stream: int, table: pa.Table | None, token_bytes: Mapping[str, int]
 ) -> Iterator[Problem]:
-    """The problems of a stream's groups, if it has any: a group is missing or cannot be read, or the lengths of a
-    document differ from the stream's document table. Also those of the activations that are kept with a group.
+    """Checks a stream's groups, if it has any. Finds groups that are missing or cannot be read, documents whose lengths
+    differ from those in the stream's document tables, and damaged kept activations.
 
-    token_bytes: bytes of a token's kept activation, by array name.
+    table: the document tables; None to skip that comparison. token_bytes: bytes of kept activations per token, by array
+    name.
     """
     columns = ("document", "n_prompt", "n_completion")
     expected = {} if table is None else {row["document"]: row for row in table.select(columns).to_pylist()}
@@ -99,15 +100,14 @@ def check_groups(
             yield Problem(key, str(error), Remedy.regenerate)
             continue
         lengths = [len(row["prompt"]) + len(row["completion"]) for row in _documents(group)]
-        for kept, what in check_kept(storage, stream, index, sum(lengths), token_bytes):
-            yield Problem(kept, what, Remedy.regenerate_kept)
+        for damaged_key, what in check_kept(storage, stream, index, sum(lengths), token_bytes):
+            yield Problem(damaged_key, what, Remedy.regenerate_kept)
         for row in _documents(group):
             sizes = (row["document"], len(row["prompt"]), len(row["completion"]))
             row_lengths = dict(zip(columns, sizes, strict=True))
             if row_lengths != expected.get(row["document"], row_lengths):
-                yield Problem(
-                    key, f"has {row_lengths}, the document table {expected[row['document']]}", Remedy.regenerate
-                )
+                what = f"has {row_lengths}, but the document table has {expected[row['document']]}"
+                yield Problem(key, what, Remedy.regenerate)
 
 
 def _documents(group: pa.Table) -> list[dict[str, Any]]:

@@ -1,13 +1,13 @@
-"""Where the groups of generated documents lie in a store."""
+"""The keys of groups of generated documents in a store."""
 
 GENERATED_PREFIX = "_generated/"
 
 
 def stream_prefix(stream: int) -> str:
-    """Of the keys of a stream's groups."""
+    """The prefix of the keys of a stream's groups."""
     return f"{GENERATED_PREFIX}stream-{stream:05d}/"
 
 
 def group_key(stream: int, index: int) -> str:
-    """The group's key, relative to the store."""
+    """The key of a group, relative to the store."""
     return f"{stream_prefix(stream)}group-{index:06d}.parquet"

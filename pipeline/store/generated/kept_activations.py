@@ -1,8 +1,8 @@
-"""Activations that were captured while the model wrote, kept with its groups until they are in blocks.
+"""Activations captured during generation, kept with the groups until they are stored in blocks.
 
-A group has one object per array: the activations [n, D] of its documents' tokens, one document after the other, in
-little-endian order and without a header, then the sha256 of the object's key and these values. Objects of earlier
-programs lack the sha256. They are written before the group itself, and deleted when the store is complete.
+A group has one object per array: the activations [n, D] of its documents' tokens, document after document, as
+little-endian values without a header, followed by the sha256 of the object's key and these values. Objects of earlier
+versions lack the sha256. They are written before the group's parquet file, and deleted when the store is complete.
 """
 
 import hashlib
@@ -18,18 +18,19 @@ _SUFFIX = ".activations"
 
 
 def kept_key(stream: int, index: int, array: str) -> str:
-    """The object's key, relative to the store."""
+    """The key of a group's activations of an array, relative to the store."""
     return f"{group_key(stream, index).removesuffix('.parquet')}.{array}{_SUFFIX}"
 
 
 def first_without_kept(storage: Storage, stream: int, groups: range, arrays: Sequence[str]) -> int:
-    """The first of a stream's `groups` that lacks activations of `arrays`, or the end of `groups`."""
+    """The first of a stream's `groups` without activations of all `arrays`; the end of `groups` if all have them."""
     stored = set(storage.list_keys(stream_prefix(stream)))
     lacking = (index for index in groups if not {kept_key(stream, index, array) for array in arrays} <= stored)
     return next(lacking, groups.stop)
 
 
 def write_kept(storage: Storage, stream: int, index: int, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes a group's activations [n, D] durably, by array name. Raises StoreError."""
     for name, values in arrays.items():
         key, content = kept_key(stream, index, name), np.ascontiguousarray(values).tobytes()
         storage.write(key, content + _checksum(key, content))
@@ -38,12 +39,13 @@ def write_kept(storage: Storage, stream: int, index: int, arrays: Mapping[str, n
 def read_kept(
     storage: Storage, stream: int, index: int, array: str, dtype: np.dtype, shape: tuple[int, int]
 ) -> np.ndarray:
-    """[n, D], as `shape` says. Raises StoreError where it is missing, and StoreInvalid where it is damaged."""
+    """Reads a group's activations of an array, [n, D] as in `shape`. Raises StoreError if they are missing, and
+    StoreInvalid if they are damaged."""
     num_bytes = shape[0] * shape[1] * dtype.itemsize
 
     def check(key: str, content: bytes | None) -> np.ndarray:
-        if content is None:  # perhaps since another run has just completed the store
-            raise StoreError(f"{key} is missing. Run the same command again: it is then written anew.")
+        if content is None:  # perhaps because another run has just completed the store
+            raise StoreError(f"{key} is missing. Run the same command again, which writes it again.")
         for what in _damage(key, content, num_bytes):
             raise StoreInvalid(f"{key} {what}. Delete it, and run the same command again.")
         return np.frombuffer(content[:num_bytes], dtype).reshape(shape)
@@ -55,9 +57,9 @@ def read_kept(
 def check_kept(
     storage: Storage, stream: int, index: int, num_tokens: int, token_bytes: Mapping[str, int]
 ) -> Iterator[tuple[str, str]]:
-    """The key of each damaged object of a group of `num_tokens`, and what is wrong. A missing object is no damage.
+    """The key of each damaged object of a group with `num_tokens` tokens, and what is wrong. Missing objects are valid.
 
-    token_bytes: bytes of a token's activation, by array name.
+    token_bytes: bytes of activations per token, by array name.
     """
     for array, size in token_bytes.items():
         key = kept_key(stream, index, array)
@@ -80,5 +82,5 @@ def _damage(key: str, content: bytes, num_bytes: int) -> Iterator[str]:
 
 
 def kept_keys(storage: Storage) -> list[str]:
-    """The objects of all streams, relative to the store."""
+    """The keys of all kept activations, relative to the store."""
     return [key for key in storage.list_keys(GENERATED_PREFIX) if key.endswith(_SUFFIX)]

@@ -1,8 +1,8 @@
-"""The index of a stream's ids: by the hash of each id, the blocks whose document table has it.
+"""The index of a stream's ids: for the hash of each id, the blocks whose document table has it.
 
-A header, then pages of sorted entries, each followed by a crc32c. Hashes are uniform, so a hash's place among n entries
-is known but for a few times sqrt(n): a reader takes some pages, whatever the number of blocks. Nothing is in it that
-the document tables do not say.
+The file has a header, followed by pages of sorted entries, each with a crc32c. Hashes are uniformly distributed, so the
+position of a hash among n entries is known to within a few times sqrt(n), and a reader reads only a few pages. The
+index only repeats what the document tables contain.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ Entries = Shaped[np.ndarray, " n"]  # of ENTRY
 
 
 def ids_key(stream: int) -> str:
-    """The key, relative to the store, of the index of a stream's ids."""
+    """The key of the index of a stream's ids, relative to the store."""
     return f"{IDS_PREFIX}stream-{stream:05d}.ids"
 
 
@@ -43,7 +43,7 @@ def id_hash(id: str) -> int:
 
 
 def block_entries(ids: Iterable[str], block: int) -> Entries:
-    """The entries of a block's documents, not sorted."""
+    """The entries of a block's documents, unsorted."""
     hashes = [id_hash(id) for id in ids]
     entries = np.empty(len(hashes), ENTRY)
     entries["hash"], entries["block"] = hashes, block
@@ -51,13 +51,17 @@ def block_entries(ids: Iterable[str], block: int) -> Entries:
 
 
 def sorted_entries(parts: Sequence[Entries]) -> Entries:
-    """The entries of several blocks, by hash and then by block."""
+    """The entries of several blocks, sorted by hash and block."""
     return np.sort(np.concatenate([np.empty(0, ENTRY), *parts]), order=["hash", "block"])
 
 
 class IndexHeader(NamedTuple):
-    """What an index is of. num_blocks: the stream's first ones. before, blocks: sha256 of the elements of the block
-    table (`BlockTable.digest`) of all of them but the last, and of all. checksum: of the object's key and these."""
+    """The header of an index of a stream's first blocks.
+
+    num_blocks, num_entries: the number of these blocks, and of entries.
+    before, blocks: the `BlockTable.digest` of all these blocks but the last, and of all of them.
+    checksum: a crc32c of the object's key and these fields.
+    """
 
     num_blocks: int
     num_entries: int
@@ -67,23 +71,23 @@ class IndexHeader(NamedTuple):
 
     @classmethod
     def of(cls, table: BlockTable, num_entries: int, key: str) -> Self:
-        """The header of an index of all blocks of a stream."""
+        """The header of an index of all blocks in a stream's `table`."""
         fields = (len(table), num_entries, *(bytes.fromhex(part.digest()) for part in (table[:-1], table)))
         return cls(*fields, crc32c(_HEADER.pack(_MAGIC, *fields), crc32c(key.encode())))
 
     @classmethod
     def decode(cls, content: bytes, key: str) -> Self:
-        """Raises StoreInvalid for a header that is damaged, or another object's."""
+        """Raises StoreInvalid if the header is damaged, or belongs to a different key."""
         if len(content) == HEADER_BYTES:
             checked, checksum = content[: _HEADER.size], int.from_bytes(content[_HEADER.size :], "little")
             magic, *fields = _HEADER.unpack(checked)
             if magic == _MAGIC and checksum == crc32c(checked, crc32c(key.encode())):
                 return cls(*fields, checksum)
-        raise StoreInvalid(f"{key} does not begin as an index of ids does. {DAMAGE_REMEDY}")
+        raise StoreInvalid(f"{key} does not have the header of an index of ids. {DAMAGE_REMEDY}")
 
     def num_known(self, table: BlockTable) -> int | None:
-        """How many of the stream's first blocks, whose block table this is, the index has. All but its last one, where
-        that was truncated and has been written again. None where it is of other blocks."""
+        """How many of the first blocks in a stream's `table` the index covers; None if it was made from other blocks.
+        Its last block does not count if it was truncated then and has been replaced since."""
         for num_blocks, digest in ((self.num_blocks, self.blocks), (self.num_blocks - 1, self.before)):
             if 0 <= num_blocks <= len(table) and bytes.fromhex(table[:num_blocks].digest()) == digest:
                 return num_blocks
@@ -94,13 +98,13 @@ class IndexHeader(NamedTuple):
         return -(-self.num_entries // PAGE_ENTRIES)
 
     def pages_near(self, hash: int, slack: int) -> range:
-        """The pages with the entries up to `slack` from where a hash would be if the gaps between all were equal."""
-        at = hash * self.num_entries >> 64
-        first, last = max(0, at - slack) // PAGE_ENTRIES, (at + slack) // PAGE_ENTRIES
+        """The pages with the entries up to `slack` from a hash's position if all gaps between hashes were equal."""
+        position = hash * self.num_entries >> 64
+        first, last = max(0, position - slack) // PAGE_ENTRIES, (position + slack) // PAGE_ENTRIES
         return range(first, min(last + 1, self.num_pages))
 
     def encode(self, entries: Entries) -> bytes:
-        """The index file with these entries, which are sorted."""
+        """The content of the index file with these sorted entries."""
         header = _HEADER.pack(_MAGIC, *self[:-1])
         parts = [header, self.checksum.to_bytes(_CRC_BYTES, "little")]
         for page in range(self.num_pages):
@@ -109,20 +113,20 @@ class IndexHeader(NamedTuple):
         return b"".join(parts)
 
     def byte_range(self, pages: range) -> tuple[int, int]:
-        """The bytes of the file that hold some pages."""
+        """The range of bytes of pages in the file."""
         end = HEADER_BYTES + self.num_entries * ENTRY.itemsize + self.num_pages * _CRC_BYTES
         return HEADER_BYTES + pages.start * _PAGE_BYTES, min(HEADER_BYTES + pages.stop * _PAGE_BYTES, end)
 
     def decode_pages(self, content: bytes, pages: range, key: str) -> Entries:
-        """The entries of some pages. Raises StoreInvalid for damaged ones, or those of another index."""
+        """The entries of pages. Raises StoreInvalid if they are damaged, or belong to a different index."""
         first, end = self.byte_range(pages)
-        parts = [content[at : at + _PAGE_BYTES] for at in range(0, len(content), _PAGE_BYTES)]
-        is_sound = len(content) == end - first and all(
+        parts = [content[start : start + _PAGE_BYTES] for start in range(0, len(content), _PAGE_BYTES)]
+        is_valid = len(content) == end - first and all(
             part[-_CRC_BYTES:] == self._page_checksum(part[:-_CRC_BYTES], page)
             for part, page in zip(parts, pages, strict=True)
         )
-        if not is_sound:
-            raise StoreInvalid(f"{key} does not match its own checksums: it is damaged. {DAMAGE_REMEDY}")
+        if not is_valid:
+            raise StoreInvalid(f"{key} does not match its own checksums. {DAMAGE_REMEDY}")
         return np.frombuffer(b"".join(part[:-_CRC_BYTES] for part in parts), ENTRY)
 
     def _page_checksum(self, content: bytes, page: int) -> bytes:
@@ -131,7 +135,7 @@ class IndexHeader(NamedTuple):
 
 
 def read_headers(storage: Storage, streams: Sequence[int]) -> Iterator[IndexHeader | None]:
-    """The headers of streams' indexes, None of a stream without one. Raises StoreInvalid for a damaged one, and
+    """The headers of streams' indexes; None for a stream without an index. Raises StoreInvalid if one is damaged, and
     StoreError."""
     keys = list(map(ids_key, streams))
     for key, content in zip(keys, storage.read_many(keys, [(0, HEADER_BYTES)] * len(keys)), strict=True):
@@ -139,6 +143,6 @@ def read_headers(storage: Storage, streams: Sequence[int]) -> Iterator[IndexHead
 
 
 def decode_index(content: bytes, key: str) -> tuple[IndexHeader, Entries]:
-    """A whole index file. Raises StoreInvalid for a damaged one."""
+    """Decodes a whole index file. Raises StoreInvalid if it is damaged."""
     header = IndexHeader.decode(content[:HEADER_BYTES], key)
     return header, header.decode_pages(content[HEADER_BYTES:], range(header.num_pages), key)

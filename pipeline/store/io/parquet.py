@@ -1,14 +1,14 @@
-"""Parquet files that were read whole into memory."""
+"""Decoding parquet files from memory."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 
 def decode_parquet(content: bytes, verify_pages: bool = False) -> pa.Table:
-    """The table of a parquet file. verify_pages: compare the checksums that its pages have. Raises what pyarrow raises
-    for damage: ArrowException and OSError.
+    """The table of a parquet file. verify_pages: compare the pages' checksums. Raises pyarrow's errors for damaged
+    files: ArrowException and OSError.
 
-    No thread of pyarrow's takes part, as with `pq.read_table`. One that lets go of `content` while Python ends is
+    Unlike `pq.read_table`, it uses no thread of pyarrow. If such a thread releases `content` while Python exits, it is
     stopped within a C++ destructor, which aborts the process: "terminate called without an active exception", exit
     code 134.
     """
