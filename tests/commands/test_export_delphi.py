@@ -90,7 +90,7 @@ def test_batches_of_rows_give_the_same_files(store, tmp_path, monkeypatch, capsy
 
 
 def test_locations_beyond_16_bits_get_32(store, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("pipeline.store.read.exports.delphi._MOST_OF_UINT16", 4)
+    monkeypatch.setattr("pipeline.store.read.exports.delphi._UINT16_VALUES", 4)
     folder = exported(store, tmp_path / "latents") / NAMES[0]
     assert {load_file(file)["locations"].dtype for file in folder.glob("*.safetensors")} == {np.dtype(np.uint32)}
 
@@ -125,9 +125,9 @@ def test_a_full_disk_is_named_and_leaves_nothing_in_the_way(store, tmp_path, cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["export.arrays=embed"], "no features of ['embed'], but"),
+        (["export.arrays=embed"], "no features of ['embed']; it has"),
         (["export.context=100000"], "less than one context of 100000"),
-        (["export.splits=41"], "has 40 features"),
+        (["export.splits=41"], "has only 40 features"),
         (["export.splits=0"], "export.splits=0"),
         (["export.format=csv"], "export.format=csv"),
         (["export.format=saelens", "export.splits=2"], "is of export.format=delphi"),

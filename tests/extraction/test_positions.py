@@ -250,13 +250,13 @@ def test_what_is_lost_or_left_out_is_said(overrides, tmp_path, caplog):
     row = store.arrays["selected"][int(store.rows[0])]
     before = row.read().result()
     row.write(np.full_like(before, 10**6)).result()
-    assert any("name no token of their row" in problem.what for problem in verify_store(store.path))
+    assert any("select a position without a token" in problem.what for problem in verify_store(store.path))
     row.write(before).result()
     loss = store.arrays["loss"][: len(store.rows)]
     loss.write(np.full_like(loss.read().result(), np.nan)).result()
     os.remove(Path(store.path) / "top_ids/c/0/0/0")
     found = {problem.where: problem.what for problem in verify_store(store.path)}
-    assert "not those that were written" in found["loss/c/0/0"]
+    assert "not the values that were written" in found["loss/c/0/0"]
     assert "top_ids/c/0/0/0" in found
     with pytest.raises(StoreInvalid, match="top_ids"):
         ActivationStore.open(store.path).read_outputs(store.rows)

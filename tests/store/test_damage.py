@@ -175,12 +175,12 @@ def test_a_deleted_document_table(store_path):
 @pytest.mark.parametrize(
     ("name", "row", "value", "message"),
     [
-        ("document", 0, 88, "not in ascending order"),
+        ("document", 0, 88, "not in strictly ascending order"),
         ("document", -1, 88, "array and table have different documents"),
         ("last_token", 0, 1, "tokens in the arrays"),
         ("n_cut", 0, 2, "the record has 0 cut tokens, the table has 2"),
         ("n_tokens", 0, 500, "expected 500"),
-        ("first_token", 0, 5, "from token 5 on"),
+        ("first_token", 0, 5, "starts at token 5 in block"),
     ],
 )
 def test_an_edited_document_table(store_path, name, row, value, message):
@@ -255,7 +255,7 @@ def value(name: str, index, new) -> Callable[[dict[str, np.ndarray]], None]:
         (value("tokens", (3, 3), VOCAB_SIZE), f"tokens are outside the vocabulary of {VOCAB_SIZE}"),
         (value("tokens", (3, 3), -5), f"tokens are outside the vocabulary of {VOCAB_SIZE}: at 1 slots, first row 11"),
         (value("blocks.3.resid_post", (2, 1, 3), np.nan), "1 slots have non-finite values"),
-        (value("embed", (0, 0, 0), np.inf), "not finite, the first in row 0 at position 0"),
+        (value("embed", (0, 0, 0), np.inf), "non-finite values, the first in row 0 at position 0"),
     ],
 )
 def test_wrong_values(store_path, edit, message):
@@ -282,7 +282,7 @@ def test_computing_again_is_no_remedy_for_values_that_are_not_finite(tmp_path):
     commit_block(writer, block)
     (problem,) = verify_store(str(tmp_path))
     assert problem.remedy is Remedy.other_dtype
-    assert "not finite" in problem.what
+    assert "non-finite" in problem.what
 
 
 def edit_root(path: str, edit: Callable[[dict], None], sealed: bool) -> None:

@@ -25,7 +25,7 @@ WRONG = {
     "sound": ((), None, False, None),
     "not finite": ((0, 2, 2), -np.inf, False, "1 tokens have non-finite values"),
     "not finite, which is allowed": ((0, 2, 2), -np.inf, True, None),
-    "a loss of the next document's token": ((0, 1), 0.5, True, "is not NaN for all tokens without a next one"),
+    "a loss of the next document's token": ((0, 1), 0.5, True, "is not NaN for every token without a next token"),
     "ascending": ((1, 2, 2), -0.1, True, "not in descending order"),
 }
 

@@ -131,7 +131,7 @@ def check_table(
     if (cut := int(table["n_cut"].to_numpy().sum())) != record.tokens_cut:
         yield f"the record has {record.tokens_cut} cut tokens, the table has {cut}"
     if (np.diff(numbers) <= 0).any():
-        yield "the documents are not distinct and in ascending order"
+        yield "the documents are not in strictly ascending order"
         return
     stored, stored_counts = np.unique(documents[documents >= 0], return_counts=True)
     if not np.array_equal(stored, numbers):
