@@ -10,8 +10,8 @@ checked; each level includes those before it:
   checksums  the checksums of document tables, statistics and chunks, and the records' digests of the values
   all        the values agree with each other, with the document tables and with the statistics
 
-Exit codes: 0 the store is sound; 1 problems were found, which are listed, or the store cannot be reached; 2 there is no
-store; 42 interrupted.
+Exit codes: 0 the store is sound; 1 problems were found, which are listed with what to type to repair the store, or the
+store cannot be reached; 2 there is no store; 42 interrupted.
 """
 
 from pipeline.cluster.startup import prepare_process

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 
-from pipeline.core.errors import EXIT_FAILED, EXIT_OK
+from pipeline.core.errors import EXIT_FAILED, EXIT_OK, StoreInvalid
 from pipeline.core.progress import progress_bar
+from pipeline.store.check.repairing import repair_steps
 from pipeline.store.check.scope import EVERYTHING, Scope
 from pipeline.store.check.verifying import verify_store
+from pipeline.store.format.metadata import require_root
 from pipeline.store.format.problems import Problem
+from pipeline.store.io.storage import Storage
 
 
 def verify_and_print(path: str, scope: Scope = EVERYTHING) -> int:
@@ -20,10 +23,20 @@ def verify_and_print(path: str, scope: Scope = EVERYTHING) -> int:
         return EXIT_OK
     for problem in problems:
         print(problem)
-    remedies = dict.fromkeys(problem.remedy for problem in problems)
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    print(f"{path}: {count}. {' '.join(remedies)}")
+    print(f"{path}: {count}.")
+    storage = Storage.open(path)
+    for step in repair_steps(storage, _num_streams(storage), problems):
+        print(step)
     return EXIT_FAILED
+
+
+def _num_streams(storage: Storage) -> int | None:
+    """None where the root cannot be read."""
+    try:
+        return require_root(storage).metadata.num_streams
+    except StoreInvalid:
+        return None
 
 
 def verify_with_progress(path: str, note: Callable[[str], None], scope: Scope = EVERYTHING) -> list[Problem]:

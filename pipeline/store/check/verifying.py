@@ -212,13 +212,13 @@ def _open(storage: Storage, root: StoreRoot, problems: list[Problem]) -> OpenSto
         try:
             arrays |= open_existing(storage, [name])
         except StoreError as error:
-            problems.append(Problem(f"{name}/zarr.json", str(error), Remedy.rerun))
+            problems.append(Problem(f"{name}/zarr.json", str(error), Remedy.rewrite_array))
     if len(arrays) < len(root.array_names):
         return None
     try:
         layout = stored_layout(root, arrays)
     except StoreError as error:
-        problems.append(Problem("zarr.json", str(error), Remedy.rerun))
+        problems.append(Problem("zarr.json", str(error), Remedy.rewrite_array))
         return None
     num_rows = min(array.shape[0] for array in arrays.values())
     vocab_size = root.metadata.model.get("vocab_size", root.metadata.tokenizer.get("vocab_size"))
@@ -234,7 +234,7 @@ def _check_arrays(store: OpenStore, scope: Scope, last: Iterable[CommitRecord]) 
     for name, array in store.arrays.items():
         where = f"{name}/zarr.json"
         if name in wrong:
-            problems.append(Problem(where, wrong[name], Remedy.rerun))
+            problems.append(Problem(where, wrong[name], Remedy.rewrite_array))
         if scope.is_first and array.shape[0] != (rows if store.root.complete else MAX_ROWS):
             what = f"has {array.shape[0]} rows, but the last committed row is {rows - 1}"
             problems.append(Problem(where, what, Remedy.rerun))

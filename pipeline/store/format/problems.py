@@ -8,12 +8,14 @@ class Remedy(StrEnum):
     """What to do about a problem."""
 
     recompute = (
-        "To repair the store, delete the commit records (_commits/stream-.../block-....json) of these blocks and of "
-        "all later blocks of their streams, then run the job again: it recomputes them with the same result."
+        "To repair the store, delete the commit records of the damaged blocks and of all later blocks of their "
+        "streams, then run the job again: it recomputes them with the same result."
     )
-    rerun = (
-        "An interrupted job leaves arrays with the wrong number of rows: run it again. If an array's zarr.json is "
-        "damaged or edited, delete that file first: the job writes it again."
+    rerun_missing = "To repair the store, run the job again: it computes what is missing."
+    rerun = "An interrupted job leaves arrays with the wrong number of rows: run it again."
+    rewrite_array = (
+        "An array's zarr.json (not the store's own) that is damaged or edited can be deleted: run the job again, which "
+        "writes it again."
     )
     consolidate = (
         "The consolidated records only repeat the commit records: delete _commits/consolidated.jsonl and run the job "
