@@ -31,6 +31,7 @@ def test_a_damaged_store(tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert "embed/c/0/0/0: is missing, although the block is committed" in printed
     assert any(line.startswith("_commits/stream-00001/block-000001.json: ") for line in printed)
+    assert not any("pipeline.verify" in line for line in printed)
     damaged = printed.index("embed/c/0/0/0: is missing, although the block is committed")
     assert any(line.startswith(f"{tmp_path}: ") and line.endswith(" problems.") for line in printed[damaged:])
     # Block 0 of stream 0 on, and block 1 of stream 1 on. Typed in a shell, then the job again: the store is sound.

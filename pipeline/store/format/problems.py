@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pipeline.store.io.failures import DAMAGE_REMEDY, VERIFY_REMEDY
+
 
 class Remedy(StrEnum):
     """What to do about a problem."""
@@ -62,4 +64,5 @@ class Problem:
     remedy: Remedy = Remedy.recompute
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what}"
+        """Without the advice of errors to run pipeline.verify, which says this."""
+        return f"{self.where}: {self.what}".removesuffix(f" {DAMAGE_REMEDY}").removesuffix(f" {VERIFY_REMEDY}")
