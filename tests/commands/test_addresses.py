@@ -44,11 +44,11 @@ NONSENSE = (
     ("gs:/bucket/store", "unsupported URL scheme"),
     ("http:/host/store", "unsupported URL scheme"),
     ("hf://owner/name", "Give hf://datasets/owner/name"),
-    ("gs://", "no address of a store"),
-    ("s3:///store", "no address of a store"),
+    ("gs://", "not the address of a store"),
+    ("s3:///store", "not the address of a store"),
     ("gs://bucket|zip:", "cannot be inside another file"),
-    ("gs://bucket/store?x=1", "no address of a store"),
-    ("file://host/store", "no address of a store"),
+    ("gs://bucket/store?x=1", "not the address of a store"),
+    ("file://host/store", "not the address of a store"),
 )
 COMMANDS = {
     "verify": lambda path: verify.main([f"store.path={path}"]),
