@@ -43,7 +43,7 @@ NONSENSE = (
     ("S3://bucket/store", "unsupported URL scheme"),
     ("gs:/bucket/store", "unsupported URL scheme"),
     ("http:/host/store", "unsupported URL scheme"),
-    ("hf://owner/name", "Give hf://datasets/owner/name"),
+    ("hf://owner/name", "Expected hf://datasets/owner/name"),
     ("gs://", "not the address of a store"),
     ("s3:///store", "not the address of a store"),
     ("gs://bucket|zip:", "cannot be inside another file"),
