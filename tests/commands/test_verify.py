@@ -27,10 +27,12 @@ def test_a_damaged_store(tmp_path, capsys):
     write_store(str(tmp_path))
     (tmp_path / "embed" / "c" / "0" / "0" / "0").unlink()
     (tmp_path / "_commits" / "stream-00001" / "block-000001.json").write_text("{}")
+    (tmp_path / "_documents" / "stream-00000" / "block-000002.parquet").write_bytes(b"PAR1")
     assert main([f"store.path={tmp_path}"]) == 1
     printed = capsys.readouterr().out.splitlines()
     assert "embed/c/0/0/0: is missing, although the block is committed" in printed
     assert any(line.startswith("_commits/stream-00001/block-000001.json: ") for line in printed)
+    assert any(line.startswith("_documents/stream-00000/block-000002.parquet: ") for line in printed)
     assert not any("pipeline.verify" in line for line in printed)
     damaged = printed.index("embed/c/0/0/0: is missing, although the block is committed")
     assert any(line.startswith(f"{tmp_path}: ") and line.endswith(" problems.") for line in printed[damaged:])
