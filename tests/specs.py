@@ -7,6 +7,7 @@ from pipeline.models.architecture import Architecture, LayerBlocks
 from pipeline.models.registry import Model
 from pipeline.models.weight_specs import layer_steps
 from pipeline.step.spec import StepSpec
+from pipeline.store.format.layout import SELECTED, TOKENS, activation_spec
 
 _DENSE, _SPARSE = (
     {site for step in layer_steps(LayerBlocks(False, is_sparse)).values() for site in step.sites}
@@ -33,5 +34,8 @@ def step_spec(
     model: Model, keys: Sequence[ActivationKey], *, rows: int, length: int, dtype: str, **others: object
 ) -> StepSpec:
     """The specification of a step of `model` that captures `keys`. `others`: other fields of StepSpec."""
-    widths = tuple(model.width(key, length) for key in keys)
-    return StepSpec(keys=tuple(keys), widths=widths, rows=rows, length=length, dtype=dtype, **others)
+    slots = (TOKENS if others.get("selected") is None else SELECTED).slots
+    activations = {
+        key: activation_spec(key, model.hook_name(key), model.width(key, length), dtype, slots) for key in keys
+    }
+    return StepSpec(activations, rows=rows, length=length, dtype=dtype, **others)

@@ -182,8 +182,7 @@ class BlockWriter:
             return
         with self._metrics.stage(Stage.WRITER_COPY):
             self._checks.check(block)
-            buffers.pad(block.num_rows, self._plan)
-            arrays = buffers.arrays(self._plan) | side_arrays(block, self._plan.rows_per_block)
+            arrays = buffers.padded(block.num_rows, self._plan) | side_arrays(block, self._plan.rows_per_block)
         writes = None
         with self._failures_of(block.stream), self._metrics.stage(Stage.WRITER_STORE):
             writes = self._store.begin_block(block.stream, block.index, arrays)

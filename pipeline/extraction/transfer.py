@@ -13,8 +13,6 @@ import numpy as np
 from pipeline.data.documents import TokenBlock
 from pipeline.planning.plan import Plan
 from pipeline.step.compiled_step import StepOutputs
-from pipeline.step.spec import StepSpec
-from pipeline.store.format.int8 import scale_name
 
 
 @dataclass(frozen=True)
@@ -72,14 +70,6 @@ def start_transfer(outputs: StepOutputs, block: TokenBlock | None, first_row: in
 def empty_step(block: TokenBlock) -> StepInFlight:
     """The only step of a block without rows: nothing is computed."""
     return StepInFlight(block, first_row=0, num_rows=0, copies=[], counts=None)
-
-
-def stored_names(spec: StepSpec) -> list[str | None]:
-    """The name of the array that each `HostBlock.output` is part of; None for statistics."""
-    names = [key.name for key in spec.keys]
-    statistics = [None] * (2 + spec.measures_error if spec.statistics_widths else 0)
-    scales = map(scale_name, names[: len(spec.scale_counts)])
-    return [*names, *scales, *statistics, *(array.name for array in spec.outputs)]
 
 
 def start_copies(outputs: Sequence[jax.Array], first_row: int) -> list[HostBlock]:

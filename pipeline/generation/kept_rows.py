@@ -42,8 +42,9 @@ class KeptRows:
         if block is not None and block is not self._block:
             self._block, self._values = block, self._read(block)
         local = {}
-        for key, width in zip(plan.step.keys, plan.step.widths, strict=True):
-            local[key] = np.zeros((plan.mesh.process_rows, plan.step.length, width), str(self.job.config.model.dtype))
+        dtype, shape = str(self.job.config.model.dtype), (plan.mesh.process_rows, plan.step.length)
+        for key, array in plan.step.activations.items():
+            local[key] = np.zeros((*shape, *array.token_shape), dtype)
             if block is not None:
                 values = self._values[key][rows]
                 local[key][: len(values)] = values
@@ -56,9 +57,7 @@ class KeptRows:
         wanted = {(block.stream, int(index)) for index in np.unique(ordinals // size)}
         self._groups = {place: self._groups.get(place) or self._load(*place) for place in sorted(wanted)}
         dtype, shape = str(self.job.config.model.dtype), block.documents.shape
-        values = {
-            key: np.zeros((*shape, width), dtype) for key, width in zip(plan.step.keys, plan.step.widths, strict=True)
-        }
+        values = {key: np.zeros((*shape, *array.token_shape), dtype) for key, array in plan.step.activations.items()}
         for (_, index), group in self._groups.items():
             here = np.flatnonzero(ordinals // size == index)
             first = np.array([group.first[ordinal] for ordinal in ordinals[here].tolist()], np.int64)
@@ -72,7 +71,7 @@ class KeptRows:
         ends = np.cumsum([0, *(len(document.tokens) for document in documents)]).tolist()
         first = {document.cursor.ordinal: end for document, end in zip(documents, ends, strict=False)}
         arrays = {
-            key: read_kept(self.job.storage, stream, index, key.name, dtype, (ends[-1], width))
-            for key, width in zip(plan.step.keys, plan.step.widths, strict=True)
+            key: read_kept(self.job.storage, stream, index, array.name, dtype, (ends[-1], array.width))
+            for key, array in plan.step.activations.items()
         }
         return _KeptGroup(first, arrays)

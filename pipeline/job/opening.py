@@ -33,7 +33,7 @@ from pipeline.models.weight_specs import has_site
 from pipeline.planning.encoders import Encoder, open_encoders
 from pipeline.planning.plan import Plan, StoredGeometry, make_plan
 from pipeline.store.format.block_table import NO_BLOCKS, BlockTable, StreamBlocks
-from pipeline.store.format.layout import SELECTED, TOKENS, ArraySpec, StoreLayout, scale_spec
+from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.metadata import StoreMetadata, read_metadata
 from pipeline.store.format.target import Target, has_share, larger, stream_share
 from pipeline.store.generated.documents import COMPLETION_SCHEMA, RESERVED_COLUMNS, GeneratedDocuments, GeneratedGroups
@@ -211,7 +211,7 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
         selection=open_selection(config.capture, plan.step.length, tokenizer),
         plan=plan,
         data_identity=data_identity(config.data, source, model, tokenizer),
-        layout=store_layout(plan, model, str(config.store.compression)),
+        layout=store_layout(plan, str(config.store.compression)),
         stored=stored,
         storage=storage,
         manifest=manifest,
@@ -238,7 +238,7 @@ def replanned(job: Job, devices: Topology) -> Job:
     """A job that resumes no store, for other devices or as another worker. Raises ConfigError."""
     specs = tuple(encoder.spec for encoder in job.encoders)
     plan = make_plan(job.config, job.model, len(job.source.shards), devices, None, specs)
-    return replace(job, plan=plan, layout=store_layout(plan, job.model, str(job.config.store.compression)))
+    return replace(job, plan=plan, layout=store_layout(plan, str(job.config.store.compression)))
 
 
 def open_storage(config: StoreConfig, num_processes: int) -> Storage:
@@ -276,26 +276,16 @@ def print_plan(config: RunConfig) -> None:
     print(job.plan.describe())
 
 
-def store_layout(plan: Plan, model: Model, compression: str) -> StoreLayout:
-    """The arrays of the store: one per captured key, its scales if it has any, and the outputs."""
-    activations = tuple(
-        ArraySpec(
-            name=key.name,
-            dtype=dtype,
-            width=width,
-            attributes={"layer": key.layer, "site": str(key.site), "hook_name": model.hook_name(key), "d": width},
-            slots=TOKENS.slots if plan.step.selected is None else SELECTED.slots,
-        )
-        for key, width, dtype in zip(plan.step.keys, plan.step.widths, plan.step.dtypes, strict=True)
-    )
-    scales = tuple(map(scale_spec, activations, plan.step.scale_counts)) if plan.step.scale_counts else ()
+def store_layout(plan: Plan, compression: str) -> StoreLayout:
+    """The geometry of the plan's store, and all of its arrays."""
+    stored = plan.step.stored_arrays
     return StoreLayout(
         num_streams=plan.streams.count,
         rows_per_block=plan.rows_per_block,
         length=plan.step.length,
-        arrays=activations,
+        arrays=stored.activations,
         compression=compression,
         selected=plan.step.selected,
-        scales=scales,
-        outputs=plan.step.outputs,
+        scales=stored.scales,
+        outputs=stored.outputs,
     )

@@ -23,7 +23,7 @@ from pipeline.data.feed import Feed, InTurn
 from pipeline.extraction.block_warnings import SlotChecks, check_finite
 from pipeline.extraction.draining import CopyThreads, num_copy_threads
 from pipeline.extraction.loaded_step import LoadedStep
-from pipeline.extraction.transfer import StepInFlight, start_transfer, stored_names
+from pipeline.extraction.transfer import StepInFlight, start_transfer
 from pipeline.library.tee import StoreTee
 from pipeline.planning.plan import Plan
 from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
@@ -95,7 +95,7 @@ class Filler:
         self._reading = reading
         self._rank = rank
         self._tee = tee
-        self._names = stored_names(plan.step)
+        self._names = {number: array.name for number, array in enumerate(plan.step.stored_arrays)}
         self._copy_threads = CopyThreads(num_copy_threads())
         self._free: queue.SimpleQueue[TokenMemory | None] = queue.SimpleQueue()  # a finaliser may put
         self._filled: queue.SimpleQueue[_Filled | BaseException] = queue.SimpleQueue()
@@ -219,7 +219,8 @@ class Filler:
         try:
             while step.copies:
                 copy = step.copies.pop()
-                if (name := self._names[copy.output]) in arrays:
+                name = self._names.get(copy.output)  # None: of statistics
+                if name in arrays:
                     self._copy_threads.start(arrays[name][copy.place(row)], copy.wait())
         finally:
             self._copy_threads.finish()

@@ -59,7 +59,7 @@ class Collector:
 
     def add(self, block: TokenBlock, first_row: int, outputs: StepOutputs) -> None:
         """The tokens of the step that began with row `first_row` of a block. Waits for the step."""
-        rows = slice(first_row, first_row + (*outputs.activations, *outputs.outputs)[0].shape[0])
+        rows = slice(first_row, first_row + len(outputs.arrays[0]))
         documents, is_stored = block.documents[rows], block.segments[rows] > 0
         slots = documents
         if block.selected is not None:
@@ -69,7 +69,8 @@ class Collector:
             row, slot = np.nonzero(selected >= 0)
             is_stored[row, selected[row, slot]] = True
         self._gather(documents, {_TOKENS: block.tokens[rows], _IS_STORED: is_stored})
-        self._gather(slots, _arrays(self._spec, outputs))
+        arrays = zip(self._spec.stored_arrays, outputs.arrays, strict=True)
+        self._gather(slots, {array.name: np.asarray(values) for array, values in arrays})
 
     def _gather(self, documents: Int64[np.ndarray, "B S"], arrays: Mapping[str, np.ndarray]) -> None:
         """Divides arrays [B, S, ...], which may have more rows, among the documents of the slots; -1 is padding."""
@@ -84,7 +85,8 @@ class Collector:
         self, items: Sequence[TokenisedDocument | SkippedDocument], framework: Framework
     ) -> list[ExtractedDocument]:
         """One result for each item, once all steps were added. Releases what was gathered."""
-        nothing = {name: np.empty((0, *shape), dtype) for name, (shape, dtype) in _forms(self._spec).items()}
+        nothing = {_TOKENS: np.empty(0, np.int32), _IS_STORED: np.empty(0, bool)}
+        nothing |= {array.name: np.empty((0, *array.token_shape), array.dtype) for array in self._spec.stored_arrays}
         parts, self._parts = iter(self._parts), []
         results = []
         for item in items:
@@ -105,7 +107,7 @@ class Collector:
     ) -> ExtractedDocument:
         convert = converter(framework)
         names = [key.name for key in self._spec.keys]
-        outputs = {spec.name: convert(arrays[spec.name]) for spec in self._spec.outputs}
+        outputs = {spec.name: convert(arrays[spec.name]) for spec in self._spec.stored_arrays.outputs}
         widths = {encoder.name: encoder.sae.width for encoder in self._spec.encoders}
         return ExtractedDocument(
             tokens=arrays[_TOKENS],
@@ -125,26 +127,5 @@ def _joined(parts: Sequence[np.ndarray], empty: np.ndarray) -> np.ndarray:
 
 def start_copies(outputs: StepOutputs) -> None:
     """Starts the copies to the host of what `Collector.add` reads."""
-    for values in (*outputs.activations, *outputs.scales, *outputs.outputs, outputs.counts):
+    for values in (*outputs.arrays, outputs.counts):
         values.copy_to_host_async()
-
-
-def _arrays(spec: StepSpec, outputs: StepOutputs) -> dict[str, np.ndarray]:
-    """Activations, scales and outputs of a step, [B, S, ...], by name."""
-    arrays = zip(_names(spec), (*outputs.activations, *outputs.scales, *outputs.outputs), strict=True)
-    return {name: np.asarray(values) for name, values in arrays}
-
-
-def _names(spec: StepSpec) -> list[str]:
-    names = [key.name for key in spec.keys]
-    return [*names, *map(scale_name, names[: len(spec.scale_counts)]), *(array.name for array in spec.outputs)]
-
-
-def _forms(spec: StepSpec) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The shape of a token's part of each array, and the dtype."""
-    shapes = [*((width,) for width in (*spec.widths, *spec.scale_counts))]
-    shapes += [() if array.width is None else (array.width,) for array in spec.outputs]
-    dtypes = [*spec.dtypes, *("float32" for _ in spec.scale_counts), *(array.dtype for array in spec.outputs)]
-    return {_TOKENS: ((), "int32"), _IS_STORED: ((), "bool")} | dict(
-        zip(_names(spec), zip(shapes, dtypes, strict=True), strict=True)
-    )

@@ -1,7 +1,7 @@
 """What is captured: the activations, the specification of the step that computes them, and the checks of its output."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.config.choices import Keep, OnNotFinite, Packing, Positions, StorageDtype, When
@@ -13,7 +13,7 @@ from pipeline.data.selection import slots_per_row
 from pipeline.models.weight_specs import has_site, why_lacking
 from pipeline.planning.model_facts import ModelFacts
 from pipeline.step.spec import CompilerOption, EncoderSpec, StepSpec
-from pipeline.store.format.layout import OUTPUTS, SELECTED, TOKENS, ArraySpec, output_specs
+from pipeline.store.format.layout import OUTPUTS, SELECTED, TOKENS, ArraySpec, activation_spec, output_specs
 
 _POSITIONS_WITH_PER_ROW = (Positions.last, Positions.token, Positions.regex)  # which have capture.per_row slots
 
@@ -58,21 +58,24 @@ def plan_step(config: RunConfig, model: ModelFacts, encoders: tuple[EncoderSpec,
             f"batch.length is {batch.length}, but the model has {model.max_positions} positions. "
             f"Set batch.length to 1..{model.max_positions}."
         )
-    widths = tuple(model.width(key, batch.length) for key in keys)
+    slots = (TOKENS if selected is None else SELECTED).slots
+    activations = {
+        key: activation_spec(key, model.hook_name(key), model.width(key, batch.length), str(capture.dtype), slots)
+        for key in keys
+    }
     if Site.router_indices in capture.sites:
         _refuse_integers(capture)
     return StepSpec(
-        keys=keys,
-        widths=widths,
+        activations=activations,
         rows=batch.rows,
         length=batch.length,
         dtype=str(capture.dtype),
         attention=str(config.model.attention),
         statistics=capture.statistics and bool(keys or encoders),
         selected=selected,
-        int8_group=_int8_group(capture, keys, widths),
+        int8_group=_int8_group(capture, activations.values()),
         encoders=encoders,
-        head_outputs=_outputs(capture, model, (TOKENS if selected is None else SELECTED).slots),
+        head_outputs=_outputs(capture, model, slots),
         compiler_options=_compiler_options(config.run.compiler_options),
     )
 
@@ -178,7 +181,7 @@ def _first_repeated(values: Sequence[object]) -> str:
     return next((str(value) for place, value in enumerate(values) if value in values[:place]), "")
 
 
-def _int8_group(capture: CaptureConfig, keys: Sequence[ActivationKey], widths: Sequence[int]) -> int | None:
+def _int8_group(capture: CaptureConfig, arrays: Collection[ArraySpec]) -> int | None:
     """`capture.int8_group`. Raises ConfigError unless it divides all widths and the dtype is int8."""
     group = capture.int8_group
     if group is None:
@@ -188,9 +191,8 @@ def _int8_group(capture: CaptureConfig, keys: Sequence[ActivationKey], widths: S
             f"capture.int8_group is {group} with capture.dtype={capture.dtype}: only int8 has scales. "
             f"Set capture.int8_group=null, or capture.dtype=int8."
         )
-    undivided = [
-        f"{width} of {key.name}" for key, width in zip(keys, widths, strict=True) if group < 1 or width % group
-    ]
+    widths = [array.width for array in arrays]
+    undivided = [f"{array.width} of {array.name}" for array in arrays if group < 1 or array.width % group]
     if undivided:
         raise ConfigError(
             f"capture.int8_group is {group}, which does not divide the width {undivided[0]}. Set it to a common "

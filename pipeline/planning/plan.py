@@ -58,7 +58,7 @@ class Plan:
     def describe(self) -> str:
         """The plan in a few lines, for people."""
         step, streams, memory = self.step, self.streams, self.memory
-        names = [key.name for key in step.keys] + [array.name for array in step.outputs]
+        names = [key.name for key in step.keys] + [array.name for array in step.stored_arrays.outputs]
         dtype = f" as {step.dtype}" if step.keys else ""
         shown = ", ".join(names if len(names) <= 6 else [*names[:3], f"... {len(names) - 4} more ...", names[-1]])
         selected = "" if step.selected is None else f", of up to {step.selected} selected tokens of each row"
@@ -73,7 +73,7 @@ class Plan:
             f"step      {step.rows} rows of {step.length} tokens, {memory.step_bytes / MIB:.1f} MiB to the host, "
             f"{memory.inflight_steps} in flight",
             f"block     {self.rows_per_block} rows, {memory.block_bytes / MIB:.1f} MiB in "
-            f"{len(step.keys) + len(step.scale_counts) + len(step.outputs)} store shards",
+            f"{len(step.stored_arrays)} store shards",
             f"store     {wanted}",
             f"streams   {streams.count}, {len(streams.local)} of them here",
             f"memory    up to {memory.host_bytes / MIB:.0f} MiB of activations on the host",
@@ -107,7 +107,8 @@ def make_plan(
     sae_bytes = sum(encoder.device_bytes(str(config.model.dtype), mesh.tensor) for encoder in encoders)
     model_bytes = replace(model_bytes, others=model_bytes.others + sae_bytes)
     weights = plan_weights(config.model.weights, model_bytes, mesh.data, mesh.tensor, topology.device_bytes)
-    generation = plan_generation(config, model, sum(step.widths), mesh.tensor, topology)
+    width = sum(array.width for array in step.activations.values())
+    generation = plan_generation(config, model, width, mesh.tensor, topology)
     rows_per_block = plan_rows_per_block(config.store, step, mesh.process_rows, geometry.rows_per_block)
     streams = plan_streams(config, num_source_shards, topology, geometry.num_streams)
     require_rows(streams, rows_per_block, step.length)

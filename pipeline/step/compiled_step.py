@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float32, Int32, PyTree, Shaped
+from jaxtyping import Array, Int32, PyTree, Shaped
 
 from pipeline.cluster.sharding import activation_sharding, make_mesh, replicated, row_sharding
 from pipeline.config.choices import Weights
@@ -38,16 +38,14 @@ Finish = Callable[[ActivationKey, Array], PyTree]
 class StepOutputs(NamedTuple):
     """What a step leaves on the devices."""
 
-    activations: tuple[Shaped[Array, "B S D"], ...]  # in the order of the keys; 0 where there is no token
-    scales: tuple[Float32[Array, "B S G"], ...]  # of int8; else none
+    arrays: tuple[Shaped[Array, "B S *k"], ...]  # the specification's `stored_arrays`; 0 where there is no token
     statistics: RowStatistics | None
     counts: Int32[Array, " 1+names"]  # over all processes: valid tokens, then of each counted array those not finite
-    outputs: tuple[Shaped[Array, "B S *k"], ...] = ()  # in the order of the specification's; 0 where there is no token
 
     @property
     def stored(self) -> PyTree:
         """All but the counts."""
-        return self.activations, self.scales, self.statistics, self.outputs
+        return self.arrays, self.statistics
 
 
 class _Finished(NamedTuple):
@@ -118,8 +116,8 @@ def compile_storing(spec: StepSpec, mesh: Mesh, dtype: str) -> CompiledStep:
     """The step of a run whose activations, [B, T, D] as `dtype`, were captured before. It takes them, by key, in place
     of the parameters, and converts them and computes their statistics."""
     captured = {
-        key: jax.ShapeDtypeStruct((spec.rows, spec.length, width), dtype, sharding=row_sharding(mesh))
-        for key, width in zip(spec.keys, spec.widths, strict=True)
+        key: jax.ShapeDtypeStruct((spec.rows, spec.length, array.width), dtype, sharding=row_sharding(mesh))
+        for key, array in spec.activations.items()
     }
 
     def capture(captured: Captured, finish: Finish, *inputs: Array) -> Captured:
@@ -140,12 +138,12 @@ def _compile(
         def store(key: ActivationKey, activation: Array) -> Stored | None:
             """As it is stored. Counted below, or a TPU would keep it in another layout until the step's end. What has
             only statistics keeps the model's dtype."""
-            is_kept = key in spec.keys
+            is_kept = key in spec.activations
             if not is_kept and key not in spec.statistics_widths:
                 return None
             taken = activation if key.site is Site.attn_pattern else stored.take(activation)  # that is of the selected
             masked = jnp.where(stored.exist[:, :, None], taken, 0)
-            dtype = key.site.stored_dtype(spec.dtype) if is_kept else str(activation.dtype)
+            dtype = spec.activations[key].dtype if is_kept else str(activation.dtype)
             return as_stored(masked, dtype, spec.int8_group, spec.measures_error and is_kept)
 
         def finish(key: ActivationKey, activation: Array) -> _Finished:
@@ -162,7 +160,6 @@ def _compile(
         finished = [summarised[key] for key in spec.keys]
         outputs, not_finite = captured[FINAL_NORM].outputs if spec.head_outputs else ((), ())
         features = [captured[encoder.key].features[encoder.name] for encoder in spec.encoders]
-        outputs = (*outputs, *(array for each in features for array in each.arrays))
         counted = (
             stored.valid,
             *(~finite[key] for key in spec.keys),
@@ -174,8 +171,9 @@ def _compile(
             keys = tuple(spec.statistics_widths)
             parts = [summarised[key] for key in keys], stored.exist, [finite[key] for key in keys]
             statistics = row_statistics(*parts) if keys else None
-        scales = tuple(each.scales for each in finished if each.scales is not None)
-        return StepOutputs(tuple(each.values for each in finished), scales, statistics, counts, outputs)
+        scales = [each.scales for each in finished if each.scales is not None]
+        outputs = [*outputs, *(array for each in features for array in each.arrays)]
+        return StepOutputs((*(each.values for each in finished), *scales, *outputs), statistics, counts)
 
     jitted = jax.jit(step, out_shardings=_output_shardings(spec, mesh))
     lowered, options = jitted.lower(params, *_inputs(spec, mesh)), compiler_options(mesh, spec.rows * spec.length)
@@ -190,9 +188,8 @@ def _inputs(spec: StepSpec, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
 
 def _output_shardings(spec: StepSpec, mesh: Mesh) -> StepOutputs:
     by_rows = row_sharding(mesh)
-    activations = tuple(activation_sharding(mesh, width) for width in spec.widths)
-    scales = (by_rows,) * len(spec.scale_counts)
-    statistics = (
-        RowStatistics(by_rows, by_rows, by_rows if spec.measures_error else None) if spec.statistics_widths else None
-    )
-    return StepOutputs(activations, scales, statistics, replicated(mesh), (by_rows,) * len(spec.outputs))
+    stored = spec.stored_arrays
+    activations = (activation_sharding(mesh, array.width) for array in stored.activations)
+    others = [by_rows] * (len(stored) - len(stored.activations))
+    statistics = RowStatistics(**dict.fromkeys(spec.statistics_shapes, by_rows)) if spec.statistics_shapes else None
+    return StepOutputs((*activations, *others), statistics, replicated(mesh))

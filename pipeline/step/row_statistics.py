@@ -20,7 +20,7 @@ class RowStatistics(NamedTuple):
 
     moments: Float32[Array, "B 2 W"]  # of each feature the mean, and the sum of squared deviations from it
     norms: Float32[Array, "B keys S"]  # of each token; 0 where there is none, NaN where a value is not finite
-    squared_errors: Float32[Array, "B keys"] | None  # of dtypes of one byte: what storing changes
+    squared_errors: Float32[Array, "B keys"] | None = None  # of dtypes of one byte: what storing changes
 
 
 def row_statistics(

@@ -1,11 +1,15 @@
 """What a compiled step computes and what it leaves for the store, in plain numbers."""
 
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from pipeline.core.sites import FINAL_NORM, ActivationKey
 from pipeline.models.sae.params import params_bytes
 from pipeline.models.sae.spec import SAESpec
-from pipeline.store.format.layout import ITEM_BYTES, SELECTED, TOKENS, ArraySpec, feature_specs
+from pipeline.store.format.int8 import DTYPE as INT8
+from pipeline.store.format.layout import ITEM_BYTES, SELECTED, TOKENS, ArraySpec, feature_specs, scale_spec
 
 CompilerOption = bool | int | float | str
 
@@ -40,17 +44,31 @@ class EncoderSpec:
 
 
 @dataclass(frozen=True)
+class StoredArrays:
+    """The arrays that a step fills of a store, in the order of `StepOutputs.arrays`."""
+
+    activations: tuple[ArraySpec, ...]
+    scales: tuple[ArraySpec, ...]  # of int8: those of each activation; else none
+    outputs: tuple[ArraySpec, ...]  # of what is computed from activations: by the model's head, and by SAEs
+
+    def __iter__(self) -> Iterator[ArraySpec]:
+        return iter((*self.activations, *self.scales, *self.outputs))
+
+    def __len__(self) -> int:
+        return len(self.activations) + len(self.scales) + len(self.outputs)
+
+
+@dataclass(frozen=True)
 class StepSpec:
     """The shape of a step and of its outputs, over all devices. A plan makes it, `compile_step` takes it.
 
-    Letters: B rows, T positions, K slots for selected tokens, D width of a key, G scales of a token.
+    Letters: B rows, T positions, K slots for selected tokens, D width of an activation, G scales of a token.
     """
 
-    keys: tuple[ActivationKey, ...]  # the stored activations
-    widths: tuple[int, ...]  # D of each key
+    activations: Mapping[ActivationKey, ArraySpec]  # the stored ones, in the order of the forward pass
     rows: int  # B
     length: int  # T
-    dtype: str  # of the stored activations, but for integers: `dtypes`
+    dtype: str  # of the stored activations, but for indices, which are int32
     attention: str = "auto"  # the implementation that is asked for; auto is decided where the devices are known
     statistics: bool = True  # whether they are kept, of activations and of features
     selected: int | None = None  # K of a row; None: the activations of all tokens are stored
@@ -60,18 +78,13 @@ class StepSpec:
     compiler_options: tuple[tuple[str, CompilerOption], ...] = ()  # XLA's, by name
 
     @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The dtype of each key's array."""
-        return tuple(key.site.stored_dtype(self.dtype) for key in self.keys)
+    def keys(self) -> tuple[ActivationKey, ...]:
+        return tuple(self.activations)
 
-    @property
-    def slots(self) -> int:
-        """A row's slots for activations: T, or K."""
-        return self.length if self.selected is None else self.selected
-
-    @property
-    def outputs(self) -> tuple[ArraySpec, ...]:
-        """The arrays of what is computed from activations: by the model's head, and by SAEs."""
+    @cached_property
+    def stored_arrays(self) -> StoredArrays:
+        activations = tuple(self.activations.values())
+        groups = [array.width // (self.int8_group or array.width) for array in activations]
         slots = (TOKENS if self.selected is None else SELECTED).slots
         features = (
             feature_specs(
@@ -79,7 +92,16 @@ class StepSpec:
             )
             for encoder in self.encoders
         )
-        return (*self.head_outputs, *(array for arrays in features for array in arrays))
+        return StoredArrays(
+            activations,
+            scales=tuple(map(scale_spec, activations, groups)) if self.dtype == INT8 else (),
+            outputs=(*self.head_outputs, *(array for arrays in features for array in arrays)),
+        )
+
+    @property
+    def slots(self) -> int:
+        """A row's slots for activations: T, or K."""
+        return self.length if self.selected is None else self.selected
 
     @property
     def forward_keys(self) -> tuple[ActivationKey, ...]:
@@ -114,44 +136,38 @@ class StepSpec:
         return max((spec.width or 0 for spec in self.head_outputs), default=0)
 
     @property
-    def scale_counts(self) -> tuple[int, ...]:
-        """G of each key for int8; else ()."""
-        if self.dtype != "int8":
-            return ()
-        return tuple(width // (self.int8_group or width) for width in self.widths)
-
-    @property
     def row_bytes(self) -> int:
-        """Of a row's activations, with their scales and outputs."""
-        item_bytes = sum(self._item_bytes) + sum(self.scale_counts) * ITEM_BYTES["float32"]
-        item_bytes += sum(spec.position_bytes for spec in self.outputs)
-        return self.slots * item_bytes
-
-    @property
-    def _item_bytes(self) -> list[int]:
-        """Of a token in each key's array."""
-        return [width * ITEM_BYTES[dtype] for width, dtype in zip(self.widths, self.dtypes, strict=True)]
+        """Of a row in all arrays."""
+        return self.slots * sum(array.position_bytes for array in self.stored_arrays)
 
     @property
     def largest_row_bytes(self) -> int:
-        """Of a row in the largest array."""
-        return self.slots * max(*self._item_bytes, *(spec.position_bytes for spec in self.outputs), 0)
+        """Of a row in the largest array, but for scales."""
+        stored = self.stored_arrays
+        return self.slots * max(array.position_bytes for array in (*stored.activations, *stored.outputs))
 
     @property
     def statistics_widths(self) -> dict[ActivationKey, int]:
         """D of the activations whose statistics the step computes: the stored ones, then what is reconstructed."""
-        stored = dict(zip(self.keys, self.widths, strict=True))
+        stored = {key: array.width for key, array in self.activations.items()}
         reconstructed = {encoder.key: encoder.sae.d_in for encoder in self.encoders if encoder.decodes}
         return stored | reconstructed if self.statistics else {}
 
     @property
     def measures_error(self) -> bool:
         """Whether the statistics include the error of storing: for dtypes of one byte."""
-        return self.statistics and bool(self.keys) and ITEM_BYTES[self.dtype] == 1
+        return self.statistics and bool(self.activations) and ITEM_BYTES[self.dtype] == 1
+
+    @property
+    def statistics_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of a row in the arrays of `RowStatistics`, all float32, by name; empty where the step computes none."""
+        widths = self.statistics_widths
+        if not widths:
+            return {}
+        shapes = {"moments": (2, sum(widths.values())), "norms": (len(widths), self.slots)}
+        return shapes | ({"squared_errors": (len(self.activations),)} if self.measures_error else {})
 
     @property
     def row_statistics_bytes(self) -> int:
         """Of what the step computes of a row's activations: `RowStatistics`."""
-        numbers = 2 * sum(self.statistics_widths.values()) + len(self.statistics_widths) * self.slots
-        numbers += len(self.keys) * self.measures_error
-        return numbers * ITEM_BYTES["float32"]
+        return ITEM_BYTES["float32"] * sum(map(math.prod, self.statistics_shapes.values()))

@@ -116,16 +116,12 @@ def broadcast_step(job: Job) -> CompiledStep:
             return jnp.broadcast_to(tokens[:, :1, None].astype(jnp.float32), shape)
 
         activations = tuple(
-            jnp.broadcast_to(tokens[:, :, None], (*tokens.shape, width)).astype(plan.step.dtype)
-            for width in plan.step.widths
+            jnp.broadcast_to(tokens[:, :, None], (*tokens.shape, array.width)).astype(array.dtype)
+            for array in plan.step.stored_arrays
         )
-        row_statistics = RowStatistics(
-            moments=filled(len(tokens), 2, sum(plan.step.widths)),
-            norms=filled(len(tokens), len(plan.step.keys), plan.step.length),
-            squared_errors=None,
-        )
+        sums = {name: filled(len(tokens), *shape) for name, shape in plan.step.statistics_shapes.items()}
         counts = jnp.zeros(1 + len(plan.step.keys), jnp.int32).at[0].set((segments != 0).sum())
-        return StepOutputs(activations, (), row_statistics if plan.step.statistics else None, counts)
+        return StepOutputs(activations, RowStatistics(**sums) if sums else None, counts)
 
     batch = jax.ShapeDtypeStruct((plan.step.rows, plan.step.length), jnp.int32, sharding=by_rows)
     return CompiledStep(mesh, plan.step, XLA, 0, jax.jit(step).lower(None, batch, batch, batch).compile())
@@ -179,7 +175,7 @@ def stages(job: Job) -> list[Stage]:
 
     step = broadcast_step(job)
     batch = sharding.put_rows(sharding.row_sharding(step.mesh), step_inputs(blocks[0], slice(0, ROWS), plan.step))
-    activations = step(None, batch["tokens"], batch["segments"], batch["positions"]).activations
+    activations = step(None, batch["tokens"], batch["segments"], batch["positions"]).arrays
     source = [np.array(values) for values in activations]
     buffers = [np.zeros(job.layout.shard_shape(spec), ml_dtypes.bfloat16) for spec in job.layout.arrays]
     num_bytes = len(blocks) * plan.memory.block_bytes

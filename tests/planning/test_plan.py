@@ -255,7 +255,7 @@ def test_outputs_count_the_head_and_their_bytes():
     plan = planned(
         replace(BASE, capture=replace(BASE.capture, outputs=["top_logprobs", "loss"], top_logprobs=5)),
     )
-    assert [(spec.name, spec.dtype, spec.width) for spec in plan.step.outputs] == [
+    assert [(spec.name, spec.dtype, spec.width) for spec in plan.step.stored_arrays.outputs] == [
         ("loss", "float32", None),
         ("top_logprobs", "float32", 5),
         ("top_ids", "int32", 5),

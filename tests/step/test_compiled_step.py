@@ -16,6 +16,8 @@ from pipeline.core.sites import Site, activation_keys
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
 from pipeline.step.compiled_step import CompiledStep, compile_step
+from pipeline.store.format.int8 import scale_name
+from pipeline.store.format.layout import OUTPUT_NAMES, OUTPUTS, SELECTED, output_specs
 from tests.specs import SPARSE_SITES, step_spec
 
 ROWS, LENGTH, NUM_LAYERS = 4, 24, 3
@@ -111,8 +113,7 @@ def test_the_program_grows_with_the_captured_layers_not_with_depth(tmp_path: Pat
 def test_outputs(model: Model, dtype: str) -> None:
     step, params = compiled(model, dtype)
     inputs = batch()
-    activations, scales, _, counts, _ = step(params, *on_devices(step, inputs))
-    assert scales == ()
+    activations, _, counts = step(params, *on_devices(step, inputs))
     assert counts.dtype == np.int32
     assert np.asarray(counts).tolist() == [np.count_nonzero(inputs["segments"])] + [0] * len(KEYS)
     assert int(counts[0]) == 63
@@ -128,6 +129,30 @@ def test_outputs(model: Model, dtype: str) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        ("bfloat16", {"statistics": False}),
+        ("int8", {"int8_group": 8}),
+        ("float8_e5m2", {"selected": 5, "head_outputs": output_specs(OUTPUTS, 3, SELECTED.slots)}),
+    ],
+)
+def test_the_outputs_have_the_shapes_and_dtypes_of_the_specification(model: Model, dtype: str, options: dict) -> None:
+    mesh = make_mesh()
+    spec = step_spec(model, KEYS[-2:], rows=ROWS, length=LENGTH, dtype=dtype, **options)
+    params = model.load(spec.forward_keys, "float32", replicated(mesh), with_head=bool(spec.head_outputs))
+    outputs = compile_step(model, spec, params, Partition(mesh)).executable.out_info
+    assert [(values.shape, values.dtype.name) for values in outputs.arrays] == [
+        ((ROWS, spec.slots, *array.token_shape), array.dtype) for array in spec.stored_arrays
+    ]
+    computed = {} if outputs.statistics is None else outputs.statistics._asdict()
+    shapes = {name: values.shape[1:] for name, values in computed.items() if values is not None}
+    assert shapes == spec.statistics_shapes
+    names = [key.name for key in KEYS[-2:]]
+    scales = [scale_name(name) for name in names] if dtype == "int8" else []
+    assert [array.name for array in spec.stored_arrays] == [*names, *scales, *(OUTPUT_NAMES if spec.selected else [])]
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="jaxlib has oneDNN on x86 only")
 def test_large_steps_use_onednn_and_store_the_same(model: Model) -> None:
     """128 times the rows, so that the matrices are large enough, against the small step of the same rows."""
@@ -137,8 +162,8 @@ def test_large_steps_use_onednn_and_store_the_same(model: Model) -> None:
     large = compile_step(model, spec, params, Partition(small.mesh))
     assert "onednn_fusion" in large.executable.as_text()
     assert "onednn_fusion" not in small.executable.as_text()
-    expected = small(params, *on_devices(small, batch())).activations
-    for key, got, want in zip(KEYS, large(params, *on_devices(large, inputs)).activations, expected, strict=True):
+    expected = small(params, *on_devices(small, batch())).arrays
+    for key, got, want in zip(KEYS, large(params, *on_devices(large, inputs)).arrays, expected, strict=True):
         np.testing.assert_allclose(got, np.tile(want, (128, 1, 1)), rtol=1e-5, atol=1e-6, err_msg=key.name)
 
 

@@ -61,8 +61,8 @@ def compiled(model: Model, outputs=tuple(OUTPUTS), **spec: object) -> tuple[Comp
 
 def run(step: CompiledStep, params: object, inputs: dict[str, np.ndarray]) -> tuple[StepOutputs, dict[str, np.ndarray]]:
     outputs = step(params, *(jax.device_put(array, row_sharding(step.mesh)) for array in inputs.values()))
-    names = [spec.name for spec in step.spec.outputs]
-    return outputs, dict(zip(names, map(np.asarray, outputs.outputs), strict=True))
+    names = [spec.name for spec in step.spec.stored_arrays.outputs]
+    return outputs, dict(zip(names, map(np.asarray, outputs.arrays[-len(names) :]), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)

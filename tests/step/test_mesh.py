@@ -122,7 +122,7 @@ def outputs(name, tensor, fsdp, devices=None, with_int8=False):
     # without statistics where their sums along a tensor axis would be fused with those of the layers
     spec = step_spec(model, keys, rows=8, length=24, dtype="float32", statistics=tensor == 1)
     step = compile_step(model, spec, params, partition)
-    activations, _, _, counts, _ = step(params, **put_rows(row_sharding(partition.mesh), batch))
+    activations, _, counts = step(params, **put_rows(row_sharding(partition.mesh), batch))
     assert int(counts[0]) == 8 * 21
     whole = [np.full(array.shape, np.nan, np.float32) for array in activations]
     for copy in start_copies(activations, first_row=0):  # as the writer gathers them

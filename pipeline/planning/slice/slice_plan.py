@@ -311,8 +311,7 @@ def _output_bytes(job: Plan, tpu_slice: Slice) -> int:
 
 
 def _objects_per_block(job: Plan) -> int:
-    arrays = len(job.step.keys) + len(job.step.scale_counts) + len(job.step.outputs)
-    arrays += len(SIDE_ARRAYS) + (job.step.selected is not None)
+    arrays = len(job.step.stored_arrays) + len(SIDE_ARRAYS) + (job.step.selected is not None)
     arrays += sum(encoder.indexed for encoder in job.step.encoders)
     return arrays + job.step.statistics + _RECORDS_PER_BLOCK
 

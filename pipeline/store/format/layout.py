@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from pipeline.core.sites import ActivationKey
 from pipeline.store.format.int8 import scale_name
 
 MIB = 1 << 20
@@ -56,6 +57,11 @@ class ArraySpec:
         return ITEM_BYTES[self.dtype] * (self.width or 1)
 
     @property
+    def token_shape(self) -> tuple[int, ...]:
+        """Of one token slot: () or (width,)."""
+        return () if self.width is None else (self.width,)
+
+    @property
     def dimension_names(self) -> tuple[str, ...]:
         return ("row", self.slots) if self.width is None else ("row", self.slots, self.features)
 
@@ -73,6 +79,13 @@ SELECTED = ArraySpec(
     fill=-1,
     slots="selection",
 )
+
+
+def activation_spec(key: ActivationKey, hook_name: str, width: int, dtype: str, slots: str) -> ArraySpec:
+    """The array of an activation, in a store whose activations have `dtype`."""
+    attributes = {"layer": key.layer, "site": str(key.site), "hook_name": hook_name, "d": width}
+    return ArraySpec(key.name, key.site.stored_dtype(dtype), width, attributes, slots=slots)
+
 
 _TOP = {"width": 1, "features": "rank"}  # `output_specs` sets the width to `capture.top_logprobs`
 OUTPUTS: Mapping[str, tuple[ArraySpec, ...]] = {
@@ -214,13 +227,13 @@ class StoreLayout:
 
     def shard_shape(self, spec: ArraySpec) -> tuple[int, ...]:
         """[R, T] or [R, T, D], with K instead of T in arrays of selected tokens."""
-        return (self.rows_per_block, self._row_slots(spec)) + (() if spec.width is None else (spec.width,))
+        return (self.rows_per_block, self._row_slots(spec), *spec.token_shape)
 
     def chunk_shape(self, spec: ArraySpec) -> tuple[int, ...]:
         """Whole rows, or part of one row, with all features. Divides the shard's shape."""
         position_bytes = (spec.chunked_as or spec).position_bytes
         rows, positions = _chunk_rows_positions(self.rows_per_block, self._row_slots(spec), position_bytes)
-        return (rows, positions) + (() if spec.width is None else (spec.width,))
+        return (rows, positions, *spec.token_shape)
 
     def piece_rows(self, names: Collection[str], more: Collection[str] = ()) -> int:
         """How many rows of the arrays `names` and `more` to read at a time: about PIECE_BYTES of the widest, and whole
