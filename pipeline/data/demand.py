@@ -1,4 +1,4 @@
-"""How many documents a token budget takes, and what is said when there are not so many."""
+"""How many documents a token budget needs, and the message if there are not enough."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ _NAMED_STREAMS = 8
 
 
 class Demand:
-    """Whether the documents that were added are all that the blocks of a token budget may read.
+    """Whether the added documents are all that the blocks of a token budget can read.
 
-    A block is placed once there is more than it takes, so they are a block more than the budget.
+    A block is packed once more than a block of documents has been read, so this is one block more than the budget.
     """
 
     def __init__(
@@ -23,10 +23,10 @@ class Demand:
         long_documents: LongDocuments,
         first_token: int = 0,
     ) -> None:
-        """`first_token`: of the first document, where the budget begins. Without a budget nothing is enough."""
+        """token_budget: None is never met. first_token: the token of the first document at which the budget begins."""
         self.has_limit = token_budget is not None
         self._missing = token_budget or 0  # tokens
-        self._spare = rows_per_block if packing is Packing.pad else rows_per_block * length  # pieces, or tokens
+        self._spare = rows_per_block if packing is Packing.pad else rows_per_block * length  # in pieces, or tokens
         self._length = length
         self._packing = packing
         self._long_documents = long_documents
@@ -35,11 +35,11 @@ class Demand:
     def add(self, num_tokens: int) -> None:
         """Adds the next document."""
         for first, last in windows(num_tokens, self._length, self._long_documents, self._first_token):
-            taken = min(last - first, self._missing)
-            self._missing -= taken
+            used = min(last - first, self._missing)
+            self._missing -= used
             if self._packing is Packing.pack:
-                self._spare -= last - first - taken
-            elif not taken:
+                self._spare -= last - first - used
+            elif not used:
                 self._spare -= 1
         self._first_token = 0
 
@@ -49,18 +49,19 @@ class Demand:
 
 
 def shortfall(stored: Sequence[int], budgets: Sequence[int]) -> str | None:
-    """What to tell of a finished store by stream: the tokens that it has, and the share of `run.max_tokens`.
+    """A message about streams of a finished store that have fewer tokens than their share; None if there are none.
 
-    None where every stream has its share. A stream's data may end early though another's has more to give.
+    stored: each stream's tokens. budgets: each stream's share of `run.max_tokens`. The data of one stream may end
+    early although that of others does not.
     """
     missing = {stream: budget - tokens for stream, (tokens, budget) in enumerate(zip(stored, budgets, strict=True))}
     missing = {stream: tokens for stream, tokens in missing.items() if tokens > 0}
     if not missing:
         return None
     largest = sorted(missing, key=lambda stream: -missing[stream])[:_NAMED_STREAMS]
-    named = ", ".join(f"stream {stream} by {missing[stream]:,}" for stream in sorted(largest))
+    listed = ", ".join(f"stream {stream} by {missing[stream]:,}" for stream in sorted(largest))
     others = f" and {len(missing) - len(largest)} others" if len(missing) > len(largest) else ""
     return (
-        f"the data ended {sum(missing.values()):,} tokens short of run.max_tokens={sum(budgets):,}: {named}{others}. "
-        "Give more data, or fewer streams (data.num_streams, of a new store) if the others have data left."
+        f"the data ended {sum(missing.values()):,} tokens short of run.max_tokens={sum(budgets):,}: {listed}{others}. "
+        "Use more data. If other streams have data left, a new store with fewer streams (data.num_streams) uses it."
     )

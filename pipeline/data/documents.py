@@ -1,7 +1,7 @@
-"""The types that the data stages hand to each other: documents in, blocks of token rows out.
+"""The types shared by the stages from documents to blocks of token rows.
 
-Shapes: R rows of a block (at most `rows_per_block`), T positions of a row (`batch.length`), K slots of a row for
-selected tokens.
+Shapes: R rows per block (at most `rows_per_block`), T positions per row (`batch.length`), K slots per row for selected
+tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,9 +15,10 @@ from jaxtyping import Bool, Int32, Int64
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text with an id. `source` and `index` say where it stands: file (or source shard), row within it (from 0).
+    """One text with an id.
 
-    `answer` is what a right completion says, where the source knows it; it is not stored.
+    source, index: its file (or source shard), and its row in that, from 0. info: the source's own columns.
+    answer: the correct completion, if the source has it; it is not stored.
     """
 
     id: str
@@ -30,7 +31,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class SkippedDocument:
-    """A document that `data.on_error=skip` left out, and why."""
+    """A document that `data.on_error=skip` left out, and the reason."""
 
     source: str
     index: int
@@ -39,33 +40,33 @@ class SkippedDocument:
 
 @runtime_checkable
 class Source(Protocol):
-    """An ordered list of source shards, each an ordered list of documents. Pure: the same config reads the same.
+    """An ordered list of source shards, each an ordered list of documents. The same config gives the same documents.
 
-    `shards` are names that do not depend on where the data lies (relative paths), in the order in which they are
-    divided among streams: stream s reads shards s, s + num_streams, s + 2 num_streams, ...
-    `info_schema` names and types the columns of `Document.info`.
+    shards: names that do not depend on the data's location, such as relative paths. Stream s reads shards s,
+    s + num_streams, s + 2 num_streams, ...
+    info_schema: the names and types of the columns of `Document.info`.
     """
 
     shards: tuple[str, ...]
     info_schema: pa.Schema
 
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
-        """The documents of `shards[shard]` whose `index` is at least `start`. A row that is skipped keeps its index.
+        """The documents of `shards[shard]` whose `index` is at least `start`. Skipped rows count in the index.
 
-        Raises InputError (naming file and row) for a bad row or a damaged file unless the config says skip and the
-        source can, and PipelineError for a file that cannot be reached, whatever the config says.
+        Raises InputError (naming file and row) for a bad row or a damaged file, unless the config says to skip these
+        and the source can; PipelineError for a file that cannot be reached, in any case.
         """
 
     def fingerprint(self) -> dict[str, object]:
-        """What determines the documents: plain JSON values, independent of machine and time."""
+        """What determines the documents, as plain JSON values that do not depend on machine and time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where a stream's next block starts.
+    """The position in a stream at which a block starts.
 
-    shard: how many source shards of the stream are done. document: row within the current one. token: tokens of that
-    document that are already in earlier blocks. ordinal: how many documents the stream had before this one.
+    shard: the number of the stream's source shards that are finished. document: the row in the current one. token: the
+    number of that document's tokens in earlier blocks. ordinal: the number of the stream's earlier documents.
     """
 
     shard: int = 0
@@ -93,7 +94,7 @@ DOCUMENT_SCHEMA = pa.schema(
 )
 
 
-# Besides, where not all tokens are selected: whose activations the block holds, and for whose it has no room.
+# Additional columns if tokens are selected: the numbers of selected tokens with a slot in the block, and without one.
 SELECTED_FIELDS = (pa.field("n_selected", pa.int64()), pa.field("n_unselected", pa.int64()))
 
 
@@ -101,12 +102,13 @@ SELECTED_FIELDS = (pa.field("n_selected", pa.int64()), pa.field("n_unselected", 
 class TokenBlock:
     """Consecutive rows of one stream: the unit of writing, committing and resuming.
 
-    The arrays hold only the R rows that have tokens. `selected` are the row positions of the tokens whose activations
-    are stored, ascending, -1 where there are fewer than K; None for all tokens. `table` has one row per document with
-    tokens in the block, ordered by document number, with the columns of `DOCUMENT_SCHEMA`: document, id, source, index,
-    n_tokens (of the whole document), n_cut (tokens dropped by `batch.long_documents=cut`), first_token and last_token
-    (half-open range of the document's tokens in this block), with `selected` those of `SELECTED_FIELDS`, then the
-    source's own columns.
+    The arrays only have the R rows with tokens.
+    selected: the positions, within their row, of the tokens whose activations are stored: ascending, -1 in unused
+    slots. None if all are stored.
+    table: one row per document with tokens in the block, ordered by document number. Its columns are those of
+    `DOCUMENT_SCHEMA`: document, id, source, index, n_tokens (of the whole document), n_cut (tokens dropped by
+    `batch.long_documents=cut`), first_token and last_token (half-open range of the document's tokens in this block);
+    then those of `SELECTED_FIELDS` if tokens are selected, and the source's own columns.
     """
 
     stream: int
@@ -120,8 +122,8 @@ class TokenBlock:
     skipped: tuple[SkippedDocument, ...]
     start: Cursor
     next: Cursor
-    exhausted: bool  # the stream has no document after this block
-    truncated: bool  # `run.max_tokens` ended the block early: a longer run computes it again, with the same first rows
+    exhausted: bool  # the stream has no more documents after this block
+    truncated: bool  # `run.max_tokens` ended the block early; a longer run recomputes it, with the same first rows
 
     @property
     def num_rows(self) -> int:
@@ -129,10 +131,10 @@ class TokenBlock:
 
     @property
     def num_tokens(self) -> int:
-        """Valid (not padding) tokens."""
+        """The number of valid (not padding) tokens."""
         return int(np.count_nonzero(self.segments))
 
     @property
     def stored(self) -> Bool[np.ndarray, "R slots"]:
-        """Which slots hold an activation: [R, T], or [R, K] with `selected`."""
+        """Which slots have an activation: [R, T], or [R, K] if tokens are selected."""
         return self.segments != 0 if self.selected is None else self.selected >= 0

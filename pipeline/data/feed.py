@@ -1,4 +1,4 @@
-"""Reading, tokenising and packing in the background: one thread, a bounded queue, a fixed order."""
+"""Reads, tokenises and packs in a background thread, with a bounded queue, in a fixed order."""
 
 import threading
 import time
@@ -16,9 +16,9 @@ _CLOSE_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True)
 class StreamWork:
-    """What is left to do of one stream: the arguments of `TokenStream.blocks`, and after how many tokens to end.
+    """The remaining work of one stream: the arguments of `TokenStream.blocks`, and after how many tokens to end.
 
-    `token_budget` cuts the block that exceeds it, `wanted` does not.
+    token_budget: the block that exceeds it is truncated. wanted: the block that reaches it is the last, and is whole.
     """
 
     stream: TokenStream
@@ -36,7 +36,7 @@ class StreamWork:
                 return
 
     def after(self, block: TokenBlock) -> "StreamWork | None":
-        """What is left once `block`, the first of `blocks`, was given; None if nothing is."""
+        """The work that remains after `block`, the first of `blocks`; None if there is none."""
         if block.exhausted or block.truncated or (self.wanted is not None and block.num_tokens >= self.wanted):
             return None
         budget, wanted = (
@@ -46,14 +46,14 @@ class StreamWork:
 
 
 class Work(Protocol):
-    """Blocks to make, in order. Once `should_stop` says so, no block follows."""
+    """Makes blocks in order. Ends once `should_stop` returns true."""
 
     def blocks(self, should_stop: Callable[[], bool]) -> Iterator[TokenBlock]: ...
 
 
 @dataclass(frozen=True)
 class InTurn:
-    """One block of each stream in turn. A stream that has ended loses its turn."""
+    """Alternates between streams: one block of each, in order. Streams that have ended are left out."""
 
     work: Sequence[StreamWork]
 
@@ -67,14 +67,14 @@ class InTurn:
                 yield block
 
     def after(self, block: TokenBlock) -> "InTurn":
-        """What is left, in turn, once `block`, the first of `blocks`, was given. Streams before its own have ended."""
+        """The work that remains after `block`, the first of `blocks`. Streams before the block's have ended."""
         turn = next(turn for turn, item in enumerate(self.work) if item.stream.stream == block.stream)
-        left = self.work[turn].after(block)
-        return InTurn((*self.work[turn + 1 :], *([] if left is None else [left])))
+        remaining = self.work[turn].after(block)
+        return InTurn((*self.work[turn + 1 :], *([] if remaining is None else [remaining])))
 
 
 class Feed:
-    """The blocks of `work`, in order, at most `depth` of them made ahead of `get`."""
+    """The blocks of `work`, in order. A thread makes at most `depth` of them ahead of `get`."""
 
     def __init__(self, work: Work, depth: int = 2) -> None:
         self._ready: deque[TokenBlock | BaseException | None] = deque()
@@ -87,10 +87,10 @@ class Feed:
         self._thread.start()
 
     def get(self, timeout_s: float | None = None) -> TokenBlock | None:
-        """The next block, or None, again and again, when there is none left.
+        """The next block; None in this and all later calls if there are no more.
 
-        Raises TimeoutError when it takes longer than `timeout_s`: nothing is lost, the next call waits on. Raises what
-        the thread raised, at the place in the order where it did, with its traceback.
+        Raises TimeoutError if it takes longer than `timeout_s`; the next call then continues to wait for the same
+        block. An exception of the thread is raised after the blocks before it, with its traceback.
         """
         with self._changed:
             is_ready = self._changed.wait_for(lambda: self._ready, timeout_s)
@@ -106,10 +106,10 @@ class Feed:
         return None
 
     def close(self) -> None:
-        """Ends the thread, which reads at most one more document. Later `get`s return None.
+        """Ends the thread, which reads at most one more document. Later calls of `get` return None.
 
-        A source that hangs is not waited for: after a second the thread is left to end with the process. The thread
-        itself may call this, where it collects the feed's reader.
+        Waits for at most a second, since a source may hang; the thread then ends with the process. The thread itself
+        may call this, if it garbage-collects the feed's reader.
         """
         with self._changed:
             self._closed = True
@@ -125,11 +125,11 @@ class Feed:
             for block in work.blocks(lambda: self._closed):
                 self._put(block)
             self._put(None)
-        except TimeoutError as error:  # one of the source's own: from `get` it would say that the block is to come
+        except TimeoutError as error:  # from the source; raised by `get`, it would mean that the block is not ready yet
             failure = PipelineError(f"reading the data timed out: {error}. Check access to it, and try again.")
             failure.__cause__ = error
             self._put(failure)
-        except BaseException as error:  # re-raised by `get` on the thread that reads
+        except BaseException as error:  # raised again by `get`
             self._put(error)
 
     def _put(self, item: TokenBlock | BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""Finding and reading input files: a file, a directory or a glob, local or on any file system that fsspec knows."""
+"""Finds and reads input files: a file, a directory or a glob, local or in any file system that fsspec supports."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ from pipeline.core.retries import is_transient, repeated
 
 _PARQUET = ".parquet"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_LOADERS = {  # of `datasets`, by the endings of the files that they read
+_LOADERS = {  # loaders of `datasets`, by the file extensions that they read
     **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     **{".txt": "text", ".arrow": "arrow", _PARQUET: "parquet"},
@@ -26,7 +26,7 @@ _LOADERS = {  # of `datasets`, by the endings of the files that they read
 
 
 def hf_settings(path: str) -> str | None:
-    """The settings with which data=hf reads a file; None where its name does not tell its format."""
+    """The settings with which data=hf reads a file; None if its extension is unknown."""
     name, ending = os.path.splitext(path)
     loader = _LOADERS.get(os.path.splitext(name)[1] if ending in _COMPRESSED else ending)
     return loader and f"data=hf data.path={loader} data.data_files={path}"
@@ -34,7 +34,7 @@ def hf_settings(path: str) -> str | None:
 
 @contextmanager
 def input_errors(where: str, key: str = "data.path") -> Iterator[None]:
-    """Around calls of fsspec: InputError for a file that is not there, PipelineError for what a retry might heal."""
+    """Turns errors of fsspec into InputError, for a missing file, or PipelineError, if a retry might help."""
     try:
         with named_errors(where, key=key, invalid=InputError), refused_by_hub(where, key, InputError):
             yield
@@ -43,7 +43,8 @@ def input_errors(where: str, key: str = "data.path") -> Iterator[None]:
 
 
 class InputStream:
-    """A file that was opened for reading, whose errors name it: a reader cannot take them for damage."""
+    """A file opened for reading. Its errors are PipelineErrors that name it, so a reader does not take them for damage
+    of the file."""
 
     def __init__(self, stream: BinaryIO, name: str, lock: "threading.Lock | None" = None) -> None:
         self._stream = stream
@@ -52,7 +53,7 @@ class InputStream:
         self._position = 0
 
     def another(self) -> "InputStream":
-        """The same open file with a position of its own, for another thread."""
+        """A second stream of the same open file, with its own position, for a different thread."""
         return InputStream(self._stream, self._name, self._lock)
 
     def read(self, size: int = -1) -> bytes:
@@ -84,7 +85,7 @@ class InputStream:
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One file. `name` is its path below the place that was given, so that it does not depend on the machine."""
+    """One file. name: its path relative to the directory that was searched, which does not depend on the machine."""
 
     filesystem: AbstractFileSystem
     path: str
@@ -104,19 +105,20 @@ class InputFile:
 
 
 def find_files(path: str, suffix: str) -> list[InputFile]:
-    """The files of `path` in order of their names; of a directory, those at any depth whose names end with `suffix`.
+    """The files at `path`, sorted by name: a file, the matches of a glob, or a directory's files at any depth whose
+    names end with `suffix`.
 
-    Below a directory, and among what a glob finds, names that begin with `.` or `_` are left out.
-    Raises InputError when there is none, PipelineError when the place cannot be listed.
+    In directories and globs, names that begin with `.` or `_` are left out.
+    Raises InputError if there are no files, and PipelineError if they cannot be listed.
     """
     if not path.strip():
         raise InputError("data.path is empty. Set it to a file, a directory or a glob.")
     with input_errors(path):
         filesystem, root = open_filesystem(path)
-        files, named = repeated(path, lambda: _listed_files(filesystem, root, suffix))
-    if files and named and suffix == _PARQUET and not path.endswith(suffix) and (settings := hf_settings(path)):
-        raise InputError(f"{path} is not a {_PARQUET} file, which this data has to be. Read it with {settings}.")
-    if not named:
+        files, is_file = repeated(path, lambda: _listed_files(filesystem, root, suffix))
+    if files and is_file and suffix == _PARQUET and not path.endswith(suffix) and (settings := hf_settings(path)):
+        raise InputError(f"{path} is not a {_PARQUET} file, as this data source requires. Read it with {settings}.")
+    if not is_file:
         files = [file for file in files if not any(part.startswith((".", "_")) for part in file.name.split("/"))]
     with input_errors(path):
         for file in files:
@@ -124,40 +126,40 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
     if not files:
         is_absent = isinstance(filesystem, LocalFileSystem) and not is_glob(root) and not os.path.lexists(root)
         subject = f"there is no {path}" if is_absent else f"{path} has no {suffix} file"
-        braces = " Braces have no meaning in it: a glob is made of *, **, ? and [...]." if {*"{}"} & {*path} else ""
+        braces = " Braces are not supported in globs, only *, **, ? and [...]." if {*"{}"} & {*path} else ""
         other = " For JSON, CSV or text: data=hf data.path=json data.data_files=..." if suffix == _PARQUET else ""
         raise InputError(
-            f"{subject}. Set data.path to a file, a directory or a glob that has {suffix} files.{braces}{other}"
+            f"{subject}. Set data.path to a {suffix} file, or a directory or glob with {suffix} files.{braces}{other}"
         )
     return sorted(files, key=lambda file: file.name)
 
 
 def open_filesystem(path: str) -> tuple[AbstractFileSystem, str]:
-    """The file system of a path, and the path within it; to be called within `input_errors`."""
+    """The file system of a path, and the path within it. Call it within `input_errors`."""
     if "hf://" in path:
         repeat_requests()
     return fsspec.core.url_to_fs(os.path.expanduser(path))
 
 
 def _listed_files(filesystem: AbstractFileSystem, root: str, suffix: str) -> tuple[list[InputFile], bool]:
-    """The files of a place in any order, hidden ones too; and whether the place is itself a file."""
-    listed, base, named = _listing(filesystem, root, suffix)
+    """The files at a path, in any order, including hidden ones; and whether the path itself is a file."""
+    listed, base, is_file = _listing(filesystem, root, suffix)
     files = [
         InputFile(filesystem, file, file[len(base) :].lstrip("/"), info["size"])
         for file, info in listed.items()
         if not _is_directory(filesystem, file, info)
     ]
-    if not files:  # fsspec takes a place that it cannot reach for an empty one, except in `ls`
+    if not files:  # of fsspec's functions, only `ls` distinguishes an unreachable directory from an empty one
         with suppress(FileNotFoundError, NotADirectoryError):
             filesystem.ls(base, detail=False)
-    return files, named
+    return files, is_file
 
 
 def require_readable(filesystem: AbstractFileSystem, path: str, key: str) -> None:
-    """Raises InputError for a local place that is no file: a directory, or a FIFO, a device or a socket, of which
-    reading may not end; and for a local file that this user may not read, or that is not stored, as those of /proc.
+    """Raises InputError if a local path is not a regular file that this user may read. Reading a FIFO, a device or a
+    socket might never end, and files of /proc are not stored.
 
-    Also for a name that is not UTF-8, since the store names the file of each document.
+    Also for a name that is not UTF-8, since a store contains the name of each document's file.
     """
     try:
         path.encode()
@@ -177,14 +179,14 @@ def require_readable(filesystem: AbstractFileSystem, path: str, key: str) -> Non
     try:
         if os.fstat(opened).st_size == 0 and _has_content(opened):
             raise InputError(
-                f"{path} says that it is empty but is not, as files of /proc do; expected a stored file. Check {key}."
+                f"{path} has the size 0 but is not empty, like files of /proc; expected a stored file. Check {key}."
             )
     finally:
         os.close(opened)
 
 
 def _has_content(opened: int) -> bool:
-    """Whether there is anything to read, now or later, or only an error."""
+    """Whether reading returns bytes or fails, now or later."""
     try:
         return os.read(opened, 1) != b""
     except OSError:
@@ -192,27 +194,28 @@ def _has_content(opened: int) -> bool:
 
 
 def is_glob(path: str) -> bool:
-    """Whether fsspec takes a path for a pattern."""
+    """Whether fsspec treats a path as a pattern."""
     return any(character in path for character in "*?[")
 
 
 def _listing(filesystem: AbstractFileSystem, root: str, suffix: str) -> tuple[dict[str, dict[str, Any]], str, bool]:
-    """What may be files, by path; the place that their names are relative to; and whether `root` is itself a file."""
+    """The info of candidate files by path; the directory to which their names are relative; whether `root` itself is a
+    file."""
     if is_glob(root) and not (isinstance(filesystem, LocalFileSystem) and os.path.exists(root)):
         fixed = root[: min(root.index(character) for character in "*?[" if character in root)]
         return filesystem.glob(root, detail=True), fixed.rpartition("/")[0], False
     try:
-        info = filesystem.info(root)  # `exists` and `isdir` may say no of a place that they cannot reach
+        info = filesystem.info(root)  # `exists` and `isdir` may return False for an unreachable path
     except FileNotFoundError as error:
         if is_transient(error):
             raise
         return {}, root, True
-    if info["type"] == "directory" or filesystem.isdir(root):  # a page of links is a file to fsspec's HTTP
+    if info["type"] == "directory" or filesystem.isdir(root):  # fsspec's HTTP reports a page of links as a file
         listed = filesystem.find(root, detail=True)
         return {name: info for name, info in listed.items() if name.endswith(suffix)}, root.rstrip("/"), False
     return {root: info}, root.rpartition("/")[0], True
 
 
 def _is_directory(filesystem: AbstractFileSystem, path: str, info: dict[str, Any]) -> bool:
-    """Listings of local folders say of a symbolic link only that it is neither file nor directory."""
+    """Whether a listed path is a directory. For symbolic links, listings of local directories do not tell."""
     return info["type"] == "directory" or (info["type"] != "file" and filesystem.isdir(path))

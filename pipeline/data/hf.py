@@ -1,4 +1,4 @@
-"""Documents from any data set that `datasets` can stream, each row made text by a template."""
+"""Documents from any dataset that `datasets` can stream. A template makes each row a text."""
 
 import hashlib
 import os
@@ -28,15 +28,15 @@ _PEEKED_BYTES = 1 << 12
 
 
 class HfSource:
-    """One source shard per shard of the streamed data set, which is a file in most formats."""
+    """One source shard per shard of the streamed dataset, which is a file in most formats."""
 
     shards: tuple[str, ...]
     info_schema: pa.Schema
 
     def __init__(self, config: HfData, stored: Mapping[str, object] | None = None) -> None:
-        """Resolves the data set's files. `stored` is as in `open_source`.
+        """Finds the dataset's files. stored: as in `open_source`.
 
-        Raises ConfigError for a bad template or name, InputError for no file.
+        Raises ConfigError for an invalid template or name, and InputError if there are no files.
         """
         self._config = config
         try:
@@ -45,8 +45,8 @@ class HfSource:
             raise ConfigError(f"data.text is not a jinja template: {error}. Got {config.text!r:.300}.") from error
         except jinja2.TemplateError as error:
             raise ConfigError(f"data.text={config.text!r:.200} cannot be used: {error}. Correct it.") from error
-        if taken := sorted({*config.info_columns} & {*DOCUMENT_SCHEMA.names}):
-            raise ConfigError(f"data.info_columns has {taken[0]}, which every store has. Leave it out.")
+        if reserved := sorted({*config.info_columns} & {*DOCUMENT_SCHEMA.names}):
+            raise ConfigError(f"data.info_columns has {reserved[0]}, which every store has. Leave it out.")
         self._dataset, files = _stream(config)
         base = posixpath.commonpath([posixpath.dirname(file) for file in files])
         self._files = tuple(posixpath.relpath(file, base) for file in files)
@@ -57,7 +57,7 @@ class HfSource:
         self.info_schema = pa.schema([(name, pa.string()) for name in config.info_columns])
 
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
-        """The documents of a shard from row `start` on. The rows before it are read again, not tokenised."""
+        """The documents of a shard from row `start` on. Earlier rows are read, but not tokenised."""
         name = self.shards[shard]
         rows = iter(self._dataset.shard(len(self.shards), shard).skip(start))
         index = start
@@ -73,7 +73,7 @@ class HfSource:
             index += 1
 
     def fingerprint(self) -> dict[str, object]:
-        """The template and the data set, whose files count by name and size."""
+        """The template and columns, and a digest of the names and sizes of the dataset's files."""
         config = self._config
         return {
             "source": "hf",
@@ -99,7 +99,7 @@ class HfSource:
                 ) from error
 
     def _document(self, row: dict[str, Any], shard: str, index: int) -> Document:
-        """Raises ValueError for a bad row, and InputError for a column that no row has."""
+        """Raises ValueError for a bad row, and InputError for a column that the dataset lacks."""
         config = self._config
         wanted = {*self._template.columns, *config.info_columns, *([config.id_column] if config.id_column else [])}
         if missing := sorted(wanted - row.keys()):
@@ -125,29 +125,29 @@ def _plain(value: Any) -> str:
 
 
 def _stream(config: HfData) -> tuple[datasets.IterableDataset, list[str]]:
-    """The data set, opened for streaming, and the paths or addresses of its split's files."""
+    """The dataset, opened for streaming, and the paths or URLs of its split's files."""
     data_files = config.data_files
     if data_files is not None:
-        several = [data_files] if isinstance(data_files, str) else data_files
-        if not isinstance(several, list) or not all(isinstance(file, str) for file in several):
+        file_list = [data_files] if isinstance(data_files, str) else data_files
+        if not isinstance(file_list, list) or not all(isinstance(file, str) for file in file_list):
             raise ConfigError(f"data.data_files is {data_files!r:.200}, expected a path or a list of paths.")
-        data_files = [os.path.expanduser(file) for file in several]
+        data_files = [os.path.expanduser(file) for file in file_list]
     path = os.path.expanduser(config.path)
     builder = open_builder(path, config.subset, split=config.split, data_files=data_files, revision=config.revision)
     files = [str(file) for file in builder.config.data_files[config.split]]
     for file in files:
         with input_errors(file):
-            filesystem, place = fsspec.core.url_to_fs(file)
-            require_readable(filesystem, place, "data.data_files")
+            filesystem, file_path = fsspec.core.url_to_fs(file)
+            require_readable(filesystem, file_path, "data.data_files")
             if isinstance(builder, Json) and isinstance(filesystem, LocalFileSystem):
-                _require_objects(place)
+                _require_objects(file_path)
     with dataset_errors(path):
         dataset = builder.as_streaming_dataset(split=config.split)
     return dataset, files
 
 
 def _require_objects(path: str) -> None:
-    """Raises InputError for JSON that begins with null: where a block holds nothing else, pyarrow ends the process."""
+    """Raises InputError for JSON that begins with null: pyarrow crashes on a block that has nothing else."""
     try:
         with fsspec.open(path, "rb", compression="infer") as file:
             begin = file.read(_PEEKED_BYTES).lstrip()
@@ -160,8 +160,8 @@ def _require_objects(path: str) -> None:
 
 
 def _files_sha256(files: Sequence[str], names: Sequence[str], stored: object) -> str:
-    """The digest of the files' names and sizes in bytes. `stored` is returned where it is that of earlier programs, to
-    which the files of the Hub counted by their commit."""
+    """The digest of the files' names and sizes in bytes. `stored` is returned instead if it is the digest of earlier
+    versions, in which the commit stood for the size of files on the Hub."""
     sizes, commits = [], []
     for file, name in zip(files, names, strict=True):
         with input_errors(file):

@@ -1,4 +1,4 @@
-"""Opening a data set with `datasets`, whose errors become the program's: what is wrong, and what to try again."""
+"""Opens datasets with `datasets`, and turns its errors into the program's, with what is wrong and what to do."""
 
 import gzip
 import lzma
@@ -31,19 +31,20 @@ def open_builder(
     data_files: str | Sequence[str] | None = None,
     revision: str | None = None,
 ) -> datasets.DatasetBuilder:
-    """The data set's files by split, of which none is read. Arguments are those of `datasets.load_dataset_builder`.
+    """A builder with the dataset's files by split; reads none of them. The arguments are those of
+    `datasets.load_dataset_builder`.
 
-    Raises InputError for what is not there, ConfigError for a subset or split that it lacks, and PipelineError when
-    the Hub cannot be reached.
+    Raises InputError if the dataset or a file does not exist, ConfigError for an unknown subset or split, and
+    PipelineError if the Hub cannot be reached.
     """
     if path in LOADERS:
         if data_files is None:  # `datasets` would read the working directory
-            raise ConfigError(f"data.path={path} is a loader: set data.data_files to the files that it is to read.")
+            raise ConfigError(f"data.path={path} is a loader: set data.data_files to the files that it should read.")
     elif "://" not in path and not os.path.isdir(path):
         settings = hf_settings(path) if os.path.isfile(path) else None
         if settings is not None or not is_hub_id(path):
             raise ConfigError(
-                f"data.path is {path!r:.200}: neither a directory, nor a loader, nor a Hub id. "
+                f"data.path is {path!r:.200}, which is neither a directory, nor a loader, nor a Hub id. "
                 + ("Correct it." if settings is None else f"Read this file with {settings}.")
             )
     repeat_requests()
@@ -51,8 +52,8 @@ def open_builder(
         builder = datasets.load_dataset_builder(path, subset, data_files=data_files, revision=revision)
     if builder.config.data_files is None:
         raise PipelineError(
-            f"{path} cannot be read from the Hub, and of the copy that `datasets` has in its cache the files are not "
-            "known. Check the network and HF_HUB_OFFLINE, and try again."
+            f"{path} cannot be read from the Hub, and the copy in the cache of `datasets` does not list its files. "
+            "Check the network and HF_HUB_OFFLINE, and try again."
         )
     splits = [str(name) for name in builder.config.data_files]
     if splits and split not in splits:
@@ -64,21 +65,21 @@ def open_builder(
 
 @contextmanager
 def dataset_errors(path: str) -> Iterator[None]:
-    """Around calls that open the data set `path`: raises as `open_builder` does."""
+    """Turns errors of calls that open the dataset `path` into those of `open_builder`."""
     with named_errors(path, key="data.path", invalid=ConfigError):
         try:
             with refused_by_hub(path, "data.path", InputError):
                 yield
-        except (FileNotFoundError, DatasetsError, RuntimeError) as error:  # RuntimeError: a data set that is a script
+        except (FileNotFoundError, DatasetsError, RuntimeError) as error:  # RuntimeError: the dataset is a script
             if _is_unreachable(error):
                 raise PipelineError(f"{path} cannot be read: {error}. Check access to it, and try again.") from error
-            raise InputError(f"{path}: {error}. Set data.path and data.data_files to a data set.") from error
+            raise InputError(f"{path}: {error}. Set data.path and data.data_files to a dataset.") from error
         except ValueError as error:
             raise ConfigError(
                 f"data.path={path}: {str(error).rstrip('.')}. Set data.subset and data.data_files."
             ) from error
         except Exception as error:
-            if not is_damage(error) and not isinstance(error, StopIteration):  # which `datasets` lets out: no row
+            if not is_damage(error) and not isinstance(error, StopIteration):  # `datasets` raises it if there is no row
                 raise
             raise InputError(
                 f"data.path={path}: a file is damaged or empty: {str(error) or 'it has no row'}. Repair or replace the "
@@ -87,11 +88,12 @@ def dataset_errors(path: str) -> Iterator[None]:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether `error` says that a file's content is damaged or of another kind, not that the file is out of reach.
+    """Whether `error` means that a file's content is damaged or has a different format, not that the file cannot be
+    reached.
 
-    pyarrow's, json's, pandas' and Unicode's errors are ValueErrors. Damage inside a parquet file is to pyarrow a plain
-    OSError without errno; a compressed file that was cut ends in an EOFError. Where Arrow cannot parse JSON, `datasets`
-    hands it to pandas, which may raise anything.
+    Errors of pyarrow, json, pandas and Unicode are ValueErrors. For damage inside a parquet file, pyarrow raises an
+    OSError without errno; a truncated compressed file causes an EOFError. If Arrow cannot parse JSON, `datasets` passes
+    it to pandas, which may raise anything.
     """
     if isinstance(error, OSError):
         return type(error) in (OSError, gzip.BadGzipFile) and error.errno is None
@@ -99,7 +101,7 @@ def is_damage(error: Exception) -> bool:
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Whether what lies behind `error` is the network: `datasets` reports some of it as files that do not exist."""
+    """Whether the network caused `error`: `datasets` reports some network errors as files that do not exist."""
     if isinstance(error, ConnectionError | TimeoutError | LocalEntryNotFoundError):
         return True
     return error.__context__ is not None and _is_unreachable(error.__context__)

@@ -1,9 +1,9 @@
-"""Packing: which row and column of a block each piece of a document takes. Pure functions of lengths.
+"""Packing: the row and column of a block for each piece of a document. Pure functions of lengths.
 
 A piece is a window of one document, at most `length` tokens. A block takes a prefix of the stream's next pieces, so
-nothing is reordered between blocks and the next block's start is simply the first piece that was not placed.
+pieces are never reordered between blocks, and the next block starts at the first piece that was not placed.
 
-Shapes: P pieces, N tokens of these pieces, R rows of the block, T = length positions of a row.
+Shapes: P pieces, R rows of the block, T = length positions per row.
 """
 
 from bisect import bisect_left, insort
@@ -17,7 +17,7 @@ from pipeline.config.choices import LongDocuments
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the first P of the pieces go: `row`, first `column` and `segment` (from 1 in each row) of each."""
+    """The positions of the first P pieces. row, column: of each piece's first token. segment: from 1 in each row."""
 
     row: Int64[np.ndarray, "P"]
     column: Int64[np.ndarray, "P"]
@@ -48,14 +48,14 @@ def pack(
     costs: Int64[np.ndarray, "P"] | None = None,
     capacity: int | None = None,
 ) -> Placement:
-    """As many of the pieces, in order, as best-fit decreasing can place in `rows` rows of `length` positions.
+    """Places as many of the pieces, in order, as best-fit decreasing fits into `rows` rows of `length` positions.
 
-    The count is searched by bisection below the longest prefix whose tokens fit in total; the result depends on the
-    arguments alone. Rows that one piece fills come first, in stream order, then the mixed rows by their first piece;
-    within a row pieces keep the stream's order. Reading rows upward therefore meets each document's tokens in order.
+    Their number is found by bisection, below the longest prefix whose tokens fit in total. The result only depends on
+    the arguments. Rows filled by one piece come first, in stream order, followed by mixed rows in the order of their
+    first pieces. Within a row, pieces are in stream order. So a document's tokens are in order of rows and positions.
 
-    `costs` are what the pieces take of a row's `capacity`, where something besides their sizes must fit: a piece whose
-    size is `length` costs `capacity`, and the sizes of pieces whose costs fit do too.
+    costs, capacity: how much of a row's capacity each piece takes, if not only sizes must fit. A piece of size `length`
+    must cost `capacity`, and pieces whose costs fit must have sizes that fit.
     """
     costs, capacity = (sizes, length) if costs is None else (costs, capacity)
     too_many = int(np.searchsorted(np.cumsum(costs), rows * capacity, side="right"))
@@ -75,46 +75,46 @@ def pack(
 def _best_fit_decreasing(sizes: Int64[np.ndarray, "P"], rows: int, length: int) -> Int64[np.ndarray, "P"] | None:
     """The bin of each piece, or None if they do not all fit.
 
-    Pieces of equal size are placed as one run: the fullest bin that still has room for one keeps being the fullest
-    until it has none, so it takes as many as it can at once. `bins` holds (room, bin) as `room * rows + bin`, sorted.
+    Pieces of equal size are placed in runs: the fullest bin with room for one stays the fullest until it has no more
+    room, so it takes as many as fit at once. `bins` has the sorted values `room * rows + bin`.
     """
-    lengths, counts = np.unique(sizes, return_counts=True)
+    distinct_sizes, counts = np.unique(sizes, return_counts=True)
     bins = [length * rows + row for row in range(rows)]
-    chosen: list[int] = []
-    taken: list[int] = []
-    for size, count in zip(lengths[::-1].tolist(), counts[::-1].tolist(), strict=True):
+    run_bins: list[int] = []
+    run_lengths: list[int] = []
+    for size, count in zip(distinct_sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while count:
-            place = bisect_left(bins, size * rows)
-            if place == len(bins):
+            fullest = bisect_left(bins, size * rows)
+            if fullest == len(bins):
                 return None
-            room, row = divmod(bins.pop(place), rows)
+            room, row = divmod(bins.pop(fullest), rows)
             run = min(count, room // size)
             insort(bins, (room - run * size) * rows + row)
-            chosen.append(row)
-            taken.append(run)
+            run_bins.append(row)
+            run_lengths.append(run)
             count -= run
     result = np.empty(len(sizes), np.int64)
-    result[np.argsort(-sizes, kind="stable")] = np.repeat(np.array(chosen, np.int64), taken)
+    result[np.argsort(-sizes, kind="stable")] = np.repeat(np.array(run_bins, np.int64), run_lengths)
     return result
 
 
 def _ordered(
     sizes: Int64[np.ndarray, "P"], bins: Int64[np.ndarray, "P"], fills_row: Bool[np.ndarray, "P"]
 ) -> Placement:
-    """Names the bins as rows in the documented order, and lays the pieces of each row side by side."""
+    """Numbers the bins as rows, in the order documented in `pack`, and arranges the pieces of each row."""
     count = len(sizes)
-    used, first, row_of = np.unique(bins, return_index=True, return_inverse=True)
+    used, first, bin_index = np.unique(bins, return_index=True, return_inverse=True)
     rank = np.empty(len(used), np.int64)
     rank[np.lexsort((first, ~fills_row[first]))] = np.arange(len(used))
-    row = rank[row_of]
+    row = rank[bin_index]
 
     order = np.argsort(row, kind="stable")
     starts = np.flatnonzero(np.diff(row[order], prepend=-1))
-    members = np.diff(starts, append=count)
-    before = np.cumsum(sizes[order]) - sizes[order]
+    row_pieces = np.diff(starts, append=count)
+    offsets = np.cumsum(sizes[order]) - sizes[order]
     column, segment = np.empty(count, np.int64), np.empty(count, np.int64)
-    column[order] = before - np.repeat(before[starts], members)
-    segment[order] = np.arange(count) - np.repeat(starts, members) + 1
+    column[order] = offsets - np.repeat(offsets[starts], row_pieces)
+    segment[order] = np.arange(count) - np.repeat(starts, row_pieces) + 1
     return Placement(row, column, segment, len(used))
 
 
@@ -131,15 +131,16 @@ class Rows:
 def fill(
     placement: Placement, tokens: list[Int32[np.ndarray, "_"]], documents: Int64[np.ndarray, "P"], length: int
 ) -> Rows:
-    """Writes the pieces' `tokens` and document numbers to their places. Positions restart at 0 in every piece."""
+    """The arrays of a block with the given pieces. tokens: of each piece. documents: each piece's document number.
+    Positions restart at 0 in every piece."""
     sizes = np.array([len(piece) for piece in tokens], np.int64)
     first = np.cumsum(sizes) - sizes
     position = np.arange(sizes.sum()) - np.repeat(first, sizes)
-    place = np.repeat(placement.row * length + placement.column, sizes) + position
+    slot = np.repeat(placement.row * length + placement.column, sizes) + position
 
     def scatter(values: np.ndarray, dtype: type, padding: int) -> np.ndarray:
         array = np.full((placement.num_rows, length), padding, dtype)
-        array.reshape(-1)[place] = values
+        array.reshape(-1)[slot] = values
         return array
 
     return Rows(

@@ -1,6 +1,6 @@
-"""Documents from parquet files with FineWeb's columns: local, remote, or a Hub data set's.
+"""Documents from parquet files with FineWeb's columns: local, remote, or in a Hub dataset.
 
-A source shard is a file, or with `row_groups_per_shard` some of its row groups. Documents are named by file and row.
+A source shard is a file, or with `row_groups_per_shard` some of its row groups.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from pipeline.data.manifest import FileEntry, KnownFooters, Manifest, require_un
 from pipeline.data.parquet_file import ParquetDamage, open_parquet, open_readers, read_row_groups
 
 _PART_BYTES = 16 << 20
-_FOOTER_THREADS = 16  # on remote storage each footer is a round trip
+_FOOTER_THREADS = 16  # each footer in remote storage takes a round trip
 
-# The columns of HuggingFaceFW/fineweb and fineweb-edu beside the text and the id, with the types they have there.
+# The columns of HuggingFaceFW/fineweb and fineweb-edu other than text and id, with their types.
 _INFO_TYPES = {
     "dump": pa.string(),
     "url": pa.string(),
@@ -40,7 +40,7 @@ _INFO_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """Row groups of one file; `stop` None means to the end."""
+    """Row groups `first` .. `stop` of one file; `stop` None is the end."""
 
     file: InputFile
     entry: FileEntry
@@ -53,50 +53,51 @@ class _Shard:
 
 
 class ParquetSource:
-    """Source shards in the order of the files' names. Only the columns that are used are read.
+    """Source shards sorted by file name. Only the columns that are used are read.
 
-    With `on_error=skip` one skip stands for all rows of a source shard from where its file is damaged.
+    With `on_error=skip`, one skip stands for all rows of a source shard from the first damaged one on.
     """
 
     shards: tuple[str, ...]
     info_schema: pa.Schema
 
     def __init__(self, config: ParquetData, manifest: Manifest | None = None) -> None:
-        """`manifest` is what `make_manifest` returned, here or in another process; None: it is made."""
+        """manifest: from `make_manifest`, in this or a different process; None to call it here."""
         self._config = config
         manifest = manifest or make_manifest(config)
         self._files = manifest.input_files(_path(config))
         self._shards = [
             shard
             for file, entry in zip(self._files, manifest.files, strict=True)
-            for shard in _shards_of(file, entry, config.row_groups_per_shard)
+            for shard in _file_shards(file, entry, config.row_groups_per_shard)
         ]
         self.shards = tuple(shard.name for shard in self._shards)
         names = [name for name in manifest.info_columns if name not in (config.text_column, config.id_column)]
         self.info_schema = pa.schema([(name, _INFO_TYPES[name]) for name in names])
 
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
-        """The shard's documents from its file's row `start` on; row groups before it are not read."""
-        place = self._shards[shard]
+        """The shard's documents from row `start` of its file on. Does not read earlier row groups."""
+        row_groups = self._shards[shard]
+        file = row_groups.file
         try:
-            with open_readers(place.file) as readers:
+            with open_readers(file) as readers:
                 parquet, _ = readers
-                require_unchanged(place.file, place.entry, parquet.num_row_groups, parquet.metadata.num_rows)
-                _check_columns(self._config, place.file, parquet.schema_arrow)
+                require_unchanged(file, row_groups.entry, parquet.num_row_groups, parquet.metadata.num_rows)
+                _check_columns(self._config, file, parquet.schema_arrow)
                 sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
                 begins = [0, *accumulate(sizes)]
                 groups = [
                     (group, begins[group])
-                    for group in range(parquet.num_row_groups)[place.first : place.stop]
+                    for group in range(parquet.num_row_groups)[row_groups.first : row_groups.stop]
                     if start < begins[group + 1]
                 ]
-                for batches in read_row_groups(place.file, readers, groups, self._columns(parquet)):
+                for batches in read_row_groups(file, readers, groups, self._columns(parquet)):
                     for index, batch in batches:
-                        yield from self._batch(place.file, batch, index, start)
+                        yield from self._batch(file, batch, index, start)
         except ParquetDamage as damage:
             if self._config.on_error is OnError.fail:
                 raise
-            yield SkippedDocument(place.file.name, max(damage.row, start), damage.reason)
+            yield SkippedDocument(file.name, max(damage.row, start), damage.reason)
 
     def fingerprint(self) -> dict[str, object]:
         """The columns, and a digest of the files' names and sizes."""
@@ -118,7 +119,7 @@ class ParquetSource:
     def _batch(
         self, file: InputFile, batch: pa.RecordBatch, index: int, start: int
     ) -> Iterator[Document | SkippedDocument]:
-        """The documents of a batch, whose first row is the file's row `index`, from the file's row `start` on."""
+        """The documents of a batch from row `start` of the file on. index: the batch's first row in the file."""
         row = max(start, index)
         for part in _parts(batch.slice(row - index)):
             yield from self._documents(file, part, row)
@@ -143,24 +144,24 @@ class ParquetSource:
             yield Document(name, text, file.name, row, info)
 
     def _info(self, file: InputFile, batch: pa.RecordBatch, field: pa.Field) -> list[str | bytes | int | float | None]:
-        """A column beside the text, as FineWeb has it. Files that lack it give nulls."""
+        """The values of a column, with its type in FineWeb; nulls if the file lacks it."""
         if field.name not in batch.schema.names:
             return [None] * batch.num_rows
         try:
             return _values(batch[field.name].cast(field.type))
         except pa.ArrowException as error:
             raise InputError(
-                f"{file.path}: column {field.name!r} is {batch[field.name].type}, which does not become {field.type}, "
-                f"its type in FineWeb: {error}. Rename or convert the column."
+                f"{file.path}: column {field.name!r} is {batch[field.name].type}, which cannot be converted to "
+                f"{field.type}, its type in FineWeb: {error}. Rename or convert the column."
             ) from error
 
 
 def make_manifest(config: ParquetData, known: KnownFooters = MappingProxyType({})) -> Manifest:
-    """Lists the files and reads the first one's schema, and with `row_groups_per_shard` every footer that is not
+    """Lists the files, reads the schema of the first one and, with `row_groups_per_shard`, every footer that is not
     `known`.
 
-    Raises InputError for no file, a missing column or, unless such are skipped, a damaged footer, and PipelineError for
-    what cannot be reached.
+    Raises InputError if there are no files, for a missing column, and for a damaged footer unless these are skipped;
+    PipelineError for a file that cannot be reached.
     """
     if config.row_groups_per_shard is not None and config.row_groups_per_shard < 1:
         raise ConfigError(f"data.row_groups_per_shard = {config.row_groups_per_shard}, expected at least 1 or null.")
@@ -193,7 +194,7 @@ def _read_entry(file: InputFile, on_error: OnError) -> FileEntry:
 
 
 def _first_schema(files: Sequence[InputFile], on_error: OnError) -> tuple[InputFile, pa.Schema]:
-    """The schema of the first file, or where damage is skipped, of the first whose footer is readable."""
+    """The first file and its schema; if damage is skipped, the first file with a readable footer."""
     for file in files:
         try:
             with open_parquet(file) as parquet:
@@ -224,8 +225,8 @@ def _check_columns(config: ParquetData, file: InputFile, schema: pa.Schema) -> N
             raise InputError(f"{file.path}: column {name!r} is {kind}, expected strings. Set data.{key}.")
 
 
-def _shards_of(file: InputFile, entry: FileEntry, row_groups_per_shard: int | None) -> list[_Shard]:
-    """A file that is to be skipped for its footer is one source shard, so that the skip is recorded once."""
+def _file_shards(file: InputFile, entry: FileEntry, row_groups_per_shard: int | None) -> list[_Shard]:
+    """A file's source shards. A file with a damaged footer is one source shard, so that it is skipped once."""
     if row_groups_per_shard is None or entry.row_groups is None:
         return [_Shard(file, entry)]
     return [
@@ -244,7 +245,7 @@ def _hub_path(config: ParquetData) -> str:
 
 
 def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """The batch in parts that are few bytes or one row: rows become Python's strings part by part."""
+    """The batch in small parts, or of one row, which limits the memory for Python objects."""
     if batch.num_rows <= 1 or batch.nbytes <= _PART_BYTES:
         yield batch
         return
@@ -258,7 +259,7 @@ def _is_binary(kind: pa.DataType) -> bool:
 
 
 def _values(column: pa.Array) -> list[str | bytes | int | float | None]:
-    """Python values; the raw bytes of all strings when one of them is not UTF-8."""
+    """The column as Python values; all strings as bytes if one of them is not UTF-8."""
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
@@ -266,7 +267,7 @@ def _values(column: pa.Array) -> list[str | bytes | int | float | None]:
 
 
 def _string(column: str, value: str | bytes | int | None) -> str:
-    """The value as text. Raises ValueError saying what is wrong with it."""
+    """The value as a string. Raises ValueError, with the reason, if it is null, empty or not UTF-8."""
     if value is None or value in ("", b""):
         raise ValueError(f"{column!r} is {'null' if value is None else 'empty'}")
     return str(_decoded(column, value))

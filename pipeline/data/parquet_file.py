@@ -1,4 +1,4 @@
-"""One parquet file: opened, its row groups read in batches, and damage told from everything else that fails."""
+"""Opens a parquet file and reads its row groups in batches. Distinguishes damage from all other failures."""
 
 import atexit
 import os
@@ -17,44 +17,43 @@ from pipeline.core.errors import InputError, PipelineError
 from pipeline.data.files import InputFile
 
 _ROWS_PER_READ = 512
-_BYTES_PER_READ = 64 << 20  # of rows so large that 512 of them would be more: fewer are read at once
-_MAX_BYTES_AHEAD = 64 << 20  # of a row group, decoded, that is read while the one before it is used
+_BYTES_PER_READ = 64 << 20  # fewer rows are read at once if they are larger than this together
+_MAX_BYTES_AHEAD = 64 << 20  # decoded size up to which a row group is read while the previous one is used
 
-_EXIT_TIMEOUT_S = 10.0  # that a read may keep the process from ending
+_EXIT_TIMEOUT_S = 10.0  # how long a read may delay the exit of the process
 
 T = TypeVar("T")
 
 
 class _Reads:
-    """Counts pyarrow's reads that are under way, a context manager around each, so that the process does not end amid
+    """A context manager for reads by pyarrow, which counts those in progress, so that the process does not exit during
     one.
 
-    Threads of pyarrow's call our files, which are Python's, and Python stops such a thread once it has begun to end:
-    the thread aborts the process ("terminate called without an active exception", exit code 134), or the process
-    waits for it for ever.
+    Threads of pyarrow call methods of Python file objects. Python stops such a thread when it exits, which aborts the
+    process ("terminate called without an active exception", exit code 134) or makes it wait forever.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._under_way = 0
+        self._in_progress = 0
         self._has_ended = False
 
     def __enter__(self) -> None:
         with self._changed:
             if self._has_ended:
-                raise PipelineError("the process ends, so nothing more is read.")
-            self._under_way += 1
+                raise PipelineError("the process is exiting, so nothing more is read.")
+            self._in_progress += 1
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
-            self._under_way -= 1
+            self._in_progress -= 1
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Waits for the reads that are under way, but not for a source that hangs; no other begins after."""
+        """Prevents new reads, and waits for those in progress, but not longer than _EXIT_TIMEOUT_S."""
         with self._changed:
             self._has_ended = True
-            self._changed.wait_for(lambda: not self._under_way, _EXIT_TIMEOUT_S)
+            self._changed.wait_for(lambda: not self._in_progress, _EXIT_TIMEOUT_S)
 
 
 _reads = _Reads()
@@ -62,24 +61,22 @@ atexit.register(_reads.end)
 
 
 class ParquetDamage(InputError):
-    """The file's content is not parquet from `row` on: the first row of the batch that cannot be read.
-
-    `reason` says so without the file's path or a remedy.
-    """
+    """The file's content cannot be read from `row` on, the first row of a batch. reason: the message without the file's
+    path and a remedy."""
 
     def __init__(self, file: InputFile, place: str, row: int, error: Exception) -> None:
         self.row = row
         self.reason = f"{place}: not readable as parquet: {' '.join(str(error).split()).rstrip('.')}"
         super().__init__(
-            f"{file.path}, {self.reason}. Expected a whole parquet file; download it again, or set data.on_error=skip "
-            "to leave out what follows."
+            f"{file.path}, {self.reason}. Expected a complete parquet file. Download it again, or set "
+            "data.on_error=skip to leave out the rest."
         )
 
 
 @contextmanager
 def open_parquet(file: InputFile) -> Iterator[pq.ParquetFile]:
-    """The file with its footer read. Raises ParquetDamage, InputError for no file or one of another size than it was
-    listed with, PipelineError for no access."""
+    """Opens a file and reads its footer. Raises ParquetDamage; InputError if the file is missing, or its size has
+    changed since it was listed; PipelineError if it cannot be reached."""
     with open_readers(file) as (parquet, _):
         yield parquet
 
@@ -90,11 +87,11 @@ def open_readers(file: InputFile) -> Iterator[tuple[pq.ParquetFile, pq.ParquetFi
     with file.open() as stream:
         if file.size is not None and (size := stream.seek(0, os.SEEK_END)) != file.size:
             raise InputError(
-                f"{file.path} has {size} bytes, and had {file.size} when it was listed. Leave the files of a job alone "
-                "while it runs: restore it, and run the same command again."
+                f"{file.path} has {size} bytes, but had {file.size} when it was listed. Do not change the files of a "
+                "running job: restore it, and run the same command again."
             )
         with _reads, _damage_named(file, "footer", 0):
-            # Without pre_buffer every column of a row group is a request of its own.
+            # Without pre_buffer, every column of a row group takes a separate request.
             parquet = pq.ParquetFile(stream, pre_buffer=True)
         yield parquet, pq.ParquetFile(stream.another(), metadata=parquet.metadata, pre_buffer=True)
 
@@ -105,11 +102,11 @@ def read_row_groups(
     groups: Sequence[tuple[int, int]],
     columns: Sequence[str],
 ) -> Iterator[Iterator[tuple[int, pa.RecordBatch]]]:
-    """The batches of each of the row groups, given by their numbers and first rows. Raises ParquetDamage where its turn
-    comes.
+    """The batches of each row group. groups: the row groups' numbers and first rows.
 
-    While one is used the next is fetched and its first batch decoded, in a thread, unless it is large. The `readers`
-    take turns, since each keeps the bytes of the row group that it read last.
+    While one row group is used, a thread fetches the next one, unless it is large, and decodes its first batch. The two
+    `readers` alternate, since each keeps the bytes of its last row group. ParquetDamage is raised after the batches
+    before the damage.
     """
     metadata = readers[0].metadata
 
@@ -128,8 +125,7 @@ def read_row_groups(
 
 
 def _in_background(call: Callable[[], T]) -> Callable[[], T]:
-    """Calls a function in a thread, which does not keep the process from ending; waits for what it returns or
-    raises."""
+    """Calls a function in a daemon thread. The returned function waits for its result, or raises its exception."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -145,15 +141,15 @@ def _in_background(call: Callable[[], T]) -> Callable[[], T]:
 def row_batches(
     file: InputFile, parquet: pq.ParquetFile, group: int, first: int, columns: Sequence[str]
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The batches of one row group, each with its first row. `first` is the group's own first row in the file.
+    """The batches of one row group, each with its first row in the file. first: the row group's first row.
 
-    Raises ParquetDamage. Batches begin at the same rows whatever is done with them.
+    Raises ParquetDamage. The batches of a file always begin at the same rows.
     """
     index = first
     sizes = parquet.metadata.row_group(group)
     row_bytes = max(1, sizes.total_byte_size // max(1, sizes.num_rows))
     rows = min(_ROWS_PER_READ, max(1, _BYTES_PER_READ // row_bytes))
-    # By one thread: pyarrow's would release the bytes that were read when it suits them, even once Python ends.
+    # Without threads of pyarrow, which might release the bytes that were read while Python exits.
     batches = parquet.iter_batches(rows, row_groups=[group], columns=list(columns), use_threads=False)
     while True:
         with _reads, _damage_named(file, f"row {index}", index):
@@ -166,9 +162,9 @@ def row_batches(
 
 @contextmanager
 def _damage_named(file: InputFile, place: str, row: int) -> Iterator[None]:
-    """Turns pyarrow's errors about the file's content, an OSError among them, into ParquetDamage.
+    """Turns pyarrow's errors about the file's content, including OSError, into ParquetDamage.
 
-    What the system or the network raises is a PipelineError already: `InputFile.open` sees to that.
+    Errors of the system or the network are already PipelineErrors, from `InputStream`.
     """
     try:
         yield

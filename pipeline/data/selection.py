@@ -1,10 +1,10 @@
-"""`capture.positions`: of which tokens activations are stored. Pure functions of documents and settings.
+"""`capture.positions`: which tokens' activations are stored. Pure functions of documents and settings.
 
-A selection looks at one piece (a window of a document) at a time, before it is packed, so that what it selects depends
-on neither the packing nor the other documents.
+A selection is made for each piece (a window of a document) before packing, so it does not depend on the packing or on
+other documents.
 
-Shapes: n tokens of a piece, m selected ones of them, P pieces, R rows, T = length positions of a row, K = slots for
-selected tokens of a row.
+Shapes: n tokens of a piece, m selected tokens among them, P pieces, R rows, T = length positions per row, K = slots per
+row for selected tokens.
 """
 
 import math
@@ -22,10 +22,10 @@ from pipeline.core.errors import ConfigError
 from pipeline.data.packing import Placement
 from pipeline.data.text.tokenizer import TextTokenizer
 
-_TOKENS_PER_SLOT = 16  # of the default of capture.per_row: documents shorter than so many tokens leave rows half empty
-_SIGMAS = 4  # between the mean number of a row's sampled tokens and the slots that it has for them
+_TOKENS_PER_SLOT = 16  # default for capture.per_row: with shorter documents, slots run out before a row is full
+_SIGMAS = 4  # slots for sampled tokens exceed their mean number per row by as many standard deviations
 
-# What belongs to each choice of capture.positions. `sample` may do without a seed, and the others without per_row.
+# The settings of each choice of capture.positions. `seed` and `per_row` are optional.
 _SETTINGS = {
     Positions.all: (),
     Positions.last: ("per_row",),
@@ -38,21 +38,24 @@ _OPTIONAL = {"per_row", "seed"}
 
 
 class Chosen(NamedTuple):
-    """Selected tokens of a piece: their `places` in it, ascending, and what ranks them should a row have too many."""
+    """The selected tokens of a piece: their indices in it, ascending, and their ranks in case a row has too many."""
 
     places: Int64[np.ndarray, " m"]
     ranks: Shaped[np.ndarray, " m"]
 
 
 class Selection(Protocol):
-    """`packs`: rows are packed so that they have a slot for every selected token, as far as a piece has no more."""
+    """slots: K. packs: whether rows are packed so that every selected token has a slot, if its piece has at most K."""
 
     slots: int
     packs: bool
 
     def choose(self, tokens: Int32[np.ndarray, " n"], document: int, first: int, is_end: bool) -> Chosen:
-        """Selects among the tokens of a piece, which starts at token `first` of document number `document` and, where
-        `is_end`, ends with it."""
+        """Selects among the tokens of a piece.
+
+        document: the document's number. first: the piece's first token in the document. is_end: whether the piece ends
+        with the document.
+        """
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class LastToken:
 
 @dataclass(frozen=True)
 class EveryKth:
-    """Positions k - 1, 2 k - 1, ... of each window of a document. No row has more than T // k of them."""
+    """Positions k - 1, 2 k - 1, ... in each window of a document. A row has at most T // k of them."""
 
     k: int
     slots: int
@@ -80,14 +83,14 @@ class EveryKth:
 
 @dataclass(frozen=True)
 class SomeTokens:
-    """Tokens whose ids are selected: `is_selected` is False from the last that is on."""
+    """Tokens with certain ids. is_selected: by token id; its last entry is False, and stands for all larger ids."""
 
     is_selected: Bool[np.ndarray, " V"]
     slots: int
     packs = True
 
     @classmethod
-    def of(cls, ids: Sequence[int], slots: int) -> "SomeTokens":
+    def from_ids(cls, ids: Sequence[int], slots: int) -> "SomeTokens":
         is_selected = np.zeros(max(ids) + 2, bool)
         is_selected[list(ids)] = True
         return cls(is_selected, slots)
@@ -98,9 +101,9 @@ class SomeTokens:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """Each token with the probability `rate`, by a number drawn for the seed, the document and its place in it.
+    """A random sample: each token with probability `rate`, depending on the seed, the document and the token's index.
 
-    Of a row that has more than K, those with the smallest numbers: still a sample.
+    If a row has more than K of them, those with the smallest random numbers are stored, which are still a sample.
     """
 
     rate: float
@@ -119,18 +122,18 @@ def _in_order(places: Int64[np.ndarray, " m"]) -> Chosen:
 
 
 def slots_per_row(capture: CaptureConfig, length: int) -> int | None:
-    """K, or None with positions=all. Raises ConfigError for settings that do not fit together or the row."""
+    """K, or None with positions=all. Raises ConfigError for settings that contradict each other or the row length."""
     positions = capture.positions
-    named = {name for names in _SETTINGS.values() for name in names}
-    given = {name for name in named if getattr(capture, name) is not None}
+    all_settings = {name for names in _SETTINGS.values() for name in names}
+    given = {name for name in all_settings if getattr(capture, name) is not None}
     wanted = set(_SETTINGS[positions])
     if missing := sorted(wanted - given - _OPTIONAL):
         raise ConfigError(f"capture.positions={positions} needs capture.{missing[0]}. Give it a value.")
     if surplus := sorted(given - wanted):
         owners = " or ".join(str(choice) for choice, names in _SETTINGS.items() if surplus[0] in names)
         raise ConfigError(
-            f"capture.{surplus[0]} is {getattr(capture, surplus[0])!r} with capture.positions={positions}: it belongs "
-            f"to capture.positions={owners}. Leave one of them out."
+            f"capture.{surplus[0]} is {getattr(capture, surplus[0])!r}, but capture.positions={positions}: it is for "
+            f"capture.positions={owners}. Leave one of them out."
         )
     _require_within("every", capture.every, 2, length, "the tokens of a row (batch.length)")
     _require_within("per_row", capture.per_row, 1, length, "the tokens of a row (batch.length)")
@@ -155,7 +158,7 @@ def _require_within(name: str, value: int | None, least: int, most: int, what: s
 
 
 def selection_identity(capture: CaptureConfig, length: int) -> dict[str, str | int | float]:
-    """What determines the selection, beside documents and tokenizer; {} with positions=all."""
+    """What determines the selection, in addition to documents and tokenizer; {} with positions=all."""
     slots = slots_per_row(capture, length)
     if slots is None:
         return {}
@@ -167,7 +170,7 @@ def selection_identity(capture: CaptureConfig, length: int) -> dict[str, str | i
 
 
 def open_selection(capture: CaptureConfig, length: int, tokenizer: TextTokenizer) -> Selection | None:
-    """What the settings select; None for all tokens. Raises ConfigError, also for what no token of the tokenizer is."""
+    """The selection; None for all tokens. Raises ConfigError, also if the tokenizer has no matching token."""
     slots = slots_per_row(capture, length)
     match capture.positions:
         case Positions.last:
@@ -175,9 +178,9 @@ def open_selection(capture: CaptureConfig, length: int, tokenizer: TextTokenizer
         case Positions.every:
             return EveryKth(capture.every, slots)
         case Positions.token:
-            return SomeTokens.of([tokenizer.token_id("capture.token", capture.token)], slots)
+            return SomeTokens.from_ids([tokenizer.token_id("capture.token", capture.token)], slots)
         case Positions.regex:
-            return SomeTokens.of(_matching_ids(capture.regex, tokenizer), slots)
+            return SomeTokens.from_ids(_matching_ids(capture.regex, tokenizer), slots)
         case Positions.sample:
             return SampledTokens(capture.rate, capture.seed or 0, slots)
     return None
@@ -188,13 +191,13 @@ def _matching_ids(regex: str, tokenizer: TextTokenizer) -> list[int]:
         pattern = re.compile(regex)
     except re.error as error:
         raise ConfigError(
-            f"capture.regex={regex!r} is no regular expression: {error}. Correct it (Python's re)."
+            f"capture.regex={regex!r} is not a regular expression: {error}. Correct it (Python's re)."
         ) from error
     ids = [token_id for token_id, text in tokenizer.token_texts().items() if pattern.search(text)]
     if not ids:
         raise ConfigError(
-            f"capture.regex={regex!r} is found in none of the {tokenizer.vocab_size} tokens. It is searched for in "
-            f"each token's text, such as ' the'; correct it."
+            f"capture.regex={regex!r} matches none of the {tokenizer.vocab_size} tokens. It is searched for in each "
+            f"token's text, such as ' the'. Correct it."
         )
     return ids
 
@@ -202,9 +205,9 @@ def _matching_ids(regex: str, tokenizer: TextTokenizer) -> list[int]:
 def costs(
     selection: Selection, sizes: Int64[np.ndarray, " P"], chosen: Sequence[Chosen], length: int
 ) -> tuple[Int64[np.ndarray, " P"], int]:
-    """What each piece takes of a row, and what a row has: in units of which a token takes K and a slot T.
+    """The cost of each piece, and the capacity of a row, in units such that a token costs K and a slot costs T.
 
-    So pieces whose costs fit into a row have at most T tokens and K selected ones.
+    Pieces whose costs fit into a row have at most T tokens and K selected tokens together.
     """
     if not selection.packs:
         return sizes, length
@@ -215,9 +218,9 @@ def costs(
 def selected_slots(
     placement: Placement, chosen: Sequence[Chosen], num_slots: int
 ) -> tuple[Int32[np.ndarray, "R K"], Int64[np.ndarray, " P"]]:
-    """The row positions of the selected tokens, ascending, and how many of each piece's got a slot.
+    """The positions of the selected tokens in each row, ascending, and how many of each piece's tokens have a slot.
 
-    Of a row that has more than `num_slots` those with the lowest ranks get one.
+    If a row has more than `num_slots` selected tokens, those with the lowest ranks get a slot.
     """
     counts = np.array([len(piece_choice.places) for piece_choice in chosen], np.int64)
     none = np.empty(0, np.int64)
@@ -225,13 +228,13 @@ def selected_slots(
     position = placement.column[piece] + np.concatenate([none, *(piece_choice.places for piece_choice in chosen)])
     row, rank = placement.row[piece], np.concatenate([piece_choice.ranks for piece_choice in chosen] or [none])
 
-    def place_in_row(row: np.ndarray) -> np.ndarray:
-        """How many of the same row stand before each, where rows are ascending."""
+    def index_in_row(row: np.ndarray) -> np.ndarray:
+        """How many earlier entries have the same row, given ascending rows."""
         return np.arange(len(row)) - np.searchsorted(row, row)
 
     by_rank = np.lexsort((position, rank, row))
-    kept = by_rank[place_in_row(row[by_rank]) < num_slots]
+    kept = by_rank[index_in_row(row[by_rank]) < num_slots]
     kept = kept[np.lexsort((position[kept], row[kept]))]
     selected = np.full((placement.num_rows, num_slots), -1, np.int32)
-    selected[row[kept], place_in_row(row[kept])] = position[kept]
+    selected[row[kept], index_in_row(row[kept])] = position[kept]
     return selected, np.bincount(piece[kept], minlength=len(chosen))

@@ -1,6 +1,6 @@
-"""From the configuration's `data` group to the source that it names.
+"""Opens the source of a configuration's `data` group.
 
-A source is imported when it is opened: `datasets`, and the pandas behind it, would otherwise cost every run 0.6 s.
+Sources are imported when needed: importing `datasets`, and pandas with it, would cost every run 0.6 s.
 """
 
 import os
@@ -25,12 +25,12 @@ def open_source(
     stored: Mapping[str, object] | None = None,
     manifest_of: Callable[[ParquetData], Manifest] = make_manifest,
 ) -> Source:
-    """Lists the source shards and checks what can be checked without reading them all. Of `data=generate` the source
-    gives the prompts.
+    """Opens a source: lists its shards, and checks what can be checked without reading all of them. For `data=generate`
+    it is the source of the prompts.
 
-    `tokenizer` renders the prompts of a source that asks for its chat template. `stored` is the data's identity in the
-    store, if there is a store: earlier programs identified data of the Hub by its commit. `manifest_of` lists parquet
-    files; a job has one process do it. Raises InputError or ConfigError.
+    tokenizer: renders chat templates. stored: the data's identity in the store, if there is one; earlier versions
+    identified data on the Hub by its commit. manifest_of: lists parquet files; in a job, only one process does.
+    Raises InputError or ConfigError.
     """
     match config:
         case ParquetData(source="parquet"):
@@ -47,13 +47,13 @@ def open_source(
             prompts = stored and stored.get("prompts")
             return _open_prompts(config, tokenizer, prompts if isinstance(prompts, dict) else None, manifest_of)
     raise ConfigError(
-        f"data.source={config.source} with the keys of {type(config).__name__}. Choose the data by data=fineweb, "
-        "fineweb_edu, arc, ai2_arc, hf or generate, and leave data.source alone."
+        f"data.source={config.source} with the keys of {type(config).__name__}. Choose the data with data=fineweb, "
+        "fineweb_edu, arc, ai2_arc, hf or generate, and do not set data.source."
     )
 
 
 def hub_repository(config: DataConfig) -> str | None:
-    """The Hub's data set that a source reads; None where its data lies elsewhere."""
+    """The Hub dataset that a source reads; None if its data is elsewhere."""
     match config:
         case ParquetData(path=None):
             return config.repo
@@ -76,19 +76,21 @@ def _open_prompts(
 ) -> Source:
     prompts = config.prompts
     if isinstance(prompts, GenerateData):
-        raise ConfigError("data.prompts is generate itself. Choose another source by data@data.prompts=...")
+        raise ConfigError("data.prompts is itself generate. Choose a different source with data@data.prompts=...")
     for name in ("path", *(field.name for field in fields(DataConfig) if field.name != "source")):
         ours, theirs = getattr(config, name), getattr(prompts, name)
         if ours != theirs:
             raise ConfigError(
-                f"data.prompts.{name} is {theirs}, and data.{name} is {ours}. Set only the latter, which holds for the "
-                "prompts."
+                f"data.prompts.{name} is {theirs}, but data.{name} is {ours}. Set only the latter, which also applies "
+                "to the prompts."
             )
     if config.suffix is not None:
-        raise ConfigError(f"data.suffix is {config.suffix!r}, but completions follow the prompts. Set it to null.")
+        raise ConfigError(f"data.suffix is {config.suffix!r}, but prompts are followed by completions. Set it to null.")
     if isinstance(prompts, ArcData):
         if prompts.include_solution:
-            raise ConfigError("data.prompts.include_solution is true: the prompt would answer itself. Set it to false.")
+            raise ConfigError(
+                "data.prompts.include_solution is true, but prompts must not contain answers. Set it to false."
+            )
         if prompts.template is Template.chat and config.template is Template.chat:
             raise ConfigError("data.template and data.prompts.template are both chat. Set one of them to plain.")
     source = open_source(prompts, tokenizer, stored, manifest_of)

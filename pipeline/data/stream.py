@@ -1,7 +1,7 @@
-"""A stream: one fixed share of the source shards, as consecutive blocks of token rows.
+"""A stream: a fixed share of the source shards, as consecutive blocks of token rows.
 
-Stream s of S reads the source shards s, s + S, s + 2 S, ... The rows of block (stream, index) are a pure function of
-the source, the tokenizer and the batch settings: neither interruption nor read-ahead nor a token budget changes them.
+Stream s of S reads the source shards s, s + S, s + 2 S, ... The rows of a block only depend on its stream and index,
+the source, the tokenizer and the batch settings, and not on interruptions, reading ahead or a token budget.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,10 +30,8 @@ from pipeline.data.tokenised import StreamDocuments, TokenisedDocument
 
 @dataclass(frozen=True, slots=True)
 class _Parent:
-    """A document in memory until its block is made: without its text, and without tokens that are cut.
-
-    `num_tokens` counts those, too.
-    """
+    """A document, kept until its block is made, without its text and without tokens that are cut. num_tokens: with
+    these."""
 
     document: Document
     tokens: Int32[np.ndarray, "_"]
@@ -43,7 +41,7 @@ class _Parent:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens `first` to `last` of a document: the unit of packing. `chosen` are those of them that are selected."""
+    """Tokens `first` to `last` of a document: the unit of packing. chosen: the selected ones among them."""
 
     parent: _Parent
     first: int
@@ -65,7 +63,8 @@ class _Piece:
 
 @dataclass
 class _Pending:
-    """What was read but is in no block yet. With each skip, the number of the stream's pieces before it."""
+    """Pieces and skips that were read but are in no block yet. Each skip has the number of the stream's pieces before
+    it."""
 
     pieces: list[_Piece] = field(default_factory=list)
     skips: list[tuple[int, SkippedDocument]] = field(default_factory=list)
@@ -80,10 +79,8 @@ class _Pending:
         self.skips.append((self.num_taken + len(self.pieces), skip))
 
     def take(self, count: int) -> tuple[list[_Piece], list[tuple[int, SkippedDocument]]]:
-        """Removes the first `count` pieces, and the skips that stand before the piece that is first then.
-
-        With each skip, how many of these pieces stand before it.
-        """
+        """Removes and returns the first `count` pieces, and the skips before the next piece. Each skip has the number
+        of these pieces before it."""
         pieces, self.pieces = self.pieces[:count], self.pieces[count:]
         self.num_tokens -= sum(piece.size for piece in pieces)
         skips = [(before - self.num_taken, skip) for before, skip in self.skips if before <= self.num_taken + count]
@@ -93,7 +90,7 @@ class _Pending:
 
 
 class TokenStream:
-    """The blocks of stream `stream` of `num_streams`. Making one reads nothing."""
+    """The blocks of stream `stream` of `num_streams`. The constructor does not read anything."""
 
     def __init__(
         self,
@@ -107,7 +104,7 @@ class TokenStream:
         long_documents: LongDocuments = LongDocuments.split,
         selection: Selection | None = None,
     ) -> None:
-        """No `selection`: all tokens."""
+        """selection: None selects all tokens."""
         self.stream = stream
         self._num_streams = num_streams
         self._num_rows = rows_per_block
@@ -124,18 +121,19 @@ class TokenStream:
         token_budget: int | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Iterator[TokenBlock]:
-        """The blocks from number `index` on; `start` is the `next` of the block before it.
+        """The blocks from block `index` on.
 
-        `token_budget` is the number of valid tokens still wanted: the block that exceeds it is cut after the row that
-        reaches it (`truncated`, `next = start`) and is the last. A stream without documents, or with skipped ones
-        only, gives one block without rows: every stream ends in a block that says so (`exhausted`).
+        start: the `next` of the previous block. token_budget: the number of valid tokens still wanted. The block that
+        exceeds it is the last one, and is truncated after the row that reaches it (`truncated`, `next = start`).
+        Otherwise every stream ends with a block that is `exhausted`; if it has no documents or only skipped ones, this
+        is a block without rows.
+        should_stop: called before every document. Once it returns true, as it must then continue to do, no more blocks
+        are yielded.
 
-        Once `should_stop` says so, which it is asked before every document and must keep saying, no block follows.
-
-        Raises InputError for bad documents, as `on_error` says, and ConfigError for a cursor that other batch settings
-        made.
+        Raises InputError for bad documents, depending on `on_error`, and ConfigError for a cursor that was made with
+        different batch settings.
         """
-        self._check(start)
+        self._require_valid(start)
         documents = self._documents.read(start, should_stop)
         pending = _Pending()
         while token_budget is None or token_budget > 0:
@@ -156,34 +154,34 @@ class TokenStream:
             start, index = block.next, index + 1
 
     def demand(self, start: Cursor, token_budget: int | None) -> Demand:
-        """What `blocks(start, token_budget=token_budget)` may read of the documents from `start` on."""
+        """The documents from `start` on that `blocks(start, token_budget=token_budget)` can read."""
         return Demand(token_budget, self._num_rows, self._length, self._packing, self._long_documents, start.token)
 
-    def _check(self, start: Cursor) -> None:
+    def _require_valid(self, start: Cursor) -> None:
         if start.token % self._length or (start.token and self._long_documents is LongDocuments.cut):
             raise ConfigError(
-                f"stream {self.stream} cannot start at token {start.token} of a document with rows of {self._length}. "
-                "Resume with the batch settings that the store was made with."
+                f"stream {self.stream} cannot start at token {start.token} of a document with rows of {self._length} "
+                "tokens. Resume with the batch settings that the store was made with."
             )
 
     def _read_ahead(
         self, documents: Iterator[TokenisedDocument | SkippedDocument], pending: _Pending, start: Cursor
     ) -> None:
-        """Reads until there is more than a block takes, so that the next block's first piece is known."""
+        """Reads more than a block of pieces, so that the next block's first piece is known."""
 
-        def enough() -> bool:
+        def has_enough() -> bool:
             if self._packing is Packing.pad:
                 return len(pending.pieces) > self._num_rows
             return pending.num_tokens > self._num_rows * self._length
 
-        while not enough() and (item := next(documents, None)) is not None:
+        while not has_enough() and (item := next(documents, None)) is not None:
             if isinstance(item, SkippedDocument):
                 pending.add_skip(item)
                 continue
             begin = start.token if item.cursor.ordinal == start.ordinal else 0
             parent = self._parent(item)
             for first, last in windows(parent.num_tokens, self._length, self._long_documents, begin):
-                pending.add(self._chosen(_Piece(parent, first, last)))
+                pending.add(self._with_selection(_Piece(parent, first, last)))
 
     def _parent(self, item: TokenisedDocument) -> _Parent:
         tokens = item.tokens
@@ -191,7 +189,7 @@ class TokenStream:
             tokens = tokens[: self._length].copy()
         return _Parent(replace(item.document, text=""), tokens, len(item.tokens), item.cursor)
 
-    def _chosen(self, piece: _Piece) -> _Piece:
+    def _with_selection(self, piece: _Piece) -> _Piece:
         if self._selection is None:
             return piece
         end = piece.parent.num_tokens
@@ -211,7 +209,7 @@ class TokenStream:
     def _select(
         self, placement: Placement, pieces: Sequence[_Piece]
     ) -> tuple[Int32[np.ndarray, "R K"] | None, Int64[np.ndarray, " P"] | None]:
-        """`TokenBlock.selected`, and how many of each piece's selected tokens are in it; None for all tokens."""
+        """`TokenBlock.selected`, and how many of each piece's selected tokens have a slot; None if all are selected."""
         if self._selection is None:
             return None, None
         return selected_slots(placement, [piece.chosen for piece in pieces], self._selection.slots)
@@ -225,7 +223,7 @@ class TokenStream:
         skips: Sequence[SkippedDocument],
         left: Sequence[_Piece],
     ) -> TokenBlock:
-        """The block of `pieces`, which are all of the stream's when none is `left`."""
+        """The block with these pieces. `left`: the pieces read after them; none if the stream is exhausted."""
         numbers = np.array([self._number(piece) for piece in pieces], np.int64)
         rows = fill(placement, [piece.tokens for piece in pieces], numbers, self._length)
         selected, num_selected = self._select(placement, pieces)
@@ -254,23 +252,21 @@ class TokenStream:
         pieces: Sequence[_Piece],
         skips: Sequence[tuple[int, SkippedDocument]],
     ) -> TokenBlock:
-        """The block itself, or as many of its leading rows as reach `token_budget` tokens.
-
-        Of the `skips`, each with the number of `pieces` before it, those before the last piece kept are kept.
-        """
-        filled = np.cumsum(np.count_nonzero(block.segments, axis=1))
-        keep = int(np.searchsorted(filled, token_budget)) + 1
-        if keep >= block.num_rows:
+        """The block itself, or its first rows that reach `token_budget` tokens, with the skips before the last piece in
+        these rows. `skips`: each with the number of `pieces` before it."""
+        total_tokens = np.cumsum(np.count_nonzero(block.segments, axis=1))
+        num_rows = int(np.searchsorted(total_tokens, token_budget)) + 1
+        if num_rows >= block.num_rows:
             return block
-        kept = np.flatnonzero(placement.row < keep)
+        kept = np.flatnonzero(placement.row < num_rows)
         _, num_selected = self._select(placement, pieces)
         return replace(
             block,
-            tokens=block.tokens[:keep],
-            segments=block.segments[:keep],
-            positions=block.positions[:keep],
-            documents=block.documents[:keep],
-            selected=None if block.selected is None else block.selected[:keep],
+            tokens=block.tokens[:num_rows],
+            segments=block.segments[:num_rows],
+            positions=block.positions[:num_rows],
+            documents=block.documents[:num_rows],
+            selected=None if block.selected is None else block.selected[:num_rows],
             table=self._table(
                 [pieces[number] for number in kept], None if num_selected is None else num_selected[kept]
             ),
@@ -285,7 +281,7 @@ class TokenStream:
         return piece.parent.cursor.ordinal * self._num_streams + self.stream
 
     def _table(self, pieces: Sequence[_Piece], num_selected: Int64[np.ndarray, " P"] | None) -> pa.Table:
-        """One row per document; a document's pieces here are neighbours that continue each other."""
+        """The document table: one row per document. A document's pieces in a block are contiguous."""
         first = {self._number(piece): piece for piece in reversed(pieces)}
         last = {self._number(piece): piece for piece in pieces}
         parents = [piece.parent for piece in last.values()]

@@ -1,4 +1,4 @@
-"""The documents of one stream with their token ids, in order, from any cursor on."""
+"""Reads the documents of one stream, in order and with their token ids, from any cursor on."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from pipeline.core.errors import InputError
 from pipeline.data.documents import Cursor, Document, SkippedDocument, Source
 from pipeline.data.text.tokenizer import TextTokenizer
 
-# Documents tokenised together: enough for the tokenizer's threads, few enough that a block does not wait for many.
+# Documents tokenised together: enough for the tokenizer's threads, but not so many that a block waits for them.
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1 << 20
 _REASON_CHARACTERS = 1000
@@ -22,7 +22,7 @@ _LONE_SURROGATE = "{} has a lone surrogate, so is not UTF-8"
 
 @dataclass(frozen=True, slots=True)
 class TokenisedDocument:
-    """A document, its tokens, and the cursor of its first token. A prompt may lack `num_cut` at its beginning."""
+    """A document, its tokens, and the cursor of its first token. num_cut: tokens cut from a long prompt's beginning."""
 
     document: Document
     tokens: Int32[np.ndarray, "_"]
@@ -31,24 +31,24 @@ class TokenisedDocument:
 
 
 class StreamDocuments(Protocol):
-    """The documents of one stream. `info_schema` names and types the columns of `Document.info`."""
+    """The documents of one stream. info_schema: the names and types of the columns of `Document.info`."""
 
-    num_shards: int  # source shards of the stream
+    num_shards: int  # the number of the stream's source shards
     info_schema: pa.Schema
 
     def read(
         self, start: Cursor, should_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[TokenisedDocument | SkippedDocument]:
-        """What stands from `start.document` on; `start.token` is the caller's concern.
+        """The documents from `start.document` on. The caller handles `start.token`.
 
-        Ends early, anywhere, once `should_stop` says so; it must keep saying so.
+        May end at any document once `should_stop` returns true, which it must then continue to do.
         """
 
 
 class TokenisedDocuments:
-    """The documents of the source shards `shards` (numbers of `source.shards`), tokenised in batches.
+    """Tokenises the documents of some source shards in batches.
 
-    The batches do not show: neither ids nor errors depend on which documents were tokenised together.
+    shards: indices into `source.shards`. Neither token ids nor errors depend on which documents share a batch.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TokenisedDocuments:
         max_prompt: int | None = None,
         long_prompts: LongPrompts = LongPrompts.refuse,
     ) -> None:
-        """`vocab_size` is the model's; None accepts every id. `max_prompt`: what is longer is cut or refused."""
+        """vocab_size: the model's; None accepts every token id. max_prompt: longer prompts are cut or refused."""
         self.num_shards = len(shards)
         self.info_schema = source.info_schema
         self._source = source
@@ -76,8 +76,8 @@ class TokenisedDocuments:
     def read(
         self, start: Cursor, should_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[TokenisedDocument | SkippedDocument]:
-        """See `StreamDocuments`. Raises InputError, naming file and row, for a document that cannot become tokens,
-        unless such are skipped."""
+        """See `StreamDocuments`. Raises InputError, naming file and row, for a document that cannot be tokenised,
+        unless these are skipped."""
         ordinal = start.ordinal
         for batch in _batches(self._rows(start, should_stop)):
             results = iter(self._encode([item.text for _, item in batch if isinstance(item, Document)]))
@@ -86,7 +86,7 @@ class TokenisedDocuments:
                     yield replace(item, reason=_storable(item.reason))
                     continue
                 result = next(results)
-                if reason := result if isinstance(result, str) else _not_unicode(item):
+                if reason := result if isinstance(result, str) else _unicode_problem(item):
                     yield self._bad(item, _storable(reason))
                 else:
                     kept = self._cut(result)
@@ -95,7 +95,7 @@ class TokenisedDocuments:
                     ordinal += 1
 
     def _rows(self, start: Cursor, should_stop: Callable[[], bool]) -> Iterator[tuple[int, Document | SkippedDocument]]:
-        """The source's rows from `start` on, each with the number of source shards before its own."""
+        """The source's rows from `start` on, each with the index of its source shard in the stream."""
         for shard in range(start.shard, len(self._shards)):
             for item in self._source.read(self._shards[shard], start.document if shard == start.shard else 0):
                 if should_stop():
@@ -103,7 +103,7 @@ class TokenisedDocuments:
                 yield shard, item
 
     def _encode(self, texts: list[str]) -> list[Int32[np.ndarray, "_"] | str]:
-        """The tokens of each text, or the reason why it has none that the model could take."""
+        """The tokens of each text, or the reason why it cannot be used."""
         try:
             return [self._checked(tokens) for tokens in self._tokenizer.encode(texts)]
         except ValueError as error:
@@ -121,7 +121,7 @@ class TokenisedDocuments:
         return tokens
 
     def _cut(self, tokens: Int32[np.ndarray, "_"]) -> Int32[np.ndarray, "_"]:
-        """At most `max_prompt` tokens: those that stand before every text (BOS, the prefix), and the last."""
+        """At most `max_prompt` tokens: those that precede every text (BOS, the prefix), and the last ones."""
         num_cut = len(tokens) - (self._max_prompt or len(tokens))
         if num_cut <= 0:
             return tokens
@@ -141,7 +141,7 @@ class TokenisedDocuments:
 def _batches(
     rows: Iterable[tuple[int, Document | SkippedDocument]],
 ) -> Iterator[list[tuple[int, Document | SkippedDocument]]]:
-    """Groups for the tokenizer. A bad row fails only after the documents before it were given out."""
+    """Batches for the tokenizer. If a row raises InputError, the documents before it are yielded first."""
     batch: list[tuple[int, Document | SkippedDocument]] = []
     characters = 0
     try:
@@ -159,8 +159,8 @@ def _batches(
         yield batch
 
 
-def _not_unicode(document: Document) -> str | None:
-    """Why the document's id or a column beside its text cannot be stored, where it cannot."""
+def _unicode_problem(document: Document) -> str | None:
+    """Why the document's id or a column of its info cannot be stored; None if they can."""
     for name, value in (("id", document.id), *document.info.items()):
         if isinstance(value, str) and not _is_unicode(value):
             return _LONE_SURROGATE.format(f"its {name}")
@@ -176,5 +176,5 @@ def _is_unicode(text: str) -> bool:
 
 
 def _storable(reason: str) -> str:
-    """A message that may quote anything, as text of bounded length without lone surrogates."""
+    """A message, which may quote any text, with limited length and without lone surrogates."""
     return reason[:_REASON_CHARACTERS].encode(errors="backslashreplace").decode()

@@ -81,11 +81,11 @@ def test_a_budget_reads_no_more_than_its_demand(sizes, budget, rows, length, pac
     [
         ([100, 120], [100, 100], None),
         ([], [], None),
-        ([100, 60], [100, 100], "the data ended 40 tokens short of run.max_tokens=200: stream 1 by 40. Give more data"),
+        ([100, 60], [100, 100], "the data ended 40 tokens short of run.max_tokens=200: stream 1 by 40. Use more data"),
         (
             [0, 190, 30],
             [100, 100, 100],
-            "170 tokens short of run.max_tokens=300: stream 0 by 100, stream 2 by 70. Give",
+            "170 tokens short of run.max_tokens=300: stream 0 by 100, stream 2 by 70. Use",
         ),
         (
             [0] * 9 + [1],

@@ -167,7 +167,7 @@ def test_a_damaged_file_always_fails(tmp_path, loader, content, on_error):
         ({"text": "{{ 'x' * 10**10 }}"}, ConfigError, "data.text=.* cannot be used: it takes too much work"),
         ({"data_files": 5}, ConfigError, "data.data_files is 5, expected a path or a list of paths"),
         ({"data_files": [5]}, ConfigError, r"data.data_files is \[5\], expected a path or a list of paths"),
-        ({"path": ""}, ConfigError, "data.path is '': neither a directory, nor a loader, nor a Hub id"),
+        ({"path": ""}, ConfigError, "data.path is '', which is neither a directory, nor a loader, nor a Hub id"),
         (
             {"path": "/" + "a" * 5000},
             ConfigError,
@@ -180,7 +180,7 @@ def test_a_damaged_file_always_fails(tmp_path, loader, content, on_error):
         ({"data_files": "nothing.jsonl"}, InputError, "Unable to find"),
         ({"data_files": None}, ConfigError, "data.path=json is a loader: set data.data_files"),
         ({"path": "folder/rows.jsonl.gz"}, ConfigError, "data.path=json data.data_files=folder/rows.jsonl.gz"),
-        ({"path": "folder/rows"}, ConfigError, "data.path is 'folder/rows': neither a directory, nor a loader"),
+        ({"path": "folder/rows"}, ConfigError, "data.path is 'folder/rows', which is neither a directory, nor"),
     ],
 )
 def test_what_is_refused_at_the_start(rows, settings, error, message, monkeypatch):

@@ -162,7 +162,7 @@ def truncate(path) -> None:
 @pytest.mark.parametrize("row_groups_per_shard", [None, 1])
 def test_a_truncated_file_is_named(folder, row_groups_per_shard):
     truncate(folder / "a.parquet")
-    with pytest.raises(InputError, match=r"a.parquet, footer: not readable as parquet.*download it again"):
+    with pytest.raises(InputError, match=r"a.parquet, footer: not readable as parquet.*Download it again"):
         source(folder, row_groups_per_shard=row_groups_per_shard)
 
 
@@ -253,7 +253,7 @@ def test_storage_that_fails_is_no_damage_and_may_be_tried_again(folder, monkeypa
 
 def test_an_info_column_of_another_type_is_named(folder):
     write(folder / "a.parquet", text=["one"], id=["1"], token_count=["many"])
-    with pytest.raises(InputError, match="a.parquet: column 'token_count' is string, which does not become int64"):
+    with pytest.raises(InputError, match="column 'token_count' is string, which cannot be converted to int64"):
         list(source(folder).read(0, 0))
 
 

@@ -154,17 +154,17 @@ def test_slots_of_a_row(settings, slots):
     [
         ({"positions": "every"}, "capture.positions=every needs capture.every"),
         ({"positions": "token"}, "capture.positions=token needs capture.token"),
-        ({"every": 8}, r"capture.every is 8 with capture.positions=all: it belongs to capture.positions=every"),
-        ({"positions": "last", "seed": 1}, r"capture.seed is 1 .* belongs to capture.positions=sample"),
-        ({"positions": "every", "every": 8, "per_row": 2}, r"belongs to capture.positions=last or token or regex"),
+        ({"every": 8}, r"capture.every is 8, but capture.positions=all: it is for capture.positions=every"),
+        ({"positions": "last", "seed": 1}, r"capture.seed is 1, .* is for capture.positions=sample"),
+        ({"positions": "every", "every": 8, "per_row": 2}, r"it is for capture.positions=last or token or regex"),
         ({"positions": "every", "every": 1}, "capture.every is 1: expected 2 to 12"),
         ({"positions": "every", "every": 13}, "capture.every is 13: expected 2 to 12"),
         ({"positions": "last", "per_row": 0}, "capture.per_row is 0: expected 1 to 12"),
         ({"positions": "sample", "rate": 1.0}, "capture.rate is 1.0"),
         ({"positions": "sample", "rate": 0.5, "seed": -1}, "capture.seed is -1"),
         ({"positions": "token", "token": "w1 w2"}, "capture.token='w1 w2' is 2 tokens"),
-        ({"positions": "regex", "regex": "("}, "capture.regex='\\(' is no regular expression"),
-        ({"positions": "regex", "regex": "no such"}, "capture.regex='no such' is found in none of the 1000 tokens"),
+        ({"positions": "regex", "regex": "("}, "capture.regex='\\(' is not a regular expression"),
+        ({"positions": "regex", "regex": "no such"}, "capture.regex='no such' matches none of the 1000 tokens"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(settings, message):

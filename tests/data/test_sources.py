@@ -69,5 +69,5 @@ def test_the_config_names_the_source(tmp_path, name, kind):
 
 
 def test_a_source_with_the_keys_of_another_is_refused():
-    with pytest.raises(ConfigError, match=r"data.source=arc with the keys of ParquetData. Choose the data by"):
+    with pytest.raises(ConfigError, match=r"data.source=arc with the keys of ParquetData. Choose the data with"):
         open_source(ParquetData(source="arc", path="p"), word_tokenizer())

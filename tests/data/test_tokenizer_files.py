@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Damage, str]] = {
     "large id": (definition(vocab={"a": 2**31}, merges=[]), "has the token id 2147483648, expected at most 2147483647"),
     "dropout": (
         definition(dropout=0.5),
-        r"dropout=0\.5, which gives other ids in every run\. Set its dropout to null",
+        r"dropout=0\.5, which gives different ids in every run\. Set its dropout to null",
     ),
     "settings: deep": (content("tokenizer_config.json", b"[" * 10**5), "is not JSON: nested too deeply"),
     "settings: a list": (content("tokenizer_config.json", b"[]"), r"its content is \[\], expected an object"),

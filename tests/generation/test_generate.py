@@ -246,9 +246,9 @@ def test_real_arc_tasks(shared, tmp_path):
         ("data.prompt_length=1000", "data.prompt_length.* = 1000 \\+ 48 is more than the model's 1024 positions"),
         ("data.temperature=-1", "temperature is -1"),
         ("data.end_tokens=[two words]", "data.end_tokens='two words' is . tokens"),
-        ("data.suffix=a", "data.suffix is 'a', but completions follow the prompts"),
+        ("data.suffix=a", "data.suffix is 'a', but prompts are followed by completions"),
         ("data.prompts.on_error=skip", "data.prompts.on_error is skip, and data.on_error is fail"),
-        ("data.prompts.include_solution=true", "the prompt would answer itself"),
+        ("data.prompts.include_solution=true", "prompts must not contain answers"),
         ("run.claim=true", "run.claim is true, but data=generate"),
     ],
 )

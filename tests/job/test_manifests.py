@@ -177,6 +177,6 @@ def test_a_file_that_is_replaced_while_a_job_runs_is_named(same_size: bool, tmp_
     source = folder_source(tmp_path)
     size = path.stat().st_size
     path.write_bytes(of_size(size, parquet(row_group_size=5)) if same_size else parquet(row_group_size=5))
-    expected = "2 row groups and 10 rows, expected 5 and 10" if same_size else f"bytes, and had {size} when"
+    expected = "2 row groups and 10 rows, expected 5 and 10" if same_size else f"bytes, but had {size} when"
     with pytest.raises(InputError, match=f"a.parquet has.* {expected}.*[Rr]estore it"):
         list(source.read(1, 0))

@@ -1,8 +1,7 @@
-"""Augmented versions of a task: geometry, colours and the order of examples. What is stored of them tells how to undo
-them.
+"""Augmented versions of a task: geometry, colours and the order of examples. The store has what is needed to undo them.
 
-What version k of a task looks like depends on the seed, the task's name and k alone: not on the order in which tasks
-are read, not on the process. All examples are kept.
+Version k of a task only depends on the seed, the task's name and k, not on the order in which tasks are read or on the
+process. All examples are kept.
 """
 
 import hashlib
@@ -33,14 +32,14 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class Augmentation:
-    """`colors[c]` is the colour that c becomes; `order[i]` the original number of the i-th example."""
+    """colors: `colors[c]` is the new colour of c. order: `order[i]` is the original number of the i-th example."""
 
     geometry: str
     colors: tuple[int, ...]
     order: tuple[int, ...]
 
     def apply(self, task: Task) -> Task:
-        """The task as this augmentation shows it. Test pairs keep their order."""
+        """The augmented task. Test pairs keep their order."""
         examples = tuple(self._pair(task.examples[number]) for number in self.order)
         return Task(task.name, examples, tuple(self._pair(pair) for pair in task.tests))
 
@@ -63,7 +62,7 @@ def augmentation(
     permute_colors: bool,
     permute_examples: bool,
 ) -> Augmentation:
-    """Version `version` of a task; version 0 is the task as it is."""
+    """The augmentation of version `version` of a task. Version 0 is the unchanged task."""
     colors, order = tuple(range(NUM_COLORS)), tuple(range(num_examples))
     if version == 0:
         return Augmentation("identity", colors, order)
@@ -77,5 +76,5 @@ def augmentation(
 
 
 def _permutation(key: str, count: int) -> tuple[int, ...]:
-    """A permutation by sorting hashes: the same in every version of Python and numpy, as a stored set needs."""
+    """A permutation made by sorting hashes, so that it is the same in every version of Python and numpy."""
     return tuple(sorted(range(count), key=lambda item: hashlib.sha256(f"{key}/{item}".encode()).digest()))

@@ -1,7 +1,7 @@
-"""Grids as text, and back: every encoder has an exact decoder.
+"""Encodes grids as text. Every encoder has an exact decoder.
 
-Three choices make a row: the ten colours' symbols, how often a symbol is repeated, and what stands between cells.
-Three more are put around the rows. With all of them, the grid [[0, 1], [2, 3]] is
+Three settings determine a row: the symbols of the ten colours, how often a symbol is repeated, and the separator of
+cells. Three more add text around the rows. With all of these, the grid [[0, 1], [2, 3]] is
 
     ```grid
     shape: 2x2
@@ -26,7 +26,7 @@ _NAMES = ("digits", "separated", "repeated", "symbols")
 
 @dataclass(frozen=True)
 class GridEncoder:
-    """`symbols[c]` is colour c. Raises ConfigError for symbols from which a grid could not be told."""
+    """symbols: `symbols[c]` is colour c. Raises ConfigError for symbols that cannot be decoded unambiguously."""
 
     symbols: str = DIGITS
     repeat: int = 1
@@ -46,7 +46,7 @@ class GridEncoder:
             raise ConfigError(f"data.repeat = {self.repeat}, expected at least 1.")
 
     def encode(self, grid: Grid) -> str:
-        """The grid's lines, without a line end after the last."""
+        """The grid's lines, without a newline at the end."""
         lines = [self.separator.join(self.symbols[color] * self.repeat for color in row) for row in grid.tolist()]
         if self.row_numbers:
             lines = [f"{number} {line}" for number, line in enumerate(lines, 1)]
@@ -57,14 +57,14 @@ class GridEncoder:
         return "\n".join(lines)
 
     def decode(self, text: str) -> Grid:
-        """The grid that `encode` made `text` of. Raises ValueError for any other text."""
+        """The inverse of `encode`. Raises ValueError for any other text."""
         grid, end = self.decode_at(text, 0)
         if end != len(text):
             raise ValueError(f"text after the grid: {text[end : end + 40]!r}")
         return grid
 
     def decode_at(self, text: str, begin: int) -> tuple[Grid, int]:
-        """The grid whose text starts at `begin`, and where that ends. Raises ValueError when there is none."""
+        """The grid whose text starts at `begin`, and the end of that text. Raises ValueError if there is none."""
         match = self._pattern.match(text, begin)
         if match is None:
             raise ValueError(f"no grid in {text[begin : begin + 40]!r}")
@@ -86,7 +86,7 @@ class GridEncoder:
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         cell = "|".join(f"{re.escape(symbol)}{{{self.repeat}}}" for symbol in self.symbols)
-        # A row ends where neither a symbol nor the rest of a word follows, so that no word is taken for one.
+        # A row must not be followed by a symbol or a letter, so that the beginning of a word is not taken for a row.
         end = rf"(?![\w{re.escape(self.symbols)}])"
         row = rf"{'[0-9]+ ' if self.row_numbers else ''}(?:{cell})(?:{re.escape(self.separator)}(?:{cell}))*{end}"
         header = r"shape: (?P<shape>\d+x\d+)\n" if self.shape_header else ""
@@ -95,7 +95,7 @@ class GridEncoder:
 
 
 def grid_encoder(config: ArcData) -> GridEncoder:
-    """The encoder that the configuration names: digits, separated, repeated, symbols, or several joined by `+`.
+    """The encoder for `data.encoder`: digits, separated, repeated, symbols, or several of these joined by `+`.
 
     Raises ConfigError for an unknown name.
     """

@@ -1,4 +1,4 @@
-"""What a completion answers to an ARC prompt, and whether that is right."""
+"""The answer in a completion of an ARC prompt, and whether it is correct."""
 
 import pyarrow as pa
 
@@ -9,19 +9,19 @@ from pipeline.data.documents import Document
 
 GRADES = pa.schema(
     [
-        ("predicted_grid", pa.string()),  # as `grid_text`, as augmented as the prompt; null: the completion has none
-        ("correct", pa.bool_()),  # null: the solution is not known
+        ("predicted_grid", pa.string()),  # as `grid_text`, augmented like the prompt; null if there is no grid
+        ("correct", pa.bool_()),  # null if the solution is unknown
     ]
 )
 
 
 def grid_text(grid: Grid) -> str:
-    """A grid as lines of digits, whatever encoder the prompt has."""
+    """A grid as lines of digits, independent of the prompt's encoder."""
     return "\n".join("".join(map(str, row)) for row in grid.tolist())
 
 
 def grade(document: Document, completion: str, encoder: GridEncoder) -> dict[str, str | bool | None]:
-    """The columns `GRADES` of a document and the text that follows it."""
+    """The columns of `GRADES` for a document and its completion."""
     grid = decode_answer(document.text, completion, encoder)
     predicted = None if grid is None else grid_text(grid)
     return {"predicted_grid": predicted, "correct": None if document.answer is None else predicted == document.answer}

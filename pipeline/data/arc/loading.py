@@ -1,7 +1,7 @@
-"""Where ARC tasks lie: a directory of task files, Kaggle's challenges, JSON lines, or a Hub data set.
+"""Opens collections of ARC tasks: a directory of task files, Kaggle's challenges, JSON lines, or a Hub dataset.
 
-Opening a collection reads its files (a Hub data set is downloaded and memory-mapped) but parses no task: a bad task
-is found, and skipped if so asked, when its turn comes. A file that holds many tasks must be whole to be opened.
+Opening a collection reads its files (a Hub dataset is downloaded and memory-mapped) but does not parse tasks: an
+invalid task is noticed, or skipped, when it is loaded. A file with several tasks must be valid JSON.
 """
 
 import hashlib
@@ -26,7 +26,8 @@ _NAME_KEYS = ("id", "task_id", "name")
 
 @dataclass(frozen=True)
 class TaskCollection:
-    """Tasks in a fixed order. `load(i)` parses task i, raising InputError for a bad one; `identity` pins them all."""
+    """Tasks in a fixed order. load: parses task i; raises InputError if it is invalid. identity: what identifies all
+    tasks, as plain JSON values."""
 
     size: int
     load: Callable[[int], Task]
@@ -34,19 +35,19 @@ class TaskCollection:
 
 
 def hub_id(path: str) -> str | None:
-    """The Hub id of a whole data set that a path names, hf://datasets/owner/name."""
+    """The Hub id in a path hf://datasets/owner/name; None for other paths."""
     hub = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)", path.rstrip("/"))
     return hub and hub[1]
 
 
 def open_tasks(config: ArcData, stored: Mapping[str, object]) -> TaskCollection:
-    """The tasks of `data.path`. `stored` is the identity of the store's data, if there is a store.
+    """Opens the tasks at `data.path`. stored: the identity of the data in the store, if there is a store.
 
-    Raises InputError for missing or broken files, ConfigError for contradictions.
+    Raises InputError for missing or invalid files, and ConfigError for settings that contradict each other.
     """
     repo = hub_id(config.path)
     if config.solutions is not None and not config.path.endswith(".json"):
-        raise ConfigError(f"data.solutions needs data.path to be a *_challenges.json, which {config.path} is not.")
+        raise ConfigError(f"data.solutions requires that data.path is a *_challenges.json file, got {config.path}.")
     if repo:
         return _hub_tasks(repo, config, stored)
     files = find_files(config.path, ".json")
@@ -58,9 +59,9 @@ def open_tasks(config: ArcData, stored: Mapping[str, object]) -> TaskCollection:
 
 
 def _directory(files: Sequence[InputFile], config: ArcData) -> TaskCollection:
-    """One task per file, named by the file's path below the directory."""
+    """One task per file, named after the file's path in the directory."""
     with input_errors(config.path):
-        plain = [file.path for file in files if not is_glob(file.path)]  # `cat` would look for what matches the others
+        plain = [file.path for file in files if not is_glob(file.path)]  # `cat` would treat the others as patterns
         contents = files[0].filesystem.cat(plain, on_error="return") if plain else {}
     texts = [content if isinstance(content := contents.get(file.path), bytes) else file.read_bytes() for file in files]
     digest = hashlib.sha256()
@@ -75,13 +76,13 @@ def _directory(files: Sequence[InputFile], config: ArcData) -> TaskCollection:
 
 
 def _one_file(file: InputFile, config: ArcData) -> TaskCollection:
-    """A single task's file, or Kaggle's `{task id: task}`, whose test outputs may stand in a file beside it."""
+    """A file with a single task, or Kaggle's `{task id: task}`, whose test outputs may be in a second file."""
     text = file.read_bytes()
     tasks = _json(text, file.path)
     if isinstance(tasks, dict) and ("train" in tasks or "examples" in tasks):
         tasks = {file.name.removesuffix(".json"): tasks}
     if not isinstance(tasks, dict) or not tasks:
-        raise InputError(f"{file.path} holds no task, expected an object of tasks by id. Set data.path.")
+        raise InputError(f"{file.path} has no tasks, expected an object of tasks by id. Set data.path.")
     digest = hashlib.sha256(text)
     solutions: dict[str, Any] = {}
     if config.solutions is not None:
@@ -90,7 +91,7 @@ def _one_file(file: InputFile, config: ArcData) -> TaskCollection:
         digest.update(solution_text)
         solutions = _json(solution_text, solution_file.path)
         if not isinstance(solutions, dict):
-            raise InputError(f"{solution_file.path} is no object of solutions by task id. Set data.solutions.")
+            raise InputError(f"{solution_file.path} is not an object of solutions by task id. Set data.solutions.")
     names = list(tasks)
 
     def load(number: int) -> Task:
@@ -101,7 +102,7 @@ def _one_file(file: InputFile, config: ArcData) -> TaskCollection:
 
 
 def _json_lines(file: InputFile) -> TaskCollection:
-    """One task per line, named by its id, else by the file and the line's number from 1."""
+    """One task per line, named after its id, or else after the file and the line number, from 1."""
     text = file.read_bytes()
     lines = [(number, line) for number, line in enumerate(text.split(b"\n"), 1) if line.strip()]
 
@@ -115,9 +116,9 @@ def _json_lines(file: InputFile) -> TaskCollection:
 
 
 def _hub_tasks(repo: str, config: ArcData, stored: Mapping[str, object]) -> TaskCollection:
-    """A data set of the Hub, downloaded and memory-mapped. Raises as `open_builder` does when it cannot be had.
+    """A Hub dataset, downloaded and memory-mapped. Raises the same errors as `open_builder`.
 
-    The split's files count by their git blob ids, which are digests of their content.
+    Its identity is a digest of the git blob ids of the split's files, which are digests of their content.
     """
     from pipeline.data.hub_files import dataset_errors, open_builder
 
@@ -126,18 +127,18 @@ def _hub_tasks(repo: str, config: ArcData, stored: Mapping[str, object]) -> Task
         builder.download_and_prepare()
         rows = builder.as_dataset(split=config.split)
     addresses = [config.split, *(str(file) for files in builder.config.data_files.values() for file in files)]
-    digest = _digest(addresses)  # in stores of earlier programs: addresses name the commit
+    digest = _digest(addresses)  # in stores of earlier versions; the addresses contain the commit
     if digest != stored.get("tasks_sha256"):
         with input_errors(config.path):
-            places = [fsspec.core.url_to_fs(str(file)) for file in builder.config.data_files[config.split]]
-            digest = _digest([filesystem.info(path)["blob_id"] for filesystem, path in places])
+            paths = [fsspec.core.url_to_fs(str(file)) for file in builder.config.data_files[config.split]]
+            digest = _digest([filesystem.info(path)["blob_id"] for filesystem, path in paths])
     return dataset_tasks(rows, config.path, digest)
 
 
 def dataset_tasks(rows: "datasets.Dataset", place: str, digest: str) -> TaskCollection:
-    """The rows of a data set with the columns `train` and `test`, or `examples` (barc0's).
+    """The tasks in a dataset with the columns `train` and `test`, or `examples` (as in barc0's datasets).
 
-    `digest` pins the rows. Raises InputError for other columns.
+    place: for messages. digest: identifies the rows. Raises InputError for other columns.
     """
     if "examples" not in rows.column_names and not {"train", "test"} <= set(rows.column_names):
         raise InputError(

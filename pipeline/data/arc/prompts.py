@@ -1,4 +1,4 @@
-"""A task as a prompt, and the grid that a completion answers.
+"""Makes prompts from tasks, and reads the grid in a completion.
 
     input:
     <grid>
@@ -8,9 +8,9 @@
     input:
     <test grid>
     output:
-    <test grid>        (with include_solution, where it is known)
+    <test grid>        (with include_solution, if it is known)
 
-In a chat the user's message ends with the test grid, and the assistant's is what follows.
+In a chat the user's message ends with the test grid, and the assistant's message is the rest.
 """
 
 import re
@@ -31,7 +31,7 @@ def question(task: Task, test: int, encoder: GridEncoder) -> str:
 
 
 def answer(solution: Grid | None, encoder: GridEncoder) -> str:
-    """What follows the question: the label, and the solution where there is one."""
+    """The text after the question: the label, and the solution if it is known."""
     return "output:\n" if solution is None else f"output:\n{encoder.encode(solution)}"
 
 
@@ -42,7 +42,7 @@ def plain_prompt(task: Task, test: int, encoder: GridEncoder, *, include_solutio
 
 
 def chat_messages(task: Task, test: int, encoder: GridEncoder, *, include_solution: bool) -> list[Mapping[str, str]]:
-    """The prompt as messages: the user's question and, where it is included and known, the assistant's answer."""
+    """The prompt as messages: the user's question and, if it is included and known, the assistant's answer."""
     messages = [{"role": "user", "content": question(task, test, encoder)}]
     solution = task.tests[test].output if include_solution else None
     if solution is not None:
@@ -51,8 +51,11 @@ def chat_messages(task: Task, test: int, encoder: GridEncoder, *, include_soluti
 
 
 def decode_answer(prompt: str, completion: str, encoder: GridEncoder) -> Grid | None:
-    """The grid that a completion gives, or None: after the prompt's label, or, where the prompt ends otherwise (as a
-    chat's does), after the completion's last label that a grid follows, or else at its very beginning."""
+    """The grid in a completion; None if there is none.
+
+    If the prompt ends with the output label, the completion must begin with the grid. Otherwise (in a chat) it is the
+    grid after the completion's last output label that has one, or else at the completion's beginning.
+    """
     begins = [label.end() for label in _LABEL.finditer(completion) if label[1] == "output"]
     for begin in [0] if prompt.endswith("output:\n") else [*reversed(begins), 0]:
         try:

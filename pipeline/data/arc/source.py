@@ -17,7 +17,7 @@ from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.text.templates import RenderError
 from pipeline.data.text.tokenizer import TextTokenizer
 
-# What shapes the documents beside the tasks themselves.
+# The settings, in addition to the tasks, that determine the documents.
 _SETTINGS = (
     *("encoder", "symbols", "repeat", "row_numbers", "shape_header", "code_block", "template", "include_solution"),
     *("augmentations", "geometry", "permute_colors", "permute_examples", "seed", "tasks_per_shard"),
@@ -25,10 +25,10 @@ _SETTINGS = (
 
 
 class ArcSource:
-    """Source shards are groups of `tasks_per_shard` consecutive tasks.
+    """A source whose shards are groups of `tasks_per_shard` consecutive tasks.
 
-    A task gives its versions one after the other, the first unchanged, and each version one document per test input:
-    `<task>#<test>`, or `<task>#<test>@<version>` when augmented. A skipped task counts as one document.
+    A task's versions follow each other; the first one is unchanged. Each version has one document per test input:
+    `<task>#<test>`, or `<task>#<test>@<version>` if it is augmented. A skipped task counts as one document.
     """
 
     shards: tuple[str, ...]
@@ -38,15 +38,15 @@ class ArcSource:
             ("test", pa.int64()),
             ("augmentation", pa.int64()),
             ("geometry", pa.string()),  # a name of augment.py
-            ("colors", pa.string()),  # ten digits: what the colours 0, 1, ... became
-            ("order", pa.string()),  # the examples' original numbers, in the order shown
+            ("colors", pa.string()),  # ten digits: the new colours of 0, 1, ...
+            ("order", pa.string()),  # the examples' original numbers, in their new order
         ]
     )
 
     def __init__(self, config: ArcData, tokenizer: TextTokenizer, stored: Mapping[str, object] | None = None) -> None:
-        """Opens the tasks. `stored` is as in `open_source`.
+        """Opens the tasks. stored: as in `open_source`.
 
-        Raises InputError, or ConfigError for an encoder or chat template that cannot be used.
+        Raises InputError, and ConfigError for an encoder or chat template that cannot be used.
         """
         for name in ("augmentations", "tasks_per_shard"):
             if getattr(config, name) < 1:
@@ -61,7 +61,7 @@ class ArcSource:
         self.shards = tuple(f"tasks-{first:06d}" for first in self._starts)
 
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
-        """The documents of one group of tasks from number `start` on; those before it are not rendered."""
+        """The documents of a group of tasks from number `start` on. Earlier ones are not rendered."""
         index = 0
         first = self._starts[shard]
         for number in range(first, min(first + self._config.tasks_per_shard, self._tasks.size)):
@@ -81,14 +81,14 @@ class ArcSource:
                     index += 1
 
     def fingerprint(self) -> dict[str, object]:
-        """The tasks' digest and every setting that shapes a prompt."""
+        """The tasks' digest, and every setting that determines prompts."""
         settings = {name: getattr(self._config, name) for name in _SETTINGS}
         settings = {name: str(value) if isinstance(value, str) else value for name, value in settings.items()}
         chat = self._tokenizer.chat_identity() if self._config.template is Template.chat else None
         return {"source": "arc", **self._tasks.identity, **settings, "chat_template_sha256": chat}
 
     def _document(self, task: Task, version: int, test: int, shard: str, index: int) -> Document | SkippedDocument:
-        """Raises InputError for a chat that does not render, unless such are skipped."""
+        """Raises InputError for a chat that cannot be rendered, unless these are skipped."""
         config = self._config
         change = augmentation(
             config.seed,
@@ -122,8 +122,8 @@ class ArcSource:
         return Document(name, text, shard, index, info, answer)
 
     def _text(self, task: Task, test: int) -> str:
-        solved = self._config.include_solution
+        include_solution = self._config.include_solution
         if self._config.template is Template.plain:
-            return plain_prompt(task, test, self._encoder, include_solution=solved)
-        messages = chat_messages(task, test, self._encoder, include_solution=solved)
+            return plain_prompt(task, test, self._encoder, include_solution=include_solution)
+        messages = chat_messages(task, test, self._encoder, include_solution=include_solution)
         return self._tokenizer.render_chat(messages, add_generation_prompt=len(messages) == 1)

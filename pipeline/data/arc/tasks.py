@@ -1,4 +1,4 @@
-"""ARC-AGI tasks: grids, pairs, and the shapes in which data sets write them down."""
+"""ARC-AGI tasks: grids, pairs, and parsing the formats in which datasets store them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from jaxtyping import Int8
 
 from pipeline.core.errors import InputError
 
-Grid = Int8[np.ndarray, "_ _"]  # rows, columns; axes without names, since grids of different shapes meet in one call
+Grid = Int8[np.ndarray, "_ _"]  # rows, columns; unnamed axes, since one call may have grids of different shapes
 NUM_COLORS = 10
 
 
 @dataclass(frozen=True)
 class Pair:
-    """An input grid and its output, None where that is not known."""
+    """An input grid and its output; None if that is unknown."""
 
     input: Grid
     output: Grid | None
@@ -31,13 +31,13 @@ class Task:
 
 
 def parse_task(name: str, place: str, value: Any, solutions: Any = None) -> Task:
-    """A task from JSON: `{"train": [pair, ...], "test": [pair, ...]}`, or `{"examples": [pair, ...]}`.
+    """Parses a task from JSON: `{"train": [pair, ...], "test": [pair, ...]}`, or `{"examples": [pair, ...]}`.
 
-    A pair is `{"input": grid, "output": grid}` or `[input, output]`. Of `examples` the last pair is the test.
-    `solutions` is the list of the test outputs when they stand elsewhere. `place` is named in messages.
+    A pair is `{"input": grid, "output": grid}` or `[input, output]`. The last pair of `examples` is the test.
+    place: for messages. solutions: the list of test outputs, if these are stored separately.
 
-    Raises InputError for what is not such a task: a missing key, a name that is not UTF-8, a grid that is empty,
-    ragged or has other values than the colours 0 to 9.
+    Raises InputError for a missing key, a name that is not UTF-8, and a grid that is empty, ragged, or has values other
+    than the colours 0 to 9.
     """
     try:
         return _task(name, value, solutions)
@@ -47,7 +47,7 @@ def parse_task(name: str, place: str, value: Any, solutions: Any = None) -> Task
 
 
 def parse_grid(value: Any, what: str) -> Grid:
-    """A grid from nested lists. Raises ValueError, with `what` as the subject."""
+    """A grid from nested lists. Raises ValueError with `what` as the subject of the message."""
     if not _is_list(value) or not value or not all(_is_list(row) and row for row in value):
         raise ValueError(f"{what} is {_brief(value)}, expected a list of rows of colours")
     widths = sorted({len(row) for row in value})

@@ -1,4 +1,4 @@
-"""Texts as chats: each document becomes a user's message that the assistant is about to answer."""
+"""Renders texts as chats: each document becomes a user's message, followed by the prompt for the assistant."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ class ChatSource:
     """The documents of `source`, rendered by the tokenizer's chat template."""
 
     def __init__(self, source: Source, tokenizer: TextTokenizer, on_error: OnError) -> None:
-        """Raises ConfigError for a tokenizer without a chat template that can be used."""
+        """Raises ConfigError for a tokenizer without a usable chat template."""
         tokenizer.require_chat()
         self.shards: tuple[str, ...] = source.shards
         self.info_schema: pa.Schema = source.info_schema
@@ -29,7 +29,7 @@ class ChatSource:
             yield item if isinstance(item, SkippedDocument) else self._rendered(item)
 
     def fingerprint(self) -> dict[str, object]:
-        """The source's, and the template's."""
+        """The source's fingerprint, and the template's."""
         return self._source.fingerprint() | {"chat_template_sha256": self._tokenizer.chat_identity()}
 
     def _rendered(self, document: Document) -> Document | SkippedDocument:

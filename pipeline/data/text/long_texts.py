@@ -1,9 +1,9 @@
-"""Long texts, tokenised in pieces so that memory stays bounded; the ids are those of the whole text.
+"""Tokenises long texts in pieces, so that memory is bounded. The ids are those of the whole text.
 
-The `tokenizers` library takes some 100 to 500 bytes for every character of a text. A text is divided where the
-tokenizer itself divides it: at a place from which on it gives the same ids whether or not it sees what stands before.
-That is checked at every place with `_CONTEXT` characters behind it and the whole piece before it, so no assumption is
-made about normaliser, pre-tokenizer or model but that none looks further ahead or back than this.
+The `tokenizers` library takes 100 to 500 bytes per character of a text. A text is divided at positions from which on
+the tokenizer gives the same ids with and without the text before. This is checked at every position, with the whole
+piece before it and `_CONTEXT` characters after it. So the only assumption about normaliser, pre-tokenizer and model is
+that they do not look further back or ahead.
 """
 
 import re
@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Int32
 
-PIECE_CHARACTERS = 1 << 19  # texts that are no longer are tokenised whole
-MAX_PIECE_CHARACTERS = 1 << 21  # of a stretch of text that cannot be divided: up to 0.8 GB of memory
+PIECE_CHARACTERS = 1 << 19  # texts up to this length are tokenised as a whole
+MAX_PIECE_CHARACTERS = 1 << 21  # the longest part of a text that cannot be divided: takes up to 0.8 GB of memory
 _CONTEXT = 1 << 12
-_SEARCHED = 1 << 13  # characters at a piece's end in which a place is looked for
-_TRIED = 4  # places of each kind
+_SEARCHED = 1 << 13  # characters at a piece's end in which positions are tried
+_TRIED = 4  # positions per pattern
 
-# Where tokenizers may divide a text, the most likely first.
-_PLACES = [
+# Positions at which tokenizers may divide a text, the most likely ones first.
+_BOUNDARIES = [
     re.compile(pattern)
     for pattern in (
         r"(?<=[^\W\d_])(?= [^\W\d_])",  # a letter | a space and a letter
-        r"(?<=[^\W\d_] )(?=[^\W\d_])",  # for tokenizers that put a space before every text
+        r"(?<=[^\W\d_] )(?=[^\W\d_])",  # for tokenizers that add a space before every text
         r"(?<=\S)(?=\s)",
         r"(?<=\s)(?=\S)",
         r"(?<=\w)(?=\W)",
@@ -33,11 +33,11 @@ _PLACES = [
 
 
 class IndivisibleText(ValueError):
-    """A stretch of text that is too long to be tokenised whole."""
+    """A part of a text that cannot be divided and is too long to be tokenised as a whole."""
 
 
 def encode_in_pieces(encode: Callable[[str], Sequence[int]], text: str) -> Int32[np.ndarray, "_"]:
-    """`encode(text)`, where `encode` adds no special tokens. Raises IndivisibleText."""
+    """`encode(text)`, computed in pieces. `encode` must not add special tokens. Raises IndivisibleText."""
     pieces: list[Int32[np.ndarray, _]] = []
     start = 0
     while len(text) - start > PIECE_CHARACTERS + _CONTEXT:
@@ -48,17 +48,17 @@ def encode_in_pieces(encode: Callable[[str], Sequence[int]], text: str) -> Int32
 
 
 def _next_piece(encode: Callable[[str], Sequence[int]], text: str, start: int) -> tuple[Int32[np.ndarray, "_"], int]:
-    """The ids from `start` to a place where the text can be divided, and that place."""
+    """The ids from `start` to a position at which the text can be divided, and that position."""
     size = PIECE_CHARACTERS
     while size <= MAX_PIECE_CHARACTERS:
         end = start + size
         if end + _CONTEXT >= len(text):
             return np.array(encode(text[start:]), np.int32), len(text)
         whole = np.array(encode(text[start : end + _CONTEXT]), np.int32)
-        for place in _places(text, end):
-            rest = np.array(encode(text[place : end + _CONTEXT]), np.int32)
+        for position in _boundaries(text, end):
+            rest = np.array(encode(text[position : end + _CONTEXT]), np.int32)
             if 0 < len(rest) < len(whole) and np.array_equal(whole[-len(rest) :], rest):
-                return whole[: -len(rest)], place
+                return whole[: -len(rest)], position
         size *= 2
     raise IndivisibleText(
         f"the text has {MAX_PIECE_CHARACTERS} characters from character {start} on without a place where the tokenizer "
@@ -66,10 +66,10 @@ def _next_piece(encode: Callable[[str], Sequence[int]], text: str, start: int) -
     )
 
 
-def _places(text: str, end: int) -> Iterator[int]:
-    """Places before `end` that are worth a try, the last of each kind first."""
+def _boundaries(text: str, end: int) -> Iterator[int]:
+    """Positions before `end` to try, the last match of each pattern first."""
     begin = end - _SEARCHED
     window = text[begin - 2 : end + 2]
-    for pattern in _PLACES:
-        places = [match.start() + begin - 2 for match in pattern.finditer(window)]
-        yield from (place for place in places[: -_TRIED - 1 : -1] if begin <= place <= end)
+    for pattern in _BOUNDARIES:
+        positions = [match.start() + begin - 2 for match in pattern.finditer(window)]
+        yield from (position for position in positions[: -_TRIED - 1 : -1] if begin <= position <= end)

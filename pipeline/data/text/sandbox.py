@@ -1,10 +1,10 @@
-"""A jinja2 sandbox in which a template's text depends on its input alone, and its work is bounded by the input's size.
+"""A jinja2 sandbox in which a template's result only depends on its input, and its work is bounded by the input's size.
 
-What is random or depends on the machine, the day or the version of Python is absent: `random`, `lipsum`, `pprint`, the
-text of functions and generators (memory addresses), sets (ordered by a random hash), methods such as `date.now`.
+Everything random, or dependent on the machine, the date or the version of Python, is unavailable: `random`, `lipsum`,
+`pprint`, the text of functions and generators (memory addresses), sets (random order), methods such as `date.now`.
 
-Work is counted in units: a character that an operation reads or writes is one, an operation is `OPERATION`. Growth is
-counted before it happens, so that `'x' * 10**10` raises `Unbounded` without taking memory.
+Work is counted in units: each character that an operation reads or writes is one unit, and each operation is
+`OPERATION`. Growth is counted before it happens, so that `'x' * 10**10` raises `Unbounded` without taking memory.
 """
 
 import datetime
@@ -35,10 +35,10 @@ from pipeline.data.text.sandbox_costs import (
     weight,
 )
 
-_PER_CHARACTER = 64  # units more for each character of the input
-_MAX_SOURCE = 1 << 18  # characters of a template; the longest published chat templates have some ten thousand
+_PER_CHARACTER = 64  # additional units per character of the input
+_MAX_SOURCE = 1 << 18  # characters of a template; the longest published chat templates have about ten thousand
 _MAX_BITS = 4096  # of an integer
-_MAX_DEPTH = 50  # of macros that call macros; Python's own limit depends on who calls
+_MAX_DEPTH = 50  # of macros that call macros; Python's limit depends on the depth of the caller
 
 _OWN_TYPES = (Namespace, LoopContext, Macro, BlockReference, Cycler, Joiner, jinja2.runtime.TemplateReference)
 
@@ -60,7 +60,7 @@ _METHODS: dict[type, frozenset[str]] = {
     datetime.timedelta: _words("total_seconds"),
 }
 
-# Filters that make text of their values.
+# Filters that convert their values to text.
 _TEXT_FILTERS = _words(
     "capitalize center e escape forceescape format indent join lower replace safe string striptags title tojson trim "
     "truncate upper urlencode wordcount wordwrap xmlattr"
@@ -69,9 +69,9 @@ _OTHER_FILTERS = _words(
     "abs attr batch count d default dictsort filesizeformat first float groupby int items last length list map max min "
     "reject rejectattr reverse round select selectattr slice sort sum unique"
 )
-# Filters that give out what they were given: the result is not counted again.
+# Filters that return one of their arguments, or a part: the result is not counted again.
 _RETRIEVING = _words("attr d default first last max min")
-_EACH, _WEIGHED, _JOINED = "(each)", "(weighed)", "(joined)"  # filters that no template can name
+_EACH, _WEIGHED, _JOINED = "(each)", "(weighed)", "(joined)"  # internal filters; a template cannot use these names
 
 _REFUSED_STATEMENTS = {
     nodes.Include: "{% include %}",
@@ -83,10 +83,10 @@ _REFUSED_STATEMENTS = {
 
 
 class _Meter(threading.local):
-    """The units that are left to the rendering under way in this thread."""
+    """The remaining units of this thread's current rendering."""
 
     left = 0
-    depth = 0  # of macros, blocks and recursive loops that are being called
+    depth = 0  # of nested calls of macros, blocks and recursive loops
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -102,13 +102,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         functions: Mapping[str, Callable[..., Any]] | None = None,
         prints_null: bool,
     ) -> None:
-        """`functions` is what a template may call besides range, dict, namespace, cycler and joiner."""
+        """functions: what a template may call in addition to range, dict, namespace, cycler and joiner."""
         super().__init__(
             undefined=undefined,
             extensions=list(extensions),
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # constants are computed where their work is counted, not while compiling
+            optimized=False,  # else the compiler would evaluate constants, without counting the work
             finalize=_printed,
             autoescape=False,
         )
@@ -124,7 +124,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.tests = {name: self._metered("", test) for name, test in self.tests.items()}
 
     def compile_bounded(self, source: str) -> jinja2.Template:
-        """Raises jinja2.TemplateError for a template that is wrong, or refused."""
+        """Compiles a template. Raises jinja2.TemplateError if it is invalid or refused."""
         if not isinstance(source, str):
             raise jinja2.TemplateError(f"it is a {type(source).__name__}, expected text")
         if len(source) > _MAX_SOURCE:
@@ -139,22 +139,22 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.names = _names(tree)
             template = self.from_string(tree)
             self._refuse_unbounded(tree)
-        except (RecursionError, SyntaxError) as error:  # SyntaxError: of the Python that the template becomes
+        except (RecursionError, SyntaxError) as error:  # SyntaxError: in the Python code that jinja2 generates
             raise jinja2.TemplateError(f"it is nested too deeply ({error})") from error
-        except ValueError as error:  # a lone surrogate, an integer of too many digits
+        except ValueError as error:  # a lone surrogate, or an integer with too many digits
             raise jinja2.TemplateError(str(error)) from error
         return template
 
     def render_bounded(self, template: jinja2.Template, values: Mapping[str, Any]) -> str:
-        """Raises what the template's operations raise: jinja2.TemplateError, and Python's for wrong values."""
+        """Renders a template. Raises jinja2.TemplateError, and Python's errors for wrong values: `RENDER_ERRORS`."""
         self._meter.left = BASE
         self._meter.left = BASE + _PER_CHARACTER * sum(weight(value) for value in values.values())
         return template.render(values)
 
-    # What jinja2 calls while it renders.
+    # Methods that jinja2 calls during rendering.
 
     def concat(self, parts: Iterable[str]) -> str:
-        """Joins what a template, a macro or a block has written."""
+        """Joins the output of a template, a macro or a block."""
 
         def counted() -> Iterator[str]:
             for part in parts:
@@ -212,7 +212,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self._meter.depth -= 1
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Methods of `_METHODS`, and everything of jinja2's own objects that its sandbox permits."""
+        """Allows the methods in `_METHODS`, and what jinja2's sandbox permits of jinja2's own objects."""
         if not super().is_safe_attribute(obj, attr, value):
             return False
         if not callable(value) or isinstance(obj, _OWN_TYPES) or (obj is dict and attr == "fromkeys"):
@@ -235,11 +235,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise Unbounded("it takes too much work for its input: a loop, a repetition or a width is too large")
 
     def _measured(self, value: Any, *, printed: bool = False) -> int:
-        """The units of a value, at most one more than are left."""
+        """The units of a value, counted until they exceed the remaining ones."""
         return weight(value, self._meter.left, printed=printed)
 
     def _each(self, items: Iterable[Any], num_nodes: int) -> Iterator[Any]:
-        """The items of a loop whose body has so many nodes."""
+        """The items of a loop, whose body has `num_nodes` nodes; counts each iteration."""
         for item in items:
             self._spend(OPERATION + 4 * num_nodes)
             yield item
@@ -254,8 +254,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(map(str, values))
 
     def _metered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter, or a test (without a name), whose work is counted."""
-        first = int(hasattr(function, "jinja_pass_arg"))  # jinja2 passes some functions its context first
+        """Wraps a filter, or a test (without a name), so that its work is counted."""
+        first = int(hasattr(function, "jinja_pass_arg"))  # for some functions, the first argument is jinja2's context
         printed = name in _TEXT_FILTERS
 
         @functools.wraps(function)
@@ -293,13 +293,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """JSON without the HTML escapes of jinja's own filter; arguments as in transformers."""
+        """JSON without the HTML escapes of jinja2's filter. The arguments are those in transformers."""
         if (len(indent) if isinstance(indent, str) else indent or 0) > 1000:
             raise Unbounded(f"tojson(indent={indent!r:.40}) is too large")
         settings = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators, "sort_keys": sort_keys}
         return self.concat(json.JSONEncoder(**settings).iterencode(value))
 
-    # What is refused before anything is rendered.
+    # Checks before rendering.
 
     def _check(self, tree: nodes.Template) -> None:
         for kind, name in _REFUSED_STATEMENTS.items():
@@ -313,16 +313,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 if name not in self.filters:
                     raise jinja2.TemplateError(f"the filter {name!r} is not supported{_REASONS.get(name, '')}")
         undeclared = jinja2.meta.find_undeclared_variables(tree)
-        asked_for = {test.node.name for test in tree.find_all(nodes.Test) if isinstance(test.node, nodes.Name)}
+        tested = {test.node.name for test in tree.find_all(nodes.Test) if isinstance(test.node, nodes.Name)}
         for called in tree.find_all(nodes.Call):
-            if isinstance(called.node, nodes.Name) and (name := called.node.name) in undeclared - asked_for:
+            if isinstance(called.node, nodes.Name) and (name := called.node.name) in undeclared - tested:
                 raise jinja2.TemplateError(
                     f"the function {name!r} is not supported{_REASONS.get(name, '')}; there are "
                     f"{', '.join(sorted(self.globals))}"
                 )
 
     def _refuse_unbounded(self, tree: nodes.Template) -> None:
-        """Renders the parts that read no input. Other errors than `Unbounded` are left to the rendering."""
+        """Renders the parts that do not read the input, to find those that raise `Unbounded`. Ignores other errors."""
         constant = [statement for statement in tree.body if not _names(statement) & self.columns]
         if not self._renders(constant):
             self._probe(tree)
@@ -352,7 +352,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _BoundedFormatter(SandboxedFormatter):
-    """`str.format`, whose fields are counted."""
+    """`str.format`, with the work for its fields counted."""
 
     def convert_field(self, value: Any, conversion: str | None) -> Any:
         self._env._spend(OPERATION + self._env._measured(value, printed=True))
@@ -366,7 +366,7 @@ class _BoundedFormatter(SandboxedFormatter):
 
 
 class _Counting(NodeTransformer):
-    """Sends through filters of the sandbox what jinja2 does by itself: loops, `~`, comparisons and slices."""
+    """Wraps loops, `~`, comparisons and slices in filters of the sandbox, since jinja2 does not call it for them."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -403,7 +403,7 @@ def _names(tree: nodes.Node) -> set[str]:
 
 @jinja2.pass_context
 def _printed(context: jinja2.runtime.Context, value: Any) -> Any:
-    """What `{{ value }}` prints."""
+    """The output of `{{ value }}`."""
     sandbox = context.environment
     if value is None and not sandbox._prints_null:
         raise jinja2.TemplateError("a value of the template is null")
@@ -418,7 +418,7 @@ _REASONS = {
     "strftime_now": ": documents would depend on the date. Write the date into the template",
 }
 
-# What wrong values raise while a template is rendered.
+# The errors that wrong values cause during rendering.
 RENDER_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,

@@ -1,4 +1,4 @@
-"""What operations of a template cost, in the units that the sandbox counts: by how much each may exceed its input."""
+"""The costs of a template's operations, in the sandbox's units: by how much a result may exceed its input."""
 
 import datetime
 import decimal
@@ -9,33 +9,33 @@ from typing import Any
 import jinja2
 
 OPERATION = 16  # units
-BASE = 1 << 23  # units that every rendering may take: half a million operations, or 8 million characters
+BASE = 1 << 23  # units allowed for any rendering: half a million operations, or 8 million characters
 
-# Types whose text is the same in every process.
+# Types whose text representation is the same in every process.
 _PLAIN = (str, bytes, int, float, type(None), list, tuple, dict, range, decimal.Decimal)
 _PLAIN += (datetime.date, datetime.time, datetime.timedelta, jinja2.Undefined)
 
 
 class Unbounded(jinja2.TemplateError):
-    """A template takes more work than its input justifies."""
+    """A template takes more work than allowed for the size of its input."""
 
 
 def weight(value: Any, most: int | None = None, *, printed: bool = False) -> int:
-    """The units of a value, its characters and elements, counted up to `most`.
+    """The units of a value, for its characters and elements, counted until they exceed `most`.
 
-    Raises jinja2.TemplateError for a `printed` value whose text differs from process to process.
+    Raises jinja2.TemplateError for a `printed` value whose text differs between processes.
     """
-    total, rest = 0, [value]
-    while rest and (most is None or total <= most):
-        item = rest.pop()
+    total, remaining = 0, [value]
+    while remaining and (most is None or total <= most):
+        item = remaining.pop()
         total += OPERATION
         if isinstance(item, str | bytes):
             total += len(item)
         elif isinstance(item, dict):
-            rest.extend(item.keys())
-            rest.extend(item.values())
+            remaining.extend(item.keys())
+            remaining.extend(item.values())
         elif isinstance(item, list | tuple):
-            rest.extend(item)
+            remaining.extend(item)
         elif isinstance(item, int):
             total += item.bit_length() // 8
         elif printed and not isinstance(item, _PLAIN):
@@ -46,6 +46,7 @@ def weight(value: Any, most: int | None = None, *, printed: bool = False) -> int
 
 
 def bounded_range(*args: int) -> range:
+    """`range` for templates. Raises Unbounded if it is too long."""
     numbers = range(*args)
     if abs((numbers.stop - numbers.start) // numbers.step) > BASE // OPERATION:
         raise Unbounded(f"{numbers} is too long")
@@ -53,7 +54,7 @@ def bounded_range(*args: int) -> range:
 
 
 def method_growth(name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """The characters by which a method of `str` may exceed its text and arguments."""
+    """By how many characters the result of a method of `str` may exceed its text and arguments."""
     if not args and not kwargs:
         return 0
     match name:

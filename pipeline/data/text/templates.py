@@ -1,7 +1,7 @@
-"""Templates in the sandbox: chat templates of tokenizers and text templates of data sets.
+"""Templates that run in the sandbox: chat templates of tokenizers, and text templates of datasets.
 
-The `strftime_now` that transformers offers to chat templates is absent, since documents would depend on the date:
-templates that ask whether it is defined (LLaMA 3's) fall back to their fixed date, others that call it are refused.
+transformers' `strftime_now` is not available, since documents would depend on the date. Chat templates that check
+whether it is defined (such as LLaMA 3's) fall back to a fixed date; others that call it are refused.
 """
 
 import json
@@ -18,15 +18,15 @@ from pipeline.data.text.sandbox import RENDER_ERRORS, Sandbox
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # skipped documents are stored with the reason, which is to be the same
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # removed, since the stored reason for a skip must be the same in every run
 
 
 class RenderError(ValueError):
-    """A template cannot be rendered with the values that it was given."""
+    """A template cannot be rendered with the given values."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks what an assistant wrote; for rendering it is transparent."""
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text; it has no effect on rendering."""
 
     tags = frozenset({"generation"})
 
@@ -36,7 +36,8 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _ChatUndefined(jinja2.Undefined):
-    """May be asked for, as in transformers, but not printed: but for a token that the tokenizer lacks."""
+    """An undefined value may be tested, as in transformers, but not printed, except for a token that the tokenizer
+    lacks."""
 
     def __str__(self) -> str:
         if self._undefined_obj is jinja2.utils.missing and self._undefined_name in NAMED_TOKENS:
@@ -71,7 +72,7 @@ class ChatTemplate(_Template):
     """Renders as `transformers.utils.chat_template_utils` does."""
 
     def __init__(self, source: str) -> None:
-        """Raises jinja2.TemplateError when `source` is not a template, or one that is refused."""
+        """Raises jinja2.TemplateError if `source` is not a template, or is refused."""
         sandbox = Sandbox(
             undefined=_ChatUndefined,
             extensions=[_Generation, jinja2.ext.loopcontrols],
@@ -82,15 +83,15 @@ class ChatTemplate(_Template):
 
 
 class TextTemplate(_Template):
-    """A document's text from a data set's row: `{{ question }}\\n{{ choices.text[0] }}`.
+    """Makes a document's text from a dataset's row: `{{ question }}\\n{{ choices.text[0] }}`.
 
-    A null where a value is printed is a RenderError, as is a column that the row lacks.
+    Printing a null, or a column that the row lacks, raises RenderError.
     """
 
     columns: frozenset[str]
 
     def __init__(self, source: str) -> None:
-        """Raises jinja2.TemplateError when `source` is not a template, or one that is refused."""
+        """Raises jinja2.TemplateError if `source` is not a template, or is refused."""
         super().__init__(Sandbox(undefined=jinja2.StrictUndefined, prints_null=False), source)
         self.columns = frozenset(self._sandbox.columns)
 

@@ -1,4 +1,4 @@
-"""Text to token ids with the `tokenizers` library: one tokenizer.json, the same ids as transformers' fast tokenizer."""
+"""Converts text to token ids with the `tokenizers` library, as transformers' fast tokenizer does."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from pipeline.data.text.tokenizer_files import read_tokenizer_files
 
 
 class TextTokenizer:
-    """Encodes documents and renders chats. Build one with `load_tokenizer`."""
+    """Encodes documents and renders chats. Use `load_tokenizer`."""
 
     def __init__(
         self,
@@ -33,17 +33,17 @@ class TextTokenizer:
         chat: str | None = None,
         named_tokens: Mapping[str, str] | None = None,
     ) -> None:
-        """Takes `tokenizer` over. `name` is for messages, `digest` identifies the tokenizer, `chat` is its chat
-        template's source and `named_tokens` what that template knows: bos_token and such.
+        """Takes ownership of `tokenizer`. name: for messages. digest: identifies the tokenizer. chat: the source of its
+        chat template. named_tokens: the tokens available to that template, such as bos_token.
 
         Raises InputError for a tokenizer that draws random numbers.
         """
         if dropout := getattr(tokenizer.model, "dropout", None):
             raise InputError(
-                f"tokenizer {name} has a model with dropout={dropout}, which gives other ids in every run. Set its "
+                f"tokenizer {name} has a model with dropout={dropout}, which gives different ids in every run. Set its "
                 "dropout to null."
             )
-        # A tokenizer.json may carry the truncation and padding of whoever saved it.
+        # A tokenizer.json may contain truncation and padding settings from when it was saved.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -62,18 +62,18 @@ class TextTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, added tokens included."""
+        """The number of token ids, including added tokens."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def identity(self) -> dict[str, object]:
-        """What determines the ids of a text: plain JSON values."""
+        """What determines the ids of a text, as plain JSON values."""
         return dict(self._identity)
 
     def encode(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
-        """The ids of each text: prefix, what the tokenizer gives, suffix.
+        """The ids of each text: prefix, the tokenizer's ids, suffix.
 
         Raises ValueError for a text that cannot be tokenised: UnicodeEncodeError for a lone surrogate, IndivisibleText,
-        or what the library says.
+        or an error with the library's message.
         """
         short = [text for text in texts if len(text) <= PIECE_CHARACTERS]
         encodings = iter(self._library_ids(short, self._add_special_tokens))
@@ -100,13 +100,13 @@ class TextTokenizer:
         except Exception as error:
             if type(error) is not Exception:
                 raise
-            # The library's only type of error, e.g. for a word that is not in a vocabulary without an unknown token.
+            # The library's only type of error, e.g. for an unknown word if the vocabulary has no unknown token.
             raise ValueError(f"the tokenizer refuses the text: {error}") from error
         return [encoding.ids for encoding in encodings]
 
     @cached_property
     def _special_ids(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer adds before and after every text."""
+        """The ids that the tokenizer adds before and after every text."""
         encoding = self._tokenizer.encode("a", add_special_tokens=True)
         is_text = [index for index, special in enumerate(encoding.special_tokens_mask) if not special]
         first, last = (is_text[0], is_text[-1] + 1) if is_text else (len(encoding.ids), len(encoding.ids))
@@ -117,11 +117,11 @@ class TextTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's entry of one id, or None if there is none."""
+        """The vocabulary's entry for an id; None if there is none."""
         return self._tokenizer.id_to_token(token_id)
 
     def token_id(self, key: str, text: str) -> int:
-        """The id of the one token that `text` is. Raises ConfigError, naming the setting `key`, for several or none."""
+        """The id of a text that is a single token. Raises ConfigError, naming the setting `key`, if it is not one."""
         token_id = self._tokenizer.token_to_id(text)
         ids = [token_id] if token_id is not None else self._tokenizer.encode(text, add_special_tokens=False).ids
         if len(ids) != 1:
@@ -132,17 +132,18 @@ class TextTokenizer:
         return ids[0]
 
     def token_texts(self) -> dict[int, str]:
-        """What each token adds to a text, by id: not what it is by itself, where decoders drop the space before it."""
+        """The text that each token adds to a preceding text, by id. (For a single token, decoders drop a leading
+        space.)"""
         ids = list(self._tokenizer.get_vocab(with_added_tokens=True).values())
         once = self._tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)
         twice = self._tokenizer.decode_batch([[i, i] for i in ids], skip_special_tokens=False)
         return {i: both[len(one) :] for i, one, both in zip(ids, once, twice, strict=True)}
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
-        """The chat template's text of `messages`, as transformers' `apply_chat_template(tokenize=False)`.
+        """Renders messages with the chat template, like transformers' `apply_chat_template(tokenize=False)`.
 
-        Raises ConfigError when the tokenizer has no chat template that can be used, and RenderError, naming the
-        template, when it refuses these messages.
+        Raises ConfigError if the tokenizer has no usable chat template, and RenderError, naming the template, if it
+        cannot render these messages.
         """
         settings = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, **self._named_tokens}
         try:
@@ -151,7 +152,7 @@ class TextTokenizer:
             raise RenderError(f"the chat template of tokenizer {self._name} fails: {error}") from error
 
     def require_chat(self) -> None:
-        """Raises ConfigError unless chats can be rendered and tokenised without doubled special tokens."""
+        """Raises ConfigError unless chats can be rendered, and tokenised without duplicate special tokens."""
         try:
             self.render_chat([{"role": "user", "content": "0"}], add_generation_prompt=True)
         except RenderError as error:
@@ -163,7 +164,7 @@ class TextTokenizer:
             )
 
     def chat_identity(self) -> str | None:
-        """SHA-256 of the chat template's source and its tokens."""
+        """The sha256 of the chat template's source and its tokens, as hex; None without a chat template."""
         if self._chat is None:
             return None
         return hashlib.sha256(json.dumps([self._chat, self._named_tokens], sort_keys=True).encode()).hexdigest()
@@ -172,7 +173,7 @@ class TextTokenizer:
     def _template(self) -> ChatTemplate:
         if self._chat is None:
             raise ConfigError(
-                f"tokenizer {self._name} has no chat template. Set data.template=plain or name another model.tokenizer."
+                f"tokenizer {self._name} has no chat template. Set data.template=plain or a different model.tokenizer."
             )
         try:
             return ChatTemplate(self._chat)
@@ -191,10 +192,10 @@ def load_tokenizer(
     prefix: str | None = None,
     suffix: str | None = None,
 ) -> TextTokenizer:
-    """The tokenizer of a directory, a remote path (`gs://...`) or a Hub id: tokenizer.json and its chat template.
+    """Loads tokenizer.json and the chat template from a directory, a remote path (`gs://...`) or a Hub id.
 
-    Raises InputError when there is no readable tokenizer.json, ConfigError for a prefix or suffix of several tokens,
-    and PipelineError when the place cannot be reached.
+    Raises InputError if there is no valid tokenizer.json, ConfigError for a prefix or suffix that is not one token, and
+    PipelineError if the path cannot be reached.
     """
     files = read_tokenizer_files(os.path.expanduser(path), revision)
     return TextTokenizer(

@@ -1,4 +1,4 @@
-"""A tokenizer's files: tokenizer.json, and the chat template and named tokens beside it."""
+"""Reads a tokenizer's files: tokenizer.json, chat template and named tokens."""
 
 import hashlib
 import os
@@ -17,13 +17,13 @@ from pipeline.core.retries import repeated
 from pipeline.data.text.templates import NAMED_TOKENS
 
 _KEY = "model.tokenizer or model.path"
-_MAX_BYTES = 256 << 20  # of a file; the largest tokenizer.json published has 35 MB
+_MAX_BYTES = 256 << 20  # per file; the largest published tokenizer.json has 35 MB
 _MAX_ID = 2**31 - 1  # ids are stored in 32 bits
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What they hold. `digest` is the sha256 of tokenizer.json, `chat` the chat template's source."""
+    """The content of a tokenizer's files. digest: the sha256 of tokenizer.json. chat: the chat template's source."""
 
     tokenizer: Tokenizer
     digest: str
@@ -32,13 +32,13 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(path: str, revision: str | None) -> TokenizerFiles:
-    """Of a directory, a remote path (`gs://...`) or a Hub id. Raises InputError for what is missing or damaged, and
-    PipelineError where the place cannot be reached."""
+    """Reads the files in a directory, at a remote path (`gs://...`) or in a Hub repository. Raises InputError if one is
+    missing or damaged, and PipelineError if they cannot be reached."""
     place = _open_place(path, revision)
     definition = place.read("tokenizer.json")
     if definition is None:
         raise InputError(
-            f"{path} has no tokenizer.json. Expected a directory, a remote path or a Hub id that has one; "
+            f"{path} has no tokenizer.json. Expected a directory, a remote path or a Hub id with this file; "
             "`AutoTokenizer.from_pretrained(...).save_pretrained(...)` writes it."
         )
     tokenizer = _parse_tokenizer(definition, path)
@@ -64,13 +64,14 @@ def _parse_tokenizer(definition: bytes, where: str) -> Tokenizer:
 
 
 def _is_from_tokenizers(error: BaseException) -> bool:
-    """Whether this is how the library says that it cannot go on: a bare Exception, text that is not UTF-8, or Rust's
-    panic, which is no Exception and has no name to import."""
+    """Whether the library raises such errors: a plain Exception, a ValueError for text that is not UTF-8, or Rust's
+    panic, which is not an Exception and cannot be imported."""
     return type(error) is Exception or isinstance(error, ValueError) or type(error).__name__ == "PanicException"
 
 
 def _chat_settings(place: "_Place") -> tuple[str | None, dict[str, str]]:
-    """The chat template (chat_template.jinja before tokenizer_config.json, as in transformers) and named tokens."""
+    """The chat template and named tokens. As in transformers, chat_template.jinja has precedence over
+    tokenizer_config.json."""
     where = f"{place.where}/tokenizer_config.json"
     raw = place.read("tokenizer_config.json")
     try:
@@ -109,7 +110,7 @@ def _wrong(where: str, key: str, value: object, expected: str) -> InputError:
 
 
 class _Place(Protocol):
-    """Where a tokenizer's files lie. `read` gives None for a file that is not there."""
+    """A location of tokenizer files. `read` returns None for a file that does not exist."""
 
     where: str
 
@@ -117,14 +118,14 @@ class _Place(Protocol):
 
 
 def _open_place(path: str, revision: str | None) -> _Place:
-    """Raises InputError for what is no place, PipelineError for one that cannot be reached."""
+    """Raises InputError if `path` is neither a directory nor a Hub id, and PipelineError if it cannot be reached."""
     if is_hub_id(path):
         return _HubPlace(path, revision)
     return _FolderPlace(path)
 
 
 class _FolderPlace:
-    """A directory, here or remote."""
+    """A local or remote directory."""
 
     def __init__(self, path: str) -> None:
         self.where = path
@@ -137,9 +138,9 @@ class _FolderPlace:
         file = f"{self._root.rstrip('/')}/{name}"
         with self._named_errors():
             try:
-                # `exists` takes a place that it cannot reach for an empty one.
+                # `exists` would return False for an unreachable file.
                 info = repeated(file, lambda: self._filesystem.info(file))
-                if info["type"] != "file":  # a named pipe would not end
+                if info["type"] != "file":  # reading a named pipe might never end
                     raise InputError(f"{self.where}/{name} is not a regular file. Replace it by the tokenizer's file.")
                 _check_size(f"{self.where}/{name}", info["size"])
                 return repeated(file, lambda: self._filesystem.cat_file(file))
@@ -151,7 +152,7 @@ class _FolderPlace:
 
 
 class _HubPlace:
-    """A repository of the Hub, at one commit."""
+    """A repository on the Hub, at one commit."""
 
     def __init__(self, repo: str, revision: str | None) -> None:
         self.where = repo

@@ -178,8 +178,8 @@ def test_a_name_that_is_not_utf8_is_named_or_skipped(tmp_path):
     ("name", "content", "settings", "message"),
     [
         ("x_challenges.json", "{", {}, "x_challenges.json is not JSON"),
-        ("x_challenges.json", {}, {}, "x_challenges.json holds no task"),
-        ("x_challenges.json", [ONE], {}, "x_challenges.json holds no task"),
+        ("x_challenges.json", {}, {}, "x_challenges.json has no tasks"),
+        ("x_challenges.json", [ONE], {}, "x_challenges.json has no tasks"),
         ("notes.txt", "", {"path": "."}, "has no .json file. Set data.path"),
     ],
 )
@@ -194,7 +194,7 @@ def test_what_cannot_be_opened(tmp_path, name, content, settings, message, on_er
     [
         ({"augmentations": 0}, "data.augmentations = 0, expected at least 1"),
         ({"tasks_per_shard": 0}, "data.tasks_per_shard = 0, expected at least 1"),
-        ({"solutions": "x_solutions.json"}, "data.solutions needs data.path to be a"),
+        ({"solutions": "x_solutions.json"}, "data.solutions requires that data.path is a"),
         ({"template": Template.chat}, "tokenizer words has no chat template"),
     ],
 )
