@@ -247,7 +247,7 @@ def test_real_arc_tasks(shared, tmp_path):
         ("data.temperature=-1", "temperature is -1"),
         ("data.end_tokens=[two words]", "data.end_tokens='two words' is . tokens"),
         ("data.suffix=a", "data.suffix is 'a', but prompts are followed by completions"),
-        ("data.prompts.on_error=skip", "data.prompts.on_error is skip, and data.on_error is fail"),
+        ("data.prompts.on_error=skip", "data.prompts.on_error is skip, but data.on_error is fail"),
         ("data.prompts.include_solution=true", "prompts must not contain answers"),
         ("run.claim=true", "run.claim is true, but data=generate"),
     ],
