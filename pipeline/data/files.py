@@ -52,7 +52,7 @@ class InputStream:
         self._lock = lock or threading.Lock()
         self._position = 0
 
-    def another(self) -> "InputStream":
+    def duplicate(self) -> "InputStream":
         """A second stream of the same open file, with its own position, for a different thread."""
         return InputStream(self._stream, self._name, self._lock)
 

@@ -93,7 +93,7 @@ def open_readers(file: InputFile) -> Iterator[tuple[pq.ParquetFile, pq.ParquetFi
         with _reads, _damage_named(file, "footer", 0):
             # Without pre_buffer, every column of a row group takes a separate request.
             parquet = pq.ParquetFile(stream, pre_buffer=True)
-        yield parquet, pq.ParquetFile(stream.another(), metadata=parquet.metadata, pre_buffer=True)
+        yield parquet, pq.ParquetFile(stream.duplicate(), metadata=parquet.metadata, pre_buffer=True)
 
 
 def read_row_groups(

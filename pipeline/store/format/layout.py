@@ -58,7 +58,7 @@ class ArraySpec:
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """Of one token slot: () or (width,)."""
+        """The shape of one token slot: () or (width,)."""
         return () if self.width is None else (self.width,)
 
     @property

@@ -1,4 +1,4 @@
-"""What is asked of `ActivationStore.batches`: arrays, and the order, the selection and the form of batches."""
+"""The options of `ActivationStore.batches`: which arrays to read, and the order, selection and form of batches."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -23,24 +23,24 @@ Key = ActivationKey | tuple[SupportsIndex | None, Site | str] | str
 class BatchOptions:
     """How the activations of a store are read in batches.
 
-    shuffle: blocks come in random order, and their pieces fill a buffer that is emptied in random order while another
-    is filled. Otherwise tokens come in the order of their rows.
-    seed: of the random order, which depends on it, on the epoch and on the other options, not on timing.
-    epochs: passes over the store; None for no end. Batches never mix epochs.
-    rank, world: this reader is number `rank` of `world`, whose shares of the store do not overlap. Each has the same
-    number of batches, all full. For that the segments of the whole store are read first (4 bytes per token); with
-    epochs=None they are not, and no reader ends.
-    token_filter: the tokens to leave out.
+    shuffle: read blocks in random order; their pieces fill a buffer, from which tokens are taken in random order while
+        a second one is filled. Otherwise, tokens are in row order.
+    seed: the random order depends on the seed, the epoch and the other options, but not on timing.
+    epochs: passes over the store; None for endless reading. A batch never mixes epochs.
+    rank, world: this reader is number `rank` of `world` readers with disjoint shares of the store. All have the same
+        number of batches, all full. This requires reading the segments of the whole store first (4 bytes per token),
+        except with epochs=None, where readers never end.
+    token_filter: which tokens to leave out.
     normalisation: by array name; gives float32.
-    stack: activations of one width as one array [n, K, D].
-    dtype: of the activations; None for the store's (of int8: float32).
-    framework: of the arrays: numpy, jax or torch.
-    outputs: arrays of `capture.outputs` that batches hold too: loss, entropy, top_logprobs, top_ids. They take memory
-        beside `buffer_mib`, and other outputs give another order.
-    features: batches hold the features of all SAEs of `capture.encode` too, in the store's dtype. They count towards
-        `buffer_mib`, so they may give another order.
-    drop_last: drop the last batch of an epoch where it is short.
-    buffer_mib: MiB of activations that one buffer holds; there are two.
+    stack: return activations of the same width as one array [n, K, D].
+    dtype: that of the activations; None for the store's (float32 if that is int8).
+    framework: numpy, jax or torch.
+    outputs: arrays of `capture.outputs` to read, too: loss, entropy, top_logprobs, top_ids. They take memory in
+        addition to `buffer_mib`. Different outputs change the order.
+    features: read the features of all SAEs of `capture.encode`, too, in the store's dtype. They count towards
+        `buffer_mib`, so they may change the order.
+    drop_last: drop the last batch of an epoch if it is not full.
+    buffer_mib: the size of a buffer for activations in MiB; there are two buffers.
 
     Raises ValueError for options that contradict each other.
     """
@@ -86,8 +86,8 @@ def with_fields(options: BatchOptions, given: Mapping[str, Any]) -> BatchOptions
 
 @dataclass(frozen=True)
 class Reading:
-    """The arrays to read, and how. `single`: one activation was asked for, not a list of them. `features`: the widths
-    of the SAEs whose features are read, by what the names of their arrays begin with."""
+    """The arrays to read, and how. single: `keys` was one activation, not a list. features: the widths of the SAEs
+    whose features are read, by the prefix of their arrays' names."""
 
     names: tuple[str, ...]
     batch_size: int
@@ -109,24 +109,24 @@ class Reading:
 
     @property
     def sparse(self) -> tuple[str, ...]:
-        """The arrays of features that are read piece by piece, as activations are."""
+        """The arrays of features that are read by pieces, like activations."""
         return tuple(array_name(name, part) for name in self.features for part in ("index", "value"))
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The arrays that are read block by block, as side arrays are."""
+        """The arrays that are read by blocks, like side arrays."""
         return tuple(dict.fromkeys((*self.options.outputs, *(array_name(name, "n_active") for name in self.features))))
 
     @property
     def seed(self) -> int | None:
-        """None: tokens come in the order of their rows."""
+        """The seed of the random order; None for row order."""
         return self.options.seed if self.options.shuffle else None
 
 
 @dataclass(frozen=True)
 class Readable:
-    """What batches can be made of. subject: whose arrays these are, in messages. features: the widths of its SAEs, by
-    what the names of their arrays begin with. error: what is raised for an array that is not there."""
+    """The arrays from which batches can be made. subject: what has these arrays, for messages. features: the widths of
+    its SAEs, by the prefix of their arrays' names. error: the exception for an array that does not exist."""
 
     subject: str
     layout: StoreLayout
@@ -138,7 +138,7 @@ class Readable:
         return tuple(ActivationKey.parse(spec.name) for spec in self.layout.arrays)
 
     def reading(self, keys: Key | Sequence[Key], batch_size: int, options: BatchOptions) -> Reading:
-        """The arrays that `keys` name, and how to read them. Raises `error`, and ValueError."""
+        """The arrays named by `keys`, and how to read them. Raises `error` and ValueError."""
         single = is_key(keys)
         names = [self.key(key).name for key in ([keys] if single else keys)]
         if options.features and not self.features:
@@ -154,7 +154,7 @@ class Readable:
         return Reading(tuple(names), batch_size, single, options, self.features if options.features else {})
 
     def key(self, key: Key) -> ActivationKey:
-        """Raises `error` for what names no array of activations here."""
+        """The parsed key. Raises `error` if there is no such activation array."""
         try:
             parsed = _parse_key(key)
         except (TypeError, ValueError) as error:
@@ -178,7 +178,7 @@ def is_key(keys: Key | Sequence[Key]) -> bool:
 
 
 def _parse_key(key: Key) -> ActivationKey:
-    """Raises TypeError or ValueError for what names no activation."""
+    """Raises TypeError or ValueError if this is not the key of an activation."""
     if isinstance(key, ActivationKey):
         return key
     if isinstance(key, str):
