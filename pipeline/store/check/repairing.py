@@ -1,4 +1,4 @@
-"""What to type to repair a store: commands that delete the objects which its next run writes again."""
+"""Shell commands to repair a store: they delete objects that the next run writes again."""
 
 import re
 import shlex
@@ -12,14 +12,14 @@ from pipeline.store.format.statistics import MERGED_PREFIX
 from pipeline.store.generated.group_keys import GENERATED_PREFIX
 from pipeline.store.io.storage import Storage
 
-_OF_BLOCK = re.compile(r"_.*/stream-(\d{5,12})/block-(\d{6,12})\.\w+")
+_BLOCK = re.compile(r"_.*/stream-(\d{5,12})/block-(\d{6,12})\.\w+")
 _SHARD = re.compile(r"[^/]+/c/(\d{1,18})(?:/0)*")
-_TABLES = re.compile(r"_documents/stream-(\d{5,12})")  # which disagree with each other
+_TABLES = re.compile(r"_documents/stream-(\d{5,12})")  # a stream's document tables, if they contradict each other
 _GROUP = re.compile(r"_generated/stream-(\d{5,12})/(?:group-(\d{6,12})\.parquet)?")
 _MOST_LINES = 20
 
-# Of these the objects that are named are themselves deleted.
-_AS_NAMED = (
+# For these, the objects that have the problem are deleted.
+_DELETED_REMEDIES = (
     Remedy.rewrite_array,
     Remedy.consolidate,
     Remedy.tabulate,
@@ -28,13 +28,14 @@ _AS_NAMED = (
     Remedy.regenerate_kept,
 )
 _COMMANDS = {"gs://": "gcloud storage rm", "s3://": "aws s3 rm"}
-_WITH_ALL_BELOW = {"gs://": "gcloud storage rm --recursive", "s3://": "aws s3 rm --recursive"}
+_RECURSIVE_COMMANDS = {"gs://": "gcloud storage rm --recursive", "s3://": "aws s3 rm --recursive"}
 
 
 def repair_steps(storage: Storage, num_streams: int | None, problems: Sequence[Problem]) -> Iterator[str]:
-    """The remedies of some problems, one line each, with the commands that delete what each names, indented.
+    """The remedies of the problems, one line each, followed by indented commands that delete objects. Does not delete
+    anything itself.
 
-    num_streams: of the store; None where its root cannot be read. Nothing is deleted here.
+    num_streams: the store's; None if its root cannot be read.
     """
     for remedy in dict.fromkeys(problem.remedy for problem in problems):
         keys = [problem.where for problem in problems if problem.remedy is remedy]
@@ -44,8 +45,8 @@ def repair_steps(storage: Storage, num_streams: int | None, problems: Sequence[P
         elif remedy is Remedy.regenerate:
             commands = _delete_groups(storage, keys)
         elif remedy is Remedy.merge_again:
-            commands = [_command(storage, MERGED_PREFIX, with_all_below=True)]
-        elif remedy in _AS_NAMED:
+            commands = [_command(storage, MERGED_PREFIX, recursive=True)]
+        elif remedy in _DELETED_REMEDIES:
             commands = [_command(storage, key) for key in dict.fromkeys(keys) if "/" in key]  # the root is in no folder
         yield Remedy.rerun_missing if remedy is Remedy.recompute and not commands else remedy
         yield from (f"    {command}" for command in commands[:_MOST_LINES])
@@ -54,30 +55,31 @@ def repair_steps(storage: Storage, num_streams: int | None, problems: Sequence[P
 
 
 def _delete_records(storage: Storage, num_streams: int, keys: Sequence[str]) -> list[str]:
-    """Commands for the records of the blocks that `keys` belong to, and of all later blocks of their streams."""
+    """Commands to delete the records of the blocks to which `keys` belong, and of all later blocks of their streams."""
     first_blocks: dict[int, int] = {}
     others, whole_streams = [], set()
     for key in keys:
-        place = _place(key, num_streams)
-        if place is not None and place[0] < num_streams:
-            first_blocks[place[0]] = min(place[1], first_blocks.get(place[0], place[1]))
+        stream_and_block = _stream_and_block(key, num_streams)
+        if stream_and_block is not None and stream_and_block[0] < num_streams:
+            stream, block = stream_and_block
+            first_blocks[stream] = min(block, first_blocks.get(stream, block))
         elif tables := _TABLES.fullmatch(key):
             whole_streams.add(int(tables[1]))
-        elif key.startswith(COMMITS_PREFIX) and "." in key:  # among the records, but no record of a stream
+        elif key.startswith(COMMITS_PREFIX) and "." in key:  # among the records, but not a record of a stream
             others.append(key)
     for stream in whole_streams:
         first_blocks.setdefault(stream, 0)
     commands = [_command(storage, key) for key in dict.fromkeys(others)]
     for stream, first in sorted(first_blocks.items()):
-        places = map(parse_commit_key, storage.list_keys(stream_prefix(COMMITS_PREFIX, stream)))
-        blocks = sorted(place[1] for place in places if place is not None and place[1] >= first)
+        parsed = filter(None, map(parse_commit_key, storage.list_keys(stream_prefix(COMMITS_PREFIX, stream))))
+        blocks = sorted(block for _, block in parsed if block >= first)
         commands += _numbered(storage, f"{stream_prefix(COMMITS_PREFIX, stream)}block-", blocks, ".json")
     return commands
 
 
-def _place(key: str, num_streams: int) -> tuple[int, int] | None:
-    """The stream and block of an object; None of an object that belongs to no block."""
-    if match := _OF_BLOCK.fullmatch(key):
+def _stream_and_block(key: str, num_streams: int) -> tuple[int, int] | None:
+    """The stream and block of an object; None if it belongs to no block."""
+    if match := _BLOCK.fullmatch(key):
         return int(match[1]), int(match[2])
     if match := _SHARD.fullmatch(key):
         block, stream = divmod(int(match[1]), num_streams)
@@ -86,38 +88,38 @@ def _place(key: str, num_streams: int) -> tuple[int, int] | None:
 
 
 def _delete_groups(storage: Storage, keys: Sequence[str]) -> list[str]:
-    """Commands for the groups that `keys` name, and for all later groups of their streams."""
+    """Commands to delete the groups with these keys, and all later groups of their streams."""
     commands = []
-    named = [match for match in map(_GROUP.fullmatch, keys) if match]
-    for stream in sorted({int(match[1]) for match in named}):
+    damaged = [match for match in map(_GROUP.fullmatch, keys) if match]
+    for stream in sorted({int(match[1]) for match in damaged}):
         prefix = stream_prefix(GENERATED_PREFIX, stream)
         stored = [match for match in map(_GROUP.fullmatch, storage.list_keys(prefix)) if match and match[2]]
         indices = sorted(int(match[2]) for match in stored)
         gap = next((k for k, index in enumerate(indices) if index != k), len(indices))
-        first = min([gap, *(int(match[2]) for match in named if int(match[1]) == stream and match[2])])
+        first = min([gap, *(int(match[2]) for match in damaged if int(match[1]) == stream and match[2])])
         later = [index for index in indices if index >= first]
         commands += _numbered(storage, f"{prefix}group-", later, ".parquet")
     return commands
 
 
 def _numbered(storage: Storage, prefix: str, numbers: Sequence[int], suffix: str) -> list[str]:
-    """Commands for objects whose keys have these ascending numbers; one for each run of neighbours where the shell's
-    braces can name them."""
-    if storage.path.startswith("s3://"):  # whose command takes one object
+    """Commands to delete objects with these ascending numbers in their keys: one per run of consecutive numbers, with
+    the shell's braces, if the storage's command accepts several objects."""
+    if storage.path.startswith("s3://"):  # its command takes only one object
         return [_command(storage, f"{prefix}{number:06d}{suffix}") for number in numbers]
     starts = [k for k, (before, number) in enumerate(pairwise([-2, *numbers])) if number != before + 1]
     commands = []
     for start, stop in pairwise([*starts, len(numbers)]):
         first, last = numbers[start], numbers[stop - 1]
-        named = f"{first:06d}" if first == last else f"{{{first:06d}..{last:06d}}}"
-        commands.append(_command(storage, prefix) + named + suffix)
+        number_range = f"{first:06d}" if first == last else f"{{{first:06d}..{last:06d}}}"
+        commands.append(_command(storage, prefix) + number_range + suffix)
     return commands
 
 
-def _command(storage: Storage, key: str, *, with_all_below: bool = False) -> str:
-    """What deletes an object, in a shell. Of storage that has no command: the object's address."""
+def _command(storage: Storage, key: str, *, recursive: bool = False) -> str:
+    """The shell command that deletes an object; only the object's URL for storage without a command."""
     if storage.directory is not None:
-        return f"{'rm -r' if with_all_below else 'rm'} {shlex.quote(storage.directory + key)}"
-    commands = _WITH_ALL_BELOW if with_all_below else _COMMANDS
+        return f"{'rm -r' if recursive else 'rm'} {shlex.quote(storage.directory + key)}"
+    commands = _RECURSIVE_COMMANDS if recursive else _COMMANDS
     command = commands.get(storage.path[:5])
     return " ".join(filter(None, [command, shlex.quote(storage.url(key))]))

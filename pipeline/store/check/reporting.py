@@ -32,7 +32,7 @@ def verify_and_print(path: str, scope: Scope = EVERYTHING) -> int:
 
 
 def _num_streams(storage: Storage) -> int | None:
-    """None where the root cannot be read."""
+    """The number of streams in the root; None if it cannot be read."""
     try:
         return require_root(storage).metadata.num_streams
     except StoreInvalid:

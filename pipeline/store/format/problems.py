@@ -64,5 +64,5 @@ class Problem:
     remedy: Remedy = Remedy.recompute
 
     def __str__(self) -> str:
-        """Without the advice of errors to run pipeline.verify, which says this."""
+        """The key and the problem, without the advice to run pipeline.verify, which prints this."""
         return f"{self.where}: {self.what}".removesuffix(f" {DAMAGE_REMEDY}").removesuffix(f" {VERIFY_REMEDY}")
