@@ -109,7 +109,7 @@ class PromptDelta:
     def cache(self) -> DeltaCache:
         return DeltaCache(**self._kept)
 
-    def convolved(self, name: str, x: Float[Array, "B P *heads"], taps: Array, segments: Array) -> Array:
+    def convolve(self, name: str, x: Float[Array, "B P *heads"], taps: Array, segments: Array) -> Array:
         latest = self._lengths[:, None] - jnp.arange(taps.shape[-1] - 1, 0, -1)  # positions; negative before the prompt
         latest = latest.reshape(*latest.shape, *[1] * (x.ndim - 2))
         kept = jnp.take_along_axis(x, jnp.maximum(latest, 0), axis=1)
@@ -133,7 +133,7 @@ class CachedDelta:
     def __init__(self, cache: DeltaCache, is_active: Bool[Array, " B"]) -> None:
         self.cache, self._is_active = cache, is_active
 
-    def convolved(self, name: str, x: Float[Array, "B 1 *heads"], taps: Array, segments: Array) -> Array:
+    def convolve(self, name: str, x: Float[Array, "B 1 *heads"], taps: Array, segments: Array) -> Array:
         window = jnp.concatenate([getattr(self.cache, name), x], axis=1)
         self._keep(**{name: window[:, 1:]})
         by_position = jnp.moveaxis(taps[..., 0, :], -1, 0).astype(jnp.float32)

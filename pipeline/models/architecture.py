@@ -1,13 +1,15 @@
-"""The description of a transformer, which a family's reader makes from config.json.
+"""The description of a transformer, which each family reads from config.json.
 
-Shape letters, here and in every file of this package:
+Shape letters in this package:
 
-    B rows, T positions, S positions as keys, D model dim, N heads, K key-value heads, G = N / K, H head dim,
-    F MLP dim, V vocabulary, P learned positions, Y token types, C = 3 for q, k and v in one tensor, L layers of a
-    stack, E experts, A experts of a token, M MLP dim of an expert, U MLP dim of the shared expert; W head dim of
-    values (H, but in latent attention), and of latent attention Q rank of queries, Z rank of keys and values, R
-    rotating dims of a head, X = H - R + W; of DeltaNet J key heads, O value heads of each, k and v dims of a key and of
-    a value head, c taps of the convolutions; p dims of a token's vector for a layer
+    all models         B rows, T positions, S key positions, D model dim, N heads, K key-value heads, G = N / K,
+                       H head dim, W head dim of values (H, except in latent attention), F MLP dim, V vocabulary,
+                       P learned positions, Y token types, C = 3 for q, k and v in one tensor, L layers of a stack,
+                       p dims of per-layer inputs
+    experts            E experts, A experts per token, M MLP dim of an expert, U MLP dim of the shared expert
+    latent attention   Q rank of queries, Z rank of keys and values, R rotary dims of a head, X = H - R + W
+    DeltaNet           J key heads, O value heads per key head, k and v dims of a key head and a value head,
+                       c convolution taps
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +18,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Bool
 
-DELTA_CHUNK = 64  # positions of a row that a DeltaNet computes at once
+DELTA_CHUNK = 64  # positions that a DeltaNet processes at once
 
 
 class Axis(StrEnum):
@@ -50,7 +52,7 @@ class Axis(StrEnum):
 
 
 class RopeKind(StrEnum):
-    """How rotary frequencies are stretched for longer contexts; the names are those of config.json."""
+    """How rotary frequencies are scaled for longer contexts. The names are those of config.json."""
 
     default = "default"
     linear = "linear"
@@ -63,45 +65,49 @@ class RopeKind(StrEnum):
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embeddings (Su et al., arXiv 2104.09864), rotating the two halves of a head."""
+    """Rotary position embeddings (Su et al., arXiv 2104.09864). Dimensions h and h + half of a head rotate together."""
 
     theta: float
     kind: RopeKind = RopeKind.default
-    factor: float = 1.0  # of all others
-    low_freq_factor: float = 1.0  # of llama3
-    high_freq_factor: float = 1.0  # of llama3
-    original_max_positions: int = 0  # of llama3, yarn and longrope
+    factor: float = 1.0  # all kinds except default
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 1.0  # llama3
+    original_max_positions: int = 0  # llama3, yarn and longrope
 
 
 @dataclass(frozen=True)
 class ScaledRope(Rope):
-    """One that makes queries and keys longer. The classes below have fields that would change others' identity."""
+    """Rotary embeddings that also scale queries and keys.
 
-    attention_factor: float = 1.0  # of cosines and sines
+    This and the classes below are subclasses, so that their fields do not change the identity of other models.
+    """
+
+    attention_factor: float = 1.0  # multiplies cosines and sines
 
 
 @dataclass(frozen=True)
 class YarnRope(ScaledRope):
     """YaRN (Peng et al., arXiv 2309.00071)."""
 
-    beta_fast: float = 32.0  # pairs of dimensions with more rotations in the original context are not stretched
-    beta_slow: float = 1.0  # those with fewer are stretched by `factor`
-    truncate: bool = True  # the pairs between which frequencies are interpolated have whole numbers
+    beta_fast: float = 32.0  # pairs of dimensions with more rotations in the original context keep their frequency
+    beta_slow: float = 1.0  # the frequency of pairs with fewer rotations is divided by `factor`
+    truncate: bool = True  # rounds the ends of the interpolated range outwards to whole pairs
 
 
 @dataclass(frozen=True)
 class LongRope(ScaledRope):
-    """LongRoPE (Ding et al., arXiv 2402.13753) in rows within the original context.
+    """LongRoPE (Ding et al., arXiv 2402.13753) for rows within the original context.
 
-    Longer documents have other factors, at their first positions, too: an activation would depend on what follows it.
+    Longer documents use different factors at all positions, so an activation would depend on the tokens after it.
     """
 
-    short_factors: tuple[float, ...] = ()  # which stretch each pair of dimensions
+    short_factors: tuple[float, ...] = ()  # divide the frequency of each pair of dimensions
 
 
 @dataclass(frozen=True)
 class ProportionalRope(Rope):
-    """One whose slowest pairs of dimensions do not rotate. Frequencies are those of a head that rotates as a whole."""
+    """Rotary embeddings without the pairs of dimensions with the lowest frequencies. The other frequencies are the same
+    as if all pairs rotated."""
 
     rotating: float = 1.0  # share of the pairs
 
@@ -112,7 +118,7 @@ class Norm(StrEnum):
     rms = "rms"  # by its weight, in the activations' dtype
     rms_wide = "rms_wide"  # by its weight, in float32
     rms_plus_one = "rms_plus_one"  # by 1 + its weight, in float32
-    layer = "layer"  # LayerNorm: around the mean, by its weight, plus its bias, in float32
+    layer = "layer"  # LayerNorm: by its weight, plus its bias, in float32
 
 
 class Activation(StrEnum):
@@ -126,11 +132,11 @@ class Activation(StrEnum):
 
 @dataclass(frozen=True)
 class LocalAttention:
-    """Layers whose positions attend to the latest `window` positions only, their own included."""
+    """Sliding-window attention: local layers attend to the last `window` positions, including the current one."""
 
     pattern: str  # a letter per layer: L local, G global
     window: int
-    rope: Rope | None  # of the local layers
+    rope: Rope | None  # for the local layers
 
 
 class RotaryPairs(StrEnum):
@@ -144,106 +150,110 @@ class RotaryPairs(StrEnum):
 @dataclass(frozen=True)
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). The keys and values of all heads are projected from
-    one normed vector of each position; only the last `rotary_dim` dimensions of a head rotate, and there all keys of a
-    position are the same."""
+    one normalised latent vector per position. Only the last `rotary_dim` dimensions of a head rotate, and all heads
+    share these dimensions of the key."""
 
-    kv_rank: int  # of that vector
-    q_rank: int | None  # of the one from which queries are projected; None: from the stream
-    value_dim: int  # of a head
+    kv_rank: int  # size of that latent vector
+    q_rank: int | None  # size of the queries' latent vector; None: queries are projected from the stream
+    value_dim: int  # per head
     pairs: RotaryPairs
-    norm_eps: float = 1e-6  # of these vectors' norms
+    norm_eps: float = 1e-6  # for the norms of the latent vectors
 
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Layers with a gated DeltaNet (Yang et al., arXiv 2412.06464) in place of attention: each value head has a state
-    of [key dim, value dim], which decays, and into which a position writes what its key does not return yet."""
+    """Layers with a gated DeltaNet (Yang et al., arXiv 2412.06464) in place of attention. Each value head has a
+    decaying state of [key dim, value dim]; a position adds the difference between its value and the state's prediction
+    for its key."""
 
     pattern: str  # a letter per layer: D DeltaNet, A attention
-    num_heads: int  # of queries and keys
-    values_per_key: int  # value heads of each of them
-    key_dim: int  # of a head
-    value_dim: int  # of a value head
-    num_taps: int  # of the causal convolutions of queries, keys and values
+    num_heads: int  # query and key heads
+    values_per_key: int  # value heads per key head
+    key_dim: int  # per key head
+    value_dim: int  # per value head
+    num_taps: int  # of the causal convolutions over queries, keys and values
 
 
 @dataclass(frozen=True)
 class GlobalHeads:
-    """The heads of global layers, where those of local layers differ from them."""
+    """The heads of global layers, if they differ from those of local layers."""
 
     head_dim: int
     num_kv_heads: int
-    keys_are_values: bool  # values are the projected keys, before these are normed and rotate
+    keys_are_values: bool  # values are the projected keys, before their norm and rotation
 
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """The last layers have no keys and values: they attend to those of the latest layer that has, and is local or
-    global as they are."""
+    """The last layers compute no keys and values. Each attends to those of the last layer of its kind, local or global,
+    that computes them."""
 
     num_layers: int
-    d_mlp: int  # of their MLPs
+    d_mlp: int  # in these layers
 
 
 class LayerBlocks(NamedTuple):
-    """Which blocks a layer has. Layers that have the same have weights of the same shapes."""
+    """The blocks of a layer. Layers with equal blocks have weights of the same shapes."""
 
     is_delta: bool  # a gated DeltaNet; else attention
     is_sparse: bool  # a mixture of experts; else one MLP
-    has_both: bool = False  # an MLP beside the mixture
+    has_both: bool = False  # a mixture of experts and an MLP
     has_global_heads: bool = False
     keys_are_values: bool = False
-    keys_of: int | None = None  # the layer whose keys and values it attends to; None: it has its own
+    keys_of: int | None = None  # the layer whose keys and values it attends to; None: its own
 
 
 class LayerKind(NamedTuple):
-    """What a layer does differently from others with weights of the same shapes. In a scan, what differs is data."""
+    """How layers with weights of the same shapes may differ. The fields are arrays where the layers of a scan differ,
+    and Python booleans elsewhere."""
 
     is_local: bool | Bool[Array, ""]
-    is_rotated: bool | Bool[Array, ""]  # its queries and keys
+    is_rotated: bool | Bool[Array, ""]  # queries and keys
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Sparse layers: a router chooses some of the experts for each token, and mixes what they return."""
+    """Sparse layers: a router chooses some of the experts for each token, and their outputs are mixed."""
 
     pattern: str  # a letter per layer: S sparse, D dense
     num_experts: int
     per_token: int
     d_expert: int
-    sums_to_one: bool  # the weights of a token's experts; else they are their shares of the softmax over all experts
-    d_shared: int = 0  # of the expert that every token has; 0: there is none
-    rounds_weights: bool = True  # to the activations' dtype; else they stay float32
+    sums_to_one: bool  # normalises the weights of a token's experts; else they come from the softmax over all experts
+    d_shared: int = 0  # MLP dim of the expert that every token uses; 0: no such expert
+    rounds_weights: bool = True  # rounds the experts' weights to the activations' dtype; else they stay float32
 
 
 @dataclass(frozen=True)
 class BoundedExperts(Experts):
-    """Experts whose neurons are (up + 1) * gate * sigmoid(alpha * gate), with bounded gates and ups. Those with the
-    largest logits are chosen, and the softmax is over them alone."""
+    """Experts whose neurons are (up + 1) * gate * sigmoid(alpha * gate), with gate and up clipped. The experts with the
+    largest logits are chosen, and the softmax is over the chosen ones only."""
 
     alpha: float = 1.702
-    limit: float = 7.0  # of gate, and of up on both sides
+    limit: float = 7.0  # gate <= limit, -limit <= up <= limit
 
 
 @dataclass(frozen=True)
 class GroupedExperts(Experts):
-    """DeepSeek's: experts are divided into equal groups, and a token has experts of the groups that have the largest
-    share, or sum of two scores. Logits are float32."""
+    """DeepSeek's experts, in groups of equal size. A token's experts come from the groups with the largest score: the
+    largest softmax probability or, with `sigmoid`, the sum of the two largest scores. Logits are float32."""
 
     num_groups: int = 1
     groups_per_token: int = 1
-    scaling: float = 1.0  # of the weights
-    sigmoid: bool = False  # scores are sigmoids of the logits, and experts are chosen by their sum with a correction
+    scaling: float = 1.0  # multiplies the weights
+    sigmoid: bool = False  # scores are sigmoids of the logits; a correction is added to them to choose the experts
 
 
 @dataclass(frozen=True)
-class ExpertsBesideMlp(Experts):
-    """Gemma 4's: an MLP and experts read the same stream, each through norms of its own, and are added."""
+class ExpertsWithMlp(Experts):
+    """Gemma 4's layers: an MLP and experts read the same stream, each through its own norm, and their outputs are
+    added."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A transformer. The defaults are those of a LLaMA; its weights determine which norms, biases and gates it has."""
+    """A transformer. The defaults describe a LLaMA. A model has the norms, biases and gates that its weights
+    contain."""
 
     num_layers: int
     vocab_size: int
@@ -261,30 +271,30 @@ class Architecture:
     parallel: bool = False  # attention and MLP read the same residual stream
     gated: bool = True  # the MLP multiplies its activated gate by a linear projection
     rotary_dim: int | None = None  # dimensions of a head that rotate; None: all
-    attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
-    softcap: float | None = None  # of the scaled scores: softcap * tanh(scores / softcap)
+    attention_scale: float | None = None  # multiplies the scores; None: 1 / sqrt(head_dim)
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     local: LocalAttention | None = None  # None: all layers are global
-    sinks: bool = False  # each head has a score for a key without a value, which all its queries see
+    sinks: bool = False  # each head has a learned score for a key without a value, which all its queries see
     embed_scale: float = 1.0
     num_token_types: int = 0
     experts: Experts | None = None  # None: all layers are dense
-    rotation: str | None = None  # a letter per layer: R queries and keys rotate, N they do not; None: all by `rope`
+    rotation: str | None = None  # a letter per layer: R with rotary embeddings, N without; None: R if `rope` is set
     latent: LatentAttention | None = None
-    num_ignored_layers: int = 0  # after the last: they predict further tokens, and are not read
+    num_ignored_layers: int = 0  # multi-token prediction layers after the last layer, which are not read
     delta: DeltaNet | None = None  # None: all layers have attention
-    global_heads: GlobalHeads | None = None  # None: all layers have the same
-    shared_keys: SharedKeys | None = None  # None: all layers have keys and values
-    norms_values: bool = False  # without a weight
-    layer_inputs: int = 0  # dims of the vectors that a token has for each layer, which adds it; 0: there are none
+    global_heads: GlobalHeads | None = None  # None: the same heads in all layers
+    shared_keys: SharedKeys | None = None  # None: all layers compute keys and values
+    norms_values: bool = False  # RMSNorm of the values, without a weight
+    layer_inputs: int = 0  # dims of per-layer inputs (per-layer embeddings of a token); 0: none
 
     @property
     def value_dim(self) -> int:
-        """Of a head's values, and of `attn_z`."""
+        """The size per head of values and of `attn_z`."""
         return self.latent.value_dim if self.latent else self.head_dim
 
     @property
     def max_row(self) -> int:
-        """The positions that a row may have: no more than LongRoPE's original context."""
+        """The largest number of positions in a row; with LongRoPE, at most the original context."""
         return min([self.max_positions, *(rope.original_max_positions for rope in self.long_ropes)])
 
     @property
@@ -308,21 +318,21 @@ class Architecture:
         return LayerBlocks(
             is_delta,
             is_sparse,
-            has_both=is_sparse and isinstance(self.experts, ExpertsBesideMlp),
+            has_both=is_sparse and isinstance(self.experts, ExpertsWithMlp),
             has_global_heads=has_global_heads,
             keys_are_values=has_global_heads and self.global_heads.keys_are_values,
             keys_of=self.keys_of(layer),
         )
 
     def keys_of(self, layer: int) -> int | None:
-        """The layer whose keys and values a layer attends to; None: it has its own."""
+        """The layer whose keys and values a layer attends to; None: its own."""
         first = self.num_layers - (self.shared_keys.num_layers if self.shared_keys else 0)
         if layer < first:
             return None
         return first - 1 if self.local is None else self.local.pattern.rindex(self.local.pattern[layer], 0, first)
 
     def with_sizes_of(self, layer: int) -> "Architecture":
-        """One whose heads and MLP have the sizes of the layer's."""
+        """A copy whose heads and MLP have the layer's sizes."""
         arch, blocks = self, self.blocks(layer)
         if blocks.has_global_heads:
             arch = replace(arch, head_dim=self.global_heads.head_dim, num_kv_heads=self.global_heads.num_kv_heads)
@@ -330,7 +340,7 @@ class Architecture:
 
     @property
     def all_sizes(self) -> "list[Architecture]":
-        """`with_sizes_of` layers, of those that are alike one."""
+        """`with_sizes_of` of one layer per kind."""
         layers = {self.blocks(layer)._replace(is_sparse=False): layer for layer in range(self.num_layers)}
         return [self.with_sizes_of(layer) for layer in layers.values()]
 
@@ -370,30 +380,33 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Weights that share a tensor: the first item of each one's first axis, then the second of each."""
+    """Weights that share a tensor, interleaved along their first axis: item 0 of each weight, then item 1 of each, and
+    so on."""
 
     weights: tuple[str, ...]
-    axes: str | None = None  # of the tensor without the other weights, grouped as in the file
+    axes: str | None = None  # the file's axes of one such weight, grouped as in the file
 
 
 TableEntry = str | list[str] | tuple[str | list[str], str] | Interleaved
 KeyTable = dict[str, TableEntry]
-"""HF key without its prefix -> our key, a name in `weight_specs.WEIGHTS`. `*` stands for the layer's number.
+"""HF key without its prefix -> our key, a name in `weight_specs.WEIGHTS`. `*` stands for the layer's number, `#` for
+the expert's number; tensors with `#` lack the axis E.
 
-The tensor in the file has the axes of our weight, [outputs, inputs]: `weights["attention"]["q"]` is [N, H, D], and HF's
-tensor [N * H, D]. Where a file has other axes, they follow our key, grouped as in the file: GPT-2's matrices are
-[inputs, outputs], so `("mlp.up", "D F")`. A norm may be over other axes than usual: `("attention.q_norm", "NH")`.
-A list has the weights whose rows are in one tensor, one weight after the other: Phi-3's `["mlp.gate", "mlp.up"]`.
-A list with axes has weights with these axes, whose numbers alternate along the last one. `Interleaved` has weights that
-take turns head by head, or expert by expert.
-A `#` stands for the expert's number: each of those tensors lacks the axis E.
+| entry | the tensor in the file |
+|---|---|
+| `"attention.q"` | our weight [N, H, D], stored as [N * H, D]: outputs first, inputs last |
+| `("mlp.up", "D F")` | our weight with different axes, grouped as in the file: GPT-2's matrices are [inputs, outputs] |
+| `("attention.q_norm", "NH")` | a norm over different axes than usual |
+| `["mlp.gate", "mlp.up"]` | several weights, concatenated along the first axis (Phi-3) |
+| `(["mlp.gate", "mlp.up"], axes)` | several weights with these axes, interleaved along the last axis |
+| `Interleaved` | several weights, interleaved by head or by expert |
 
-Ours have outputs first, inputs last. Measured, a matrix product with [out, in] is as fast as with [in, out].
+Matrix products with weights [outputs, inputs] measured as fast as with [inputs, outputs].
 """
 
 
 def our_keys(entry: TableEntry) -> list[str]:
-    """The weights of a table's entry, without the axes of the tensor in the file."""
+    """The weights of a table entry, without the axes of the tensor in the file."""
     if isinstance(entry, Interleaved):
         return [*entry.weights]
     weights = entry[0] if isinstance(entry, tuple) else entry

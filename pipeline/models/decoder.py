@@ -1,7 +1,7 @@
 """The forward pass of a transformer, up to the last captured site.
 
-Letters: B rows, T positions, D model dim, V vocabulary, P learned positions, Y token types, L layers, p dims of a
-token's vector for a layer.
+Letters: B rows, T positions, D model dim, V vocabulary, P learned positions, Y token types, L layers, p dims of
+per-layer inputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +26,9 @@ from pipeline.models.runs import layer_runs, residual_index
 
 
 class Params(TypedDict, total=False):
-    """A transformer's weights. `final_norm` is absent unless it is captured, others where a family lacks them.
+    """A transformer's weights. `final_norm` is present only if it is captured, others only if the family has them.
 
-    `runs` has one mapping for each of a `LayerRun`'s stacks; the weights of several layers are stacked along a first
-    axis.
+    `runs` has one mapping per stack of each `LayerRun`. In a stack of several layers, the first axis is the layer.
     """
 
     embed: Float[Array, "V D"]
@@ -43,12 +42,12 @@ class Params(TypedDict, total=False):
     runs: tuple[LayerWeights, ...]
     final_norm: Float[Array, " D"]
     final_norm_bias: Float[Array, " D"]
-    head: Float[Array, "V D"]  # for generation only; absent where the embedding is also the head
+    head: Float[Array, "V D"]  # only if loaded `with_head`; absent if the embedding is also the head
 
 
 STREAM_SITES = (Site.attn_in, Site.attn_out, Site.resid_mid, Site.mlp_in, Site.mlp_out)
-"""The sites inside a layer that are as wide as the residual stream. A tuple, since all processes must trace them in one
-order, and that of a set of strings changes from process to process."""
+"""The sites inside a layer that are as wide as the residual stream. A tuple, since all processes must trace them in the
+same order, and the order of a set of strings differs between processes."""
 
 
 class Batch(NamedTuple):
@@ -57,24 +56,24 @@ class Batch(NamedTuple):
     tokens: Int32[Array, "B T"]
     segments: Int32[Array, "B T"]
     positions: Int32[Array, "B T"]
-    selected: Int32[Array, "B S"] | None = None  # row positions, or -1, of the queries of `attn_pattern`; None: all
+    selected: Int32[Array, "B S"] | None = None  # row positions of the queries of `attn_pattern`, or -1; None: all
 
 
 @dataclass(frozen=True)
 class ForwardSpec:
-    """What a forward pass captures and how it is computed: all that is fixed when it is traced."""
+    """What a forward pass captures and how it is computed. Static while tracing."""
 
     keys: tuple[ActivationKey, ...]
-    # One for each layer is possible where the keys make each layer a run; `Recur` for a layer with a DeltaNet.
+    # A sequence, with an entry per layer, needs keys that make each layer a run. `Recur`: for a layer with a DeltaNet.
     attend: Attend | Sequence[Attend | Recur]
     partition: Partition
-    finish: Callable[[ActivationKey, Float[Array, "B T width"]], PyTree]  # from an activation to what is returned of it
+    finish: Callable[[ActivationKey, Float[Array, "B T width"]], PyTree]  # maps an activation to the value to return
 
 
 def forward(arch: Architecture, params: Params, batch: Batch, spec: ForwardSpec) -> dict[ActivationKey, PyTree]:
-    """What `spec.finish` returns for each key's activation, in the weights' dtype; values at padding mean nothing.
+    """Computes `spec.finish` of each key's activation, in the weights' dtype. Values at padding are undefined.
 
-    Pure, to be jitted. Params must be those loaded for the same keys, sharded as `spec.partition` says.
+    Pure, so it can be jitted. `params` must have been loaded for the same keys, and sharded by `spec.partition`.
     """
     captured: dict[ActivationKey, PyTree] = {}
 
@@ -108,17 +107,17 @@ def forward(arch: Architecture, params: Params, batch: Batch, spec: ForwardSpec)
 
 
 class LayerStack(NamedTuple):
-    """What a scan's layers read whose weights are stacked: `rows` and `kind` are the same for all, and those of a layer
-    have its slices of `inputs` and of `kinds`, too."""
+    """The inputs of the layers of one stack, other than the residual stream. `rows` and `kind` apply to all layers;
+    each layer gets its slice of `inputs` and `kinds`."""
 
     rows: Rows
     kind: dict[str, bool]
     inputs: Float[Array, "L B T p"] | None
-    kinds: dict[str, np.ndarray]  # of what differs
+    kinds: dict[str, np.ndarray]  # the fields of LayerKind that differ, [L]
 
 
 class LayerRows:
-    """What each layer reads of the rows, while the layers are computed in turn."""
+    """Provides each layer's `Rows` during a forward pass, and keeps the keys and values that later layers use."""
 
     def __init__(
         self,
@@ -129,7 +128,7 @@ class LayerRows:
         x: Float[Array, "B T D"],
         num_layers: int,
     ) -> None:
-        """`keys` are captured, x is the input of layer 0; `num_layers` are computed."""
+        """`keys` are captured, x is the input of layer 0, and the first `num_layers` layers are computed."""
         selected = batch.selected
         if all(key.site is not Site.attn_pattern for key in keys):
             selected = None
@@ -141,7 +140,7 @@ class LayerRows:
         self._keys: dict[int, tuple[Array, Array]] = {}
 
     def keep(self, layer: int, sites: dict[Site, Array]) -> None:
-        """Keeps a layer's keys and values, if later layers may attend to them."""
+        """Keeps a layer's keys and values if later layers may attend to them."""
         if self._arch.shared_keys is not None and self._arch.keys_of(layer) is None and Site.v in sites:
             self._keys[layer] = sites[Site.k], sites[Site.v]
 
@@ -163,22 +162,23 @@ def _finish_first(
     activations: dict[ActivationKey, Array],
     finish: Callable[[ActivationKey, Float[Array, "B T width"]], PyTree],
 ) -> tuple[Float[Array, "B T D"], dict[ActivationKey, PyTree]]:
-    """Finishes activations before the next layers use x: else the compiler may hold them together with the results.
+    """Finishes activations before the next layers use x. Otherwise the compiler may keep the activations as well as the
+    results.
 
-    Compiled for v5e, 16 rows of 1024 of Qwen2.5-0.5B's shape: 225 -> 154 MiB of temporary memory with three layers
+    Compiled for v5e, 16 rows of 1024 with Qwen2.5-0.5B's shape: 225 -> 154 MiB of temporary memory with three layers
     captured, 606 -> 206 MiB with all 24.
     """
     if not activations:
         return x, {}
-    heads_joined = {key: value.reshape(*value.shape[:2], -1) for key, value in activations.items()}
-    finished = {key: finish(key, value) for key, value in heads_joined.items()}
+    flat = {key: value.reshape(*value.shape[:2], -1) for key, value in activations.items()}
+    finished = {key: finish(key, value) for key, value in flat.items()}
     return jax.lax.optimization_barrier((x, finished))
 
 
 def _residual_activations(
     arch: Architecture, params: Params, x: Float[Array, "B T D"], num_layers: int, spec: ForwardSpec
 ) -> dict[ActivationKey, Array]:
-    """The activations that are captured from the residual stream x, after `num_layers` layers."""
+    """The activations captured from the residual stream x after `num_layers` layers."""
     keys = [key for key in spec.keys if residual_index(key, arch.num_layers) == num_layers]
     normed = partial(norm, x, params, "final_norm", arch)
     return {key: spec.partition.residual(normed()) if key.site is Site.final_norm else x for key in keys}
@@ -193,7 +193,7 @@ def _partitioned_layer(
     kind: LayerKind,
     attend: Attend | Recur,
 ) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
-    """`layer_sites` of a layer whose weights are gathered first, and whose stream is replicated along `tensor`."""
+    """`layer_sites` with gathered weights and a residual stream that is replicated along `tensor`."""
     x, sites = layer_sites(arch, x, partition.gather(weights), rows, kind, attend, partition)
     sites |= {site: partition.residual(sites[site]) for site in STREAM_SITES if site in sites}
     return partition.residual(x), sites
@@ -205,21 +205,23 @@ def _scan(
     weights: Sequence[LayerWeights],
     stacks: Sequence[LayerStack],
 ) -> Float[Array, "B T D"]:
-    """The stream after a run of layers whose weights are stacked, a layer of each stack after another. What differs
-    between the kinds of a stack's layers is data."""
+    """The stream after a run of layers with stacked weights. Each step of the scan computes one layer of each stack;
+    the `LayerKind` fields that differ within a stack are scanned over."""
 
-    def one_period(x: Array, slices: list[tuple[LayerWeights, dict[str, Array], Array | None]]) -> tuple[Array, None]:
-        for stack, (weights, differing, layer_input) in zip(stacks, slices, strict=True):
+    def compute_period(
+        x: Array, slices: list[tuple[LayerWeights, dict[str, Array], Array | None]]
+    ) -> tuple[Array, None]:
+        for stack, (layer_weights, kind, layer_input) in zip(stacks, slices, strict=True):
             rows = stack.rows._replace(layer_input=layer_input)
-            x = layer(rows, x, weights, LayerKind(**stack.kind, **differing))[0]
+            x = layer(rows, x, layer_weights, LayerKind(**stack.kind, **kind))[0]
         return x, None
 
-    data = [(each, stack.kinds, stack.inputs) for each, stack in zip(weights, stacks, strict=True)]
-    return jax.lax.scan(one_period, x, data)[0]
+    data = [(stacked, stack.kinds, stack.inputs) for stacked, stack in zip(weights, stacks, strict=True)]
+    return jax.lax.scan(compute_period, x, data)[0]
 
 
 def _kinds_as_data(kinds: Sequence[LayerKind]) -> tuple[dict[str, bool], dict[str, np.ndarray]]:
-    """The fields that all kinds share, and the columns of the others."""
+    """The fields with the same value in all kinds, and the columns of the other fields."""
     columns = dict(zip(LayerKind._fields, zip(*kinds, strict=True), strict=True))
     common = {name: values[0] for name, values in columns.items() if len({*values}) == 1}
     return common, {name: np.array(values) for name, values in columns.items() if name not in common}
@@ -234,7 +236,7 @@ def layer_sites(
     attend: Attend | Recur,
     partition: Partition = Partition(),  # noqa: B008  frozen
 ) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
-    """The residual stream after a layer, and the sites that the layer has the weights for."""
+    """The residual stream after a layer, and the sites that the layer's weights suffice for."""
     attention, mlp = weights.get("attention", {}), weights.get("mlp", {})
     if "delta" in weights:
         recur = WholeRows() if callable(attend) else attend
@@ -242,7 +244,7 @@ def layer_sites(
     else:
         sites = attention_block(x, attention, arch, rows, kind, attend)
     stream = x
-    if Site.attn_out in sites:  # not where the capture ends earlier
+    if Site.attn_out in sites:  # unless the capture ends earlier
         stream = norm_if_any(x + sites[Site.attn_out], attention, "sum_norm", arch)
         sites[Site.resid_mid] = stream
     if arch.parallel or Site.attn_out in sites:
@@ -272,8 +274,8 @@ def embed(
 def layer_inputs(
     arch: Architecture, params: Params, x: Float[Array, "B T D"], tokens: Int32[Array, "B T"], num_layers: int
 ) -> Float[Array, "L B T p"]:
-    """What each of the first layers reads beside the stream: an embedding of the token and a projection of the input of
-    layer 0."""
+    """The per-layer inputs of the first `num_layers` layers: an embedding of the token plus a projection of the input
+    of layer 0."""
     projected = jnp.einsum("BTD,LpD->LBTp", x, params["layer_projection"][:num_layers]) * arch.d_model**-0.5
     projected = norm(projected, params, "layer_projection_norm", arch)
     embedded = jnp.moveaxis(params["layer_embed"][tokens, :num_layers], 2, 0) * arch.layer_inputs**0.5
@@ -281,7 +283,7 @@ def layer_inputs(
 
 
 def rope_tables(arch: Architecture, positions: Int32[Array, "B T"]) -> tuple[RopeTable, RopeTable] | None:
-    """The tables of global and of local layers; the same object where they are equal."""
+    """The tables for global and for local layers; the same object twice if they are equal."""
     if arch.rope is None:
         return None
     dim = arch.rotary_dim or arch.head_dim

@@ -1,10 +1,10 @@
-"""Gated DeltaNet: a linear attention whose state decays, and forgets what is written anew (Yang et al., arXiv
-2412.06464; transformers' `Qwen3_5GatedDeltaNet`).
+"""Gated DeltaNet: linear attention whose state decays and is updated by the delta rule (Yang et al., arXiv 2412.06464;
+transformers' `Qwen3_5GatedDeltaNet`).
 
-Documents of a row do not see each other: convolutions and states begin anew with each segment.
+Convolutions and states start over at each segment, so documents in a row do not see each other.
 
-Letters: B rows, T positions, D model dim, J key heads, O value heads of each, k and v dims of a key and of a value
-head, c taps of the convolutions; a row has n chunks of C positions.
+Letters: B rows, T positions, D model dim, J key heads, O value heads per key head, k and v dims of a key head and a
+value head, c convolution taps, n chunks of C positions in a row.
 """
 
 from dataclasses import replace
@@ -22,35 +22,35 @@ from pipeline.models.partition import Partition
 
 
 class Heads(NamedTuple):
-    """What the delta rule computes with, in float32."""
+    """The inputs of the delta rule, in float32."""
 
     q: Float32[Array, "B T J k"]
     k: Float32[Array, "B T J k"]
     v: Float32[Array, "B T J O v"]
-    write: Float32[Array, "B T J O"]  # 0: the state stays as it is, 1: what the key finds is replaced
-    log_decay: Float32[Array, "B T J O"]  # of the state, before the position writes
+    write: Float32[Array, "B T J O"]  # write strength (beta): 0 leaves the state, 1 replaces the value at the key
+    log_decay: Float32[Array, "B T J O"]  # applied to the state before the position writes
 
 
 class Recur(Protocol):
-    """How the positions of a DeltaNet get at what comes before them."""
+    """How a DeltaNet's positions get their history: from the same row, or from a cache while decoding."""
 
-    def convolved(
+    def convolve(
         self,
         name: str,
         x: Float[Array, "B T *heads"],
         taps: Float[Array, "*heads 1 c"],
         segments: Int32[Array, "B T"],
     ) -> Float32[Array, "B T *heads"]:
-        """Each feature of x (`name`: q, k or v) with those before it of the same document, the last tap for itself."""
+        """The causal convolution of each feature of x, within documents. `name` is q, k or v."""
 
     def outputs(self, segments: Int32[Array, "B T"], heads: Heads, partition: Partition) -> Float32[Array, "B T J O v"]:
-        """Those of the delta rule."""
+        """The outputs of the delta rule."""
 
 
 class WholeRows:
-    """`Recur` of rows that have all that comes before: documents begin with nothing."""
+    """`Recur` for rows of whole documents: no history precedes the row."""
 
-    def convolved(self, name: str, x: Array, taps: Array, segments: Array) -> Array:
+    def convolve(self, name: str, x: Array, taps: Array, segments: Array) -> Array:
         return convolution(x, taps, segments)
 
     def outputs(self, segments: Array, heads: Heads, partition: Partition) -> Array:
@@ -65,9 +65,9 @@ def delta_block(
     arch: Architecture,
     segments: Int32[Array, "B T"],
     partition: Partition,
-    recur: Recur = WholeRows(),  # noqa: B008  it has no state
+    recur: Recur = WholeRows(),  # noqa: B008  stateless
 ) -> dict[Site, Array]:
-    """The sites of a gated DeltaNet on the residual stream x. `attention` has the norm before it."""
+    """The sites of a gated DeltaNet on the residual stream x. `attention` contains the norm before it."""
     x = norm_if_any(x, attention, "norm", arch)
     heads = _heads(x, weights, arch, segments, recur)
     out = recur.outputs(segments, heads, partition).astype(x.dtype)
@@ -79,16 +79,16 @@ def delta_block(
 def _heads(
     x: Float[Array, "B T D"], weights: Weights, arch: Architecture, segments: Int32[Array, "B T"], recur: Recur
 ) -> Heads:
-    def convolved(name: str) -> Float32[Array, "B T *heads"]:
-        y = recur.convolved(name, project(x, weights, name), weights[f"{name}_taps"], segments)
+    def project_and_convolve(name: str) -> Float32[Array, "B T *heads"]:
+        y = recur.convolve(name, project(x, weights, name), weights[f"{name}_taps"], segments)
         return ACTIVATIONS[arch.activation](y)
 
     rate = jnp.exp(weights["decay_log_rate"])
     time = jax.nn.softplus(project(x, weights, "decay").astype(jnp.float32) + weights["decay_offset"])
     return Heads(
-        q=_unit(convolved("q")) * arch.delta.key_dim**-0.5,
-        k=_unit(convolved("k")),
-        v=convolved("v"),
+        q=_unit(project_and_convolve("q")) * arch.delta.key_dim**-0.5,
+        k=_unit(project_and_convolve("k")),
+        v=project_and_convolve("v"),
         write=jax.nn.sigmoid(project(x, weights, "write").astype(jnp.float32)),
         log_decay=-rate * time,
     )
@@ -101,45 +101,46 @@ def _unit(x: Float32[Array, "*heads k"]) -> Float32[Array, "*heads k"]:
 def convolution(
     x: Float[Array, "B T *heads"], taps: Float[Array, "*heads 1 c"], segments: Int32[Array, "B T"]
 ) -> Float32[Array, "B T *heads"]:
-    """Each feature with those before it of the same document, the last tap for itself."""
+    """The causal convolution of each feature over the positions of its document. The last tap multiplies the current
+    position."""
     num_taps = taps.shape[-1]
     total = jnp.zeros(x.shape, jnp.float32)
-    for back in range(num_taps):
-        is_same = segments == _shifted(segments, back)
-        earlier = jnp.where(is_same.reshape(*segments.shape, *[1] * (x.ndim - 2)), _shifted(x, back), 0)
-        total += earlier.astype(jnp.float32) * taps[..., 0, num_taps - 1 - back].astype(jnp.float32)
+    for offset in range(num_taps):
+        is_same = segments == _shift(segments, offset)
+        earlier = jnp.where(is_same.reshape(*segments.shape, *[1] * (x.ndim - 2)), _shift(x, offset), 0)
+        total += earlier.astype(jnp.float32) * taps[..., 0, num_taps - 1 - offset].astype(jnp.float32)
     return total
 
 
-def _shifted(x: Array, back: int) -> Array:
-    """The value `back` positions earlier, 0 before the row."""
-    return jnp.pad(x[:, : x.shape[1] - back], [(0, 0), (back, 0), *[(0, 0)] * (x.ndim - 2)])
+def _shift(x: Array, offset: int) -> Array:
+    """The values `offset` positions earlier; 0 before the row."""
+    return jnp.pad(x[:, : x.shape[1] - offset], [(0, 0), (offset, 0), *[(0, 0)] * (x.ndim - 2)])
 
 
 class _Chunks(NamedTuple):
-    """A row's chunks, as far as they do not depend on the state. `values` and `reads` are a position's write into the
-    state, of which `reads` times the state is subtracted."""
+    """The quantities of a row's chunks that do not depend on the state. A position writes `values` minus `reads` times
+    the state at the start of the chunk."""
 
     q: Float32[Array, "n B J C k"]
     k: Float32[Array, "n B J C k"]
     values: Float32[Array, "n B J O C v"]
     reads: Float32[Array, "n B J O C k"]
-    scores: Float32[Array, "n B J O C C"]  # of queries and the keys of the chunk, decayed
-    from_state: Float32[Array, "n B J O C"]  # decay of the state; 0 in documents that begin in the chunk
-    to_state: Float32[Array, "n B J O C"]  # decay until the chunk's end; 0 in documents that end in it
+    scores: Float32[Array, "n B J O C C"]  # queries times the chunk's keys, decayed
+    from_state: Float32[Array, "n B J O C"]  # decay since the chunk began; 0 in documents that begin in it
+    to_state: Float32[Array, "n B J O C"]  # decay until the chunk ends; 0 in documents that end in it
 
 
 def delta_rule(
     segments: Int32[Array, "B T"], heads: Heads
 ) -> tuple[Float32[Array, "B T J O v"], Float32[Array, "B 1 J O k v"]]:
-    """The outputs of all value heads, as transformers' `torch_chunk_gated_delta_rule`: for each position in turn, with
-    a state S of each document that is 0 before it, S *= decay; S += write * k (v - S^T k)^T; S^T q is the output. And
-    the states after the rows.
+    """The outputs of all value heads, and the states at the end of the rows.
 
-    Within a chunk a triangular system takes the place of these steps, so that matrices are multiplied.
+    As in transformers' `torch_chunk_gated_delta_rule`, each document starts with a state S = 0, and each position
+    computes S *= decay; S += write * k (v - S^T k)^T; output = S^T q. Within a chunk, solving a triangular system
+    replaces these steps, so that the work is matrix products.
     """
     num_rows, length = segments.shape
-    segments, heads = _chunked(segments, mode="edge"), jax.tree.map(_chunked, heads)  # they do not change the state
+    segments, heads = _chunked(segments, mode="edge"), jax.tree.map(_chunked, heads)  # padding keeps the state
 
     def step(state: Float32[Array, "B J O k v"], chunk: _Chunks) -> tuple[Array, Float32[Array, "B J O C v"]]:
         values = chunk.values - jnp.einsum("BJOCk,BJOkv->BJOCv", chunk.reads, state)
@@ -158,34 +159,34 @@ def delta_rule(
 def delta_step(
     state: Float32[Array, "B J O k v"], heads: Heads
 ) -> tuple[Float32[Array, "B 1 J O v"], Float32[Array, "B J O k v"]]:
-    """The delta rule of one position: the outputs, and the states after it."""
+    """The delta rule for one position: its outputs, and the states after it."""
     q, k, v, write, log_decay = (x[:, 0] for x in heads)
     state = state * jnp.exp(log_decay)[..., None, None]
-    found = jnp.einsum("BJk,BJOkv->BJOv", k, state)
-    state += jnp.einsum("BJk,BJOv->BJOkv", k, write[..., None] * (v - found))
+    predicted = jnp.einsum("BJk,BJOkv->BJOv", k, state)
+    state += jnp.einsum("BJk,BJOv->BJOkv", k, write[..., None] * (v - predicted))
     return jnp.einsum("BJk,BJOkv->BJOv", q, state)[:, None], state
 
 
 def _chunked(x: Array, mode: str = "constant") -> Array:
-    """[B, T, ...] -> [n, B, C, ...]; positions after the row are padding."""
+    """[B, T, ...] -> [n, B, C, ...], padded to whole chunks."""
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % DELTA_CHUNK), *[(0, 0)] * (x.ndim - 2)], mode=mode)
     return jnp.moveaxis(x.reshape(x.shape[0], -1, DELTA_CHUNK, *x.shape[2:]), 1, 0)
 
 
 def _within_chunks(segments: Int32[Array, "n B C"], heads: Heads) -> _Chunks:
-    """`heads` have the axes [n, B, C, ...], too."""
+    """`heads` have axes [n, B, C, ...], too."""
     q, k = (jnp.moveaxis(x, 2, 3) for x in (heads.q, heads.k))  # nBJCk
     write, log_decay = (jnp.moveaxis(x, 2, -1) for x in (heads.write, heads.log_decay))  # nBJOC
-    of_state = jnp.pad(segments[:-1, :, -1], [(1, 0), (0, 0)], constant_values=-1)  # the document whose state comes in
-    is_continued = (segments == of_state[:, :, None])[:, :, None, None]
+    last_segments = jnp.pad(segments[:-1, :, -1], [(1, 0), (0, 0)], constant_values=-1)  # of the previous chunk
+    is_continued = (segments == last_segments[:, :, None])[:, :, None, None]
     is_same = segments[..., :, None] == segments[..., None, :]
     is_seen = (is_same & jnp.tri(DELTA_CHUNK, dtype=bool))[:, :, None, None]
 
-    passed = jnp.cumsum(log_decay, axis=-1)
-    decays = jnp.exp(jnp.where(is_seen, passed[..., :, None] - passed[..., None, :], -jnp.inf))
-    from_state = jnp.where(is_continued, jnp.exp(passed), 0)
+    total = jnp.cumsum(log_decay, axis=-1)
+    decays = jnp.exp(jnp.where(is_seen, total[..., :, None] - total[..., None, :], -jnp.inf))
+    from_state = jnp.where(is_continued, jnp.exp(total), 0)
     similarities = jnp.einsum("nBJCk,nBJSk->nBJCS", k, k)[:, :, :, None]
-    # What each position writes, as a sum over its own value and those before it.
+    # Each position writes a weighted sum of the values up to its own.
     sums = _inverse(similarities * decays * write[..., None]) * write[..., None, :]
     return _Chunks(
         q=q,
@@ -199,10 +200,10 @@ def _within_chunks(segments: Int32[Array, "n B C"], heads: Heads) -> _Chunks:
 
 
 def _inverse(system: Float32[Array, "*batch C C"]) -> Float32[Array, "*batch C C"]:
-    """Of the matrix with ones on the diagonal and `system` below it, row by row.
+    """The inverse of the matrix with ones on the diagonal and `system` below it, by forward substitution.
 
-    Chunks and heads are the last axis, which fills a TPU's lanes. A quarter of the rows at a time, so that loops do not
-    read those that are still empty. Unlike a series of powers this does not cancel where keys are alike.
+    Chunks and heads form the last axis, which fills a TPU's lanes. The loop runs over a quarter of the rows at a time,
+    so that it reads fewer rows that are still empty. Unlike a power series, this does not cancel when keys are similar.
     """
     size = system.shape[-1]
     rows = jnp.where(jnp.tri(size, k=-1, dtype=bool), system, 0).reshape(-1, size, size).transpose(1, 2, 0)
@@ -211,12 +212,12 @@ def _inverse(system: Float32[Array, "*batch C C"]) -> Float32[Array, "*batch C C
         stop = start + size // 4
         ones = jnp.eye(stop) * (jnp.arange(stop) >= start)
         inverse = jnp.pad(inverse, [(0, size // 4), (0, size // 4), (0, 0)]) + ones[..., None]
-        inverse = jax.lax.fori_loop(start, stop, partial(_substituted, rows[:, :stop]), inverse)
+        inverse = jax.lax.fori_loop(start, stop, partial(_substitute_row, rows[:, :stop]), inverse)
     return inverse.transpose(2, 0, 1).reshape(system.shape)
 
 
-def _substituted(
+def _substitute_row(
     rows: Float32[Array, "C S N"], row: Int32[Array, ""], inverse: Float32[Array, "S S N"]
 ) -> Float32[Array, "S S N"]:
-    """The inverse with a further row."""
+    """Completes one row of the inverse."""
     return inverse.at[row].add(-jnp.sum(rows[row][:, None] * inverse, axis=0))

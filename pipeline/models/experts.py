@@ -1,10 +1,10 @@
 """Sparse layers: a router sends each token to some of the experts, whose outputs are mixed (Shazeer et al., arXiv
 1701.06538).
 
-No expert has a capacity: every token gets all of its experts, and no other token changes what it gets.
+Experts have no capacity limit: no token is dropped, and a token's output does not depend on other tokens.
 
-Letters: B rows, T positions, D model dim, E experts, A experts of a token, M MLP dim of an expert,
-R = B * T * A tokens, each once for each of its experts.
+Letters: B rows, T positions, D model dim, E experts, A experts per token, M MLP dim of an expert,
+R = B * T * A pairs of a token and one of its experts.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pipeline.core.sites import Site
-from pipeline.models.architecture import Architecture, BoundedExperts, Experts, ExpertsBesideMlp, GroupedExperts
+from pipeline.models.architecture import Architecture, BoundedExperts, Experts, ExpertsWithMlp, GroupedExperts
 from pipeline.models.int8_weights import Int8Weight, with_int8_inputs
 from pipeline.models.layers import (
     Weights,
@@ -30,12 +30,12 @@ from pipeline.models.layers import (
 )
 from pipeline.models.partition import Partition
 
-_MAX_BLOCK = 128  # tokens that one product of a loop over experts takes
+_MAX_BLOCK = 128  # tokens per product in the loop over experts
 
 _TRANSPOSED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
-"""Of a grouped product of [R, inputs] with [E, outputs, inputs]."""
+"""For a grouped product of [R, inputs] with [E, outputs, inputs]."""
 
 
 class _Routing(NamedTuple):
@@ -46,7 +46,7 @@ class _Routing(NamedTuple):
 
 
 class _Mixed(NamedTuple):
-    """What the experts return, and its weighted sum."""
+    """The experts' outputs and their weighted sum."""
 
     outputs: Float[Array, "B T A D"]
     mixture: Float[Array, "B T D"]
@@ -56,11 +56,11 @@ class _Mixed(NamedTuple):
 def experts_block(
     x: Float[Array, "B T D"], weights: Weights, arch: Architecture, partition: Partition
 ) -> dict[Site, Array]:
-    """The sites of a sparse layer that there are weights for. `router_indices` are int32, and `expert_out` has the axes
-    [A, D]."""
+    """The sites of a sparse layer that its weights suffice for. `router_indices` are int32; `expert_out` has axes
+    [B, T, A, D]."""
     stream, x = x, norm_if_any(x, weights, "norm", arch)
     sites = {Site.mlp_in: x}
-    if isinstance(arch.experts, ExpertsBesideMlp):
+    if isinstance(arch.experts, ExpertsWithMlp):
         sites |= _dense(stream, weights, arch)
         x = norm_if_any(stream, weights, "mixture_norm", arch)
     if "router" in weights:
@@ -72,7 +72,7 @@ def experts_block(
     if "experts_down" in weights:
         prefix = "experts_"
         expert_weights = {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
-        expert_weights = with_int8_inputs(expert_weights, rounds_inputs=False)  # grouped products take them as they are
+        expert_weights = with_int8_inputs(expert_weights, rounds_inputs=False)  # grouped products need float inputs
         mixed = partition.over_experts(partial(_mix_rows, arch=arch), (x, routing), expert_weights)
         mlp_out = mixed.mixture
         if "shared_down" in weights:
@@ -84,7 +84,7 @@ def experts_block(
 
 
 def _dense(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict[Site, Array]:
-    """The sites of the MLP beside the experts; `mlp_out` is its part of the layer's."""
+    """The sites of the MLP in a layer that also has experts. `mlp_out` is the MLP's share of the layer's `mlp_out`."""
     dense = {name: weights[name] for name in ("norm", "gate", "up", "down") if name in weights}
     if "down" in weights:
         dense["post_norm"] = weights["dense_post_norm"]
@@ -92,7 +92,8 @@ def _dense(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> di
 
 
 def _route(logits: Float[Array, "B T E"], scale: Float[Array, " E"] | None = None, *, experts: Experts) -> _Routing:
-    """The likeliest experts; of equal ones those of lower numbers. `scale` is that of each expert's weight."""
+    """Chooses the experts with the largest logits; ties go to lower expert numbers. `scale` multiplies the experts'
+    weights."""
     if isinstance(experts, BoundedExperts):
         chosen, indices = jax.lax.top_k(logits, experts.per_token)
         return _Routing(indices, jax.nn.softmax(chosen.astype(jnp.float32)).astype(logits.dtype))
@@ -115,8 +116,8 @@ def _logits(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> F
 def _route_in_groups(
     logits: Float32[Array, "B T E"], correction: Float32[Array, " E"] | None = None, *, experts: GroupedExperts
 ) -> _Routing:
-    """DeepSeek's routing (V2: arXiv 2405.04434, V3: arXiv 2412.19437). Of equal groups and experts those of lower
-    numbers are chosen; the heaviest expert comes first."""
+    """DeepSeek's routing (V2: arXiv 2405.04434, V3: arXiv 2412.19437). Ties go to lower group and expert numbers. A
+    token's experts are sorted by weight, largest first."""
     scores = jax.nn.sigmoid(logits) if experts.sigmoid else jax.nn.softmax(logits)
     preference = scores if correction is None else scores + correction
     if experts.groups_per_token < experts.num_groups:
@@ -133,7 +134,7 @@ def _route_in_groups(
 
 
 def _shared(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> Float[Array, "B T D"]:
-    """The expert that every token has, through a gate of its own where there is one."""
+    """The output of the shared expert, multiplied by its gate if the model has one."""
     shared = {name: weights[f"shared_{name}"] for name in ("gate", "up", "down")}
     output = mlp_block(x, shared, arch)[Site.mlp_out]
     return jax.nn.sigmoid(project(x, weights, "shared_router")) * output if "shared_router" in weights else output
@@ -142,7 +143,7 @@ def _shared(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> F
 def _mix_rows(
     inputs: tuple[Float[Array, "B T D"], _Routing], weights: Weights, first: int | Int32[Array, ""], arch: Architecture
 ) -> _Mixed:
-    """`_mix`, of very long rows a part after another: their tokens would be copied for each of their experts."""
+    """`_mix`, one part at a time for very long rows, because it copies each token once per expert."""
     mix = partial(_mix, weights=weights, first=first, arch=arch)
     return map_parts(mix, inputs, mlp_parts(inputs[0].shape[1]))
 
@@ -150,19 +151,20 @@ def _mix_rows(
 def _mix(
     inputs: tuple[Float[Array, "B T D"], _Routing], weights: Weights, first: int | Int32[Array, ""], arch: Architecture
 ) -> _Mixed:
-    """What the experts from `first` on, whose weights these are, add to the layer's output: 0 for other experts."""
+    """The contribution of experts `first`, `first` + 1, ..., whose weights are given, to the layer's output. Other
+    experts contribute 0."""
     x, routing = inputs
     num_experts = jax.tree.leaves(weights)[0].shape[0]
     experts = routing.indices.ravel() - first
     is_here = (experts >= 0) & (experts < num_experts)
     experts = jnp.where(is_here, experts, num_experts)
-    order = jnp.argsort(experts, stable=True)  # the others last
+    order = jnp.argsort(experts, stable=True)  # tokens of other experts last
     sizes = jnp.zeros(num_experts, jnp.int32).at[experts].add(1, mode="drop")
     tokens = x.reshape(-1, x.shape[-1])[order // routing.indices.shape[-1]]
     compute = partial(_in_groups, arch=arch), partial(_in_blocks, arch=arch)
     sorted_outputs = jax.lax.platform_dependent(tokens, sizes, weights, tpu=compute[0], default=compute[1])
-    places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
-    outputs = sorted_outputs[places].reshape(*routing.indices.shape, -1)
+    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
+    outputs = sorted_outputs[inverse].reshape(*routing.indices.shape, -1)
     outputs = jnp.where(is_here.reshape(*routing.indices.shape, 1), outputs, 0)
     mixture = jnp.sum(outputs.astype(jnp.float32) * routing.weights[..., None], axis=2)
     return _Mixed(outputs, mixture.astype(x.dtype))
@@ -171,8 +173,8 @@ def _mix(
 def _in_groups(
     x: Float[Array, "R D"], sizes: Int32[Array, " E"], weights: Weights, arch: Architecture
 ) -> Float[Array, "R D"]:
-    """For TPUs: the tokens of all experts in one grouped product. Tokens are sorted by experts; rows after the
-    last expert's are undefined."""
+    """For TPUs: one grouped product for all experts. Tokens are sorted by expert; output rows after the last expert's
+    are undefined."""
 
     def product(x: Float[Array, "R inputs"], name: str) -> Float[Array, "R outputs"]:
         weight, bias = weights[name], weights.get(f"{name}_bias")
@@ -180,12 +182,12 @@ def _in_groups(
             y = jax.lax.ragged_dot_general(
                 x, weight.values.astype(x.dtype), sizes, _TRANSPOSED, preferred_element_type=jnp.float32
             )
-            y = (y * of_tokens(weight.scale)).astype(x.dtype)
+            y = (y * per_token(weight.scale)).astype(x.dtype)
         else:
             y = jax.lax.ragged_dot_general(x, weight, sizes, _TRANSPOSED, preferred_element_type=x.dtype)
-        return y if bias is None else y + of_tokens(bias)
+        return y if bias is None else y + per_token(bias)
 
-    def of_tokens(values: Float[Array, "E outputs"]) -> Float[Array, "R outputs"]:
+    def per_token(values: Float[Array, "E outputs"]) -> Float[Array, "R outputs"]:
         return jnp.repeat(values, sizes, axis=0, total_repeat_length=len(x))
 
     return product(gated(product(x, "gate"), product(x, "up"), arch), "down")
@@ -194,25 +196,25 @@ def _in_groups(
 def _in_blocks(
     x: Float[Array, "R D"], sizes: Int32[Array, " E"], weights: Weights, arch: Architecture
 ) -> Float[Array, "R D"]:
-    """The same elsewhere, in a loop over blocks of tokens of one expert, the last of each expert partly empty.
+    """For other backends: a loop over blocks of tokens of one expert. An expert's last block may be partly empty.
 
-    Grouped products compute every expert for every token there: measured on two cores, 4,096 tokens of 16 experts of
-    [192, 256]: 117 ms and 67 MiB, in blocks 16 ms and 11 MiB.
+    On these backends a grouped product computes every expert for every token. Measured on two cores, 4,096 tokens and
+    16 experts of [192, 256]: 117 ms and 67 MiB with a grouped product, 16 ms and 11 MiB in blocks.
     """
     num_tokens, num_experts = len(x), len(sizes)
     block = min(_MAX_BLOCK, 1 << max(num_tokens // num_experts, 8).bit_length() - 1)
-    blocks = -(-sizes // block)  # of each expert
+    blocks = -(-sizes // block)  # per expert
     ends = jnp.cumsum(blocks)
-    number = jnp.arange(min(num_tokens, num_tokens // block + num_experts))  # enough, however tokens are routed
+    number = jnp.arange(min(num_tokens, num_tokens // block + num_experts))  # enough for any routing
     expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), num_experts - 1)
     first, stop = (jnp.cumsum(sizes) - sizes)[expert], jnp.cumsum(sizes)[expert]
-    places = first[:, None] + (number - (ends - blocks)[expert])[:, None] * block + jnp.arange(block)
-    places = jnp.where(places < stop[:, None], places, num_tokens)
+    indices = first[:, None] + (number - (ends - blocks)[expert])[:, None] * block + jnp.arange(block)
+    indices = jnp.where(indices < stop[:, None], indices, num_tokens)
 
-    def compute(one: tuple[Int32[Array, " block"], Int32[Array, ""]]) -> Float[Array, "block D"]:
-        places, expert = one
-        tokens = x.at[places].get(mode="fill", fill_value=0)
+    def compute(inputs: tuple[Int32[Array, " block"], Int32[Array, ""]]) -> Float[Array, "block D"]:
+        indices, expert = inputs
+        tokens = x.at[indices].get(mode="fill", fill_value=0)
         return mlp_block(tokens[None], jax.tree.map(lambda weight: weight[expert], weights), arch)[Site.mlp_out][0]
 
-    outputs = jax.lax.map(compute, (places, expert))
-    return jnp.zeros_like(x).at[places].set(outputs, mode="drop")
+    outputs = jax.lax.map(compute, (indices, expert))
+    return jnp.zeros_like(x).at[indices].set(outputs, mode="drop")

@@ -1,7 +1,4 @@
-"""The language-model head: logits of the next token, from the output of the last norm.
-
-Generation and `capture.outputs` need it.
-"""
+"""The language-model head, which generation and `capture.outputs` need: the last norm's output -> logits."""
 
 from dataclasses import dataclass
 
@@ -17,7 +14,7 @@ from pipeline.models.leaves import Leaf, make_leaf
 
 @dataclass(frozen=True)
 class HeadFormat:
-    """How a family's head differs; the defaults are those of transformers' config classes."""
+    """A family's head. `is_tied` and `softcap` apply if config.json has no such key: the defaults of transformers."""
 
     tensor: str = "lm_head.weight"
     is_tied: bool = False
@@ -26,10 +23,10 @@ class HeadFormat:
 
 @dataclass(frozen=True)
 class Head:
-    """A head without bias. `tensor` is its HF key; None: the embedding is the head."""
+    """A head without bias."""
 
-    tensor: str | None
-    softcap: float | None  # of the logits: softcap * tanh(logits / softcap)
+    tensor: str | None  # HF key; None: the embedding is the head
+    softcap: float | None  # logits become softcap * tanh(logits / softcap)
 
 
 def read_head(config: HfConfig, family: HeadFormat) -> Head:
@@ -39,13 +36,13 @@ def read_head(config: HfConfig, family: HeadFormat) -> Head:
 
 
 def head_leaf(head: Head, arch: Architecture) -> dict[str, Leaf]:
-    """The head's weight, not yet read; {} where the head is the embedding."""
+    """Describes the head's weight, without reading it; {} if the embedding is the head."""
     return {} if head.tensor is None else {"head": make_leaf(arch, "head", head.tensor)}
 
 
 @jax.named_scope("head")
 def logits(head: Head, params: Params, x: Float[Array, "B D"]) -> Float32[Array, "B V"]:
-    """The logits for the last norm's output x at one position of each row."""
+    """The logits of the next token, from the last norm's output x at one position of each row."""
     return scores(head, x, head_weight(head, params))
 
 
@@ -54,6 +51,6 @@ def head_weight(head: Head, params: Params) -> Float[Array, "V D"]:
 
 
 def scores(head: Head, x: Float[Array, "B D"], weight: Float[Array, "V D"]) -> Float32[Array, "B V"]:
-    """The logits of the tokens whose part of the head `weight` is."""
+    """Logits for the vocabulary entries whose head rows are in `weight`."""
     products = jnp.einsum("BD,VD->BV", x, weight, preferred_element_type=jnp.float32)
     return products if head.softcap is None else jnp.tanh(products / head.softcap) * head.softcap

@@ -1,9 +1,9 @@
-"""int8: a layer's matrices as integers, with a scale per output channel; on request also the activations that they
-multiply, with a scale per token.
+"""int8: a layer's matrices as integers, with one scale per output channel; optionally also the activations that they
+multiply, with one scale per token.
 
-Symmetric: w = values * scale, with the scale that takes the channel's largest |w| to 127. Norms, biases and embeddings
-stay in the compute dtype: norms and biases are small, and a rounded embedding would put its error into the residual
-stream before any layer.
+Symmetric: w = values * scale, where the scale maps the channel's largest |w| to 127. Norms, biases and embeddings
+stay in the compute dtype: norms and biases are small, and rounding an embedding would add its error to the residual
+stream before the first layer.
 """
 
 from dataclasses import dataclass, field, replace
@@ -18,31 +18,31 @@ from pipeline.models.leaves import Leaf
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Int8Weight:
-    """A matrix whose first axes are outputs, whose last are inputs; in a stack, after the axis of the layers."""
+    """A matrix. Its first axes are outputs, its last axes inputs; in a stack, the layer axis comes first."""
 
     values: Int8[Array, "*outputs_inputs"]
     scale: Float32[Array, "*outputs"]
-    rounds_inputs: bool = field(default=False, metadata={"static": True})  # what it multiplies is made int8, too
+    rounds_inputs: bool = field(default=False, metadata={"static": True})  # its inputs are rounded to int8, too
 
 
 def with_int8_inputs(params: PyTree[Array | Int8Weight], rounds_inputs: bool = True) -> PyTree[Array | Int8Weight]:
-    """The same weights, of which the int8 ones also round what they multiply, or do not."""
+    """The same weights, with `rounds_inputs` set in those that are int8."""
 
-    def rounding(leaf: Array | Int8Weight) -> Array | Int8Weight:
+    def with_inputs(leaf: Array | Int8Weight) -> Array | Int8Weight:
         return replace(leaf, rounds_inputs=rounds_inputs) if isinstance(leaf, Int8Weight) else leaf
 
-    return jax.tree.map(rounding, params, is_leaf=lambda node: isinstance(node, Int8Weight))
+    return jax.tree.map(with_inputs, params, is_leaf=lambda node: isinstance(node, Int8Weight))
 
 
 def is_int8(leaf: Leaf) -> bool:
-    """Whether this leaf may be int8: only the matrices of layers may."""
+    """Whether the leaf may be int8. Only matrices of layers may."""
     return leaf.num_inputs > 0
 
 
 def quantise(weight: Array | np.ndarray, num_inputs: int) -> tuple[Array | np.ndarray, Array | np.ndarray]:
     """The values (int8) and the scale (float32) of a weight whose last `num_inputs` axes are inputs.
 
-    numpy or JAX arrays, like the weight. A channel with a value that is not finite gets a scale that is not finite.
+    NumPy or JAX arrays, like the weight. A channel with a non-finite value gets a non-finite scale.
     """
     xp = weight.__array_namespace__()
     inputs = tuple(range(-num_inputs, 0))

@@ -4,11 +4,11 @@ A layer has the norms, biases and gates that its weights contain (the families' 
 
     norm        before the block                 post_norm   after it, before its output is added to the stream
     q_norm      of queries, after projection     sum_norm    of the stream, after the addition (post-norm models)
-    k_norm      of keys, likewise                *_bias      of the weight or norm of that name
-    gate        of an MLP's neurons; of heads' outputs, by its sigmoid
+    k_norm      of keys, after projection        *_bias      of the weight or norm with that name
+    gate        in an MLP, multiplies the neurons; in attention, its sigmoid multiplies the heads' outputs
 
 Letters: B rows, T positions, D model dim, N heads, K key-value heads, H head dim, W head dim of values, F MLP dim,
-R rotating dims, C = 3 for q, k and v, p dims of a token's vector for a layer.
+R rotary dims, C = 3 for q, k and v, p dims of per-layer inputs.
 """
 
 import math
@@ -31,22 +31,21 @@ from pipeline.models.int8_weights import Int8Weight, quantise
 from pipeline.models.rope import RopeTable, apply_rope, choose_table, rotate_pairs
 
 Weights = Mapping[str, Array | Int8Weight]
-"""One block's weights by our keys. One that a family lacks is absent; matrices may be int8."""
+"""One block's weights by our keys, without those that the family lacks. Matrices may be int8."""
 
 
 class Rows(NamedTuple):
-    """What layers read of the rows of a batch. Segment 0 is padding."""
+    """A layer's inputs other than the residual stream. Segment 0 is padding."""
 
     segments: Int32[Array, "B T"]
-    ropes: tuple[RopeTable, RopeTable] | None  # of global layers, of local layers
-    selected: Int32[Array, "B S"] | None = None  # positions of the queries of `attn_pattern`, or -1; None: not captured
-    # Of the layer at hand: keys and values of an earlier layer, to which it attends, and its input beside the stream.
-    shared: tuple[Float[Array, "B T K H"], Float[Array, "B T K W"]] | None = None
-    layer_input: Float[Array, "B T p"] | None = None
+    ropes: tuple[RopeTable, RopeTable] | None  # for global layers, for local layers
+    selected: Int32[Array, "B S"] | None = None  # query positions of `attn_pattern`, or -1; None: not captured
+    shared: tuple[Float[Array, "B T K H"], Float[Array, "B T K W"]] | None = None  # an earlier layer's keys and values
+    layer_input: Float[Array, "B T p"] | None = None  # the layer's per-layer input
 
 
 class LayerWeights(TypedDict, total=False):
-    """One layer's weights. The last layer has only those that its captured sites need."""
+    """One layer's weights. If the capture ends inside the layer, only those that its captured sites need."""
 
     attention: Weights
     delta: Weights
@@ -87,7 +86,7 @@ def _normalised(x: Float32[Array, "*B D"], axes: tuple[int, ...], arch: Architec
 
 
 def norm_without_weight(x: Float[Array, "*B D"], arch: Architecture) -> Float[Array, "*B D"]:
-    """RMSNorm over the last axis."""
+    """RMSNorm over the last axis, in float32."""
     return _normalised(x.astype(jnp.float32), (-1,), arch).astype(x.dtype)
 
 
@@ -96,13 +95,13 @@ def norm_if_any(x: Array, weights: Weights, key: str, arch: Architecture) -> Arr
 
 
 def project(x: Float[Array, "B T *inputs"], weights: Weights, key: str) -> Float[Array, "B T *outputs"]:
-    """A linear map by `weights[key]`, [*outputs, *inputs], with its bias where there is one."""
+    """Multiplies x by `weights[key]`, [*outputs, *inputs], and adds the bias if there is one."""
     y, bias = _multiply(x, weights[key], _product), weights.get(f"{key}_bias")
     return y if bias is None else y + bias
 
 
 def _multiply(x: Array, weight: Array | Int8Weight, product: Callable[..., Array]) -> Array:
-    """`product` of x [B, T, ...] and a weight, whose scales are those of the last axes of what comes out."""
+    """`product` of x [B, T, ...] and a weight. The scales of an int8 weight broadcast over the product's last axes."""
     if not isinstance(weight, Int8Weight):
         return product(x, weight)
     if not weight.rounds_inputs:  # int8 values are exact in every float dtype; the scale is float32
@@ -115,17 +114,18 @@ def _multiply(x: Array, weight: Array | Int8Weight, product: Callable[..., Array
 def _product_of_heads(
     z: Num[Array, "B T N W"], weight: Num[Array, "D N W"], dtype: DTypeLike | None = None
 ) -> Num[Array, "B T N D"]:
-    """What each head adds to the output of attention, before the bias."""
+    """Each head's contribution to the output of attention, before the bias."""
     return jnp.einsum("BTNW,DNW->BTND", z, weight, preferred_element_type=dtype)
 
 
 def _product(
     x: Num[Array, "B T *inputs"], weight: Num[Array, "*outputs_inputs"], dtype: DTypeLike | None = None
 ) -> Num[Array, "B T *outputs"]:
-    """On TPUs heads stay axes: joined to one, z would be copied to another layout first.
+    """On TPUs heads stay separate axes, since merging them would first copy z into a different layout.
 
-    Elsewhere a product of two matrices: with more axes, XLA's CPU backend transposes the weight in every layer of every
-    step. Measured on two cores, GPT-2's shape: 1.02 times as fast, decoding 8 rows 1.4 times.
+    On other backends this is a product of two matrices: with more axes, XLA's CPU backend transposes the weight in
+    every layer of every step. Measured on two cores with GPT-2's shape: 1.02 times as fast, and 1.4 times when decoding
+    8 rows.
     """
     if x.ndim == 3:
         return _matrix_product(x, weight, dtype)
@@ -139,7 +139,7 @@ def _matrix_product(
 ) -> Num[Array, "B T *outputs"]:
     outputs = weight.shape[: weight.ndim - (x.ndim - 2)]
     matrix, x = weight.reshape(math.prod(outputs), -1), x.reshape(*x.shape[:2], -1)
-    # With one position per row the weight comes first, and is read once. [3072, 768] by 8 rows: 1.09 -> 0.38 ms.
+    # With one position per row the weight comes first, to be read once: 1.09 -> 0.38 ms for [3072, 768], 8 rows.
     operands = ("OI,BTI->BTO", matrix, x) if x.shape[1] == 1 else ("BTI,OI->BTO", x, matrix)
     return jnp.einsum(*operands, preferred_element_type=dtype).reshape(*x.shape[:2], *outputs)
 
@@ -153,7 +153,7 @@ def attention_block(
     kind: LayerKind,
     attend: Attend,
 ) -> dict[Site, Array]:
-    """The sites of attention on the residual stream x that there are weights for; heads in axes [N or K, H or W]."""
+    """The sites of attention on the residual stream x that its weights suffice for. Heads are axes [N or K, H or W]."""
     x = norm_if_any(x, weights, "norm", arch)
     sites = {Site.attn_in: x}
     if arch.latent is None:
@@ -187,7 +187,7 @@ def _heads(
     rows: Rows,
     kind: LayerKind,
 ) -> dict[Site, Array]:
-    """The queries, keys and values that there are weights for, or that an earlier layer has."""
+    """The queries, keys and values that the weights suffice for; keys and values may come from an earlier layer."""
     sites = _projected(x, weights)
     if arch.global_heads is not None and arch.global_heads.keys_are_values and not kind.is_local and Site.k in sites:
         sites[Site.v] = sites[Site.k]
@@ -214,25 +214,25 @@ def _projected(x: Float[Array, "B T D"], weights: Weights) -> dict[Site, Array]:
 def _latent_heads(
     x: Float[Array, "B T D"], weights: Weights, arch: Architecture, latent: LatentAttention, table: RopeTable
 ) -> dict[Site, Array]:
-    """The same with latent attention. The first dimensions of queries and keys do not rotate."""
+    """The queries, keys and values of latent attention. Only the last dimensions of queries and keys rotate."""
     sites = {}
-    num_still = arch.head_dim - arch.rotary_dim
+    num_unrotated = arch.head_dim - arch.rotary_dim
 
-    def through(x: Array, name: str) -> Array:
-        down = norm(project(x, weights, f"{name}_down"), weights, f"{name}_down_norm", arch_of_norms)
+    def project_low_rank(x: Array, name: str) -> Array:
+        down = norm(project(x, weights, f"{name}_down"), weights, f"{name}_down_norm", latent_arch)
         return project(down, weights, f"{name}_up")
 
-    arch_of_norms = replace(arch, norm_eps=latent.norm_eps)
+    latent_arch = replace(arch, norm_eps=latent.norm_eps)
     if "q" in weights or "q_up" in weights:
-        q = project(x, weights, "q") if "q" in weights else through(x, "q")
-        still, rotating = jnp.split(q, [num_still], axis=-1)
-        sites[Site.q] = jnp.concatenate([still, rotate_pairs(rotating, table, latent.pairs)], axis=-1)
+        q = project(x, weights, "q") if "q" in weights else project_low_rank(x, "q")
+        unrotated, rotary = jnp.split(q, [num_unrotated], axis=-1)
+        sites[Site.q] = jnp.concatenate([unrotated, rotate_pairs(rotary, table, latent.pairs)], axis=-1)
     if "kv_up" in weights:
-        still, sites[Site.v] = jnp.split(through(x, "kv"), [num_still], axis=-1)
+        unrotated, sites[Site.v] = jnp.split(project_low_rank(x, "kv"), [num_unrotated], axis=-1)
         if "k_rotary" in weights:
             shared = rotate_pairs(project(x, weights, "k_rotary")[:, :, None], table, latent.pairs)  # BT1R
-            shared = jnp.broadcast_to(shared, (*still.shape[:3], arch.rotary_dim))
-            sites[Site.k] = jnp.concatenate([still, shared], axis=-1)
+            shared = jnp.broadcast_to(shared, (*unrotated.shape[:3], arch.rotary_dim))
+            sites[Site.k] = jnp.concatenate([unrotated, shared], axis=-1)
     return sites
 
 
@@ -242,7 +242,8 @@ def _attend(
     arch: Architecture,
     is_local: bool | Bool[Array, ""],
 ) -> Float[Array, "B T N *H"]:
-    """`attend(*operands, spec=...)` as the layer's kind demands; the first operand is the queries."""
+    """`attend(*operands, spec=...)` with or without the window, by the layer's kind. The first operand is the
+    queries."""
     length = operands[0].shape[1]
     scale = arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
     spec = AttentionSpec(arch.causal, scale, arch.softcap)
@@ -259,7 +260,7 @@ def _attend(
 
 
 def gated(gate: Float[Array, "*F"], up: Float[Array, "*F"], arch: Architecture) -> Float[Array, "*F"]:
-    """The neurons of an MLP or an expert with a gate."""
+    """The neurons of a gated MLP or expert."""
     if not isinstance(arch.experts, BoundedExperts):
         return ACTIVATIONS[arch.activation](gate) * up
     alpha, limit = arch.experts.alpha, arch.experts.limit
@@ -269,32 +270,32 @@ def gated(gate: Float[Array, "*F"], up: Float[Array, "*F"], arch: Architecture) 
 
 @jax.named_scope("mlp")
 def mlp_block(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict[Site, Array]:
-    """The sites of an MLP that there are weights for; with a gate (Shazeer, arXiv 2002.05202) or without.
+    """The sites of an MLP that its weights suffice for, with a gate (Shazeer, arXiv 2002.05202) or without.
 
-    Parts of very long rows are computed one after another: a TPU has no room for all neurons of such a row, and XLA
-    would compute them twice. Of Qwen2.5-7B's shape, 1 x 131,072 on v5e: 11.0 -> 2.8 GiB of temporary memory, 479 -> 457
-    ms a layer by XLA's estimate, without attention.
+    Very long rows are computed in parts: all neurons of such a row would not fit a TPU's memory, and XLA would compute
+    them twice. For Qwen2.5-7B's shape, 1 x 131,072 on v5e: 11.0 -> 2.8 GiB of temporary memory, 479 -> 457 ms per layer
+    by XLA's estimate, without attention.
     """
     return map_parts(partial(_mlp, weights=weights, arch=arch), x, mlp_parts(x.shape[1]))
 
 
 def map_parts(compute: Callable[[PyTree], PyTree], inputs: PyTree, num_parts: int) -> PyTree:
-    """`compute(inputs)` of arrays [B, T, ...], for which it takes a part of the T positions after another."""
+    """`compute(inputs)` for arrays [B, T, ...], called on `num_parts` equal parts of the T positions in sequence."""
     if num_parts == 1:
         return compute(inputs)
 
-    def divided(x: Array) -> Array:
+    def split(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], num_parts, -1, *x.shape[2:]), 1, 0)
 
-    def joined(x: Array) -> Array:
+    def join(x: Array) -> Array:
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
-    return jax.tree.map(joined, jax.lax.map(compute, jax.tree.map(divided, inputs)))
+    return jax.tree.map(join, jax.lax.map(compute, jax.tree.map(split, inputs)))
 
 
 def mlp_parts(length: int) -> int:
-    """The number of equal parts in which an MLP takes a row: 1 up to 32,768 positions, then parts of 4,096 to 16,384
-    where there are such."""
+    """The number of equal parts in which an MLP processes a row: 1 up to 32,768 positions; above, parts of 4,096 to
+    16,384 positions if the length divides so, else 1."""
     if length <= 32768:
         return 1
     return next((n for n in range(2, length // 4096 + 1) if length % n == 0 and length // n <= 16384), 1)
@@ -320,7 +321,7 @@ def _mlp(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict
 def layer_out(
     x: Float[Array, "B T D"], weights: Weights, arch: Architecture, layer_input: Float[Array, "B T p"] | None
 ) -> Float[Array, "B T D"]:
-    """The stream after what follows a layer's MLP: its token's vector for the layer is added, and all of it scaled."""
+    """The stream after a layer: adds the gated per-layer input and multiplies by the layer's scale, if it has them."""
     if "input_gate" in weights:
         neurons = ACTIVATIONS[arch.activation](project(x, weights, "input_gate")) * layer_input
         x += norm(project(neurons, weights, "input_out"), weights, "input_norm", arch)

@@ -1,4 +1,4 @@
-"""Which arrays a capture needs, and what they cost: known from config.json alone.
+"""The arrays that a capture needs, their bytes and floating-point operations, computed from config.json alone.
 
 Letters: L layers of a stack, E experts.
 """
@@ -28,28 +28,28 @@ from pipeline.models.weight_specs import Kind, Step, WeightSpec, weight_spec
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of the parameters: a tensor of the checkpoint, or of several layers or experts, stacked."""
+    """One array of the parameters: a tensor of the checkpoint, or the tensors of several layers or experts, stacked."""
 
-    key: str  # ours
+    key: str  # our key
     spec: WeightSpec
-    tensors: tuple[str, ...]  # HF keys without prefix; of each layer in turn, its experts' one after the other
+    tensors: tuple[str, ...]  # HF keys without prefix, ordered by layer, then by expert
     num_layers: int  # L
-    num_experts: int | None  # E where each expert has a tensor of its own
-    hf_shape: tuple[int, ...]  # of each of the tensors
-    rows: range  # of HF's first axis, which are this weight's
-    columns: slice  # of HF's last axis, likewise
-    item_rows: int | None  # that each item of the first of `axes` has in HF's tensor, where weights are interleaved
-    item_part: slice  # of those rows, likewise
-    axes: tuple[int, ...]  # of this part, with HF's axes taken apart
-    order: tuple[int, ...]  # of `axes` in ours
+    num_experts: int | None  # E if each expert has its own tensor
+    hf_shape: tuple[int, ...]  # of each tensor
+    rows: range  # this weight's part of the first HF axis
+    columns: slice  # this weight's part of the last HF axis
+    item_rows: int | None  # if weights are interleaved: rows of the HF tensor per item of the first of `axes`
+    item_part: slice  # this weight's part of those rows
+    axes: tuple[int, ...]  # the sizes of this weight's part, with the HF axes split
+    order: tuple[int, ...]  # the permutation from `axes` to our axes
 
     @property
     def num_inputs(self) -> int:
-        """Of a layer's matrix: how many of our last axes its product sums over. 0 for everything else."""
+        """The number of last axes that a layer's matrix product sums over; 0 for other weights."""
         return self.spec.num_inputs
 
     def dtype(self, dtype: str) -> str:
-        """In a model of this dtype; matrices may be int8 instead."""
+        """The leaf's dtype in a model of this dtype. Matrices may be int8 instead."""
         return "float32" if self.spec.is_wide else dtype
 
     @property
@@ -59,7 +59,7 @@ class Leaf:
 
     @property
     def stack_shape(self) -> tuple[int, ...]:
-        """The axes before those of one tensor: [L, E], one of them, or none."""
+        """The axes along which tensors are stacked: [L, E], one of the two, or none."""
         experts = () if self.num_experts is None else (self.num_experts,)
         return (self.num_layers, *experts) if self.is_stacked else experts
 
@@ -69,7 +69,7 @@ class Leaf:
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        """Ours, of one layer."""
+        """The shape of one layer's weight."""
         return self.shape[self.is_stacked :]
 
     @property
@@ -82,7 +82,7 @@ LeafTree = PyTree[Leaf]
 
 
 def needed_leaves(arch: Architecture, table: KeyTable, keys: Sequence[ActivationKey]) -> LeafTree:
-    """The parameters that `keys` need, not yet read. Raises KeyError for a weight that `WEIGHTS` does not have."""
+    """Describes the parameters that `keys` need. Raises KeyError for a weight that is not in `WEIGHTS`."""
     trunk_steps = {Step.embed, *(Step.final_norm for key in keys if key.site is Site.final_norm)}
     trunk: dict[str, Leaf] = {}
     stacks = [(stack, run.steps(arch, stack[0])) for run in layer_runs(keys, arch) for stack in run.stacks]
@@ -105,24 +105,24 @@ def needed_leaves(arch: Architecture, table: KeyTable, keys: Sequence[Activation
 def make_leaf(
     arch: Architecture, key: str, hf_key: str, layers: Sequence[int] = (0,), entry: TableEntry | None = None
 ) -> Leaf:
-    """The leaf of one weight of these layers. `entry` is the table's: it tells the axes in the file where they are not
-    those of the weight's `WeightSpec`, or all weights of the tensor where there are several."""
+    """The leaf of one weight of these layers. `entry`, from the `KeyTable`, contains the file's axes if they differ
+    from those of the weight's `WeightSpec`, and all weights in the tensor if there are several."""
     spec = weight_spec(key)
     spec_axes, experts = spec.axes, None
     if "#" in hf_key:
         spec_axes, experts = spec_axes.replace(Axis.experts, ""), arch.axis_size(Axis.experts)
     groups = _file_axes(entry, spec_axes).split()
     letters = "".join(groups)
-    ours = letters if spec.kind is Kind.norm else spec_axes.replace(" ", "")  # a norm may be over other axes
-    of_layers = (hf_key.replace("*", str(layer)) for layer in layers)
-    tensors = (name.replace("#", str(expert)) for name in of_layers for expert in range(experts or 1))
+    our_letters = letters if spec.kind is Kind.norm else spec_axes.replace(" ", "")  # a norm may be over different axes
+    layer_keys = (hf_key.replace("*", str(layer)) for layer in layers)
+    tensors = (name.replace("#", str(expert)) for name in layer_keys for expert in range(experts or 1))
     hf_shape = [_size(arch, group) for group in groups]
     rows, columns = range(hf_shape[0]), slice(None)
     item_rows, item_part = None, slice(None)
-    together = our_keys(entry or key)
+    weights = our_keys(entry or key)
     if isinstance(entry, Interleaved):
-        of_items = [_item_rows(arch, _file_axes(entry, weight_spec(weight).axes).split()) for weight in together]
-        first, item_rows = sum(of_items[: together.index(key)]), sum(of_items)
+        all_rows = [_item_rows(arch, _file_axes(entry, weight_spec(weight).axes).split()) for weight in weights]
+        first, item_rows = sum(all_rows[: weights.index(key)]), sum(all_rows)
         item_part = slice(first, first + _item_rows(arch, groups))
         if len(groups[0]) == 1:
             hf_shape[1] = item_rows
@@ -130,12 +130,12 @@ def make_leaf(
             hf_shape[0] = item_rows * arch.axis_size(Axis(letters[0]))
             rows = range(hf_shape[0])
     elif isinstance(entry, list):
-        of_weights = [_size(arch, weight_spec(weight).axes.split()[0]) for weight in together]
-        first, hf_shape[0] = sum(of_weights[: together.index(key)]), sum(of_weights)
+        all_rows = [_size(arch, weight_spec(weight).axes.split()[0]) for weight in weights]
+        first, hf_shape[0] = sum(all_rows[: weights.index(key)]), sum(all_rows)
         rows = range(first, first + len(rows))
-    elif len(together) > 1:
-        columns = slice(together.index(key), None, len(together))
-        hf_shape[-1] *= len(together)
+    elif len(weights) > 1:
+        columns = slice(weights.index(key), None, len(weights))
+        hf_shape[-1] *= len(weights)
     return Leaf(
         key=key,
         spec=spec,
@@ -148,7 +148,7 @@ def make_leaf(
         item_rows=item_rows,
         item_part=item_part,
         axes=tuple(arch.axis_size(Axis(letter)) for letter in letters),
-        order=tuple(letters.index(letter) for letter in ours),
+        order=tuple(letters.index(letter) for letter in our_letters),
     )
 
 
@@ -160,7 +160,7 @@ def _file_axes(entry: TableEntry | None, spec_axes: str) -> str:
 
 
 def _item_rows(arch: Architecture, groups: Sequence[str]) -> int:
-    """The rows of one item of a weight's first axis, which is a group of its own or the first letter of one."""
+    """The rows per item of a weight's first axis, which is a whole group or the first letter of one."""
     return _size(arch, groups[1] if len(groups[0]) == 1 else groups[0][1:])
 
 
@@ -169,28 +169,28 @@ def _size(arch: Architecture, letters: str) -> int:
 
 
 def num_params(leaves: LeafTree) -> int:
-    """How many numbers the leaves hold."""
+    """The number of parameters in the leaves."""
     return sum(leaf.size for leaf in jax.tree.leaves(leaves))
 
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of some leaves, by how a mesh divides them."""
+    """Bytes of leaves, by how a mesh divides them."""
 
-    matrices: int  # of layers, which `tensor` divides
+    matrices: int  # matrices of layers that `tensor` divides
     vocabulary: int  # embedding and head
     others: int
     vocab_size: int
     undivided: int = 0  # matrices of layers that `tensor` does not divide
 
     def on_device(self, tensor: int = 1, fsdp: int = 1) -> int:
-        """Bytes on each device when matrices are divided by `tensor` and `fsdp`, the vocabulary by `tensor`."""
+        """Bytes per device. `tensor` and `fsdp` are the numbers of devices along those axes."""
         vocabulary = self.vocabulary if self.vocab_size % tensor else self.vocabulary // tensor
         return self.matrices // (tensor * fsdp) + self.undivided // fsdp + vocabulary + self.others
 
 
 def weight_bytes(arch: Architecture, leaves: LeafTree, dtype: str, with_int8: bool) -> WeightBytes:
-    """Bytes of the leaves; the layers' matrices may be int8."""
+    """Bytes of the leaves. `with_int8`: the layers' matrices are int8, with float32 scales."""
     matrices = undivided = vocabulary = others = 0
     for leaf in jax.tree.leaves(leaves):
         itemsize = jnp.dtype(leaf.dtype(dtype)).itemsize
@@ -201,7 +201,7 @@ def weight_bytes(arch: Architecture, leaves: LeafTree, dtype: str, with_int8: bo
         else:
             num_bytes = leaf.size * itemsize
             if with_int8:
-                num_bytes = leaf.size + 4 * math.prod(leaf.shape[: -leaf.num_inputs])  # with the float32 scales
+                num_bytes = leaf.size + 4 * math.prod(leaf.shape[: -leaf.num_inputs])
             if leaf.spec.is_divided:
                 matrices += num_bytes
             else:
@@ -218,11 +218,11 @@ def flops_per_token(
 ) -> float:
     """Floating-point operations of the forward pass per token slot, in rows of `length`.
 
-    Two per weight of a matrix product, and attention over the positions that causal masks and windows leave in a row of
-    one document: half of what PaLM counts (arXiv 2204.02311, appendix B). `attention_shares`: how much of that is
-    computed in packed rows, by a layer's window (None: a layer without). A DeltaNet's are those of its chunks.
-    Norms, softmax, rotations, routers and the scores of `attn_pattern`, of some tokens, do not count, and of the
-    experts only those of a token.
+    Counts two per weight of a matrix product (of the experts, only those of one token), the chunks of DeltaNets, and
+    attention over the positions that causal masks and windows allow in a row of one document, which is half of PaLM's
+    count (arXiv 2204.02311, appendix B). `attention_shares` is the share of that attention that is computed in packed
+    rows, by a layer's window (None: no window). Norms, softmax, rotations, routers and the scores of `attn_pattern` are
+    not counted.
     """
     leaves = jax.tree.leaves(needed_leaves(arch, table, keys)["runs"])
     matrices = sum(_used_size(arch, leaf) for leaf in leaves if leaf.num_inputs)
@@ -235,9 +235,9 @@ def flops_per_token(
         mean_keys = _mean_keys(arch, window, length) * (1 if attention_shares is None else attention_shares[window])
         if Step.z in steps[layer]:
             attention += 2 * mean_keys * (sizes.head_dim + sizes.value_dim)
-        if ActivationKey(layer, Site.attn_entropy) in captured:  # whose scores are computed once more
+        if ActivationKey(layer, Site.attn_entropy) in captured:  # computes the scores again
             attention += 2 * mean_keys * sizes.head_dim
-        if ActivationKey(layer, Site.head_out) in captured and Step.o in steps[layer]:  # one more projection
+        if ActivationKey(layer, Site.head_out) in captured and Step.o in steps[layer]:  # a second output projection
             attention += 2 * sizes.value_dim * arch.d_model
     deltas = sum(_delta_flops(arch.delta) for layer in steps if Step.delta in steps[layer])
     if any(Step.layer_out in steps[layer] for layer in steps):
@@ -246,20 +246,20 @@ def flops_per_token(
 
 
 def _delta_flops(delta: DeltaNet) -> int:
-    """Of a DeltaNet's chunks, per token: the products of `delta_net.delta_rule`, without the inverse of its system."""
-    pairs = 2 * DELTA_CHUNK * 2 * delta.key_dim  # keys, and queries, by the keys of the chunk
-    of_values = DELTA_CHUNK * (delta.key_dim + 2 * delta.value_dim) + 3 * delta.key_dim * delta.value_dim
-    return delta.num_heads * (pairs + delta.values_per_key * 2 * of_values)
+    """FLOPs per token of the matrix products in `delta_net.delta_rule`, without inverting its triangular system."""
+    scores = 2 * DELTA_CHUNK * 2 * delta.key_dim  # queries and keys, times the keys of the chunk
+    macs_per_value_head = DELTA_CHUNK * (delta.key_dim + 2 * delta.value_dim) + 3 * delta.key_dim * delta.value_dim
+    return delta.num_heads * (scores + delta.values_per_key * 2 * macs_per_value_head)
 
 
 def _used_size(arch: Architecture, leaf: Leaf) -> int:
-    """How many of a leaf's numbers the matrix products of one token use."""
-    is_chosen = Axis.experts in leaf.spec.logical_axes
-    return leaf.size * arch.experts.per_token // arch.experts.num_experts if is_chosen else leaf.size
+    """The number of a leaf's parameters that one token's matrix products use."""
+    has_experts = Axis.experts in leaf.spec.logical_axes
+    return leaf.size * arch.experts.per_token // arch.experts.num_experts if has_experts else leaf.size
 
 
 def _mean_keys(arch: Architecture, window: int | None, length: int) -> float:
-    """The positions that a query attends to, on average over a row of one document."""
+    """The mean number of positions that a query attends to, in a row of one document."""
     if not arch.causal:
         return length
     window = length if window is None else min(window, length)

@@ -34,7 +34,7 @@ from pipeline.models.weight_specs import (
 
 @dataclass(frozen=True)
 class Model:
-    """A model whose config.json has been read. None of its weights are on a device before `load`."""
+    """A model whose config.json has been read. `load` puts its weights on the devices."""
 
     family: str
     arch: Architecture
@@ -53,7 +53,7 @@ class Model:
 
     @property
     def max_positions(self) -> int:
-        """How long a row may be."""
+        """The largest number of positions in a row."""
         return self.arch.max_row
 
     @property
@@ -67,26 +67,26 @@ class Model:
 
     @property
     def _weight_keys(self) -> set[str]:
-        """Our keys of the weights that the model has."""
+        """Our keys of the model's weights."""
         return {key for entry in self.table.values() for key in our_keys(entry)}
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """The sites that this family has, in the order of the forward pass."""
-        lacking = set()
+        """The model's sites, in the order of the forward pass."""
+        missing = set()
         if self.arch.parallel:
-            lacking.add(Site.resid_mid)
+            missing.add(Site.resid_mid)
         if not self.arch.gated:
-            lacking.add(Site.mlp_pre_linear)
+            missing.add(Site.mlp_pre_linear)
         if "final_norm" not in self._weight_keys:
-            lacking.add(Site.final_norm)
+            missing.add(Site.final_norm)
         for site in LAYER_SITES:
             if not any(has_site(self.arch, layer, site) for layer in range(self.num_layers)):
-                lacking.add(site)
-        return tuple(site for site in Site if site not in lacking)
+                missing.add(site)
+        return tuple(site for site in Site if site not in missing)
 
     def width(self, key: ActivationKey, length: int = 0) -> int:
-        """The size of an activation's last axis; that of `attn_pattern` in rows of `length`."""
+        """The size of an activation's last axis. For `attn_pattern` it depends on `length`, the positions per row."""
         arch = self.arch.with_sizes_of(key.layer) if key.site.per_layer else self.arch
         match key.site:
             case Site.q:
@@ -114,19 +114,20 @@ class Model:
         return arch.d_model
 
     def hook_name(self, key: ActivationKey) -> str:
-        """TransformerLens' name of the same place in this family."""
+        """The TransformerLens hook name of the site in this family."""
         if is_post_norm(self._weight_keys):
             return key.hook_name(POST_NORM_HOOKS)
         is_unrotated = self.arch.rope is None or (key.site.per_layer and not self.arch.is_rotated(key.layer))
         return key.hook_name(UNROTATED_HOOKS if is_unrotated else {})
 
     def identity(self, by_commit: bool = False) -> dict[str, object]:
-        """What determines the activations, as plain JSON: independent of where the checkpoint is stored.
+        """What determines the activations, as plain JSON, wherever the checkpoint is stored.
 
-        The architecture is spelled out, so that a message can name the difference between two models. Weights are
-        sampled, for which a checkpoint on the Hub is fetched; `by_commit` names its commit instead, as older stores do.
+        It contains the whole architecture, so that a message can say how two models differ. The weights are identified
+        by a digest of samples, which downloads a checkpoint from the Hub. With `by_commit`, as in older stores, the
+        commit on the Hub identifies them instead.
 
-        Raises CheckpointError for weights that are missing or damaged.
+        Raises CheckpointError for missing or damaged weights.
         """
         biases = sorted(key for key in self._weight_keys if weight_spec(key).is_bias)
         architecture = _spelled_out(self.arch) | {"biases": biases}
@@ -140,12 +141,12 @@ class Model:
     def weight_bytes(
         self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool = False, with_head: bool = False
     ) -> WeightBytes:
-        """Bytes that `load` takes, each array counted once."""
+        """The bytes that `load` needs, each array counted once."""
         return weight_bytes(self.arch, self.leaves(keys, with_head), dtype, with_int8)
 
     @property
     def tensor_dims(self) -> dict[str, int]:
-        """The sizes that the mesh's `tensor` axis divides, by their names in messages."""
+        """The sizes that the `tensor` mesh axis divides, by their names in messages."""
         kinds = {self.arch.blocks(layer) for layer in range(self.num_layers)}
         steps = {step for blocks in kinds for step in layer_steps(blocks)}
         used = (weight_spec(key) for key in self._weight_keys)
@@ -164,7 +165,7 @@ class Model:
         attention_shares: Mapping[int | None, float] | None = None,
     ) -> int:
         """Floating-point operations per token slot to capture `keys` in rows of `length`: `leaves.flops_per_token`.
-        `head_share`: the share of the slots for which the head is computed."""
+        `head_share` is the share of the slots for which the head is computed."""
         layers = flops_per_token(self.arch, self.table, keys, length, attention_shares)
         return round(layers + 2 * self.arch.vocab_size * self.arch.d_model * head_share)
 
@@ -177,11 +178,12 @@ class Model:
         with_int8: bool = False,
         with_head: bool = False,
     ) -> Params:
-        """The parameters that `keys` need, and the head, on the devices, in `dtype` (float32 or bfloat16); `with_int8`,
-        the layers' matrices in int8. `sharding` is that of every array, or a function of the leaf:
-        `Partition.leaf_sharding`.
+        """Loads the parameters that `keys` need onto the devices, in `dtype` (float32 or bfloat16).
 
-        Raises CheckpointError, naming every tensor that is missing, wrongly shaped or unexpected.
+        `with_head` includes the head; `with_int8` stores the layers' matrices as int8. `sharding` applies to every
+        array, or is a function of the leaf, such as `Partition.leaf_sharding`.
+
+        Raises CheckpointError, which names every missing, wrongly shaped or unexpected tensor.
         """
         return self.load_leaves(self.leaves(keys, with_head), dtype, sharding, progress, with_int8)
 
@@ -193,7 +195,7 @@ class Model:
         progress: bool = False,
         with_int8: bool = False,
     ) -> PyTree[Array]:
-        """As `load`, for any part of what `leaves` returns."""
+        """Like `load`, for any subset of the result of `leaves`."""
         place = sharding if callable(sharding) else lambda _: sharding
         if self.random_seed is not None:
             return random_params(needed, self.random_seed, dtype, place, progress, with_int8)
@@ -210,28 +212,28 @@ class Model:
         attend: Attend | Sequence[Attend | Recur] = attend_xla,
         partition: Partition = Partition(),  # noqa: B008  frozen
     ) -> dict[ActivationKey, Float[Array, "B T width"]]:
-        """The activations of `keys`, heads side by side. Pure, to be jitted; values at padding (segment 0) mean
-        nothing."""
+        """The activations of `keys`, with heads concatenated. Pure, so it can be jitted. Values at padding (segment 0)
+        are undefined."""
         spec = ForwardSpec(tuple(keys), attend, partition, lambda key, activation: activation)
         return forward(self.arch, params, Batch(tokens, segments, positions), spec)
 
     def leaves(self, keys: Sequence[ActivationKey], with_head: bool = False) -> LeafTree:
-        """The arrays that `load` puts on the devices, described and not yet read."""
+        """Describes the arrays that `load` puts on the devices, without reading them."""
         head = head_leaf(self.head, self.arch) if with_head else {}
         return needed_leaves(self.arch, self.table, keys) | head
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The weights and captures of a model that generates: all layers, and the head."""
+    """The weights and captures needed for generation: all layers and the head."""
 
     model: Model
     head: Head
 
     def keys(self, keys: Sequence[ActivationKey] = ()) -> tuple[ActivationKey, ...]:
-        """What the forward pass of generation captures: `keys`, the cache's keys and values, and the head's input.
+        """The captures of the forward pass in generation: `keys`, the keys and values to cache, and the head's input.
 
-        They, and the stream after each layer without keys of its own, make each layer a run.
+        Layers that compute no keys are captured at `resid_post`, so that every layer is a run.
         """
         cached = {
             ActivationKey(layer, site)
@@ -241,25 +243,26 @@ class Generation:
         return tuple(sorted({*keys, *cached, FINAL_NORM}))
 
     def leaves(self, keys: Sequence[ActivationKey] = ()) -> LeafTree:
-        """What `load_leaves` puts on the devices to generate, and to capture `keys` at the same time."""
+        """The leaves that generation needs when it also captures `keys`, for `load_leaves`."""
         return self.model.leaves(self.keys(keys), with_head=True)
 
     def weight_bytes(self, dtype: str, with_int8: bool = False) -> WeightBytes:
-        """Bytes of the leaves, as `Model.weight_bytes` counts them."""
+        """The bytes of the leaves, counted as in `Model.weight_bytes`."""
         return weight_bytes(self.model.arch, self.leaves(), dtype, with_int8)
 
     def check_head(self) -> None:
-        """Raises CheckpointError where the head is missing or has another shape. A checkpoint on the Hub is checked by
-        `load_leaves`."""
+        """Raises CheckpointError if the head is missing or has an unexpected shape. A checkpoint on the Hub is not
+        checked here, but in `load_leaves`."""
         model = self.model
         if model.random_seed is None and model.checkpoint.commit is None:
             check_tensors(model.checkpoint, model.arch, model.table, head_leaf(self.head, model.arch))
 
 
 def _spelled_out(arch: Architecture) -> dict[str, object]:
-    """Without fields at their default, so that a field added for one family does not change the others' identity.
+    """The fields that differ from their defaults, so that a field added for one family does not change the identity
+    of other families.
 
-    `gated` follows from the family, and older stores do not have it.
+    `gated` is left out: it follows from the family, and older stores lack it.
     """
     everything = json.loads(json.dumps(dataclasses.asdict(arch)))  # lists in place of tuples, as stores have them
     return {

@@ -1,10 +1,14 @@
 """How a model's weights are sharded over a mesh with the axes `data` and `tensor`.
 
-Along `tensor` a layer's matrices are divided by heads, by neurons (Shoeybi et al., arXiv 1909.08053) and by experts,
-also while the layer computes. With fsdp they are divided along `data` too, and each layer gathers its weights before it
-computes (Rajbhandari et al., arXiv 1910.02054), but for embeddings, since gathering one would take the memory that
-dividing it saves. Along `tensor`, embedding and head are divided by vocabulary where it is a multiple: a lookup adds up
-what each device has. All other weights are small, and replicated; latent attention has some that are matrices.
+| weights | along `tensor` | along `data`, with fsdp |
+|---|---|---|
+| matrices of layers | by heads, neurons (Shoeybi et al., arXiv 1909.08053) or experts | yes (arXiv 1910.02054) |
+| embedding and head | by vocabulary, if `tensor` divides its size | no |
+| other matrices of layers, such as low-rank projections | no | yes |
+| all others, which are small | no | no |
+
+With fsdp (Rajbhandari et al.), each layer gathers its weights along `data` before it computes. Embeddings are not
+divided along `data`, since gathering one would need the memory that dividing it saves.
 """
 
 from collections.abc import Callable
@@ -23,13 +27,13 @@ from pipeline.models.weight_specs import TENSOR_AXES, Kind, WeightSpec, weight_s
 
 @dataclass(frozen=True)
 class Partition:
-    """How one model is divided over one mesh; without a mesh, it is not divided."""
+    """How a model is divided over a mesh. Without a mesh, it is not divided."""
 
     mesh: Mesh | None = None
     fsdp: bool = False
 
     def leaf_sharding(self, leaf: Leaf) -> NamedSharding:
-        """The sharding of a leaf. The axis of a stack of layers is never divided."""
+        """The sharding of a leaf. The layer axis of a stack is never divided."""
         axes = self._tensor_axes(leaf.spec, len(leaf.layer_shape))
         if Axis.vocab in leaf.spec.logical_axes and leaf.shape[0] % self.mesh.shape["tensor"] == 0:
             axes[0] = "tensor"
@@ -39,7 +43,7 @@ class Partition:
         return NamedSharding(self.mesh, PartitionSpec(*[None] * leaf.is_stacked, *axes))
 
     def gather(self, weights: LayerWeights) -> LayerWeights:
-        """Traced: one layer's weights, gathered along `data`, as the layer computes with them."""
+        """Traced: one layer's weights, gathered along `data`."""
         if not self.fsdp:
             return weights
 
@@ -55,14 +59,15 @@ class Partition:
         }
 
     def residual(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Traced: the residual stream, replicated along `tensor`. XLA would divide it and gather it twice a layer."""
+        """Traced: the residual stream, replicated along `tensor`. Otherwise XLA would divide it, and gather it twice
+        per layer."""
         if self.mesh is None or self.mesh.shape["tensor"] == 1:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("data")))
 
     def by_rows(self, compute: Callable[..., PyTree], inputs: PyTree, *weights: Array) -> PyTree:
-        """Traced: `compute(inputs, *weights)` of each device's rows, for what XLA would compute of all devices' rows
-        together: the largest numbers, and what is sorted. The weights are not divided."""
+        """Traced: `compute(inputs, *weights)` on each device's rows. For `top_k` and sorting, for which XLA would
+        gather all devices' rows. The weights are replicated."""
         if self.mesh is None:
             return compute(inputs, *weights)
         return self._divided(compute, *[PartitionSpec()] * len(weights))(inputs, *weights)
@@ -70,8 +75,8 @@ class Partition:
     def by_rows_and_heads(
         self, compute: Callable[[Int32[Array, "B T"], PyTree], PyTree], segments: Int32[Array, "B T"], heads: PyTree
     ) -> PyTree:
-        """Traced: `compute(segments, heads)` of each device's rows and heads. Heads are the third axis of all arrays of
-        `heads`, and of those that come out."""
+        """Traced: `compute(segments, heads)` on each device's rows and heads. Heads are the third axis of all arrays in
+        `heads` and in the result."""
         if self.mesh is None:
             return compute(segments, heads)
         by_heads = PartitionSpec("data", None, "tensor")
@@ -82,8 +87,9 @@ class Partition:
     def over_experts(
         self, compute: Callable[[PyTree, Weights, int | Int32[Array, ""]], PyTree], inputs: PyTree, weights: Weights
     ) -> PyTree:
-        """Traced: as `by_rows`, `compute(inputs, weights, first)` of the experts from `first` on whose weights a device
-        has, summed over devices."""
+        """Traced: like `by_rows`, but each device computes its own experts only, and the results are summed over
+        `tensor`. It calls `compute(inputs, weights, first)` with these experts' weights; `first` is the number of the
+        first one."""
         if self.mesh is None:
             return compute(inputs, weights, 0)
 
@@ -95,19 +101,21 @@ class Partition:
         return self._divided(on_device, PartitionSpec("tensor"))(inputs, weights)
 
     def _divided(self, compute: Callable[..., PyTree], *specs: PartitionSpec) -> Callable[..., PyTree]:
-        """`specs` are those of the inputs after the first, which has rows, as what comes out."""
+        """Maps `compute` over the mesh. The first input and the result are divided by rows, the other inputs by
+        `specs`."""
         rows = PartitionSpec("data")
-        # check_vma=False: as for attention, JAX does not track over which axes a loop's outputs vary.
+        # check_vma=False: JAX does not track over which axes a loop's outputs vary.
         return jax.shard_map(compute, mesh=self.mesh, in_specs=(rows, *specs), out_specs=rows, check_vma=False)
 
     def _tensor_axes(self, spec: WeightSpec, num_axes: int) -> list[str | None]:
-        """The mesh axis of each axis of one layer's weight. An int8 weight's scale has only the first axes."""
+        """The mesh axis of each axis of one layer's weight. An int8 weight's scale has only the first `num_axes`."""
         if spec.kind in (Kind.norm, Kind.control) or self.mesh.shape["tensor"] == 1:
             return [None] * num_axes
         return ["tensor" if axis in TENSOR_AXES else None for axis in spec.logical_axes[:num_axes]]
 
     def _fsdp_axis(self, leaf: Leaf, mesh_axes: list[str | None]) -> int | None:
-        """The largest axis of a layer's matrix that `data` divides; None where there is none, and for other weights."""
+        """The largest axis of a layer's matrix that `data` divides; None if there is no such axis, and for other
+        weights."""
         if not self.fsdp or leaf.num_inputs == 0:
             return None
         sizes = {
@@ -116,5 +124,5 @@ class Partition:
             if mesh_axes[axis] is None and size % self.mesh.shape["data"] == 0
         }
         if Axis.experts in leaf.spec.logical_axes:
-            return max(sizes, default=None)  # the last: a grouped product takes inputs before outputs
+            return max(sizes, default=None)  # the last axis, the inputs
         return max(sizes, key=sizes.__getitem__, default=None)

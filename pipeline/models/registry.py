@@ -1,4 +1,4 @@
-"""The families that are implemented, and `open_model`, which chooses one by config.json."""
+"""The supported model families, and `open_model`, which chooses one by config.json."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ _LM_HEAD = HeadFormat()
 
 @dataclass(frozen=True)
 class Family:
-    """One value of config.json's `model_type`. `classes` names its models in transformers, up to the head."""
+    """One value of config.json's `model_type`. `classes` is the prefix of its class names in transformers."""
 
     read: Callable[[HfConfig], tuple[Architecture, KeyTable]]
     classes: str
@@ -48,7 +48,7 @@ _FAMILIES = {
     "deepseek_v3": Family(deepseek.read_v3, "DeepseekV3"),
     "gemma2": Family(gemma.read_gemma2, "Gemma2", HeadFormat(is_tied=True, softcap=30.0)),
     "gemma3_text": Family(gemma.read_gemma3, "Gemma3", HeadFormat(is_tied=True)),
-    "gemma4": Family(gemma4.read_beside_vision, "Gemma4", HeadFormat(is_tied=True)),
+    "gemma4": Family(gemma4.read_multimodal, "Gemma4", HeadFormat(is_tied=True)),
     "gemma4_text": Family(gemma4.read, "Gemma4", HeadFormat(is_tied=True)),
     "gpt2": Family(gpt2.read, "GPT2", HeadFormat(is_tied=True)),
     "gpt_oss": Family(moe.read_gpt_oss, "GptOss"),
@@ -63,8 +63,8 @@ _FAMILIES = {
     "qwen2": Family(qwen.read_qwen2, "Qwen2"),
     "qwen2_moe": Family(moe.read_qwen2_moe, "Qwen2Moe"),
     "qwen3": Family(qwen.read_qwen3, "Qwen3"),
-    "qwen3_5": Family(qwen_delta.read_qwen3_5_beside_vision, "Qwen3_5"),
-    "qwen3_5_moe": Family(qwen_delta.read_qwen3_5_moe_beside_vision, "Qwen3_5Moe"),
+    "qwen3_5": Family(qwen_delta.read_qwen3_5_multimodal, "Qwen3_5"),
+    "qwen3_5_moe": Family(qwen_delta.read_qwen3_5_moe_multimodal, "Qwen3_5Moe"),
     "qwen3_5_moe_text": Family(qwen_delta.read_qwen3_5_moe, "Qwen3_5Moe"),
     "qwen3_5_text": Family(qwen_delta.read_qwen3_5, "Qwen3_5"),
     "qwen3_moe": Family(moe.read_qwen3_moe, "Qwen3Moe"),
@@ -78,11 +78,13 @@ _HEADS = (
 
 
 def open_model(path: str, *, revision: str | None = None, init: str = "checkpoint", seed: int = 0) -> Model:
-    """Reads config.json and, of a local or remote checkpoint, the headers of its safetensors files.
+    """Opens a model: reads config.json and, unless it is on the Hub, the headers of the checkpoint's safetensors files.
 
-    `path` is a directory, a remote path (`gs://...`) or a Hub id; `revision` is of the latter. `init=random` needs
-    only config.json. Raises CheckpointError for whatever would make the activations wrong, and PipelineError when
-    the network fails.
+    `path` is a directory, a remote path (`gs://...`) or a Hub id; `revision` applies to a Hub id. `init=random` needs
+    only config.json.
+
+    Raises ConfigError for an unknown `init`, CheckpointError if the model is not supported or its tensors do not match
+    config.json, and PipelineError if the network fails.
     """
     if init not in ("checkpoint", "random"):
         raise ConfigError(f"model.init is {init!r}. Set it to checkpoint or random.")
@@ -97,7 +99,7 @@ def open_model(path: str, *, revision: str | None = None, init: str = "checkpoin
     check_long_ropes(config, arch)
     config.finish()
     model = Model(name, arch, table, checkpoint, head, seed if init == "random" else None)
-    if init == "checkpoint" and checkpoint.commit is None:  # the Hub's files are fetched only when they are needed
+    if init == "checkpoint" and checkpoint.commit is None:  # files on the Hub are downloaded when they are needed
         last = ActivationKey(arch.num_layers - 1, Site.resid_post), FINAL_NORM
         check_tensors(checkpoint, arch, table, model.leaves(last))
     return model
@@ -108,6 +110,6 @@ def _check_classes(config: HfConfig, family: Family) -> None:
     unknown = [name for name in config.strings("architectures") if name not in known]
     if unknown:
         raise CheckpointError(
-            f"{config.where}: architectures is {', '.join(unknown)}; implemented are {', '.join(known)}. "
-            f"Use another model."
+            f"{config.where}: architectures is {', '.join(unknown)}, which is not implemented (implemented: "
+            f"{', '.join(known)}). Use another model."
         )

@@ -1,4 +1,4 @@
-"""Rotary position embeddings. The table is made once per step, in float32, and shared by all layers."""
+"""Rotary position embeddings. Their tables are computed once per step, in float32, and shared by all layers."""
 
 import math
 from functools import partial
@@ -22,7 +22,7 @@ from pipeline.models.architecture import (
 
 
 class RopeTable(NamedTuple):
-    """Cosine and sine of every position's angles; the axis of size 1 stands for the heads."""
+    """Cosine and sine of every position's angles. The axis of size 1 broadcasts over heads."""
 
     cos: Float32[Array, "B T 1 half"]
     sin: Float32[Array, "B T 1 half"]
@@ -31,7 +31,7 @@ class RopeTable(NamedTuple):
 def inverse_frequencies(rope: Rope, head_dim: int) -> Float32[np.ndarray, " half"]:
     """Radians per position of each pair of dimensions (transformers' `modeling_rope_utils`).
 
-    Rounded where torch rounds: at position 100,000 one unit in the last place turns a vector by 0.01 radians.
+    Rounded where torch rounds: at position 100,000, one unit in the last place rotates a vector by 0.01 radians.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     wavelengths = np.power(np.float64(rope.theta), exponents.astype(np.float64)).astype(np.float32)
@@ -51,19 +51,20 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Float32[np.ndarray, " half
 
 
 def _llama3(rope: Rope, frequencies: Float32[np.ndarray, " half"]) -> Float32[np.ndarray, " half"]:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
+    """Long wavelengths are multiplied by `factor`, short ones are kept, and those between are interpolated (Llama
+    3.1)."""
     wavelengths = np.float32(2 * math.pi) / frequencies
-    periods = rope.original_max_positions / wavelengths  # of the wave within the original context
+    periods = rope.original_max_positions / wavelengths  # in the original context
     kept = (periods - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = np.clip(kept, 0.0, 1.0)
     return ((1 - kept) * frequencies / rope.factor + kept * frequencies).astype(np.float32)
 
 
 def _yarn(rope: YarnRope, wavelengths: Float32[np.ndarray, " half"], head_dim: int) -> Float32[np.ndarray, " half"]:
-    """As `_llama3`, but interpolated between pairs of dimensions, not between their wavelengths."""
+    """Like `_llama3`, but interpolates by the index of a pair of dimensions, not by its wavelength."""
 
     def pair(rotations: float) -> float:
-        """The pair of dimensions that rotates so often within the original context."""
+        """The index of the pair of dimensions that makes `rotations` rotations in the original context."""
         wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
@@ -78,8 +79,8 @@ def _yarn(rope: YarnRope, wavelengths: Float32[np.ndarray, " half"], head_dim: i
 
 
 def rope_table(rope: Rope, head_dim: int, positions: Int32[Array, "B T"]) -> RopeTable:
-    """The table for one batch's positions, which are not 0..T-1 in packed rows. `head_dim` counts the rotating
-    dimensions."""
+    """The table for one batch's positions, which are not 0..T-1 in packed rows. `head_dim` is the number of dimensions
+    that rotate."""
     angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
     table = RopeTable(jnp.cos(angles), jnp.sin(angles))
     if isinstance(rope, ScaledRope):
@@ -88,7 +89,7 @@ def rope_table(rope: Rope, head_dim: int, positions: Int32[Array, "B T"]) -> Rop
 
 
 def choose_table(tables: tuple[RopeTable, RopeTable], kind: LayerKind) -> RopeTable:
-    """The table of a global (first) or of a local layer. Where rotation is data, angles are 0 in a layer without."""
+    """The table for a global (first) or a local layer. Angles are 0 in a layer without rotation."""
     global_table, local_table = tables
     if isinstance(kind.is_local, bool) or global_table is local_table:
         table = local_table if kind.is_local is True else global_table
@@ -100,12 +101,12 @@ def choose_table(tables: tuple[RopeTable, RopeTable], kind: LayerKind) -> RopeTa
 
 
 def apply_rope(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:
-    """Rotates (x[h], x[h + half]) by the position's angle, as HF checkpoints expect; the dimensions after them stay."""
+    """Rotates (x[h], x[h + half]) by the position's angle, as HF checkpoints expect. Later dimensions do not rotate."""
     return jax.lax.platform_dependent(x, table, tpu=_rotate_by_product, default=_rotate)
 
 
 def rotate_pairs(x: Float[Array, "B T N R"], table: RopeTable, pairs: RotaryPairs) -> Float[Array, "B T N R"]:
-    """`apply_rope` to heads all of whose dimensions rotate, in other pairs."""
+    """`apply_rope` for heads that rotate in all dimensions, with a choice of the pairs that rotate together."""
     if pairs is RotaryPairs.halves:
         return apply_rope(x, table)
     rotate = partial(_rotate_neighbours_by_product, pairs=pairs), partial(_rotate_neighbours, pairs=pairs)
@@ -121,24 +122,24 @@ def _rotate_neighbours(x: Float[Array, "B T N R"], table: RopeTable, pairs: Rota
 def _rotate_neighbours_by_product(
     x: Float[Array, "B T N R"], table: RopeTable, pairs: RotaryPairs
 ) -> Float[Array, "B T N R"]:
-    """The same for TPUs, as `_rotate_by_product`: it would transpose arrays whose last axis has two numbers.
+    """`_rotate_neighbours` for TPUs, by permutation matrices: transposing arrays whose last axis has size 2 is slow.
 
     Compiled for v5e, with the projection of 16 heads of 192 for 8 rows of 1024: 893 -> 530 MB of memory traffic.
     """
     cos, sin = table.cos, table.sin
-    order = np.arange(x.shape[-1]).reshape(-1, 2)  # of each pair
-    axis, first, exchanged = -1, order, order[:, ::-1]
+    order = np.arange(x.shape[-1]).reshape(-1, 2)
+    axis, first, swapped = -1, order, order[:, ::-1]
     if pairs is RotaryPairs.to_halves:
-        axis, first, exchanged = -2, order.T, order.T[::-1]
+        axis, first, swapped = -2, order.T, order.T[::-1]
     cos, sin = jnp.stack([cos, cos], axis), jnp.stack([-sin, sin], axis)
     cos, sin = (values.reshape(*values.shape[:-2], -1) for values in (cos, sin))
 
-    def reordered(places: Int[np.ndarray, "..."]) -> Float32[Array, "B T N R"]:
-        permutation = jnp.eye(x.shape[-1], dtype=x.dtype)[:, places.ravel()]
+    def permute(indices: Int[np.ndarray, "..."]) -> Float32[Array, "B T N R"]:
+        permutation = jnp.eye(x.shape[-1], dtype=x.dtype)[:, indices.ravel()]
         return jnp.einsum("BTNR,RS->BTNS", x, permutation, precision="highest").astype(jnp.float32)
 
-    unmoved = x.astype(jnp.float32) if pairs is RotaryPairs.adjacent else reordered(first)
-    return (unmoved * cos + reordered(exchanged) * sin).astype(x.dtype)
+    ordered = x.astype(jnp.float32) if pairs is RotaryPairs.adjacent else permute(first)
+    return (ordered * cos + permute(swapped) * sin).astype(x.dtype)
 
 
 def _rotate(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:
@@ -150,14 +151,14 @@ def _rotate(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N
 
 
 def _rotate_by_product(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:
-    """The same for TPUs, which pad and copy halves of 128 lanes: a permutation matrix exchanges them, exactly.
+    """`_rotate` for TPUs, which would pad and copy halves of 128 lanes. A permutation matrix swaps the halves exactly.
 
-    Compiled for v5e, 16 rows of 1024 of Qwen2.5-0.5B's shape: 4.76 -> 3.78 ms a layer by XLA's estimate.
+    Compiled for v5e, 16 rows of 1024 with Qwen2.5-0.5B's shape: 4.76 -> 3.78 ms per layer by XLA's estimate.
     """
     half = table.cos.shape[-1]
     cos, sin = jnp.concatenate([table.cos, table.cos], axis=-1), jnp.concatenate([-table.sin, table.sin], axis=-1)
     rotating, rest = jnp.split(x, [2 * half], axis=-1)
     permutation = jnp.roll(jnp.eye(2 * half, dtype=x.dtype), half, axis=1)
-    exchanged = jnp.einsum("BTNR,RS->BTNS", rotating, permutation, precision="highest")
-    rotated = rotating.astype(jnp.float32) * cos + exchanged.astype(jnp.float32) * sin
+    swapped = jnp.einsum("BTNR,RS->BTNS", rotating, permutation, precision="highest")
+    rotated = rotating.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin
     return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)

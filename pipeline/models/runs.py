@@ -1,9 +1,9 @@
-"""Which layers a capture needs, and how they are cut into runs. Pure arithmetic on layer numbers.
+"""Which layers a capture needs, and how they are divided into runs. Pure arithmetic on layer numbers.
 
 A run is a sequence of layers that one `lax.scan` computes over weights stacked at load time: layers with the same
-blocks, or a period of differing layers that repeats, as three with a DeltaNet and one with attention. A run ends where
-the residual stream is captured; a layer with a captured site inside is a run of its own, and so is one to whose keys
-later layers attend. No run contains anything after the last captured site.
+blocks, or a repeating period of different layers, such as three with a DeltaNet and one with attention. A run ends
+where the residual stream is captured. A layer with a captured site inside is a separate run, and so is a layer whose
+keys later layers use. Nothing after the last captured site is part of a run.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,13 +14,13 @@ from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture, LayerBlocks
 from pipeline.models.weight_specs import Step, layer_steps, required_steps
 
-_MAX_PERIOD = 8  # layers that the program of a run contains
+_MAX_PERIOD = 8  # layers in the body of a scan
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Layers first..stop-1, `period` of them in each step of the scan. Where the capture ends inside the run's only
-    layer, `ends_at` has that layer's captured sites."""
+    """Layers first..stop-1, `period` of them in each step of the scan. If the capture ends inside the run's only layer,
+    `ends_at` contains that layer's captured sites."""
 
     first: int
     stop: int
@@ -36,17 +36,17 @@ class LayerRun:
 
     @property
     def stacks(self) -> tuple[range, ...]:
-        """The layers whose weights are stacked together: those at the same place of each period."""
-        return tuple(range(self.first + place, self.stop, self.period) for place in range(self.period))
+        """The layers whose weights are stacked together: those at the same offset in each period."""
+        return tuple(range(self.first + offset, self.stop, self.period) for offset in range(self.period))
 
     def steps(self, arch: Architecture, layer: int) -> frozenset[Step]:
-        """The steps that one of the run's layers computes."""
+        """The steps that a layer of this run computes."""
         blocks = arch.blocks(layer)
         return required_steps(self.ends_at, arch, blocks) if self.ends_at else frozenset(layer_steps(blocks))
 
 
 def residual_index(key: ActivationKey, num_layers: int) -> int | None:
-    """How many layers precede the captured residual stream; None for sites inside a layer."""
+    """The number of layers before the captured residual stream; None for sites inside a layer."""
     match key.site:
         case Site.embed:
             return 0
@@ -60,7 +60,7 @@ def residual_index(key: ActivationKey, num_layers: int) -> int | None:
 
 
 def layer_runs(keys: Iterable[ActivationKey], arch: Architecture) -> tuple[LayerRun, ...]:
-    """The runs that produce `keys`, in order; empty when the embedding is enough."""
+    """The runs that produce `keys`, in order; empty if they need no layer."""
     cuts = {0}
     num_whole = 0  # layers that are computed completely
     inner: dict[int, set[Site]] = {}
@@ -82,16 +82,17 @@ def layer_runs(keys: Iterable[ActivationKey], arch: Architecture) -> tuple[Layer
 
 
 def _repeating(first: int, blocks: list[LayerBlocks]) -> Iterator[LayerRun]:
-    """Runs of the layers from `first` on that have these blocks. Each is as long as a period of few layers allows."""
+    """Divides layers `first`, `first` + 1, ..., which have these blocks, into runs, each as long as possible."""
     while blocks:
         lengths = {period: _repeated(blocks, period) for period in range(1, min(_MAX_PERIOD, len(blocks)) + 1)}
-        period = max(lengths, key=lengths.__getitem__)  # of equally long runs the one with the shortest
+        period = max(lengths, key=lengths.__getitem__)  # the shortest period among equally long runs
         yield LayerRun(first, first + lengths[period], period=period)
         first, blocks = first + lengths[period], blocks[lengths[period] :]
 
 
 def _repeated(blocks: list[LayerBlocks], period: int) -> int:
-    """How many layers repeat the first `period` of them, those included; 0 unless they do, or are one."""
+    """The number of layers that consist of repetitions of the first `period` layers. 0 if these occur only once, unless
+    `period` is 1."""
     end = period
     while blocks[end : end + period] == blocks[:period]:
         end += period

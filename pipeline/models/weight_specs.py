@@ -1,7 +1,8 @@
-"""Every weight that a transformer may have, described once: its logical axes, and the steps that use it.
+"""Two tables: the steps of a layer, and every weight that a transformer may have, with its logical axes and the steps
+that use it.
 
-From these two tables follow the leaves of a capture (`leaves.py`), their division over a mesh (`partition.py`), what
-int8 rounds, and how far a layer is computed (`runs.py`). A family's `KEY_TABLE` says which of the weights it has.
+They determine the leaves of a capture (`leaves.py`), their division over a mesh (`partition.py`), what int8 rounds, and
+how far a layer is computed (`runs.py`). A family's `KEY_TABLE` says which of the weights it has.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,7 +15,7 @@ from pipeline.models.architecture import Architecture, Axis, LayerBlocks
 
 
 class Step(StrEnum):
-    """A step of the forward pass. All but the first and the last three belong to a layer."""
+    """A step of the forward pass. All except the first and the last three belong to a layer."""
 
     embed = "embed"
     attn_in = "attn_in"
@@ -22,11 +23,11 @@ class Step(StrEnum):
     k = "k"
     v = "v"
     keys_as_values = "keys_as_values"
-    scores = "scores"  # of attention, once more
-    z = "z"  # attention proper
-    heads = "heads"  # what each head adds
+    scores = "scores"  # attention scores, only for `attn_entropy` and `attn_pattern`
+    z = "z"  # attention
+    heads = "heads"  # each head's output, projected
     o = "o"
-    delta = "delta"  # a gated DeltaNet, with its output projection
+    delta = "delta"  # a gated DeltaNet, including its output projection
     mlp_in = "mlp_in"
     gate = "gate"
     up = "up"
@@ -35,16 +36,16 @@ class Step(StrEnum):
     router = "router"
     experts = "experts"
     shared = "shared"
-    mix = "mix"  # of the experts' outputs
-    layer_out = "layer_out"  # what follows the MLP
-    layer_inputs = "layer_inputs"  # of all layers
+    mix = "mix"  # the weighted sum of the experts' outputs
+    layer_out = "layer_out"  # per-layer input and scale, after the MLP
+    layer_inputs = "layer_inputs"  # per-layer inputs of all layers
     final_norm = "final_norm"
     head = "head"
 
 
 @dataclass(frozen=True)
 class LayerStep:
-    """The sites that a step of a layer computes, and the steps whose outputs it reads, where the layer has them."""
+    """The sites that a step of a layer computes, and the steps whose outputs it reads, if the layer has them."""
 
     sites: frozenset[Site]
     reads: tuple[Step, ...] = ()
@@ -87,17 +88,17 @@ _LAYER_OUT: Mapping[Step, LayerStep] = {Step.layer_out: LayerStep(frozenset())}
 
 @cache
 def layer_steps(blocks: LayerBlocks) -> Mapping[Step, LayerStep]:
-    """The steps of a sequential layer, whose MLP is gated where it is dense."""
+    """The steps of a sequential layer whose MLP, if dense, is gated."""
     steps = _ATTN_IN | (_DELTA if blocks.is_delta else _ATTENTION)
     steps |= _SPARSE if blocks.is_sparse else _DENSE
     if blocks.has_both:
         steps |= _DENSE | {Step.down: LayerStep(frozenset(), reads=(Step.neurons,))}
     if blocks.keys_are_values:
         steps |= _KEYS_AS_VALUES
-    lacking = {Step.v} if blocks.keys_are_values else set()
+    missing = {Step.v} if blocks.keys_are_values else set()
     if blocks.keys_of is not None:
-        lacking = {Step.k, Step.v, Step.keys_as_values}
-    return {step: spec for step, spec in (steps | _LAYER_OUT).items() if step not in lacking}
+        missing = {Step.k, Step.v, Step.keys_as_values}
+    return {step: spec for step, spec in (steps | _LAYER_OUT).items() if step not in missing}
 
 
 LAYER_SITES = tuple(
@@ -108,17 +109,17 @@ LAYER_SITES = tuple(
         for site in sorted(step.sites)
     }
 )
-"""The sites inside of layers, some of which some layers lack."""
+"""The sites inside layers. A layer may lack some of them."""
 
 
 def has_site(arch: Architecture, layer: int, site: Site) -> bool:
-    """Whether a layer has a site that some layers of some families lack."""
+    """Whether a layer has a site. True for sites that are not in `LAYER_SITES`."""
     steps = layer_steps(arch.blocks(layer)).values()
     return site not in LAYER_SITES or any(site in step.sites for step in steps)
 
 
-def why_lacking(arch: Architecture, layer: int, site: Site) -> str:
-    """Why `has_site` is false, for people."""
+def why_missing(arch: Architecture, layer: int, site: Site) -> str:
+    """Why `has_site` is false, as a clause for messages."""
     blocks = arch.blocks(layer)
     if site in (Site.k, Site.v) and blocks.keys_of is not None:
         return f"it attends to the keys and values of layer {blocks.keys_of}"
@@ -143,10 +144,11 @@ def required_steps(sites: Collection[Site], arch: Architecture, blocks: LayerBlo
 
 
 class Kind(StrEnum):
-    """What a weight is for: matrices of layers are divided over a mesh and may be int8, the others are neither.
+    """What a weight is used for. Only matrices of layers are divided over a mesh by `tensor`'s heads, neurons and
+    experts, and only they may be int8.
 
-    So routers and what controls a DeltaNet's state are a kind of their own: they are small, and rounding them would
-    send tokens to other experts, and change how long a state lasts."""
+    Routers and the weights that control a DeltaNet's state are `control`: they are small, and rounding them would send
+    tokens to different experts and change the decay of states."""
 
     embedding = "embedding"
     norm = "norm"
@@ -162,18 +164,18 @@ TENSOR_AXES: Mapping[Axis, str] = {
     Axis.d_shared: "neurons of the shared expert",
     Axis.delta_heads: "key heads of DeltaNet",
 }
-"""The logical axes of matrices and their biases that are divided along `tensor`, and their names in messages."""
+"""The logical axes of matrices and biases that are divided along `tensor`, and their names in messages."""
 
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """One weight. `axes` are shape letters: outputs and, of a layer's matrix, after a space its inputs."""
+    """One weight. `axes` are shape letters; in a matrix, outputs and inputs are separated by a space."""
 
     kind: Kind
     axes: str
-    steps: frozenset[Step]  # which use it
+    steps: frozenset[Step]  # the steps that use it
     is_bias: bool = False
-    is_wide: bool = False  # float32, whatever the dtype of the others is
+    is_wide: bool = False  # always float32
 
     @property
     def logical_axes(self) -> tuple[Axis, ...]:
@@ -181,17 +183,17 @@ class WeightSpec:
 
     @property
     def num_inputs(self) -> int:
-        """How many of the last axes a matrix product sums over; 0 for everything but a layer's matrix."""
+        """The number of last axes that a matrix product sums over; 0 unless this is a layer's matrix."""
         return len(self.axes.partition(" ")[2]) if self.kind is Kind.matrix else 0
 
     @property
     def is_divided(self) -> bool:
-        """Whether `tensor` divides it: it has an axis that is, and is neither a norm nor a control."""
+        """Whether `tensor` divides it: a matrix with one of `TENSOR_AXES`."""
         return self.kind is Kind.matrix and any(axis in TENSOR_AXES for axis in self.logical_axes)
 
     @property
     def is_scale(self) -> bool:
-        """Whether this is the weight of a norm, which is near 1."""
+        """Whether this is a norm's weight, whose values are near 1."""
         return self.kind is Kind.norm and not self.is_bias
 
 
@@ -233,8 +235,8 @@ WEIGHTS: Mapping[str, WeightSpec] = {
     "attention.kv_down_norm": _norm("Z", Step.k, Step.v),
     "attention.kv_up": _matrix("NX Z", Step.k, Step.v),
     "attention.k_rotary": _matrix("R D", Step.k),
-    "attention.sinks": _matrix("N", Step.scores, Step.z),  # of no product; divided as the heads are
-    "attention.gate": _matrix("NW D", Step.z),  # of each head's output
+    "attention.sinks": _matrix("N", Step.scores, Step.z),  # not a product's operand, but divided like the heads
+    "attention.gate": _matrix("NW D", Step.z),  # multiplies the heads' outputs
     "attention.o": _matrix("D NW", Step.heads, Step.o),
     "attention.post_norm": _norm("D", Step.o),
     "attention.sum_norm": _norm("D", Step.o),
@@ -278,17 +280,18 @@ WEIGHTS: Mapping[str, WeightSpec] = {
     "final_norm": _norm("D", Step.final_norm),
     "head": _embedding("V D", Step.head),
 }
-"""By our key: `block.name` inside of a layer. Each matrix and norm may have a bias: `weight_spec` derives its row."""
+"""By our key: `block.name` inside a layer. Matrices and norms may have biases, which `weight_spec` derives."""
 
 _BIAS = "_bias"
 
 
 def weight_spec(key: str) -> WeightSpec:
-    """The description of a weight or of its bias, which has the weight's outputs. Raises KeyError for another name."""
+    """The description of a weight or of a bias, which has the weight's output axes. Raises KeyError for unknown
+    names."""
     spec = WEIGHTS[key.removesuffix(_BIAS)]
     return replace(spec, axes=spec.axes.partition(" ")[0], is_bias=True) if key.endswith(_BIAS) else spec
 
 
 def is_post_norm(keys: Collection[str]) -> bool:
-    """Whether a model with these weights norms the residual stream itself, after each addition (BERT)."""
+    """Whether a model with these weights normalises the residual stream after each addition, as BERT does."""
     return "attention.sum_norm" in keys

@@ -10,7 +10,7 @@ from pipeline.config.schema import CaptureConfig, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.data.selection import slots_per_row
-from pipeline.models.weight_specs import has_site, why_lacking
+from pipeline.models.weight_specs import has_site, why_missing
 from pipeline.planning.model_facts import ModelFacts
 from pipeline.step.spec import CompilerOption, EncoderSpec, StepSpec
 from pipeline.store.format.layout import OUTPUTS, SELECTED, TOKENS, ArraySpec, activation_spec, output_specs
@@ -135,7 +135,7 @@ def captured_keys(capture: CaptureConfig, model: ModelFacts) -> tuple[Activation
         have = [layer for layer in range(model.num_layers) if has_site(model.arch, layer, site)]
         lacking = [layer for layer in layers if layer not in have]
         if lacking and capture.layers != "all":
-            why = why_lacking(model.arch, lacking[0], site)
+            why = why_missing(model.arch, lacking[0], site)
             raise ConfigError(
                 f"capture.layers is {shown(list(layers))} with the site {site}, which layer {lacking[0]} lacks: "
                 f"{why}. Layers that have it: {', '.join(map(str, have))}. Set capture.layers to some of them, or to "

@@ -73,7 +73,7 @@ def test_prompts_and_steps_after_them_equal_whole_rows() -> None:
         prompt = PromptDelta(np.array(ends))
         segments = (np.arange(length) < np.array(ends)[:, None]).astype("int32")
         for name in "qkv":
-            prompt.convolved(name, x, taps, segments)
+            prompt.convolve(name, x, taps, segments)
         outputs = prompt.outputs(segments, heads, partition)
         cache, positions = prompt.cache, np.array(ends)
         for row, end in enumerate(ends):
@@ -92,5 +92,5 @@ def test_prompts_and_steps_after_them_equal_whole_rows() -> None:
 
 def _stepped(layer: CachedDelta, taps: np.ndarray, x: jax.Array, heads: Heads) -> tuple:
     segments = np.ones((ROWS, 1), np.int32)
-    latest = [layer.convolved(name, x, taps, segments) for name in "qkv"][-1]
+    latest = [layer.convolve(name, x, taps, segments) for name in "qkv"][-1]
     return latest, layer.outputs(segments, heads, Partition()), layer.cache

@@ -448,9 +448,9 @@ def gemma_2(**config: object) -> Write:
 
 
 REFUSED: dict[str, tuple[Damage, str]] = {
-    "no files": (lambda folder, rng: folder.mkdir(), "is no SAE: expected cfg.json and sae_weights.* got no files"),
-    "a pickle": (only_pickle, "is no SAE.*got ae.pt.*never read.*scripts/convert_sae.py INPUT OUTPUT"),
-    "without weights": (removed(lens("standard"), "sae_weights.safetensors"), "is no SAE.*got cfg.json"),
+    "no files": (lambda folder, rng: folder.mkdir(), "is not an SAE: expected cfg.json and sae_weights.* got no files"),
+    "a pickle": (only_pickle, "is not an SAE.*got ae.pt.*never read.*scripts/convert_sae.py INPUT OUTPUT"),
+    "without weights": (removed(lens("standard"), "sae_weights.safetensors"), "is not an SAE.*got cfg.json"),
     "not JSON": (text("cfg.json", "{"), "cfg.json is not JSON"),
     "not an object": (text("cfg.json", "[]"), "cfg.json is not a JSON object, got list"),
     "a huge number": (text("cfg.json", '{"d_in": 1e999}'), "d_in is inf, expected a whole number"),
@@ -461,7 +461,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "a flag as text": (lens("standard", apply_b_dec_to_input="no"), "apply_b_dec_to_input is 'no', expected true or"),
     "architecture": (lens("standard", architecture="temporal"), "architecture is 'temporal', which is not implemented"),
     "batchtopk": (lens("jumprelu", architecture="batchtopk"), "'batchtopk'.*save_inference_model"),
-    "jumprelu as relu": (lens("jumprelu", architecture="standard"), "has threshold, which an SAE of its architecture"),
+    "jumprelu as relu": (lens("jumprelu", architecture="standard"), "has threshold, which its architecture"),
     "relu as jumprelu": (lens("standard", architecture="jumprelu"), "has no threshold"),
     "activation": (lens("standard", activation_fn_str="tanh-relu"), "activation_fn_str is 'tanh-relu'"),
     "topk of a transcoder": (lens("transcoder", activation_fn="topk"), "activation_fn is 'topk'.*implemented: relu"),
@@ -469,7 +469,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "factor elsewhere": (lens("standard", normalize_activations="expected_average_only_in"), "Fold it with SAELens"),
     "old factor": (lens("standard", is_old=True, normalize_activations=True), "Fold it with SAELens"),
     "heads": (lens("standard", reshape_activations="hook_z"), "reshape_activations is 'hook_z'"),
-    "old heads": (lens("standard", is_old=True, hook_name="blocks.0.attn.hook_z"), "before version 6 joins the heads"),
+    "old heads": (lens("standard", is_old=True, hook_name="blocks.0.attn.hook_z"), "concatenated before version 6"),
     "one head": (lens("standard", is_old=True, hook_head_index=2), "hook_head_index is 2"),
     "decoder norms": (lens("jumprelu", rescale_acts_by_decoder_norm=True), "rescale_acts_by_decoder_norm is True"),
     "unknown attribute": (lens("standard", tied=True, warp=0), "sets tied=True, warp=0, which this program does not"),
@@ -477,12 +477,12 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "no k": (lens("topk", k=None), "has no 'k'"),
     "no k of topk": (lens("topk", activation_fn_kwargs={"tau": 1.0}), "activation_fn_kwargs sets tau=1.0"),
     "two ks": (lens("topk", activation_fn_kwargs={"k": K + 1}), "k is 5, which is not implemented"),
-    "transcoder with b_dec": (lens("transcoder", apply_b_dec_to_input=True), "apply_b_dec_to_input true"),
+    "transcoder with b_dec": (lens("transcoder", apply_b_dec_to_input=True), "apply_b_dec_to_input is true"),
     "transcoder without d_out": (lens("transcoder", d_out=None), "has no 'd_out'"),
     "missing tensor": (tensors_changed(lens("gated"), lambda t: t.pop("r_mag")), "has no r_mag: expected W_enc, b_mag"),
     "unexpected tensor": (
         tensors_changed(lens("standard"), lambda t: t.update(W_gate=t["W_enc"])),
-        "has W_gate, which an SAE of its architecture has not",
+        "has W_gate, which its architecture does not have",
     ),
     "scales of features": (
         tensors_changed(lens("standard"), lambda t: t.update(scaling_factor=t["b_enc"])),
@@ -497,7 +497,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         tensors_changed(lens("standard"), lambda t: t.update(W_enc=t["W_enc"].astype(np.float64))),
         "W_enc has dtype F64, expected one of F32",
     ),
-    "cut safetensors": (cut(lens("standard"), "sae_weights.safetensors"), "not a whole safetensors file"),
+    "cut safetensors": (cut(lens("standard"), "sae_weights.safetensors"), "not a complete safetensors file"),
     "groupmax": (sparse(activation="groupmax"), "activation is 'groupmax', which is not implemented"),
     "signed": (sparse(signed=True), "signed is True, which is not implemented"),
     "sparsify, unknown": (sparse(batch_topk=True), "sets batch_topk=True"),
@@ -506,12 +506,12 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "gemma, transposed": (tensors_changed(GEMMA, transposed("W_enc")), r"W_enc has shape \(40, 12\).*transposed"),
     "gemma, decoder": (tensors_changed(GEMMA, transposed("W_dec")), r"W_dec has shape \(12, 40\).*transposed"),
     "gemma, missing": (tensors_changed(GEMMA, lambda t: t.pop("threshold")), "has no threshold"),
-    "gemma, no biases": (tensors_changed(GEMMA, lambda t: t.pop("b_enc")), "expected W_enc of two axes, b_enc"),
+    "gemma, no biases": (tensors_changed(GEMMA, lambda t: t.pop("b_enc")), "expected W_enc with two axes, b_enc"),
     "gemma, pickled": (pickled_npz, "b_enc has dtype object.*Pickled objects are never read"),
     "gemma, bomb": (npz_bomb, "W_dec of at most 20 times its"),
-    "gemma, huge shape": (npz_with_header((1 << 40, 1 << 40)), "is not a sound .npz file: expected .* bytes of extra"),
-    "gemma, negative shape": (npz_with_header((-2, -3)), "is not a sound .npz file"),
-    "gemma, cut": (cut(GEMMA, "params.npz"), "is not a sound .npz file"),
+    "gemma, huge shape": (npz_with_header((1 << 40, 1 << 40)), "is not a valid .npz file: expected .* bytes of extra"),
+    "gemma, negative shape": (npz_with_header((-2, -3)), "is not a valid .npz file"),
+    "gemma, cut": (cut(GEMMA, "params.npz"), "is not a valid .npz file"),
     "gemma, no zip": (lambda folder, rng: (folder.mkdir(), (folder / "params.npz").write_bytes(b"\x93NUMPY")), "sound"),
     "gemma 2, architecture": (gemma_2(architecture="relu"), "architecture is 'relu'"),
     "gemma 2, crosscoder": (gemma_2(type="crosscoder"), "type is 'crosscoder'"),
@@ -548,7 +548,7 @@ def test_what_is_damaged_or_unknown_is_refused(case: str, tmp_path: Path, rng):
         ("folder/ae.pt", "never read.*scripts/convert_sae.py"),
         ("hf://owner", "expected hf://owner/name/folder"),
         ("hf://datasets/owner/name/folder", "expected hf://owner/name/folder"),
-        ("memory://no/such/folder", "is no SAE.*got no files"),
+        ("memory://no/such/folder", "is not an SAE.*got no files"),
         ("nosuch://bucket/folder", "the SAE's address is 'nosuch://bucket/folder', which cannot be opened"),
     ],
 )
@@ -590,7 +590,7 @@ def test_computed_values_are_finite(tmp_path: Path, rng):
 
 def test_a_changed_byte_of_an_npz_is_noticed(tmp_path: Path, rng):
     flipped(tmp_path, rng)
-    with pytest.raises(CheckpointError, match=r"not a sound .npz file.*CRC"):
+    with pytest.raises(CheckpointError, match=r"not a valid .npz file.*CRC"):
         open_sae(str(tmp_path)).read("w_enc")
 
 

@@ -16,7 +16,7 @@ from pipeline.models.attention.xla import attend_xla
 
 
 class Attend(Protocol):
-    """Softmax attention within each segment; q and k already rotated."""
+    """Softmax attention within each segment. q and k are already rotated."""
 
     def __call__(
         self,
@@ -27,16 +27,15 @@ class Attend(Protocol):
         spec: AttentionSpec,
         sinks: Float[Array, " N"] | None = None,
     ) -> Float[Array, "B T N W"]:
-        """Values may be narrower or wider than keys. `segments` numbers the documents of a row from 1; 0 is padding,
-        which sees only padding: every position has keys, so none is NaN. Heads n of q with the same n // (N / K) share
-        a key-value head. Scores and softmax are float32. Each head's `sinks` is one more score of all its queries, as
-        it is, for a key whose value is 0.
+        """`segments` numbers the documents of a row from 1. 0 is padding, which attends to padding only, so that no
+        output is NaN. Query heads n with the same n // (N / K) share a key-value head. W may differ from H. Scores and
+        softmax are float32. `sinks` adds one unscaled score per head to all its queries, for a key whose value is 0.
         """
 
 
 @dataclass(frozen=True)
 class Attention:
-    """An implementation. `note` says why the platform's kernel is not used, where the platform has one."""
+    """An implementation. `note` says why the platform's kernel, if there is one, is not used."""
 
     name: str
     attend: Attend
@@ -54,15 +53,15 @@ _KERNELS: dict[str, tuple[str | None, _Obstacle, Callable[[Mesh], Attend]]] = {
     "cudnn": ("gpu", cudnn.obstacle, lambda mesh: cudnn.attend_cudnn),
     "xla_segments": (None, xla_segments.obstacle, lambda mesh: partial(xla_segments.attend_xla_segments, mesh=mesh)),
 }
-"""The platform, the function that says why a model cannot use the kernel, and the kernel for a mesh. `auto` does not
-choose one without a platform, which is for any."""
+"""A kernel's platform (None: any, but `auto` does not choose it), the function that says why a model cannot use the
+kernel, and the kernel for a mesh."""
 
 
 def choose_attention(name: str, arch: Architecture, mesh: Mesh, length: int, dtype: str) -> Attention:
     """The implementation called `name` for rows of `length` in `dtype` on the mesh's devices.
 
-    `auto` is the platform's kernel, or `xla` where the platform has none or the model cannot use it. Raises ConfigError
-    where `name` is a kernel that the model cannot use on these devices.
+    `auto` is the platform's kernel, or `xla` if the platform has none or the model cannot use it. Raises ConfigError
+    for an unknown name, and for a kernel that the model cannot use on these devices.
     """
     if name not in ("auto", "xla", *_KERNELS):
         raise ConfigError(f"model.attention is {name!r}. Set it to one of auto, xla, {', '.join(_KERNELS)}.")

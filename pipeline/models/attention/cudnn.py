@@ -12,25 +12,25 @@ _HOPPER = 9.0  # compute capability
 
 
 def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | None:
-    """Why the model cannot use the kernel, and what would change that; None if it can."""
+    """Why the model cannot use the kernel, as a clause for messages; None if it can."""
     capability = float(mesh.devices.flat[0].compute_capability)
     max_head_dim = 256 if capability >= _HOPPER else 128
     if dtype != "bfloat16":
-        return f"it computes in bfloat16 and model.dtype is {dtype}"
+        return f"it needs model.dtype=bfloat16, and model.dtype is {dtype}"
     if arch.softcap is not None:
-        return f"it cannot cap scores, and the model caps them at {arch.softcap:g}"
+        return f"it does not support a softcap, and the model has one of {arch.softcap:g}"
     if arch.sinks:
-        return "it does not take attention sinks, and the model's heads have them"
+        return "it does not support attention sinks, and the model has them"
     head_dims = [sizes.head_dim for sizes in arch.all_sizes]
     if any(head_dim % 8 for head_dim in head_dims) or max(head_dims) > max_head_dim:
         return (
-            f"on this GPU it takes heads of a multiple of 8 up to {max_head_dim}, and the model's are "
+            f"on this GPU it needs head sizes that are multiples of 8 and at most {max_head_dim}, and the model has "
             f"{' and '.join(map(str, head_dims))}"
         )
     if arch.value_dim > arch.head_dim:
-        return f"it takes values as wide as keys, and the model's have {arch.value_dim} and {arch.head_dim} dimensions"
+        return f"it needs values no wider than keys, and the model has {arch.value_dim} and {arch.head_dim} dimensions"
     if capability < 8.0:
-        return f"it needs compute capability 8.0 (Ampere) and the GPU has {capability}"
+        return f"it needs compute capability 8.0 (Ampere), and the GPU has {capability}"
     return None
 
 
@@ -42,18 +42,18 @@ def attend_cudnn(
     segments: Int32[Array, "B T"],
     spec: AttentionSpec,
 ) -> Float[Array, "B T N W"]:
-    """`Attend` without a softcap and without sinks. JAX keeps rows and heads divided among devices as they are.
+    """`Attend` without softcap and sinks. JAX keeps the sharding of rows and heads.
 
-    cuDNN takes segments as a bias: [B, 1, T, T] numbers in q's dtype, the same for all heads and layers; and values as
-    wide as keys: narrower ones get zeros.
+    cuDNN gets segments as a bias [B, 1, T, T] in q's dtype, the same for all heads and layers. It needs values as wide
+    as keys, so narrower ones are padded with zeros.
     """
-    value_dim, missing = v.shape[-1], q.shape[-1] - v.shape[-1]
-    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else v
+    value_dim, padding = v.shape[-1], q.shape[-1] - v.shape[-1]
+    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, padding))) if padding else v
     visible = segments[:, None, :, None] == segments[:, None, None, :]
-    if spec.window is not None:  # also in the bias: cuDNN does not take both
+    if spec.window is not None:  # part of the bias, since cuDNN does not support a window with a bias
         order = jnp.arange(q.shape[1])
         visible &= order[:, None] - order < spec.window
     z = jax.nn.dot_product_attention(
         q, k, v, mask=visible, scale=spec.scale, is_causal=spec.causal, implementation="cudnn"
     )
-    return z[..., :value_dim] if missing else z
+    return z[..., :value_dim] if padding else z

@@ -1,4 +1,4 @@
-"""The pattern of attention and its entropy, beside whichever implementation computes attention itself.
+"""Attention patterns and their entropy, computed separately from the attention implementation.
 
 Letters: B rows, T query positions, S key positions, N heads, K key-value heads, G = N / K, H head dim.
 """
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pipeline.models.attention.spec import AttentionSpec
 
-_BLOCK = 128  # queries at once: there are never [T, S] scores in memory
+_BLOCK = 128  # queries at a time, so that [T, S] scores are never in memory
 
 
 @jax.named_scope("attention_entropy")
@@ -20,26 +20,26 @@ def attention_entropy(
     spec: AttentionSpec,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float32[Array, "B T N"]:
-    """In nats, of each query's attention to the keys of its segment that it sees, and to its head's sink."""
+    """The entropy, in nats, of each query's attention over the visible keys of its segment and its head's sink."""
     length = q.shape[1]
     if length <= _BLOCK:
         return _entropy(_shifted_scores(q, segments, jnp.arange(length)[None], k, segments, spec, sinks))
-    missing = -length % _BLOCK
+    padding = -length % _BLOCK
 
     def blocks(values: Array) -> Array:
-        """[B, T, ...] as [blocks, B, block, ...], with zeros behind the last position."""
-        padded = jnp.pad(values, ((0, 0), (0, missing), *((0, 0),) * (values.ndim - 2)))
+        """[B, T, ...] -> [blocks, B, block, ...], padded with zeros."""
+        padded = jnp.pad(values, ((0, 0), (0, padding), *((0, 0),) * (values.ndim - 2)))
         return jnp.moveaxis(padded.reshape(len(values), -1, _BLOCK, *values.shape[2:]), 1, 0)
 
-    order = jnp.arange(length + missing).reshape(-1, 1, _BLOCK)
+    order = jnp.arange(length + padding).reshape(-1, 1, _BLOCK)
     entropies = jax.lax.map(
         lambda block: _entropy(_shifted_scores(*block, k, segments, spec, sinks)), (blocks(q), blocks(segments), order)
     )
-    return jnp.moveaxis(entropies, 0, 1).reshape(len(q), length + missing, -1)[:, :length]
+    return jnp.moveaxis(entropies, 0, 1).reshape(len(q), length + padding, -1)[:, :length]
 
 
 def _entropy(shifted: Float32[Array, "B K G T S"]) -> Float32[Array, "B T N"]:
-    """Of what `_shifted_scores` returns."""
+    """The entropy of the softmax of `_shifted_scores`, in nats."""
     weights = jnp.exp(shifted)
     total = jnp.sum(weights, axis=-1)
     entropies = jnp.log(total) - jnp.sum(weights * shifted, axis=-1) / total
@@ -56,18 +56,18 @@ def attention_pattern(
     spec: AttentionSpec,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float32[Array, "B S N T"]:
-    """Of the queries at the row positions `selected` (-1: none, whose values mean nothing): each head's attention to
-    the first, second, ... token of the query's segment; 0 behind its last."""
-    at = jnp.maximum(selected, 0)
-    queries = jnp.take_along_axis(q, at[:, :, None, None], axis=1)
-    own = jnp.take_along_axis(segments, at, axis=1)
-    scores = _shifted_scores(queries, own, at, k, segments, spec, sinks)
+    """The attention of the queries at row positions `selected` (-1: no query, values undefined). The last axis is the
+    position in the query's segment: each head's attention to the segment's first, second, ... token, then 0."""
+    positions = jnp.maximum(selected, 0)
+    queries = jnp.take_along_axis(q, positions[:, :, None, None], axis=1)
+    query_segments = jnp.take_along_axis(segments, positions, axis=1)
+    scores = _shifted_scores(queries, query_segments, positions, k, segments, spec, sinks)
     weights = jnp.exp(scores)
     pattern = weights[..., : k.shape[1]] / jnp.sum(weights, axis=-1, keepdims=True)
-    first = jnp.argmax(segments[:, None, :] == own[:, :, None], axis=-1)  # of the segment
-    places = first[:, :, None] + jnp.arange(k.shape[1])
-    inside = places < k.shape[1]
-    shifted = jnp.take_along_axis(pattern, jnp.where(inside, places, 0)[:, None, None], axis=-1)
+    starts = jnp.argmax(segments[:, None, :] == query_segments[:, :, None], axis=-1)  # of the query's segment
+    indices = starts[:, :, None] + jnp.arange(k.shape[1])
+    inside = indices < k.shape[1]
+    shifted = jnp.take_along_axis(pattern, jnp.where(inside, indices, 0)[:, None, None], axis=-1)
     shifted = jnp.where(inside[:, None, None], shifted, 0)
     return jnp.einsum("BKGTS->BTKGS", shifted).reshape(*queries.shape[:3], -1)
 
@@ -81,8 +81,8 @@ def _shifted_scores(
     spec: AttentionSpec,
     sinks: Float[Array, " N"] | None,
 ) -> Float32[Array, "B K G T S|S+1"]:
-    """Of queries at the positions `order` of their rows: less each query's largest, and the smallest float where
-    it does not see the key; the last, if any, the sink's."""
+    """Scores of the queries at row positions `order`, minus each query's largest score. Masked keys get the smallest
+    float before that. With `sinks`, the last score is the sink's."""
     groups = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", groups, k, preferred_element_type=jnp.float32) * spec.scale
     if spec.softcap is not None:

@@ -1,6 +1,6 @@
-"""Attention on a TPU: splash attention, the Pallas kernel that comes with JAX. It skips blocks that are masked.
+"""Attention on a TPU: splash attention, the Pallas kernel that comes with JAX. It skips masked blocks.
 
-In long rows it also skips blocks of keys that no query's segment reaches: `blocks_to_run`.
+In long rows it also skips blocks of keys that no query's segment reaches (`blocks_to_run`).
 """
 
 import math
@@ -13,32 +13,33 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from pipeline.models.architecture import Architecture
-from pipeline.models.attention.dividing import divided, obstacle_to_dividing
+from pipeline.models.attention.dividing import divide_attention, obstacle_to_dividing
 from pipeline.models.attention.segment_blocks import reached_blocks
 from pipeline.models.attention.spec import AttentionSpec
 
-_LANES = 128  # the kernel takes keys in multiples of this
-_SKIPPING_LENGTH = 2048  # of a row; a shorter one has few blocks
-_MAX_SCALAR_BYTES = 3 << 18  # of the 1 MiB of scalar memory, where the kernel keeps two numbers of each step
+_LANES = 128  # the kernel's block sizes are multiples of this
+_SKIPPING_LENGTH = 2048  # the shortest rows in which blocks are skipped
+_MAX_SCALAR_BYTES = 3 << 18  # out of 1 MiB of scalar memory, where the kernel keeps two numbers per step
 
 
 def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | None:
-    """Why the model cannot use the kernel, and what would change that; None if it can."""
+    """Why the model cannot use the kernel, as a clause for messages; None if it can."""
     return obstacle_to_dividing(arch, mesh, length, _LANES)
 
 
 def block_size(length: int, item_bytes: int) -> int:
-    """Queries and keys of one step of the kernel: the largest multiple of 128 up to 512 that divides the row.
+    """The number of queries and of keys per step of the kernel: the largest multiple of 128 up to 512 that divides the
+    row.
 
-    Up to 1,024 in rows of 8,192 and more, where steps that are skipped would take as long as the others; float32 heads
-    of 256 do not fit in a chip's vector memory then.
+    Up to 1,024 in rows of 8,192 and more, where skipped steps would take as long as the others; not in float32, since
+    heads of 256 would then not fit in a chip's vector memory.
     """
     largest = 1024 if length >= 8192 and item_bytes == 2 else 512
     return max(size for size in range(_LANES, largest + 1, _LANES) if length % size == 0)
 
 
 def skips_blocks(num_rows: int, length: int, block: int) -> bool:
-    """Whether a chip's rows are long enough for `blocks_to_run`, and its scalar memory large enough."""
+    """Whether a chip's rows are long enough for `blocks_to_run` and its scalar memory is large enough."""
     num_blocks = length // block
     scalar_bytes = 2 * 4 * num_rows * num_blocks * math.ceil(num_blocks / _LANES) * _LANES
     return length >= _SKIPPING_LENGTH and scalar_bytes <= _MAX_SCALAR_BYTES
@@ -46,11 +47,11 @@ def skips_blocks(num_rows: int, length: int, block: int) -> bool:
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps that the kernel takes through a row."""
+    """How the kernel steps through a row."""
 
-    block: int  # queries and keys of each
-    skips: bool  # those that `blocks_to_run` does not name
-    interpret: bool  # on a CPU, for tests
+    block: int  # queries and keys per step
+    skips: bool  # skips the steps that `blocks_to_run` leaves out
+    interpret: bool  # runs the kernel on a CPU, for tests
 
 
 @jax.named_scope("splash")
@@ -67,9 +68,9 @@ def attend_splash(
 ) -> Float[Array, "B T N W"]:
     """`Attend` with rows divided along the mesh's `data` axis and heads along `tensor`.
 
-    The kernel does not scale: queries are scaled first, in their dtype. `interpret` runs it on a CPU, for tests.
+    The kernel does not scale, so queries are scaled first, in their dtype. `interpret` runs it on a CPU, for tests.
     """
-    attend = divided(partial(_attend_on_device, spec=spec, interpret=interpret), mesh)
+    attend = divide_attention(partial(_attend_on_device, spec=spec, interpret=interpret), mesh)
     return attend(q * jnp.asarray(spec.scale, q.dtype), k, v, segments, sinks)
 
 
@@ -92,12 +93,12 @@ def attend_blocks(
     *,
     steps: Steps,
 ) -> Float[Array, "B T N W"]:
-    """The kernel, for queries already scaled, over the blocks that the causal mask or the window leaves.
+    """The kernel for scaled queries, over the blocks that the causal mask or the window allows.
 
-    With `steps.skips` only over those that `blocks_to_run` names. Where segments are not 0 the result is the same to
-    the bit; at padding it is another, also finite.
+    With `steps.skips`, it runs only the steps of `blocks_to_run`. The result is then the same to the bit, except at
+    padding, where it differs but is finite.
     """
-    # Here, so that machines without a TPU do not import Pallas.
+    # Imported here, so that machines without a TPU do not import Pallas.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     num_rows, length, num_heads, _ = q.shape
@@ -120,7 +121,7 @@ def attend_blocks(
         attend = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))
         return jnp.einsum("BNTH->BTNH", attend(q, k, v, splash.SegmentIds(segments, segments), sinks))
 
-    # With vmap, JAX would make a loop over rows with different blocks. Instead the kernel sees one row of S = B * T.
+    # For rows with different blocks, vmap would become a loop. Instead the kernel gets one row of S = B * T.
     info = kernel.fwd_mask_info
     runs, key_blocks = blocks_to_run(segments, info.block_mask[0] != 0, info.data_next[0], steps.block)
     kernel.fwd_mask_info = info._replace(
@@ -136,11 +137,11 @@ def attend_blocks(
 def blocks_to_run(
     segments: Int32[Array, "B T"], allowed: Bool[Array, "Q S"], key_blocks: Integer[Array, "Q S"], block: int
 ) -> tuple[Bool[Array, "B Q S"], Int32[Array, "B Q S"]]:
-    """Which steps of the kernel run, and the block of keys of each step, counted over all rows.
+    """Which steps of the kernel run, and the block of keys that each step reads, counted over all rows.
 
-    A row has Q = T / block blocks of queries. Step s of block q is `allowed` by the mask, and reads the row's block
-    `key_blocks[q, s]` of keys. It runs if the queries' segments reach them (`reached_blocks`). One that does not run
-    names the keys of the next one that does: the kernel then fetches them early, and once.
+    A row has Q = T / block blocks of queries. Step s of block q reads block `key_blocks[q, s]` of the row's keys. It
+    runs if the mask allows it (`allowed`) and the queries' segments reach these keys (`reached_blocks`). A step that
+    does not run gets the keys of the next one that does, so that the kernel fetches those early, and once.
     """
     num_rows, length = segments.shape
     key_blocks = key_blocks.astype(jnp.int32)

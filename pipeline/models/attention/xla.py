@@ -1,4 +1,4 @@
-"""Attention in matrix products, for every platform: the reference that the kernels are compared with.
+"""Attention as matrix products, for every platform. The kernels are compared with it.
 
 Letters: B rows, T query positions, S key positions, N heads, K key-value heads, G = N / K, H head dim,
 W head dim of values.
@@ -20,9 +20,10 @@ def attend_xla(
     spec: AttentionSpec,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N W"]:
-    """`Attend` over blocks of queries, each with the keys that it can see: there are never [T, S] scores in memory.
+    """`Attend` over blocks of queries, each with the keys that it may attend to, so that [T, S] scores are never in
+    memory.
 
-    Rows and heads are the first axes, as matrix products are fastest. docs/performance.md has the measurements.
+    Rows and heads are the first axes, with which matrix products are fastest (measured in docs/performance.md).
     """
     num_rows, length, num_heads, head_dim = q.shape
     groups = q.reshape(num_rows, length, k.shape[2], num_heads // k.shape[2], head_dim)
@@ -43,7 +44,7 @@ def attend_xla(
 
 
 def _query_blocks(length: int) -> list[tuple[int, int]]:
-    """Multiples of 128 queries, at most 16 of them: the program's size does not grow with the length."""
+    """At most 16 blocks of a multiple of 128 queries, so that the program's size does not grow with the length."""
     size = 128 * math.ceil(length / (128 * 16))
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
@@ -60,27 +61,27 @@ def attend_visible(
     """Attention of each query to the keys that are `visible` to it, at least one. `scales` multiply int8 keys and
     values.
 
-    XLA's CPU backend fuses products of four axes, an added mask and a division at the end into one loop: 8 rows of 256,
-    12 heads of 64 on two cores, float32: 28 -> 11 ms. The mask does not hide a score that is not finite: all of its
-    query's z is then not finite, as with a masked value that is not finite.
+    With products of four axes, an added mask and a division at the end, XLA's CPU backend fuses everything into one
+    loop: 28 -> 11 ms for 8 rows of 256 and 12 heads of 64, float32, on two cores. The mask does not hide a non-finite
+    score or value: the query's z is then non-finite.
     """
     num_groups, length = q.shape[2:4]
     q = q.reshape(*q.shape[:2], -1, q.shape[-1])
-    k, v = (each.astype(q.dtype) for each in (k, v))  # int8 values are exact in every float dtype
+    k, v = k.astype(q.dtype), v.astype(q.dtype)  # int8 values are exact in every float dtype
     scores = jnp.einsum("BKQH,BKSH->BKQS", q, k, preferred_element_type=jnp.float32) * spec.scale
     if scales is not None:
         scores *= scales[0][:, :, None]
     if spec.softcap is not None:
         scores = jnp.tanh(scores / spec.softcap) * spec.softcap
-    bias = jnp.where(visible, 0, jnp.finfo(jnp.float32).min / 2)  # half of it: the sum is finite
+    bias = jnp.where(visible, 0, jnp.finfo(jnp.float32).min / 2)  # half, so that the sum is finite
     scores += jnp.tile(bias, (1, num_groups, 1))[:, None]
     highest = jnp.max(scores, axis=-1, keepdims=True)
     if sinks is not None:
         sinks = sink_scores(sinks, k.shape[1], length)
         highest = jnp.maximum(highest, sinks)
     weights = jnp.exp(scores - highest)
-    of_values = weights if scales is None else weights * scales[1][:, :, None]
-    z = jnp.einsum("BKQS,BKSH->BKQH", of_values.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    scaled_weights = weights if scales is None else weights * scales[1][:, :, None]
+    z = jnp.einsum("BKQS,BKSH->BKQH", scaled_weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if sinks is not None:
         total += jnp.exp(sinks - highest)
@@ -89,5 +90,5 @@ def attend_visible(
 
 
 def sink_scores(sinks: Float[Array, " N"], num_kv_heads: int, length: int) -> Float32[Array, "K GT 1"]:
-    """The scores of the heads' sinks for `length` queries of each head."""
+    """The heads' sinks, repeated for `length` queries per head."""
     return jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, -1), length, axis=1)[..., None]

@@ -14,26 +14,26 @@ from pipeline.models.checkpoints import fp8, mxfp4
 from pipeline.models.checkpoints.checkpoint_files import Files, read_json
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 
-_TRUNKS = (  # transformers' `base_model_prefix` of the families; before it, that of language models beside vision
+_TRUNKS = (  # first the prefixes of vision-language models, then each family's `base_model_prefix` in transformers
     *("model.language_model.", "language_model."),
     *("model.", "gpt_neox.", "transformer.", "bert."),
 )
-_HEADS = ("lm_head.weight", "embed_out.weight")  # outside the trunk
+_HEADS = ("lm_head.weight", "embed_out.weight")  # names without a trunk prefix
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SAMPLES_PER_TENSOR = 16
-_MANY_TENSORS = 1024  # of which as many samples are taken as of these, but at least one of each
+_MANY_TENSORS = 1024  # with more tensors there are fewer samples per tensor, but at least one
 _SAMPLE_BYTES = 4096
-_DIGEST_THREADS = 32  # reads from object storage wait most of their time
+_DIGEST_THREADS = 32  # many, since reads from object storage mostly wait
 
 
 def current_name(name: str) -> str:
-    """A tensor's name in current transformers: the first BERT checkpoints have TensorFlow's names for LayerNorm."""
+    """A tensor's name in current transformers. The first BERT checkpoints have TensorFlow's names for LayerNorm."""
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def _is_file_name(name: object) -> bool:
-    """Whether this names a safetensors file in the index's folder; lone surrogates are not printable."""
+    """Whether this names a safetensors file in the index's folder. Lone surrogates are not printable."""
     return (
         isinstance(name, str)
         and name.endswith(".safetensors")
@@ -44,9 +44,9 @@ def _is_file_name(name: object) -> bool:
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by their HF names. Files are opened, or fetched from the Hub, on first use.
+    """The tensors of a checkpoint by their HF names. Files are opened, or downloaded from the Hub, on first use.
 
-    Every method raises CheckpointError, naming the file, for what is missing or damaged.
+    Every method raises CheckpointError, which names the file, if something is missing or damaged.
     """
 
     def __init__(self, files: Files) -> None:
@@ -58,12 +58,12 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> Mapping[str, object]:
-        """config.json."""
+        """The content of config.json."""
         return read_json(self._files, "config.json", "Is it a directory in Hugging Face format?")
 
     @cached_property
     def generation_config(self) -> Mapping[str, object]:
-        """generation_config.json; empty where the checkpoint has none."""
+        """The content of generation_config.json; empty if the checkpoint has no such file."""
         return read_json(self._files, "generation_config.json") if self._files.has("generation_config.json") else {}
 
     @cached_property
@@ -75,12 +75,12 @@ class Checkpoint:
             raise self._no_weights()
         weight_map = read_json(self._files, _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{self.where}/{_INDEX} has no weight_map from tensors to files. Download it again.")
+            raise CheckpointError(f"{self.where}/{_INDEX} has no weight_map of tensors to files. Download it again.")
         outside = [name for name in weight_map.values() if not _is_file_name(name)]
         if outside:
             raise CheckpointError(
-                f"{self.where}/{_INDEX} names {shown(outside[0])}, expected names of safetensors files beside it: "
-                f"nothing else is read. Download it again."
+                f"{self.where}/{_INDEX} names {shown(outside[0])}, expected names of safetensors files in the same "
+                f"directory. Download it again."
             )
         return weight_map
 
@@ -94,7 +94,7 @@ class Checkpoint:
         return name if name in _HEADS else self.prefix + name
 
     def info(self, name: str) -> TensorInfo | None:
-        """A tensor's dtype and shape, of MXFP4 and FP8 those of its numbers; None where its file lacks it."""
+        """A tensor's dtype and shape, for MXFP4 and FP8 after unpacking; None if the checkpoint lacks the tensor."""
         name = self._stored_name(name)
         if name not in self._packed:
             return self._open_indexed(name).tensors.get(name) if name in self.file_of else None
@@ -104,7 +104,7 @@ class Checkpoint:
         return fp8.unpacked_info(*parts, self._fp8_block) if name in self._in_fp8 else mxfp4.unpacked_info(*parts)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop-1 of a tensor's first axis, in the file's dtype, or the float32 numbers of MXFP4 and FP8."""
+        """Rows start..stop-1 of a tensor's first axis, in the file's dtype; MXFP4 and FP8 are unpacked to float32."""
         name = self._stored_name(name)
         if name not in self._packed:
             return self._stored_rows(name, start, stop)
@@ -121,13 +121,13 @@ class Checkpoint:
 
     @cached_property
     def names(self) -> Collection[str]:
-        """The names of all tensors; one for both parts of a tensor in MXFP4 or FP8."""
+        """The names of all tensors; one name for both parts of a tensor in MXFP4 or FP8."""
         packed = {part: name for name, parts in self._packed.items() for part in parts}
         return dict.fromkeys(packed.get(name, name) for name in self.file_of)
 
     @cached_property
     def _packed(self) -> Mapping[str, tuple[str, ...]]:
-        """The tensors in MXFP4 or FP8, and the names of their parts."""
+        """Tensor in MXFP4 or FP8 -> the names of its parts."""
         return self._pairs(mxfp4.SUFFIXES) | self._in_fp8
 
     @cached_property
@@ -136,10 +136,10 @@ class Checkpoint:
         return pairs if pairs and self._fp8_block else {}
 
     def _pairs(self, suffixes: tuple[str, str]) -> dict[str, tuple[str, ...]]:
-        """The names without suffix of which the files contain both parts."""
+        """Name without suffix -> the names of its two parts, if the files contain both."""
         names = (name.removesuffix(suffixes[1]) for name in self.file_of if name.endswith(suffixes[1]))
-        parts = {name: tuple(name + suffix for suffix in suffixes) for name in names}
-        return {name: both for name, both in parts.items() if self.file_of.keys() >= {*both}}
+        pairs = {name: tuple(name + suffix for suffix in suffixes) for name in names}
+        return {name: parts for name, parts in pairs.items() if self.file_of.keys() >= {*parts}}
 
     @cached_property
     def _fp8_block(self) -> tuple[int, int] | None:
@@ -154,17 +154,17 @@ class Checkpoint:
 
     @cached_property
     def digest(self) -> str:
-        """A SHA-256 over every tensor's name, dtype, shape and evenly spread samples of its bytes.
+        """A SHA-256 over every tensor's name, dtype, shape and evenly spaced samples of its bytes.
 
-        It does not depend on how tensors are divided among files. A finetune changes every sample, so it is seen;
-        reading takes 64 KiB per tensor, whatever its size, and 4 KiB of each of the many tensors of experts.
+        It does not depend on how tensors are divided among files. Finetuning changes every sample, so it changes the
+        digest. At most 64 KiB are read per tensor, 4 KiB if there are very many tensors (experts).
         """
         num_samples = max(1, min(_SAMPLES_PER_TENSOR, _SAMPLES_PER_TENSOR * _MANY_TENSORS // len(self.file_of)))
 
         def sample(name: str) -> bytes:
             file = self._open_indexed(name)
             if name not in file.tensors:
-                raise CheckpointError(f"{file.name} lacks {name}, which {_INDEX} puts there. Download it again.")
+                raise CheckpointError(f"{file.name} lacks {name}, which {_INDEX} assigns to it. Download it again.")
             info = file.tensors[name]
             header = json.dumps([name, info.dtype, info.shape]).encode()
             return header + file.sample(name, num_samples, _SAMPLE_BYTES)
@@ -194,7 +194,7 @@ class Checkpoint:
     def _no_weights(self) -> CheckpointError:
         names = self._files.names()
         if any(name.startswith("adapter_model") for name in names):
-            remedy = "These are the weights of an adapter: merge it into its base model and save that."
+            remedy = "These are the weights of an adapter: merge it into its base model and save the merged model."
         elif any(name.endswith((".bin", ".pt", ".pth")) for name in names):
             remedy = (
                 "Pickled weights are never read. Convert them: AutoModelForCausalLM.from_pretrained(path)"

@@ -22,18 +22,18 @@ from pipeline.models.checkpoints.safetensors_file import ByteSource
 class Files(Protocol):
     """A flat set of files. `open` raises FileNotFoundError for a missing file.
 
-    Every method raises CheckpointError where a retry cannot help, PipelineError where it might (network).
+    Every method raises CheckpointError if a retry cannot help, and PipelineError if it might (network).
     """
 
     where: str  # for messages
     commit: str | None  # of a Hub repository
-    is_remote: bool  # whether reads wait for requests, of which several should be under way
+    is_remote: bool  # each read is a request, so several should run concurrently
 
     def has(self, name: str) -> bool:
         """Whether the file exists."""
 
     def open(self, name: str) -> ByteSource:
-        """A file, to be read by ranges."""
+        """Opens a file for reading by ranges."""
 
     def names(self) -> list[str]:
         """The names of all files, for messages."""
@@ -49,7 +49,8 @@ def open_files(path: str, revision: str | None) -> Files:
     if is_hub_id(path):
         return HubFiles(path, revision)
     owner = path.partition("/")[0]
-    why = f" ({owner} is a folder here, so this is no Hub id)" if owner.strip(".") and os.path.isdir(owner) else ""
+    is_folder = owner.strip(".") and os.path.isdir(owner)
+    why = f" ({owner} is a folder here, so this is not read as a Hub id)" if is_folder else ""
     raise CheckpointError(
         f"model.path is {path!r:.300}: expected a directory, a remote path (gs://...) or a Hub id (owner/name), "
         f"got none of them{why}. Check the path."
@@ -57,7 +58,8 @@ def open_files(path: str, revision: str | None) -> Files:
 
 
 def read_json(files: Files, name: str, remedy: str = "Download the missing file.") -> dict[str, object]:
-    """The object that a JSON file of a checkpoint holds. `remedy`: of a missing file. Raises CheckpointError."""
+    """Reads the object in a JSON file of a checkpoint. Raises CheckpointError if the file is damaged, or if it is
+    missing, with `remedy`."""
     where = f"{files.where}/{name}"
     try:
         source = files.open(name)
@@ -112,7 +114,7 @@ class RemoteFiles:
     def has(self, name: str) -> bool:
         with self._errors():
             try:
-                self._info(name)  # `exists` returns False also where the storage cannot be reached
+                self._info(name)  # `exists` also returns False if the storage cannot be reached
             except FileNotFoundError:
                 return False
         return True
@@ -133,8 +135,8 @@ class RemoteFiles:
             content = np.frombuffer(content, np.uint8)
             if content.size != stop - start:
                 raise PipelineError(
-                    f"{where}: expected {stop - start} bytes from byte {start} on, got {content.size}. Try again; if "
-                    f"it fails again, upload the file again."
+                    f"{where}: expected {stop - start} bytes at offset {start}, got {content.size}. Try again; if it "
+                    f"fails again, upload the file again."
                 )
             return content
 
@@ -150,7 +152,7 @@ class RemoteFiles:
 
 
 class HubFiles:
-    """A repository of the Hub, at the commit of its revision when it is opened."""
+    """A repository on the Hub, at the commit that its revision had when it was opened."""
 
     is_remote = False
 
@@ -176,13 +178,13 @@ def _open_hub(repo: str, revision: str | None) -> Repository:
     repository = open_repository(repo, revision, file="config.json", key="model.path", invalid=CheckpointError)
     if repository is None:
         raise CheckpointError(
-            f"the Hub's {repo} has no config.json in revision {revision or 'main'}. Is it a model for transformers?"
+            f"{repo} on the Hub has no config.json in revision {revision or 'main'}. Is it a model for transformers?"
         )
     return repository
 
 
 def _local_file(path: Path) -> ByteSource:
-    """Reads ranges without mapping the file: mapped pages count as this process's memory."""
+    """Reads ranges without mapping the file, since mapped pages count as this process's memory."""
     with _local_errors(str(path)):
         status = path.stat()
     if not stat.S_ISREG(status.st_mode):  # opening a named pipe would wait for a writer
@@ -196,12 +198,12 @@ def _local_file(path: Path) -> ByteSource:
 
 
 def _not_a_file(where: str) -> CheckpointError:
-    return CheckpointError(f"{where} is not a regular file. Replace it by the checkpoint's file.")
+    return CheckpointError(f"{where} is not a regular file. Replace it with the checkpoint's file.")
 
 
 @contextmanager
 def _local_errors(where: str) -> Iterator[None]:
-    """A missing file stays a FileNotFoundError."""
+    """Turns OSErrors into CheckpointErrors, except FileNotFoundError."""
     try:
         yield
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""FP8 in blocks, as DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) and Qwen3's FP8 models are published.
+"""FP8 in blocks, the format of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) and Qwen3's FP8 models.
 
-A matrix `name` [M, D] has numbers of 8 bits (e4m3), and `name_scale_inv` [ceil(M / rows), ceil(D / columns)] the scales
-of blocks of `rows` by `columns` of them; the last blocks may be cut off.
+A matrix `name` [M, D] has 8-bit numbers (e4m3). `name_scale_inv` [ceil(M / rows), ceil(D / columns)] has a scale per
+block of [rows, columns] numbers; blocks at the end may be smaller.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _NUMBERS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(n
 
 
 def block_shape(config: Mapping[str, object]) -> tuple[int, int] | None:
-    """The rows and columns of a block, by config.json; None where the weights are not in FP8."""
+    """The rows and columns of a block, from config.json; None if the weights are not in FP8."""
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
         return None
@@ -27,7 +27,7 @@ def block_shape(config: Mapping[str, object]) -> tuple[int, int] | None:
 
 
 def unpacked_info(numbers: TensorInfo, scales: TensorInfo, block: tuple[int, int]) -> TensorInfo:
-    """The dtype and shape of the tensor whose numbers and scales these are; a dtype that says so if they do not fit."""
+    """The dtype and shape of the unpacked tensor. If numbers and scales do not match, the dtype describes both."""
     num_blocks = tuple(-(-size // part) for size, part in zip(numbers.shape, block, strict=False))
     is_known = numbers.dtype == "F8_E4M3" and scales.dtype in FLOAT_DTYPES
     if is_known and len(numbers.shape) == 2 and scales.shape == num_blocks:
@@ -38,11 +38,12 @@ def unpacked_info(numbers: TensorInfo, scales: TensorInfo, block: tuple[int, int
 def unpacked(
     numbers: np.ndarray, scales: Float[np.ndarray, "blocks columns"], start: int, block: tuple[int, int]
 ) -> Float32[np.ndarray, "rows D"]:
-    """The numbers of consecutive rows from `start` on times the scales of the blocks that these rows touch, float32."""
+    """The float32 values of consecutive rows, the first being row `start`. `scales` are those of the blocks that
+    contain these rows."""
     values = _NUMBERS[numbers.view(np.uint8)]
-    of_columns = np.repeat(scales.astype(np.float32), block[1], axis=1)[:, : values.shape[1]]
-    first = -(start % block[0])  # where the first block begins
-    for number, row in enumerate(of_columns):
+    column_scales = np.repeat(scales.astype(np.float32), block[1], axis=1)[:, : values.shape[1]]
+    first = -(start % block[0])  # the start of the first block
+    for number, row_scales in enumerate(column_scales):
         stop = first + (number + 1) * block[0]
-        values[max(stop - block[0], 0) : stop] *= row
+        values[max(stop - block[0], 0) : stop] *= row_scales
     return values

@@ -1,4 +1,4 @@
-"""A JSON file's attributes, read one by one, so that those which nobody has read can be refused.
+"""Reads a JSON file's attributes one by one, so that attributes that nobody read can be refused.
 
 An attribute that is ignored could make the activations, or the features of an SAE, subtly wrong.
 """
@@ -19,13 +19,12 @@ _MAX_SHOWN = 20  # attributes in a message
 
 
 class JsonConfig:
-    """A JSON object, or one inside it, which records the attributes that were read. null counts as absent.
+    """A JSON object, or one inside it. Records which attributes were read; null counts as absent.
 
-    `where` names the file in messages. Every method raises CheckpointError. `user`: who reads the file, a model or an
-    SAE.
+    `where` names the file in messages. Every method that reads raises CheckpointError for an invalid value.
     """
 
-    user: str
+    user: str  # what the file configures, for messages: a model or an SAE
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.where = where
@@ -33,7 +32,7 @@ class JsonConfig:
         self._taken: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
-        """Whether the file has the key; null counts as absent."""
+        """Whether the file has the key with a value other than null."""
         return key in self.values
 
     def _take(self, key: str, kinds: tuple[type, ...], what: str, default: object) -> object:
@@ -64,7 +63,7 @@ class JsonConfig:
         return value
 
     def positive_float(self, key: str, default: object = REQUIRED) -> float:
-        what = "a number above 0 that float32 can express"
+        what = "a number above 0 that float32 can represent"
         value = self._take(key, (int, float), what, default)
         if not _MIN_FLOAT <= value < _MAX_FLOAT:
             raise self._wrong(key, value, what)
@@ -75,7 +74,7 @@ class JsonConfig:
         return self._take(key, (bool,), "true or false", default)
 
     def choice(self, key: str, choices: Collection[str], default: object = REQUIRED, remedy: str = "") -> str:
-        """One of the implemented values of an attribute."""
+        """One of an attribute's implemented values."""
         value = self._take(key, (str,), "a string", default)
         if value not in choices:
             raise self._not_implemented(key, value, ", ".join(choices), remedy)
@@ -83,16 +82,16 @@ class JsonConfig:
 
     def _not_implemented(self, key: str, value: object, implemented: str, remedy: str = "") -> CheckpointError:
         return CheckpointError(
-            f"{self.where}: {key} is {shown(value)}, which is not implemented; implemented: {implemented}. "
+            f"{self.where}: {key} is {shown(value)}, which is not implemented (implemented: {implemented}). "
             f"{remedy or f'Use another {self.user}.'}"
         )
 
     def nested(self, key: str) -> Self:
-        """The mapping under `key`; empty where the key is absent."""
+        """The mapping under `key`; empty if the key is absent."""
         return type(self)(self._take(key, (dict,), "a mapping", {}), f"{self.where}: {key}")
 
     def _refuse(self, keys: Sequence[str], reason: str) -> None:
-        """Raises for attributes that were not read, if there are any."""
+        """Raises CheckpointError for attributes that were not read; does nothing if there are none."""
         if not keys:
             return
         settings = ", ".join(f"{key}={shown(self.values[key])}" for key in keys[:_MAX_SHOWN])

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,34 +14,35 @@ from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.int8_weights import quantise
 from pipeline.models.leaves import Leaf
 
-_PIECE_BYTES = 16 << 20  # of float32, read at a time
-_REQUESTS_AT_ONCE = 16  # for pieces of a leaf in remote files; up to four leaves are read at a time
+_PIECE_BYTES = 16 << 20  # read at a time, counted in float32
+_MAX_REQUESTS = 16  # concurrent requests per leaf in remote files; up to four leaves are read at a time
 
 Index = tuple[slice, ...]
 """A part of a leaf: the index that `jax.make_array_from_callback` passes."""
 
 
 def read_leaf(checkpoint: Checkpoint, leaf: Leaf, dtype: np.dtype, indices: Sequence[Index]) -> list[np.ndarray]:
-    """Parts of a leaf. Only the rows of HF's first axis that they cover are read, those of several parts once."""
+    """Reads parts of a leaf. Only rows of HF's first axis that the parts cover are read, each row once."""
     parts = [aligned_empty(_shape(leaf.shape, index), dtype) for index in indices]
-    for at, place, piece, chosen in _pieces(checkpoint, leaf, indices):
-        for number, part in chosen.items():
-            parts[number][at][place] = piece[part]
+    for piece in _pieces(checkpoint, leaf, indices):
+        for number, index in piece.by_part.items():
+            parts[number][piece.tensor][piece.rows] = piece.values[index]
     return parts
 
 
 def read_int8(
     checkpoint: Checkpoint, leaf: Leaf, indices: Sequence[Index]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Parts of a leaf as int8, and the scales of their output channels, each that of the whole channel."""
+    """Reads parts of a leaf as int8, with the scales of their output channels. A scale is that of the whole channel,
+    also if a part contains only some of its inputs."""
     values = [aligned_empty(_shape(leaf.shape, index), np.int8) for index in indices]
     scales = [np.empty(part.shape[: -leaf.num_inputs], np.float32) for part in values]
     num_outputs = len(leaf.axes) - leaf.num_inputs
-    for at, place, piece, chosen in _pieces(checkpoint, leaf, indices, whole_channels=True):
-        piece, piece_scale = quantise(piece, leaf.num_inputs)
-        for number, part in chosen.items():
-            values[number][at][place] = piece[part]
-            scales[number][at][place[:num_outputs]] = piece_scale[part[:num_outputs]]
+    for piece in _pieces(checkpoint, leaf, indices, whole_channels=True):
+        piece_values, piece_scale = quantise(piece.values, leaf.num_inputs)
+        for number, index in piece.by_part.items():
+            values[number][piece.tensor][piece.rows] = piece_values[index]
+            scales[number][piece.tensor][piece.rows[:num_outputs]] = piece_scale[index[:num_outputs]]
     return values, scales
 
 
@@ -48,40 +50,48 @@ def _shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
     return tuple(len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True))
 
 
+class _Piece(NamedTuple):
+    """Consecutive rows of one tensor, in our order of axes, for the parts that need them."""
+
+    values: np.ndarray
+    tensor: tuple[int, ...]  # the tensor's index in the parts' stacks
+    rows: Index  # the rows' index in a part of that tensor
+    by_part: dict[int, Index]  # part number -> the index of its values in `values`
+
+
 def _pieces(
     checkpoint: Checkpoint, leaf: Leaf, indices: Sequence[Index], whole_channels: bool = False
-) -> Iterator[tuple[tuple[int, ...], Index, np.ndarray, dict[int, Index]]]:
-    """The rows of HF's first axis that the parts need, a few at a time: the index of their tensor in these parts'
-    stacks, and theirs in the tensor's part; their values in our order of axes; by a part's number its index in them.
+) -> Iterator[_Piece]:
+    """Reads the rows of HF's first axis that the parts need, a few at a time.
 
-    With `whole_channels`, a piece has all inputs of its output channels: where HF's first axis is an input axis
-    (GPT-2), the piece is the whole tensor.
+    With `whole_channels`, a piece contains all inputs of its output channels. If HF's first axis is an input axis
+    (GPT-2), the piece is then the whole tensor.
     """
-    num_stacks, axis = len(leaf.stack_shape), leaf.order.index(0)  # ours, of HF's first
+    num_stacks, axis = len(leaf.stack_shape), leaf.order.index(0)  # our axis that is HF's first
     is_whole = whole_channels and axis >= len(leaf.axes) - leaf.num_inputs
     piece_bytes = _PIECE_BYTES // 2 if whole_channels else _PIECE_BYTES  # quantising makes copies
     item_bytes = 4 * len(leaf.rows) * math.prod(leaf.hf_shape[1:]) // leaf.axes[0]
     step = leaf.axes[0] if is_whole else max(1, piece_bytes // item_bytes)
-    with_same_rows: dict[str, list[int]] = {}
+    by_rows: dict[str, list[int]] = {}  # the numbers of parts with the same rows
     for number, index in enumerate(indices):
-        with_same_rows.setdefault(repr((index[:num_stacks], is_whole or index[num_stacks + axis])), []).append(number)
-    for numbers in with_same_rows.values():
+        by_rows.setdefault(repr((index[:num_stacks], is_whole or index[num_stacks + axis])), []).append(number)
+    for numbers in by_rows.values():
         index = indices[numbers[0]]
         items = range(leaf.axes[0])[slice(None) if is_whole else index[num_stacks + axis]]
         tensors = np.arange(len(leaf.tensors)).reshape(leaf.stack_shape)[index[:num_stacks]]
-        places = [(at, first) for at in np.ndindex(tensors.shape) for first in range(0, len(items), step)]
+        starts = [(tensor, first) for tensor in np.ndindex(tensors.shape) for first in range(0, len(items), step)]
         read = partial(_read_items, checkpoint, leaf)
-        reads = (partial(read, tensors[at], items[first : first + step]) for at, first in places)
-        for (at, first), piece in zip(places, _called(reads, checkpoint.is_remote), strict=True):
-            place = (slice(None),) * axis + (slice(first, first + step),)
-            chosen = {number: list(indices[number][num_stacks:]) for number in numbers}
-            for part in chosen.values():
+        reads = (partial(read, tensors[tensor], items[first : first + step]) for tensor, first in starts)
+        for (tensor, first), values in zip(starts, _call_in_order(reads, checkpoint.is_remote), strict=True):
+            rows = (slice(None),) * axis + (slice(first, first + step),)
+            by_part = {number: list(indices[number][num_stacks:]) for number in numbers}
+            for part in by_part.values():
                 part[axis] = part[axis] if is_whole else slice(None)
-            yield at, place, piece, {number: tuple(part) for number, part in chosen.items()}
+            yield _Piece(values, tensor, rows, {number: tuple(part) for number, part in by_part.items()})
 
 
 def _read_items(checkpoint: Checkpoint, leaf: Leaf, tensor: int, items: range) -> np.ndarray:
-    """Consecutive items of the first of HF's axes, taken apart, in our order of axes."""
+    """Consecutive items of the first of `leaf.axes`, in our order of axes."""
     rows_per_item = len(leaf.rows) // leaf.axes[0]
     rows = leaf.rows[items.start * rows_per_item : items.stop * rows_per_item]
     values = checkpoint.rows(checkpoint.full_name(leaf.tensors[tensor]), rows.start, rows.stop)
@@ -90,16 +100,16 @@ def _read_items(checkpoint: Checkpoint, leaf: Leaf, tensor: int, items: range) -
     return values[..., leaf.columns].reshape(len(items), *leaf.axes[1:]).transpose(leaf.order)
 
 
-def _called(reads: Iterable[Callable[[], np.ndarray]], is_remote: bool) -> Iterator[np.ndarray]:
-    """What the reads return, in order; of remote files several are under way."""
+def _call_in_order(reads: Iterable[Callable[[], np.ndarray]], is_remote: bool) -> Iterator[np.ndarray]:
+    """The results of the reads, in order. Reads of remote files run concurrently."""
     if not is_remote:
         yield from (read() for read in reads)
         return
-    with ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="weights") as pool:
-        under_way: deque[Future[np.ndarray]] = deque()
+    with ThreadPoolExecutor(_MAX_REQUESTS, thread_name_prefix="weights") as pool:
+        pending: deque[Future[np.ndarray]] = deque()
         for read in reads:
-            under_way.append(pool.submit(read))
-            if len(under_way) == _REQUESTS_AT_ONCE:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
+            pending.append(pool.submit(read))
+            if len(pending) == _MAX_REQUESTS:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()

@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to the arrays of `decoder.Params`."""
+"""Loads a checkpoint's tensors into the arrays of `decoder.Params`."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,26 +20,26 @@ from pipeline.models.int8_weights import Int8Weight, is_int8
 from pipeline.models.leaves import Leaf, LeafTree
 from pipeline.models.weight_specs import layer_steps, weight_spec
 
-_LOADING_THREADS = 4  # leaves loaded at a time; the host holds each until it is on the devices
-_IGNORED_TENSORS = (  # of a layer: constants, stored by older versions of transformers
+_LOADING_THREADS = 4  # leaves loaded at a time; each is in host memory until it is on the devices
+_IGNORED_TENSORS = (  # constants in layers, which older versions of transformers store
     "self_attn.rotary_emb.inv_freq",
     "attention.rotary_emb.inv_freq",
     *(f"{attention}.{mask}" for attention in ("attn", "attention") for mask in ("bias", "masked_bias")),
 )
-_MAX_NAMED = 10  # tensors of a kind in a message
+_MAX_NAMED = 10  # tensors of each kind in a message
 
 Placement = Callable[[Leaf], Sharding]
 """The sharding of a leaf."""
 
 _Bounds = tuple[tuple[int, int, int], ...]
-"""A part of an array: of each axis the first, the end and the step."""
+"""A part of an array: start, stop and step of each axis."""
 
 
 def check_tensors(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, leaves: LeafTree) -> None:
     """Compares the leaves with the checkpoint.
 
-    Raises CheckpointError that names the tensors which are missing, of another shape or kind, or unexpected: not of
-    this family, but in a layer that is needed, or in a layer that the model does not have.
+    Raises CheckpointError, which names the tensors that are missing, have an unexpected shape or dtype, or are not
+    expected: unknown tensors of a needed layer, and tensors of a layer that the model does not have.
     """
     expected = {checkpoint.full_name(name): leaf.hf_shape for leaf in jax.tree.leaves(leaves) for name in leaf.tensors}
     problems = []
@@ -53,14 +53,14 @@ def check_tensors(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, l
             problems.append(f"{name} has dtype {info.dtype}, expected {', '.join(FLOAT_DTYPES)}")
     unexpected = [f"{name} is unexpected" for name in _unexpected(checkpoint, arch, table, set(expected))]
     if problems or unexpected:
-        named = [each for kind in (problems, unexpected) for each in _first_of(kind)]
+        listed = [*_shortened(problems), *_shortened(unexpected)]
         raise CheckpointError(
-            f"{checkpoint.where}: the weights are not those that its config.json describes: {'; '.join(named)}. "
+            f"{checkpoint.where}: the weights do not match config.json: {'; '.join(listed)}. "
             f"Download both again, from one place."
         )
 
 
-def _first_of(problems: list[str]) -> list[str]:
+def _shortened(problems: list[str]) -> list[str]:
     more = len(problems) - _MAX_NAMED
     return [*problems[:_MAX_NAMED], *([f"and {more} more"] if more > 0 else [])]
 
@@ -69,10 +69,10 @@ def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, exp
     layers = next(key for key in table if "*" in key).partition("*")[0]
     start = checkpoint.prefix + layers
     kinds = {arch.blocks(layer) for layer in range(arch.num_layers)}
-    of_layer = {blocks: _tensors_of_layer(arch, table, blocks) for blocks in kinds}
-    for blocks in kinds:  # as transformers, lets be keys and values of layers that attend to those of others
-        own_keys = blocks._replace(keys_of=None, keys_are_values=False)
-        of_layer[blocks] |= _tensors_of_layer(arch, table, own_keys) if blocks.keys_of is not None else set()
+    known = {blocks: _layer_tensors(arch, table, blocks) for blocks in kinds}
+    for blocks in kinds:  # like transformers, allows unused keys and values in layers that attend to another layer's
+        with_keys = blocks._replace(keys_of=None, keys_are_values=False)
+        known[blocks] |= _layer_tensors(arch, table, with_keys) if blocks.keys_of is not None else set()
     needed_layers = {name.removeprefix(start).split(".")[0] for name in expected if name.startswith(start)}
     for name in checkpoint.names:
         layer, _, rest = name.removeprefix(start).partition(".")
@@ -82,12 +82,12 @@ def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, exp
         if number is not None and 0 <= number - arch.num_layers < arch.num_ignored_layers:
             continue
         is_beyond = number is None or number >= arch.num_layers
-        if is_beyond or (layer in needed_layers and current_name(rest) not in of_layer[arch.blocks(number)]):
+        if is_beyond or (layer in needed_layers and current_name(rest) not in known[arch.blocks(number)]):
             yield f"{name:.200}"
 
 
-def _tensors_of_layer(arch: Architecture, table: KeyTable, blocks: LayerBlocks) -> set[str]:
-    """The HF keys, without the layer's prefix, of all tensors that a layer with these blocks has."""
+def _layer_tensors(arch: Architecture, table: KeyTable, blocks: LayerBlocks) -> set[str]:
+    """The HF keys of all tensors of a layer with these blocks, without the layer's prefix."""
     num_experts = arch.axis_size(Axis.experts) if blocks.is_sparse else 1
     steps = layer_steps(blocks).keys()
     hf_keys = (hf_key for hf_key, entry in table.items() for key in our_keys(entry) if weight_spec(key).steps & steps)
@@ -98,10 +98,10 @@ def _tensors_of_layer(arch: Architecture, table: KeyTable, blocks: LayerBlocks) 
 def load_params(
     checkpoint: Checkpoint, leaves: LeafTree, dtype: str, place: Placement, progress: bool, with_int8: bool = False
 ) -> Params:
-    """The parameters on the devices, in `dtype` (`Leaf.dtype`), with `with_int8` the layers' matrices in int8. Every
-    process reads the parts that its devices hold.
+    """Loads the parameters onto the devices, in `dtype` (see `Leaf.dtype`); with `with_int8`, the layers' matrices are
+    int8. Every process reads the parts that its devices hold.
 
-    The host holds at most a few leaves at a time, on their way to the devices, and a piece of a tensor for each.
+    Host memory holds at most a few leaves at a time, and a piece of a tensor for each.
     """
 
     def load(leaf: Leaf) -> Array | Int8Weight:
@@ -120,7 +120,7 @@ def load_params(
 
 
 def abstract_params(leaves: LeafTree, dtype: str, place: Placement, with_int8: bool = False) -> Params:
-    """The shapes and shardings of what `load_params` returns; reads nothing, and needs no device."""
+    """The shapes and shardings of the result of `load_params`. Reads nothing, and needs no device."""
 
     def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct | Int8Weight:
         sharding = place(leaf)
@@ -142,7 +142,7 @@ def _int8_weight(
     values: Iterable[np.ndarray],
     scales: Iterable[np.ndarray],
 ) -> Int8Weight:
-    """The weight of which these are the parts. Its scales are sharded like its output channels."""
+    """Builds the weight from its parts. Its scales are sharded like its output channels."""
     shape = leaf.shape[: -leaf.num_inputs]
     scale_parts = {bounds[: len(shape)]: scale for bounds, scale in zip(parts, scales, strict=True)}
     return Int8Weight(
@@ -160,7 +160,7 @@ def _bounds(index: Index, shape: tuple[int, ...]) -> _Bounds:
 
 
 def without_inputs(sharding: Sharding, num_axes: int) -> Sharding:
-    """The sharding of an array that has only the first `num_axes` axes."""
+    """The sharding of an array with only the first `num_axes` axes."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:num_axes]))
     return sharding
@@ -169,7 +169,7 @@ def without_inputs(sharding: Sharding, num_axes: int) -> Sharding:
 def build_params(
     make: Callable[[Leaf], Array | Int8Weight], leaves: LeafTree, label: str, progress: bool, threads: int
 ) -> Params:
-    """Makes every leaf, up to `threads` of them at a time."""
+    """Calls `make` for every leaf, up to `threads` at a time."""
     flat, structure = jax.tree.flatten(leaves)
     total = sum(leaf.size for leaf in flat)
     arrays = []

@@ -1,7 +1,7 @@
-"""MXFP4 (Open Compute Project, Microscaling Formats 1.0): blocks of 32 numbers of 4 bits, with a scale for each block.
+"""MXFP4 (Open Compute Project, Microscaling Formats 1.0): blocks of 32 4-bit numbers, with a scale per block.
 
-A tensor `name` [E, D, M] of a published gpt-oss is two of bytes: `name_blocks` [E, M, D / 32, 16] has the numbers along
-D in pairs, the first in the lower bits, and `name_scales` [E, M, D / 32] the exponents.
+In gpt-oss, a tensor `name` [E, D, M] is stored as two tensors of bytes: `name_blocks` [E, M, D / 32, 16] has pairs of
+numbers along D, the first in the lower bits, and `name_scales` [E, M, D / 32] has the exponents.
 """
 
 from dataclasses import replace
@@ -12,16 +12,16 @@ from jaxtyping import Float32, UInt8
 from pipeline.models.checkpoints.safetensors_file import TensorInfo
 
 SUFFIXES = "_blocks", "_scales"
-_PAIR_BYTES = 16  # of a block
+_PAIR_BYTES = 16  # per block
 
 _POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _NUMBERS = np.concatenate([_POSITIVE, -_POSITIVE])
-_PAIRS = np.stack([np.tile(_NUMBERS, 16), np.repeat(_NUMBERS, 16)], axis=1)  # of each byte
+_PAIRS = np.stack([np.tile(_NUMBERS, 16), np.repeat(_NUMBERS, 16)], axis=1)  # by byte
 _SCALES = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 
 
 def unpacked_info(blocks: TensorInfo, scales: TensorInfo) -> TensorInfo:
-    """The dtype and shape of the tensor whose blocks and scales these are; those of what does not fit otherwise."""
+    """The dtype and shape of the unpacked tensor. If blocks or scales have an unexpected dtype or shape, theirs."""
     if (blocks.dtype, *blocks.shape[3:]) != ("U8", _PAIR_BYTES):
         return blocks
     if (scales.dtype, scales.shape) != ("U8", blocks.shape[:3]):
@@ -31,7 +31,7 @@ def unpacked_info(blocks: TensorInfo, scales: TensorInfo) -> TensorInfo:
 
 
 def unpacked(blocks: UInt8[np.ndarray, "E M blocks 16"], scales: UInt8[np.ndarray, "E M blocks"]) -> np.ndarray:
-    """The numbers [E, D, M], float32."""
+    """The values, float32 [E, D, M]."""
     values: Float32[np.ndarray, "E M blocks 16 2"] = _PAIRS[blocks]
     values *= _SCALES[scales][..., None, None]
     return values.reshape(*blocks.shape[:2], -1).transpose(0, 2, 1)

@@ -1,4 +1,4 @@
-"""Random parameters of the right shapes, for benchmarks: they need only a config.json."""
+"""Random parameters of the right shapes, for benchmarks. They need only a config.json."""
 
 import math
 import os
@@ -25,18 +25,19 @@ _STD = 0.02  # transformers' usual `initializer_range`
 def random_params(
     leaves: LeafTree, seed: int, dtype: str, place: Placement, progress: bool, with_int8: bool = False
 ) -> Params:
-    """Random parameters, made on the devices: norms are 1, everything else normal with standard deviation 0.02.
+    """Makes random parameters on the devices: norms are 1, all others normal with standard deviation 0.02.
 
-    A weight's values depend on the seed, its HF key and its place in that tensor alone, not on what is captured or how
-    many devices there are.
-    Raises ConfigError where the devices are the host and lack the memory; of others, the plan knows theirs.
+    A weight's values depend only on the seed, its HF key and its position in that tensor, not on the captured keys or
+    the number of devices.
+
+    Raises ConfigError if the devices are CPUs and the host lacks the memory. For other devices, the plan checks it.
     """
     if jax.default_backend() == "cpu":
         itemsize = 1 if with_int8 else np.dtype(dtype).itemsize
         needed = sum(_local_size(leaf, place(leaf)) for leaf in jax.tree.leaves(leaves)) * itemsize
         if needed > (available := _host_bytes()):
             raise ConfigError(
-                f"model.init=random: the weights that config.json describes take {needed / 2**30:,.0f} GiB, and this "
+                f"model.init=random: the weights that config.json describes need {needed / 2**30:,.0f} GiB, and this "
                 f"machine has {available / 2**30:,.0f} GiB. Choose a smaller model."
             )
 
@@ -57,16 +58,16 @@ def random_params(
 
 
 def _local_size(leaf: Leaf, sharding: Sharding) -> int:
-    """How many of a leaf's values this process's devices hold."""
+    """The number of a leaf's values on this process's devices."""
     return math.prod(sharding.shard_shape(leaf.shape)) * len(sharding.addressable_devices)
 
 
 def _host_bytes() -> int:
-    """The host's memory, or the limit of this process's container."""
+    """The host's memory, or the container's limit, in bytes."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no container, or no limit: "max"
+    except (OSError, ValueError):  # no container, or no limit ("max")
         return total
 
 
@@ -74,13 +75,13 @@ def _host_bytes() -> int:
 def _normal(
     dtype: str, shardings: Sharding | Int8Weight
 ) -> Callable[[Array, tuple[int, ...], int], Array | Int8Weight]:
-    """A compiled function from a leaf's tensor ids, shape and number of inputs (0: not in int8) to its values."""
+    """A compiled function from a leaf's tensor ids, shape and number of inputs (0: not int8) to its values."""
 
     @partial(jax.jit, static_argnums=(1, 2), out_shardings=shardings)
     def normal(tensor_ids: Array, shape: tuple[int, ...], num_inputs: int) -> Array | Int8Weight:
         element_ids = jax.lax.iota(jnp.uint32, math.prod(shape) // len(tensor_ids))
         bits = _mix(_mix(tensor_ids)[:, None] + _mix(element_ids)[None, :])
-        # In (-1, 1), ends excluded: 23 bits and a half are exact in float32, one bit more would round up to 1.
+        # In the open interval (-1, 1): 23 bits plus a half are exact in float32; one more bit would round up to 1.
         uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-22 - 1.0
         values = (_STD * math.sqrt(2) * jax.lax.erf_inv(uniform)).reshape(shape)
         return Int8Weight(*quantise(values, num_inputs)) if num_inputs else values.astype(dtype)
@@ -89,7 +90,7 @@ def _normal(
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """A hash of 32 bits (Wellons' lowbias32). `jax.random` would do, but compiles 4 times as long for every shape."""
+    """A 32-bit hash (Wellons' lowbias32). `jax.random` would take 4 times as long to compile for every shape."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -1,8 +1,8 @@
 """One safetensors file, read by ranges: the header first, then rows of single tensors.
 
-Format: github.com/huggingface/safetensors. 8 bytes header length (little endian), a JSON header, the tensors' bytes
-without gaps. The `safetensors` package maps local files only; weights may lie on object storage, where each process
-fetches just its part, and a damaged file must be named.
+Format: github.com/huggingface/safetensors. The header's length (8 bytes, little endian), a JSON header, and the
+tensors' bytes without gaps. The `safetensors` package is not used because it maps local files only: weights may be on
+object storage, where each process reads only its part, and errors must name a damaged file.
 """
 
 import math
@@ -22,7 +22,7 @@ FLOAT_DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-_DTYPES = FLOAT_DTYPES | {"U8": np.dtype(np.uint8), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}  # that are read
+_DTYPES = FLOAT_DTYPES | {"U8": np.dtype(np.uint8), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}  # readable dtypes
 _ITEM_BYTES = {
     **{name: dtype.itemsize for name, dtype in FLOAT_DTYPES.items()},
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
@@ -30,12 +30,12 @@ _ITEM_BYTES = {
     **dict.fromkeys(("U32", "I32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
-_MAX_AXES, _MAX_NUMBER = 32, 2**48  # bounds the products of sizes
+_MAX_AXES, _MAX_NUMBER = 32, 2**48  # limit the product of sizes
 
 
 @dataclass(frozen=True)
 class ByteSource:
-    """Bytes that are read by ranges: `read(start, stop)` returns uint8 [stop - start]."""
+    """Bytes to be read by ranges: `read(start, stop)` returns uint8 [stop - start]."""
 
     name: str  # for messages
     size: int
@@ -44,16 +44,16 @@ class ByteSource:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's dtype, shape and bytes start..stop of its file, in C order."""
+    """A tensor's dtype, shape and byte range start..stop-1 in its file, in C order."""
 
-    dtype: str  # safetensors' name
+    dtype: str  # the name in safetensors
     shape: tuple[int, ...]
     start: int
     stop: int
 
 
 class SafetensorsFile:
-    """A file with a checked header. Raises CheckpointError, naming the file, for a damaged one."""
+    """A file with a checked header. Raises CheckpointError, which names the file, if it is damaged."""
 
     def __init__(self, source: ByteSource) -> None:
         self._source = source
@@ -83,7 +83,7 @@ class SafetensorsFile:
 
 def _damaged(source: ByteSource, expected: str, got: str) -> CheckpointError:
     return CheckpointError(
-        f"{source.name} is not a whole safetensors file: expected {expected}, got {got}. Download it again."
+        f"{source.name} is not a complete safetensors file: expected {expected}, got {got}. Download it again."
     )
 
 
@@ -98,7 +98,7 @@ def _read_header(source: ByteSource) -> tuple[Mapping[str, object], int]:
         raise _damaged(source, f"a header of at most {MAX_JSON_BYTES} bytes", f"one of {num_bytes} bytes")
     try:
         header = parse_json(source.read(8, 8 + num_bytes).tobytes(), _unique)
-    except ValueError as error:  # of JSON or of UTF-8
+    except ValueError as error:  # invalid JSON or UTF-8
         raise _damaged(source, "a JSON header", f"{error}") from error
     if not isinstance(header, dict):
         raise _damaged(source, "a JSON object as header", type(header).__name__)
@@ -122,7 +122,7 @@ def _tensor_info(source: ByteSource, data_start: int, name: str, entry: object) 
         raise _damaged(source, f"dtype, shape and offsets of {name:.200}", shown(entry)) from error
     numbers = (*shape, start, stop)
     if len(shape) > _MAX_AXES or not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in numbers):
-        raise _damaged(source, f"a shape and offsets of {name:.200} in whole numbers", shown(entry))
+        raise _damaged(source, f"integers as shape and offsets of {name:.200}", shown(entry))
     if stop - start != math.prod(shape) * item_bytes:
         raise _damaged(
             source, f"offsets of {name:.200} that span {math.prod(shape) * item_bytes} bytes", f"{start}..{stop}"

@@ -1,6 +1,6 @@
-"""BERT and its relatives of that name (transformers' `BertModel`), among them MiniLM of sentence-transformers.
+"""BERT and other models of that type (transformers' `BertModel`), such as MiniLM from sentence-transformers.
 
-Bidirectional, with norms of the residual stream itself. All tokens are of type 0, as for a single text.
+Bidirectional; the residual stream itself is normalised. All tokens have type 0, as in a single text.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ KEY_TABLE: KeyTable = {
     "encoder.layer.*.output.LayerNorm.bias": "mlp.sum_norm_bias",
 }
 
-_ABOUT_HEADS_AND_TRAINING = (
+_HEAD_AND_TRAINING_KEYS = (
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
     "directionality",
@@ -47,8 +47,8 @@ _ABOUT_HEADS_AND_TRAINING = (
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
-    config.ignore(*_ABOUT_HEADS_AND_TRAINING)
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
+    config.ignore(*_HEAD_AND_TRAINING_KEYS)
     config.choice("position_embedding_type", ("absolute",), "absolute")
     if config.flag("is_decoder", False):
         raise CheckpointError(f"{config.where}: is_decoder is true: expected an encoder. Use another model.")

@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and -V3, also R1 (transformers' `DeepseekV2Model`, `DeepseekV3Model`): latent attention, and experts in
-groups beside one that every token has."""
+"""DeepSeek-V2, DeepSeek-V3 and R1 (transformers' `DeepseekV2Model`, `DeepseekV3Model`): latent attention, experts in
+groups, and a shared expert."""
 
 import dataclasses
 
@@ -34,30 +34,30 @@ _BIASES: KeyTable = {
 _SHARED: KeyTable = {
     f"layers.*.mlp.shared_experts.{name}_proj.weight": f"mlp.shared_{name}" for name in ("gate", "up", "down")
 }
-_OF_LLAMA: KeyTable = {
+_LLAMA_TABLE: KeyTable = {
     key: entry for key, entry in llama.KEY_TABLE.items() if entry not in ("attention.q", "attention.k", "attention.v")
 }
-_ABOUT_TRAINING = ("aux_loss_alpha", "ep_size", "output_router_logits", "seq_aux")
+_TRAINING_KEYS = ("aux_loss_alpha", "ep_size", "output_router_logits", "seq_aux")
 
 
 def read_v2(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     arch, table = _read(config, RotaryPairs.adjacent, default_max_positions=2048)
     config.choice("scoring_func", ("softmax",), "softmax")
-    if config.flag("norm_topk_prob", False):  # transformers ignores it, the model's own code does not
+    if config.flag("norm_topk_prob", False):  # transformers ignores it, DeepSeek's own code does not
         raise CheckpointError(f"{config.where}: norm_topk_prob is true, which is not implemented. Use another model.")
-    config.positive_int("num_experts_per_tok")  # without a default
+    config.positive_int("num_experts_per_tok")  # required
     experts = _read_experts(config, arch.num_layers, 0, default_num=64, default_d_expert=1407, default_num_shared=2)
     experts = dataclasses.replace(experts, scaling=config.positive_float("routed_scaling_factor", 1.0))
     if config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") == "greedy":
         config.ignore("n_group", "topk_group")
     else:
-        experts = _in_groups(config, experts, config.positive_int("n_group"), config.positive_int("topk_group"))
+        experts = _with_groups(config, experts, config.positive_int("n_group"), config.positive_int("topk_group"))
     return dataclasses.replace(arch, experts=experts), table
 
 
 def read_v3(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     are_adjacent = config.flag("rope_interleave", True, null=False)
     pairs = RotaryPairs.to_halves if are_adjacent else RotaryPairs.halves
     arch, table = _read(config, pairs, default_max_positions=4096)
@@ -70,22 +70,22 @@ def read_v3(config: HfConfig) -> tuple[Architecture, KeyTable]:
         sigmoid=True,
         sums_to_one=config.flag("norm_topk_prob", True, null=False),
     )
-    experts = _in_groups(config, experts, config.positive_int("n_group", 8), config.positive_int("topk_group", 4))
+    experts = _with_groups(config, experts, config.positive_int("n_group", 8), config.positive_int("topk_group", 4))
     table |= {"layers.*.mlp.gate.e_score_correction_bias": "mlp.router_correction"}
     num_ignored = config.count("num_nextn_predict_layers", 1)
     return dataclasses.replace(arch, experts=experts, num_ignored_layers=num_ignored), table
 
 
 def _read(config: HfConfig, pairs: RotaryPairs, default_max_positions: int) -> tuple[Architecture, KeyTable]:
-    """All but the experts, with the table of both kinds of layers."""
-    num_still = config.positive_int("qk_nope_head_dim", 128)
-    num_rotating = config.positive_int("qk_rope_head_dim", 64)
+    """Everything except the experts. The key table covers dense and sparse layers."""
+    num_unrotated = config.positive_int("qk_nope_head_dim", 128)
+    num_rotary = config.positive_int("qk_rope_head_dim", 64)
     q_rank = config.optional_int("q_lora_rank", 1536)
     max_positions = config.positive_int("max_position_embeddings", default_max_positions)
     rope, growth = _read_rope(config, max_positions)
-    arch = llama.read_decoder(config, max_positions, default_head_dim=num_rotating, rope=rope)
-    head_dim = num_still + num_rotating
-    sizes = {"head_dim": num_rotating, "qk_head_dim": head_dim, "num_key_value_heads": arch.num_heads}
+    arch = llama.read_decoder(config, max_positions, default_head_dim=num_rotary, rope=rope)
+    head_dim = num_unrotated + num_rotary
+    sizes = {"head_dim": num_rotary, "qk_head_dim": head_dim, "num_key_value_heads": arch.num_heads}
     for key, size in sizes.items():
         if (got := config.positive_int(key, size)) != size:
             raise CheckpointError(f"{config.where}: {key} is {got}, expected {size}. Is the file damaged?")
@@ -93,18 +93,18 @@ def _read(config: HfConfig, pairs: RotaryPairs, default_max_positions: int) -> t
         config.positive_int("kv_lora_rank", 512), q_rank, config.positive_int("v_head_dim", 128), pairs
     )
     queries = {"layers.*.self_attn.q_proj.weight": "attention.q"} if q_rank is None else _LATENT_QUERIES
-    table = _OF_LLAMA | _LATENT | queries | moe.EXPERTS | _SHARED
+    table = _LLAMA_TABLE | _LATENT | queries | moe.EXPERTS | _SHARED
     if config.flag("attention_bias", False):
         table |= _BIASES | ({} if q_rank is None else {"layers.*.self_attn.q_a_proj.bias": "attention.q_down_bias"})
     scale = None if growth == 1 else head_dim**-0.5 * growth * growth
     return (
-        dataclasses.replace(arch, head_dim=head_dim, rotary_dim=num_rotating, latent=latent, attention_scale=scale),
+        dataclasses.replace(arch, head_dim=head_dim, rotary_dim=num_rotary, latent=latent, attention_scale=scale),
         table,
     )
 
 
 def _read_rope(config: HfConfig, max_positions: int) -> tuple[Rope, float]:
-    """The rotary embedding; by how much YaRN makes queries and keys longer where they do not rotate, too."""
+    """The rotary embedding, and the factor by which YaRN also scales the dimensions that do not rotate."""
     values = rope_values(config)
     rope = parse_rope(values, config.positive_float("rope_theta", 10000.0), max_positions)
     mscale = values.optional_float("mscale_all_dim", None) if isinstance(rope, YarnRope) else None
@@ -120,8 +120,8 @@ def _read_experts(
     default_d_expert: int,
     default_num_shared: int,
 ) -> GroupedExperts:
-    """Those of all layers but the first; not yet divided into groups."""
-    config.ignore(*_ABOUT_TRAINING)
+    """The experts, not yet divided into groups. The first layers are dense."""
+    config.ignore(*_TRAINING_KEYS)
     num_experts, per_token = moe.read_counts(config, num_layers, default_num, 8, "n_routed_experts")
     num_dense = min(config.count("first_k_dense_replace", default_dense), num_layers)
     d_expert = config.positive_int("moe_intermediate_size", default_d_expert)
@@ -136,14 +136,14 @@ def _read_experts(
     )
 
 
-def _in_groups(config: HfConfig, experts: GroupedExperts, num_groups: int, per_token: int) -> GroupedExperts:
-    """The same experts in groups, of which a token has some."""
+def _with_groups(config: HfConfig, experts: GroupedExperts, num_groups: int, per_token: int) -> GroupedExperts:
+    """The experts, divided into groups; a token uses `per_token` of the groups."""
     size = experts.num_experts // num_groups
     if experts.num_experts % num_groups or size < 1 + experts.sigmoid or not experts.per_token <= per_token * size:
         raise CheckpointError(
-            f"{config.where}: n_group is {num_groups} and topk_group {per_token}, expected equal groups of the "
-            f"{experts.num_experts} experts, and enough of them for the {experts.per_token} experts of a token. "
-            f"Is the file damaged?"
+            f"{config.where}: n_group is {num_groups} and topk_group is {per_token}, expected n_group to divide the "
+            f"{experts.num_experts} experts, and topk_group groups to contain the {experts.per_token} experts of a "
+            f"token. Is the file damaged?"
         )
     if per_token > num_groups:
         raise CheckpointError(

@@ -1,8 +1,7 @@
 """Gemma 2 and the text models of Gemma 3 (transformers' `Gemma2Model`, `Gemma3TextModel`).
 
-Norms before and after each block, scaled by 1 + weight; embeddings scaled by sqrt(D); layers that see a window between
-layers that see everything. Gemma 2 caps its scores, Gemma 3 has norms of queries and keys and another theta in its
-local layers.
+Norms before and after each block, scaled by 1 + weight; embeddings scaled by sqrt(D); local and global layers. Gemma 2
+caps attention scores. Gemma 3 has norms of queries and keys, and a different theta in local layers.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ KEY_TABLE: KeyTable = LLAMA_TABLE | {
 
 
 def read_gemma2(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     max_positions = config.positive_int("max_position_embeddings", 8192)
     rope = read_rope(config, max_positions)
     arch = _read(config, max_positions, rope, rope, period=2)
@@ -31,7 +30,7 @@ def read_gemma2(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def read_gemma3(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     max_positions = config.positive_int("max_position_embeddings", 131072)
     rope, local_rope = _read_ropes(config, max_positions)
     arch = _read(config, max_positions, rope, local_rope, config.positive_int("sliding_window_pattern", 6))
@@ -39,8 +38,8 @@ def read_gemma3(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def _read(config: HfConfig, max_positions: int, rope: Rope, local_rope: Rope, period: int) -> Architecture:
-    """Every `period`-th layer is global."""
-    config.ignore("hidden_act", "sliding_window_size")  # published, but transformers reads other attributes
+    """The architecture. Every `period`-th layer is global."""
+    config.ignore("hidden_act", "sliding_window_size")  # in published files, but transformers reads other attributes
     activation = config.activation("hidden_activation", "gelu_pytorch_tanh")
     arch = read_decoder(config, max_positions, default_head_dim=256, activation=activation, rope=rope)
     pattern = "".join("L" if (layer + 1) % period else "G" for layer in range(arch.num_layers))
@@ -55,7 +54,7 @@ def _read(config: HfConfig, max_positions: int, rope: Rope, local_rope: Rope, pe
 
 
 def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:
-    """The rotary embeddings of global and of local layers; newer files have a mapping for each."""
+    """The rotary embeddings of global and of local layers. Newer files have a mapping for each."""
     default_theta, default_local_theta = 1e6, 1e4
     if "rope_parameters" not in config:
         local_theta = config.positive_float("rope_local_base_freq", default_local_theta)

@@ -1,8 +1,8 @@
-"""The text models of Gemma 4 (transformers' `Gemma4TextModel`); of its checkpoints with vision, the language model.
+"""The text models of Gemma 4 (transformers' `Gemma4TextModel`), and the language models of its multimodal checkpoints.
 
-As Gemma 3, but norms are scaled by their weight, values are normed, and global layers have heads of their own, whose
-values may be their keys. The small models have a vector of each token for each layer, and last layers without keys and
-values; others have experts beside each MLP.
+Differences from Gemma 3: norms are scaled by their weight, values are normalised, and global layers have a different
+head size, and may use keys as values. The small models have per-layer inputs, and last layers that share keys and
+values; others have experts in addition to each MLP.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from pipeline.core.errors import CheckpointError
 from pipeline.core.json_text import shown
 from pipeline.models.architecture import (
     Architecture,
-    ExpertsBesideMlp,
+    ExpertsWithMlp,
     GlobalHeads,
     Interleaved,
     KeyTable,
@@ -49,8 +49,8 @@ _EXPERTS: KeyTable = {
 }
 
 
-def read_beside_vision(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """As `read`, of the language model of a checkpoint with vision and sound."""
+def read_multimodal(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """Like `read`, for the language model of a checkpoint with vision and audio."""
     config.ignore("vision_config", "audio_config", "vision_soft_tokens_per_image", "eoa_token_index")
     text = config.nested("text_config")
     text.ignore("architectures")
@@ -61,9 +61,9 @@ def read_beside_vision(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     max_positions = config.positive_int("max_position_embeddings", 131072)
-    config.choice("use_bidirectional_attention", ("vision",), "vision")  # of images
+    config.choice("use_bidirectional_attention", ("vision",), "vision")  # affects images only
     rope, local_rope = _read_ropes(config, max_positions)
     arch = read_decoder(
         config,
@@ -116,7 +116,7 @@ def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:
 
 
 def _read_kinds(config: HfConfig, num_layers: int) -> str:
-    """A letter for each layer: L local, G global. The last is global, whatever the file says, as in transformers."""
+    """A letter per layer: L local, G global. As in transformers, the last layer is always global."""
     kinds = config.strings("layer_types") or [LOCAL if (i + 1) % 6 else GLOBAL for i in range(num_layers)]
     if set(kinds) - {LOCAL, GLOBAL} or len(kinds) != num_layers:
         raise CheckpointError(
@@ -127,7 +127,8 @@ def _read_kinds(config: HfConfig, num_layers: int) -> str:
 
 
 def _read_global_heads(config: HfConfig, arch: Architecture) -> GlobalHeads | None:
-    """Published files have attributes for them, those that transformers 5.23 writes a mapping for each layer."""
+    """The heads of global layers. Published files have attributes for them; files that transformers 5.23 writes have a
+    mapping per layer instead."""
     keys_are_values = config.flag("attention_k_eq_v", False)
     default_dim, default_heads = config.positive_int("global_head_dim", 512), arch.num_kv_heads
     num_kv_heads = config.optional_int("num_global_key_value_heads", None)
@@ -137,15 +138,16 @@ def _read_global_heads(config: HfConfig, arch: Architecture) -> GlobalHeads | No
         default_dim, default_heads = _read_layer_configs(config, arch)
     if arch.num_heads % default_heads or default_dim % 2:
         raise CheckpointError(
-            f"{config.where}: expected whole groups of heads of an even size in global layers, got "
-            f"{arch.num_heads} heads, {default_heads} key-value heads, head size {default_dim}. Is the file damaged?"
+            f"{config.where}: in global layers, expected a multiple of the key-value heads as heads and an even head "
+            f"size, got {arch.num_heads} heads, {default_heads} key-value heads, head size {default_dim}. "
+            f"Is the file damaged?"
         )
     heads = GlobalHeads(default_dim, default_heads, keys_are_values)
     return None if heads == GlobalHeads(arch.head_dim, arch.num_kv_heads, False) else heads
 
 
 def _read_layer_configs(config: HfConfig, arch: Architecture) -> tuple[int, int]:
-    """The head size and key-value heads of global layers. Raises CheckpointError where layers differ otherwise."""
+    """The head size and key-value heads of global layers. Raises CheckpointError if layers differ in other ways."""
     configs, heads = config.nested("per_layer_config"), {}
     for layer in range(arch.num_layers):
         values = configs.nested(str(layer))
@@ -153,13 +155,14 @@ def _read_layer_configs(config: HfConfig, arch: Architecture) -> tuple[int, int]
         heads[layer] = head_dim, values.positive_int("num_key_value_heads", arch.num_kv_heads)
         values.finish()
     configs.finish()
-    of_kind = {kind: {heads[layer] for layer in heads if arch.is_local(layer) is kind} for kind in (True, False)}
-    if of_kind[True] - {(arch.head_dim, arch.num_kv_heads)} or len(of_kind[False]) > 1:
+    local_heads = {heads[layer] for layer in heads if arch.is_local(layer)}
+    global_heads = {heads[layer] for layer in heads if not arch.is_local(layer)}
+    if local_heads - {(arch.head_dim, arch.num_kv_heads)} or len(global_heads) > 1:
         raise CheckpointError(
             f"{config.where}: per_layer_config is {shown(config.values['per_layer_config'])}, expected the same "
-            f"head_dim and num_key_value_heads for each global layer, and none for others. Use another model."
+            f"head_dim and num_key_value_heads for all global layers, and none for other layers. Use another model."
         )
-    return next(iter(of_kind[False]))
+    return next(iter(global_heads))
 
 
 def _read_shared_keys(config: HfConfig, arch: Architecture, kinds: str) -> SharedKeys | None:
@@ -168,8 +171,8 @@ def _read_shared_keys(config: HfConfig, arch: Architecture, kinds: str) -> Share
         return None
     if num_layers >= arch.num_layers or {*kinds[: arch.num_layers - num_layers]} != {*kinds}:
         raise CheckpointError(
-            f"{config.where}: num_kv_shared_layers is {num_layers}, expected layers before them of each kind in "
-            f"layer_types. Is the file damaged?"
+            f"{config.where}: num_kv_shared_layers is {num_layers}, expected a layer of each kind in layer_types "
+            f"before the shared ones. Is the file damaged?"
         )
     return SharedKeys(num_layers, arch.d_mlp * (2 if is_wide else 1))
 
@@ -179,18 +182,18 @@ def _read_layer_inputs(config: HfConfig, arch: Architecture) -> int:
     vocab_size = config.positive_int("vocab_size_per_layer_input", 262144)
     if size and vocab_size != arch.vocab_size:
         raise CheckpointError(
-            f"{config.where}: vocab_size_per_layer_input is {vocab_size}, which is implemented only where it is "
-            f"vocab_size, which is {arch.vocab_size}. Use another model."
+            f"{config.where}: vocab_size_per_layer_input is {vocab_size}, which is not implemented: expected "
+            f"vocab_size, {arch.vocab_size}. Use another model."
         )
     return size
 
 
-def _read_experts(config: HfConfig, arch: Architecture) -> ExpertsBesideMlp | None:
+def _read_experts(config: HfConfig, arch: Architecture) -> ExpertsWithMlp | None:
     if not config.flag("enable_moe_block", False):
         config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
         return None
     num_experts, per_token = moe.read_counts(config, arch.num_layers, key="num_experts", per_token_key="top_k_experts")
     d_expert = config.positive_int("moe_intermediate_size")
-    return ExpertsBesideMlp(
+    return ExpertsWithMlp(
         "S" * arch.num_layers, num_experts, per_token, d_expert, sums_to_one=True, rounds_weights=False
     )

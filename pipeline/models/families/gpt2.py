@@ -36,6 +36,6 @@ _NAMES = {
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
-    config.ignore("n_ctx", "reorder_and_upcast_attn")  # n_positions counts; scores are float32 anyway
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
+    config.ignore("n_ctx", "reorder_and_upcast_attn")  # n_positions applies, and scores are always float32
     return read_multi_head(config, max_positions=1024, eps=1e-5, activation="gelu_new", names=_NAMES), KEY_TABLE

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia (transformers' `GPTNeoXModel`): parallel residual, LayerNorm, a part of each head rotates."""
+"""GPT-NeoX and Pythia (transformers' `GPTNeoXModel`): parallel residual, LayerNorm, partial rotary embeddings."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ ATTENTION_BIASES: KeyTable = {
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     config.ignore("is_decoder")  # the model is always causal
     max_positions = config.positive_int("max_position_embeddings", 2048)
     values = rope_values(config)

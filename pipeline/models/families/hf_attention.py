@@ -1,4 +1,4 @@
-"""Rotary embeddings and windows, from the older and the newer form of config.json."""
+"""Reads rotary embeddings and sliding windows from the older and the newer form of config.json."""
 
 import math
 
@@ -11,9 +11,9 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 def read_rope(config: HfConfig, max_positions: int, default_theta: float = 10000.0) -> Rope:
-    """The rotary embedding, with the meaning that transformers 5 gives to both forms.
+    """The rotary embedding, interpreted as in transformers 5.
 
-    Older files have `rope_theta` and `rope_scaling`, newer ones `rope_parameters` with all of it.
+    Older files have `rope_theta` and `rope_scaling`; newer files have everything in `rope_parameters`.
     """
     values = rope_values(config)
     rope = parse_rope(values, config.positive_float("rope_theta", default_theta), max_positions)
@@ -24,7 +24,7 @@ def read_rope(config: HfConfig, max_positions: int, default_theta: float = 10000
 def nested_ropes(
     config: HfConfig, max_positions: int, default_theta: float, default_local_theta: float
 ) -> tuple[Rope, Rope]:
-    """The rotary embeddings of global and of local layers, where `rope_parameters` has a mapping for each."""
+    """The rotary embeddings of global and of local layers, if `rope_parameters` has a mapping for each."""
     parameters = config.nested("rope_parameters")
     global_values, local_values = parameters.nested(GLOBAL), parameters.nested(LOCAL)
     rope = parse_rope(global_values, default_theta, max_positions)
@@ -36,27 +36,28 @@ def nested_ropes(
 
 
 def require_truncating(config: HfConfig, *ropes: Rope) -> None:
-    """Raises CheckpointError for YaRN's `truncate=false` in a family whose kinds of layers have ropes of their own."""
+    """Raises CheckpointError for YaRN's `truncate=false` in a family with separate ropes for local and global
+    layers."""
     if any(isinstance(rope, YarnRope) and not rope.truncate for rope in ropes):
         raise CheckpointError(
-            f"{config.where}: truncate is false, expected true: where kinds of layers have rotary embeddings of their "
-            f"own, transformers ignores it, and truncates. Remove the attribute."
+            f"{config.where}: truncate is false, expected true: with separate rotary embeddings for local and global "
+            f"layers, transformers ignores it and truncates. Remove the attribute."
         )
 
 
 def rope_values(config: HfConfig) -> HfConfig:
-    """The mapping that describes the rotary embedding; empty for the default."""
+    """The mapping that describes the rotary embedding; empty if the file has none."""
     scaling, parameters = config.nested("rope_scaling"), config.nested("rope_parameters")
     if scaling.values and parameters.values and scaling.values != parameters.values:
         raise CheckpointError(
-            f"{config.where} has a rope_scaling and a rope_parameters that differ: expected one of them. "
+            f"{config.where} has rope_scaling and rope_parameters with different values, expected one of them. "
             f"Remove the other."
         )
     return scaling if scaling.values else parameters
 
 
 def parse_rope(values: HfConfig, default_theta: float, max_positions: int) -> Rope:
-    """A rotary embedding from the mapping of `rope_values`; the caller calls `values.finish`."""
+    """Reads a rotary embedding from the mapping that `rope_values` returns. The caller then calls `values.finish`."""
     kind = RopeKind(values.choice("rope_type" if "rope_type" in values else "type", _KINDS, "default"))
     if "type" in values:
         values.choice("type", (str(kind),))
@@ -67,8 +68,8 @@ def parse_rope(values: HfConfig, default_theta: float, max_positions: int) -> Ro
         low, high = values.positive_float("low_freq_factor"), values.positive_float("high_freq_factor")
         if low >= high:
             raise CheckpointError(
-                f"{values.where}: low_freq_factor is {low:g} and high_freq_factor {high:g}, expected the former to be "
-                f"less. Is the file damaged?"
+                f"{values.where}: low_freq_factor is {low:g}, expected less than high_freq_factor, which is {high:g}. "
+                f"Is the file damaged?"
             )
         return Rope(
             theta,
@@ -81,15 +82,15 @@ def parse_rope(values: HfConfig, default_theta: float, max_positions: int) -> Ro
     if kind in (RopeKind.yarn, RopeKind.longrope):
         return (_parse_yarn if kind is RopeKind.yarn else _parse_long)(values, theta, max_positions)
     if kind is RopeKind.dynamic:
-        values.positive_float("factor")  # of rows longer than the model's positions, and those are refused
+        values.positive_float("factor")  # applies only to rows longer than max_positions, which are refused
     return Rope(theta)
 
 
-_KINDS = tuple(kind for kind in RopeKind if kind is not RopeKind.proportional)  # which is Gemma 4's
+_KINDS = tuple(kind for kind in RopeKind if kind is not RopeKind.proportional)  # only Gemma 4 has proportional
 
 
 def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> YarnRope:
-    """YaRN, with the factor of cosines and sines that transformers derives if the file does not set it."""
+    """YaRN. If the file has no `attention_factor`, it is derived as in transformers."""
     if theta <= 1:
         raise CheckpointError(f"{values.where}: rope_theta is {theta:g}, expected more than 1. Is the file damaged?")
     original = values.positive_int("original_max_position_embeddings", max_positions)
@@ -112,12 +113,12 @@ def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> YarnRope:
 
 
 def yarn_growth(factor: float) -> float:
-    """How much longer queries and keys become in a context that is `factor` times as long, as a share."""
+    """YaRN scales queries and keys by 1 + this in a context that is `factor` times as long."""
     return 0.1 * math.log(max(factor, 1.0))
 
 
 def _parse_long(values: HfConfig, theta: float, max_positions: int) -> LongRope:
-    """LongRoPE, with the factor of cosines and sines that transformers derives if the file does not set it."""
+    """LongRoPE. If the file has no `attention_factor`, it is derived as in transformers."""
     values.positive_floats("long_factor")
     original = values.positive_int("original_max_position_embeddings", max_positions)
     factor = values.optional_float("factor", None) or max_positions / original
@@ -138,29 +139,29 @@ def _parse_long(values: HfConfig, theta: float, max_positions: int) -> LongRope:
 
 
 def rotary_dim(config: HfConfig, head_dim: int, fraction: float) -> int:
-    """How many of a head's dimensions rotate."""
+    """The number of a head's dimensions that rotate."""
     dim = int(head_dim * fraction)
     if not 0 < dim <= head_dim or dim % 2:
         raise CheckpointError(
-            f"{config.where}: {fraction} of a head's {head_dim} dimensions rotate, that is {dim}; expected an even "
-            f"number. Is the file damaged?"
+            f"{config.where}: {fraction} of a head's {head_dim} dimensions are rotary, which is {dim}, expected an "
+            f"even number from 2 to {head_dim}. Is the file damaged?"
         )
     return dim
 
 
 def check_long_ropes(config: HfConfig, arch: Architecture) -> None:
-    """Raises CheckpointError where a LongRoPE is not one for the model's heads."""
+    """Raises CheckpointError if a LongRoPE does not fit the model's head size."""
     num_pairs = (arch.rotary_dim or arch.head_dim) // 2
     for rope in arch.long_ropes:
         if len(rope.short_factors) != num_pairs:
             raise CheckpointError(
                 f"{config.where}: short_factor has {len(rope.short_factors)} numbers, expected {num_pairs}: one "
-                f"for each pair of a head's rotating dimensions. Is the file damaged?"
+                f"for each pair of rotary dimensions of a head. Is the file damaged?"
             )
 
 
 def all_local(arch: Architecture, window: int | None) -> LocalAttention | None:
-    """The window of all layers; None where it is as long as the longest row."""
+    """The same window for all layers; None if it covers the longest row."""
     if window is None or window >= arch.max_positions:
         return None
     return LocalAttention("L" * arch.num_layers, window, arch.rope)
@@ -169,9 +170,10 @@ def all_local(arch: Architecture, window: int | None) -> LocalAttention | None:
 def read_local(
     config: HfConfig, default_pattern: str, window: int | None, rope: Rope, local_rope: Rope, max_positions: int
 ) -> LocalAttention | None:
-    """The local layers, by `layer_types` or else by the family's default; None where all layers are alike.
+    """The local layers, from `layer_types` or, without it, the family's default; None if all layers are global.
 
-    `window` is the family's reading of `sliding_window`. Published configs have one even where no layer uses it.
+    `window` is the value of `sliding_window`, as the family interprets it. Published files have one even if no layer
+    uses it.
     """
     kinds = config.strings("layer_types") or [LOCAL if letter == "L" else GLOBAL for letter in default_pattern]
     if set(kinds) - {LOCAL, GLOBAL} or len(kinds) != len(default_pattern):

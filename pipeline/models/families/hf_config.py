@@ -1,7 +1,7 @@
-"""A reader of config.json that overlooks no attribute.
+"""A reader of config.json that accounts for every attribute.
 
-Every attribute is either read by the family, known not to matter, or at the value that switches it off. Any other stops
-the program before weights load.
+An attribute is either read by the family, or known to have no effect, or has the value that disables it. Any other
+attribute stops the program before weights are loaded.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,9 +11,9 @@ from pipeline.core.json_text import shown
 from pipeline.models.architecture import Activation
 from pipeline.models.checkpoints.json_config import REQUIRED, JsonConfig
 
-_MAX_LAYERS = 10_000  # they are planned one by one
+_MAX_LAYERS = 10_000  # the plan loops over layers
 
-# Attributes without influence on the residual stream at inference.
+# Attributes without an effect on the residual stream at inference.
 _HARMLESS = frozenset(
     """
     transformers_version dtype torch_dtype name_or_path use_cache tie_word_embeddings
@@ -31,7 +31,7 @@ _HARMLESS = frozenset(
     """.split()  # noqa: SIM905 - sixty lines with one word each are harder to read
 )
 
-# Attributes that would matter, at the value that switches them off.
+# Attributes with an effect, and the value that disables it.
 _NEUTRAL: dict[str, object] = {
     "add_cross_attention": False,
     "attention_bias": False,
@@ -69,7 +69,7 @@ _ACTIVATIONS = {
 
 
 class HfConfig(JsonConfig):
-    """A config.json, or a mapping inside one, which records the attributes that were read."""
+    """A config.json, or a mapping inside one. Records which attributes were read."""
 
     user = "model"
 
@@ -81,7 +81,7 @@ class HfConfig(JsonConfig):
         return self.positive_int(key, most=_MAX_LAYERS)
 
     def optional_int(self, key: str, default: int | None) -> int | None:
-        """A whole number above 0; None where the value is null, or where it is absent and the default is None."""
+        """A whole number above 0; None if the value is null, or if it is absent and the default is None."""
         return None if self._is_none(key, default) else self.positive_int(key, default)
 
     def optional_float(self, key: str, default: object = REQUIRED) -> float | None:
@@ -98,19 +98,19 @@ class HfConfig(JsonConfig):
         return tuple(numbers.positive_float(str(number)) for number in range(len(values)))
 
     def flag(self, key: str, default: bool, null: bool | None = None) -> bool:
-        """True or false; null stands for the default, or for `null`."""
-        is_other = key in self._nulls and null is not None
-        return super().flag(key, null if is_other else default)
+        """True or false. If the file has null, `null` if given, else the default."""
+        uses_null = key in self._nulls and null is not None
+        return super().flag(key, null if uses_null else default)
 
     def strings(self, key: str) -> list[str]:
-        """A list of strings; empty when the key is absent."""
+        """A list of strings; empty if the key is absent."""
         values = self._take(key, (list,), "a list of strings", [])
         if not all(isinstance(value, str) for value in values):
             raise self._wrong(key, values, "a list of strings")
         return values
 
     def whole_numbers(self, key: str) -> list[int]:
-        """A list of whole numbers; empty when the key is absent."""
+        """A list of whole numbers; empty if the key is absent."""
         values = self._take(key, (list,), "a list of whole numbers", [])
         if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
             raise self._wrong(key, values, "a list of whole numbers")
@@ -120,11 +120,11 @@ class HfConfig(JsonConfig):
         return _ACTIVATIONS[self.choice(key, _ACTIVATIONS, default)]
 
     def ignore(self, *keys: str) -> None:
-        """Allows attributes that this family's model does not read."""
+        """Allows attributes that have no effect in this family."""
         self._taken.update(keys)
 
     def finish(self) -> None:
-        """Raises for attributes that were not read. Call it last."""
+        """Raises CheckpointError for attributes that were not read. Call it last."""
         unread = [
             key
             for key, value in self.values.items()
@@ -134,41 +134,41 @@ class HfConfig(JsonConfig):
         ]
         self._refuse(
             unread,
-            "which this program does not implement, so that the activations might be wrong. Use another model, or "
+            "which this program does not implement, so the activations might be wrong. Use another model, or "
             "remove the attribute if it does not change the forward pass.",
         )
 
 
 def refuse_unreadable(config: HfConfig, families: Collection[str]) -> None:
-    """Raises for checkpoints that are quantised in other ways than MXFP4 and FP8 in blocks, or that only their own code
-    could read."""
+    """Raises CheckpointError for checkpoints with a quantisation other than MXFP4 and block-wise FP8, and for models
+    that need code from their repository."""
     quantization = config.nested("quantization_config")
     method = quantization.values.get("quant_method")
     if "quantization_config" in config and method not in ("mxfp4", "fp8"):
         raise CheckpointError(
             f"{config.where} has a quantization_config: expected float32, float16, bfloat16, mxfp4 or fp8 weights, got "
-            f"{shown(method)}. Use the checkpoint from which it was quantised."
+            f"{shown(method)}. Use the checkpoint that it was quantised from."
         )
     if method == "fp8":
         _check_fp8(quantization)
     if config.values.get("auto_map") and str(config.values.get("model_type")) not in families:
         raise CheckpointError(
-            f"{config.where} has an auto_map: the model is defined by code inside its repository, which is never run. "
+            f"{config.where} has an auto_map: the model is defined by code in its repository, which is never run. "
             f"Use a model of an implemented family."
         )
-    config.ignore("auto_map")  # of an implemented family; transformers ignores it, too, unless it is told to trust it
+    config.ignore("auto_map")  # for implemented families, transformers ignores it, too, without trust_remote_code
 
 
 def _check_fp8(config: HfConfig) -> None:
-    """Raises for FP8 that is not in blocks with a scale each, whose products are of unquantised activations."""
+    """Raises CheckpointError unless this is FP8 with a scale per block and unquantised activations."""
     block = config.whole_numbers("weight_block_size")
     if len(block) != 2 or min(block) < 1:
         raise CheckpointError(
             f"{config.where}: weight_block_size is {shown(block or None)}, expected two whole numbers above 0: other "
-            f"FP8 is not implemented. Use the checkpoint from which it was quantised."
+            f"kinds of FP8 are not implemented. Use the checkpoint that it was quantised from."
         )
     config.choice("fmt", ("e4m3",), "e4m3")
     config.choice("activation_scheme", ("dynamic",), "dynamic")
-    config.choice("scale_fmt", ("float", "ue8m0"), "float")  # of numbers that are stored as floats
-    config.ignore("quant_method", "modules_to_not_convert", "ignored_layers")  # the tensors tell
+    config.choice("scale_fmt", ("float", "ue8m0"), "float")  # the scales are stored as floats either way
+    config.ignore("quant_method", "modules_to_not_convert", "ignored_layers")  # visible from the tensors' dtypes
     config.finish()

@@ -1,4 +1,4 @@
-"""LLaMA 2, 3 and 3.x, and the many models published under its name (transformers' `LlamaModel`)."""
+"""LLaMA 2, 3 and 3.x, and the many models with its architecture (transformers' `LlamaModel`)."""
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Activation, Architecture, KeyTable, Rope
@@ -34,12 +34,12 @@ MLP_BIASES: KeyTable = {
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     return read_decoder(config, default_max_positions=2048), read_table(config)
 
 
 def read_table(config: HfConfig) -> KeyTable:
-    """LLaMA's tensors, with the biases that it has."""
+    """LLaMA's key table, with the biases that config.json enables."""
     table = dict(KEY_TABLE)
     if config.flag("attention_bias", False):
         table |= ATTENTION_BIASES
@@ -59,9 +59,9 @@ def read_decoder(
     rope: Rope | None = None,
     d_mlp: int | None = None,
 ) -> Architecture:
-    """The architecture of LLaMA and its relatives; the defaults are those of transformers' config classes.
+    """The architecture of LLaMA and similar families. The defaults are those of transformers' config classes.
 
-    Families whose config.json has other attributes for them pass `activation`, `rope` and `d_mlp`.
+    Families whose config.json has different attributes for them pass `activation`, `rope` and `d_mlp`.
     """
     d_model = config.positive_int("hidden_size")
     num_heads = config.positive_int("num_attention_heads")
@@ -69,9 +69,9 @@ def read_decoder(
     head_dim = config.positive_int("head_dim", default_head_dim or max(d_model // num_heads, 1))
     if num_heads % num_kv_heads or head_dim % 2 or ("head_dim" not in config and d_model % num_heads):
         raise CheckpointError(
-            f"{config.where}: expected whole groups of heads of an even size, got hidden_size {d_model}, "
-            f"num_attention_heads {num_heads}, num_key_value_heads {num_kv_heads}, head_dim {head_dim}. "
-            f"Is the file damaged?"
+            f"{config.where}: expected num_key_value_heads to divide num_attention_heads, and an even head size that "
+            f"divides hidden_size if head_dim is not set, got hidden_size {d_model}, num_attention_heads {num_heads}, "
+            f"num_key_value_heads {num_kv_heads}, head_dim {head_dim}. Is the file damaged?"
         )
     max_positions = config.positive_int("max_position_embeddings", default_max_positions)
     return Architecture(

@@ -1,4 +1,4 @@
-"""Mistral 7B and its relatives (transformers' `MistralModel`): a LLaMA in which every layer may have a window."""
+"""Mistral 7B and similar models (transformers' `MistralModel`): a LLaMA that may have a window in every layer."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from pipeline.models.families.llama import KEY_TABLE, read_decoder
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     arch = read_decoder(config, default_max_positions=131072)
     window = config.optional_int("sliding_window", 4096)
     local = read_local(config, "L" * arch.num_layers, window, arch.rope, arch.rope, arch.max_positions)

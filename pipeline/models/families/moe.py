@@ -1,8 +1,8 @@
 """Models with experts: Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE and gpt-oss (transformers' `Qwen2MoeModel`,
 `Qwen3MoeModel`, `MixtralModel`, `OlmoeModel`, `GptOssModel`).
 
-Each is a dense family whose MLPs, or some of them, are mixtures. Qwen2-MoE has also an expert that every token has,
-behind a gate. gpt-oss has attention sinks, and experts with biases and bounded neurons.
+Each is a dense family in which all or some MLPs are mixtures of experts. Qwen2-MoE also has a shared expert with a
+gate. gpt-oss has attention sinks, and experts with biases and clipped neurons.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ _WITHOUT_MLP: KeyTable = {key: entry for key, entry in llama.KEY_TABLE.items() i
 
 
 def read_qwen2_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     arch = llama.read_decoder(config, default_max_positions=32768)
     experts = read_experts(config, arch.num_layers, default_num=60, default_per_token=4, default_d_expert=1408)
     experts = dataclasses.replace(experts, d_shared=config.positive_int("shared_expert_intermediate_size", 5632))
@@ -58,10 +58,10 @@ def read_qwen2_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def read_qwen3_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     arch = llama.read_decoder(config, default_max_positions=32768)
     experts = read_experts(config, arch.num_layers, default_num=128, default_per_token=8, default_d_expert=768)
-    config.ignore("max_window_layers")  # published; every layer has the window, if any
+    config.ignore("max_window_layers")  # in published files, without effect: a window applies to every layer
     local = all_local(arch, _read_window(config))
     table = llama.KEY_TABLE | HEAD_NORMS | EXPERTS
     table |= llama.ATTENTION_BIASES if config.flag("attention_bias", False) else {}
@@ -69,8 +69,8 @@ def read_qwen3_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def read_mixtral(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
-    config.ignore("router_jitter_noise", *ABOUT_TRAINING)  # noise in training only
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
+    config.ignore("router_jitter_noise", *TRAINING_KEYS)  # noise is added in training only
     max_positions = config.positive_int("max_position_embeddings", 4096 * 32)
     rope = read_rope(config, max_positions, default_theta=1e6)
     arch = llama.read_decoder(config, max_positions, default_eps=1e-5, rope=rope)
@@ -81,8 +81,8 @@ def read_mixtral(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def read_olmoe(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
-    config.ignore(*ABOUT_TRAINING)
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
+    config.ignore(*TRAINING_KEYS)
     if config.optional_float("clip_qkv", None) is not None:
         raise CheckpointError(f"{config.where} sets clip_qkv, which is not implemented. Use another model.")
     arch = llama.read_decoder(config, default_max_positions=4096, default_eps=1e-5)
@@ -102,8 +102,8 @@ def read_olmoe(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def read_gpt_oss(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
-    config.ignore("experts_per_token", "initial_context_length", "hidden_act", *ABOUT_TRAINING)
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
+    config.ignore("experts_per_token", "initial_context_length", "hidden_act", *TRAINING_KEYS)
     max_positions = config.positive_int("max_position_embeddings", 131072)
     arch = llama.read_decoder(
         config,
@@ -132,7 +132,7 @@ def read_gpt_oss(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def _read_gpt_oss_rope(config: HfConfig, max_positions: int) -> Rope:
-    """YaRN with these values where the file tells nothing."""
+    """The rotary embedding; by default, YaRN with the values below."""
     values = rope_values(config)
     if not values.values and "rope_parameters" not in config:
         default = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
@@ -142,7 +142,7 @@ def _read_gpt_oss_rope(config: HfConfig, max_positions: int) -> Rope:
     return rope
 
 
-ABOUT_TRAINING = ("output_router_logits", "router_aux_loss_coef")
+TRAINING_KEYS = ("output_router_logits", "router_aux_loss_coef")
 
 
 def read_experts(
@@ -153,8 +153,8 @@ def read_experts(
     default_d_expert: int,
     sums_to_one: bool = False,
 ) -> Experts:
-    """Qwen's experts: of every `decoder_sparse_step`-th layer but those in `mlp_only_layers`."""
-    config.ignore(*ABOUT_TRAINING)
+    """Qwen's experts, in every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
+    config.ignore(*TRAINING_KEYS)
     num_experts, per_token = read_counts(config, num_layers, default_num, default_per_token)
     step, dense = config.positive_int("decoder_sparse_step", 1), {*config.whole_numbers("mlp_only_layers")}
     pattern = "".join("D" if i in dense or (i + 1) % step else "S" for i in range(num_layers))
@@ -172,7 +172,7 @@ def read_experts(
 
 
 def _read_window(config: HfConfig) -> int | None:
-    """Qwen's sliding window; transformers writes 0, or null, for one that is not used."""
+    """Qwen's sliding window; None if it is not used, where transformers writes 0 or null."""
     if config.flag("use_sliding_window", False):
         return config.optional_int("sliding_window", 4096)
     config.ignore("sliding_window")
@@ -187,15 +187,15 @@ def read_counts(
     key: str | None = None,
     per_token_key: str = "num_experts_per_tok",
 ) -> tuple[int, int]:
-    """How many experts there are, by default under either name that some transformers have, and how many of them a
-    token has. Without defaults they must be there."""
+    """The number of experts, and of experts per token. The former has one of two names, depending on the version of
+    transformers, unless `key` is given. Attributes without a default are required."""
     key = key or ("num_local_experts" if "num_local_experts" in config else "num_experts")
     num_experts = config.positive_int(key, *([] if default_num is None else [default_num]))
     per_token = config.positive_int(per_token_key, *([] if default_per_token is None else [default_per_token]))
     if num_experts * num_layers > _MAX_EXPERTS:
         raise CheckpointError(
             f"{config.where}: {key} is {num_experts:,} in {num_layers:,} layers, expected at most {_MAX_EXPERTS:,} "
-            f"experts in all. Is the file damaged?"
+            f"experts in total. Is the file damaged?"
         )
     if per_token > num_experts:
         raise CheckpointError(
@@ -205,4 +205,4 @@ def read_counts(
     return num_experts, per_token
 
 
-_MAX_EXPERTS = 1 << 20  # of all layers: each has tensors of its own
+_MAX_EXPERTS = 1 << 20  # in all layers together, since each has its own tensors

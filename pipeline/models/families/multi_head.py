@@ -1,4 +1,4 @@
-"""The architecture of GPT-2, GPT-NeoX and BERT: LayerNorm, an MLP without gate, as many key-value heads as heads."""
+"""The architecture of GPT-2, GPT-NeoX and BERT: LayerNorm, an MLP without a gate, and multi-head attention."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,8 +17,8 @@ def read_multi_head(
     rope: Rope | None = None,
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> Architecture:
-    """The architecture. `max_positions`, `eps` and `activation` are the family's defaults; `names` maps attributes of
-    transformers' other families to the family's."""
+    """Reads the architecture. `max_positions`, `eps` and `activation` are the family's defaults. `names` maps the usual
+    attribute names to the family's. Raises CheckpointError."""
 
     def name(key: str) -> str:
         return names.get(key, key)
@@ -27,8 +27,8 @@ def read_multi_head(
     num_heads = config.positive_int(name("num_attention_heads"))
     if d_model % num_heads:
         raise CheckpointError(
-            f"{config.where}: expected whole heads, got {name('hidden_size')} {d_model}, "
-            f"{name('num_attention_heads')} {num_heads}. Is the file damaged?"
+            f"{config.where}: expected {name('num_attention_heads')} to divide {name('hidden_size')}, got "
+            f"{num_heads} and {d_model}. Is the file damaged?"
         )
     return Architecture(
         num_layers=config.num_layers(name("num_hidden_layers")),

@@ -1,5 +1,5 @@
-"""OLMo 2 and 3 (transformers' `Olmo2Model`, `Olmo3Model`): norms after the blocks instead of before, and over all heads
-at once. In OLMo 3, most layers have a window.
+"""OLMo 2 and 3 (transformers' `Olmo2Model`, `Olmo3Model`): norms after the blocks instead of before them, and norms of
+queries and keys over all heads together. In OLMo 3, most layers have a window.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ _OLMO3_THETA = 500_000.0
 
 
 def read_olmo2(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     return _read(config)
 
 
 def read_olmo3(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     max_positions = config.positive_int("max_position_embeddings", 2048)
     rope, local_rope = _read_ropes(config, max_positions)
     arch, table = _read(config, rope)
@@ -43,9 +43,10 @@ def _read(config: HfConfig, rope: Rope | None = None) -> tuple[Architecture, Key
 
 
 def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:
-    """The rotary embeddings of global and of local layers. The `rope_scaling` of older files is of global layers only.
+    """The rotary embeddings of global and of local layers. In older files, `rope_scaling` applies to global layers
+    only.
 
-    Of an older file's `rope_theta`, transformers 4 reads both, transformers 5 only that of global layers.
+    `rope_theta` of an older file applies to all layers in transformers 4, but only to global layers in transformers 5.
     """
     if "rope_parameters" in config:
         return nested_ropes(config, max_positions, _OLMO3_THETA, _OLMO3_THETA)
@@ -53,8 +54,8 @@ def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:
     require_truncating(config, rope)
     if rope.theta != _OLMO3_THETA:
         raise CheckpointError(
-            f"{config.where}: rope_theta is {rope.theta:g}, expected {_OLMO3_THETA:g}, since versions of transformers "
-            f"disagree on whether local layers use it, too. Replace rope_theta and rope_scaling by "
-            f"rope_parameters, with full_attention and sliding_attention."
+            f"{config.where}: rope_theta is {rope.theta:g}, expected {_OLMO3_THETA:g}, because transformers 4 and 5 "
+            f"disagree on whether local layers use other values. Replace rope_theta and rope_scaling with "
+            f"rope_parameters that contain full_attention and sliding_attention."
         )
     return rope, Rope(_OLMO3_THETA)

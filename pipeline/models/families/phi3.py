@@ -8,21 +8,21 @@ from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
 from pipeline.models.families.llama import read_decoder
 
-_APART = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-KEY_TABLE: KeyTable = {key: entry for key, entry in LLAMA_TABLE.items() if not any(name in key for name in _APART)} | {
+_FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+KEY_TABLE: KeyTable = {key: entry for key, entry in LLAMA_TABLE.items() if not any(name in key for name in _FUSED)} | {
     "layers.*.self_attn.qkv_proj.weight": ["attention.q", "attention.k", "attention.v"],
     "layers.*.mlp.gate_up_proj.weight": ["mlp.gate", "mlp.up"],
 }
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     max_positions = config.positive_int("max_position_embeddings", 4096)
-    original = config.positive_int("original_max_position_embeddings", 4096)  # counts, whatever the mapping has
+    original = config.positive_int("original_max_position_embeddings", 4096)  # takes precedence over the mapping
     values = rope_values(config)
     values = HfConfig(values.values | {"original_max_position_embeddings": original}, values.where)
     values.choice("rope_type" if "rope_type" in values else "type", ("default", "longrope"), "default")
-    values.ignore("original_max_position_embeddings")  # without LongRoPE, nothing reads it
+    values.ignore("original_max_position_embeddings")  # read for LongRoPE only
     theta = config.positive_float("rope_theta", 10000.0)
     rope = parse_rope(values, theta, max_positions)
     fraction = values.positive_float("partial_rotary_factor", config.positive_float("partial_rotary_factor", 1.0))

@@ -1,7 +1,7 @@
-"""Qwen2, Qwen2.5 and Qwen3's dense models (transformers' `Qwen2Model`, `Qwen3Model`).
+"""The dense models of Qwen2, Qwen2.5 and Qwen3 (transformers' `Qwen2Model`, `Qwen3Model`).
 
-The former have biases on q, k and v, none elsewhere; Qwen3 has a norm of every head's queries and keys, and by default
-no biases.
+Qwen2 and Qwen2.5 have biases for q, k and v only. Qwen3 has norms of each head's queries and keys, and by default no
+biases.
 """
 
 import dataclasses
@@ -23,20 +23,20 @@ HEAD_NORMS: KeyTable = {
 
 
 def read_qwen2(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     arch = llama.read_decoder(config, default_max_positions=32768)
     return _with_windows(config, arch), llama.KEY_TABLE | QKV_BIASES
 
 
 def read_qwen3(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     arch = llama.read_decoder(config, default_max_positions=32768, default_head_dim=128)
     biases = llama.ATTENTION_BIASES if config.flag("attention_bias", False) else {}
     return _with_windows(config, arch), llama.KEY_TABLE | HEAD_NORMS | biases
 
 
 def _with_windows(config: HfConfig, arch: Architecture) -> Architecture:
-    """Adds Qwen's sliding window: of the layers from `max_window_layers` on, if it is used at all."""
+    """Adds Qwen's sliding window, if it is used, to layer `max_window_layers` and all later layers."""
     is_used = config.flag("use_sliding_window", False)
     window = config.optional_int("sliding_window", 4096)
     first = min(config.count("max_window_layers", 28), arch.num_layers)

@@ -1,7 +1,8 @@
 """Qwen3-Next and Qwen3.5, dense and with experts (transformers' `Qwen3NextModel`, `Qwen3_5TextModel`,
-`Qwen3_5MoeTextModel`); of Qwen3.5's checkpoints with vision, the language model.
+`Qwen3_5MoeTextModel`), and the language models of Qwen3.5's multimodal checkpoints.
 
-Most layers have a gated DeltaNet, every fourth attention, whose heads are gated. Norms are scaled by 1 + weight.
+Most layers have a gated DeltaNet; by default, every fourth layer has attention, with gated heads. Norms are scaled by
+1 + weight.
 """
 
 import dataclasses
@@ -30,11 +31,11 @@ _DELTA: KeyTable = {
     "layers.*.linear_attn.norm.weight": "delta.z_norm",
     "layers.*.linear_attn.out_proj.weight": "delta.o",
 }
-_BY_HEAD: KeyTable = {
+_FUSED_PROJECTIONS: KeyTable = {
     "layers.*.linear_attn.in_proj_qkvz.weight": Interleaved(("delta.q", "delta.k", "delta.v", "delta.z")),
     "layers.*.linear_attn.in_proj_ba.weight": Interleaved(("delta.write", "delta.decay")),
 }
-_APART: KeyTable = {
+_SEPARATE_PROJECTIONS: KeyTable = {
     "layers.*.linear_attn.in_proj_qkv.weight": ["delta.q", "delta.k", "delta.v"],
     "layers.*.linear_attn.in_proj_z.weight": "delta.z",
     "layers.*.linear_attn.in_proj_b.weight": "delta.write",
@@ -48,7 +49,7 @@ _STACKED_EXPERTS: KeyTable = {
 
 
 def read_qwen3_next(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     if config.flag("use_sliding_window", False):
         raise CheckpointError(
             f"{config.where}: use_sliding_window is true, which is not implemented. Use another model."
@@ -56,21 +57,21 @@ def read_qwen3_next(config: HfConfig) -> tuple[Architecture, KeyTable]:
     arch, table = _read(config, default_kv_heads=2)
     experts = moe.read_experts(config, arch.num_layers, 512, 10, 512, sums_to_one=True)
     experts = dataclasses.replace(experts, d_shared=config.positive_int("shared_expert_intermediate_size", 512))
-    return dataclasses.replace(arch, experts=experts), table | _BY_HEAD | moe.EXPERTS | moe.SHARED
+    return dataclasses.replace(arch, experts=experts), table | _FUSED_PROJECTIONS | moe.EXPERTS | moe.SHARED
 
 
 def read_qwen3_5(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
-    config.ignore("mlp_only_layers")  # published; there are no experts
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
+    config.ignore("mlp_only_layers")  # in published files, although there are no experts
     return _read_qwen3_5(config, default_kv_heads=4)
 
 
 def read_qwen3_5_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented.
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented.
 
-    transformers writes a language model by itself with a tensor for each expert.
+    In a checkpoint of the language model alone, transformers writes a tensor per expert.
     """
-    config.ignore(*moe.ABOUT_TRAINING)
+    config.ignore(*moe.TRAINING_KEYS)
     d_expert = config.positive_int("moe_intermediate_size", 512)
     arch, table = _read_qwen3_5(config, default_kv_heads=2, d_mlp=d_expert)
     num_experts, per_token = moe.read_counts(config, arch.num_layers, 256, 8, "num_experts")
@@ -79,13 +80,13 @@ def read_qwen3_5_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
     return dataclasses.replace(arch, experts=experts), table | moe.EXPERTS | moe.SHARED
 
 
-def read_qwen3_5_beside_vision(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The same of the language model of a checkpoint with vision."""
+def read_qwen3_5_multimodal(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """`read_qwen3_5` for the language model of a checkpoint with vision."""
     return _read_text(config, "qwen3_5_text", read_qwen3_5)
 
 
-def read_qwen3_5_moe_beside_vision(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The same of the language model of a checkpoint with vision, where all experts are in one tensor."""
+def read_qwen3_5_moe_multimodal(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """`read_qwen3_5_moe` for the language model of a checkpoint with vision, in which all experts are in one tensor."""
     arch, table = _read_text(config, "qwen3_5_moe_text", read_qwen3_5_moe)
     return arch, {key: entry for key, entry in table.items() if key not in moe.EXPERTS} | _STACKED_EXPERTS
 
@@ -109,16 +110,16 @@ def _read_qwen3_5(config: HfConfig, default_kv_heads: int, d_mlp: int | None = N
         )
     config.choice("output_gate_type", ("swish",), "swish")
     config.choice("mamba_ssm_dtype", ("float32",), "float32")
-    config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # of layers that predict further tokens
+    config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # multi-token prediction
     arch, table = _read(config, default_kv_heads, d_mlp)
-    return arch, table | _APART
+    return arch, table | _SEPARATE_PROJECTIONS
 
 
 def _read(config: HfConfig, default_kv_heads: int, d_mlp: int | None = None) -> tuple[Architecture, KeyTable]:
-    """All but the experts and the projections of DeltaNet."""
+    """Everything except the experts and the projections of DeltaNet."""
     max_positions = config.positive_int("max_position_embeddings", 32768)
     values = rope_values(config)
-    values.ignore("mrope_section", "mrope_interleaved")  # of images: a text's positions are the same in all sections
+    values.ignore("mrope_section", "mrope_interleaved")  # for images; in text, all sections have the same positions
     rope = parse_rope(values, config.positive_float("rope_theta", 10000.0), max_positions)
     fraction = values.positive_float("partial_rotary_factor", config.positive_float("partial_rotary_factor", 0.25))
     values.finish()

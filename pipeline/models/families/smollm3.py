@@ -1,4 +1,4 @@
-"""SmolLM3 (transformers' `SmolLM3Model`): a LLaMA in which some layers do not rotate queries and keys."""
+"""SmolLM3 (transformers' `SmolLM3Model`): a LLaMA in which some layers have no rotary embeddings."""
 
 import dataclasses
 
@@ -10,8 +10,8 @@ from pipeline.models.families.llama import read_decoder, read_table
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """The architecture and its tensors. Raises CheckpointError for what is not implemented."""
-    config.ignore("max_window_layers")  # published, but transformers does not read it
+    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
+    config.ignore("max_window_layers")  # in published files, but transformers does not read it
     max_positions = config.positive_int("max_position_embeddings", 32768)
     rope = read_rope(config, max_positions, default_theta=2e6)
     arch = read_decoder(config, max_positions, default_kv_heads=4, rope=rope)
@@ -22,7 +22,7 @@ def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def _read_rotation(config: HfConfig, num_layers: int) -> str:
-    """A letter per layer, as in `Architecture.rotation`; in `no_rope_layers`, 1 stands for a layer that rotates."""
+    """A letter per layer, as in `Architecture.rotation`. In `no_rope_layers`, 1 means that the layer rotates."""
     interval = config.positive_int("no_rope_layer_interval", 4)
     rotates = config.whole_numbers("no_rope_layers") or [(layer + 1) % interval for layer in range(num_layers)]
     if len(rotates) < num_layers:
@@ -34,14 +34,14 @@ def _read_rotation(config: HfConfig, num_layers: int) -> str:
 
 
 def _read_local(config: HfConfig, arch: Architecture, rotation: str) -> LocalAttention | None:
-    """Without `layer_types`, the layers that do not rotate have the window."""
+    """The local layers. Without `layer_types`, the layers without rotary embeddings have the window."""
     window = config.optional_int("sliding_window", None)
     if not config.flag("use_sliding_window", False):
         window = None
     if window is None and LOCAL in config.strings("layer_types"):
         raise CheckpointError(
-            f"{config.where}: layer_types has {LOCAL}, but no window is used: expected use_sliding_window to be true "
-            f"and sliding_window to be its length. Is the file damaged?"
+            f"{config.where}: layer_types has {LOCAL}, but no window is used: expected use_sliding_window to be true, "
+            f"and a length as sliding_window. Is the file damaged?"
         )
     pattern = "".join("L" if window and letter == "N" else "G" for letter in rotation)
     return read_local(config, pattern, window, arch.rope, arch.rope, arch.max_positions)

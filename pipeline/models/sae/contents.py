@@ -1,4 +1,4 @@
-"""What a format's module finds in a checkpoint: the specification, and how each of its arrays is made."""
+"""What a format's module reads from a checkpoint: the SAE's specification, and how to make each of its arrays."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,40 +12,40 @@ from pipeline.models.sae.tensors import Tensors
 Change = Callable[[np.ndarray], np.ndarray]
 
 
-def multiplied(factor: float) -> Change:
-    """Values times a factor, in float32."""
+def multiply_by(factor: float) -> Change:
+    """Multiplies values by a factor, in float32."""
     return lambda values: values * np.float32(factor)
 
 
-def divided(divisor: float) -> Change:
-    """Values divided by a number, in float32."""
+def divide_by(divisor: float) -> Change:
+    """Divides values by a number, in float32."""
     return lambda values: values / np.float32(divisor)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the file, and what makes an array of it."""
+    """A tensor in the file, and how an array is made from it."""
 
     tensor: str
-    axes: str  # of the tensor, in the letters of `ARRAYS`: "FD" is stored with a row for each feature
-    change: Change | None = None  # float32 values in our order of axes to float32 values
+    axes: str  # the tensor's axes, in the letters of `ARRAYS`: "FD" has a row per feature
+    change: Change | None = None  # a function of the float32 values, in our order of axes
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint whose tensors are there, with the shapes that its configuration says. Made by `checked`."""
+    """The contents of a checkpoint. Formats return it from `check_tensors`."""
 
     format: str
     spec: SAESpec
     hook_name: str | None
     tensors: Tensors
-    sources: Mapping[str, Source | float]  # by our names; a number stands for an array that has it everywhere
+    sources: Mapping[str, Source | float]  # by our names; a number stands for an array filled with it
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.spec.axis_sizes(ARRAYS[name])
 
     def read(self, name: str) -> np.ndarray:
-        """An array of `ARRAYS`, in the file's dtype, in float32 where it is computed. Raises CheckpointError."""
+        """Reads an array of `ARRAYS`, in the file's dtype, or in float32 if it is computed. Raises CheckpointError."""
         source = self.sources[name]
         if not isinstance(source, Source):
             return np.full(self.shape(name), source, np.float32)
@@ -54,7 +54,7 @@ class Contents:
         if source.axes == ARRAYS[name][::-1]:
             values = values.T
         if source.change is not None:
-            with np.errstate(over="ignore"):  # what is infinite is refused by name
+            with np.errstate(over="ignore"):  # infinite values are refused below
                 values = source.change(values.astype(np.float32, copy=False))
             self._check_finite(values, f"{name}, computed from {source.tensor}, would have")
         return np.ascontiguousarray(values)
@@ -63,25 +63,26 @@ class Contents:
         num_wrong = sum(int(row.size - np.isfinite(row).sum()) for row in np.atleast_2d(values))
         if num_wrong:
             raise CheckpointError(
-                f"{self.tensors.name}: {subject} {num_wrong:,} values that are infinite or NaN, expected finite ones. "
-                f"Download the file again, or use another SAE."
+                f"{self.tensors.name}: {subject} {num_wrong:,} values that are infinite or NaN, expected finite "
+                f"values. Download the file again, or use another SAE."
             )
 
 
-def checked(contents: Contents, ignored: Sequence[str] = ()) -> Contents:
-    """The contents, if the file has just their tensors, but for ignored ones. Raises CheckpointError otherwise."""
+def check_tensors(contents: Contents, ignored: Sequence[str] = ()) -> Contents:
+    """Returns the contents if the file has exactly their tensors, with the expected shapes, except for `ignored` ones.
+    Raises CheckpointError otherwise."""
     shapes, where = contents.tensors.shapes, contents.tensors.name
     sources = [source for source in contents.sources.values() if isinstance(source, Source)]
     expected = {source.tensor: contents.spec.axis_sizes(source.axes) for source in sources}
     if missing := [name for name in expected if name not in shapes]:
         raise CheckpointError(
-            f"{where} has no {', '.join(missing)}: expected {', '.join(expected)}, got {_names(shapes)}. Is it an SAE "
-            f"of the architecture that its configuration says?"
+            f"{where} has no {', '.join(missing)}: expected {', '.join(expected)}, got {_names(shapes)}. Does the SAE "
+            f"have the architecture that its configuration states?"
         )
     if unexpected := sorted(shapes.keys() - expected.keys() - {*ignored}):
         raise CheckpointError(
-            f"{where} has {_names(unexpected)}, which an SAE of its architecture has not; expected "
-            f"{', '.join(expected)}. Use another SAE: what the tensor does would be missing."
+            f"{where} has {_names(unexpected)}, which its architecture does not have; expected {', '.join(expected)}. "
+            f"Use another SAE: this program would ignore the tensor."
         )
     for name, shape in expected.items():
         if shapes[name] != shape:
@@ -89,12 +90,12 @@ def checked(contents: Contents, ignored: Sequence[str] = ()) -> Contents:
             raise CheckpointError(
                 f"{where}: {name} has shape {shapes[name]}, expected {shape}"
                 + (", so it is transposed. Save it in the format's order of axes." if is_transposed else "")
-                + ("" if is_transposed else " of its configuration. Is it the file of another SAE?")
+                + ("" if is_transposed else " from its configuration. Does the file belong to another SAE?")
             )
         contents.tensors.dtype(name)
     return contents
 
 
 def _names(names: object) -> str:
-    some = sorted(str(name)[:200] for name in names)
-    return ", ".join(some[:20]) + (f" and {len(some) - 20} more" if len(some) > 20 else "")
+    texts = sorted(str(name)[:200] for name in names)
+    return ", ".join(texts[:20]) + (f" and {len(texts) - 20} more" if len(texts) > 20 else "")

@@ -1,7 +1,7 @@
-"""The features that fire: what an SAE makes of activations, some tokens at a time.
+"""Encodes activations: which features of an SAE fire, and their values.
 
-No array holds the values of all features of all tokens: memory does not grow with the number of features. Products are
-in the activations' dtype, summed in float32.
+Tokens are processed in tiles, so that no array holds the values of all features for all tokens. Products are computed
+in the activations' dtype and accumulated in float32.
 
 Letters: B rows, S slots of a row, D and F as in `spec`, n tokens of a tile, k slots for features.
 """
@@ -15,22 +15,22 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
-from pipeline.models.sae.decoding import Reconstruction, decode, reconstruction_of
+from pipeline.models.sae.decoding import Reconstruction, decode, measure_reconstruction
 from pipeline.models.sae.params import SAEParams, params_partition, tensor_axis
 from pipeline.models.sae.spec import Activation, InputScaling, SAESpec
 
-TILE_VALUES = 1 << 25  # of features and tokens at once: 128 MiB
-GROUP = 128  # features that `_largest` first takes for one: a TPU's lanes
-_SMALLEST = float(jnp.finfo(jnp.float32).tiny)  # what is less may be 0 on some devices
+TILE_VALUES = 1 << 25  # tokens times features per tile: 128 MiB
+GROUP = 128  # features whose maximum `_largest` compares first: a TPU's lanes
+_SMALLEST = float(jnp.finfo(jnp.float32).tiny)  # some devices flush smaller values to 0
 
 
 class Features(NamedTuple):
-    """The features that fire, by falling value; of equal values the lower index comes first."""
+    """The features that fire, in descending order of value. Ties go to the lower index."""
 
     index: Int32[Array, "B S k"]  # -1 in empty slots
     value: Float32[Array, "B S k"]  # 0 in empty slots
-    n_active: Int32[Array, "B S"]  # also of those for which there is no slot
-    reconstruction: Reconstruction | None  # where it is asked for
+    n_active: Int32[Array, "B S"]  # including features that did not fit in the slots
+    reconstruction: Reconstruction | None  # None unless requested
 
 
 @jax.named_scope("features")
@@ -43,25 +43,25 @@ def encode(
     mesh: Mesh | None = None,
     decodes: bool = False,
 ) -> Features:
-    """The features with a value above `threshold`, at least the smallest normal float32: of each token the `slots`
-    largest, and how many there are; and, where it decodes, how well all of them reconstruct x.
+    """For each token, the `slots` largest values above `threshold`, and how many there are. With `decodes`, also how
+    well all features above the threshold reconstruct x. A threshold below the smallest normal float32 is raised to it.
 
-    `x` has rows along the mesh's `data` axis. The features may be divided along `tensor`; then each device computes its
-    part, and they exchange the largest of each.
+    The rows of x are divided along the mesh's `data` axis. If features are divided along `tensor`, each device computes
+    its part, and the devices exchange their largest values.
     """
     compute = partial(_on_device, sae=sae, slots=slots, threshold=threshold, decodes=decodes)
     if mesh is None:
         return compute(x, params)
     rows, axis = PartitionSpec("data"), tensor_axis(sae, mesh)
-    # check_vma=False: JAX does not see that what is made of gathered candidates is the same along `tensor`.
-    divided = jax.shard_map(
+    # check_vma=False: JAX does not infer that results computed from gathered candidates are equal along `tensor`.
+    sharded_compute = jax.shard_map(
         partial(compute, axis=axis),
         mesh=mesh,
         in_specs=(rows, {name: params_partition(name, sae, mesh) for name in params}),
         out_specs=Features(rows, rows, rows, Reconstruction(rows, rows) if decodes else None),
         check_vma=False,
     )
-    return divided(x, params)
+    return sharded_compute(x, params)
 
 
 def _on_device(
@@ -74,32 +74,32 @@ def _on_device(
     decodes: bool,
     axis: str | None = None,
 ) -> Features:
-    """`params` are those of this device's features where the mesh's `axis` divides them."""
-    most = sae.k if sae.activation is Activation.topk else sae.width  # that may fire
-    used, width = min(slots, most), params["b_enc"].shape[0]
-    of_tile = partial(_of_tile, sae, params, slots=used, threshold=threshold, decodes=decodes, axis=axis)
-    index, value, n_active, reconstruction = _in_tiles(of_tile, x.reshape(-1, x.shape[2]), width)
-    unused = ((0, 0), (0, slots - value.shape[1]))
+    """If the mesh's `axis` divides the features, `params` contains this device's part."""
+    max_active = sae.k if sae.activation is Activation.topk else sae.width
+    used_slots, width = min(slots, max_active), params["b_enc"].shape[0]
+    encode_tile = partial(_encode_tile, sae, params, slots=used_slots, threshold=threshold, decodes=decodes, axis=axis)
+    index, value, n_active, reconstruction = _in_tiles(encode_tile, x.reshape(-1, x.shape[2]), width)
+    padding = ((0, 0), (0, slots - value.shape[1]))
     features = Features(
-        jnp.pad(jnp.where(value > 0, index, -1), unused, constant_values=-1),
-        jnp.pad(value, unused),
-        jnp.minimum(n_active, most),
+        jnp.pad(jnp.where(value > 0, index, -1), padding, constant_values=-1),
+        jnp.pad(value, padding),
+        jnp.minimum(n_active, max_active),
         reconstruction,
     )
     return jax.tree.map(lambda part: part.reshape(*x.shape[:2], *part.shape[1:]), features)
 
 
-def _in_tiles(of_tile: Callable[[Array], Features], x: Float[Array, "tokens D"], width: int) -> Features:
+def _in_tiles(encode_tile: Callable[[Array], Features], x: Float[Array, "tokens D"], width: int) -> Features:
     num_tokens, size = len(x), max(TILE_VALUES // width, 1)
     if num_tokens <= size:
-        return of_tile(x)
-    missing = -num_tokens % size
-    tiles = jnp.pad(x, ((0, missing), (0, 0))).reshape(-1, size, x.shape[1])
-    features = jax.lax.map(of_tile, tiles)
-    return jax.tree.map(lambda part: part.reshape(num_tokens + missing, *part.shape[2:])[:num_tokens], features)
+        return encode_tile(x)
+    padding = -num_tokens % size
+    tiles = jnp.pad(x, ((0, padding), (0, 0))).reshape(-1, size, x.shape[1])
+    features = jax.lax.map(encode_tile, tiles)
+    return jax.tree.map(lambda part: part.reshape(num_tokens + padding, *part.shape[2:])[:num_tokens], features)
 
 
-def _of_tile(
+def _encode_tile(
     sae: SAESpec,
     params: SAEParams,
     x: Float[Array, "n D"],
@@ -109,25 +109,25 @@ def _of_tile(
     decodes: bool,
     axis: str | None,
 ) -> Features:
-    """With room for all slots that there are features for."""
+    """The features of one tile of tokens. `slots` is at most the number of features that may fire."""
     values = _values(sae, params, _inputs(sae, params, x))
     values = jnp.where(values > max(threshold, _SMALLEST), values, 0)
-    chosen = sae.k if decodes and sae.activation is Activation.topk else slots
-    index, value = _largest(values, min(chosen, values.shape[1]))
+    num_chosen = sae.k if decodes and sae.activation is Activation.topk else slots
+    index, value = _largest(values, min(num_chosen, values.shape[1]))
     n_active = jnp.sum(values > 0, axis=1, dtype=jnp.int32)
     if axis:
-        index, value = _joined(index, value, axis, chosen, values.shape[1])
+        index, value = _merge_devices(index, value, axis, num_chosen, values.shape[1])
         n_active = jax.lax.psum(n_active, axis)
     reconstruction = None
     if decodes:
         if sae.activation is Activation.topk:
-            values = _only(values, index, value, axis)
-        reconstruction = reconstruction_of(x, decode(sae, params, x, values, axis))
+            values = _mask_unchosen(values, index, value, axis)
+        reconstruction = measure_reconstruction(x, decode(sae, params, x, values, axis))
     return Features(index[:, :slots], value[:, :slots], n_active, reconstruction)
 
 
 def _inputs(sae: SAESpec, params: SAEParams, x: Float[Array, "n D"]) -> Float[Array, "n D"]:
-    """What the encoder's matrix multiplies, in the dtype of x."""
+    """The input of the encoder's matrix product, in the dtype of x."""
     scaled = x.astype(jnp.float32)
     match sae.input_scaling:
         case InputScaling.constant_norm:
@@ -139,7 +139,7 @@ def _inputs(sae: SAESpec, params: SAEParams, x: Float[Array, "n D"]) -> Float[Ar
 
 
 def _values(sae: SAESpec, params: SAEParams, inputs: Float[Array, "n D"]) -> Float32[Array, "n F"]:
-    """The values of all features; of a top-k SAE before its choice."""
+    """The values of all features, before the choice of a top-k SAE."""
     products = jnp.einsum("nD,DF->nF", inputs, params["w_enc"], preferred_element_type=jnp.float32)
     match sae.activation:
         case Activation.gated:
@@ -152,10 +152,10 @@ def _values(sae: SAESpec, params: SAEParams, inputs: Float[Array, "n D"]) -> Flo
 
 
 def _largest(values: Float32[Array, "n F"], num: int) -> tuple[Int32[Array, "n k"], Float32[Array, "n k"]]:
-    """Index and value of the `num` largest, of equal values the first: as `lax.top_k`.
+    """The indices and values of the `num` largest, with ties as in `lax.top_k`.
 
-    That looks for one after the other, which takes a TPU several times as long as the product. The `num` largest values
-    are in the `num` groups with the largest maxima, so it need not look into the others.
+    On a TPU, `lax.top_k` searches for one value after another, which takes several times as long as the product. The
+    `num` largest values are in the `num` groups with the largest maxima, so only these groups are searched.
     """
     num_tokens, width = values.shape
     if width // GROUP <= 2 * num or width % GROUP:
@@ -165,25 +165,25 @@ def _largest(values: Float32[Array, "n F"], num: int) -> tuple[Int32[Array, "n k
     _, chosen = jax.lax.top_k(jnp.max(groups, axis=2), num)
     chosen = jnp.sort(chosen, axis=1)
     candidates = jnp.take_along_axis(groups, chosen[:, :, None], axis=1).reshape(num_tokens, -1)
-    value, at = jax.lax.top_k(candidates, num)
-    return jnp.take_along_axis(chosen, at // GROUP, axis=1) * GROUP + at % GROUP, value
+    value, place = jax.lax.top_k(candidates, num)
+    return jnp.take_along_axis(chosen, place // GROUP, axis=1) * GROUP + place % GROUP, value
 
 
-def _joined(
+def _merge_devices(
     index: Int32[Array, "n k"], value: Float32[Array, "n k"], axis: str, slots: int, width: int
 ) -> tuple[Int32[Array, "n slots"], Float32[Array, "n slots"]]:
-    """The largest that the devices along `axis`, each of which has `width` features, have seen together."""
+    """The largest values over all devices along `axis`, each of which has `width` features."""
     index = index + jax.lax.axis_index(axis) * width
     index, value = (jax.lax.all_gather(part, axis, axis=1, tiled=True) for part in (index, value))
-    value, at = jax.lax.top_k(value, slots)  # devices stand in the order of their features
-    return jnp.take_along_axis(index, at, axis=1), value
+    value, place = jax.lax.top_k(value, slots)  # devices are ordered by feature, so ties go to the lower index
+    return jnp.take_along_axis(index, place, axis=1), value
 
 
-def _only(
+def _mask_unchosen(
     values: Float32[Array, "n F"], index: Int32[Array, "n k"], value: Float32[Array, "n k"], axis: str | None
 ) -> Float32[Array, "n F"]:
-    """The values of the chosen features, zeros elsewhere. `index` is of all devices' features."""
+    """The values of the chosen features, and 0 for all others. `index` counts over all devices' features."""
     width = values.shape[1]
     index = index - (jax.lax.axis_index(axis) * width if axis else 0)
-    index = jnp.where((index >= 0) & (index < width), index, width)  # of others: dropped
+    index = jnp.where((index >= 0) & (index < width), index, width)  # other devices' features are dropped
     return jnp.zeros_like(values).at[jnp.arange(len(values))[:, None], index].set(value, mode="drop")

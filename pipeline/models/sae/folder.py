@@ -1,4 +1,4 @@
-"""The folder of an SAE's checkpoint: local, at a remote path, or in a repository of the Hugging Face Hub."""
+"""The folder of an SAE's checkpoint: local, at a remote path, or in a repository on the Hugging Face Hub."""
 
 import os
 import re
@@ -17,16 +17,16 @@ _KEY = "the SAE's address"
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
 _HUB = re.compile(r"hf://(?:models/)?([\w.-]+/[\w.-]+)(?:@([^/\s]+))?(?:/(.*))?", re.DOTALL)
 CONVERT = (
-    "Pickled weights are never read. Convert them, in an environment that has torch: "
+    "Pickled weights are never read. Convert them, in an environment with torch: "
     "python scripts/convert_sae.py INPUT OUTPUT."
 )
 
 
 def open_folder(address: str, markers: tuple[str, ...]) -> Files:
-    """The folder at an address, or the one around the file that it names. `markers` are files of which every folder of
-    an SAE has one; a repository of the Hub is found by them.
+    """Opens the folder at an address, or the folder of the file at the address. Every folder of an SAE contains one of
+    the files `markers`; repositories on the Hub are checked for them.
 
-    Raises CheckpointError if there is no such folder, PipelineError where a retry might help.
+    Raises CheckpointError if there is no such folder, and PipelineError if a retry might help.
     """
     if problem := unusable_path(address, _KEY):
         raise CheckpointError(problem)
@@ -42,23 +42,23 @@ def open_folder(address: str, markers: tuple[str, ...]) -> Files:
     if os.path.isdir(address):
         return LocalFiles(Path(address))
     raise CheckpointError(
-        f"{_KEY} is {address!r:.300}: expected a folder, a remote one (gs://...) or one of the Hub "
+        f"{_KEY} is {address!r:.300}: expected a folder, a remote folder (gs://...) or a folder on the Hub "
         f"(hf://owner/name/folder), got none of them. Check the path."
     )
 
 
 class _HubFolder:
-    """A folder of a repository, at the commit of its revision when it is opened."""
+    """A folder in a repository, at the commit that its revision had when it was opened."""
 
-    is_remote = False  # files are fetched into the Hub's cache as a whole
+    is_remote = False  # whole files are downloaded into the Hub's cache
 
     def __init__(self, address: str, markers: tuple[str, ...]) -> None:
         self.where = address
         match = _HUB.fullmatch(address)
         if match is None or match[1].startswith(("datasets/", "spaces/")):
             raise CheckpointError(
-                f"{_KEY} is {address!r:.300}: expected hf://owner/name/folder of a model, with hf://owner/name@revision/"
-                f"folder for another revision than main. Check the address."
+                f"{_KEY} is {address!r:.300}: expected hf://owner/name/folder in a model repository, or "
+                f"hf://owner/name@revision/folder. Check the address."
             )
         repo, revision, folder = match[1], match[2], match[3]
         self._prefix = f"{folder}/" if folder else ""
@@ -67,7 +67,7 @@ class _HubFolder:
 
     def _open(self, repo: str, revision: str | None, markers: tuple[str, ...]) -> Repository:
         files = [self._prefix + marker for marker in markers]
-        files.sort(key=lambda file: not self._is_cached(repo, file, revision))  # offline, only those can be opened
+        files.sort(key=lambda file: not self._is_cached(repo, file, revision))  # only these open offline
         for file in files:
             repository = open_repository(repo, revision, file=file, key=_KEY, invalid=CheckpointError)
             if repository is not None:
@@ -95,12 +95,12 @@ class _HubFolder:
 
 
 def read_config(files: Files, name: str) -> SAEConfig:
-    """A JSON file of the folder."""
+    """Reads a JSON file in the folder. Raises CheckpointError if it is missing or damaged."""
     return SAEConfig(read_json(files, name), f"{files.where}/{name}")
 
 
 def open_file(files: Files, name: str) -> ByteSource:
-    """A file of the folder. Raises CheckpointError where there is none."""
+    """Opens a file in the folder. Raises CheckpointError if it is missing."""
     try:
         return files.open(name)
     except FileNotFoundError:

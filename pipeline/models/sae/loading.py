@@ -1,4 +1,4 @@
-"""Opening the checkpoint of a trained SAE or transcoder, in any of the formats that are published."""
+"""Opens the checkpoint of a trained SAE or transcoder, in any of the formats in `formats/`."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from pipeline.models.sae.folder import CONVERT, open_folder
 from pipeline.models.sae.formats import gemma_scope, gemma_scope_2, llama_scope, saelens, sparsify
 from pipeline.models.sae.spec import SAESpec
 
-# By the files that only the format has together.
+# By files that identify the format.
 _FORMATS: Mapping[tuple[str, ...], Callable[[Files], Contents]] = {
     (saelens.CONFIG, saelens.WEIGHTS): saelens.read_contents,
     (sparsify.CONFIG, sparsify.WEIGHTS): sparsify.read_contents,
@@ -27,9 +27,9 @@ _MARKERS = tuple(dict.fromkeys(name for names in _FORMATS for name in names))
 
 
 class SAE:
-    """A trained sparse autoencoder or transcoder. Its arrays, by the names of `spec.ARRAYS`, are read on request.
+    """A trained sparse autoencoder or transcoder. Its arrays have the names of `spec.ARRAYS`, and are read on request.
 
-    Methods raise CheckpointError for damaged files, naming the file, and PipelineError where a retry might help.
+    Methods raise CheckpointError for damaged files, and PipelineError if a retry might help.
     """
 
     def __init__(self, contents: Contents) -> None:
@@ -37,7 +37,7 @@ class SAE:
 
     @property
     def spec(self) -> SAESpec:
-        """What it computes."""
+        """What the SAE computes, without its arrays."""
         return self._contents.spec
 
     @property
@@ -47,17 +47,17 @@ class SAE:
 
     @property
     def hook_name(self) -> str | None:
-        """Where it was trained, as its file says: `blocks.12.hook_resid_post`, or a module of HF; None if unsaid."""
+        """The site it was trained on, if its file says so: `blocks.12.hook_resid_post`, or the name of an HF module."""
         return self._contents.hook_name
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of its arrays."""
+        """Array name -> shape."""
         return {name: self._contents.shape(name) for name in self._contents.sources}
 
     def read(self, name: str) -> np.ndarray:
-        """An array, C-ordered, in the dtype of the file (float32, float16 or bfloat16), or float32 where it is computed
-        from what the file has. Every value is finite."""
+        """Reads an array, C-ordered, in the file's dtype (float32, float16 or bfloat16), or in float32 if it is
+        computed from the file's tensors. All values are finite."""
         return self._contents.read(name)
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -66,13 +66,12 @@ class SAE:
 
     @property
     def identity(self) -> str:
-        """The digest of all arrays."""
+        """The digest of the specification and all arrays."""
         return self.digest(self.shapes)
 
     def digest(self, names: Collection[str]) -> str:
-        """A SHA-256 over the specification and every byte of some arrays, which are read one at a time. It depends on
-        neither the address nor the format.
-        """
+        """A SHA-256 over the specification and all bytes of the named arrays, which are read one at a time. It does not
+        depend on the address or the format."""
         spec = {field.name: getattr(self.spec, field.name) for field in fields(SAESpec)}
         defaults = {field.name: field.default for field in fields(SAESpec)}
         digest = hashlib.sha256(json.dumps({key: spec[key] for key in spec if spec[key] != defaults[key]}).encode())
@@ -84,11 +83,13 @@ class SAE:
 
 
 def open_sae(address: str) -> SAE:
-    """The SAE or transcoder in a folder: a local one, `gs://bucket/folder`, or `hf://owner/name[@revision]/folder`; or
-    around the file that the address names, as `.../params.npz`. No array is read yet.
+    """Opens the SAE or transcoder in a folder, without reading its arrays.
 
-    Raises CheckpointError where there is none, for unknown formats, architectures and attributes, and for tensors that
-    are missing, unexpected or of the wrong shape; PipelineError where a retry might help.
+    `address` is a local folder, `gs://bucket/folder`, `hf://owner/name[@revision]/folder`, or a file in such a folder
+    (`.../params.npz`).
+
+    Raises CheckpointError if there is no SAE, if its format, architecture or an attribute is not implemented, and if
+    tensors are missing, unexpected or have the wrong shape; PipelineError if a retry might help.
     """
     files = open_folder(address, _MARKERS)
     has = cache(files.has)
@@ -105,6 +106,6 @@ def _unknown_format(files: Files) -> CheckpointError:
         names = []
     known = "; ".join(" and ".join(needed) for needed in _FORMATS)
     is_pickle = any(name.endswith((".pt", ".pth", ".bin", ".pkl")) for name in names)
-    remedy = CONVERT if is_pickle else "Check the path; SAEs of several layers have a folder for each."
+    remedy = CONVERT if is_pickle else "Check the path. SAEs of several layers have a folder per layer."
     got = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-    return CheckpointError(f"{files.where} is no SAE: expected {known}; got {got or 'no files'}. {remedy}")
+    return CheckpointError(f"{files.where} is not an SAE: expected {known}; got {got or 'no files'}. {remedy}")

@@ -1,6 +1,6 @@
 """An .npz file, read without pickle: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
 
-Sizes are checked before memory is taken: a damaged or hostile file may announce any shape, and a few bytes may
+Sizes are checked before memory is allocated: a damaged or hostile file may declare any shape, and a few bytes may
 decompress to gigabytes.
 """
 
@@ -20,16 +20,17 @@ from pipeline.models.checkpoints.safetensors_file import ByteSource
 
 _DTYPES = (np.dtype("<f4"), np.dtype("<f2"))
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-_COMPRESSION = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # numpy's
-_BUFFER_BYTES, _PIECE_BYTES = 256 << 10, 16 << 20  # of a request to remote storage: for headers, for values
+_COMPRESSION = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the methods that NumPy writes
+_BUFFER_BYTES, _PIECE_BYTES = 256 << 10, 16 << 20  # read at a time: for headers, for values
 _MAX_HEADER = 10_000  # bytes of an array's header
 _MAX_ARRAYS = 1_000
-_MAX_RATIO = 20  # of a large array's bytes to its compressed ones; weights compress by less than 2
-_SMALL_BYTES = 16 << 20  # arrays that may be of zeros, and compress by any ratio
+_MAX_RATIO = 20  # compression ratio of a large array; weights compress by less than 2
+_SMALL_BYTES = 16 << 20  # smaller arrays may have any ratio, such as zeros
 
 
 class NpzFile:
-    """Arrays by name. Raises CheckpointError, naming the file, for a damaged one, or one with anything but floats."""
+    """Arrays by name. Raises CheckpointError, which names the file, if it is damaged or an array is not float32 or
+    float16."""
 
     def __init__(self, source: ByteSource) -> None:
         self.name = source.name
@@ -40,18 +41,18 @@ class NpzFile:
         if len(members) > _MAX_ARRAYS:
             raise self._damaged(f"at most {_MAX_ARRAYS} arrays", f"{len(members)}")
         if any(member.compress_type not in _COMPRESSION for member in members):
-            raise self._damaged("arrays that are stored or deflated", "another compression")
+            raise self._damaged("arrays that are stored or deflated", "another compression method")
         self._members = {member.filename.removesuffix(".npy"): member for member in members}
         if len(self._members) != len(members):
-            raise self._damaged("every array once", "one of them twice")
+            raise self._damaged("different names for all arrays", "two arrays with the same name")
         self.shapes = {name: self._header(name)[0] for name in self._members}
 
     def dtype(self, name: str) -> np.dtype:
-        """The dtype that an array is read as."""
+        """The dtype of an array."""
         return self._header(name)[2]
 
     def read(self, name: str) -> np.ndarray:
-        """An array, in C order."""
+        """Reads an array, in C order."""
         shape, is_fortran, dtype = self._header(name)
         values = np.empty(math.prod(shape), dtype)
         with self._errors(), self._zip.open(self._members[name]) as file:
@@ -59,13 +60,13 @@ class NpzFile:
             content, start = memoryview(values.view(np.uint8)), 0
             while num_read := file.readinto(content[start : start + _PIECE_BYTES]):
                 start += num_read
-            rest = file.read(1)  # the end, where zipfile compares the checksum
+            rest = file.read(1)  # at the end of the file, zipfile compares the checksum
         if start != values.nbytes or rest:
             raise self._damaged(f"{values.nbytes} bytes of {name}", f"{start}")
         return np.ascontiguousarray(values.reshape(shape[::-1]).T) if is_fortran else values.reshape(shape)
 
     def _header(self, name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
-        """Shape, whether it is in Fortran order, and dtype."""
+        """An array's shape, whether it is in Fortran order, and its dtype."""
         member = self._members[name]
         with self._errors(), self._zip.open(member) as file:
             shape, is_fortran, dtype = _read_header(file)
@@ -86,7 +87,7 @@ class NpzFile:
 
     def _damaged(self, expected: str, got: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.name} is not a sound .npz file: expected {expected}, got {got}. Download it again."
+            f"{self.name} is not a valid .npz file: expected {expected}, got {got}. Download it again."
         )
 
     @contextmanager
@@ -94,7 +95,7 @@ class NpzFile:
         try:
             yield
         except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
-            raise self._damaged("arrays that numpy has saved", shown(str(error))) from error
+            raise self._damaged("arrays saved by NumPy", shown(str(error))) from error
 
 
 def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
@@ -108,7 +109,7 @@ def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 class _RangeReader(io.RawIOBase):
-    """A file for zipfile, of which each read is a request."""
+    """A file object for zipfile. Each read is one call of `ByteSource.read`."""
 
     def __init__(self, source: ByteSource) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""The arrays of an SAE that encoding and decoding need: how large they are, and how they get onto the devices.
+"""The arrays of an SAE on the devices.
 
-Matrices are in the model's dtype, all else in float32. The mesh's `tensor` axis divides the features.
+Matrices are in the model's dtype, all other arrays in float32. The mesh's `tensor` axis divides the features.
 """
 
 import math
@@ -14,30 +14,31 @@ from jaxtyping import Array, Shaped
 from pipeline.models.sae.spec import ARRAYS, SAESpec
 
 SAEParams = dict[str, Array]
-"""The arrays of `ARRAYS` that are needed, by name."""
+"""Array by its name in `ARRAYS`."""
 
 
 def needed_arrays(names: Collection[str], decodes: bool) -> tuple[str, ...]:
-    """Those of a checkpoint's arrays that encoding needs, or encoding and decoding."""
+    """The names of a checkpoint's arrays that encoding needs; with `decodes`, also those for decoding."""
     return tuple(name for name, axes in ARRAYS.items() if name in names and (decodes or "O" not in axes))
 
 
 def load_params(
     sae: SAESpec, names: Collection[str], read: Callable[[str], Shaped[np.ndarray, "..."]], dtype: str, mesh: Mesh
 ) -> SAEParams:
-    """The arrays on the devices. `read` reads one; every process reads all, and keeps what its devices hold."""
+    """Loads the named arrays onto the devices. `read` reads one array; every process reads all of them, and keeps the
+    parts for its devices."""
 
     def load(name: str) -> Array:
         values = read(name).astype(_dtype(name, dtype))
         sharding = NamedSharding(mesh, params_partition(name, sae, mesh))
-        # Not device_put, which gathers the values of all processes to compare them.
+        # Not device_put, which gathers all processes' values to compare them.
         return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
     return {name: load(name) for name in names}
 
 
 def abstract_params(sae: SAESpec, names: Collection[str], dtype: str, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and shardings of what `load_params` returns; reads nothing, and needs no device."""
+    """The shapes and shardings of the result of `load_params`. Reads nothing, and needs no device."""
     return {
         name: jax.ShapeDtypeStruct(
             sae.axis_sizes(ARRAYS[name]),
@@ -49,23 +50,23 @@ def abstract_params(sae: SAESpec, names: Collection[str], dtype: str, mesh: Mesh
 
 
 def params_bytes(sae: SAESpec, names: Collection[str], dtype: str, tensor: int) -> int:
-    """Of the arrays on each device, where `tensor` devices divide the features."""
-    divided = tensor if sae.width % tensor == 0 else 1
+    """Bytes of the arrays on each device, if `tensor` devices divide the features."""
+    num_parts = tensor if sae.width % tensor == 0 else 1
     return sum(
         math.prod(sae.axis_sizes(ARRAYS[name]))
         * np.dtype(_dtype(name, dtype)).itemsize
-        // (divided if "F" in ARRAYS[name] else 1)
+        // (num_parts if "F" in ARRAYS[name] else 1)
         for name in names
     )
 
 
 def tensor_axis(sae: SAESpec, mesh: Mesh) -> str | None:
-    """The mesh axis that divides the features; None where none does."""
+    """The mesh axis that divides the features; None if none does."""
     return "tensor" if mesh.shape["tensor"] > 1 and sae.width % mesh.shape["tensor"] == 0 else None
 
 
 def params_partition(name: str, sae: SAESpec, mesh: Mesh) -> PartitionSpec:
-    """How an array is divided over the mesh: by features."""
+    """How an array is divided over the mesh, by features."""
     return PartitionSpec(*(tensor_axis(sae, mesh) if axis == "F" else None for axis in ARRAYS[name]))
 
 

@@ -1,14 +1,14 @@
-"""What a sparse autoencoder (SAE) or transcoder computes, whatever the format of its checkpoint.
+"""What a sparse autoencoder (SAE) or transcoder computes, independent of its checkpoint's format.
 
-D: d_in, F: width (features), O: d_out. With the arrays of `ARRAYS`, of which a checkpoint has those that its
-architecture needs, and x_D a token's activations:
+D: d_in, F: width (features), O: d_out. x_D are a token's activations; `ARRAYS` lists the other arrays, of which a
+checkpoint has those that its architecture needs.
 
     scaled_D = x_D                                 InputScaling.none
              = x_D * sqrt(D) / norm(x_D)           InputScaling.constant_norm
              = c_D / (std(c_D) + layer_norm_eps)   InputScaling.layer_norm, c_D = x_D - mean(x_D), std with D - 1
     input_D = scaled_D - b_in                      without b_in: scaled_D
     pre_F = input_D @ w_enc + b_enc
-    pre_F = pre_F * feature_scale                  where there is one
+    pre_F = pre_F * feature_scale                  with feature_scale
 
     value_F = max(pre_F, 0)                        Activation.relu
             = max(pre_F, 0) where pre_F > threshold, else 0                  Activation.jumprelu
@@ -17,10 +17,10 @@ architecture needs, and x_D a token's activations:
               where input_D @ w_enc + gate_bias > 0, else 0                  Activation.gated
 
     out_O = (value_F / feature_scale) @ w_dec + b_out     without feature_scale: value_F @ w_dec + b_out
-    out_O is mapped back by the inverse of the scaling    where undo_scaling
-    out_O = out_O + x_D @ w_skip                          where there is a w_skip; x_D as it was given
+    out_O is mapped back by the inverse of the scaling    with undo_scaling
+    out_O = out_O + x_D @ w_skip                          with w_skip; x_D is not scaled
 
-A feature fires where its value is above 0. All of this is computed in float32, or in what the caller chooses.
+A feature fires if its value is above 0.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from enum import StrEnum
 
 
 class Activation(StrEnum):
-    """How features fire; see the module's text."""
+    """How features fire; see the module's docstring."""
 
     relu = "relu"
     jumprelu = "jumprelu"
@@ -37,7 +37,7 @@ class Activation(StrEnum):
 
 
 class InputScaling(StrEnum):
-    """What is done to each token's activations first; see the module's text."""
+    """How each token's activations are scaled first; see the module's docstring."""
 
     none = "none"
     constant_norm = "constant_norm"
@@ -46,17 +46,17 @@ class InputScaling(StrEnum):
 
 @dataclass(frozen=True)
 class SAESpec:
-    """The static part of an SAE or transcoder: everything but its arrays."""
+    """The static part of an SAE or transcoder: everything except its arrays."""
 
-    d_in: int  # D, of the activations that it reads
+    d_in: int  # D, size of the activations that it reads
     width: int  # F, number of features
-    d_out: int  # O, of what it reconstructs or predicts
+    d_out: int  # O, size of the activations that it reconstructs or predicts
     activation: Activation
-    k: int | None = None  # of topk: how many features may fire for a token, from 1 to width
+    k: int | None = None  # topk only: how many features may fire for a token, from 1 to width
     input_scaling: InputScaling = InputScaling.none
-    layer_norm_eps: float = 1e-5  # of InputScaling.layer_norm: added to the standard deviation, not to the variance
+    layer_norm_eps: float = 1e-5  # for InputScaling.layer_norm: added to the standard deviation, not to the variance
     undo_scaling: bool = False  # whether decoding ends with the inverse of input_scaling; the inverse has no epsilon
-    is_transcoder: bool | None = False  # whether it predicts another site than it reads; None: the files do not say
+    is_transcoder: bool | None = False  # whether it predicts a different site; None: the files do not say
 
     def axis_sizes(self, axes: str) -> tuple[int, ...]:
         """The sizes of axes, given by the letters of `ARRAYS`."""
@@ -72,7 +72,7 @@ ARRAYS: dict[str, str] = {
     "threshold": "F",  # jumprelu; compared with pre_F, after its bias
     "gate_scale": "F",  # gated: exp(r_mag)
     "gate_bias": "F",  # gated: b_gate
-    "feature_scale": "F",  # topk: norms of the decoder's rows, where they multiply pre-activations
+    "feature_scale": "F",  # topk: norms of the decoder's rows, if they multiply pre-activations
     "w_dec": "FO",
     "b_out": "O",
     "w_skip": "DO",  # skip transcoders

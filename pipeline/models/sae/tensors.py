@@ -1,4 +1,4 @@
-"""The tensors of an SAE's file, whole, by their names in the file."""
+"""The tensors of an SAE's file, by their names in the file."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,28 +12,28 @@ from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES, Safetenso
 from pipeline.models.sae.folder import open_file
 
 _PIECE_BYTES = 16 << 20  # read at a time
-_REQUESTS_AT_ONCE = 16  # for pieces of a tensor in a remote file
+_MAX_REQUESTS = 16  # concurrent requests for pieces of a tensor in a remote file
 
 
 class Tensors(Protocol):
-    """Tensors by name; methods raise CheckpointError for damaged files and dtypes other than 16- and 32-bit floats."""
+    """Tensors by name. Methods raise CheckpointError for damaged files and dtypes other than 16- and 32-bit floats."""
 
-    name: str  # the file's, for messages
+    name: str  # the file's name, for messages
     shapes: Mapping[str, tuple[int, ...]]
 
     def dtype(self, name: str) -> np.dtype:
-        """The dtype that a tensor is read as."""
+        """The dtype of a tensor."""
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor, in C order."""
+        """Reads a tensor, in C order."""
 
 
 class SafetensorsTensors:
-    """The tensors of a safetensors file. A remote one is read by several requests at a time."""
+    """The tensors of a safetensors file. A remote file is read by several concurrent requests."""
 
     def __init__(self, files: Files, name: str) -> None:
         self._file = SafetensorsFile(open_file(files, name))
-        self._num_threads = _REQUESTS_AT_ONCE if files.is_remote else 1
+        self._num_threads = _MAX_REQUESTS if files.is_remote else 1
         self.name = self._file.name
         self.shapes = {name: info.shape for name, info in self._file.tensors.items()}
 

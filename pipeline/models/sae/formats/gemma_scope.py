@@ -1,9 +1,9 @@
-"""Gemma Scope (https://huggingface.co/google/gemma-scope): params.npz, with no configuration beside it."""
+"""Gemma Scope (https://huggingface.co/google/gemma-scope): params.npz, without a configuration file."""
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.json_text import shown
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.sae.contents import Contents, Source, checked
+from pipeline.models.sae.contents import Contents, Source, check_tensors
 from pipeline.models.sae.folder import open_file
 from pipeline.models.sae.npz_file import NpzFile
 from pipeline.models.sae.spec import Activation, SAESpec
@@ -12,11 +12,11 @@ WEIGHTS = "params.npz"
 
 
 def read_contents(files: Files) -> Contents:
-    """A JumpReLU SAE or transcoder; the file does not say which. b_dec is not subtracted from the input."""
+    """Reads a JumpReLU SAE or transcoder; the file does not say which. b_dec is not subtracted from the input."""
     if "embedding" in files.where.split("/"):
         raise CheckpointError(
-            f"{files.where} is an SAE of Gemma's embedding matrix, which reads the matrix's rows; activations are "
-            f"sqrt(d) times as large. Expected an SAE of a layer. Save it in SAELens's format, with W_enc divided and "
+            f"{files.where} is an SAE for the rows of Gemma's embedding matrix, expected an SAE for a layer: "
+            f"activations are sqrt(d) times as large. Save it in SAELens's format, with W_enc divided by sqrt(d), and "
             f"W_dec and b_dec multiplied by sqrt(d)."
         )
     tensors = NpzFile(open_file(files, WEIGHTS))
@@ -25,8 +25,8 @@ def read_contents(files: Files) -> Contents:
     d_out = tensors.shapes.get("b_dec", ())
     if not (len(width) == len(d_out) == 1 and len(d_in) == 2):
         raise CheckpointError(
-            f"{tensors.name}: expected W_enc of two axes, b_enc and b_dec of one, got {shown(dict(tensors.shapes))}. "
-            f"Is it a file of Gemma Scope?"
+            f"{tensors.name}: expected W_enc with two axes, b_enc and b_dec with one, got "
+            f"{shown(dict(tensors.shapes))}. Is the file from Gemma Scope?"
         )
     is_transposed = d_in[0] == width[0] != d_in[1]
     spec = SAESpec(
@@ -43,4 +43,4 @@ def read_contents(files: Files) -> Contents:
         "w_dec": Source("W_dec", "FO"),
         "b_out": Source("b_dec", "O"),
     }
-    return checked(Contents("gemma_scope", spec, None, tensors, sources))
+    return check_tensors(Contents("gemma_scope", spec, None, tensors, sources))

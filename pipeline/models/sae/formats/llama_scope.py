@@ -1,22 +1,22 @@
 """Llama Scope (https://huggingface.co/fnlp/Llama-Scope): hyperparams.json and checkpoints/final.safetensors.
 
-The SAEs read activations whose norm is sqrt(d) on average: x * factor, with factor = sqrt(d) / (the dataset's average
-norm), which is folded into the weights here. The published threshold is one of features divided by the factor
-(`post_process_topk_to_jumprelu_for_inference` of OpenMOSS/Language-Model-SAEs), so it is multiplied by it, as in
-SAELens since https://github.com/decoderesearch/SAELens/pull/483. Pre-activations are not multiplied by the norms of
-the decoder's rows, as in SAELens: these norms are 1 after the authors' processing.
+The SAEs read activations with an average norm of sqrt(d): x * factor, where factor = sqrt(d) / (the dataset's average
+norm). The factor is folded into the weights here. The published threshold applies to features divided by the factor
+(`post_process_topk_to_jumprelu_for_inference` in OpenMOSS/Language-Model-SAEs), so it is multiplied by the factor, as
+in SAELens since https://github.com/decoderesearch/SAELens/pull/483. As in SAELens, pre-activations are not multiplied
+by the norms of the decoder's rows, which are 1 after the authors' processing.
 """
 
 import numpy as np
 
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.sae.contents import Contents, Source, checked, divided, multiplied
+from pipeline.models.sae.contents import Contents, Source, check_tensors, divide_by, multiply_by
 from pipeline.models.sae.folder import read_config
 from pipeline.models.sae.spec import Activation, SAESpec
 from pipeline.models.sae.tensors import SafetensorsTensors
 
 CONFIG, WEIGHTS = "hyperparams.json", "checkpoints/final.safetensors"
-# Of training alone; `sparsity_include_decoder_norm`: see above.
+# For training only; for `sparsity_include_decoder_norm`, see above.
 _HARMLESS = frozenset(
     """
     device seed dtype expansion_factor bias_init_method decoder_exactly_fixed_norm sparsity_include_decoder_norm
@@ -27,7 +27,7 @@ _HARMLESS = frozenset(
 
 
 def read_contents(files: Files) -> Contents:
-    """A JumpReLU SAE or transcoder. b_dec is not subtracted from the input."""
+    """Reads a JumpReLU SAE or transcoder. b_dec is not subtracted from the input."""
     config = read_config(files, CONFIG)
     config.choice("act_fn", ["jumprelu"])
     config.choice("norm_activation", ["dataset-wise"])
@@ -43,11 +43,11 @@ def read_contents(files: Files) -> Contents:
     config.finish(_HARMLESS)
     spec = SAESpec(d_in, width, d_in, Activation.jumprelu, is_transcoder=hook_name != hook_out)
     sources = {
-        "w_enc": Source("encoder.weight", "FD", multiplied(input_factor)),
+        "w_enc": Source("encoder.weight", "FD", multiply_by(input_factor)),
         "b_enc": Source("encoder.bias", "F"),
         "threshold": threshold * input_factor,
-        "w_dec": Source("decoder.weight", "OF", divided(output_factor)),
+        "w_dec": Source("decoder.weight", "OF", divide_by(output_factor)),
     }
     if has_bias:
-        sources["b_out"] = Source("decoder.bias", "O", divided(output_factor))
-    return checked(Contents("llama_scope", spec, hook_name, SafetensorsTensors(files, WEIGHTS), sources))
+        sources["b_out"] = Source("decoder.bias", "O", divide_by(output_factor))
+    return check_tensors(Contents("llama_scope", spec, hook_name, SafetensorsTensors(files, WEIGHTS), sources))

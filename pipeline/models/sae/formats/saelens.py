@@ -1,6 +1,7 @@
-"""SAELens (https://github.com/decoderesearch/SAELens): cfg.json and sae_weights.safetensors, of version 6 and before.
+"""SAELens (https://github.com/decoderesearch/SAELens): cfg.json and sae_weights.safetensors, up to version 6.
 
-Read as `SAE.load_from_disk(folder, dtype="float32")` does; cfg.json's `dtype` says in which SAELens would compute.
+Interpreted like `SAE.load_from_disk(folder, dtype="float32")`. The `dtype` in cfg.json, in which SAELens would compute,
+is ignored.
 """
 
 from dataclasses import replace
@@ -11,7 +12,7 @@ import numpy as np
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.sae.config import SAEConfig
-from pipeline.models.sae.contents import Contents, Source, checked, divided, multiplied
+from pipeline.models.sae.contents import Contents, Source, check_tensors, divide_by, multiply_by
 from pipeline.models.sae.folder import read_config
 from pipeline.models.sae.spec import Activation, InputScaling, SAESpec
 from pipeline.models.sae.tensors import SafetensorsTensors
@@ -34,8 +35,8 @@ _SCALINGS = {
     "layer_norm": InputScaling.layer_norm,
     _AVERAGE: InputScaling.none,
 }
-_FEATURE_SCALES = ("scaling_factor", "finetuning_scaling_factor")  # of versions before 6: of the decoder's input
-# Attributes of the model, the data and the training, of all versions.
+_FEATURE_SCALES = ("scaling_factor", "finetuning_scaling_factor")  # before version 6: scales of the decoder's input
+# Attributes about the model, the data and training, from all versions.
 _HARMLESS = frozenset(
     """
     device dtype metadata model_name model_class_name model_kwargs model_from_pretrained_kwargs hook_layer hook_eval
@@ -61,7 +62,7 @@ _HARMLESS = frozenset(
 
 
 def read_contents(files: Files) -> Contents:
-    """An SAE or transcoder of the architectures in `_ARCHITECTURES`."""
+    """Reads an SAE or transcoder with one of the architectures in `_ARCHITECTURES`."""
     config = read_config(files, CONFIG)
     architecture = _architecture(config)
     is_transcoder = architecture.endswith("transcoder")
@@ -80,9 +81,9 @@ def read_contents(files: Files) -> Contents:
     subtracts_bias = config.flag("apply_b_dec_to_input", default=True)
     if (is_transcoder and subtracts_bias) or (not is_transcoder and spec.d_out != d_in):
         raise CheckpointError(
-            f"{config.where}: architecture {architecture} with d_in {d_in}, d_out {spec.d_out} and "
-            f"apply_b_dec_to_input {str(subtracts_bias).lower()}: expected d_out of d_in, or a transcoder with "
-            f"apply_b_dec_to_input false. Save it again with SAELens."
+            f"{config.where}: architecture is {architecture}, d_in is {d_in}, d_out is {spec.d_out} and "
+            f"apply_b_dec_to_input is {str(subtracts_bias).lower()}: expected d_out equal to d_in, or a transcoder "
+            f"with apply_b_dec_to_input false. Save it again with SAELens."
         )
     has_decoder_norms = spec.activation is Activation.topk and config.flag("rescale_acts_by_decoder_norm", False)
     config.expect("rescale_acts_by_decoder_norm", has_decoder_norms)
@@ -93,16 +94,16 @@ def read_contents(files: Files) -> Contents:
     if has_decoder_norms:
         sources["feature_scale"] = Source("W_dec", "FO", partial(_row_norms, factor))
     tensors = SafetensorsTensors(files, WEIGHTS)
-    return checked(Contents("saelens", spec, hook_name, tensors, sources), _neutral_scales(tensors))
+    return check_tensors(Contents("saelens", spec, hook_name, tensors, sources), _neutral_scales(tensors))
 
 
 def _architecture(config: SAEConfig) -> str:
-    """Before version 6, what is now the architecture topk was one of the activation functions."""
+    """The architecture. Before version 6, topk was not an architecture but an activation function."""
     architecture = config.choice(
         "architecture",
         _ARCHITECTURES,
         default="standard",
-        remedy="Save a batchtopk SAE with save_inference_model, as a jumprelu one; use another SAE otherwise.",
+        remedy="Save a batchtopk SAE with save_inference_model, which makes it jumprelu; otherwise, use another SAE.",
     )
     functions = ["relu", "topk"] if architecture in ("standard", "topk") else ["relu"]
     chosen = [config.choice(key, functions, "relu") for key in ("activation_fn", "activation_fn_str")]
@@ -123,40 +124,43 @@ def _top_k(config: SAEConfig, spec: SAESpec) -> int | None:
 
 
 def _normalisation(config: SAEConfig) -> str:
-    """How activations are scaled; a bool before version 3."""
+    """How activations are scaled. Before version 3, this was a bool."""
     if config.is_bool("normalize_activations"):
         return _AVERAGE if config.flag("normalize_activations", default=False) else "none"
     return config.choice("normalize_activations", _SCALINGS, default="none")
 
 
 def _hook_name(config: SAEConfig) -> str | None:
-    """Where it was trained; refuses SAEs of a single head, and those that put heads side by side."""
-    places = [config.nested("metadata"), config]
-    for place in places:
+    """The hook that the SAE was trained on. Refuses SAEs of a single head, and SAEs for which SAELens concatenates
+    heads."""
+    sections = [config.nested("metadata"), config]
+    for section in sections:
         for key in ("hook_head_index", "hook_point_head_index"):
-            place.expect(key, None)
-    names = [place.text(key) for place in places for key in ("hook_name", "hook_point")]
+            section.expect(key, None)
+    names = [section.text(key) for section in sections for key in ("hook_name", "hook_point")]
     hook_name = next((name for name in names if name is not None), None)
     if "reshape_activations" not in config and "hook_z" in (hook_name or ""):
         raise CheckpointError(
-            f"{config.where} is of {hook_name}, for which SAELens before version 6 joins the heads: expected an SAE "
-            f"that does not reshape activations. Set reshape_activations to none if the site's heads are joined."
+            f"{config.where} is for {hook_name}, whose heads SAELens concatenated before version 6: expected an SAE "
+            f"that does not reshape activations. If the site's heads are already concatenated, set "
+            f"reshape_activations to none."
         )
     config.expect("reshape_activations", "none")
-    for place in places:
+    for section in sections:
         for key in ("model_kwargs", "model_from_pretrained_kwargs"):
-            processing = place.nested(key)
+            processing = section.nested(key)
             for name in ("center_writing_weights", "fold_ln", "center_unembed", "fold_value_biases"):
                 processing.expect(name, False)
     return hook_name
 
 
 def _input_factor(files: Files, where: str) -> float:
-    """The factor of activations that SAELens estimates, keeps beside checkpoints, and folds when training ends."""
+    """The activations' scaling factor, which SAELens estimates, saves with checkpoints, and folds into the weights at
+    the end of training."""
     if not files.has(SCALER):
         raise CheckpointError(
-            f"{where}: normalize_activations is {_AVERAGE}, and the factor is neither folded into the weights nor in "
-            f"{SCALER}. Fold it with SAELens: sae.fold_activation_norm_scaling_factor(factor); sae.save_model(folder)."
+            f"{where}: normalize_activations is {_AVERAGE}, but there is no {SCALER} with the scaling factor. Fold it "
+            f"with SAELens: sae.fold_activation_norm_scaling_factor(factor); sae.save_model(folder)."
         )
     return read_config(files, SCALER).positive_float("scaling_factor")
 
@@ -164,17 +168,17 @@ def _input_factor(files: Files, where: str) -> float:
 def _sources(
     spec: SAESpec, subtracts_bias: bool, has_skip: bool, input_factor: float | None
 ) -> dict[str, Source | float]:
-    """`input_factor` is folded as `fold_activation_norm_scaling_factor` does."""
-    scaled = None if input_factor is None else multiplied(input_factor)
-    unscaled = None if input_factor is None else divided(input_factor)
+    """The sources of all arrays. `input_factor` is folded like in `fold_activation_norm_scaling_factor`."""
+    scale = None if input_factor is None else multiply_by(input_factor)
+    unscale = None if input_factor is None else divide_by(input_factor)
     sources: dict[str, Source | float] = {
-        "w_enc": Source("W_enc", "DF", scaled),
+        "w_enc": Source("W_enc", "DF", scale),
         "b_enc": Source("b_mag" if spec.activation is Activation.gated else "b_enc", "F"),
-        "w_dec": Source("W_dec", "FO", unscaled),
-        "b_out": Source("b_dec", "O", unscaled),
+        "w_dec": Source("W_dec", "FO", unscale),
+        "b_out": Source("b_dec", "O", unscale),
     }
     if subtracts_bias:
-        sources["b_in"] = Source("b_dec", "D", unscaled)
+        sources["b_in"] = Source("b_dec", "D", unscale)
     if spec.activation is Activation.jumprelu:
         sources["threshold"] = Source("threshold", "F")
     if spec.activation is Activation.gated:
@@ -190,6 +194,6 @@ def _row_norms(input_factor: float | None, values: np.ndarray) -> np.ndarray:
 
 
 def _neutral_scales(tensors: SafetensorsTensors) -> list[str]:
-    """Scales of features that some versions saved although they are 1."""
+    """The names of feature scales that some versions save although all of them are 1."""
     scales = [name for name in _FEATURE_SCALES if name in tensors.shapes]
     return [name for name in scales if tensors.shapes[name] and np.allclose(tensors.read(name), 1)]

@@ -2,22 +2,22 @@
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.sae.contents import Contents, Source, checked
+from pipeline.models.sae.contents import Contents, Source, check_tensors
 from pipeline.models.sae.folder import read_config
 from pipeline.models.sae.spec import Activation, SAESpec
 from pipeline.models.sae.tensors import SafetensorsTensors
 
 CONFIG, WEIGHTS = "cfg.json", "sae.safetensors"
-# Of training alone. `normalize_decoder` has been done to the saved weights, which the library reads as they are.
+# For training only. `normalize_decoder` was applied before the weights were saved.
 _HARMLESS = ("normalize_decoder", "multi_topk", "hook_name", "hook_layer")
 
 
 def read_contents(files: Files) -> Contents:
-    """A TopK SAE or transcoder, as `SparseCoder.load_from_disk` reads it: b_dec is subtracted from the input unless
-    `transcode` is set, which transcoders from before that attribute lack."""
+    """Reads a TopK SAE or transcoder like `SparseCoder.load_from_disk`: b_dec is subtracted from the input unless
+    `transcode` is set. Transcoders older than that attribute do not have it."""
     config = read_config(files, CONFIG)
     config.choice("activation", ["topk"], default="topk")
-    config.expect("signed", False)  # of the first versions: keeps negative features
+    config.expect("signed", False)  # in the first versions; keeps negative features
     d_in, k = config.positive_int("d_in"), config.positive_int("k", default=32)
     expansion_factor = config.positive_float("expansion_factor", default=32.0)
     width = config.count("num_latents", default=0) or round(d_in * expansion_factor)
@@ -37,4 +37,4 @@ def read_contents(files: Files) -> Contents:
         sources["b_in"] = Source("b_dec", "D")
     if has_skip:
         sources["w_skip"] = Source("W_skip", "OD")
-    return checked(Contents("sparsify", spec, None, SafetensorsTensors(files, WEIGHTS), sources))
+    return check_tensors(Contents("sparsify", spec, None, SafetensorsTensors(files, WEIGHTS), sources))
