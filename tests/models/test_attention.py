@@ -50,7 +50,7 @@ CHOSEN = {
         1000,
         "bfloat16",
         "xla",
-        "multiples of 128 tokens and batch.length is 1000",
+        "multiple of 128, and batch.length is 1000",
     ),
     "tpu, too few heads": (
         LLAMA,
@@ -61,12 +61,12 @@ CHOSEN = {
         "mesh.tensor=4.*2 key-value heads",
     ),
     "gpu": (LLAMA, Devices("gpu"), 1000, "bfloat16", "cudnn", None),
-    "gpu, float32": (LLAMA, Devices("gpu"), 1024, "float32", "xla", "bfloat16 and model.dtype is float32"),
-    "gpu, capped": (GEMMA, Devices("gpu"), 1024, "bfloat16", "xla", "caps them at 50"),
+    "gpu, float32": (LLAMA, Devices("gpu"), 1024, "float32", "xla", "bfloat16, and model.dtype is float32"),
+    "gpu, capped": (GEMMA, Devices("gpu"), 1024, "bfloat16", "xla", "has one of 50"),
     "gpu, long heads": (replace(LLAMA, head_dim=256), Devices("gpu"), 1024, "bfloat16", "cudnn", None),
     "older gpu, long heads": (
         *(replace(LLAMA, head_dim=256), Devices("gpu", compute_capability="8.6"), 1024, "bfloat16", "xla"),
-        "up to 128, and the model's are 256",
+        "at most 128, and the model has 256",
     ),
     "old gpu": (LLAMA, Devices("gpu", compute_capability="7.5"), 1024, "bfloat16", "xla", r"8\.0 .* has 7\.5"),
 }
@@ -93,7 +93,7 @@ def test_kernels_of_other_platforms_are_refused(name: str, platform: str) -> Non
 
 def test_attention_by_segments_is_chosen_by_name_alone() -> None:
     assert choose_attention("xla_segments", GEMMA, Devices("cpu"), 2048, "float32").name == "xla_segments"
-    refused = ((Devices("cpu"), 2000, "multiples of 256"), (Devices("cpu", tensor=4), 2048, "mesh.tensor=4"))
+    refused = ((Devices("cpu"), 2000, "multiple of 256"), (Devices("cpu", tensor=4), 2048, "mesh.tensor=4"))
     for mesh, length, message in refused:
         with pytest.raises(ConfigError, match=f"model.attention=xla_segments cannot be used: .*{message}"):
             choose_attention("xla_segments", LLAMA, mesh, length, "float32")

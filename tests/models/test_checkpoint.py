@@ -74,7 +74,7 @@ def fp8_weights(tensors: dict[str, np.ndarray]) -> None:
 
 
 DAMAGED = {
-    "empty file": (lambda p: cut(p, 0), r"model\.safetensors is not a whole.*at least 8 bytes, got 0"),
+    "empty file": (lambda p: cut(p, 0), r"model\.safetensors is not a complete.*at least 8 bytes, got 0"),
     "cut in the header": (lambda p: cut(p, 100), "expected a header within the file's 100 bytes"),
     "cut in the tensors": (lambda p: cut(p, 20_000), "bytes, got 20000"),
     "header length": (lambda p: overwrite(p, 0, b"\xff" * 8), "expected a header within"),
@@ -128,7 +128,7 @@ def test_damage_is_named_when_the_model_is_opened(case: str, checkpoint: Path) -
 def test_a_file_that_shrinks_under_its_reader(checkpoint: Path) -> None:
     model = open_model(str(checkpoint))
     cut(checkpoint, 20_000)
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors is not a whole.*bytes of {UP}, got"):
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors is not a complete.*bytes of {UP}, got"):
         model.checkpoint.rows(UP, 0, 48)
 
 

@@ -271,7 +271,11 @@ REFUSED = {
     "gemma4 with two vocabularies": ("gemma4_text", {"vocab_size_per_layer_input": 198}, "vocab_size, 199"),
     "gemma4 without keys": ("gemma4_text", {"num_kv_shared_layers": 4}, "expected a layer of each kind"),
     "gemma4 with no global keys to share": ("gemma4_text", {"num_kv_shared_layers": 1}, "a layer of each kind in"),
-    "gemma4 with unlike layers": ("gemma4_text", {"per_layer_config": {"1": {"head_dim": 10}}}, "and none for others"),
+    "gemma4 with unlike layers": (
+        "gemma4_text",
+        {"per_layer_config": {"1": {"head_dim": 10}}},
+        "none for other layers",
+    ),
     "gemma4 with unlike windows": ("gemma4_text", {"per_layer_config": {"3": {"sliding_window": 3}}}, "3 sets sliding"),
     "gemma4 with wider heads": (
         "gemma4_text",

@@ -486,7 +486,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     ),
     "scales of features": (
         tensors_changed(lens("standard"), lambda t: t.update(scaling_factor=t["b_enc"])),
-        "has scaling_factor, which an SAE",
+        "has scaling_factor, which its architecture",
     ),
     "transposed": (tensors_changed(lens("standard"), transposed("W_enc")), r"W_enc has shape \(40, 12\).*transposed"),
     "of integers": (
@@ -512,7 +512,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "gemma, huge shape": (npz_with_header((1 << 40, 1 << 40)), "is not a valid .npz file: expected .* bytes of extra"),
     "gemma, negative shape": (npz_with_header((-2, -3)), "is not a valid .npz file"),
     "gemma, cut": (cut(GEMMA, "params.npz"), "is not a valid .npz file"),
-    "gemma, no zip": (lambda folder, rng: (folder.mkdir(), (folder / "params.npz").write_bytes(b"\x93NUMPY")), "sound"),
+    "gemma, no zip": (lambda folder, rng: (folder.mkdir(), (folder / "params.npz").write_bytes(b"\x93NUMPY")), "valid"),
     "gemma 2, architecture": (gemma_2(architecture="relu"), "architecture is 'relu'"),
     "gemma 2, crosscoder": (gemma_2(type="crosscoder"), "type is 'crosscoder'"),
     "gemma 2, skip": (gemma_2(affine_connection=True), "has no affine_skip_connection"),
