@@ -1,10 +1,11 @@
-"""Keys and values of earlier positions, kept on the devices, and attention to them; and what a DeltaNet keeps of them.
+"""The cache on the devices: keys and values of earlier positions, and attention to them; inputs and states of
+DeltaNets.
 
-A row's position p is in slot p, whatever the other rows are: its activations, and so its tokens, do not depend on them.
-Slots after a row's position are masked, so attention never sees padding or an earlier completion.
+A row's position p is always in slot p, so that its activations and tokens do not depend on other rows. Slots after a
+row's position are masked, so attention never sees padding or an earlier completion.
 
-Letters: B rows, T = 1 position, S slots, N heads, K key-value heads, G = N / K, H head dim, W head dim of
-values; of DeltaNets as in `delta_net`, P slots of a prompt.
+Letters: B rows, T = 1 position, S slots, P prompt slots, N heads, K key-value heads, G = N / K, H head dim, W head dim
+of values; for DeltaNets, see `delta_net`.
 """
 
 from typing import NamedTuple
@@ -37,15 +38,15 @@ Slots = Float[Array, "B K S H"] | Int8Slots
 def attend_rounded(
     q: Array, k: Array, v: Array, segments: Array, spec: AttentionSpec, sinks: Array | None = None
 ) -> Float[Array, "B T N W"]:
-    """`Attend` to keys and values as an int8 cache has them."""
-    rounded = [Int8Slots.of(each) for each in (k, v)]
-    k, v = ((each.values * each.scale[..., None]).astype(q.dtype) for each in rounded)
+    """`Attend` with keys and values rounded like in an int8 cache."""
+    rounded = [Int8Slots.of(x) for x in (k, v)]
+    k, v = ((slots.values * slots.scale[..., None]).astype(q.dtype) for slots in rounded)
     return attend_xla(q, k, v, segments, spec, sinks)
 
 
 class CachedLayer:
-    """One layer's keys and values during one step, `cache`. As the layer's `Attend`, it adds the step's keys and values
-    at each row's position, and attends to all up to there."""
+    """One layer's `Attend` during one step. It writes the step's keys and values into `cache` at each row's position,
+    and attends to all positions up to it."""
 
     def __init__(self, keys: Slots, values: Slots, positions: Int32[Array, " B"]) -> None:
         self.cache, self._positions = (keys, values), positions
@@ -60,7 +61,7 @@ class CachedLayer:
         spec: AttentionSpec,
         sinks: Float[Array, " N"] | None = None,
     ) -> Float[Array, "B T N W"]:
-        """`Attend` with the cache's keys before the row's only position."""
+        """`Attend` for one position per row, after updating the cache."""
         self.cache = tuple(
             self._put(cache, jnp.einsum("BTKH->BKTH", new)) for cache, new in zip(self.cache, (k, v), strict=True)
         )
@@ -69,7 +70,7 @@ class CachedLayer:
     def attend_again(
         self, q: Array, k: Array, v: Array, segments: Array, spec: AttentionSpec, sinks: Array | None = None
     ) -> Float[Array, "B T N W"]:
-        """The same in a later layer, which attends to this one's keys and values."""
+        """`Attend` for a later layer that uses this layer's keys and values."""
         keys, values = self.cache
         scales = None
         if isinstance(keys, Int8Slots):
@@ -90,8 +91,7 @@ class CachedLayer:
 
 
 class DeltaCache(NamedTuple):
-    """What a layer's DeltaNet keeps of earlier positions: of q, k and v before their convolutions the latest, and
-    states."""
+    """The cache of a layer's DeltaNet: the last inputs of the convolutions of q, k and v, and the states."""
 
     q: Float[Array, "B c-1 J k"]
     k: Float[Array, "B c-1 J k"]
@@ -100,61 +100,64 @@ class DeltaCache(NamedTuple):
 
 
 class PromptDelta:
-    """`Recur` of prompts, which leaves in `cache` what their completions go on from."""
+    """`Recur` for prompts. `cache` then contains what decoding continues from."""
 
     def __init__(self, lengths: Int32[Array, " B"]) -> None:
-        self._lengths, self._kept = lengths, {}
+        self._lengths, self._cache = lengths, {}
 
     @property
     def cache(self) -> DeltaCache:
-        return DeltaCache(**self._kept)
+        return DeltaCache(**self._cache)
 
     def convolve(self, name: str, x: Float[Array, "B P *heads"], taps: Array, segments: Array) -> Array:
-        latest = self._lengths[:, None] - jnp.arange(taps.shape[-1] - 1, 0, -1)  # positions; negative before the prompt
-        latest = latest.reshape(*latest.shape, *[1] * (x.ndim - 2))
-        kept = jnp.take_along_axis(x, jnp.maximum(latest, 0), axis=1)
-        self._kept[name] = jnp.where(latest >= 0, kept, 0)
+        positions = self._lengths[:, None] - jnp.arange(
+            taps.shape[-1] - 1, 0, -1
+        )  # the last; negative before the prompt
+        positions = positions.reshape(*positions.shape, *[1] * (x.ndim - 2))
+        last_inputs = jnp.take_along_axis(x, jnp.maximum(positions, 0), axis=1)
+        self._cache[name] = jnp.where(positions >= 0, last_inputs, 0)
         return convolution(x, taps, segments)
 
     def outputs(self, segments: Int32[Array, "B P"], heads: Heads, partition: Partition) -> Array:
-        """Positions after the prompt leave the state as it is."""
+        """The outputs of the delta rule. Positions after the prompt do not change the state."""
         is_prompt = (segments > 0)[..., None, None]
         heads = heads._replace(
             write=jnp.where(is_prompt, heads.write, 0), log_decay=jnp.where(is_prompt, heads.log_decay, 0)
         )
         outputs, state = partition.by_rows_and_heads(delta_rule, jnp.ones_like(segments), heads)
-        self._kept["state"] = state[:, 0]
+        self._cache["state"] = state[:, 0]
         return outputs
 
 
 class CachedDelta:
-    """`Recur` of one step, which goes on from `cache` and changes it, but for rows that are not active."""
+    """`Recur` for one decoding step. It continues from `cache`, and updates it for active rows."""
 
     def __init__(self, cache: DeltaCache, is_active: Bool[Array, " B"]) -> None:
         self.cache, self._is_active = cache, is_active
 
     def convolve(self, name: str, x: Float[Array, "B 1 *heads"], taps: Array, segments: Array) -> Array:
         window = jnp.concatenate([getattr(self.cache, name), x], axis=1)
-        self._keep(**{name: window[:, 1:]})
-        by_position = jnp.moveaxis(taps[..., 0, :], -1, 0).astype(jnp.float32)
-        return jnp.sum(window.astype(jnp.float32) * by_position, axis=1, keepdims=True)
+        self._update(**{name: window[:, 1:]})
+        taps_by_position = jnp.moveaxis(taps[..., 0, :], -1, 0).astype(jnp.float32)
+        return jnp.sum(window.astype(jnp.float32) * taps_by_position, axis=1, keepdims=True)
 
     def outputs(self, segments: Array, heads: Heads, partition: Partition) -> Array:
         outputs, state = delta_step(self.cache.state, heads)
-        self._keep(state=state)
+        self._update(state=state)
         return outputs
 
-    def _keep(self, **new: Array) -> None:
-        kept = {name: self._of_active(values, getattr(self.cache, name)) for name, values in new.items()}
-        self.cache = self.cache._replace(**kept)
+    def _update(self, **new: Array) -> None:
+        selected = {name: self._select_active(values, getattr(self.cache, name)) for name, values in new.items()}
+        self.cache = self.cache._replace(**selected)
 
-    def _of_active(self, new: Array, old: Array) -> Array:
+    def _select_active(self, new: Array, old: Array) -> Array:
         return jnp.where(self._is_active.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
 
 def put_at(slots: Array, new: Array, positions: Int32[Array, " B"], axis: int) -> Array:
-    """`slots` [B, ..., S, ...] with each row of `new` [B, ..., 1, ...] at its position along S, a row's axis `axis`."""
+    """Writes each row of `new` [B, ..., 1, ...] into `slots` [B, ..., S, ...] at its position along S, which is axis
+    `axis` of a row."""
     outer = slots.shape[: axis + 1]
-    place = (*jnp.indices(outer, sparse=True), positions.reshape(-1, *[1] * axis))
+    index = (*jnp.indices(outer, sparse=True), positions.reshape(-1, *[1] * axis))
     options = {"unique_indices": True, "indices_are_sorted": True, "mode": "promise_in_bounds"}
-    return slots.at[place].set(jnp.squeeze(new, axis + 1), **options)
+    return slots.at[index].set(jnp.squeeze(new, axis + 1), **options)

@@ -1,6 +1,6 @@
 """The two compiled programs of generation: prefill of new rows, and a segment of decoding steps.
 
-Both are compiled once, and caches are written in place. Prompts are left-aligned, position p in slot p, with padding
+Both are compiled once, and update caches in place. Prompts are left-aligned, with position p in slot p and padding
 after them, so that a row's values do not depend on the lengths of other rows.
 
 Letters: B rows, R rows of one prefill, P prompt slots, C completion slots, S = P + C, D width of a site, K key-value
@@ -32,17 +32,17 @@ from pipeline.step.compiler import compiler_options, matmul_precision
 
 
 class State(NamedTuple):
-    """All rows, on the devices. Rows are divided along `data`, key-value heads along `tensor`."""
+    """The state of all rows, on the devices. Rows are divided along `data`, key-value heads along `tensor`."""
 
-    # Of each layer keys and values, or what its DeltaNet keeps; None where it attends to another layer's keys.
+    # Per layer: keys and values, or the cache of its DeltaNet; None for a layer that uses another layer's keys.
     caches: tuple[tuple[Slots, Slots] | DeltaCache | None, ...]
     activations: tuple[Float[Array, "B S D"], ...]  # in the order of the captured keys
-    tokens: Int32[Array, " B"]  # each row's latest, not yet run through the layers
-    positions: Int32[Array, " B"]  # of those
-    counts: Int32[Array, " B"]  # tokens of the completion so far
-    has_ended: Bool[Array, " B"]  # whether the latest token is the last
+    tokens: Int32[Array, " B"]  # each row's last token, which the layers have not processed yet
+    positions: Int32[Array, " B"]  # of these tokens
+    counts: Int32[Array, " B"]  # tokens in the completion
+    has_ended: Bool[Array, " B"]  # whether the completion is complete
     is_active: Bool[Array, " B"]  # whether the row needs more steps
-    keys: UInt32[Array, "B 2"]  # random, of each row's document
+    keys: UInt32[Array, "B 2"]  # PRNG key of each row's document
     completions: Int32[Array, "B C"]
 
 
@@ -56,12 +56,12 @@ class Report(NamedTuple):
 
 
 class NewRows(NamedTuple):
-    """Prompts for some rows, as many for each device along `data`. `rows` are indices among the device's rows; an index
-    out of range means that there is no prompt."""
+    """Prompts for some rows, the same number for each device along `data`. `rows` are indices among the device's rows;
+    an index out of range means that there is no prompt."""
 
     prompts: Int32[Array, "R P"]
     lengths: Int32[Array, " R"]
-    numbers: UInt32[Array, "R 2"]  # of the documents: high and low half
+    numbers: UInt32[Array, "R 2"]  # document numbers, as high and low half
     rows: Int32[Array, " R"]
 
 
@@ -71,11 +71,12 @@ class Decoding:
 
     model: Model
     partition: Partition
-    attend: Attend  # of the prefill
+    attend: Attend  # for the prefill
     spec: GenerationSpec
 
     def prefill(self, params: Params, state: State, new: NewRows) -> State:
-        """Runs prompts through the model, as the extraction does, and puts them into their rows with a first token."""
+        """Runs prompts through the model like extraction does, samples their first tokens, and writes both into the
+        state."""
         arch, spec = self.model.arch, self.spec
         order = jnp.broadcast_to(jnp.arange(spec.max_prompt, dtype=jnp.int32), new.prompts.shape)
         segments = (order < new.lengths[:, None]).astype(jnp.int32)
@@ -85,7 +86,8 @@ class Decoding:
         captured = self._apply(params, new.prompts, segments, order, layers)
 
         def cached(layer: int, site: Site) -> Slots:
-            """Zeros after the prompt: a NaN of the row's previous completion, though masked, would make sums NaN."""
+            """Slots after the prompt are 0: a NaN from the row's previous completion would make sums NaN, even though
+            it is masked."""
             num_kv_heads = arch.with_sizes_of(layer).num_kv_heads
             heads = captured[ActivationKey(layer, site)].reshape(*order.shape, num_kv_heads, -1)
             slots = jnp.pad(jnp.einsum("RPKH->RKPH", heads), ((0, 0), (0, 0), (0, spec.max_new_tokens), (0, 0)))
@@ -115,55 +117,60 @@ class Decoding:
         return self._put(state, values, new.rows)
 
     def segment(self, params: Params, state: State) -> tuple[State, Report]:
-        """Up to `segment_steps` decoding steps; fewer where no row of any device is active."""
+        """Runs up to `segment_steps` decoding steps, fewer if no row on any device is active."""
 
-        def goes_on(carry: tuple[Array, State]) -> Bool[Array, ""]:
+        def needs_step(carry: tuple[Array, State]) -> Bool[Array, ""]:
             return (carry[0] < self.spec.segment_steps) & carry[1].is_active.any()
 
         def body(carry: tuple[Array, State]) -> tuple[Array, State]:
             return carry[0] + 1, self.step(params, carry[1])
 
-        steps, state = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state))
+        steps, state = jax.lax.while_loop(needs_step, body, (jnp.int32(0), state))
         return state, Report(state.is_active, state.counts, state.completions, steps)
 
     def step(self, params: Params, state: State) -> State:
-        """Runs each row's latest token through the model, which gives the next. Of a row that is not active, only the
-        latest position is computed again, and with DeltaNets nothing is kept of that, since their states have it."""
+        """Runs each row's last token through the model and samples the next.
+
+        In an inactive row, the last position is computed again. With DeltaNets the results are dropped, since their
+        states already include the position.
+        """
         spec = self.spec
         layers = [self._cached(cache, state) for cache in state.caches]
         keys_of = [self.model.arch.keys_of(layer) for layer in range(self.model.num_layers)]
         attend = [
-            each if source is None else layers[source].attend_again
-            for each, source in zip(layers, keys_of, strict=True)
+            layer if source is None else layers[source].attend_again
+            for layer, source in zip(layers, keys_of, strict=True)
         ]
         tokens = state.tokens[:, None]
         captured = self._apply(params, tokens, jnp.ones_like(tokens), state.positions[:, None], attend)
         sampled = sample(
             logits(self.model.head, params, captured[FINAL_NORM][:, 0]), state.keys, state.counts, spec.sampling
         )
-        goes_on = state.is_active & ~state.has_ended
-        counts = state.counts + goes_on
-        sampled = jnp.where(goes_on, sampled, state.tokens)
+        is_continued = state.is_active & ~state.has_ended
+        counts = state.counts + is_continued
+        sampled = jnp.where(is_continued, sampled, state.tokens)
         has_ended = state.has_ended | self._is_last(sampled, counts)
-        place = jnp.arange(spec.max_new_tokens) == state.counts[:, None]
+        is_new = jnp.arange(spec.max_new_tokens) == state.counts[:, None]
         return State(
             caches=tuple(layer and layer.cache for layer in layers),
             activations=tuple(
-                put_at(kept, self._of_active(state, captured[key].astype(spec.dtype), kept), state.positions, axis=0)
+                put_at(
+                    kept, self._select_active(state, captured[key].astype(spec.dtype), kept), state.positions, axis=0
+                )
                 for kept, key in zip(state.activations, spec.keys, strict=True)
             ),
             tokens=sampled,
-            positions=state.positions + goes_on,
+            positions=state.positions + is_continued,
             counts=counts,
             has_ended=has_ended,
-            # A capture includes the last token's activations, which take one more step.
-            is_active=goes_on if spec.keys else goes_on & ~has_ended,
+            # The activations of the last token need one more step.
+            is_active=is_continued if spec.keys else is_continued & ~has_ended,
             keys=state.keys,
-            completions=jnp.where(place & goes_on[:, None], sampled[:, None], state.completions),
+            completions=jnp.where(is_new & is_continued[:, None], sampled[:, None], state.completions),
         )
 
     def state_shapes(self, dtype: jnp.dtype) -> State:
-        """The state of all rows (global), with caches of `dtype`, as shapes with shardings."""
+        """The global shapes and shardings of the state, with caches in `dtype`."""
         arch, mesh, spec = self.model.arch, self.partition.mesh, self.spec
         shape = partial(_shape, row_sharding(mesh), spec.rows)
         heads = NamedSharding(mesh, PartitionSpec("data", "tensor"))
@@ -219,17 +226,18 @@ class Decoding:
     def _is_delta(self, layer: int) -> bool:
         return self.model.arch.blocks(layer).is_delta
 
-    def _of_active(
+    def _select_active(
         self, state: State, new: Float[Array, "B 1 D"], kept: Float[Array, "B S D"]
     ) -> Float[Array, "B 1 D"]:
-        """`new`, but what is kept for rows that are not active, where these do not compute the same again."""
+        """`new` for active rows and the kept values for others. Without DeltaNets, inactive rows compute the same
+        values again, so `new` is used for all."""
         if self.model.arch.delta is None:
             return new
         old = jnp.take_along_axis(kept, state.positions[:, None, None], axis=1)
         return jnp.where(state.is_active[:, None, None], new, old)
 
     def new_row_shapes(self) -> NewRows:
-        """The inputs of a prefill (global), as shapes with shardings."""
+        """The global shapes and shardings of a prefill's inputs."""
         mesh = self.partition.mesh
         shape = partial(_shape, row_sharding(mesh), self.spec.prefill_rows(mesh.shape["data"]))
         return NewRows(
@@ -249,7 +257,7 @@ class Decoding:
         return jnp.isin(tokens, jnp.array(self.spec.end_tokens, jnp.int32)) | (counts == self.spec.max_new_tokens)
 
     def _put(self, state: State, values: State, rows: Int32[Array, " R"]) -> State:
-        """Writes the new rows into the state; each device writes its rows."""
+        """Writes the new rows into the state. Each device writes its own rows."""
 
         def put_on_device(state: State, values: State, rows: Array) -> State:
             def put_array(old: Array, new: Array) -> Array:
@@ -257,7 +265,7 @@ class Decoding:
 
             return jax.tree.map(put_array, state, values)
 
-        shapes = self.state_shapes(jnp.float32)  # of any dtype
+        shapes = self.state_shapes(jnp.float32)  # the dtype does not matter
         specs = jax.tree.map(lambda shape: shape.sharding.spec, shapes)
         in_specs = (specs, specs, PartitionSpec("data"))
         put = jax.shard_map(put_on_device, mesh=self.partition.mesh, in_specs=in_specs, out_specs=specs)
@@ -266,11 +274,11 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Programs:
-    """The two programs, compiled for one specification."""
+    """The two programs, compiled for one spec."""
 
     mesh: Mesh
-    attention: Attention  # of the prefill
-    new_rows: NewRows  # their shapes
+    attention: Attention  # for the prefill
+    new_rows: NewRows  # shapes
     empty: jax.stages.Compiled  # () -> state without active rows
     prefill: jax.stages.Compiled  # (params, state, new rows) -> state
     segment: jax.stages.Compiled  # (params, state) -> state, report
@@ -279,7 +287,8 @@ class Programs:
 def compile_programs(model: Model, params: Params, partition: Partition, spec: GenerationSpec) -> Programs:
     """Lowers and compiles the programs.
 
-    `params` are those of `model.generation.leaves(spec.keys)`, or their shapes, on devices that are only described.
+    `params` are loaded from `model.generation.leaves(spec.keys)`, or are their shapes with shardings, for devices that
+    are not present.
     """
     mesh, compute_dtype = partition.mesh, params["embed"].dtype
     attention = choose_attention(spec.attention, model.arch, mesh, spec.max_prompt, compute_dtype.name)

@@ -1,4 +1,4 @@
-"""The first part of a job with data=generate: the model continues the prompts, and the store keeps its completions."""
+"""The first part of a job with data=generate: the model completes the prompts, and the completions are stored."""
 
 import logging
 from collections import deque
@@ -31,9 +31,9 @@ log = logging.getLogger("pipeline")
 
 def generate(job: Job, store: StoreWriter, stop: preemption.StopRequest) -> None:
     """Generates the missing completions of this process's streams. Every process of the worker calls it, and it returns
-    when all processes have finished.
+    when all of them have finished.
 
-    Raises Interrupted after a stop request; the complete groups are stored.
+    Raises Interrupted after a stop request. Complete groups are stored.
     """
     opened = (
         _open_stream(job, stream, blocks) for stream, blocks in store.streams.some(job.plan.streams.local).items()
@@ -66,7 +66,7 @@ def _run(
         return stop.before_step()
 
     with closing(progress), Watchdog(progress, options.stall_timeout_s):
-        for completion in generator.run(_in_turn(streams.values()), before_segment):
+        for completion in generator.run(_alternate_streams(streams.values()), before_segment):
             progress.completed(completion)
             streams[_stream_of(completion.number, job.plan.streams.count)].complete(completion)
     log.info("%s", progress.summary())
@@ -102,7 +102,7 @@ def _compile(job: Job) -> Generator:
 
 
 def _open_stream(job: Job, stream: int, blocks: StreamBlocks) -> StreamGroups | None:
-    """A stream's missing groups; None where all its blocks are committed."""
+    """A stream's missing groups; None if all its blocks are committed."""
     point = resume_point(blocks, job.plan.streams.budget(stream))
     if point is None:
         return None
@@ -118,8 +118,8 @@ def _open_stream(job: Job, stream: int, blocks: StreamBlocks) -> StreamGroups | 
     )
 
 
-def _in_turn(streams: Sequence[StreamGroups]) -> Iterator[Prompt]:
-    """One group of each stream in turn."""
+def _alternate_streams(streams: Sequence[StreamGroups]) -> Iterator[Prompt]:
+    """The prompts of one group of each stream, then of the next group of each, and so on."""
     turns = deque(streams)
     while turns:
         stream = turns.popleft()
@@ -129,7 +129,8 @@ def _in_turn(streams: Sequence[StreamGroups]) -> Iterator[Prompt]:
 
 
 def _number(cursor: Cursor, stream: int, num_streams: int) -> int:
-    """A prompt's number: its source shard and its row there, so that it does not depend on the number of streams."""
+    """A prompt's number. It consists of the source shard and the row in it, so that it does not depend on the number of
+    streams."""
     return (cursor.shard * num_streams + stream << 32) + cursor.document
 
 
@@ -138,7 +139,7 @@ def _stream_of(number: int, num_streams: int) -> int:
 
 
 def _describer(job: Job) -> Callable[[TokenisedDocument, Completion], dict[str, object]]:
-    """The function that makes the columns of a completed document."""
+    """Returns a function that makes the columns of a completed document."""
     data, tokenizer = job.config.data, job.tokenizer
     encoder = grid_encoder(data.prompts) if isinstance(data.prompts, ArcData) else None
 

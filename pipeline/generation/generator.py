@@ -1,7 +1,7 @@
-"""Prompts in, completions out: a row whose completion has ended takes the next prompt.
+"""Generates completions: when a row's completion ends, the row gets the next prompt.
 
-The devices run segments of a fixed number of decoding steps, without the host; between two segments the host reads
-which rows have ended, yields their completions and starts a prefill of the next prompts in their place.
+The devices run segments of a fixed number of decoding steps without the host. Between two segments, the host reads
+which rows have ended, yields their completions, and starts a prefill of the next prompts in these rows.
 """
 
 import logging
@@ -28,43 +28,43 @@ log = logging.getLogger("pipeline")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A document that the model continues. Its completion depends on the seed and on these two alone."""
+    """A document for the model to complete. The completion depends only on the seed and on these fields."""
 
-    number: int  # the document's
+    number: int  # the document's number
     tokens: Int32[np.ndarray, " P"]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What the model wrote. The last token is an end token where `finish_reason` is "stop"."""
+    """The tokens that the model generated. If `finish_reason` is "stop", the last one is an end token."""
 
     number: int
     tokens: Int32[np.ndarray, " C"]
     finish_reason: Literal["stop", "length"]
-    activations: Mapping[ActivationKey, Float[np.ndarray, "P+C D"]] | None  # of prompt and completion; None: no keys
+    activations: Mapping[ActivationKey, Float[np.ndarray, "P+C D"]] | None  # for prompt and completion; None: no keys
 
 
 @dataclass
 class Counts:
-    """The work of this process's rows. `row_steps` counts each decoding step of each row, idle ones too."""
+    """The work of this process's rows. `row_steps` is the sum of decoding steps over rows, including idle ones."""
 
     prompts: int = 0
-    tokens: int = 0  # of completions
+    tokens: int = 0  # in completions
     prefills: int = 0
-    prefill_slots: int = 0  # token slots of the prefills
+    prefill_slots: int = 0  # token slots in prefills
     prompt_tokens: int = 0
     segments: int = 0
     row_steps: int = 0
 
     @property
     def padding(self) -> float:
-        """The share of the decoding steps' rows that gave no token; the prefill gives a completion's first token."""
+        """The share of row steps without a new token. A completion's first token comes from the prefill."""
         return 1 - (self.tokens - self.prompts) / self.row_steps if self.row_steps else 0.0
 
 
 @dataclass
 class Generator:
-    """The compiled programs and the rows that they work on."""
+    """Runs the compiled programs on this worker's rows."""
 
     programs: Programs
     params: Params
@@ -73,20 +73,20 @@ class Generator:
 
     @property
     def rows(self) -> int:
-        """This process's rows."""
+        """The number of this process's rows."""
         return self.spec.rows // jax.process_count()
 
     @property
     def groups(self) -> int:
-        """The groups of this process's rows: one for each of its devices along `data`."""
+        """The number of groups of this process's rows: one per device along `data`."""
         return self.programs.mesh.shape["data"] // jax.process_count()
 
     def run(self, prompts: Iterator[Prompt], stop: Callable[[], bool] = lambda: False) -> Iterator[Completion]:
-        """Yields the completions, in the order in which they end.
+        """Yields completions in the order in which they end.
 
-        Every process runs the same number of prefills and segments, until no process has an active row or a prompt
-        left: each must consume `run` to its end. Every process calls `stop` once before each segment, and all must get
-        the same answer; after True, incomplete rows are dropped.
+        All processes run the same number of prefills and segments until no process has an active row or a prompt left,
+        so each must consume `run` to its end. Every process calls `stop` once before each segment, and all must get the
+        same result; after True, incomplete rows are dropped.
 
         Raises InputError for a prompt that is empty or longer than `max_prompt`.
         """
@@ -95,7 +95,7 @@ class Generator:
         tenants: list[Prompt | None] = [None] * self.rows
         while not stop():
             prefills = list(self._next_prefills(prompts, tenants))
-            num_prefills, num_tenants = largest_of_all(len(prefills), sum(each is not None for each in tenants))
+            num_prefills, num_tenants = largest_of_all(len(prefills), sum(tenant is not None for tenant in tenants))
             if num_tenants == 0:
                 return
             for number in range(num_prefills):
@@ -104,7 +104,7 @@ class Generator:
                 state = self.programs.prefill(self.params, state, NewRows(**inputs))
             state, report = self.programs.segment(self.params, state)
             is_active, counts, completions = (
-                _local_rows(each) for each in (report.is_active, report.counts, report.completions)
+                _local_rows(array) for array in (report.is_active, report.counts, report.completions)
             )
             self.counts.prefills += num_prefills
             self.counts.prefill_slots += num_prefills * self._no_rows().prompts.size
@@ -116,7 +116,7 @@ class Generator:
                     yield self._completion(tenant, row, completions[row, : counts[row]], state)
 
     def _next_prefills(self, prompts: Iterator[Prompt], tenants: list[Prompt | None]) -> Iterator[NewRows]:
-        """Prefills of free rows, until either rows or prompts run out; each takes some rows of each device."""
+        """Prefills for free rows, until rows or prompts run out. Each prefill fills some rows of each device."""
         group_rows = self.rows // self.groups
         free = [
             [row for row in range(group_rows) if tenants[group * group_rows + row] is None]
@@ -124,23 +124,23 @@ class Generator:
         ]
         while any(free):
             new = self._no_rows()
-            room = len(new.rows) // self.groups
+            rows_per_group = len(new.rows) // self.groups
             num_new = 0
-            for place in range(len(new.rows)):
-                # One row of each device in turn, so that a few prompts spread over all devices.
-                slot, group = divmod(place, self.groups)
+            for number in range(len(new.rows)):
+                # Alternates between devices, so that a few prompts spread over all of them.
+                slot, group = divmod(number, self.groups)
                 if not free[group]:
                     continue
                 prompt = next(prompts, None)
                 if prompt is None:
                     break
                 self._check(prompt)
-                row, at = free[group].pop(0), group * room + slot
+                row, index = free[group].pop(0), group * rows_per_group + slot
                 tenants[group * group_rows + row] = prompt
-                new.prompts[at, : prompt.tokens.size] = prompt.tokens
-                new.lengths[at] = prompt.tokens.size
-                new.numbers[at] = divmod(prompt.number, 1 << 32)
-                new.rows[at] = row
+                new.prompts[index, : prompt.tokens.size] = prompt.tokens
+                new.lengths[index] = prompt.tokens.size
+                new.numbers[index] = divmod(prompt.number, 1 << 32)
+                new.rows[index] = row
                 num_new += 1
                 self.counts.prompts += 1
                 self.counts.prompt_tokens += prompt.tokens.size
@@ -149,7 +149,7 @@ class Generator:
             yield new
 
     def _no_rows(self) -> NewRows:
-        """This process's part of a prefill's inputs, without prompts."""
+        """This process's part of a prefill's inputs, without any prompt."""
         new = jax.tree.map(
             lambda shape: np.zeros((shape.shape[0] // jax.process_count(), *shape.shape[1:]), shape.dtype),
             self.programs.new_rows,
@@ -177,13 +177,13 @@ class Generator:
 def compile_generator(model: Model, params: Params, partition: Partition, spec: GenerationSpec) -> Generator:
     """Compiles prefill and decoding.
 
-    `params` are those of `model.generation.leaves(spec.keys)`, sharded as `partition` says. Raises ConfigError for an
-    encoder, and where prompt and completion do not fit the model.
+    `params` are loaded from `model.generation.leaves(spec.keys)` and sharded by `partition`. Raises ConfigError for an
+    encoder, and if prompt and completion do not fit the model's positions.
     """
     if min(spec.max_prompt, spec.max_new_tokens) < 1 or spec.length > model.max_positions:
         raise ConfigError(
-            f"prompts of up to {spec.max_prompt} tokens and {spec.max_new_tokens} new ones do not fit the model's "
-            f"{model.max_positions} positions. Set each to at least 1, and both together to at most that."
+            f"prompts of up to {spec.max_prompt} tokens and {spec.max_new_tokens} new tokens do not fit the model's "
+            f"{model.max_positions} positions. Set each to at least 1, and their sum to at most {model.max_positions}."
         )
     programs = compile_programs(model, params, partition, spec)
     log.info("prefill: %s", programs.attention.describe())
@@ -196,7 +196,7 @@ def _row(values: jax.Array, row: jax.Array) -> jax.Array:
 
 
 def _local_shards(array: jax.Array) -> list[jax.Shard]:
-    """This process's shards in the order of rows, without replicas."""
+    """This process's shards, without replicas, in the order of rows."""
     shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
     return sorted(shards, key=lambda shard: shard.index[0].start or 0)
 
@@ -207,7 +207,7 @@ def _local_rows(array: jax.Array) -> np.ndarray:
 
 
 def _local_row(array: jax.Array, row: int) -> np.ndarray:
-    """One of this process's rows [S, D], which may be divided along D over several devices."""
+    """One of this process's rows [S, D], which may be divided over devices along D."""
     shards = _local_shards(array)
     shard_rows = shards[0].data.shape[0]
     first = (shards[0].index[0].start or 0) + row // shard_rows * shard_rows

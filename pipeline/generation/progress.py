@@ -1,4 +1,4 @@
-"""Counts, rates and a progress bar of generation."""
+"""Counts, rates and the progress bar of generation."""
 
 import json
 import time
@@ -10,7 +10,7 @@ from pipeline.job.metrics import run_name
 
 
 class GenerationProgress:
-    """The counts of a generator, and a progress bar. A watchdog may watch it."""
+    """Reports a generator's counts, and shows a progress bar. A watchdog can watch it."""
 
     def __init__(self, counts: Counts, *, progress: bool) -> None:
         self.last_step = self._started = time.monotonic()
@@ -20,7 +20,7 @@ class GenerationProgress:
         self._bar = tqdm(unit="tok", unit_scale=True, desc="generate", disable=not progress, dynamic_ncols=True)
 
     def step(self) -> None:
-        """Called before each segment."""
+        """Call it before each segment."""
         self.last_step = time.monotonic()
 
     def completed(self, completion: Completion) -> None:
@@ -30,17 +30,17 @@ class GenerationProgress:
         self._bar.close()
 
     def to_json(self) -> bytes:
-        """This process's counts."""
+        """This process's counts as JSON."""
         counts = vars(self._counts) | {"padding": round(self._counts.padding, 4)}
         return (json.dumps({"elapsed_s": round(self._elapsed_s, 3), **counts}) + "\n").encode()
 
     def summary(self) -> str:
-        """For people."""
+        """The counts as one sentence."""
         counts = self._counts
         return (
             f"{counts.prompts:,} prompts completed with {counts.tokens:,} tokens in {self._elapsed_s:.1f} s: "
-            f"{counts.tokens / max(self._elapsed_s, 1e-9):,.0f} tokens/s; {counts.padding:.0%} of the decoding steps' "
-            f"rows were idle"
+            f"{counts.tokens / max(self._elapsed_s, 1e-9):,.0f} tokens/s; rows were idle in {counts.padding:.0%} of "
+            f"their decoding steps"
         )
 
     @property

@@ -1,4 +1,4 @@
-"""The next token of each row, from its logits.
+"""Samples the next token of each row from its logits.
 
 Letters: B rows, V vocabulary.
 """
@@ -11,7 +11,7 @@ from pipeline.config.sampling import Sampling
 
 
 def document_keys(seed: int, high: UInt32[Array, " B"], low: UInt32[Array, " B"]) -> UInt32[Array, "B 2"]:
-    """Each document's random key, from the halves of its number: independent of batch, order and process."""
+    """Each document's PRNG key, from the halves of its number. It does not depend on batch, order or process."""
 
     def document_key(high: Array, low: Array) -> Array:
         return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), high), low))
@@ -23,9 +23,9 @@ def document_keys(seed: int, high: UInt32[Array, " B"], low: UInt32[Array, " B"]
 def sample(
     logits: Float32[Array, "B V"], keys: UInt32[Array, "B 2"], numbers: Int32[Array, " B"], sampling: Sampling
 ) -> Int32[Array, " B"]:
-    """Each row's token at index `numbers` of its completion.
+    """Samples each row's token at index `numbers` of its completion, by the Gumbel-max trick.
 
-    Drawn by the Gumbel-max trick: the draw depends on the row's key and index alone.
+    The sample depends only on the row's logits, key and index.
     """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -36,8 +36,8 @@ def sample(
         logits, ids = jax.lax.top_k(logits, min(sampling.top_k or logits.shape[-1], logits.shape[-1]))
     if has_top_p:
         probabilities = jax.nn.softmax(logits, axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities  # of the likelier tokens together
-        logits = jnp.where(before < sampling.top_p, logits, -jnp.inf)
+        preceding = jnp.cumsum(probabilities, axis=-1) - probabilities  # total probability of likelier tokens
+        logits = jnp.where(preceding < sampling.top_p, logits, -jnp.inf)
 
     def noise(key: Array, number: Array) -> Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(key), number)

@@ -1,4 +1,4 @@
-"""A stream's prompts, and the groups that their completions fill, which are stored in order."""
+"""A stream's prompts, and the groups of their completions, which are stored in order."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,20 +17,20 @@ from pipeline.store.generated.documents import GeneratedGroups, Group
 
 @dataclass
 class _OpenGroup:
-    """A group with documents that are not completed yet."""
+    """A group in which completions are missing."""
 
     items: list[TokenisedDocument | SkippedDocument]
     next: Cursor
     exhausted: bool
     num_missing: int
-    kept: dict[int, Mapping[ActivationKey, np.ndarray]]  # by place among the items
+    kept: dict[int, Mapping[ActivationKey, np.ndarray]]  # activations, by index in `items`
 
 
 class StreamGroups:
-    """The groups that one stream still has to generate, until the stored groups meet `demand` or the prompts end.
+    """The groups that are still to be generated for a stream, until the stored groups meet `demand` or the prompts end.
 
-    The stored groups depend on the prompts and the demand alone: a group is stored after all groups before it, and
-    dropped where those meet the demand.
+    The stored groups depend only on the prompts and the demand: a group is stored after all earlier groups, and dropped
+    if those meet the demand.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class StreamGroups:
         describe: Callable[[TokenisedDocument, Completion], dict[str, object]],
         kept: Sequence[ActivationKey] = (),
     ) -> None:
-        """`demand` is of the documents from `start` on. `number` gives a prompt's number by its place in the data,
-        `describe` the columns of a completed document. `kept`: the activations that completions come with.
+        """`demand` counts documents from `start` on. `number` returns a prompt's number for its cursor, and `describe`
+        the columns of a completed document. `kept` are the activations that completions include.
 
-        Raises StoreInvalid for a stored group that is damaged.
+        Raises StoreInvalid for a damaged stored group.
         """
         self._groups = groups
         self._number = number
@@ -65,7 +65,7 @@ class StreamGroups:
         self._num_shards = prompts.num_shards
         self._prompts = prompts.read(self._next)
         self._open: deque[_OpenGroup] = deque()
-        self._places: dict[int, tuple[_OpenGroup, int]] = {}  # by the prompt's number
+        self._pending: dict[int, tuple[_OpenGroup, int]] = {}  # prompt number -> its group, its index in the items
 
     @property
     def stream(self) -> int:
@@ -73,48 +73,49 @@ class StreamGroups:
 
     @property
     def is_done(self) -> bool:
-        """Whether no more prompts are needed: the open groups meet the demand, however short their completions."""
+        """Whether no more prompts are needed, because the open groups will meet the demand even with the shortest
+        completions, or because there are no more prompts."""
         expected = copy(self._demand)
         for group in self._open:
             self._count(expected, [item for item in group.items if isinstance(item, TokenisedDocument)])
         return self._is_over or expected.is_met
 
     def next_prompts(self) -> list[Prompt]:
-        """The prompts of the next group. Raises InputError for a bad document, unless such are skipped."""
+        """The prompts of the next group. Raises InputError for an invalid document, unless these are skipped."""
         items: list[TokenisedDocument | SkippedDocument] = []
         prompts: list[Prompt] = []
-        places: list[int] = []
+        indices: list[int] = []
         while len(prompts) < self._groups.size and (item := next(self._prompts, None)) is not None:
             if isinstance(item, TokenisedDocument):
                 self._next = replace(item.cursor, document=item.cursor.document + 1, ordinal=item.cursor.ordinal + 1)
                 prompts.append(Prompt(self._number(item.cursor), item.tokens))
-                places.append(len(items))
+                indices.append(len(items))
             items.append(item)
         self._is_over = len(prompts) < self._groups.size
         if self._is_over:
             self._next = Cursor(shard=self._num_shards, ordinal=self._next.ordinal)
         group = _OpenGroup(items, self._next, self._is_over, len(prompts), {})
         self._open.append(group)
-        self._places |= {prompt.number: (group, place) for prompt, place in zip(prompts, places, strict=True)}
+        self._pending |= {prompt.number: (group, index) for prompt, index in zip(prompts, indices, strict=True)}
         self._store_complete()
         return prompts
 
     def wants(self, prompt: Prompt) -> bool:
-        """Whether a prompt of `next_prompts` is still needed."""
-        return prompt.number in self._places
+        """Whether a prompt from `next_prompts` is still needed."""
+        return prompt.number in self._pending
 
     def complete(self, completion: Completion) -> None:
-        """Takes a prompt's completion, and stores the groups that are complete with it."""
-        if completion.number not in self._places:  # of a group that was dropped
+        """Adds a completion, and stores the groups that are then complete."""
+        if completion.number not in self._pending:  # its group was dropped
             return
-        group, place = self._places.pop(completion.number)
-        prompt = group.items[place]
+        group, index = self._pending.pop(completion.number)
+        prompt = group.items[index]
         document = replace(prompt.document, info=prompt.document.info | self._describe(prompt, completion))
-        group.items[place] = replace(
+        group.items[index] = replace(
             prompt, document=document, tokens=np.concatenate([prompt.tokens, completion.tokens])
         )
         if self._kept:
-            group.kept[place] = completion.activations
+            group.kept[index] = completion.activations
         group.num_missing -= 1
         self._store_complete()
 
@@ -127,14 +128,14 @@ class StreamGroups:
             self._count(self._demand, stored.documents)
         if self._demand.is_met:
             self._open.clear()
-            self._places.clear()
+            self._pending.clear()
 
     def _kept_activations(self, group: _OpenGroup) -> dict[str, np.ndarray]:
         """The activations of the group's documents, concatenated, by array name."""
-        documents = [group.kept[place] for place in sorted(group.kept)]
+        documents = [group.kept[index] for index in sorted(group.kept)]
         if not documents:
             return {key.name: np.empty(0) for key in self._kept}
-        return {key.name: np.concatenate([each[key] for each in documents]) for key in self._kept}
+        return {key.name: np.concatenate([arrays[key] for arrays in documents]) for key in self._kept}
 
     def _count(self, demand: Demand, documents: Sequence[TokenisedDocument]) -> None:
         for document in documents:

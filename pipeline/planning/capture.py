@@ -1,4 +1,4 @@
-"""What is captured: the activations, the specification of the step that computes them, and the checks of its output."""
+"""The capture: its activations, the spec of the step that computes them, and the checks of its output."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -15,20 +15,20 @@ from pipeline.planning.model_facts import ModelFacts
 from pipeline.step.spec import CompilerOption, EncoderSpec, StepSpec
 from pipeline.store.format.layout import OUTPUTS, SELECTED, TOKENS, ArraySpec, activation_spec, output_specs
 
-_POSITIONS_WITH_PER_ROW = (Positions.last, Positions.token, Positions.regex)  # which have capture.per_row slots
+_POSITIONS_WITH_PER_ROW = (Positions.last, Positions.token, Positions.regex)  # these use capture.per_row
 
 
 @dataclass(frozen=True)
 class CheckPlan:
     """What a run checks in its blocks."""
 
-    fail_on_not_finite: bool  # otherwise it warns
-    warn_of_unselected: bool  # of selected tokens for which a row has no slot
-    warn_of_empty_rows: bool  # of rows whose slots are full before their positions are
+    fail_on_not_finite: bool  # otherwise, warns
+    warn_of_unselected: bool  # if a row has too few slots for its selected tokens
+    warn_of_empty_rows: bool  # if rows' slots are full long before their positions
 
 
 def plan_checks(config: RunConfig) -> CheckPlan:
-    """What `capture` and `batch` ask to check."""
+    """The checks that `capture` and `batch` configure."""
     has_per_row = config.capture.positions in _POSITIONS_WITH_PER_ROW
     return CheckPlan(
         fail_on_not_finite=config.capture.on_not_finite is OnNotFinite.fail,
@@ -38,19 +38,20 @@ def plan_checks(config: RunConfig) -> CheckPlan:
 
 
 def plan_step(config: RunConfig, model: ModelFacts, encoders: tuple[EncoderSpec, ...] = ()) -> StepSpec:
-    """The specification of a run's step. Raises ConfigError for a site, layer or length that the model lacks."""
+    """The spec of a run's step. Raises ConfigError for a site or layer that the model does not have, for a row length
+    that it does not support, and for settings that contradict each other."""
     capture, batch = config.capture, config.batch
     encoded = {encoder.key for encoder in encoders} if capture.keep is Keep.features else set()
     keys = tuple(key for key in captured_keys(capture, model) if key not in encoded)
     if capture.when is When.decode and (scores := {Site.attn_entropy, Site.attn_pattern}.intersection(capture.sites)):
         raise ConfigError(
-            f"capture.sites contains {min(scores)} with capture.when=decode, whose keys are in a cache. Set "
-            f"capture.when=document, or leave {min(scores)} out."
+            f"capture.sites contains {min(scores)} with capture.when=decode, which does not compute it, since keys are "
+            f"in a cache. Set capture.when=document, or remove {min(scores)}."
         )
     if Site.attn_pattern in capture.sites and capture.positions is Positions.all:
         raise ConfigError(
-            "capture.sites contains attn_pattern of all tokens: a value for each head and each position of a row. "
-            "Set capture.positions, to last, every, token, regex or sample, for the tokens that attend."
+            "capture.sites contains attn_pattern of all tokens: a value per head and position of a row for each of "
+            "them. Set capture.positions to last, every, token, regex or sample, to select the tokens that attend."
         )
     selected = slots_per_row(capture, batch.length)
     if not 1 <= batch.length <= model.max_positions:
@@ -81,18 +82,19 @@ def plan_step(config: RunConfig, model: ModelFacts, encoders: tuple[EncoderSpec,
 
 
 def _compiler_options(options: object) -> tuple[tuple[str, CompilerOption], ...]:
-    """Raises ConfigError where they are not values by name. XLA checks them when the step is compiled."""
+    """The options as pairs. Raises ConfigError unless they are values by name. XLA checks them when the step is
+    compiled."""
     is_mapping = isinstance(options, Mapping) and all(isinstance(name, str) for name in options)
     if options is not None and not (is_mapping and all(isinstance(x, CompilerOption) for x in options.values())):
         raise ConfigError(
-            f"run.compiler_options is {shown(options)}, expected true, false, numbers or strings by name, e.g. "
+            f"run.compiler_options is {shown(options)}, expected booleans, numbers or strings by option name, e.g. "
             f"{{xla_tpu_scoped_vmem_limit_kib: 32768}}."
         )
     return tuple((options or {}).items())
 
 
 def _outputs(capture: CaptureConfig, model: ModelFacts, slots: str) -> tuple[ArraySpec, ...]:
-    """The arrays of `capture.outputs`. Raises ConfigError for others, and for a model that has no head."""
+    """The arrays of `capture.outputs`. Raises ConfigError for unknown outputs, and for a model without a head."""
     if not capture.outputs:
         return ()
     if unknown := [name for name in capture.outputs if name not in OUTPUTS]:
@@ -103,13 +105,13 @@ def _outputs(capture: CaptureConfig, model: ModelFacts, slots: str) -> tuple[Arr
         raise ConfigError(f"capture.outputs names {repeated} twice. Name each output once.")
     if model.head is None:
         raise ConfigError(
-            f"capture.outputs is {shown(capture.outputs)}, but the model is an encoder ({model.family}), which "
-            "predicts no next token. Set capture.outputs=[], or use a causal model."
+            f"capture.outputs is {shown(capture.outputs)}, but the model is an encoder ({model.family}), which does "
+            "not predict next tokens. Set capture.outputs=[], or use a causal model."
         )
     if capture.when is When.decode:
         raise ConfigError(
-            f"capture.outputs is {shown(capture.outputs)} with capture.when=decode, whose activations are kept while "
-            "decoding, without what the head says. Set capture.when=document, or capture.outputs=[]."
+            f"capture.outputs is {shown(capture.outputs)} with capture.when=decode, which keeps activations but not "
+            "the head's outputs. Set capture.when=document, or capture.outputs=[]."
         )
     if "top_logprobs" in capture.outputs and capture.top_logprobs > model.arch.vocab_size:
         raise ConfigError(
@@ -133,11 +135,11 @@ def captured_keys(capture: CaptureConfig, model: ModelFacts) -> tuple[Activation
     layers, sites = captured_layers(capture.layers, model.num_layers), tuple(map(Site, capture.sites))
     for site in sites:
         have = [layer for layer in range(model.num_layers) if has_site(model.arch, layer, site)]
-        lacking = [layer for layer in layers if layer not in have]
-        if lacking and capture.layers != "all":
-            why = why_missing(model.arch, lacking[0], site)
+        missing = [layer for layer in layers if layer not in have]
+        if missing and capture.layers != "all":
+            why = why_missing(model.arch, missing[0], site)
             raise ConfigError(
-                f"capture.layers is {shown(list(layers))} with the site {site}, which layer {lacking[0]} lacks: "
+                f"capture.layers is {shown(list(layers))} with the site {site}, which layer {missing[0]} lacks: "
                 f"{why}. Layers that have it: {', '.join(map(str, have))}. Set capture.layers to some of them, or to "
                 f"all, which captures each site in the layers that have it."
             )
@@ -163,32 +165,33 @@ def captured_layers(layers: object, num_layers: int) -> tuple[int, ...]:
 
 
 def _refuse_integers(capture: CaptureConfig) -> None:
-    """Raises ConfigError where what is captured must be of one dtype, and integers are captured."""
+    """Raises ConfigError if integers are captured with a setting that converts all activations to one dtype."""
     what = f"capture.sites contains {Site.router_indices}, whose values are integers"
     if capture.dtype is StorageDtype.int8:
         raise ConfigError(
-            f"{what}, with capture.dtype=int8, whose values have scales. Set capture.dtype=bfloat16, or leave it out."
+            f"{what}, with capture.dtype=int8, which stores scaled values. Set capture.dtype=bfloat16, or remove "
+            f"{Site.router_indices}."
         )
     if capture.when is When.decode:
         raise ConfigError(
-            f"{what}, with capture.when=decode, which keeps activations as model.dtype. Set capture.when=document, or "
-            f"leave it out."
+            f"{what}, with capture.when=decode, which keeps activations in model.dtype. Set capture.when=document, or "
+            f"remove {Site.router_indices}."
         )
 
 
 def _first_repeated(values: Sequence[object]) -> str:
-    """The first value that also stands earlier in `values`; "" if all differ."""
-    return next((str(value) for place, value in enumerate(values) if value in values[:place]), "")
+    """The first value that occurs earlier in `values`, too; "" if all are different."""
+    return next((str(value) for index, value in enumerate(values) if value in values[:index]), "")
 
 
 def _int8_group(capture: CaptureConfig, arrays: Collection[ArraySpec]) -> int | None:
-    """`capture.int8_group`. Raises ConfigError unless it divides all widths and the dtype is int8."""
+    """`capture.int8_group`. If it is set, raises ConfigError unless it divides all widths and the dtype is int8."""
     group = capture.int8_group
     if group is None:
         return None
     if capture.dtype is not StorageDtype.int8:
         raise ConfigError(
-            f"capture.int8_group is {group} with capture.dtype={capture.dtype}: only int8 has scales. "
+            f"capture.int8_group is {group} with capture.dtype={capture.dtype}, but only int8 has scales. "
             f"Set capture.int8_group=null, or capture.dtype=int8."
         )
     widths = [array.width for array in arrays]

@@ -1,4 +1,4 @@
-"""What generation adds to a plan: rows, lengths, and the memory that it takes on each device."""
+"""What generation adds to a plan: rows, lengths, and the memory that it needs on each device."""
 
 from dataclasses import dataclass, replace
 
@@ -17,17 +17,17 @@ from pipeline.store.format.layout import ITEM_BYTES, MIB
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """Bytes are of each device."""
+    """The plan of generation. Bytes are per device."""
 
-    rows: int  # documents that are generated at once, over all processes of the worker
-    tensor: int  # devices that share heads, neurons and vocabulary, which may be more than the extraction's
+    rows: int  # documents generated at the same time, over all processes of the worker
+    tensor: int  # devices that share heads, neurons and vocabulary; may be more than in extraction
     prompt_length: int
     max_new_tokens: int
-    weights: WeightsPlan  # of all layers and the head
+    weights: WeightsPlan  # all layers and the head
     cache_bytes: int  # keys and values of all rows
     logits_bytes: int  # of one step
-    kept_bytes: int | None  # with capture.when=decode: activations of all rows
-    notes: tuple[str, ...]  # those of `weights` included
+    kept_bytes: int | None  # activations of all rows, with capture.when=decode
+    notes: tuple[str, ...]  # including those of `weights`
 
     def describe(self) -> str:
         """One line, for people."""
@@ -44,14 +44,13 @@ def plan_generation(
 ) -> GenerationPlan | None:
     """The plan of `data=generate`; None for other data.
 
-    `width` is the number of features captured per token; `tensor` that axis of the extraction's mesh, at least as large
-    as which generation's is. Raises
-    ConfigError for a configuration that cannot work, or that does not fit into a device.
+    `width` is the number of features captured per token; `tensor` is the size of the tensor axis in extraction, and the
+    minimum for generation. Raises ConfigError for a configuration that cannot work or does not fit in a device.
     """
     options, keeps_activations = config.data, config.capture.when is When.decode
     if not isinstance(options, GenerateData):
         if keeps_activations:
-            raise ConfigError("capture.when is decode, which is for data=generate. Set it to document.")
+            raise ConfigError("capture.when is decode, which is for data=generate only. Set it to document.")
         return None
     tensor, weights = _divide_weights(config, model, tensor, topology)
     data = topology.devices // tensor
@@ -65,15 +64,15 @@ def plan_generation(
     others = logits + (kept or 0)
     if topology.device_bytes is not None and weights.device_bytes + cache + others > topology.device_bytes:
         raise ConfigError(
-            f"to generate, weights, keys and values, and logits take {weights.device_bytes / MIB:.0f} + "
-            f"{cache / MIB:.0f} + {others / MIB:.0f} MiB on each device, which has {topology.device_bytes / MIB:.0f} "
-            f"MiB. Lower data.rows."
+            f"generation needs {weights.device_bytes / MIB:.0f} + {cache / MIB:.0f} + {others / MIB:.0f} MiB on each "
+            f"device, which has {topology.device_bytes / MIB:.0f} MiB, for weights, keys and values, and logits. Lower "
+            f"data.rows."
         )
     notes = weights.notes
     if config.batch.length < length:
         notes += (
-            f"prompt and completion take up to {length} tokens: those longer than batch.length={config.batch.length} "
-            "are stored in windows that do not see each other",
+            f"prompt and completion have up to {length} tokens: those longer than batch.length={config.batch.length} "
+            "are stored in windows that do not attend to each other",
         )
     return GenerationPlan(
         rows=options.rows,
@@ -89,9 +88,10 @@ def plan_generation(
 
 
 def _divide_weights(config: RunConfig, model: ModelFacts, tensor: int, topology: Topology) -> tuple[int, WeightsPlan]:
-    """The devices along `tensor`, and the division of the weights.
+    """The number of devices along `tensor`, and the division of the weights.
 
-    A decoding step reads every weight for a few tokens, so fsdp would gather the whole model for each token.
+    A larger `tensor` is preferred to fsdp: a decoding step reads every weight for few tokens, so fsdp would gather the
+    whole model in each step.
     """
     with_int8, notes = config.model.weights_dtype is WeightsDtype.int8, ()
     sizes, memory = model.generation.weight_bytes(str(config.model.dtype), with_int8), topology.device_bytes
@@ -99,21 +99,21 @@ def _divide_weights(config: RunConfig, model: ModelFacts, tensor: int, topology:
     is_auto = config.model.weights is Weights.auto and memory is not None
     if is_auto and tensor < most and sizes.on_device(tensor) > MAX_WEIGHTS_SHARE * memory:
         tensor = most
-        notes = (f"generation divides its weights over {tensor} devices along tensor, since they are large",)
+        notes = (f"generation divides its weights over {tensor} devices along tensor, because they are large",)
     plan = plan_weights(config.model.weights, sizes, topology.devices // tensor, tensor, memory)
     if plan.sharding is Weights.fsdp:
         remedy = "" if with_int8 else ", or model.weights_dtype=int8"
         gathered = sizes.matrices // tensor
         notes += (
             f"with fsdp, each decoding step gathers {gathered / MIB:.0f} MiB of weights on each device, which is slow: "
-            f"use devices with more memory, more of them for each process{remedy}",
+            f"use devices with more memory, more devices per process{remedy}",
         )
     return tensor, replace(plan, notes=plan.notes + notes)
 
 
 def cache_bytes(arch: Architecture, rows: int, length: int, itemsize: int, is_int8: bool = False) -> int:
-    """Bytes of what all layers keep, over all devices, for rows of `length` tokens: keys and values (in int8 with
-    scales in float32), or of a DeltaNet the latest inputs of its convolutions, and states in float32."""
+    """Bytes of all layers' caches, over all devices, for rows of `length` tokens: keys and values (int8 with float32
+    scales), and for a DeltaNet the last inputs of its convolutions and its float32 states."""
     num_delta = sum(arch.blocks(layer).is_delta for layer in range(arch.num_layers))
     cached = 0
     for layer in range(arch.num_layers):
@@ -123,13 +123,13 @@ def cache_bytes(arch: Architecture, rows: int, length: int, itemsize: int, is_in
             cached += sizes.num_kv_heads * length * (width + 2 * 4 if is_int8 else width * itemsize)
     if arch.delta is not None:
         keys, values = arch.delta.key_dim, arch.delta.values_per_key * arch.delta.value_dim
-        latest = (arch.delta.num_taps - 1) * (2 * keys + values) * itemsize
-        cached += num_delta * arch.delta.num_heads * (latest + keys * values * 4)
+        conv_bytes = (arch.delta.num_taps - 1) * (2 * keys + values) * itemsize
+        cached += num_delta * arch.delta.num_heads * (conv_bytes + keys * values * 4)
     return rows * cached
 
 
 def logits_bytes(arch: Architecture, rows: int) -> int:
-    """Bytes of one step's logits in float32; sampling takes a few times as much."""
+    """Bytes of one step's logits in float32. Sampling needs a few times as much."""
     return rows * arch.vocab_size * 4
 
 
@@ -150,8 +150,8 @@ def _require_valid(config: RunConfig, model: ModelFacts, data: int) -> None:
         )
     if config.model.weights_dtype is WeightsDtype.int8 and config.run.worker_count > 1:
         raise ConfigError(
-            "model.weights_dtype=int8 with data=generate and several workers: the rounding's error is measured on the "
-            "first stream, which only one of them generates. Set run.worker_count=1, or model.weights_dtype=same."
+            "model.weights_dtype=int8 with data=generate and several workers: the rounding error is measured on the "
+            "first stream, which only one worker generates. Set run.worker_count=1, or model.weights_dtype=same."
         )
     if config.run.claim:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a process holds in its host's memory: steps in flight, and blocks on their way to the store."""
+"""The host memory of a process: steps in flight, and blocks that are filled or written."""
 
 import math
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from pipeline.store.format.layout import MIB, is_plain_files, rows_per_block_for
 from pipeline.store.write.committed_streams import RUNNING_KEPT
 
 MAX_STEPS_IN_FLIGHT = 4  # one computing, one copying to the host, one being drained, one in reserve
-MAX_STEPS_PER_BLOCK = 64  # bounds what a kill loses, and how many rows are packed before the devices need them
+MAX_STEPS_PER_BLOCK = 64  # limits the work that a kill loses, and the rows that are packed ahead of the devices
 MIN_HOST_BUFFERS = 2  # one is filled while the other is written
-_REMOTE_REQUESTS = 32  # that TensorStore has under way to object storage; each block makes one for each array
-_BUFFERS_SHARE = 16  # of the host's memory, several of whose processes may have buffers
-MAX_COPY_THREADS = 8  # that gather blocks: assumed to reach the bandwidth that a TPU VM has left; not measured on one
+_REMOTE_REQUESTS = 32  # TensorStore's concurrent requests to object storage; a block needs one per array
+_BUFFERS_SHARE = 16  # a process uses 1/16 of the host's memory for buffers, since other processes may need as much
+MAX_COPY_THREADS = 8  # threads that gather blocks; assumed to saturate a TPU VM's memory bandwidth, not measured on one
 MAX_SORTING_THREADS = 4  # each sorts the features of one SAE in a block
-_RUNNING_BYTES = 28  # of the statistics of a feature, which are kept for RUNNING_KEPT streams
-_SORTING_BYTES = 40  # that this takes for each feature of a token
+_RUNNING_BYTES = 28  # running statistics per feature, kept for RUNNING_KEPT streams
+_SORTING_BYTES = 40  # memory for sorting, per feature of a token
 
 
 @dataclass(frozen=True)
 class HostMemoryPlan:
-    """Bytes of one process."""
+    """Bytes are per process."""
 
     step_bytes: int  # activations of one step
     step_statistics_bytes: int  # row statistics of one step
@@ -32,16 +32,14 @@ class HostMemoryPlan:
     block_bytes: int  # activations of one block
     block_statistics_bytes: int  # row statistics of one block
     host_buffers: int  # each holds one block
-    encoded_blocks: int  # copies that TensorStore encodes and writes; 0 if files are written from the buffers
-    index_bytes: int  # of indexes by feature, on their way to the store, and what making them takes
+    encoded_blocks: int  # blocks encoded by TensorStore; 0 if files are written directly from the buffers
+    index_bytes: int  # indexes by feature that are being made or written
     notes: tuple[str, ...] = ()
 
     @property
     def host_bytes(self) -> int:
-        """The most that activations, row statistics and indexes take: in flight, in buffers, and encoded for the store.
-
-        All buffers may be waiting for the store. What the C library's allocator keeps is not included.
-        """
+        """The maximum for activations, row statistics and indexes, when all buffers wait for the store: in flight, in
+        buffers, and encoded for the store. Freed memory that the C library's allocator keeps is not included."""
         steps = self.inflight_steps * (self.step_bytes + self.step_statistics_bytes)
         buffers = self.host_buffers * (self.block_bytes + self.block_statistics_bytes)
         return steps + buffers + self.encoded_blocks * self.block_bytes + self.index_bytes
@@ -50,7 +48,8 @@ class HostMemoryPlan:
 def plan_host_memory(
     config: RunConfig, step: StepSpec, process_rows: int, rows_per_block: int, topology: Topology
 ) -> HostMemoryPlan:
-    """Raises ConfigError if a step exceeds run.max_inflight_mib, or all steps and blocks exceed the host's memory."""
+    """Plans buffers and steps in flight. Raises ConfigError if a step exceeds run.max_inflight_mib, or all steps and
+    blocks exceed the host's memory."""
     step_bytes, block_bytes = process_rows * step.row_bytes, rows_per_block * step.row_bytes
     inflight_steps = _inflight_steps(config.run.max_inflight_mib, step_bytes, topology)
     host_buffers = _host_buffers(config.store, len(step.keys), block_bytes, topology.host_memory)
@@ -68,20 +67,20 @@ def plan_host_memory(
         else (),
     )
     if topology.host_memory is not None and plan.host_bytes > topology.host_memory:
-        of_blocks = "store.shard_mib" if config.store.rows_per_block is None else "store.rows_per_block"
+        block_setting = "store.shard_mib" if config.store.rows_per_block is None else "store.rows_per_block"
         raise ConfigError(
             f"activations would take {plan.host_bytes / MIB:.0f} MiB on this host, which has "
             f"{topology.host_memory / MIB:.0f} MiB: {inflight_steps} steps of "
             f"{(step_bytes + plan.step_statistics_bytes) / MIB:.0f} MiB, and blocks of {plan.block_bytes / MIB:.0f} "
-            f"MiB. Lower {of_blocks}, batch.rows or run.max_inflight_mib."
+            f"MiB. Lower {block_setting}, batch.rows or run.max_inflight_mib."
         )
     return plan
 
 
 def _host_buffers(store: StoreConfig, num_arrays: int, block_bytes: int, host_memory: int | None) -> int:
-    """Blocks that are filled or written at once. To object storage as many as keep its requests under way, since one
-    upload is slow; but no more than fit into a share of the host's memory, each of them encoded, too. Those that the
-    storage does not need are never touched."""
+    """The number of blocks that are filled or written at the same time. For object storage, enough for its concurrent
+    requests, since a single upload is slow, within a share of the host's memory (each block is also encoded). Buffers
+    that are not needed are never touched."""
     if host_memory is None or not store.path.startswith(("gs://", "s3://")):
         return MIN_HOST_BUFFERS
     wanted = 1 + -(-(store.concurrency or _REMOTE_REQUESTS) // max(1, num_arrays))
@@ -89,24 +88,24 @@ def _host_buffers(store: StoreConfig, num_arrays: int, block_bytes: int, host_me
 
 
 def _index_bytes(step: StepSpec, rows_per_block: int, host_buffers: int) -> int:
-    """Features are sorted where there are statistics or an index, of a few SAEs at a time; the indexes are held until
-    they are stored."""
+    """Bytes for statistics and indexes of features: sorting, for a few SAEs at a time, running statistics, and the
+    indexes until they are stored."""
     tops = sorted(encoder.top for encoder in step.encoders if encoder.indexed or step.statistics)
     sorting = _SORTING_BYTES * sum(tops[-MAX_SORTING_THREADS:])
     stored = sum(encoder.index_bytes for encoder in step.encoders)
     entries = sum(encoder.sae.width * ENTRY.itemsize for encoder in step.encoders if encoder.indexed)
     running = sum(encoder.sae.width * _RUNNING_BYTES for encoder in step.encoders) if step.statistics else 0
-    # Each index is there twice while it is written.
+    # An index is in memory twice while it is written.
     indexes = 2 * host_buffers * (rows_per_block * step.slots * stored + entries)
     return rows_per_block * step.slots * sorting + indexes + RUNNING_KEPT * running
 
 
 def plan_rows_per_block(store: StoreConfig, step: StepSpec, process_rows: int, stored: int | None) -> int:
-    """Whole steps of a process: `stored` rows for an existing store, else store.rows_per_block, else about
-    store.shard_mib in the largest array.
+    """Rows per block: `stored` for an existing store, else store.rows_per_block, else a number of whole steps that
+    makes about store.shard_mib in the largest array.
 
-    Raises ConfigError if a process's rows per step do not divide that number, and for a store that was made with
-    another one than store.rows_per_block.
+    Raises ConfigError if a process's rows per step do not divide the number, or if the store was made with a number
+    other than store.rows_per_block.
     """
     wanted = store.rows_per_block
     if stored is None and wanted is None:
@@ -121,8 +120,8 @@ def plan_rows_per_block(store: StoreConfig, step: StepSpec, process_rows: int, s
         return wanted
     if wanted not in (None, stored):
         raise ConfigError(
-            f"store.rows_per_block is {wanted}, but the store was made with {stored} rows per block. Leave it out, or "
-            "choose another store.path."
+            f"store.rows_per_block is {wanted}, but the store was made with {stored} rows per block. Remove the "
+            "setting, or choose another store.path."
         )
     if stored % process_rows:
         raise ConfigError(
@@ -134,7 +133,8 @@ def plan_rows_per_block(store: StoreConfig, step: StepSpec, process_rows: int, s
 
 
 def _inflight_steps(max_inflight_mib: float, step_bytes: int, topology: Topology) -> int:
-    """As many as `max_inflight_mib` allows; one if the host has few cores, which cannot compute and copy at once."""
+    """As many as `max_inflight_mib` allows; one if the host has few cores, which cannot compute and copy at the same
+    time."""
     most = 1 if topology.few_cores else MAX_STEPS_IN_FLIGHT
     steps = min(most, int(max_inflight_mib * MIB) // step_bytes)
     if steps < 1:

@@ -1,4 +1,4 @@
-"""The mesh that the devices form, and the rows of a step that each process computes."""
+"""The mesh of the devices, and each process's rows of a step."""
 
 import math
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ class MeshPlan:
 
     data: int  # devices along the axis that divides rows
     tensor: int  # devices along the axis that divides heads and neurons
-    processes: int  # of the worker, which run every step together
-    process_rows: int  # rows per step of one process
-    first_row: int  # of this process in a step
+    processes: int  # processes of the worker, which run every step together
+    process_rows: int  # rows per step and process
+    first_row: int  # of this process, in a step
 
 
 def plan_mesh(options: MeshConfig, rows: int, topology: Topology, tensor_dims: Mapping[str, int]) -> MeshPlan:
@@ -33,7 +33,7 @@ def plan_mesh(options: MeshConfig, rows: int, topology: Topology, tensor_dims: M
 
 
 def largest_tensor(topology: Topology, tensor_dims: Mapping[str, int]) -> int:
-    """The most devices along `tensor` that the processes and the model allow."""
+    """The largest `tensor` axis that the processes and the model allow."""
     return math.gcd(topology.devices // topology.processes, *tensor_dims.values())
 
 

@@ -24,7 +24,7 @@ class ModelFacts(Protocol):
     num_layers: int
     max_positions: int
     sites: tuple[Site, ...]
-    tensor_dims: Mapping[str, int]  # the dimensions that the mesh's tensor axis divides, by name
+    tensor_dims: Mapping[str, int]  # the sizes that the mesh's tensor axis divides, by name
 
     def width(self, key: ActivationKey, length: int = 0) -> int: ...
 
@@ -33,4 +33,4 @@ class ModelFacts(Protocol):
     def weight_bytes(
         self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool, with_head: bool = False
     ) -> WeightBytes:
-        """Bytes of the weights that capturing `keys` needs, and of the head."""
+        """Bytes of the weights that capturing `keys` needs; `with_head` adds the head."""

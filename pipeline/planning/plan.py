@@ -1,7 +1,7 @@
 """The Plan: every shape, count and size that a run derives from its configuration, checked for consistency.
 
-Pure arithmetic on what was opened: mistakes show before weights are read and anything is computed.
-`python -m pipeline.plan <overrides>` prints what `python -m pipeline.run <overrides>` would do.
+Pure arithmetic, so mistakes are reported before weights are read and anything is computed. `python -m pipeline.plan
+<overrides>` prints the plan of `python -m pipeline.run <overrides>`.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from pipeline.store.format.layout import MIB, SIDE_BYTES
 
 
 class StoredGeometry(NamedTuple):
-    """What an existing store has fixed; None for a new store."""
+    """Sizes that an existing store fixes; None for a new store."""
 
     num_streams: int | None = None
     rows_per_block: int | None = None
@@ -37,35 +37,35 @@ class Plan:
     step: StepSpec
     checks: CheckPlan
     mesh: MeshPlan
-    weights: WeightsPlan  # that the captured activations need
+    weights: WeightsPlan  # the weights that the captured activations need
     rows_per_block: int
     streams: StreamPlan
     memory: HostMemoryPlan
-    generation: GenerationPlan | None  # of data=generate
-    reserved_bytes: int  # of each device's memory, which others take
+    generation: GenerationPlan | None  # for data=generate
+    reserved_bytes: int  # device memory for other uses, per device
 
     @property
     def keeps_activations(self) -> bool:
-        """Whether generation keeps the activations, so that they are not computed again from the finished documents."""
+        """Whether activations are kept during generation instead of being computed from the finished documents."""
         return self.generation is not None and self.generation.kept_bytes is not None
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user may want to change, one sentence each."""
+        """Remarks on settings that a user may want to change, one sentence each."""
         generation = self.generation.notes if self.generation else ()
         return (*self.weights.notes, *generation, *self.streams.notes, *self.memory.notes)
 
     def describe(self) -> str:
-        """The plan in a few lines, for people."""
+        """The plan as human-readable text."""
         step, streams, memory = self.step, self.streams, self.memory
         names = [key.name for key in step.keys] + [array.name for array in step.stored_arrays.outputs]
         dtype = f" as {step.dtype}" if step.keys else ""
         shown = ", ".join(names if len(names) <= 6 else [*names[:3], f"... {len(names) - 4} more ...", names[-1]])
-        selected = "" if step.selected is None else f", of up to {step.selected} selected tokens of each row"
+        selected = "" if step.selected is None else f", for up to {step.selected} selected tokens per row"
         token_bytes = step.row_bytes / step.length + step.index_bytes + SIDE_BYTES
         num_bytes = token_bytes * (streams.max_tokens or 1_000_000)
         size = f"{shown_bytes(num_bytes)} without padding or compression"
-        wanted = f"all tokens of the data, a million take {size}; set run.max_tokens to store fewer"
+        wanted = f"all tokens of the data, a million of which need {size}; set run.max_tokens to store fewer"
         if streams.max_tokens is not None:
             wanted = f"{streams.max_tokens:,} tokens, {size}"
         lines = [
@@ -75,12 +75,12 @@ class Plan:
             f"block     {self.rows_per_block} rows, {memory.block_bytes / MIB:.1f} MiB in "
             f"{len(step.stored_arrays)} store shards",
             f"store     {wanted}",
-            f"streams   {streams.count}, {len(streams.local)} of them here",
+            f"streams   {streams.count}, {len(streams.local)} of them for this process",
             f"memory    up to {memory.host_bytes / MIB:.0f} MiB of activations on the host",
             f"weights   {self.weights.sharding}: {self.weights.device_bytes / MIB:.0f} MiB on each device",
         ]
         if self.reserved_bytes:
-            lines.append(f"reserved  {self.reserved_bytes / MIB:.0f} MiB of each device, for others")
+            lines.append(f"reserved  {self.reserved_bytes / MIB:.0f} MiB on each device, for other uses")
         if self.generation is not None:
             lines.append(self.generation.describe())
         return "\n".join([*lines, *(f"note      {note}" for note in self.notes)])
@@ -94,7 +94,7 @@ def make_plan(
     stored: StoredGeometry | None = None,
     encoders: tuple[EncoderSpec, ...] = (),
 ) -> Plan:
-    """Derives the plan. `stored` is the geometry of the store that is being resumed, if any; `encoders` are the SAEs.
+    """Derives the plan. `stored` is the geometry of the resumed store, if any; `encoders` are the SAEs.
 
     Raises ConfigError for a configuration that cannot work.
     """
@@ -130,6 +130,6 @@ def _require_int8_weights(config: RunConfig) -> None:
     options = config.model
     if options.activations_dtype is ActivationsDtype.int8 and options.weights_dtype is not WeightsDtype.int8:
         raise ConfigError(
-            "model.activations_dtype=int8 with model.weights_dtype=same: integers are multiplied by integers. Set "
+            "model.activations_dtype=int8 with model.weights_dtype=same: int8 activations need int8 weights. Set "
             "model.weights_dtype=int8, or model.activations_dtype=same."
         )

@@ -1,10 +1,11 @@
-"""Sizes as people read them."""
+"""Sizes in readable units."""
 
 _UNITS = ("kB", "MB", "GB", "TB")
 
 
 def shown_bytes(num_bytes: float) -> str:
-    """A number of bytes in the largest decimal unit that leaves at least 1, e.g. 5.30 MB; below 1 kB in bytes."""
+    """Formats a number of bytes in the largest decimal unit in which it is at least 1, e.g. 5.30 MB; below 1 kB in
+    bytes."""
     size, shown = num_bytes, f"{num_bytes:.0f} bytes"
     for unit in _UNITS:
         size /= 1000

@@ -12,10 +12,10 @@ MAX_WEIGHTS_SHARE = 0.6  # of a device's memory before model.weights=auto choose
 
 @dataclass(frozen=True)
 class WeightsPlan:
-    """How the weights that a program needs are divided, and the memory that they take."""
+    """How the weights that a program needs are divided, and the memory that they need."""
 
     sharding: Weights  # replicated, tensor or fsdp
-    device_bytes: int  # that they take on each device
+    device_bytes: int  # of weights, on each device
     notes: tuple[str, ...] = ()  # why model.weights=auto chose fsdp
 
 
@@ -24,7 +24,7 @@ def plan_weights(
 ) -> WeightsPlan:
     """Divides the weights over a mesh of `data` * `tensor` devices.
 
-    `device_memory` is in bytes; None if it is not known. Raises ConfigError if `wanted` contradicts the mesh, or the
+    `device_memory` is in bytes; None if it is unknown. Raises ConfigError if `wanted` contradicts the mesh, or if the
     weights do not fit.
     """
     sizes = {
@@ -34,7 +34,7 @@ def plan_weights(
     }
     if (wanted is Weights.tensor and tensor == 1) or (wanted is Weights.replicated and tensor > 1):
         raise ConfigError(
-            f"model.weights={wanted} with mesh.tensor={tensor}: expected tensor with more than 1, replicated with 1. "
+            f"model.weights={wanted} with mesh.tensor={tensor}, expected tensor for more than 1 and replicated for 1. "
             f"Set model.weights=auto."
         )
     sharding, notes = wanted, ()

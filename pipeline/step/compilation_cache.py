@@ -1,4 +1,4 @@
-"""Compiled programs kept between runs, so that a run that is started again does not compile its step again."""
+"""JAX's persistent compilation cache, so that a restarted run does not compile its step again."""
 
 import warnings
 from importlib.util import find_spec
@@ -11,29 +11,31 @@ from pipeline.core.errors import ConfigError
 
 
 def use_compilation_cache(path: str | None) -> None:
-    """Makes JAX look for every program of this process in `path`, a directory or URL, before it compiles it.
+    """Makes JAX cache this process's compiled programs in `path`, a directory or URL. None: JAX's environment variables
+    apply.
 
-    Several processes need a path that all of them see: the first alone writes. None: as JAX's own environment variables
-    say. What cannot be read or written is a warning by JAX; a CPU's steps with oneDNN's products are never kept, and
-    without one. Raises ConfigError for another URL, or one without what reads it.
+    Several processes need a path that all of them can access; only the first writes. JAX warns if an entry cannot be
+    read or written. Steps with oneDNN products, on CPUs, cannot be cached, and there is no warning. Raises ConfigError
+    for a URL that is not supported, or if the package that reads it is missing.
     """
     if path is None:
         return
     is_url = "://" in path
     if is_url and path.partition("://")[0] not in ("gs", "s3"):  # etils raises a KeyError for others
         raise ConfigError(
-            f"run.compilation_cache={path} is neither a local directory nor a gs:// or s3:// URL. Give one of them."
+            f"run.compilation_cache={path} is neither a local directory nor a gs:// or s3:// URL. Set it to one of "
+            f"these."
         )
     if is_url and not (find_spec("etils") and find_spec("etils.epath")):
         raise ConfigError(
-            f"run.compilation_cache={path} is not a local directory, and JAX reads others through etils, which is not "
-            f"installed. Install etils[epath], or give a local directory."
+            f"run.compilation_cache={path} is a URL, which JAX reads through etils, which is not installed. Install "
+            f"etils[epath], or set it to a local directory."
         )
     jax.config.update("jax_compilation_cache_dir", path if is_url else str(Path(path).expanduser().absolute()))
-    # The step is all that a run compiles, save what several processes ask each other: it is kept however small it is.
+    # A run compiles little besides the step, which should be cached even if it compiles quickly.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    if is_url:  # XLA's own cache, of how it tuned for a GPU, needs a local directory
+    if is_url:  # XLA's autotuning cache for GPUs needs a local directory
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-    not_kept = "Error writing persistent compilation cache entry.*onednn-fusion"  # XLA cannot serialise them
-    warnings.filterwarnings("ignore", not_kept, UserWarning)
-    compilation_cache.reset_cache()  # JAX may have decided already, for an earlier job of this process
+    onednn_warning = "Error writing persistent compilation cache entry.*onednn-fusion"  # XLA cannot serialise these
+    warnings.filterwarnings("ignore", onednn_warning, UserWarning)
+    compilation_cache.reset_cache()  # an earlier job in this process may have initialised it

@@ -1,6 +1,6 @@
-"""The compiled step: token rows in, activations ready for the store out.
+"""The compiled step: token rows in, activations for the store out.
 
-Letters: B rows, T positions, D width of the site, S slots of a row for activations: T, or K for selected tokens.
+Letters: B rows, T positions, D width of the site, S slots of a row for activations (T, or K for selected tokens).
 """
 
 import logging
@@ -23,11 +23,11 @@ from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
 from pipeline.step.compiler import compile_with_options, compiler_options, matmul_precision
 from pipeline.step.device_memory import DeviceMemory
-from pipeline.step.features import StoredFeatures, features_of
+from pipeline.step.features import StoredFeatures, encode_features
 from pipeline.step.head_outputs import StoredTokens, head_outputs
 from pipeline.step.row_statistics import RowStatistics, row_statistics
 from pipeline.step.spec import StepSpec
-from pipeline.step.storage_dtypes import Stored, as_stored, is_finite
+from pipeline.step.storage_dtypes import Stored, is_finite, to_stored
 
 log = logging.getLogger("pipeline")
 
@@ -36,21 +36,21 @@ Finish = Callable[[ActivationKey, Array], PyTree]
 
 
 class StepOutputs(NamedTuple):
-    """What a step leaves on the devices."""
+    """A step's outputs, on the devices."""
 
-    arrays: tuple[Shaped[Array, "B S *k"], ...]  # the specification's `stored_arrays`; 0 where there is no token
+    arrays: tuple[Shaped[Array, "B S *k"], ...]  # the spec's `stored_arrays`; 0 in empty slots
     statistics: RowStatistics | None
-    counts: Int32[Array, " 1+names"]  # over all processes: valid tokens, then of each counted array those not finite
+    counts: Int32[Array, " 1+names"]  # over all processes: valid tokens, then non-finite tokens of each counted array
 
     @property
     def stored(self) -> PyTree:
-        """All but the counts."""
+        """Everything except the counts."""
         return self.arrays, self.statistics
 
 
 class _Finished(NamedTuple):
-    """What is stored of a captured activation, what the head makes of the last norm's output, and what SAEs make of
-    it, by name."""
+    """The results for one captured activation: its stored form, the head's outputs (for the last norm), and the
+    features of SAEs, by name."""
 
     stored: Stored | None
     outputs: PyTree | None
@@ -59,12 +59,12 @@ class _Finished(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """The forward pass, compiled once for one shape. Another shape or sharding is an error, never a recompilation."""
+    """The forward pass, compiled once for one shape. A different shape or sharding is an error; nothing recompiles."""
 
     mesh: Mesh
     spec: StepSpec
-    attention: Attention | None  # None: there is no forward pass
-    flops: int  # of one step, over all devices; analytic
+    attention: Attention | None  # None: no forward pass
+    flops: int  # per step, over all devices; analytic
     executable: jax.stages.Compiled
 
     @property
@@ -79,22 +79,26 @@ class CompiledStep:
         positions: Int32[Array, "B T"],
         *selected: Int32[Array, "B K"],
     ) -> StepOutputs:
-        """Dispatches one step. Inputs are divided by rows along the mesh's `data` axis, and so is what comes out, but
-        for the counts, which every device has. Activations may be divided along `tensor` too: `activation_sharding`.
-        `selected`, of a step whose specification has `selected`, are row positions, or -1."""
+        """Dispatches one step.
+
+        Inputs and outputs are divided by rows along the mesh's `data` axis, except the counts, which are replicated.
+        Activations may also be divided along `tensor` (`activation_sharding`). `selected` is passed if the spec has
+        `selected`, and contains row positions, or -1.
+        """
         return self.executable(params, tokens, segments, positions, *selected)
 
 
 def make_partition(tensor: int, weights: Weights, devices: Sequence[jax.Device] | None = None) -> Partition:
-    """The mesh, `tensor` devices along its tensor axis, and the division of the weights over it. Over all devices, or
-    over those that are given."""
+    """Makes a mesh of `devices`, by default all, with `tensor` of them along the tensor axis, and divides the weights
+    over it."""
     return Partition(make_mesh(tensor, devices), fsdp=weights is Weights.fsdp)
 
 
 def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partition) -> CompiledStep:
-    """Lowers and compiles the forward pass of a step.
+    """Lowers and compiles a step's forward pass.
 
-    `params` may be shapes with shardings (`loading.abstract_params`), on devices that are only described.
+    `params` may be shapes with shardings (`loading.abstract_params`), for devices that are not present. Raises
+    ConfigError for an attention implementation or compiler options that cannot be used.
     """
     chosen = choose_attention(spec.attention, model.arch, partition.mesh, spec.length, params["embed"].dtype.name)
     log.info("%s", chosen.describe())
@@ -113,8 +117,8 @@ def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partit
 
 
 def compile_storing(spec: StepSpec, mesh: Mesh, dtype: str) -> CompiledStep:
-    """The step of a run whose activations, [B, T, D] as `dtype`, were captured before. It takes them, by key, in place
-    of the parameters, and converts them and computes their statistics."""
+    """Compiles the step of a run whose activations, [B, T, D] in `dtype`, were already captured. It takes them by key,
+    in place of the parameters, converts them to their stored dtype, and computes their statistics."""
     captured = {
         key: jax.ShapeDtypeStruct((spec.rows, spec.length, array.width), dtype, sharding=row_sharding(mesh))
         for key, array in spec.activations.items()
@@ -129,51 +133,54 @@ def compile_storing(spec: StepSpec, mesh: Mesh, dtype: str) -> CompiledStep:
 def _compile(
     capture: Callable[..., Captured], params: PyTree, spec: StepSpec, mesh: Mesh, head: Head | None = None
 ) -> jax.stages.Compiled:
-    """`head`: that of the model, for a specification with outputs."""
+    """`head` is the model's head, for a spec with outputs."""
 
     def step(params: Params, tokens: Array, segments: Array, positions: Array, *selected: Array) -> StepOutputs:
         stored = StoredTokens(tokens, segments, selected)
 
         @jax.named_scope("store")
         def store(key: ActivationKey, activation: Array) -> Stored | None:
-            """As it is stored. Counted below, or a TPU would keep it in another layout until the step's end. What has
-            only statistics keeps the model's dtype."""
+            """Converts an activation to its stored form, or to the model's dtype if it is needed for statistics only.
+
+            Non-finite values are counted from the result: counting here would make a TPU keep the activation in a
+            second layout until the end of the step.
+            """
             is_kept = key in spec.activations
             if not is_kept and key not in spec.statistics_widths:
                 return None
-            taken = activation if key.site is Site.attn_pattern else stored.take(activation)  # that is of the selected
+            taken = activation if key.site is Site.attn_pattern else stored.take(activation)  # patterns are selected
             masked = jnp.where(stored.exist[:, :, None], taken, 0)
             dtype = spec.activations[key].dtype if is_kept else str(activation.dtype)
-            return as_stored(masked, dtype, spec.int8_group, spec.measures_error and is_kept)
+            return to_stored(masked, dtype, spec.int8_group, spec.measures_error and is_kept)
 
         def finish(key: ActivationKey, activation: Array) -> _Finished:
             has_outputs = bool(spec.head_outputs) and key == FINAL_NORM
             return _Finished(
                 store(key, activation),
                 head_outputs(spec, head, params, activation, stored, mesh) if has_outputs else None,
-                features_of(key, spec, params, activation, stored, mesh),
+                encode_features(key, spec, params, activation, stored, mesh),
             )
 
         captured = capture(params, finish, tokens, segments, positions, *selected)
-        summarised = {key: captured[key].stored for key in (*spec.keys, *spec.statistics_widths)}
-        finite = {key: is_finite(each) for key, each in summarised.items()}
-        finished = [summarised[key] for key in spec.keys]
+        converted = {key: captured[key].stored for key in (*spec.keys, *spec.statistics_widths)}
+        finite = {key: is_finite(values) for key, values in converted.items()}
+        kept = [converted[key] for key in spec.keys]
         outputs, not_finite = captured[FINAL_NORM].outputs if spec.head_outputs else ((), ())
-        features = [captured[encoder.key].features[encoder.name] for encoder in spec.encoders]
+        sae_features = [captured[encoder.key].features[encoder.name] for encoder in spec.encoders]
         counted = (
             stored.valid,
             *(~finite[key] for key in spec.keys),
             *not_finite,
-            *(each.not_finite for each in features),
+            *(features.not_finite for features in sae_features),
         )
         counts = jnp.stack([jnp.sum(tokens, dtype=jnp.int32) for tokens in counted])
         with jax.named_scope("statistics"):
             keys = tuple(spec.statistics_widths)
-            parts = [summarised[key] for key in keys], stored.exist, [finite[key] for key in keys]
+            parts = [converted[key] for key in keys], stored.exist, [finite[key] for key in keys]
             statistics = row_statistics(*parts) if keys else None
-        scales = [each.scales for each in finished if each.scales is not None]
-        outputs = [*outputs, *(array for each in features for array in each.arrays)]
-        return StepOutputs((*(each.values for each in finished), *scales, *outputs), statistics, counts)
+        scales = [activation.scales for activation in kept if activation.scales is not None]
+        outputs = [*outputs, *(array for features in sae_features for array in features.arrays)]
+        return StepOutputs((*(activation.values for activation in kept), *scales, *outputs), statistics, counts)
 
     jitted = jax.jit(step, out_shardings=_output_shardings(spec, mesh))
     lowered, options = jitted.lower(params, *_inputs(spec, mesh)), compiler_options(mesh, spec.rows * spec.length)
@@ -181,7 +188,7 @@ def _compile(
 
 
 def _inputs(spec: StepSpec, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
-    """Tokens, segments, positions [B, T], and where the step selects tokens their positions [B, K]."""
+    """Tokens, segments and positions [B, T]; if the step selects tokens, also their positions [B, K]."""
     widths = [spec.length] * 3 + ([] if spec.selected is None else [spec.selected])
     return [jax.ShapeDtypeStruct((spec.rows, width), jnp.int32, sharding=row_sharding(mesh)) for width in widths]
 

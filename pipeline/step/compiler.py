@@ -17,20 +17,20 @@ log = logging.getLogger("pipeline")
 CompilerOptions = dict[str, CompilerOption]
 
 
-_ONEDNN_TOKENS = 512  # of a step, from which on its products are faster
+_ONEDNN_TOKENS = 512  # tokens per step from which oneDNN's products are faster
 
 
 def matmul_precision(dtype: jnp.dtype | str) -> str:
-    """What the user calls float32 is float32, also where the hardware would rather multiply in less."""
+    """The precision for JAX: float32 products are computed in float32, even where the hardware's default is lower."""
     return "highest" if dtype == jnp.float32 else "default"
 
 
 def compiler_options(mesh: Mesh, tokens: int) -> CompilerOptions:
-    """What a program that computes so many tokens (global) at once is compiled with: on CPUs oneDNN's matrix products.
+    """The options for a program that computes `tokens` at a time, over all devices. On CPUs, many tokens use oneDNN.
 
-    Of large matrices they are 1.05 to 1.2 times as fast as XLA's choice, YNNPACK, of small ones half as fast or less
-    (docs/performance.md). The choice depends on the configuration alone: a row has the same bits whatever the number
-    of devices that share the step.
+    For large matrices, oneDNN's products are 1.05 to 1.2 times as fast as XLA's default, YNNPACK; for small ones, half
+    as fast or slower (docs/performance.md). The choice depends on the configuration alone, so that a row has the same
+    bits for any number of devices.
     """
     is_large = mesh.devices.flat[0].platform == "cpu" and tokens >= _ONEDNN_TOKENS
     return _onednn_options() if is_large else {}
@@ -39,7 +39,7 @@ def compiler_options(mesh: Mesh, tokens: int) -> CompilerOptions:
 def compile_with_options(
     lowered: jax.stages.Lowered, options: CompilerOptions, requested: CompilerOptions
 ) -> jax.stages.Compiled:
-    """Compiles with `options` and those that the user has requested. Raises ConfigError for one that XLA refuses."""
+    """Compiles with `options` and the user's `requested` ones. Raises ConfigError for options that XLA refuses."""
     try:
         return lowered.compile(options | requested)
     except jax.errors.JaxRuntimeError as error:
@@ -53,7 +53,7 @@ def compile_with_options(
 
 @cache
 def _onednn_options() -> CompilerOptions:
-    """Empty where this jaxlib does not know them. One that is built without oneDNN ignores them."""
+    """The options for oneDNN; empty if this jaxlib does not know them. A jaxlib without oneDNN ignores them."""
     options: CompilerOptions = {
         "xla_cpu_use_onednn": True,
         "xla_cpu_experimental_onednn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",

@@ -1,4 +1,4 @@
-"""What a compiled step takes of a device's memory."""
+"""The device memory that a compiled step needs."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -8,7 +8,7 @@ import jax
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What the compiler reports. Bytes are of one device, with the padding of its memory layout."""
+    """The compiler's report. Bytes per device, including the padding of its memory layout."""
 
     argument_bytes: int  # weights and one step's rows
     output_bytes: int  # one step's activations
@@ -26,7 +26,7 @@ class DeviceMemory:
         )
 
     def resident_bytes(self, steps_in_flight: int) -> int:
-        """Bytes that a device holds while one step runs and the outputs of the others wait to be copied to the host."""
+        """Bytes per device while one step runs and the outputs of the other steps wait to be copied to the host."""
         return max(self.peak_bytes, self.argument_bytes + self.output_bytes + self.temporary_bytes) + (
             (steps_in_flight - 1) * self.output_bytes
         )

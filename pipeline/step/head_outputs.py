@@ -1,4 +1,4 @@
-"""What the model's head says of the stored tokens, as the store will hold it.
+"""The head's outputs for the stored tokens, in their stored form.
 
 Letters: B rows, T positions, S slots of a row for activations, D model dim, k likeliest next tokens.
 """
@@ -17,34 +17,34 @@ from pipeline.step.spec import StepSpec
 
 
 class StoredTokens:
-    """The tokens of a step whose activations are stored: those at `selected` row positions, or all. Traced."""
+    """The tokens of a step whose activations are stored: those at `selected` row positions, or all tokens. Traced."""
 
     def __init__(self, tokens: Int32[Array, "B T"], segments: Int32[Array, "B T"], selected: Sequence[Array]) -> None:
         self._selected = selected
-        self.valid: Bool[Array, "B T"] = segments != 0  # of all tokens
+        self.valid: Bool[Array, "B T"] = segments != 0  # all tokens, not only stored ones
         self.exist: Bool[Array, "B S"] = selected[0] >= 0 if selected else self.valid
         self._tokens, self._segments = tokens, segments
 
     def take(self, values: Shaped[Array, "B T *D"]) -> Shaped[Array, "B S *D"]:
-        """The values of these tokens, of those of all positions."""
-        for places in self._selected:
-            at = jnp.maximum(places, 0)
-            values = jnp.take_along_axis(values, at[:, :, None] if values.ndim == 3 else at, axis=1)
+        """The values of the stored tokens, from the values of all positions."""
+        for selected in self._selected:
+            indices = jnp.maximum(selected, 0)
+            values = jnp.take_along_axis(values, indices[:, :, None] if values.ndim == 3 else indices, axis=1)
         return values
 
-    def following(self) -> tuple[Int32[Array, "B S"], Bool[Array, "B S"]]:
-        """The next token in the row, and whether there is one in the same window of a document."""
-        following = jnp.roll(self._segments, -1, axis=1).at[:, -1].set(0)
-        is_same = (following == self._segments) & self.valid
+    def next_tokens(self) -> tuple[Int32[Array, "B S"], Bool[Array, "B S"]]:
+        """The next token in the row, and whether it belongs to the same window of a document."""
+        next_segments = jnp.roll(self._segments, -1, axis=1).at[:, -1].set(0)
+        is_same = (next_segments == self._segments) & self.valid
         return self.take(jnp.roll(self._tokens, -1, axis=1)), self.take(is_same) & self.exist
 
 
 def head_outputs(
     spec: StepSpec, head: Head, params: Params, x: Float[Array, "B T D"], stored: StoredTokens, mesh: Mesh
 ) -> tuple[tuple[Shaped[Array, "B S *k"], ...], tuple[Bool[Array, "B S"], ...]]:
-    """From the last norm's output x: the specification's arrays, 0 where there is no token; and of each array of
-    floats where it is not finite. A loss is NaN where the token has no next one."""
-    next_tokens, has_next = stored.following()
+    """Computes the spec's arrays from the last norm's output x, with 0 in empty slots. A token without a next token has
+    a loss of NaN. The second result marks the non-finite values of each float array."""
+    next_tokens, has_next = stored.next_tokens()
     computed = token_outputs(head, params, stored.take(x), next_tokens, spec.num_top, mesh)
     outputs, not_finite = [], []
     with jax.named_scope("store"):

@@ -1,4 +1,4 @@
-"""How far int8 weights, or int8 keys and values, take activations from those without."""
+"""The relative error of activations due to int8 weights, or int8 keys and values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ from pipeline.step.compiler import matmul_precision
 
 @dataclass(frozen=True)
 class Rounding:
-    """What is int8."""
+    """What is rounded to int8."""
 
     weights: bool = False
-    inputs: bool = False  # what these multiply
-    attend: Attend = attend_xla  # with an attention of its own, what that rounds
+    inputs: bool = False  # the inputs of these weights
+    attend: Attend = attend_xla  # may round keys and values
 
 
 def int8_errors(
@@ -38,7 +38,8 @@ def int8_errors(
     dtype: str,
     rounding: Rounding,
 ) -> dict[ActivationKey, float]:
-    """The relative error of each key; `arrays` are tokens, segments and positions, and `dtype` is of computing."""
+    """The relative error of each key, or for `router_indices` the share of experts that changed. `arrays` are tokens,
+    segments and positions; `dtype` is the compute dtype."""
     device = SingleDeviceSharding(jax.local_devices()[0])
     last = max((run.stop for run in layer_runs(keys, model.arch)), default=0)
     single = (*keys, *(ActivationKey(layer, Site.resid_pre) for layer in range(last)))  # every layer is a run
@@ -59,22 +60,22 @@ def int8_errors(
         batch = Batch(tokens, segments, positions)
         rows, rows_int8 = (LayerRows(model.arch, params, batch, keys, x, last) for _ in range(2))
         residuals, inner = [0.0], {}
-        for run, leaves_of_run in zip(layer_runs(single, model.arch), run_leaves, strict=True):
+        for run, layer_leaves in zip(layer_runs(single, model.arch), run_leaves, strict=True):
             kind = model.arch.kind(run.first)
             inner_keys = [key for key in keys if residual_index(key, model.num_layers) is None]
             wanted = tuple(key.site for key in inner_keys if key.layer == run.first)
-            weights = model.load_leaves(leaves_of_run, dtype, device)
+            weights = model.load_leaves(layer_leaves, dtype, device)
             x, sites = layer(x, rows.layer(run.first), weights, kind, wanted, attend_xla)
             rows.keep(run.first, sites)
             if rounding.weights:
                 del weights
-                weights = model.load_leaves(leaves_of_run, dtype, device, with_int8=True)
+                weights = model.load_leaves(layer_leaves, dtype, device, with_int8=True)
                 weights = with_int8_inputs(weights, rounding.inputs)
             x_int8, sites_int8 = layer(x_int8, rows_int8.layer(run.first), weights, kind, wanted, rounding.attend)
             rows_int8.keep(run.first, sites_int8)
             residuals.append(float(_relative_error(x_int8, x, segments != 0)))
             for site in wanted:
-                measure = _share_of_others if site is Site.router_indices else _relative_error
+                measure = _changed_share if site is Site.router_indices else _relative_error
                 error = measure(sites_int8[site], sites[site], segments != 0)
                 inner[ActivationKey(run.first, site)] = float(error)
         if "final_norm" in params:
@@ -95,9 +96,9 @@ def _relative_error(
 
 
 @jax.jit
-def _share_of_others(
+def _changed_share(
     got: Int32[Array, "B T A"], expected: Int32[Array, "B T A"], valid: Bool[Array, "B T"]
 ) -> Float[Array, ""]:
-    """Of a token's experts, those that it was not sent to before."""
-    is_other = (got[..., None] != expected[:, :, None]).all(axis=-1)
-    return jnp.mean(is_other, where=valid[:, :, None])
+    """The share of the tokens' experts that are not among the expected ones."""
+    is_new = (got[..., None] != expected[:, :, None]).all(axis=-1)
+    return jnp.mean(is_new, where=valid[:, :, None])

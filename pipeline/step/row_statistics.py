@@ -1,6 +1,6 @@
-"""Statistics that the devices compute with the activations: those of each row.
+"""Statistics of each row, which the devices compute with the activations.
 
-Letters: B rows, D width of a key, W widths of all keys together, S slots of a row for activations.
+Letters: B rows, D width of a key, W sum of the keys' widths, S slots of a row for activations.
 """
 
 from collections.abc import Sequence
@@ -13,21 +13,21 @@ from pipeline.step.storage_dtypes import Stored, numbers
 
 
 class RowStatistics(NamedTuple):
-    """Of each row's valid, finite tokens: the part of the statistics that the devices compute.
+    """Statistics over each row's valid, finite tokens.
 
-    The keys' features lie one after the other in W. In one array each, since every output costs the host time.
+    The features of all keys are concatenated along W, since every additional output costs time on the host.
     """
 
-    moments: Float32[Array, "B 2 W"]  # of each feature the mean, and the sum of squared deviations from it
-    norms: Float32[Array, "B keys S"]  # of each token; 0 where there is none, NaN where a value is not finite
-    squared_errors: Float32[Array, "B keys"] | None = None  # of dtypes of one byte: what storing changes
+    moments: Float32[Array, "B 2 W"]  # each feature's mean, and the sum of squared deviations from it
+    norms: Float32[Array, "B keys S"]  # each token's norm; 0 in empty slots, NaN if a value is not finite
+    squared_errors: Float32[Array, "B keys"] | None = None  # error of storing; for dtypes of one byte only
 
 
 def row_statistics(
     finished: Sequence[Stored], stored: Bool[Array, "B S"], finite: Sequence[Bool[Array, "B S"]]
 ) -> RowStatistics:
-    """`finished`: what is stored of each key; `stored`: the slots that hold a token; `finite`, of each key: those of
-    them whose values are all finite."""
+    """`finished` are the stored activations by key; `stored` marks the slots with a token; `finite` marks, per key, the
+    slots whose values are all finite."""
     moments, norms = [], []
     for activation, is_finite in zip(finished, finite, strict=True):
         used = (stored & is_finite)[:, :, None]

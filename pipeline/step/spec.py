@@ -1,4 +1,4 @@
-"""What a compiled step computes and what it leaves for the store, in plain numbers."""
+"""What a compiled step computes and stores, in plain numbers."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -16,40 +16,40 @@ CompilerOption = bool | int | float | str
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """An SAE that encodes one of the captured activations, and what is stored of its features."""
+    """An SAE that encodes one of the captured activations, and how its features are stored."""
 
     key: ActivationKey
-    name: str  # what its arrays' names begin with: features.blocks.5.resid_post
+    name: str  # prefix of its arrays' names: features.blocks.5.resid_post
     sae: SAESpec
-    arrays: tuple[str, ...]  # of the SAE, that encoding needs
-    top: int  # features of each token that are stored
-    dtype: str  # of their values
-    threshold: float  # what a value must exceed
+    arrays: tuple[str, ...]  # the SAE's arrays that the step needs
+    top: int  # stored features per token
+    dtype: str  # of the features' values
+    threshold: float  # features with larger values are stored
     indexed: bool = True  # whether the store has an index by feature
-    decodes: bool = False  # whether its reconstruction is measured
+    decodes: bool = False  # whether the reconstruction error is measured
 
     @property
     def index_bytes(self) -> int:
-        """Of the features of a token in the index, all slots being filled."""
+        """Bytes in the index per token, if all its slots are filled."""
         return self.top * (ITEM_BYTES["int32"] + ITEM_BYTES[self.dtype]) if self.indexed else 0
 
     @property
     def flops_per_token(self) -> int:
-        """Of the product with the encoder's matrix, and with the decoder's."""
+        """FLOPs of the products with the encoder's and, if it decodes, the decoder's matrix."""
         return 2 * (self.sae.d_in + self.decodes * self.sae.d_out) * self.sae.width
 
     def device_bytes(self, dtype: str, tensor: int) -> int:
-        """Of the arrays on each device, where `tensor` devices divide the features."""
+        """Bytes of the arrays on each device, if `tensor` devices divide the features."""
         return params_bytes(self.sae, self.arrays, dtype, tensor)
 
 
 @dataclass(frozen=True)
 class StoredArrays:
-    """The arrays that a step fills of a store, in the order of `StepOutputs.arrays`."""
+    """A store's arrays that a step fills, in the order of `StepOutputs.arrays`."""
 
     activations: tuple[ArraySpec, ...]
-    scales: tuple[ArraySpec, ...]  # of int8: those of each activation; else none
-    outputs: tuple[ArraySpec, ...]  # of what is computed from activations: by the model's head, and by SAEs
+    scales: tuple[ArraySpec, ...]  # one per activation for int8; else none
+    outputs: tuple[ArraySpec, ...]  # arrays computed from activations, by the model's head and by SAEs
 
     def __iter__(self) -> Iterator[ArraySpec]:
         return iter((*self.activations, *self.scales, *self.outputs))
@@ -60,7 +60,7 @@ class StoredArrays:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """The shape of a step and of its outputs, over all devices. A plan makes it, `compile_step` takes it.
+    """The shape of a step and of its outputs, over all devices. The plan makes it for `compile_step`.
 
     Letters: B rows, T positions, K slots for selected tokens, D width of an activation, G scales of a token.
     """
@@ -68,14 +68,14 @@ class StepSpec:
     activations: Mapping[ActivationKey, ArraySpec]  # the stored ones, in the order of the forward pass
     rows: int  # B
     length: int  # T
-    dtype: str  # of the stored activations, but for indices, which are int32
-    attention: str = "auto"  # the implementation that is asked for; auto is decided where the devices are known
-    statistics: bool = True  # whether they are kept, of activations and of features
-    selected: int | None = None  # K of a row; None: the activations of all tokens are stored
-    int8_group: int | None = None  # of int8: features that share a scale; None: all of a token's
-    head_outputs: tuple[ArraySpec, ...] = ()  # what the model's head says of each slot's token
+    dtype: str  # of the stored activations, except indices, which are int32
+    attention: str = "auto"  # the requested implementation; auto is resolved when the devices are known
+    statistics: bool = True  # whether statistics of activations and features are stored
+    selected: int | None = None  # K; None: the activations of all tokens are stored
+    int8_group: int | None = None  # int8 only: features that share a scale; None: all of a token's features
+    head_outputs: tuple[ArraySpec, ...] = ()  # arrays that the model's head computes for each slot's token
     encoders: tuple[EncoderSpec, ...] = ()  # SAEs whose features are stored
-    compiler_options: tuple[tuple[str, CompilerOption], ...] = ()  # XLA's, by name
+    compiler_options: tuple[tuple[str, CompilerOption], ...] = ()  # XLA options, by name
 
     @property
     def keys(self) -> tuple[ActivationKey, ...]:
@@ -105,7 +105,7 @@ class StepSpec:
 
     @property
     def forward_keys(self) -> tuple[ActivationKey, ...]:
-        """The activations that the forward pass needs: those that are stored, and what the head and SAEs read."""
+        """The activations that the forward pass computes: the stored ones, and those that the head and SAEs read."""
         read = (*(encoder.key for encoder in self.encoders), *([FINAL_NORM] if self.head_outputs else []))
         return tuple(dict.fromkeys((*self.keys, *read)))
 
@@ -116,51 +116,51 @@ class StepSpec:
 
     @property
     def encoder_flops(self) -> int:
-        """Per token slot."""
+        """FLOPs of all SAEs per token slot."""
         return round(sum(encoder.flops_per_token for encoder in self.encoders) * self.slots / self.length)
 
     @property
     def index_bytes(self) -> float:
-        """Per token slot, of the indexes by feature."""
+        """Bytes of all indexes by feature, per token slot."""
         return sum(encoder.index_bytes for encoder in self.encoders) * self.slots / self.length
 
     @property
     def counted_names(self) -> tuple[str, ...]:
-        """The arrays whose tokens with a value that is not finite the step counts."""
+        """The arrays in which the step counts tokens with non-finite values."""
         outputs = (spec.name for spec in self.head_outputs if spec.dtype == "float32")
         return (*(key.name for key in self.keys), *outputs, *(encoder.name for encoder in self.encoders))
 
     @property
     def num_top(self) -> int:
-        """How many of the likeliest next tokens are stored."""
+        """The number of likeliest next tokens that are stored."""
         return max((spec.width or 0 for spec in self.head_outputs), default=0)
 
     @property
     def row_bytes(self) -> int:
-        """Of a row in all arrays."""
+        """Bytes per row in all arrays."""
         return self.slots * sum(array.position_bytes for array in self.stored_arrays)
 
     @property
     def largest_row_bytes(self) -> int:
-        """Of a row in the largest array, but for scales."""
+        """Bytes per row in the largest array, ignoring scales."""
         stored = self.stored_arrays
         return self.slots * max(array.position_bytes for array in (*stored.activations, *stored.outputs))
 
     @property
     def statistics_widths(self) -> dict[ActivationKey, int]:
-        """D of the activations whose statistics the step computes: the stored ones, then what is reconstructed."""
+        """D of the activations with statistics: the stored ones, then those that SAEs reconstruct."""
         stored = {key: array.width for key, array in self.activations.items()}
         reconstructed = {encoder.key: encoder.sae.d_in for encoder in self.encoders if encoder.decodes}
         return stored | reconstructed if self.statistics else {}
 
     @property
     def measures_error(self) -> bool:
-        """Whether the statistics include the error of storing: for dtypes of one byte."""
+        """Whether the statistics include the error of storing, as for dtypes of one byte."""
         return self.statistics and bool(self.activations) and ITEM_BYTES[self.dtype] == 1
 
     @property
     def statistics_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of a row in the arrays of `RowStatistics`, all float32, by name; empty where the step computes none."""
+        """Shapes per row of the arrays of `RowStatistics`, all float32, by name; empty if the step computes none."""
         widths = self.statistics_widths
         if not widths:
             return {}
@@ -169,5 +169,5 @@ class StepSpec:
 
     @property
     def row_statistics_bytes(self) -> int:
-        """Of what the step computes of a row's activations: `RowStatistics`."""
+        """Bytes of a row's `RowStatistics`."""
         return ITEM_BYTES["float32"] * sum(map(math.prod, self.statistics_shapes.values()))

@@ -500,7 +500,7 @@ def test_folders_that_are_called_after_the_layer_name_several_saes(folder, overr
 def test_an_sae_of_another_array_is_warned_of(folder, overrides, tmp_path, caplog) -> None:
     with caplog.at_level("WARNING", logger="pipeline"):
         open_job(composing.compose([*overrides, encode(str(folder / "gated")), f"store.path={tmp_path}/store"]))
-    assert "was trained on blocks.1.hook_resid_post, by its own account, and encodes blocks.1.attn_in" in caplog.text
+    assert "was trained on blocks.1.hook_resid_post, but it encodes blocks.1.attn_in" in caplog.text
 
 
 def test_an_sae_of_centred_activations_is_refused(overrides, tmp_path) -> None:

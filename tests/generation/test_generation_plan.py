@@ -131,5 +131,5 @@ def test_activations_that_are_kept_take_memory_and_a_model_that_writes():
 
 def test_rounded_weights_are_measured_by_one_worker():
     config = replace(CONFIG, model=ModelConfig(weights_dtype=WeightsDtype.int8), run=RunOptions(worker_count=2))
-    with pytest.raises(ConfigError, match="several workers: the rounding's error is measured on the first stream"):
+    with pytest.raises(ConfigError, match="several workers: the rounding error is measured on the first stream"):
         plan_generation(config, MODEL, width=0, tensor=1, topology=Topology(devices=1))

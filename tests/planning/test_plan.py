@@ -115,7 +115,7 @@ def test_rows_per_block_is_whole_steps_within_bounds(shard_mib, rows_per_block):
 
 @pytest.mark.parametrize(
     ("max_tokens", "expected"),
-    [(None, "all tokens of the data, a million take 1.81 GB"), (500_000, "500,000 tokens, 906.00 MB")],
+    [(None, "all tokens of the data, a million of which need 1.81 GB"), (500_000, "500,000 tokens, 906.00 MB")],
 )
 def test_the_size_of_the_store(max_tokens, expected):
     """A token has 896 activations of two bytes, and 20 bytes that align them with the text."""
@@ -359,7 +359,7 @@ def test_reserved_memory_of_the_devices_is_for_others():
     left = unreserved(5000 * MIB, run)
     plan = planned(replace(BASE, run=run), topology=Topology(devices=4, device_bytes=left))
     assert (left, plan.reserved_bytes) == (2000 * MIB, 3000 * MIB)
-    assert "reserved  3000 MiB of each device, for others" in plan.describe()
+    assert "reserved  3000 MiB on each device, for other uses" in plan.describe()
     chips = parse_slice("v5e-4")
     require_room(0, chips.chip.hbm_bytes - 3000 * MIB, plan, chips)
     with pytest.raises(DoesNotFit, match=r"v5e has 12.82 besides the 2.93 of run.reserved_mib"):

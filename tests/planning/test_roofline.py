@@ -135,7 +135,7 @@ def test_few_selected_tokens_cost_less_than_a_byte_a_slot() -> None:
     plan, model = planned(program, *last)
     assert plan.activation_bytes_per_slot == 2 * model.width(ActivationKey(0, Site.resid_post)) / 512
     assert "bytes a slot" in plan.describe()
-    assert "the compiler computes 3 results twice, for want of memory; lower batch.rows" in plan.describe()
+    assert "the compiler computes 3 results twice, to save memory; lower batch.rows" in plan.describe()
 
 
 def test_a_plan_counts_attention_as_documents_leave_it(tmp_path) -> None:
@@ -157,4 +157,4 @@ def test_a_plan_counts_attention_as_documents_leave_it(tmp_path) -> None:
         without, _ = planned(program, *overrides)
         plan, _ = planned(program, *overrides, "plan.mean_tokens=400")
         assert plan.flops_per_slot == without.flops_per_slot
-        assert "plan.mean_tokens changes nothing" in plan.describe()
+        assert "plan.mean_tokens has no effect" in plan.describe()

@@ -110,7 +110,7 @@ def test_int8_activations_are_measured_too_and_are_another_store(text, tmp_path)
     assert all(exact[key] > 1.1 * error > 0 for key, error in weights_only.items())
     with pytest.raises(StoreMismatch, match=r"model\.activations_dtype: the store has 'int8', this run asks for None"):
         run(job_config(text, tmp_path / "both", "capture.layers=[2]"))
-    with pytest.raises(ConfigError, match="integers are multiplied by integers. Set model.weights_dtype=int8"):
+    with pytest.raises(ConfigError, match="int8 activations need int8 weights. Set model.weights_dtype=int8"):
         run(job_config(text, tmp_path / "c", "model.activations_dtype=int8", "model.weights_dtype=same"))
 
 

@@ -6,7 +6,7 @@ import ml_dtypes  # noqa: F401  numpy then knows "float8_e4m3fn"
 import numpy as np
 import pytest
 
-from pipeline.step.storage_dtypes import as_stored, is_finite, numbers
+from pipeline.step.storage_dtypes import is_finite, numbers, to_stored
 from pipeline.store.format.int8 import dequantised
 
 B, S, D = 2, 5, 24
@@ -17,7 +17,7 @@ def stored(x, dtype, group=None):
 
     @jax.jit
     def step(x):
-        found = as_stored(x, dtype, group, with_error=True)
+        found = to_stored(x, dtype, group, with_error=True)
         return (*found, is_finite(found), numbers(found))
 
     return [None if each is None else np.asarray(each) for each in step(jnp.asarray(x))]

@@ -9,7 +9,7 @@ from pipeline.planning.slice.chips import GIB, Slice
 from pipeline.planning.slice.roofline import Limits
 from pipeline.store.format.layout import ITEM_BYTES, MIB
 
-_LANES = 128  # columns of a tile, in which TPUs store and multiply matrices
+_LANES = 128  # columns of the tiles in which TPUs store and multiply matrices
 _MIN_REMOTE_SHARD = 64 * MIB
 _MAX_SHARD = 1024 * MIB
 
@@ -23,13 +23,13 @@ def advise(
     host_bytes: int,
     tokens_per_chip: int,
 ) -> Iterator[str]:
-    """One sentence for each poor setting.
+    """A sentence for each setting that should be changed.
 
     `shard_bytes` is the size of the largest store shard, `host_bytes` the activations in one host's memory,
     `tokens_per_chip` the tokens of a step on one chip.
     """
     if config.batch.packing is Packing.pad:
-        yield "batch.packing=pad computes and stores every row's padding; batch.packing=pack fills 95 % of the slots"
+        yield "batch.packing=pad computes and stores padding in every row; batch.packing=pack fills 95 % of the slots"
     if "://" in config.store.path and shard_bytes < _MIN_REMOTE_SHARD:
         yield (
             f"store shards of {shard_bytes / MIB:.0f} MiB are small for object storage; raise store.shard_mib to "
@@ -46,12 +46,12 @@ def advise(
             f"lower batch.rows or run.max_inflight_mib"
         )
     critical_tokens = tpu_slice.chip.critical_tokens
-    if arch.experts is not None:  # each of which reads its weights for its own tokens
+    if arch.experts is not None:  # an expert's weights are read for its own tokens only
         critical_tokens *= arch.experts.num_experts / arch.experts.per_token
     if tokens_per_chip < critical_tokens:
         yield (
-            f"with {tokens_per_chip} tokens per chip and step, reading the weights takes longer than computing; from "
-            f"about {critical_tokens:.0f} on it does not; raise batch.rows"
+            f"with {tokens_per_chip} tokens per chip and step, reading the weights takes longer than computing; raise "
+            f"batch.rows to at least about {critical_tokens:.0f} tokens"
         )
     unaligned = [
         f"{name} {size}"
@@ -64,20 +64,20 @@ def advise(
     ]
     if unaligned:
         yield f"{', '.join(unaligned)}: not a multiple of {_LANES}, so matrices are padded and mfu will be lower"
-    yield from _about_limits(config, limits)
+    yield from _advise_on_limits(config, limits)
 
 
-def _about_limits(config: RunConfig, limits: Limits) -> Iterator[str]:
+def _advise_on_limits(config: RunConfig, limits: Limits) -> Iterator[str]:
     if limits.binding == "interconnect":
         yield (
-            f"to exchange weights or activations between chips takes {limits.compute / limits.tokens_per_s:.1f} times "
-            f"as long as to compute; raise batch.rows where weights are gathered (fsdp), lower mesh.tensor where it is "
-            f"more than 1, or take larger chips"
+            f"exchanging weights or activations between chips takes {limits.compute / limits.tokens_per_s:.1f} times "
+            f"as long as computing; raise batch.rows if weights are gathered (fsdp), lower mesh.tensor if it is more "
+            f"than 1, or use larger chips"
         )
     elif limits.binding != "compute":
         yield (
             f"{limits.binding.replace('_', ' ')} limits this job to {limits.tokens_per_s / limits.compute:.0%} of what "
-            f"the chips could compute: capture fewer layers or sites, fewer tokens (capture.positions), or take fewer "
+            f"the chips could compute: capture fewer layers or sites, fewer tokens (capture.positions), or use fewer "
             f"chips"
         )
         item_bytes = ITEM_BYTES[config.capture.dtype]

@@ -1,4 +1,4 @@
-"""Compiles the step of a job for a TPU slice: whether it compiles, whether it fits, which collectives it contains.
+"""Compiles a job's step for a TPU slice, and reports whether it fits and which collectives it contains.
 
 Needs libtpu (the extra `tpu`), which compiles for any slice on any machine, without a TPU.
 """
@@ -35,7 +35,7 @@ _COLLECTIVE = re.compile(
 _REMATERIALISED = re.compile(r"^ *(?:ROOT )?%\S*\.remat\S* = ", re.MULTILINE)
 
 _LIBTPU_OPTIONS = {
-    # Otherwise libtpu asks the metadata server of a TPU VM for these, and logs errors where there is none.
+    # Otherwise libtpu asks a TPU VM's metadata server for these, and logs errors if there is none.
     **{"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1"},
     **{"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"},
     # No chip is used, so another process may load libtpu at the same time.
@@ -44,8 +44,8 @@ _LIBTPU_OPTIONS = {
 
 
 _REMEDY = (
-    "Lower batch.rows (plan.search=true finds the most that fit), batch.length or run.max_inflight_mib, divide the "
-    "weights (model.weights=fsdp), or take more or larger chips."
+    "Lower batch.rows (plan.search=true finds the largest that fits), batch.length or run.max_inflight_mib, divide the "
+    "weights (model.weights=fsdp), or use more or larger chips."
 )
 
 
@@ -55,13 +55,13 @@ class DoesNotFit(ConfigError):
 
 @dataclass(frozen=True)
 class Program(DeviceMemory):
-    """What the compiler reports about the step."""
+    """The compiler's report about the step."""
 
     attention: str
     attention_note: str | None
-    collectives: dict[str, int]  # by kind; one in the loop over layers counts once
+    collectives: dict[str, int]  # by kind; a collective in the loop over layers counts once
     compile_s: float
-    computed_twice: int = 0  # instructions that the compiler repeats, since their results do not fit
+    computed_twice: int = 0  # rematerialised instructions, whose results do not fit in memory
 
 
 def slice_devices(tpu_slice: Slice) -> Sequence[jax.Device]:
@@ -75,13 +75,13 @@ def slice_devices(tpu_slice: Slice) -> Sequence[jax.Device]:
         description = topologies.get_topology_desc(tpu_slice.name, platform="tpu", **tpu_slice.topology_options)
     except jax.errors.JaxRuntimeError as error:
         raise ConfigError(
-            f"topology {tpu_slice.name}: libtpu knows no such slice: {error}. Name another shape."
+            f"topology {tpu_slice.name}: libtpu does not know this slice: {error}. Give another shape."
         ) from error
     return description.devices
 
 
 def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequence[jax.Device]) -> Program:
-    """Compiles the step that a run of this plan would compile. Raises DoesNotFit."""
+    """Compiles the step of a run with this plan. Raises DoesNotFit."""
     partition = make_partition(plan.mesh.tensor, plan.weights.sharding, devices)
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
     leaves = model.leaves(plan.step.forward_keys, with_head=bool(plan.step.head_outputs))
@@ -116,26 +116,29 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
 
 
 def _collectives(program_text: str) -> dict[str, int]:
-    """Counts by kind. A collective fused with overlapping computation occurs several times, with one channel."""
+    """Collectives by kind. A collective fused with overlapping computation occurs several times, with the same
+    channel."""
     channels = set(_COLLECTIVE.findall(program_text))
     return dict(collections.Counter(kind for kind, _ in channels))
 
 
 def require_room(step_bytes: int, all_bytes: int, plan: Plan, tpu_slice: Slice) -> None:
-    """Raises DoesNotFit if `all_bytes`, with all steps in flight, exceed a chip; `step_bytes` are those of one step."""
+    """Raises DoesNotFit if `all_bytes`, with all steps in flight, exceed a chip's memory. `step_bytes` is for one
+    step."""
     available = tpu_slice.chip.hbm_bytes - plan.reserved_bytes
     if all_bytes > available:
         reserved = f" besides the {plan.reserved_bytes / GIB:.2f} of run.reserved_mib" if plan.reserved_bytes else ""
         raise DoesNotFit(
-            f"a step takes {step_bytes / GIB:.2f} GiB of a chip, and {all_bytes / GIB:.2f} with the activations of "
-            f"{plan.memory.inflight_steps} steps in flight; {tpu_slice.chip.name} has {available / GIB:.2f}{reserved}. "
-            f"{_REMEDY}"
+            f"a step needs {step_bytes / GIB:.2f} GiB of a chip's memory, and {all_bytes / GIB:.2f} with the "
+            f"activations of {plan.memory.inflight_steps} steps in flight; {tpu_slice.chip.name} has "
+            f"{available / GIB:.2f}{reserved}. {_REMEDY}"
         )
 
 
 def largest_power(fits: Callable[[int], bool], limit: int = 1 << 12) -> int:
-    """The largest power of two up to `limit` that fits, by bisection; 0 if 1 does not. If n fits, n / 2 must too."""
-    low, high = -1, limit.bit_length()  # exponents: of the largest that fits, and of the smallest that does not
+    """The largest power of two up to `limit` that fits, by bisection; 0 if 1 does not fit. If n fits, n / 2 must fit,
+    too."""
+    low, high = -1, limit.bit_length()  # exponents: the largest known to fit, the smallest known not to fit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(1 << middle) else (low, middle)

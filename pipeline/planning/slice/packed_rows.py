@@ -1,4 +1,5 @@
-"""How much of a layer's attention is computed in packed rows, where splash attention skips what no segment reaches."""
+"""The share of a layer's attention that is computed in packed rows, where splash attention skips blocks that no segment
+reaches."""
 
 import numpy as np
 from jaxtyping import Bool, Int32
@@ -12,7 +13,7 @@ NUM_ROWS, SIGMA = 64, 1.0  # sigma: standard deviation of the logarithm of a doc
 
 
 def packed_segments(mean_tokens: float, length: int) -> Int32[np.ndarray, "R T"]:
-    """The segments of rows that a job fills with documents of log-normal lengths. Long ones are split."""
+    """The segments of rows that a job fills with documents of log-normal lengths. Long documents are split."""
     random = np.random.default_rng(0)
     num_documents = int(2 * NUM_ROWS * length / mean_tokens) + NUM_ROWS
     lengths = random.lognormal(np.log(mean_tokens) - SIGMA**2 / 2, SIGMA, num_documents)
@@ -26,8 +27,8 @@ def packed_segments(mean_tokens: float, length: int) -> Int32[np.ndarray, "R T"]
 def computed_share(
     segments: Int32[np.ndarray, "R T"], block: int, causal: bool = True, window: int | None = None
 ) -> float:
-    """Of the blocks of queries and keys that the mask leaves (on and below the diagonal, and within the window): the
-    share that some segment reaches."""
+    """The share of the unmasked blocks of queries and keys (on and below the diagonal, and within the window) that a
+    segment reaches."""
     num_rows, length = segments.shape
     allowed = _allowed_blocks(length // block, block, causal, window)
     return float((np.asarray(reached_blocks(segments, block)) & allowed).sum() / (num_rows * allowed.sum()))
@@ -44,9 +45,9 @@ def attention_shares(
     mean_tokens: float, num_rows: int, length: int, item_bytes: int, causal: bool, window: int | None
 ) -> dict[int | None, float] | None:
     """`computed_share` of splash attention with and without the model's `window`, for documents of `mean_tokens` in a
-    chip's `num_rows` rows; None where it does not skip blocks."""
+    chip's `num_rows` rows; None if it does not skip blocks."""
     block = block_size(length, item_bytes)
     if not skips_blocks(num_rows, length, block):
         return None
     segments = packed_segments(mean_tokens, length)
-    return {each: computed_share(segments, block, causal, each) for each in {None, window}}
+    return {size: computed_share(segments, block, causal, size) for size in {None, window}}

@@ -1,4 +1,4 @@
-"""How fast a job can be on a TPU slice: the limits of its parts, of which the lowest binds.
+"""How fast a job can be on a TPU slice: the limits of its parts, the lowest of which binds.
 
 Rates count valid tokens. Rows are computed and stored with their padding, so a token costs 1 / fill slots.
 """
@@ -11,10 +11,10 @@ from pipeline.planning.slice.chips import Slice
 from pipeline.store.format.layout import SIDE_BYTES
 
 BUCKET_WRITES_PER_S = 1000  # initial limit of a Cloud Storage bucket (cloud.google.com/storage/docs/request-rate)
-THREAD_COPY_BYTES_PER_S = 7.7e9  # of a thread that gathers blocks: measured on a Xeon; that of a TPU VM is not known
-HOST_MEMORY_BYTES_PER_S = 205e9  # assumed: a socket with eight channels of DDR4-3200; that of a TPU VM is not published
-HOST_MEMORY_PASSES = 6  # DMA writes; the block's buffer: read, write; the encoded shard: read, write; the socket reads
-# A TPU VM has the cores for all threads (pipeline/extraction/draining.py).
+THREAD_COPY_BYTES_PER_S = 7.7e9  # per thread that gathers blocks; measured on a Xeon, unknown for a TPU VM
+HOST_MEMORY_BYTES_PER_S = 205e9  # assumed: eight channels of DDR4-3200; not published for a TPU VM
+HOST_MEMORY_PASSES = 6  # DMA writes; block buffer: read, write; encoded shard: read, write; the socket reads
+# A TPU VM has enough cores for all threads (pipeline/extraction/draining.py).
 HOST_COPY_BYTES_PER_S = min(MAX_COPY_THREADS * THREAD_COPY_BYTES_PER_S, HOST_MEMORY_BYTES_PER_S / HOST_MEMORY_PASSES)
 
 
@@ -24,19 +24,19 @@ class Cost:
 
     flops: int
     activation_bytes: float  # copied from the device, and stored
-    fill: float  # the fraction of slots that hold a valid token
-    received_bytes: float = 0.0  # by each chip from the others in a step, for each of the step's slots
+    fill: float  # the fraction of slots with a valid token
+    received_bytes: float = 0.0  # by each chip from other chips, divided by all slots of a step
     index_bytes: float = 0.0  # made on the host, and stored
 
     @property
     def stored_bytes(self) -> float:
-        """Per valid token, in the store."""
+        """Bytes in the store per valid token."""
         return (self.activation_bytes + self.index_bytes + SIDE_BYTES) / self.fill
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Valid tokens per second that each part of the system could process if the others were infinitely fast."""
+    """Valid tokens per second that each part of the system could process if all others were infinitely fast."""
 
     compute: float
     interconnect: float | None  # None: chips exchange nothing
@@ -57,12 +57,13 @@ class Limits:
 
     @property
     def rates(self) -> dict[str, float]:
-        """The limits that there are, by name."""
+        """The limits that apply, by name."""
         return {name: rate for name, rate in vars(self).items() if rate is not None}
 
 
 def throughput_limits(cost: Cost, tpu_slice: Slice, mfu: float, store_bytes_per_s: float) -> Limits:
-    """`mfu` is the fraction of the chips' peak FLOPs that the forward pass reaches."""
+    """The limits of a job with this cost. `mfu` is the fraction of the chips' peak FLOPs that the forward pass
+    reaches."""
     chip, num_chips = tpu_slice.chip, tpu_slice.num_chips
     interconnect = tpu_slice.interconnect_bytes_per_s * cost.fill
     return Limits(
@@ -77,7 +78,8 @@ def throughput_limits(cost: Cost, tpu_slice: Slice, mfu: float, store_bytes_per_
 
 @dataclass(frozen=True)
 class Decoding:
-    """A decoding step of generation, as the bytes allow that each chip reads or receives: it computes little."""
+    """A decoding step of generation. It computes little, so its time is limited by the bytes that each chip reads or
+    receives."""
 
     hbm_bytes: int  # weights, keys and values
     received_bytes: int  # from other chips
@@ -86,7 +88,7 @@ class Decoding:
 
 
 def decoding(rows: int, hbm_bytes: int, received_bytes: int, tpu_slice: Slice) -> Decoding:
-    """`rows` are those of all chips, bytes those of one."""
+    """The limits of a decoding step. `rows` counts all chips; bytes are per chip."""
     seconds = hbm_bytes / tpu_slice.chip.hbm_bytes_per_s
     if received_bytes:
         seconds = max(seconds, received_bytes / tpu_slice.interconnect_bytes_per_s)
@@ -94,15 +96,15 @@ def decoding(rows: int, hbm_bytes: int, received_bytes: int, tpu_slice: Slice) -
 
 
 def received_bytes(matrices: int, sharding: Weights, data: int, tensor: int, summed: int) -> int:
-    """Bytes that a chip receives from others in a step: with fsdp the layers' `matrices` (bytes over all chips), and
-    along `tensor` the sums of all parts of `summed` bytes of activations."""
+    """Bytes that a chip receives from other chips in a step: with fsdp, the layers' `matrices` (bytes over all chips);
+    along `tensor`, all-reduces of `summed` bytes of activations."""
     gathered = matrices // tensor * (data - 1) // data if sharding is Weights.fsdp else 0
     return gathered + 2 * summed * (tensor - 1) // tensor
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes per second: from all devices, through one host's memory, and from one host to the store."""
+    """Bytes per second: from all devices to the hosts, through one host's memory, and from one host to the store."""
 
     device_to_host: float
     host_memory: float
@@ -120,7 +122,7 @@ def traffic(cost: Cost, tpu_slice: Slice, tokens_per_s: float) -> Traffic:
 
 @dataclass(frozen=True)
 class Bill:
-    """The time and money that a number of tokens takes."""
+    """The time and money that a job needs."""
 
     hours: float
     terabytes: float

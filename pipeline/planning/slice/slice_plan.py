@@ -1,6 +1,6 @@
-"""The plan of a job on a TPU slice: its step is compiled, its limits, time and cost are estimated.
+"""The plan of a job on a TPU slice: compiles its step, and estimates its limits, time and cost.
 
-No TPU is needed. Data, tokenizer, weights and store are not opened: config.json is enough (`model.init=random`).
+No TPU is needed. Data, tokenizer, weights and store are not opened; config.json is enough (`model.init=random`).
 """
 
 import json
@@ -43,11 +43,11 @@ _RECORDS_PER_BLOCK = 2  # the commit record, and the table of documents
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """Bytes are of one chip unless the name or a comment says otherwise; rates count valid tokens."""
+    """The plan. Bytes are per chip unless the name or a comment says otherwise; rates count valid tokens."""
 
     family: str
     num_layers: int
-    num_params: int  # those that the captured activations need
+    num_params: int  # needed for the captured activations
     topology: str
     num_chips: int
     num_hosts: int
@@ -57,10 +57,10 @@ class SlicePlan:
     rows_per_chip: int
     length: int
     steps_in_flight: int
-    weight_bytes: int  # computed, to compare with what the compiler reports
-    output_bytes: int  # computed, too
+    weight_bytes: int  # calculated, to compare with the compiler's report
+    output_bytes: int  # calculated, too
     program: Program
-    hbm_bytes: int  # but what run.reserved_mib leaves to others
+    hbm_bytes: int  # without run.reserved_mib
     hbm_bytes_needed: int  # with all steps in flight
     flops_per_slot: int
     activation_bytes_per_slot: float
@@ -69,19 +69,19 @@ class SlicePlan:
     binding: str
     tokens_per_s: float
     traffic: Traffic
-    host_bytes: int  # of activations in one host's memory, at most
+    host_bytes: int  # maximum of activations in one host's memory
     shard_bytes: int  # the largest object
     objects_per_block: int
     slots_per_block: int
     num_tokens: int | None  # run.max_tokens
     bill: Bill | None  # None without run.max_tokens
-    decoding: Decoding | None  # of data=generate
+    decoding: Decoding | None  # for data=generate
     usd_per_chip_hour: float
     notes: tuple[str, ...]
     advice: tuple[str, ...]
 
     def describe(self) -> str:
-        """The plan in a few lines, for people."""
+        """The plan as human-readable text."""
         program, limits, traffic = self.program, self.limits, self.traffic
         collectives = ", ".join(f"{count} {name}" for name, count in sorted(program.collectives.items())) or "none"
         rates = ", ".join(f"{name.replace('_', ' ')} {rate:,.0f}" for name, rate in limits.rates.items())
@@ -136,15 +136,15 @@ def print_slice_plan(config: RunConfig) -> None:
 
 
 def plan_slice(config: RunConfig, model: Model, tpu_slice: Slice) -> SlicePlan:
-    """Compiles the step for the slice. Raises ConfigError for a job that does not fit."""
+    """Compiles the step for the slice, and plans the job. Raises ConfigError for a job that does not fit."""
     job = plan_job(config, model, tpu_slice)
     return make_slice_plan(config, model, tpu_slice, job, _compile(config, model, tpu_slice, job))
 
 
 def search(config: RunConfig, model: Model, tpu_slice: Slice) -> SlicePlan:
-    """The plan with the largest batch.rows that fits with two steps in flight, a power of two per chip.
+    """The plan with the largest batch.rows, a power of two per chip, that fits with two steps in flight.
 
-    Compiles several times and logs what it tries. Raises ConfigError if one row per chip does not fit.
+    Compiles several times, and logs every attempt. Raises ConfigError if one row per chip does not fit.
     """
     num_data = tpu_slice.num_chips // config.mesh.tensor
     plans: dict[int, SlicePlan] = {}
@@ -170,7 +170,7 @@ def search(config: RunConfig, model: Model, tpu_slice: Slice) -> SlicePlan:
 
 
 def plan_job(config: RunConfig, model: Model, tpu_slice: Slice) -> Plan:
-    """The plan of the first process. The data is not opened: it is assumed to have as many source shards as needed."""
+    """The plan of the first process. The data is not opened; it is assumed to have enough source shards."""
     num_source_shards = max(config.data.num_streams or 1, tpu_slice.num_hosts * config.run.worker_count)
     topology = Topology(
         devices=tpu_slice.num_chips,
@@ -185,7 +185,7 @@ def plan_job(config: RunConfig, model: Model, tpu_slice: Slice) -> Plan:
 
 
 def _compile(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> Program:
-    """Raises DoesNotFit, before it compiles if weights and outputs alone are too large."""
+    """Compiles the step. Raises DoesNotFit, before compiling if weights and outputs alone are too large."""
     outputs, inflight_steps = _output_bytes(job, tpu_slice), job.memory.inflight_steps
     weights = job.weights.device_bytes
     require_room(weights + outputs, weights + inflight_steps * outputs, job, tpu_slice)
@@ -195,7 +195,7 @@ def _compile(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> Pr
 
 
 def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, program: Program) -> SlicePlan:
-    """What the compiled program means for the job. Pure arithmetic."""
+    """The plan of a job whose step was compiled. Pure arithmetic."""
     options, step, memory = config.plan, job.step, job.memory
     num_data = tpu_slice.num_chips // job.mesh.tensor
     rows_per_chip = step.rows // num_data
@@ -252,7 +252,7 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
 def _attention_shares(
     config: RunConfig, model: Model, program: Program, rows_per_chip: int
 ) -> dict[int | None, float] | None:
-    """What packed rows leave of attention, by window; None where all of it is computed, or counted."""
+    """The share of attention that packed rows compute, by window; None if all of it is computed or counted."""
     mean_tokens, arch, length = config.plan.mean_tokens, model.arch, config.batch.length
     if mean_tokens is None or program.attention != "splash" or config.batch.packing is Packing.pad:
         return None
@@ -265,7 +265,7 @@ def _packing_notes(mean_tokens: float | None, shares: dict[int | None, float] | 
         return ()
     if shares is None:
         return (
-            "plan.mean_tokens changes nothing: only splash attention skips blocks that no document reaches, in packed "
+            "plan.mean_tokens has no effect: only splash attention skips blocks that no document reaches, in packed "
             "rows of 2,048 tokens and more",
         )
     parts = ", ".join(
@@ -275,7 +275,7 @@ def _packing_notes(mean_tokens: float | None, shares: dict[int | None, float] | 
 
 
 def _received_bytes(config: RunConfig, model: Model, job: Plan) -> int:
-    """By each chip from the others, in a step."""
+    """Bytes that each chip receives from other chips in a step."""
     step, mesh, dtype = job.step, job.mesh, str(config.model.dtype)
     matrices = model.weight_bytes(step.forward_keys, dtype, config.model.weights_dtype is WeightsDtype.int8).matrices
     num_layers = sum(map(len, layer_runs(step.forward_keys, model.arch)))
@@ -291,22 +291,22 @@ def _decoding(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> D
     data = tpu_slice.num_chips // generation.tensor
     summed = _summed_bytes(config, model, model.num_layers, generation.rows // data)
     received = received_bytes(weights.matrices, generation.weights.sharding, data, generation.tensor, summed)
-    embedding = 0 if model.head.tensor is None else weights.vocabulary // 2  # a step reads few of its rows
+    embedding = 0 if model.head.tensor is None else weights.vocabulary // 2  # a step reads only a few of its rows
     read = replace(weights, vocabulary=weights.vocabulary - embedding).on_device(generation.tensor)
     read += generation.cache_bytes
     return decoding(generation.rows, read, received, tpu_slice)
 
 
 def _summed_bytes(config: RunConfig, model: Model, num_layers: int, num_tokens: int) -> int:
-    """Of the activations that are summed along `tensor`: the embedding, and two for each layer, of int8 matrices before
-    they are rounded."""
+    """Bytes of the activations that are summed along `tensor`: the embedding, and two per layer. Products of int8
+    matrices are summed before they are rounded."""
     item_bytes = ITEM_BYTES[config.model.dtype]
     product_bytes = 4 if config.model.weights_dtype is WeightsDtype.int8 else item_bytes
     return (item_bytes + 2 * num_layers * product_bytes) * num_tokens * model.arch.d_model
 
 
 def _output_bytes(job: Plan, tpu_slice: Slice) -> int:
-    """Activations of one step that a chip holds."""
+    """Bytes of one step's activations on a chip."""
     return job.memory.step_bytes * job.mesh.processes // tpu_slice.num_chips
 
 
@@ -317,7 +317,7 @@ def _objects_per_block(job: Plan) -> int:
 
 
 def _store_bytes_per_s(options: PlanConfig, cost: Cost, job: Plan) -> float:
-    """As configured, else what a bucket accepts at its initial rate of writes."""
+    """The store's bandwidth: as configured, else as allowed by a bucket's initial rate of writes."""
     if options.store_gb_per_s:
         return options.store_gb_per_s * 1e9
     block_bytes = job.rows_per_block * job.step.length * cost.stored_bytes * cost.fill
@@ -338,12 +338,12 @@ def _usd_per_chip_hour(options: PlanConfig, tpu_slice: Slice) -> float:
 def _notes(job: Plan, program: Program) -> tuple[str, ...]:
     notes = job.notes
     if job.generation:
-        notes += (job.generation.describe(), "hours, USD and tokens/s do not include generation, but for its own line")
+        notes += (job.generation.describe(), "hours, USD and tokens/s do not include generation; see decoding")
     if program.attention_note:
         notes += (program.attention_note,)
     if program.computed_twice:
         notes += (
-            f"the compiler computes {program.computed_twice} results twice, for want of memory; lower batch.rows or "
+            f"the compiler computes {program.computed_twice} results twice to save memory; lower batch.rows or "
             f"batch.length",
         )
     return notes
