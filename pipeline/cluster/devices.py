@@ -1,4 +1,4 @@
-"""The devices that JAX sees, and the memory of devices and host."""
+"""JAX's devices, and the memory of devices and host."""
 
 import importlib.metadata
 import importlib.util
@@ -13,15 +13,15 @@ from pipeline.config.schema import RunOptions
 from pipeline.core.cores import num_cores
 from pipeline.core.errors import ConfigError
 
-_FEW_CORES = 2  # with so many, a second step in flight did not help when measured
+_FEW_CORES = 2  # up to this number, a second step in flight did not help when measured
 
 
 def skip_absent_tpu() -> bool:
-    """Makes JAX use the CPU on a machine that has libtpu, for plans, but no TPU; libtpu would log errors otherwise.
-    Returns whether it changed JAX's configuration.
+    """Makes JAX use the CPU on a machine with libtpu, which plans need, but without a TPU. Otherwise libtpu would log
+    errors. Returns whether it changed JAX's configuration.
 
-    Does nothing if JAX has another plugin, such as CUDA's. `jax_platforms` has a value if JAX has detected a TPU, or
-    JAX_PLATFORMS is set.
+    Does nothing if JAX has another plugin, such as CUDA's. `jax_platforms` is set if JAX has detected a TPU or JAX_PLATFORMS
+    is set.
     """
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     if jax.config.jax_platforms is None and importlib.util.find_spec("libtpu") and not plugins:
@@ -38,14 +38,14 @@ def open_devices() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a program or an array did not fit into a device's memory, at compilation or later."""
+    """Whether a program or an array did not fit in a device's memory, at compilation or later."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def topology(run: RunOptions) -> Topology:
     """The topology of this run: JAX's processes and devices, and this worker's index among the workers.
 
-    Raises ConfigError where the devices belong to several processes that have not joined.
+    Raises ConfigError if the devices belong to several processes that have not joined.
     """
     if jax.process_count() != processes.count():
         raise ConfigError(
@@ -65,13 +65,13 @@ def topology(run: RunOptions) -> Topology:
 
 
 def _device_bytes(run: RunOptions) -> int | None:
-    """The memory of each device that the run may use; None if JAX does not know it, as on the CPU."""
+    """The bytes of each device that the run may use; None if JAX does not report them, as on the CPU."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return None if limit is None else unreserved(limit, run)
 
 
 def _host_memory() -> int:
-    """The memory of this host, or the limit of its container if that is lower."""
+    """The memory of this host in bytes, or the limit of its container if that is lower."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()

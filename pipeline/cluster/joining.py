@@ -16,24 +16,24 @@ from pipeline.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigE
 
 log = logging.getLogger("pipeline")
 
-_SHUTDOWN_TIMEOUT_S = 8  # how long a process that is done waits for the others
-_EXTRA_TIMEOUT_S = 60  # JAX aborts the process at its own timeout, so ours must come first
+_SHUTDOWN_TIMEOUT_S = 8  # how long a finished process waits for the others
+_EXTRA_TIMEOUT_S = 60  # JAX aborts the process at its own timeout, so ours must be shorter
 _NOT_A_CLUSTER = "coordinator_address should be defined"  # in JAX's message if it detects no cluster
 
 
-@cache  # a sweep runs several jobs in one process, and JAX can join others only before its first computation
+@cache  # a sweep runs several jobs in one process, but JAX can only join before its first computation
 def initialise(options: DistributedConfig) -> None:
-    """Joins the processes of a TPU pod, GKE, Slurm or MPI job, or those that `options` describe; once per process.
+    """Joins the processes of a TPU pod, GKE, Slurm or MPI job, or those described by `options`; once per process.
 
     Without either, the job has one process. Raises ConfigError for options that contradict each other, and
     PipelineError if the other processes do not join in time.
     """
     if jax.distributed.is_initialized():
         return
-    place = (options.coordinator, options.num_processes, options.process_id)
-    if any(value is not None for value in place) and None in place:
+    settings = (options.coordinator, options.num_processes, options.process_id)
+    if any(value is not None for value in settings) and None in settings:
         raise ConfigError(
-            f"distributed.coordinator, num_processes and process_id are {place}: expected all three, or none on a "
+            f"distributed.coordinator, num_processes and process_id are {settings}: expected all three, or none on a "
             f"cluster that JAX detects. Set all or none."
         )
     if options.process_id == 0:
@@ -43,7 +43,7 @@ def initialise(options: DistributedConfig) -> None:
     try:
         with signals_handled_while_waiting():
             jax.distributed.initialize(
-                *place,
+                *settings,
                 initialization_timeout=options.join_timeout_s + _EXTRA_TIMEOUT_S,
                 heartbeat_timeout_seconds=options.heartbeat_timeout_s,
                 shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
@@ -51,13 +51,11 @@ def initialise(options: DistributedConfig) -> None:
     except ValueError as error:
         if options.coordinator is None and _NOT_A_CLUSTER in str(error):
             return
-        raise ConfigError(
-            f"the processes' settings are wrong: {str(error).rstrip('.')}. Correct distributed.*."
-        ) from error
+        raise ConfigError(f"distributed.* is invalid: {str(error).rstrip('.')}. Correct these settings.") from error
     except RuntimeError as error:
         raise PipelineError(
             f"the {options.num_processes or ''} processes did not all join within {options.join_timeout_s} s: "
-            f"{error}. Check that all were started and reach {options.coordinator or 'the coordinator'}."
+            f"{error}. Check that all were started and can reach {options.coordinator or 'the coordinator'}."
         ) from error
     finally:
         joined.set()
@@ -66,7 +64,7 @@ def initialise(options: DistributedConfig) -> None:
 
 
 def _require_free_port(coordinator: str) -> None:
-    """Checks the port that the first process serves. If it is in use, JAX ends with a segmentation fault."""
+    """Raises PipelineError if the first process's port is in use, since JAX would end with a segmentation fault."""
     try:
         socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
     except OSError as error:
@@ -83,7 +81,7 @@ def _give_up_joining(options: DistributedConfig, joined: threading.Event) -> Non
         return
     log.error(
         "PipelineError: the %s processes did not all join within %d s (distributed.join_timeout_s). Check that "
-        "all were started and reach %s, and run the same command again.",
+        "all were started and can reach %s, and run the same command again.",
         *(options.num_processes or "job's", options.join_timeout_s, options.coordinator or "the coordinator"),
     )
     logging.shutdown()
@@ -91,7 +89,7 @@ def _give_up_joining(options: DistributedConfig, joined: threading.Event) -> Non
 
 
 def _name_process_in_logs() -> None:
-    """Messages start with the process that logs them. Only the first process logs messages below warnings."""
+    """Starts log messages with the process, and limits processes other than the first to warnings and errors."""
     process = jax.process_index()
     formatter = logging.Formatter(f"process {process} of {jax.process_count()} on {socket.gethostname()}: %(message)s")
     for handler in logging.getLogger().handlers:
@@ -101,10 +99,10 @@ def _name_process_in_logs() -> None:
 
 
 def leave(code: int) -> None:
-    """Ends this process at once after a failure, so that the others do not wait for it in a collective.
+    """Ends this process immediately after a failure, so that the others do not wait for it in a collective.
 
-    The others notice: the connection closes, or the heartbeat stops. Returns if this is the only process, or if `code`
-    is not a failure.
+    The others notice, because the connection closes or the heartbeat stops. Returns if this is the only process, or if
+    `code` is not a failure.
     """
     if code in (EXIT_OK, EXIT_INTERRUPTED) or not jax.distributed.is_initialized() or jax.process_count() == 1:
         return

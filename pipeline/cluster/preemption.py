@@ -1,4 +1,4 @@
-"""Requests to stop: SIGTERM and SIGINT, agreed on by all processes of a worker."""
+"""Stop requests by SIGTERM and SIGINT, on which all processes of a worker agree."""
 
 import itertools
 import logging
@@ -20,7 +20,7 @@ _steps = itertools.count()  # over all jobs of a sweep, since a sync point's num
 
 
 class StopRequest:
-    """A request to stop, by SIGTERM or SIGINT to any process of the worker; all of them stop before the same step.
+    """A request to stop, by SIGTERM or SIGINT to any process of the worker. All processes stop before the same step.
 
     A second SIGINT raises KeyboardInterrupt as usual.
     """
@@ -32,7 +32,7 @@ class StopRequest:
 
     @property
     def noticed(self) -> bool:
-        """Whether this process is to stop. With several processes, only once they have agreed on the step."""
+        """Whether this process should stop. With several processes, true only after they have agreed on the step."""
         return self._event.is_set()
 
     def before_step(self) -> bool:
@@ -42,7 +42,7 @@ class StopRequest:
         return self.noticed
 
     def check(self) -> None:
-        """Raises Interrupted if a stop is requested. For use before the first step."""
+        """Raises Interrupted if a stop was requested. For use before the first step."""
         if self.noticed:
             raise Interrupted(f"stopped by {self.signal_name} before the first step. Run the same command again.")
 
@@ -59,9 +59,9 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Turns SIGTERM and SIGINT into a StopRequest; with several processes, JAX handles SIGTERM.
+    """Turns SIGTERM and SIGINT into a StopRequest. With several processes, JAX handles SIGTERM.
 
-    In a thread that is not the main one signals stay as they are: only that one may handle them.
+    Does not change signal handling in threads other than the main thread, which alone may do so.
     """
     stop = StopRequest()
     numbers = (signal.SIGINT,) if processes.count() > 1 else (signal.SIGTERM, signal.SIGINT)

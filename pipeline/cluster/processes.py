@@ -1,4 +1,4 @@
-"""What the processes of a worker agree on, by collectives. Without other processes these return at once."""
+"""Agreement among the processes of a worker, by collectives. With a single process, these functions do not wait."""
 
 import hashlib
 import json
@@ -14,18 +14,18 @@ from pipeline.core.errors import ConfigError
 
 
 def count() -> int:
-    """The processes of this worker. Only where they have joined is JAX asked, which then initialises the devices: a
-    mistake in the configuration of one process shows without them."""
+    """The number of processes of this worker. Asks JAX, which initialises the devices, only if they have joined, so
+    that a mistake in a single process's configuration is reported before."""
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
 def is_first() -> bool:
-    """Whether this is the process that acts for all processes of the worker."""
+    """Whether this process acts for all processes of the worker."""
     return count() == 1 or jax.process_index() == 0
 
 
 def is_loss_of_a_process(error: BaseException) -> bool:
-    """Whether a collective failed because one of its processes is gone. On TPUs JAX itself ends the process."""
+    """Whether a collective failed because another process is gone. On TPUs, JAX ends this process itself."""
     return (
         isinstance(error, jax.errors.JaxRuntimeError)
         and count() > 1
@@ -34,8 +34,8 @@ def is_loss_of_a_process(error: BaseException) -> bool:
 
 
 def require_same_config(config: RunConfig, *derived: str) -> None:
-    """Waits for all processes. Raises ConfigError on each of them unless all have the same configuration, and the same
-    strings `derived` from it."""
+    """Waits for all processes. Raises ConfigError on each of them unless all have the same configuration and the same
+    `derived` strings."""
     if count() == 1:
         return
     shared = asdict(replace(config, distributed=DistributedConfig()))
@@ -44,15 +44,15 @@ def require_same_config(config: RunConfig, *derived: str) -> None:
     others = [process for process, digest in enumerate(digests) if (digest != digests[0]).any()]
     if others:
         raise ConfigError(
-            f"processes {others} were started with a configuration or devices different from process 0's. "
+            f"processes {others} were started with a different configuration or devices from process 0. "
             f"Start all with the same."
         )
 
 
 def from_first_process(make: Callable[[], str]) -> str:
-    """What `make` returns on the first process: a text that is not empty. Waits for all processes.
+    """The non-empty text that `make` returns on the first process. Waits for all processes.
 
-    If `make` raises on the first process, every other process calls it too, and most likely raises the same error.
+    If `make` raises on the first process, every other process calls it, too, and most likely raises the same error.
     """
     if count() == 1:
         return make()
@@ -89,5 +89,5 @@ def any_process(value: bool) -> bool:
 
 
 def wait_for_all() -> None:
-    """Returns when every process has called this. Like any collective, it fails if one of them has ended."""
+    """Waits until every process has called this. Like any collective, it fails if one of them has ended."""
     any_process(False)

@@ -8,19 +8,20 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def make_mesh(tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of all devices. Those of a process are neighbours, so that its rows are contiguous."""
+    """A mesh of `devices`, by default all. A process's devices are neighbours, so that its rows are contiguous."""
     ordered = sorted(devices or jax.devices(), key=lambda device: (device.process_index, device.id))
     grid = np.array(ordered).reshape(-1, tensor)
     return Mesh(grid, ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows sharded along `data`; a row is never divided."""
+    """Rows along `data`. A row is never divided."""
     return NamedSharding(mesh, PartitionSpec("data"))
 
 
 def activation_sharding(mesh: Mesh, width: int) -> NamedSharding:
-    """Of [B, T, D]: rows along `data`, and D along `tensor` if that divides it, so that each device copies its part."""
+    """For [B, T, D]: rows along `data`, and D along `tensor` if it is divisible, so that each device copies its
+    part."""
     if mesh.shape["tensor"] == 1 or width % mesh.shape["tensor"]:
         return row_sharding(mesh)
     return NamedSharding(mesh, PartitionSpec("data", None, "tensor"))

@@ -1,6 +1,6 @@
-"""What a command does before other imports: it handles signals, and makes failures to log harmless.
+"""Preparations of a command before other imports: handles signals, and makes failures to write messages harmless.
 
-Imports take seconds. An interruption in that time must not look like a crash.
+Imports take seconds, and an interruption in that time must not look like a crash.
 """
 
 import atexit
@@ -18,20 +18,20 @@ _STDERR = 2
 
 
 def prepare_process() -> None:
-    """Makes SIGTERM and SIGINT end this process at once with exit code 42, until a job installs its own handlers. A
-    standard stream that is closed, or whose reader has gone, no longer ends the process."""
+    """Makes SIGTERM and SIGINT end this process immediately with exit code 42, until a job installs its own handlers.
+    Closed standard streams, or streams without a reader, no longer end the process."""
     _open_closed_streams()
     if not isinstance(sys.stderr, _Messages):
         sys.stderr = _Messages(sys.stderr, OSError)
-        sys.stdout = _Messages(sys.stdout, BrokenPipeError)  # other errors, such as a full disk, lose a result
+        sys.stdout = _Messages(sys.stdout, BrokenPipeError)  # other errors, such as a full disk, would lose a result
     for number in (signal.SIGTERM, signal.SIGINT):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup, and for a shell's background jobs
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup and in a shell's background jobs
             signal.signal(number, _exit)
-            atexit.register(signal.signal, number, signal.SIG_IGN)  # at exit Python restores the default, which kills
+            atexit.register(signal.signal, number, signal.SIG_IGN)  # at exit, Python would restore the default
 
 
 def _exit(number: int, _frame: object) -> None:
-    """Ends the process without cleaning up: before a job's loop nothing needs it."""
+    """Ends the process without cleanup, which is not needed before a job's loop."""
     name = signal.Signals(number).name
     with suppress(OSError):
         os.write(_STDERR, f"Interrupted: stopped by {name}. Run the same command again.\n".encode())
@@ -40,7 +40,7 @@ def _exit(number: int, _frame: object) -> None:
 
 @contextmanager
 def signals_handled_while_waiting() -> Iterator[None]:
-    """Lets the handlers of `prepare_process` act while the main thread waits outside Python, where Python does not call
+    """Runs the handlers of `prepare_process` while the main thread waits in native code, where Python does not call
     them. Main thread only."""
     received, sent = os.pipe()
     os.set_blocking(sent, False)
@@ -63,7 +63,7 @@ def _exit_when_sent(received: int) -> None:
 def _open_closed_streams() -> None:
     """Opens closed standard streams, which are None in Python, as the null device.
 
-    Otherwise the next file that is opened gets the file descriptor, and C++ libraries log into that file.
+    Otherwise the next opened file would get the file descriptor, and C++ libraries would log to that file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -1,4 +1,4 @@
-"""How many processes and devices a run has, as plain numbers, so that a plan needs no devices."""
+"""The processes and devices of a run as plain numbers, so that a plan needs no devices."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from pipeline.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Topology:
-    """The processes and devices of a run. `index` and `count` are over all processes of all workers."""
+    """The processes and devices of a run. `index` and `count` include all processes of all workers."""
 
     devices: int  # of this worker, over all its processes
-    device_bytes: int | None = None  # memory of each device but what is reserved; None: not known
-    host_memory: int | None = None  # bytes of this process's host; None: not known
-    few_cores: bool = False  # the devices are the host's own few cores, which must also do everything else
+    device_bytes: int | None = None  # memory of each device, without what is reserved; None: unknown
+    host_memory: int | None = None  # bytes of this process's host; None: unknown
+    few_cores: bool = False  # the devices are the host's few cores, which also do all other work
     processes: int = 1  # of this worker
     process: int = 0
     workers: int = 1
@@ -29,16 +29,16 @@ class Topology:
 
 
 def reserved_bytes(run: RunOptions) -> int:
-    """Of each device's memory, what is left to others."""
+    """The bytes of each device that are reserved for other uses."""
     return int(run.reserved_mib * (1 << 20))
 
 
 def unreserved(device_bytes: int, run: RunOptions) -> int:
-    """What a run may use of a device's memory. Raises ConfigError if that is nothing."""
-    left = device_bytes - reserved_bytes(run)
-    if left <= 0:
+    """The bytes of a device that a run may use. Raises ConfigError if there are none."""
+    available = device_bytes - reserved_bytes(run)
+    if available <= 0:
         raise ConfigError(
-            f"run.reserved_mib is {run.reserved_mib:g}, and each device has {device_bytes / (1 << 20):.0f} MiB. Lower "
-            "it to what others need of a device: weights, optimiser state and gradients of a training."
+            f"run.reserved_mib is {run.reserved_mib:g}, but each device has {device_bytes / (1 << 20):.0f} MiB. Lower "
+            "it to what the other use needs, such as weights, optimiser state and gradients of a training."
         )
-    return left
+    return available

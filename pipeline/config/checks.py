@@ -1,4 +1,4 @@
-"""Turns what Hydra has composed into the typed configuration, or raises one message that says what is wrong."""
+"""Turns the configuration that Hydra composed into the typed one, or raises an error that says what is wrong."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass
@@ -15,13 +15,13 @@ from pipeline.core.errors import ConfigError
 
 def run_config(composed: DictConfig) -> RunConfig:
     """The typed, frozen configuration. Raises ConfigError for an unknown key, a required key without a value, a value
-    that its key does not allow, and a URL with credentials."""
+    that is not allowed, and a URL with credentials."""
     if unknown := next(_unknown_keys(composed), None):
         raise ConfigError(f"{unknown} is not a key of the configuration.{key_remedy(unknown)}")
     try:
         missing = sorted(OmegaConf.missing_keys(composed))
         if missing:
-            raise ConfigError(f"no value for {', '.join(missing)}. Give one on the command line, e.g. {missing[0]}=...")
+            raise ConfigError(f"no value for {', '.join(missing)}. Set it on the command line, e.g. {missing[0]}=...")
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or 'the configuration'} has no value: {_first_line(error)}.") from error
@@ -36,7 +36,7 @@ def run_config(composed: DictConfig) -> RunConfig:
 
 
 def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Keys that the dataclasses do not have; `+run.foo=1` adds one."""
+    """Keys that the dataclasses do not have. `+run.foo=1` would add one."""
     cls = OmegaConf.get_type(node)
     known = {key.name for key in fields(cls)} if is_dataclass(cls) else None
     for key in node:
@@ -57,12 +57,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _require_no_credentials(config: RunConfig) -> None:
-    """The configuration is stored and logged, so no URL in it may carry a password or a signature."""
+    """Raises ConfigError for a URL with a password or a signature, since the configuration is stored and logged."""
     for group, values in asdict(config).items():
-        named = {f"{group}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {}
-        for key, value in named.items():
+        by_key = {f"{group}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {}
+        for key, value in by_key.items():
             if has_credentials(str(value)):
                 raise ConfigError(
-                    f"{key} has a URL with credentials in it, which would be stored and logged. Give credentials "
-                    f"as the storage's own tools expect them (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
+                    f"{key} has a URL with credentials in it, which would be stored and logged. Provide credentials in "
+                    f"the way that the storage's tools expect (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
                 )

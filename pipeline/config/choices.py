@@ -1,4 +1,4 @@
-"""The choices of keys with a fixed set of values."""
+"""The values of keys with a fixed set of choices."""
 
 from enum import StrEnum
 

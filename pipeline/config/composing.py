@@ -1,4 +1,4 @@
-"""A command line's overrides, composed with the YAML files into the typed configuration."""
+"""Composes a command line's overrides and the YAML files into the typed configuration."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,9 +27,10 @@ def compose(overrides: list[str]) -> RunConfig:
 
 
 def from_values(data: type[DataConfig], values: Mapping[str, object]) -> RunConfig:
-    """The configuration of dotted keys and their values, and defaults from the schema; `data` is the data's class.
+    """The configuration with these values by dotted key, and the schema's defaults. `data` is the class of the data
+    source.
 
-    Raises ConfigError, as `compose` does.
+    Raises ConfigError, like `compose`.
     """
     prepare()
     config = hydra_schemas.empty(data)

@@ -11,14 +11,14 @@ from pipeline.config.schema import ArcData, DataConfig, GenerateData, HfData, Pa
 
 
 class _Boolean(BooleanNode):
-    """A boolean that refuses every number but 0 and 1; OmegaConf would take those for true."""
+    """A boolean that refuses all numbers except 0 and 1. OmegaConf would accept them as true."""
 
     def _validate_and_convert_impl(self, value: Any) -> bool:
         try:
-            is_another_number = int(value) not in (0, 1)
+            is_other_number = int(value) not in (0, 1)
         except (TypeError, ValueError, OverflowError):
-            is_another_number = False
-        if is_another_number:
+            is_other_number = False
+        if is_other_number:
             raise ValidationError("Value '$VALUE' is not a valid bool")
         return super()._validate_and_convert_impl(value)
 
@@ -41,13 +41,13 @@ def _prepared(node: DictConfig) -> DictConfig:
 
 
 def empty(data: type[DataConfig]) -> DictConfig:
-    """A configuration of defaults alone, for data of this class."""
+    """A configuration of defaults, for data of this class."""
     return _prepared(OmegaConf.structured(RunConfig(data=data())))
 
 
-@cache  # Hydra copies what it takes from its store
+@cache  # once is enough, since Hydra copies the nodes
 def register() -> None:
-    """Stores the schemas under the names that `defaults` in the YAML files use."""
+    """Registers the schemas under the names in `defaults` of the YAML files."""
     store = ConfigStore.instance()
     store.store(name="schema", node=_prepared(OmegaConf.structured(RunConfig)))
     for name, cls in {"parquet": ParquetData, "arc": ArcData, "hf": HfData, "generate": GenerateData}.items():

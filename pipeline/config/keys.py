@@ -8,14 +8,14 @@ from pipeline.core.suggestions import did_you_mean
 
 
 def key_remedy(key: str) -> str:
-    """The remedy for an unknown key, after a blank: the most similar key, and how to list all keys."""
+    """The remedy for an unknown key, starting with a space: the most similar key, and how to list all keys."""
     keys = list(all_keys(RunConfig))
     another = " Another choice of data has it." if key in keys else did_you_mean(key, keys, cutoff=0.8)
     return f"{another} --cfg job prints all keys."
 
 
 def all_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
-    """The dotted keys of the schema, including the keys of every data source."""
+    """The dotted keys of the schema, including those of every data source."""
     groups = (ParquetData, ArcData, HfData, GenerateData)
     for key in fields(cls):
         if prefix + key.name == "data":

@@ -1,4 +1,4 @@
-"""The values that each key of the configuration allows, as a table. All are checked before anything uses them.
+"""A table of the values that each key of the configuration allows. All values are checked before anything uses them.
 
 `pipeline.planning` checks values against each other; sources, models and tokenizers check what depends on their files.
 """
@@ -60,13 +60,13 @@ class Location:
             return False
         if "://" in value:
             return True
-        names_no_user = value.startswith("~") and os.path.expanduser(value) == value
-        return not names_no_user and all(len(name.encode()) <= _MAX_NAME_BYTES for name in value.split("/"))
+        is_unknown_home = value.startswith("~") and os.path.expanduser(value) == value
+        return not is_unknown_home and all(len(name.encode()) <= _MAX_NAME_BYTES for name in value.split("/"))
 
     def __str__(self) -> str:
         return (
             f"a non-empty path or URL, of at most {_MAX_PATH_BYTES} bytes and {_MAX_NAME_BYTES} between slashes; "
-            f"~ begins a user's home directory"
+            f"a leading ~ stands for a home directory"
         )
 
 
@@ -88,7 +88,7 @@ class Folder(Location):
 
     def __str__(self) -> str:
         kind = "a local folder" if self.is_local else "a folder"
-        return f"{kind} that exists or can be made, not a file or below a file: {super().__str__()}"
+        return f"{kind} that exists or can be created, not a file or inside a file: {super().__str__()}"
 
 
 @dataclass(frozen=True)
@@ -113,16 +113,17 @@ class Names:
         return "a non-empty string, or a list of them"
 
 
-# Ranges that nothing technical limits end where a value can only be a typing error.
+# Ranges without a technical limit end where a value can only be a typing error.
 _COUNT = Between(1, 1_000_000_000)
-_FEW = Between(1, 1_000_000)  # of processes and devices
+_FEW = Between(1, 1_000_000)  # processes and devices
 _THREADS = Between(1, 10_000)
 _SIZE = Between(0, 1_000_000_000, is_first_open=True)
 _SHARE = Between(0, 1, is_first_open=True)
 _SEED = Between(-(1 << 63), (1 << 63) - 1)
 _DATA: dict[str, Limits] = {"num_streams": _COUNT}
 
-# By the dataclasses of schema.py. Every number and every path has limits; null is allowed where the type says so.
+# By the names of the dataclasses in schema.py. Every number and every path has limits. null is allowed if the type is
+# optional.
 LIMITS: dict[str, dict[str, Limits]] = {
     "ModelConfig": {"path": Location(), "revision": Name(), "seed": _SEED, "tokenizer": Location()},
     "DataConfig": _DATA,
@@ -179,7 +180,7 @@ LIMITS: dict[str, dict[str, Limits]] = {
 
 
 def require_within_limits(config: Any, prefix: str = "") -> None:
-    """Raises ConfigError for the first value of a configuration, a tree of dataclasses, that is not allowed."""
+    """Raises ConfigError for the first value in a configuration, a tree of dataclasses, that is not allowed."""
     limits = LIMITS[type(config).__name__]
     for field in fields(config):
         value, key = getattr(config, field.name), f"{prefix}{field.name}"
@@ -195,8 +196,8 @@ def require_within_limits(config: Any, prefix: str = "") -> None:
 
 
 def _is_of_kind(value: object, kind: Any) -> bool:
-    """Whether a group or a list has the schema's type. OmegaConf checks the other types, but not what an interpolation
-    `${...}` resolves to."""
+    """Whether a group or a list has the schema's type. OmegaConf checks other types, but not the result of an
+    interpolation `${...}`."""
     kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     if list[str] in kinds and not (value is None and NoneType in kinds):
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
@@ -226,12 +227,12 @@ def _in_words(kind: Any, limits: Limits | None) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in a message."""
+    """A value for messages, shortened."""
     return shortened(repr(value) if isinstance(value, str) else str(value), 80)
 
 
 def shortened(text: str, max_characters: int) -> str:
-    """The text; of a longer one its beginning and its length."""
+    """The text, or if it is longer, its beginning and its length."""
     return text if len(text) <= max_characters else f"{text[:max_characters]}... ({len(text):,} characters)"
 
 
@@ -247,6 +248,6 @@ def _strings(value: object) -> Iterator[str]:
 
 
 def _require_storable(key: str, text: str) -> None:
-    """The configuration is stored as UTF-8, and file names cannot contain NUL."""
+    """Raises ConfigError unless the text can be stored as UTF-8, without NUL, which file names cannot contain."""
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(f"{key} is {shown(text)}. Set it to a string that is valid UTF-8 and has no NUL.")

@@ -1,4 +1,4 @@
-"""One message that names the key, for what Hydra and OmegaConf raise if a command line does not compose."""
+"""Messages that name the key, for the errors of Hydra and OmegaConf when a command line does not compose."""
 
 from contextlib import suppress
 from dataclasses import fields
@@ -13,12 +13,12 @@ from pipeline.config.limits import LIMITS, expected, shortened
 from pipeline.core.addresses import without_credentials
 
 HYDRAS_ERRORS = (HydraException, OmegaConfBaseException)
-# Hydra lets these through, too, for some command lines. None of this program's code runs before it composes.
+# For some command lines, Hydra also raises these. None of this program's code runs before composing.
 COMPOSING_ERRORS = (
     *HYDRAS_ERRORS,
     *(ValueError, TypeError, AttributeError, AssertionError, LookupError, OSError, RecursionError),
 )
-_FOR_PROGRAMMERS = ("full_key:", "reference_type=", "object_type=", "See https://hydra.cc", "To append to your config")
+_DETAILS = ("full_key:", "reference_type=", "object_type=", "See https://hydra.cc", "To append to your config")
 _QUOTES = " A list with spaces needs quotes for the shell: 'capture.layers=[2, 3]'."
 _LOADERS = ("json", "csv", "text", "arrow", "parquet")
 
@@ -33,7 +33,7 @@ def composing_message(error: Exception, arguments: list[str]) -> str:
     reasons = [error] if cause is None or cause is error else [error, cause]
     message = ": ".join(_own_message(reason) for reason in reasons)
     if isinstance(error, ValueError | TypeError) and (given := _group_without_name(arguments)):
-        return f"{given} names no choice: {message}. Give a name, e.g. data=fineweb."
+        return f"{given} is not a choice: {message}. Give a name, e.g. data=fineweb."
     owner = OmegaConf.get_type(cause.parent_node) if isinstance(cause, OmegaConfBaseException) else None
     if owner is not None and owner.__name__ in LIMITS and cause.key in {field.name for field in fields(owner)}:
         return f"{message}. Set {cause.full_key} to {expected(owner, cause.key)}."
@@ -45,7 +45,7 @@ def composing_message(error: Exception, arguments: list[str]) -> str:
 
 
 def _unknown_choice(choice: str, options: list[str]) -> str:
-    """The message for a group's choice, `group/name`, that no YAML file and no schema is named after."""
+    """The message for a choice `group/name` for which there is no YAML file or schema."""
     group, _, name = choice.rpartition("/")
     names = [option for option in options if not option.endswith("_schema")]
     other = " For any checkpoint of a known family: model.path=owner/name." if group == "model" else ""
@@ -56,7 +56,7 @@ def _unknown_choice(choice: str, options: list[str]) -> str:
 
 
 def _group_without_name(arguments: list[str]) -> str | None:
-    """The override that gives a group a value that is not a name. Hydra's error does not quote it."""
+    """The override that sets a group to a value that is not a name. Hydra's error does not quote it."""
     overrides = [argument for argument in arguments if not argument.startswith("-")]
     with suppress(HydraException, ValueError):  # an argument is not an override
         for override in OverridesParser.create().parse_overrides(overrides):
@@ -67,7 +67,7 @@ def _group_without_name(arguments: list[str]) -> str | None:
 
 
 def _own_message(error: Exception) -> str:
-    """The error's message without the lines that OmegaConf adds for programmers."""
+    """The error's message without the lines of details that OmegaConf adds."""
     lines = (line.strip() for line in str(error).splitlines())
-    message = " ".join(line for line in lines if line and not line.startswith(_FOR_PROGRAMMERS))
+    message = " ".join(line for line in lines if line and not line.startswith(_DETAILS))
     return shortened(without_credentials(message), 1000).rstrip(".") or type(error).__name__

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pipeline.core.errors import ConfigError
 
-_LEAST_TEMPERATURE = 1e-6  # logits divided by less can be infinite
+_MIN_TEMPERATURE = 1e-6  # dividing logits by less can make them infinite
 
 
 @dataclass(frozen=True)
@@ -13,15 +13,15 @@ class Sampling:
 
     temperature: float = 0.0  # 0: greedy, the likeliest token
     top_k: int | None = None  # only the k likeliest tokens
-    top_p: float | None = None  # only the fewest likeliest tokens that together have this probability
+    top_p: float | None = None  # only the smallest set of likeliest tokens with at least this total probability
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.temperature == 0 or self.temperature >= _LEAST_TEMPERATURE):
+        if not (self.temperature == 0 or self.temperature >= _MIN_TEMPERATURE):
             raise ConfigError(
-                f"temperature is {self.temperature}. Set it to 0 (greedy), or to at least {_LEAST_TEMPERATURE:g}."
+                f"temperature is {self.temperature}. Set it to 0 (greedy), or to at least {_MIN_TEMPERATURE:g}."
             )
-        if not 0 <= self.seed < 1 << 32:  # JAX drops the other bits
+        if not 0 <= self.seed < 1 << 32:  # JAX would drop higher bits
             raise ConfigError(f"seed is {self.seed}. Set it to 0..{(1 << 32) - 1}.")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k is {self.top_k}. Set it to at least 1, or to null.")

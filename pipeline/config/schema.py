@@ -1,9 +1,9 @@
-"""The configuration's types: every key, its default and what it means. Hydra refuses any other key.
+"""The configuration's types: every key, its default and its meaning. Hydra refuses any other key.
 
-A run composes the command line and the YAML files, which state only what differs from these defaults, into these frozen
-dataclasses once (`run_config`); no dict travels further. `limits.py` has the values that each key allows.
-`pipeline.planning` checks values against each other (a layer that the model lacks, rows that do not divide). `make
-readme` writes the README's table of keys from this file.
+A run composes the command line and the YAML files, which contain only differences from these defaults, into these
+frozen dataclasses (`run_config`); the rest of the program sees no dict. `limits.py` has the values that each key
+allows. `pipeline.planning` checks values against each other and against the model. `make readme` writes the README's
+table of keys from this file.
 """
 
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class ModelConfig:
     path: str = key(
         REQUIRED, "HF directory, remote path (`gs://...`), Hub id; `${assets:tiny-qwen2}`: the bundled model"
     )
-    revision: str | None = key(None, "of a Hub id: a branch, tag or commit; null: `main`")
+    revision: str | None = key(None, "for a Hub id: a branch, tag or commit; null: `main`")
     dtype: ComputeDtype = key(ComputeDtype.bfloat16, "compute in `bfloat16` or `float32`")
     weights_dtype: WeightsDtype = key(
         WeightsDtype.same,
@@ -60,15 +60,15 @@ class ModelConfig:
     )
     activations_dtype: ActivationsDtype = key(
         ActivationsDtype.same,
-        "what int8 matrices multiply: `same` as `model.dtype`, or `int8`, scaled per token (not of experts): fast on "
+        "the inputs of int8 matrices: `same` as `model.dtype`, or `int8`, scaled per token (not for experts): fast on "
         "TPUs, less exact",
     )
     attention: Attention = key(
         Attention.auto, "`splash` (TPU), `cudnn` (GPU), `xla`, `xla_segments`, or `auto`: see Limits"
     )
-    weights: Weights = key(Weights.auto, "`replicated`, `tensor`, `fsdp`, or `auto`: what fits into the devices")
+    weights: Weights = key(Weights.auto, "`replicated`, `tensor`, `fsdp`, or `auto`: chosen to fit the devices")
     init: Init = key(Init.checkpoint, "`checkpoint`, or `random`: reads only config.json and the tokenizer")
-    seed: int = key(0, "of `model.init=random`")
+    seed: int = key(0, "seed of `model.init=random`")
     tokenizer: str | None = key(None, "directory or Hub id of the tokenizer; null: the model's")
 
 
@@ -79,14 +79,14 @@ class DataConfig:
     source: str = key(REQUIRED, "set by the choice of `data`")  # names the class in `data/`
     num_streams: int | None = key(
         None,
-        "independent sequences of rows, fixed when a store is created; null: chosen by the plan; an existing store "
-        "keeps its number",
+        "number of independent sequences of rows, fixed when a store is created; null: chosen by the plan; an existing "
+        "store keeps its number",
     )
     on_error: OnError = key(
         OnError.fail, "`fail`, or `skip` and record bad documents; `data=hf`: a damaged file always fails"
     )
     special_tokens: SpecialTokens = key(
-        SpecialTokens.tokenizer, "`tokenizer`: the ones it adds by default (BOS, CLS ... SEP), or `none`"
+        SpecialTokens.tokenizer, "`tokenizer`: those that it adds by default (BOS, CLS ... SEP), or `none`"
     )
     prefix: str | None = key(None, "text of one token put before every document, e.g. `<|endoftext|>`")
     suffix: str | None = key(None, "text of one token put after every document; `data=generate` allows none")
@@ -94,7 +94,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ParquetData(DataConfig):
-    """Parquet files with FineWeb's columns: local, remote, or of a Hub data set."""
+    """Parquet files with FineWeb's columns: local, remote, or in a Hub data set."""
 
     path: str | None = key(
         None,
@@ -102,9 +102,9 @@ class ParquetData(DataConfig):
     )
     repo: str = key(REQUIRED, "Hub data set that is streamed if `data.path` is null")
     subset: str = key(REQUIRED, "the Hub data set's folder of parquet files")
-    revision: str | None = key(None, "of the Hub data set: a branch, tag or commit; null: `main`")
+    revision: str | None = key(None, "for the Hub data set: a branch, tag or commit; null: `main`")
     row_groups_per_shard: int | None = key(
-        None, "row groups of a source shard, the unit divided among streams; null: a file is one source shard"
+        None, "row groups per source shard, the unit divided among streams; null: a file is one source shard"
     )
     text_column: str = key("text", "column of the text")
     id_column: str | None = key("id", "column of the document ids; null: file name and row number")
@@ -115,38 +115,38 @@ class ArcData(DataConfig):
     """ARC-AGI grid tasks as prompts: a document per test input and augmentation."""
 
     path: str = key(REQUIRED, "directory of task files, `*_challenges.json`, `.jsonl`, or `hf://datasets/owner/name`")
-    split: str = key("train", "of a Hub data set")
-    revision: str | None = key(None, "of a Hub data set: a branch, tag or commit; null: `main`")
+    split: str = key("train", "split of a Hub data set")
+    revision: str | None = key(None, "for a Hub data set: a branch, tag or commit; null: `main`")
     solutions: str | None = key(None, "the `*_solutions.json` for a `*_challenges.json`")
     encoder: str = key("digits", "`digits`, `separated`, `repeated`, `symbols`, or several joined by `+`")
-    symbols: str = key("0123456789", "of `encoder=symbols`: ten characters for the colours 0 to 9")
-    repeat: int = key(2, "of `encoder=repeated`: how often each symbol is written")
+    symbols: str = key("0123456789", "with `encoder=symbols`: ten characters for the colours 0 to 9")
+    repeat: int = key(2, "with `encoder=repeated`: how often each symbol is written")
     row_numbers: bool = key(False, "begin each row of a grid with its number, from 1")
     shape_header: bool = key(False, "a line such as `shape: 3x4` (rows x columns) before the rows")
     code_block: bool = key(False, "put the grid into a fenced code block")
     template: Template = key(
         Template.plain, "`plain`, or `chat`: the tokenizer's chat template (with `special_tokens=none` if it adds them)"
     )
-    include_solution: bool = key(False, "end the prompt with the test's output, where it is known")
-    augmentations: int = key(1, "versions of each task; the first is the task itself")
+    include_solution: bool = key(False, "end the prompt with the test's output, if it is known")
+    augmentations: int = key(1, "versions of each task; the first is the original task")
     geometry: Geometry = key(
-        Geometry.dihedral, "of the other versions: `none`, `rotations`, or `dihedral`: rotations and mirror images"
+        Geometry.dihedral, "in augmented versions: `none`, `rotations`, or `dihedral`: rotations and mirror images"
     )
-    permute_colors: bool = key(True, "of the other versions: permute the colours")
-    permute_examples: bool = key(True, "of the other versions: change the order of the examples")
-    seed: int = key(0, "of the other versions")
-    tasks_per_shard: int = key(64, "tasks of a source shard, the unit divided among streams")
+    permute_colors: bool = key(True, "in augmented versions: permute the colours")
+    permute_examples: bool = key(True, "in augmented versions: change the order of the examples")
+    seed: int = key(0, "seed of the augmented versions")
+    tasks_per_shard: int = key(64, "tasks per source shard, the unit divided among streams")
 
 
 @dataclass(frozen=True)
 class HfData(DataConfig):
-    """Any data set that `datasets` can stream; a Jinja template makes a row a text."""
+    """Any data set that `datasets` can stream. A Jinja template turns a row into text."""
 
     path: str = key(REQUIRED, "Hub id, local directory, or a loader's name (json, csv, parquet, text)")
     subset: str | None = key(None, "the Hub data set's configuration")
     split: str = key("train", "the data set's split")
-    revision: str | None = key(None, "of the Hub data set: a branch, tag or commit; null: `main`")
-    data_files: Any = key(None, "of a loader: a file, a glob, or a list of them")  # str or list of str
+    revision: str | None = key(None, "for the Hub data set: a branch, tag or commit; null: `main`")
+    data_files: Any = key(None, "for a loader: a file, a glob, or a list of these")  # str or list of str
     text: str = key(
         "{{ text }}", "template over the row's columns; `{{ choices.text[0] }}` selects from a nested column"
     )
@@ -156,32 +156,30 @@ class HfData(DataConfig):
 
 @dataclass(frozen=True)
 class GenerateData(DataConfig):
-    """Text that the model writes: the documents of another source (`data@data.prompts=arc`) are the prompts."""
+    """Text that the model generates. The prompts are the documents of another source (`data@data.prompts=arc`)."""
 
     path: str | None = key(REQUIRED, "`data.path` of the prompts' source; its other keys are `data.prompts.*`")
     prompts: Any = key(
         REQUIRED, "the prompts' source, e.g. `data@data.prompts=fineweb`"
     )  # ParquetData | ArcData | HfData
-    template: Template = key(
-        Template.plain, "`plain`, or `chat`: each document is a user's message in the chat template"
-    )
-    prompt_length: int = key(512, "token slots of a prompt")
+    template: Template = key(Template.plain, "`plain`, or `chat`: each document is a user message in the chat template")
+    prompt_length: int = key(512, "token slots per prompt")
     long_prompts: LongPrompts = key(
         LongPrompts.refuse, "longer prompts: `refuse` (see `data.on_error`), or `cut`: keep BOS and the last tokens"
     )
-    max_new_tokens: int = key(256, "tokens of a completion, at most")
+    max_new_tokens: int = key(256, "maximum number of tokens in a completion")
     temperature: float = key(0.0, "0: greedy, the likeliest token")
     top_k: int | None = key(None, "sample only from the k likeliest tokens")
-    top_p: float | None = key(None, "sample only from the fewest likeliest tokens that together have this probability")
-    seed: int = key(0, "of the sampling")
+    top_p: float | None = key(None, "sample only from the smallest set of likeliest tokens with this total probability")
+    seed: int = key(0, "seed for sampling")
     end_tokens: list[str] | None = key(
         None, "texts of single tokens that end a completion; null: the model's; `[]`: none"
     )
-    rows: int = key(8, "documents generated at once, over all processes of a worker")
+    rows: int = key(8, "documents generated at the same time, over all processes of a worker")
     cache_dtype: CacheDtype = key(
         CacheDtype.same,
-        "the KV cache: `same` as `model.dtype`, or `int8` with a scale for each head and token: half or a "
-        "quarter of the memory",
+        "the KV cache: `same` as `model.dtype`, or `int8` with a scale per head and token: half or a quarter of the "
+        "memory",
     )
     group: int = key(64, "generated documents written to the store together, and lost together if the job is killed")
 
@@ -200,7 +198,7 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class CaptureConfig:
-    """Which activations are stored, and how."""
+    """Which activations are stored, and in which form."""
 
     layers: Any = key(
         REQUIRED, "list of layer numbers from 0, or `all`; `resid_post` of layer L is the output of block L"
@@ -208,51 +206,59 @@ class CaptureConfig:
     sites: list[str] = list_key(
         ("resid_post",),
         "list of `embed resid_pre attn_in q k v attn_entropy attn_pattern attn_z head_out attn_out resid_mid mlp_in "
-        "mlp_pre mlp_pre_linear mlp_post mlp_out resid_post final_norm`, and of experts `router_logits "
+        "mlp_pre mlp_pre_linear mlp_post mlp_out resid_post final_norm`, and for experts `router_logits "
         "router_weights router_indices expert_out`",
     )
     when: When = key(
         When.document,
-        "of `data=generate`: compute activations from the finished `document`, or keep the ones computed during "
+        "with `data=generate`: compute activations from the finished `document`, or keep those computed during "
         "`decode`",
     )
     positions: Positions = key(
         Positions.all,
         "which tokens: `all`, `last` of each document, `every` k-th, one `token`, a `regex`, or a random `sample`",
     )
-    every: int | None = key(None, "of `every`: the k-th, 2k-th, ... token of each window of a document")
-    token: str | None = key(None, "of `token`: its text, e.g. `'\"<|im_end|>\"'` (quotes for Hydra and for the shell)")
-    regex: str | None = key(None, "of `regex`: searched for in each token's text, e.g. `'capture.regex=\"^ ?[A-Z]\"'`")
-    rate: float | None = key(None, "of `sample`: the share of tokens")
-    seed: int | None = key(None, "of `sample`; null: 0")
+    every: int | None = key(None, "with `every`: the k-th, 2k-th, ... token of each window of a document")
+    token: str | None = key(
+        None, "with `token`: its text, e.g. `'\"<|im_end|>\"'` (quotes for Hydra and for the shell)"
+    )
+    regex: str | None = key(
+        None, "with `regex`: searched for in each token's text, e.g. `'capture.regex=\"^ ?[A-Z]\"'`"
+    )
+    rate: float | None = key(None, "with `sample`: the share of tokens")
+    seed: int | None = key(None, "with `sample`: the seed; null: 0")
     per_row: int | None = key(
         None,
-        "of `last`, `token`, `regex`: slots per row for such tokens; fewer slots mean less stored padding; "
+        "with `last`, `token`, `regex`: slots per row for such tokens; fewer slots mean less stored padding; "
         "too few leave rows partly empty; null: length / 16",
     )
     dtype: StorageDtype = key(
         StorageDtype.bfloat16,
         "store as `bfloat16`, `float16`, `float32`, `int8` with a scale per token, `float8_e4m3fn` or `float8_e5m2`",
     )
-    int8_group: int | None = key(None, "of `int8`: neighbouring features that share a scale; null: all of a token's")
+    int8_group: int | None = key(
+        None, "with `int8`: neighbouring features that share a scale; null: all features of a token"
+    )
     outputs: list[str] = list_key(
         (),
         "list of `loss entropy top_logprobs`: what the model's head predicts after each stored token; needs all layers",
     )
-    top_logprobs: int = key(8, "of `outputs`: the number of likeliest next tokens")
+    top_logprobs: int = key(8, "with `outputs`: the number of likeliest next tokens")
     encode: Any = key(  # str, list of str or dict of str, by str
         None,
         "SAEs by captured array, e.g. `'{blocks.12.resid_post: \"hf://owner/name/folder\"}'`; `blocks.*.resid_post` "
-        "with `{layer}` in the address; several of one array in a list; null: none",
+        "with `{layer}` in the address; several for one array in a list; null: none",
     )
-    encode_top: int = key(64, "of `encode`: features of each token that are stored, those with the largest values")
-    encode_threshold: float = key(0.0, "of `encode`: what a feature's value must exceed to fire")
-    encode_dtype: FeatureDtype = key(FeatureDtype.bfloat16, "of `encode`: store values as `bfloat16` or `float32`")
+    encode_top: int = key(64, "with `encode`: stored features per token, those with the largest values")
+    encode_threshold: float = key(0.0, "with `encode`: a feature fires if its value is larger than this")
+    encode_dtype: FeatureDtype = key(FeatureDtype.bfloat16, "with `encode`: store values as `bfloat16` or `float32`")
     encode_index: bool = key(
-        True, "of `encode`: also store an index by feature, to read one feature without the others"
+        True, "with `encode`: also store an index by feature, to read one feature without the others"
     )
-    encode_error: bool = key(False, "of `encode`: also store how well SAEs reconstruct each token (a second product)")
-    keep: Keep = key(Keep.features, "of encoded arrays: `features` only, or `both`: also the activations")
+    encode_error: bool = key(
+        False, "with `encode`: also store how well SAEs reconstruct each token (a second matrix product)"
+    )
+    keep: Keep = key(Keep.features, "for encoded arrays: `features` only, or `both`: also the activations")
     statistics: bool = key(True, "mean, variance and norms of every array, computed on the devices")
     on_not_finite: OnNotFinite = key(
         OnNotFinite.fail, "`fail`, or `warn` and keep values that are NaN or too large for `capture.dtype`"
@@ -263,19 +269,21 @@ class CaptureConfig:
 class StoreConfig:
     """The store."""
 
-    path: str = key(REQUIRED, "local path, `gs://` or `s3://`; a new store needs an empty place")
+    path: str = key(REQUIRED, "local path, `gs://` or `s3://`; a new store needs an empty or new folder")
     shard_mib: float = key(
         16.0, "target size of a store shard, the unit of writing and resuming; 64-512 on object storage"
     )
     rows_per_block: int | None = key(
         None,
-        "rows of a store shard; equal values align stores of models with different widths; a multiple of each "
-        "process's rows per step; null: as many as fit `store.shard_mib`",
+        "rows per store shard; equal values align stores of models with different widths; a multiple of each "
+        "process's rows per step; null: as many as fit in `store.shard_mib`",
     )
     compression: Compression = key(Compression.none, "`none` or `zstd`")
     retries: int = key(60, "retries of a failed request, after 1, 2, 4, 8, 8, ... 8 times the delay")
     retry_delay_s: float = key(1.0, "delay before the first retry, times a random number from 0.75 to 1.5")
-    concurrency: int | None = key(None, "requests at once; null: 32, for local files the number of cores, at least 4")
+    concurrency: int | None = key(
+        None, "concurrent requests; null: 32, for local files the number of cores, at least 4"
+    )
     ramp_up: int | None = key(
         None,
         "initial writes per second to `gs://`, over all processes; the rate doubles every 20 minutes; 1000 for a "
@@ -283,8 +291,8 @@ class StoreConfig:
     )
     copy_threads: int | None = key(
         None,
-        "threads that encode and decode chunks (`store.concurrency`: those of uncompressed local stores); "
-        "null: the number of cores",
+        "threads that encode and decode chunks (in uncompressed local stores: `store.concurrency`); null: the number "
+        "of cores",
     )
 
 
@@ -314,12 +322,14 @@ class RunOptions:
     max_tokens: int | None = key(
         None, "valid tokens to store, to within one row per stream; raise it to extend a store; null: all of the data"
     )
-    worker_index: int = key(0, "of workers with fixed shares of one store's streams: the number of this one, from 0")
+    worker_index: int = key(
+        0, "number of this worker, from 0, among workers that each have a fixed share of one store's streams"
+    )
     worker_count: int = key(1, "number of workers with fixed shares")
     claim: bool = key(False, "workers claim streams in the store, and may join and leave at any time")
-    lease_s: float = key(60.0, "of `run.claim`: how long a worker may be silent before others take over its streams")
+    lease_s: float = key(60.0, "with `run.claim`: how long a worker may be silent before others take over its streams")
     max_inflight_mib: float = key(
-        2048.0, "activations between device and host; at most 4 steps, 1 if 2 CPU cores are the devices"
+        2048.0, "activations in flight between device and host; at most 4 steps, 1 if the devices are 2 CPU cores"
     )
     reserved_mib: float = key(0.0, "kept free on each device for other uses, e.g. a training that reads a `Stream`")
     stall_timeout_s: float = key(
@@ -332,8 +342,8 @@ class RunOptions:
     )
     compiler_options: Any = key(  # bool, int, float or str by str
         None,
-        "XLA's options for the step by name, e.g. `{xla_tpu_scoped_vmem_limit_kib: 32768}`; they may change last bits; "
-        "null: none",
+        "XLA options for the step by name, e.g. `{xla_tpu_scoped_vmem_limit_kib: 32768}`; they may change the last "
+        "bits of values; null: none",
     )
     profile: str | None = key(None, "local directory for a `jax.profiler` trace; null: none")
     profile_after: int = key(10, "steps before the trace")
@@ -346,19 +356,19 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What `pipeline.plan` assumes and does if `topology` names a TPU slice."""
+    """Assumptions and output of `pipeline.plan` if `topology` names a TPU slice."""
 
     search: bool = key(False, "find the largest `batch.rows` that fits, by compiling")
     json: bool = key(False, "print JSON")
     mfu: float = key(0.4, "model FLOPs utilisation of the forward pass")
-    fill: float = key(0.95, "share of token slots that hold a valid token")
+    fill: float = key(0.95, "share of token slots with a valid token")
     mean_tokens: float | None = key(
         None,
-        "mean length of the documents, assumed log-normal, to count attention without the blocks that splash skips in "
+        "mean length of the documents, assumed log-normal, to leave out the blocks of attention that splash skips in "
         "packed rows; null: one document per row",
     )
     store_gb_per_s: float | None = key(
-        None, "write rate of the store; null: that of a new bucket, 1000 objects per second"
+        None, "write rate of the store; null: as for a new bucket, 1000 objects per second"
     )
     usd_per_chip_hour: float | None = key(None, "null: the list price")
     usd_per_tb_month: float = key(20.0, "price of storage")
@@ -375,6 +385,6 @@ class RunConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     run: RunOptions = field(default_factory=RunOptions)
     topology: str | None = key(
-        None, "of `pipeline.plan`: a TPU slice, e.g. `v5e-64` or `v5p:4x4x8`; null: this machine"
+        None, "for `pipeline.plan`: a TPU slice, e.g. `v5e-64` or `v5p:4x4x8`; null: this machine"
     )
     plan: PlanConfig = field(default_factory=PlanConfig)

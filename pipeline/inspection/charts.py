@@ -1,4 +1,4 @@
-"""The charts of a store: norms, variance, packing, documents, and what its runs measured."""
+"""The charts of a store: norms, variance, packing, documents, and metrics of its runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.inspection.sample import ActivationView, StoreSample
 from pipeline.inspection.summary import Summary
 from pipeline.inspection.tables import number
 
-if TYPE_CHECKING:  # takes half a second to import, and is needed only to draw
+if TYPE_CHECKING:  # matplotlib takes half a second to import, and only drawing needs it
     from matplotlib.axes import Axes
 
 COLOURS = ("#2f6db3", "#c8553d", "#3c8d5a", "#8a5aa8", "#b58a1c", "#3b9aa8", "#a8476f", "#6b6b6b")
@@ -23,12 +23,12 @@ GREY = "#e3e7eb"
 MAX_HISTOGRAMS = 24
 MAX_POINTS = 400
 MAX_PACKED_ROWS = 40
-_LOGARITHMIC_FROM = 20  # times the smallest value
+_LOGARITHMIC_FROM = 20  # axes are logarithmic from this ratio of the largest to the smallest value
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with its caption: `draw` draws it on axes. size: in CSS pixels."""
+    """A chart with its caption. `draw` draws it on axes; `size` is in CSS pixels."""
 
     caption: str
     draw: Callable[[Axes], None]
@@ -36,14 +36,14 @@ class Chart:
 
 
 def norm_charts(sample: StoreSample) -> list[Chart]:
-    """Norms by layer and by position, and the variance spectra; only charts that the sample has tokens for."""
+    """Norms by layer and by position, and the variance spectra, as far as the sample has tokens for them."""
     views = _with_tokens(sample)
     charts = [_by_layer(views), _by_position(views, sample), _spectra(views)] if views else []
     return [chart for chart in charts if chart is not None]
 
 
 def histograms(sample: StoreSample) -> list[Chart]:
-    """Histograms of the norms, of up to MAX_HISTOGRAMS activations."""
+    """Histograms of the norms, for up to MAX_HISTOGRAMS activations."""
     return [_histogram(view) for view in _with_tokens(sample)[:MAX_HISTOGRAMS]]
 
 
@@ -64,10 +64,10 @@ def _by_layer(views: Sequence[ActivationView]) -> Chart | None:
         _set_norm_axis(ax, "L2 norm", lows.min(), max(highs.max(), means.max()))
         ax.xaxis.get_major_locator().set_params(integer=True)
         for k, site in enumerate(dict.fromkeys(key.site for key in keys if key.site.per_layer)):
-            order = sorted((key.layer, place) for place, key in enumerate(keys) if key.site is site)
-            xs, places = [layer for layer, _ in order], [place for _, place in order]
-            ax.fill_between(xs, lows[places], highs[places], color=COLOURS[k % 8], alpha=0.16, linewidth=0)
-            ax.plot(xs, means[places], color=COLOURS[k % 8], marker="o", label=str(site))
+            order = sorted((key.layer, index) for index, key in enumerate(keys) if key.site is site)
+            xs, indices = [layer for layer, _ in order], [index for _, index in order]
+            ax.fill_between(xs, lows[indices], highs[indices], color=COLOURS[k % 8], alpha=0.16, linewidth=0)
+            ax.plot(xs, means[indices], color=COLOURS[k % 8], marker="o", label=str(site))
         _draw_legend(ax)
 
     return Chart("Norm by layer: mean, and 5 to 95 %", draw)
@@ -104,7 +104,8 @@ class _Style(NamedTuple):
 
 
 def _styles(views: Sequence[ActivationView]) -> list[_Style]:
-    """How to draw each view's line: up to six in their own colours, more in their site's, deeper layers stronger."""
+    """How to draw each view's line. Up to six lines have different colours; more lines have their site's colour, with
+    higher opacity for deeper layers."""
     if len(views) <= 6:
         return [_Style(COLOURS[k], view.name, 1.0) for k, view in enumerate(views)]
     keys = [ActivationKey.parse(view.name) for view in views]
@@ -114,7 +115,7 @@ def _styles(views: Sequence[ActivationView]) -> list[_Style]:
     return [
         _Style(
             COLOURS[sites.index(key.site) % 8],
-            f"{key.site}, deeper layers stronger" if first[key.site] == k and key.site.per_layer else None,
+            f"{key.site}, deeper layers darker" if first[key.site] == k and key.site.per_layer else None,
             0.3 + 0.7 * max(0, key.layer) / deepest,
         )
         for k, key in enumerate(keys)
@@ -144,11 +145,11 @@ def _spectra(views: Sequence[ActivationView]) -> Chart | None:
                 _draw_line(ax, components, np.cumsum(view.spectrum)[components - 1], style)
         _draw_legend(ax)
 
-    return Chart("Variance that the first components explain", draw)
+    return Chart("Variance explained by the first components", draw)
 
 
 def _histogram(view: ActivationView) -> Chart:
-    """Without norms of 0."""
+    """A histogram of the norms above 0."""
     norms = view.valid_norms[view.valid_norms > 0]
     low, high = (float(norms.min()), float(norms.max())) if norms.size else (0.0, 1.0)
     spaced = np.geomspace if norms.size and high / low >= _LOGARITHMIC_FROM else np.linspace
@@ -163,10 +164,10 @@ def _histogram(view: ActivationView) -> Chart:
 
 
 def packing_chart(sample: StoreSample) -> Chart:
-    """A line for each of up to MAX_PACKED_ROWS rows: its documents in colours, padding in grey."""
+    """A bar for each of up to MAX_PACKED_ROWS rows, with its documents in colours and padding in grey."""
     segments, documents = sample.text.segments[:MAX_PACKED_ROWS], sample.text.documents[:MAX_PACKED_ROWS]
     palette = np.array([[int(colour[k : k + 2], 16) for k in (1, 3, 5)] for colour in (*COLOURS[:7], GREY)], np.uint8)
-    image = np.full((3 * len(segments), segments.shape[1], 3), 255, np.uint8)  # two lines, and a white one between rows
+    image = np.full((3 * len(segments), segments.shape[1], 3), 255, np.uint8)  # two lines per row, then a white line
     image[0::3] = image[1::3] = palette[np.where(segments > 0, documents % 7, 7)]
 
     def draw(ax: Axes) -> None:
@@ -177,7 +178,7 @@ def packing_chart(sample: StoreSample) -> Chart:
 
 
 def document_charts(summary: Summary) -> list[Chart]:
-    """Lengths of documents, and padding by block."""
+    """Document lengths, and padding by block."""
     charts = []
     lengths = summary.document_tokens[summary.document_tokens > 0]
     if lengths.size:
@@ -206,11 +207,11 @@ def _document_lengths(lengths: np.ndarray, row_length: int) -> Chart:
         if edges[0] < row_length < edges[-1]:
             draw_rule(ax, row_length, "a row")
 
-    return Chart("Lengths of documents", draw)
+    return Chart("Document lengths", draw)
 
 
 def run_charts(snapshots: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """One run's log: tokens per second, and what each thread spent its time on."""
+    """The charts of a run's log: tokens per second, and how each thread spent its time."""
     last = snapshots[-1]
     charts = [_token_rate(snapshots)] if len(snapshots) > 2 else []
     for thread in ("feed", "loop", "writer"):
@@ -257,8 +258,8 @@ def draw_rule(ax: Axes, x: float, label: str) -> None:
 
 
 def set_axis(ax: Axes, name: str, label: str, low: float, high: float, is_logarithmic: bool | None = None) -> None:
-    """The limits of the axis `name`, x or y. Unless given, it is logarithmic if they differ by a factor of 20 or
-    more."""
+    """Sets limits and label of the axis `name`, x or y. By default, it is logarithmic if the limits differ by a factor
+    of 20 or more."""
     if is_logarithmic is None:
         is_logarithmic = low > 0 and high / low >= _LOGARITHMIC_FROM
     ax.set(**{f"{name}scale": "log" if is_logarithmic else "linear", f"{name}lim": (low, high), f"{name}label": label})
@@ -270,7 +271,7 @@ def set_axis(ax: Axes, name: str, label: str, low: float, high: float, is_logari
 
 
 def _set_norm_axis(ax: Axes, label: str, low: float, high: float) -> None:
-    """The y axis for norms from `low` to `high`, from 0 unless it is logarithmic."""
+    """Sets the y axis for norms from `low` to `high`. It starts at 0 unless it is logarithmic."""
     if low > 0 and high / low > _LOGARITHMIC_FROM:
         set_axis(ax, "y", label, low / 1.1, high * 1.1)
     else:

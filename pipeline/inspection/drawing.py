@@ -1,4 +1,4 @@
-"""Draws charts with matplotlib: as SVG inside an HTML page, and all of them as one PNG."""
+"""Draws charts with matplotlib: each as SVG for an HTML page, or all of them as one PNG."""
 
 import io
 import re
@@ -17,11 +17,11 @@ _STYLE = {
     **{"svg.fonttype": "none", "svg.hashsalt": "charts", "text.parse_math": False},
 }
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-# Namespaces, which HTML does not need, and numbered ids, which would occur in every chart.
-_ONLY_IN_FILES = re.compile(r' xmlns(?::xlink)?="[^"]*"| id="[\w.]+_\d{1,4}"')
-_PIXELS_PER_INCH = 96  # of CSS
+# Namespaces, which HTML does not need, and numbered ids, which would be the same in every chart.
+_NOT_FOR_HTML = re.compile(r' xmlns(?::xlink)?="[^"]*"| id="[\w.]+_\d{1,4}"')
+_PIXELS_PER_INCH = 96  # in CSS
 _COLUMNS = 3
-_PNG_INCHES, _PNG_DPI = (4.6, 2.9), 110  # of a chart
+_PNG_INCHES, _PNG_DPI = (4.6, 2.9), 110  # per chart
 
 
 def svg(chart: Chart) -> str:
@@ -33,7 +33,7 @@ def svg(chart: Chart) -> str:
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata=_NO_METADATA, transparent=True)
     document = text.getvalue()
-    return _ONLY_IN_FILES.sub("", document[document.index("<svg") :])
+    return _NOT_FOR_HTML.sub("", document[document.index("<svg") :])
 
 
 def write_png(path: Path, title: str, charts: Sequence[Chart]) -> None:
@@ -46,6 +46,6 @@ def write_png(path: Path, title: str, charts: Sequence[Chart]) -> None:
         for chart, ax in zip(charts, axes, strict=False):
             ax.set_title(chart.caption)
             chart.draw(ax)
-        for ax in axes:  # places without a chart
+        for ax in axes:  # the remaining axes have no chart
             ax.set_axis_off()
         figure.savefig(path, format="png")

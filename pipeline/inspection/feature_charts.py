@@ -1,4 +1,4 @@
-"""The charts of features: how often all of them fire, and the values of one."""
+"""The charts of features: how often features fire, and the values of one feature."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BINS_PER_DECADE, MAX_BINS = 12, 60
 
 
 def density_chart(frequencies: np.ndarray, shown: np.ndarray) -> Chart:
-    """How many features fire how often, of those that fire. `shown`: frequencies to mark."""
+    """A histogram of how often features fire, without those that never do. `shown` are frequencies to mark."""
     firing = np.log10(frequencies[frequencies > 0])
     low, high = (float(np.floor(firing.min())), min(0.0, float(np.ceil(firing.max())))) if firing.size else (-1.0, 0.0)
     low = min(low, high - 1)
@@ -30,7 +30,8 @@ def density_chart(frequencies: np.ndarray, shown: np.ndarray) -> Chart:
 
 
 def value_histogram(view: FeatureView) -> Chart | None:
-    """A feature's values where it fires, in logarithmic bins; None where they were not read, or there are none."""
+    """A histogram of a feature's values where it fires, in logarithmic bins. None if the values were not read, or if it
+    never fires."""
     values = view.values
     if values is None or not values.size:
         return None
@@ -43,4 +44,4 @@ def value_histogram(view: FeatureView) -> Chart | None:
         set_axis(ax, "x", "value", float(edges[0]), float(edges[-1]), is_logarithmic=True)
         draw_rule(ax, view.mean, "mean")
 
-    return Chart("Values where it fires", draw, size=(320, 150))
+    return Chart("Values of firings", draw, size=(320, 150))

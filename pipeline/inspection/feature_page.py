@@ -1,4 +1,5 @@
-"""One HTML page about an SAE's features: how often they fire, and what some of them fire on. The page loads nothing."""
+"""An HTML page about an SAE's features: how often they fire, and what some of them fire on. The page is
+self-contained."""
 
 from html import escape
 
@@ -28,7 +29,7 @@ table.numbers td.token, table.numbers th.token { text-align: left; padding-left:
 
 
 def render(summary: Summary, sae: SAEView, tokenizer: TextTokenizer | None) -> str:
-    """The page. Without a tokenizer, tokens are shown as ids."""
+    """Renders the page. Without a tokenizer, tokens are shown as ids."""
     title = f"Features of {sae.name}"
     viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
     head = f'<meta charset="utf-8">{viewport}<title>{escape(title)}</title><style>{STYLE}{_STYLE}</style>'
@@ -39,15 +40,15 @@ def render(summary: Summary, sae: SAEView, tokenizer: TextTokenizer | None) -> s
 
 def _facts(summary: Summary, sae: SAEView) -> str:
     statistics, described = sae.statistics, sae.description
-    nowhere, stored = int((statistics.count == 0).sum()), statistics.count.sum() / max(statistics.tokens, 1)
+    never, stored = int((statistics.count == 0).sum()), statistics.count.sum() / max(statistics.tokens, 1)
     facts = {
         "store": summary.path,
         "model": summary.root.metadata.config.get("model", {}).get("path", summary.root.metadata.model.get("family")),
-        "SAE": f"{len(statistics.count):,} features ({described.get('activation')}), of which the {described['top']} "
-        f"largest of each token are stored, as {described['dtype']}",
+        "SAE": f"{len(statistics.count):,} features ({described.get('activation')}); the {described['top']} largest "
+        f"per token are stored, as {described['dtype']}",
         "tokens": f"{statistics.tokens:,}",
-        "L0": f"{statistics.l0:.1f} features fire in a token on average, {stored:.1f} of them are stored",
-        "stored nowhere": f"{nowhere:,} features ({nowhere / len(statistics.count):.1%})",
+        "L0": f"{statistics.l0:.1f} features fire per token on average, {stored:.1f} of them are stored",
+        "never stored": f"{never:,} features ({never / len(statistics.count):.1%})",
     }
     if statistics.explained_variance is not None:
         facts["explains"] = (
@@ -67,7 +68,7 @@ def _table(sae: SAEView, tokenizer: TextTokenizer | None) -> str:
     rows = []
     for view in sae.features:
         context = view.contexts[0] if view.contexts else None
-        token = "" if context is None else shown_token(int(context.tokens[context.place]), tokenizer)
+        token = "" if context is None else shown_token(int(context.tokens[context.strongest]), tokenizer)
         link = f'<a href="#f{view.feature}">{view.feature}</a>'
         cells = [link, _percent(view.frequency), number(view.mean), number(view.maximum)]
         numbers = "".join(f"<td>{cell}</td>" for cell in cells)
@@ -77,7 +78,7 @@ def _table(sae: SAEView, tokenizer: TextTokenizer | None) -> str:
     return (
         f'<h2>Features on this page</h2><p>Tokens below are coloured by the feature, from 0 <span class="scale" '
         f'style="background:{ramp()}"></span> to its maximum; the strongest is underlined. Hover over a token to see '
-        f'its number and value.</p><div class="wide"><table class="numbers"><tr>{header}</tr>{"".join(rows)}'
+        f'its id and value.</p><div class="wide"><table class="numbers"><tr>{header}</tr>{"".join(rows)}'
         f"</table></div>"
     )
 
@@ -85,30 +86,31 @@ def _table(sae: SAEView, tokenizer: TextTokenizer | None) -> str:
 def _feature(view: FeatureView, tokenizer: TextTokenizer | None) -> str:
     title = f'<h2 id="f{view.feature}"><a href="#f{view.feature}">Feature {view.feature}</a></h2>'
     if not view.count:
-        return f"{title}<p>It is not stored for any token.</p>"
+        return f"{title}<p>This feature is not stored for any token.</p>"
     chart = value_histogram(view)
     figure = f"<figure><figcaption>{chart.caption}</figcaption>{svg(chart)}</figure>" if chart else ""
-    left_out = "" if chart else f" Its histogram is left out: it fires more than {MAX_FIRINGS:,} times."
+    left_out = "" if chart else f" There is no histogram, because it fires more than {MAX_FIRINGS:,} times."
     contexts = "".join(_context(context, view.maximum, tokenizer) for context in view.contexts)
     return (
         f"{title}<p>Stored in {_percent(view.frequency)} of tokens ({view.count:,}); mean {number(view.mean)}, maximum "
-        f"{number(view.maximum)}.{left_out} The strongest firing of each of {len(view.contexts)} rows:</p>"
+        f"{number(view.maximum)}.{left_out} The strongest firings in {len(view.contexts)} different rows:</p>"
         f'<div class="feature"><div class="contexts">{contexts}</div>{figure}</div>'
     )
 
 
 def _context(context: Context, maximum: float, tokenizer: TextTokenizer | None) -> str:
-    """A line of tokens, coloured by value from white (0) to red (the feature's maximum), the strongest underlined."""
+    """A line of tokens, coloured by value from white (0) to red (the feature's maximum). The strongest is
+    underlined."""
     spans = []
-    for place, (token, value) in enumerate(zip(context.tokens.tolist(), context.values.tolist(), strict=True)):
+    for index, (token, value) in enumerate(zip(context.tokens.tolist(), context.values.tolist(), strict=True)):
         shown = escape(shown_token(token, tokenizer))
         if value > 0:
-            tag = "u" if place == context.place else "span"
+            tag = "u" if index == context.strongest else "span"
             colour = heat(value / maximum if maximum > 0 else 1.0)
             spans.append(f'<{tag} style="background:{colour}" title="token {token}, {number(value)}">{shown}</{tag}>')
         else:
             spans.append(shown)
-    strongest = number(float(context.values[context.place]))
+    strongest = number(float(context.values[context.strongest]))
     title = f"document {context.document}, position {context.position}, row {context.row}"
     return (
         f'<div class="context"><span title="{title}">{strongest}</span><div class="text">{"".join(spans)}</div></div>'

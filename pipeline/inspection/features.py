@@ -1,6 +1,6 @@
-"""What the features of an SAE fire on: some of them, each with its values and the contexts of its strongest firings.
+"""What some features of an SAE fire on: the values of each, and the contexts of its strongest firings.
 
-Shapes: F features of the SAE, n firings of one, T positions of a row, c tokens of a context.
+Shapes: F features of the SAE, n firings of a feature, T positions of a row, c tokens of a context.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,18 @@ from pipeline.store.features.firings import FeatureStatistics
 from pipeline.store.format.keys import features_name
 from pipeline.store.io.failures import VERIFY_REMEDY
 
-TOKENS_BEFORE, TOKENS_AFTER = 28, 12  # of a context, around the strongest firing
-# Of a feature that fires more often, only the strongest are read: as many times the contexts.
+TOKENS_BEFORE, TOKENS_AFTER = 28, 12  # in a context, around the strongest firing
+# If a feature fires more than MAX_FIRINGS times, only its TOP_PER_CONTEXT strongest firings per context are read.
 MAX_FIRINGS, TOP_PER_CONTEXT = 5_000_000, 64
 
 
 @dataclass(frozen=True)
 class FeatureChoice:
-    """Which features to show. sae: its name, None for a store's only one. features: () for the `extremes` that fire
-    most often and the `extremes` that fire least often. contexts: the most to show of each."""
+    """Which features to show.
+
+    sae: the SAE's name; None if the store has only one. features: () for the `extremes` features that fire most often
+    and the `extremes` that fire least often. contexts: the maximum number per feature.
+    """
 
     sae: str | None = None
     features: tuple[int, ...] = ()
@@ -33,15 +36,16 @@ class FeatureChoice:
 
 @dataclass(frozen=True)
 class Context:
-    """Tokens of one window of a document, around a firing.
+    """Tokens around a firing, in one window of a document.
 
-    place: which of them is the strongest firing of the row. values: the feature's, 0 where it does not fire, NaN where
-    the features of the token are not stored. document: its number. position: of the firing, in its window.
+    values: the feature's values, 0 where it does not fire, NaN where a token's features are not stored. strongest: the
+    index of the row's strongest firing among these tokens. document: the document's number. position: the firing's
+    position in its window.
     """
 
     tokens: Int32[np.ndarray, " c"]
     values: Float32[np.ndarray, " c"]
-    place: int
+    strongest: int
     row: int
     document: int
     position: int
@@ -49,8 +53,8 @@ class Context:
 
 @dataclass(frozen=True)
 class FeatureView:
-    """One feature. count: how many tokens it is stored in; frequency: of all whose features are stored. mean and
-    maximum: of its values there. values: all of them, or None of more than MAX_FIRINGS."""
+    """One feature. count: the number of tokens for which it is stored; frequency: their share of all tokens with stored
+    features. mean, maximum: over its stored values. values: all stored values; None if more than MAX_FIRINGS."""
 
     feature: int
     count: int
@@ -63,7 +67,7 @@ class FeatureView:
 
 @dataclass(frozen=True)
 class SAEView:
-    """An SAE of a store. description: as the store's root has it."""
+    """An SAE of a store. description: its entry in the store's root."""
 
     name: str
     description: dict[str, object]
@@ -72,17 +76,19 @@ class SAEView:
 
     @property
     def frequencies(self) -> np.ndarray:
-        """[F], the share of tokens in which each feature is stored."""
+        """[F], the share of tokens for which each feature is stored."""
         return self.statistics.count / max(self.statistics.tokens, 1)
 
 
 def view_features(store: ActivationStore, choice: FeatureChoice) -> SAEView:
-    """Raises ConfigError for a choice that the store does not have, and StoreError."""
+    """Reads the chosen features. Raises ConfigError for features that the store does not have, and StoreError."""
     name = _sae_name(store, choice.sae)
     statistics = store.feature_statistics(name)
     width = len(statistics.count)
     if wrong := [feature for feature in choice.features if feature >= width]:
-        raise ConfigError(f"inspect.features: {name} has the features 0 to {width - 1}, not {wrong[0]}.")
+        raise ConfigError(
+            f"inspect.features contains {wrong[0]}, but {name} has features 0 to {width - 1}. Choose among these."
+        )
     chosen = choice.features or most_and_least_frequent(statistics.count, choice.extremes)
     views = tuple(_view(store, name, feature, statistics, choice.contexts) for feature in chosen)
     described = {sae["features"]: sae for sae in store.metadata.encoders}
@@ -92,21 +98,25 @@ def view_features(store: ActivationStore, choice: FeatureChoice) -> SAEView:
 def _sae_name(store: ActivationStore, given: str | None) -> str:
     names = [sae["features"].removeprefix("features.") for sae in store.metadata.encoders]
     if not names:
-        raise ConfigError(f"inspect.features_html: {store.path} has no features; it was made without capture.encode.")
+        raise ConfigError(
+            f"inspect.features_html: {store.path} has no features, because it was made without capture.encode. Make a "
+            f"store with capture.encode."
+        )
     if given is None and len(names) > 1:
         raise ConfigError(f"inspect.sae is missing: the store has features of {', '.join(names)}. Choose one.")
     if given is not None and given not in names:
-        raise ConfigError(f"inspect.sae={given}: the store has features of {', '.join(names)}.")
+        raise ConfigError(f"inspect.sae={given}: the store has features of {', '.join(names)}. Choose one of these.")
     if features_name(given or names[0]) not in store.metadata.indexed_features:
         raise ConfigError(
             f"inspect.features_html: {store.path} has no index by feature, which the page needs: it was made with "
-            f"capture.encode_index=false, or by an earlier program. Make the store again."
+            f"capture.encode_index=false, or by an earlier version. Make the store again."
         )
     return given or names[0]
 
 
 def most_and_least_frequent(count: Int64[np.ndarray, " F"], num: int) -> tuple[int, ...]:
-    """The `num` features that fire most often, and the `num` that do so least often, but at all; by falling count."""
+    """The `num` features that fire most often, and the `num` that fire least often but at least once, in descending
+    order of count."""
     order = np.argsort(-count, kind="stable")
     order = order[count[order] > 0]
     return tuple(order.tolist() if len(order) <= 2 * num else [*order[:num].tolist(), *order[-num:].tolist()])
@@ -132,7 +142,7 @@ def _view(
 def _strongest_of_rows(
     rows: Int64[np.ndarray, " n"], slots: Int64[np.ndarray, " n"], values: Float32[np.ndarray, " n"], num: int
 ) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " m"]]:
-    """Row and slot of the strongest firing of each row, of the `num` rows with the strongest ones."""
+    """Row and slot of each row's strongest firing, for the `num` rows with the strongest firings."""
     order = np.argsort(-values, kind="stable")
     first = np.sort(np.unique(rows[order], return_index=True)[1])[:num]
     return rows[order][first], slots[order][first]
@@ -149,22 +159,22 @@ def _contexts(
     contexts = []
     for n, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
         values = _values_of_row(selected[n], index[n] == feature, value[n], store.length)
-        place = int(selected[n, slot])
-        if place < 0 or not values[place] > 0:
+        position = int(selected[n, slot])
+        if position < 0 or not values[position] > 0:
             raise StoreInvalid(
                 f"{store.path}: the index by feature has a firing of feature {feature} of {name} in row {row}, slot "
                 f"{slot}, where the arrays have none. {VERIFY_REMEDY}"
             )
-        window = np.flatnonzero(text.segments[n] == text.segments[n, place])
-        window = window[(window >= place - TOKENS_BEFORE) & (window <= place + TOKENS_AFTER)]
+        window = np.flatnonzero(text.segments[n] == text.segments[n, position])
+        window = window[(window >= position - TOKENS_BEFORE) & (window <= position + TOKENS_AFTER)]
         contexts.append(
             Context(
                 text.tokens[n, window],
                 values[window],
-                int(np.searchsorted(window, place)),
+                int(np.searchsorted(window, position)),
                 row,
-                int(text.documents[n, place]),
-                int(text.positions[n, place]),
+                int(text.documents[n, position]),
+                int(text.positions[n, position]),
             )
         )
     return tuple(contexts)
@@ -180,10 +190,10 @@ def _values_of_row(
 
 
 def summary_rows(store: ActivationStore) -> Sequence[list[str]]:
-    """A line for each SAE, under SUMMARY_HEADER; none for a store without statistics of features."""
+    """A line per SAE, under SUMMARY_HEADER; no lines for a store without statistics of features."""
     capture = store.metadata.config.get("capture") or {}
-    is_new = "encode_index" in capture  # an earlier program made no statistics of features
-    if not is_new or not len(store.blocks) or not store.blocks.has_statistics.all():
+    has_statistics = "encode_index" in capture  # earlier versions did not store statistics of features
+    if not has_statistics or not len(store.blocks) or not store.blocks.has_statistics.all():
         return []
     rows = []
     for sae in store.metadata.encoders:
@@ -197,4 +207,4 @@ def summary_rows(store: ActivationStore) -> Sequence[list[str]]:
     return rows
 
 
-SUMMARY_HEADER = ["features of", "number", "L0", "explained", "nowhere", "in > 1 %", "in > 10 %"]
+SUMMARY_HEADER = ["features of", "number", "L0", "explained", "never", "in > 1 %", "in > 10 %"]

@@ -1,4 +1,4 @@
-"""One HTML page about a store: tables, charts as inline SVG, and text coloured by norm. The page loads nothing else."""
+"""An HTML page about a store: tables, charts as inline SVG, and text coloured by norm. The page is self-contained."""
 
 import math
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ table.numbers td { border-top: 1px solid #eef1f4 }
 
 
 def render(summary: Summary, sample: StoreSample | None, tokenizer: TextTokenizer | None) -> str:
-    """The page. Without a tokenizer, tokens are shown as ids."""
+    """Renders the page. Without a tokenizer, tokens are shown as ids."""
     title, *facts = summary.lines()
     rows = "".join(f"<tr><th>{escape(f[:14].strip())}</th><td>{escape(f[14:])}</td></tr>" for f in facts)
     parts = [f"<h1>{escape(title)}</h1><table>{rows}</table>"]
@@ -70,7 +70,7 @@ def _activations(sample: StoreSample) -> str:
 
 def _norms(sample: StoreSample) -> str:
     left_out = len(sample.views) - MAX_HISTOGRAMS
-    more = f"<p>{left_out} more arrays have no histogram here.</p>" if left_out > 0 else ""
+    more = f"<p>The histograms of {left_out} more arrays are not shown.</p>" if left_out > 0 else ""
     return (
         f"<h2>Norms and variance</h2>{figures(norm_charts(sample))}"
         f"<h2>Histograms of norms</h2>{figures(histograms(sample))}{more}"
@@ -89,8 +89,8 @@ def _text(sample: StoreSample, tokenizer: TextTokenizer | None) -> str:
     return (
         f"<h2>Text, coloured by norm</h2><p>{escape(view.name)}, the first {TEXT_TOKENS} tokens of some rows. Colours "
         f'are logarithmic: {number(float(low))}<span class="scale" style="background:{ramp()}"></span>'
-        f"{number(float(high))}. Hover over a token to see its numbers; <b>▸</b> begins a document, or a window "
-        "of a long one.</p>"
+        f"{number(float(high))}. Hover over a token to see its id, position and norm; <b>▸</b> marks the start of a "
+        "document, or of a window of a long document.</p>"
         f"{''.join(blocks)}"
     )
 
@@ -119,16 +119,16 @@ def _row_of_text(
 
 
 def shown_token(token: int, tokenizer: TextTokenizer | None) -> str:
-    """A token's text, or its number without a tokenizer."""
+    """A token's text, or its id without a tokenizer."""
     return tokenizer.decode([token]).replace("\n", "↵") if tokenizer else f"{token} "
 
 
 def heat(share: float) -> str:
-    """A colour from white over yellow to red."""
+    """A colour between white (0), yellow and red (1)."""
     stops = np.array([[255, 255, 255], [255, 243, 199], [253, 208, 120], [245, 145, 80], [222, 82, 62]])
-    at = min(max(share, 0.0), 1.0) * (len(stops) - 1)
-    k = min(int(at), len(stops) - 2)
-    red, green, blue = (stops[k] + (stops[k + 1] - stops[k]) * (at - k)).round().astype(int)
+    offset = min(max(share, 0.0), 1.0) * (len(stops) - 1)
+    k = min(int(offset), len(stops) - 2)
+    red, green, blue = (stops[k] + (stops[k + 1] - stops[k]) * (offset - k)).round().astype(int)
     return f"rgb({red},{green},{blue})"
 
 
@@ -141,8 +141,8 @@ def _packing(sample: StoreSample) -> str:
     chart = packing_chart(sample)
     num_rows = min(MAX_PACKED_ROWS, len(sample.rows))
     return (
-        f"<h2>Packing</h2><p>{num_rows} of the sampled rows, {sample.text.segments.shape[1]} slots each. A bar is a "
-        f"document's window in the row; padding is grey.</p>{svg(chart)}"
+        f"<h2>Packing</h2><p>{num_rows} of the sampled rows, {sample.text.segments.shape[1]} slots each. Each colour "
+        f"is a window of a document; padding is grey.</p>{svg(chart)}"
     )
 
 
@@ -159,10 +159,10 @@ def _run(summary: Summary) -> str:
             f"memory {last['peak_rss_mib']} MiB."
         )
         parts.append(f"<p><code>{escape(name)}</code><br>{rate}</p>{figures(run_charts(snapshots))}")
-    return f"<h2>Runs</h2>{''.join(parts) or '<p>There is no log of a run.</p>'}"
+    return f"<h2>Runs</h2>{''.join(parts) or '<p>The store has no log of a run.</p>'}"
 
 
 def figures(charts: Sequence[Chart]) -> str:
-    """Charts side by side, with their captions."""
+    """HTML for several charts with their captions."""
     figures = (f"<figure><figcaption>{escape(c.caption)}</figcaption>{svg(c)}</figure>" for c in charts)
     return f'<div class="charts">{"".join(figures)}</div>'

@@ -20,8 +20,8 @@ from pipeline.store import ActivationStore
 def inspect(
     store_path: str, html: str | None, png: str | None, num_tokens: int, seed: int, tokenizer: str | None
 ) -> None:
-    """Prints a store's summary, the norms of a sample of `num_tokens` token slots, and how often features fire. Writes
-    the page to `html` and the charts to `png`, where given. `tokenizer`: see `find_tokenizer`. Raises StoreError,
+    """Prints a store's summary, the norms in a sample of `num_tokens` token slots, and how often features fire. Writes
+    the page to `html` and the charts to `png`, if given. For `tokenizer`, see `find_tokenizer`. Raises StoreError and
     ConfigError."""
     store = ActivationStore.open(store_path)
     summary = summarise(store)
@@ -35,29 +35,29 @@ def inspect(
         from pipeline.inspection.page import render  # imports matplotlib
 
         page = render(summary, sample, find_tokenizer(summary, tokenizer))
-        with _written("html", html) as path:
+        with _output_file("html", html) as path:
             path.write_text(page, encoding="utf-8")
     if png is not None:
         from pipeline.inspection.drawing import write_png  # imports matplotlib
 
-        with _written("png", png) as path:
+        with _output_file("png", png) as path:
             write_png(path, summary.path, _all_charts(summary, sample))
 
 
 def inspect_features(store_path: str, html: str, choice: FeatureChoice, tokenizer: str | None) -> None:
-    """Writes the page of an SAE's features to `html`. `tokenizer`: see `find_tokenizer`. Raises StoreError,
+    """Writes the page about an SAE's features to `html`. For `tokenizer`, see `find_tokenizer`. Raises StoreError and
     ConfigError."""
     from pipeline.inspection.feature_page import render  # imports matplotlib
 
     store = ActivationStore.open(store_path)
     summary = summarise(store)
     page = render(summary, view_features(store, choice), find_tokenizer(summary, tokenizer))
-    with _written("features_html", html) as path:
+    with _output_file("features_html", html) as path:
         path.write_text(page, encoding="utf-8")
 
 
 @contextmanager
-def _written(setting: str, file: str) -> Iterator[Path]:
+def _output_file(setting: str, file: str) -> Iterator[Path]:
     with named_writing_errors(f"inspect.{setting}={file}"):
         yield Path(file).expanduser()
     print(f"{file}: {Path(file).expanduser().stat().st_size / 1024:.0f} KiB")
@@ -70,9 +70,9 @@ def _all_charts(summary: Summary, sample: StoreSample | None) -> list[Chart]:
 
 
 def find_tokenizer(summary: Summary, path: str | None) -> TextTokenizer | None:
-    """The store's tokenizer, from `path` or from where the run had it; None if it is no longer there.
+    """The store's tokenizer, from `path` or from the run's location; None if it is no longer there or has changed.
 
-    Raises ConfigError if `path` is given and holds another tokenizer.
+    Raises ConfigError if `path` contains a different tokenizer.
     """
     expected = summary.root.metadata.tokenizer.get("sha256")
     model = summary.root.metadata.config.get("model", {})
@@ -90,8 +90,8 @@ def find_tokenizer(summary: Summary, path: str | None) -> TextTokenizer | None:
         return tokenizer
     if path:
         raise ConfigError(
-            f"inspect.tokenizer={path} is not the store's: its sha256 is {tokenizer.identity()['sha256']}, expected "
-            f"{expected}. Give the tokenizer that the run had."
+            f"inspect.tokenizer={path} is not the store's tokenizer: its sha256 is {tokenizer.identity()['sha256']}, "
+            f"expected {expected}. Set it to the tokenizer of the run."
         )
     print(
         f"tokens are shown as ids: the tokenizer at {without_credentials(location)} has changed since the run.",

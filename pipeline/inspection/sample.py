@@ -1,4 +1,4 @@
-"""A sample of a store's rows, and the norms and spectrum of every activation in it.
+"""A sample of a store's rows, and the norms and spectrum of each of its activation arrays.
 
 Shapes: n rows, T positions of a row, S slots of a row for activations, D features of an activation.
 """
@@ -13,11 +13,11 @@ from pipeline.store import ActivationStore, TokenRows
 from pipeline.store.format.norms import l2_norms
 from pipeline.store.read.order import permutation
 
-# Tokens for the spectrum, which has at most this many components.
+# The number of tokens for the spectrum, which also limits its components.
 SPECTRUM_TOKENS = 1024
 
-# Limit on the token slots of whole rows. A sample of rows with few selected tokens needs many rows, and each row of an
-# object store costs requests.
+# The maximum number of token slots in the sampled rows. With few selected tokens per row, a sample needs many rows, and
+# each row in object storage costs requests.
 MAX_TEXT_SLOTS = 1 << 22
 
 
@@ -25,9 +25,9 @@ MAX_TEXT_SLOTS = 1 << 22
 class ActivationView:
     """One activation array in the sample.
 
-    norms: [n, S], NaN where there is no token. spectrum: each principal component's share of the variance, descending,
-    from up to SPECTRUM_TOKENS tokens; empty where these are all equal. non_finite: the number of tokens with an
-    infinite or NaN feature, which the spectrum leaves out.
+    norms: [n, S], NaN in empty slots. spectrum: each principal component's share of the variance, descending, computed
+    from up to SPECTRUM_TOKENS tokens; empty if these are all equal. non_finite: the number of tokens with an infinite
+    or NaN feature, which are not part of the spectrum.
     """
 
     name: str
@@ -51,8 +51,9 @@ class ActivationView:
 class StoreSample:
     """Some rows of a store.
 
-    side_arrays: token ids, positions and so on of the activations [n, S]. views: one for each activation array. text:
-    the same of the whole rows [n, T]. selected: the position in its row of each slot's token, -1 for empty slots.
+    side_arrays: token ids, positions and so on of the activations [n, S]. views: one per activation array. text: token
+    ids, positions and so on of the whole rows [n, T]. selected: the row position of each slot's token, -1 for empty
+    slots.
     """
 
     rows: np.ndarray
@@ -62,7 +63,7 @@ class StoreSample:
     selected: Int32[np.ndarray, "n S"]
 
     def norms_in_row(self, view: ActivationView, row: int) -> Float32[np.ndarray, " T"]:
-        """The norms of a row's tokens, NaN where no activation is stored."""
+        """The norms of a row's tokens; NaN for tokens without a stored activation."""
         norms = np.full(self.text.tokens.shape[1], np.nan, np.float32)
         is_filled = self.selected[row] >= 0
         norms[self.selected[row][is_filled]] = view.norms[row][is_filled]
@@ -70,10 +71,10 @@ class StoreSample:
 
 
 def take_sample(store: ActivationStore, num_tokens: int, seed: int) -> StoreSample:
-    """Random rows with about `num_tokens` slots and at most MAX_TEXT_SLOTS positions. The same store and seed give the
-    same rows. Raises StoreError."""
+    """Samples random rows with about `num_tokens` slots and at most MAX_TEXT_SLOTS positions. The same store and seed
+    give the same rows. Raises StoreError."""
     if not store.rows.size:
-        raise StoreInvalid(f"{store.path} has no rows yet: there is nothing to sample.")
+        raise StoreInvalid(f"{store.path} has no rows yet, so there is nothing to sample.")
     num_rows = min(len(store.rows), -(-num_tokens // store.slots), max(1, MAX_TEXT_SLOTS // store.length))
     rows = np.sort(store.rows[permutation(len(store.rows), seed)[:num_rows]])
     side_arrays = store.read_tokens(rows)

@@ -1,4 +1,4 @@
-"""A store's summary, from its metadata, commit records, document tables and logs. Reads no array."""
+"""A store's summary, from its metadata, commit records, document tables and logs, without reading arrays."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from pipeline.store.format.metadata import StoreRoot, read_root
 from pipeline.store.format.tables import read_tables
 from pipeline.store.io.parsing import parse_store_json
 
-# Blocks of a large store whose document tables are read, evenly spaced.
+# The maximum number of document tables to read, from evenly spaced blocks.
 MAX_TABLES = 64
 
 
@@ -25,9 +25,9 @@ MAX_TABLES = 64
 class Summary:
     """A store without its activations.
 
-    blocks: in the order of their rows. document_tokens: lengths of the documents in up to MAX_TABLES
-    blocks. storage_errors: `Statistics.relative_error` by array name, if a complete store has int8 or float8 arrays.
-    runs: the lines of each run's log, by its name; a line is a `pipeline.job.metrics.Metrics.snapshot()`.
+    blocks: in the order of their rows. document_tokens: lengths of the documents in up to MAX_TABLES blocks.
+    storage_errors: `Statistics.relative_error` by array name, if the store is complete and has int8 or float8 arrays.
+    runs: the lines of each run's log, by name; a line is a `pipeline.job.metrics.Metrics.snapshot()`.
     """
 
     path: str
@@ -48,7 +48,7 @@ class Summary:
 
     @property
     def padding(self) -> float:
-        """The share of the stored rows' slots that hold no token."""
+        """The share of the stored rows' slots without a token."""
         return 1 - self.num_tokens / max(1, self.num_rows * self.layout.length)
 
     def array_mib(self, name: str) -> float:
@@ -71,8 +71,8 @@ class Summary:
             "rows": _joined(f"{self.layout.length} tokens", batch.get("packing"), batch.get("long_documents")),
             "tokens": f"{self.num_tokens:,} in {self.num_rows:,} rows; {self.padding:.1%} of their slots are padding",
             "blocks": f"{len(self.blocks):,} of {self.layout.rows_per_block} rows; by stream: {_counts(per_stream)}",
-            "documents": f"{self.blocks.total('documents'):,}, counted once for each block that has tokens of "
-            f"them; {skipped:,} skipped, {cut:,} tokens cut",
+            "documents": f"{self.blocks.total('documents'):,}, counted once per block that has tokens of the document; "
+            f"{skipped:,} skipped, {cut:,} tokens cut",
             "size": f"{activations_mib:,.1f} MiB of activations and {sum(map(self.array_mib, side_arrays)):,.1f} MiB "
             f"of side arrays, before compression ({self.layout.compression})",
             "fingerprint": metadata.fingerprint()[:16],
@@ -87,9 +87,9 @@ class Summary:
             stored = self.blocks.total("activations")
             slots = self.num_rows * self.layout.selected
             facts["activations"] = (
-                f"of {stored:,} selected tokens ({metadata.capture['positions']}), "
-                f"{stored / max(1, self.num_tokens):.1%} of all; {1 - stored / max(1, slots):.1%} of the "
-                f"{self.layout.selected} slots of each row are empty"
+                f"for {stored:,} selected tokens ({metadata.capture['positions']}), "
+                f"{stored / max(1, self.num_tokens):.1%} of all tokens; of the {self.layout.selected} slots per row, "
+                f"{1 - stored / max(1, slots):.1%} are empty"
             )
         measured = {"int8": ("weights", self.root.weights_error), "int8 cache": ("keys, values", self.root.cache_error)}
         for name, (what, errors_by_array) in measured.items():
@@ -105,11 +105,11 @@ class Summary:
 
 
 def summarise(store: ActivationStore) -> Summary:
-    """Raises StoreError."""
+    """Reads a store's summary. Raises StoreError."""
     storage = store.storage
     root = read_root(storage)
     if root is None:
-        raise StoreInvalid(f"{store.path} lost its zarr.json while it was being read.")
+        raise StoreInvalid(f"{store.path} has no zarr.json any more: it was deleted while it was being read.")
     blocks = store.blocks
     step = -(-len(blocks) // MAX_TABLES) or 1
     lengths = [table["n_tokens"] for table in read_tables(storage, blocks[::step])]
@@ -130,7 +130,7 @@ def summarise(store: ActivationStore) -> Summary:
 
 
 def _snapshots(key: str, text: bytes | None) -> list[Mapping[str, Any]]:
-    remedy = "Delete it; nothing depends on it."
+    remedy = "Delete it: nothing depends on it."
     snapshots = [parse_store_json(line, f"{key}, a run's log,", remedy) for line in (text or b"").splitlines()]
     if not all(map(_is_snapshot, snapshots)):
         raise StoreInvalid(f"{key} is not a run's log: expected a JSON object of numbers on each line. {remedy}")

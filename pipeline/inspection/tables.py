@@ -1,4 +1,4 @@
-"""The table of a sample's activations: a row of numbers for each array."""
+"""The table of a sample's activations, with a row of numbers per array."""
 
 import math
 
@@ -10,7 +10,7 @@ HEADER = ["array", "dtype", "d", "mean norm", "median", "99 %", "maximum", "effe
 
 
 def table_row(view: ActivationView) -> list[str]:
-    """An array's cells under HEADER."""
+    """An array's cells in the order of HEADER."""
     norms = view.valid_norms
     values = [norms.mean(), *np.quantile(norms, (0.5, 0.99)), norms.max()] if norms.size else [math.nan] * 4
     dimension = f"{view.effective_dimension:.1f}"
@@ -18,7 +18,7 @@ def table_row(view: ActivationView) -> list[str]:
 
 
 def number(value: float) -> str:
-    """Short: 0.25, 12, 3.4k, 1.2M."""
+    """A number in short form: 0.25, 12, 3.4k, 1.2M."""
     for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= scale:
             return f"{value / (1e3 if suffix == 'k' else scale):.4g}{suffix}"

@@ -80,7 +80,7 @@ WRONG_VALUES = {
     "model.path=no/such/model": "no/such/model",
     "nonsense=1": "nonsense",
     "batch.rows=three": "Set batch.rows to a whole number of at least 1",
-    "data=3": "data=3 names no choice",
+    "data=3": "data=3 is not a choice",
     "+run.foo=1": "run.foo is not a key of the configuration",
     "data.path=/no/such/place": "/no/such/place",
 }

@@ -71,21 +71,21 @@ def test_contexts_are_of_the_rows_with_the_strongest_firings(store, dense, monke
         values = dense[..., view.feature]
         assert (view.values is None) == (most == 0)
         strongest = values.max(axis=1)
-        assert [c.values[c.place] for c in view.contexts] == np.sort(strongest[strongest > 0])[::-1][:5].tolist()
+        assert [c.values[c.strongest] for c in view.contexts] == np.sort(strongest[strongest > 0])[::-1][:5].tolist()
         assert len({context.row for context in view.contexts}) == len(view.contexts)
         for context in view.contexts:
             n = int(np.flatnonzero(store.rows == context.row)[0])
             place = int(values[n].argmax())
             begin = max(place - TOKENS_BEFORE, place - int(text.positions[n, place]))
             window = slice(begin, begin + len(context.tokens))
-            assert context.place == place - begin
+            assert context.strongest == place - begin
             np.testing.assert_array_equal(context.tokens, text.tokens[n, window])
             np.testing.assert_array_equal(context.values, values[n, window])
             assert set(text.documents[n, window]) == {context.document}
             assert context.position == text.positions[n, place]
-            is_whole = len(context.tokens) == context.place + TOKENS_AFTER + 1
+            is_whole = len(context.tokens) == context.strongest + TOKENS_AFTER + 1
             assert is_whole or window.stop == 256 or text.segments[n, window.stop] != text.segments[n, place]
-            cut += not is_whole or context.place < TOKENS_BEFORE
+            cut += not is_whole or context.strongest < TOKENS_BEFORE
     assert cut  # some contexts are cut where their window begins or ends
 
 
@@ -125,7 +125,7 @@ def test_a_feature_that_never_fires(store):
     silent = replace(sae.features[0], count=0, frequency=0.0, values=np.empty(0, np.float32), contexts=())
     statistics = replace(sae.statistics, count=count)
     page = Page(render(summarise(store), replace(sae, statistics=statistics, features=(silent, sae.features[1])), None))
-    assert page.text.count("It is not stored for any token.") == 1
+    assert page.text.count("This feature is not stored for any token.") == 1
     never = int((count == 0).sum())
     assert f"{never:,} features ({never / 768:.1%})" in page.text
     assert "".join(f"{token} " for token in sae.features[1].contexts[0].tokens) in page.text  # without a tokenizer
@@ -152,7 +152,7 @@ def test_settings():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["inspect.features=[768]"], "has the features 0 to 767, not 768"),
+        (["inspect.features=[768]"], "inspect.features contains 768, but"),
         (["inspect.sae=blocks.2.resid_post"], "inspect.sae=blocks.2.resid_post: the store has features of blocks.4"),
     ],
 )

@@ -98,8 +98,8 @@ def test_the_page_is_whole_and_loads_nothing(real_store, tmp_path, capsys):
     for caption in (
         "Norm by layer",
         "Mean norm by position",
-        "Variance that",
-        "Lengths of documents",
+        "Variance explained",
+        "Document lengths",
         "Share of padding",
     ):
         assert f"<figcaption>{caption}" in text

@@ -147,7 +147,7 @@ def test_processes_that_do_not_come_together_are_a_message(overrides, tmp_path):
     result = run(*overrides, *place, f"store.path={tmp_path / 'store'}", timeout_s=60)
     assert result.returncode == 1, result.stderr
     assert "2 processes did not all join within 1 s" in result.stderr
-    assert "Check that all were started and reach localhost:" in result.stderr
+    assert "Check that all were started and can reach localhost:" in result.stderr
 
 
 def test_a_coordinators_port_that_is_taken_is_a_message():

@@ -313,7 +313,7 @@ def test_memory_that_is_reserved_is_not_the_streams(overrides, monkeypatch):
     assert stream.batches(SIZE).device_bytes < 16 << 20
     with pytest.raises(ConfigError, match=r"of each device, which has \d+ MiB besides the 18 MiB of reserved_mib"):
         Stream.from_config([*overrides, "run.reserved_mib=18"]).batches(SIZE)
-    with pytest.raises(ConfigError, match="run.reserved_mib is 24, and each device has 24 MiB"):
+    with pytest.raises(ConfigError, match="run.reserved_mib is 24, but each device has 24 MiB"):
         Stream.from_config([*overrides, "run.reserved_mib=24"])
 
 
