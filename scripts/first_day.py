@@ -1,16 +1,18 @@
-"""The first day on an accelerator: is the job right here, how fast is it, and does the prediction hold?
+"""The first day on an accelerator: are results correct, how fast is the job, and does the prediction hold?
 
     python scripts/first_day.py [--models Qwen2.5-0.5B,Llama-3-8B] [--steps 100]      # also: make first-day
-    python scripts/first_day.py --smoke        # tiny shapes, to see on a CPU that it works; the speed means nothing
+    python scripts/first_day.py --smoke        # tiny shapes, to try the script on a CPU; speeds are meaningless
 
-One machine, all of its devices. Writes build/first-day/report.md. Exit code 1 if a store is wrong, or a job failed.
+Uses all devices of one machine. Writes build/first-day/report.md. The exit code is 1 if a store is wrong or a job
+failed.
 
-* Right: the bundled model's activations of every layer, in float32 and in bfloat16, against float32 on this machine's
-  CPU; and rows of 2,048 tokens with the kernel for the device (splash, cuDNN, `xla_segments`) against plain XLA.
-* Fast: models of published shapes with random weights, from text to a durable store: tokens/s, MFU, idle devices, and
-  what the run waited for. For a TPU also what `pipeline.plan` predicts for this slice.
+* Correctness: the bundled model's activations of every layer, in float32 and bfloat16, against float32 on this
+machine's
+  CPU; and rows of 2,048 tokens with the device's attention kernel (splash, cuDNN, `xla_segments`) against plain XLA.
+* Speed: models of published shapes with random weights, from text to a durable store: tokens/s, MFU, idle devices, and
+  what the run waited for. On a TPU, also the prediction of `pipeline.plan` for this slice.
 
-Each job is a process of its own, as users start it.
+Each job runs in a separate process, as users start it.
 """
 
 import argparse
@@ -56,12 +58,12 @@ print(json.dumps({"platform": device.platform, "kind": device.device_kind, "devi
 
 
 class Failed(Exception):
-    """A job has ended with another exit code than 0; its messages."""
+    """A job ended with a non-zero exit code. Contains its last message."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A job that has ended: its store, the last line of its metrics, and its wall-clock seconds."""
+    """A finished job: its store, the last line of its metrics, and its wall-clock seconds."""
 
     store: Path
     metrics: Mapping[str, object]
@@ -69,7 +71,7 @@ class Run:
 
 
 def run_job(name: str, *overrides: str, platforms: str | None = None) -> Run:
-    """Runs a job to its end. Raises Failed."""
+    """Runs a job. Raises Failed."""
     store = BUILD / name
     environment = os.environ | ({"JAX_PLATFORMS": platforms} if platforms else {})
     common = ["data=fineweb", f"data.path={BUILD / 'text'}", "data.num_streams=1", f"store.path={store}"]
@@ -87,10 +89,10 @@ def run_job(name: str, *overrides: str, platforms: str | None = None) -> Run:
 
 
 def errors(got: Path, expected: Path) -> dict[str, float]:
-    """The relative error of each captured array, over all valid tokens. Exits if the tokens differ."""
+    """The relative error of each captured array, over all valid tokens. Exits if the tokens are different."""
     left, right = ActivationStore.open(got), ActivationStore.open(expected)
     tokens = [store.read_tokens(store.rows) for store in (left, right)]
-    if not all(np.array_equal(*(getattr(each, name) for each in tokens)) for name in ("tokens", "segments")):
+    if not all(np.array_equal(*(getattr(rows, name) for rows in tokens)) for name in ("tokens", "segments")):
         sys.exit(f"WRONG: {got} and {expected} have different tokens")
     valid, result = tokens[0].segments != 0, {}
     for key in left.keys:
@@ -100,7 +102,7 @@ def errors(got: Path, expected: Path) -> dict[str, float]:
 
 
 def check(machine: Mapping[str, object], smoke: bool) -> list[tuple[str, float, float]]:
-    """(what was compared, the greatest relative error of a layer, its bound)."""
+    """Compares activations: (what was compared, the largest relative error of a layer, its bound)."""
     rows = 2 * machine["devices"]
     tokens = 4_000 if smoke else 100_000
     bundled = [f"model.path={BUNDLED}", "capture.layers=all", "capture.dtype=float32", f"run.max_tokens={tokens}"]
@@ -129,7 +131,7 @@ def write_model(name: str, shape: Mapping[str, object]) -> list[str]:
 
 
 def measure(name: str, machine: Mapping[str, object], num_steps: int, smoke: bool) -> dict[str, object]:
-    """The speed of one model, and what was predicted for it. Raises Failed."""
+    """The measured and the predicted speed of one model. Raises Failed."""
     shape = SHAPES[name] | (TINY_QWEN if smoke else {})
     model = write_model(name, shape)
     rows, length = (2, 256) if smoke else (16, 1024)
@@ -139,7 +141,7 @@ def measure(name: str, machine: Mapping[str, object], num_steps: int, smoke: boo
     job = [*model, f"capture.layers=[{layer}]", f"run.max_tokens={num_tokens}"]
     job += [f"batch.rows={rows * machine['devices']}", f"batch.length={length}"]
     profile = [f"run.profile={BUILD / 'trace' / name}", "run.profile_after=3", "run.profile_steps=5"]
-    run_job(f"{name}-first", *job)  # fills caches of the compiler and of the file system
+    run_job(f"{name}-first", *job)  # fills the caches of the compiler and the file system
     timed = run_job(name, *job)
     run_job(f"{name}-traced", *job, *profile)
     keys = activation_keys((layer,), (Site.resid_post,))
@@ -162,7 +164,7 @@ def measure(name: str, machine: Mapping[str, object], num_steps: int, smoke: boo
 
 
 def add_text(num_tokens: int) -> None:
-    """Repeats the text until it holds so many tokens, of three characters each or fewer."""
+    """Repeats the text until it has at least `num_tokens` tokens, assuming at most three characters per token."""
     files = sorted((BUILD / "text").glob("*.parquet"))
     num_copies = math.ceil(3 * num_tokens / sum(file.stat().st_size for file in files))
     for copy in range(1, num_copies):
@@ -171,14 +173,14 @@ def add_text(num_tokens: int) -> None:
 
 
 def peak_flops(kind: str) -> float | None:
-    """Of one device in bfloat16; None where it is not known."""
+    """The peak FLOP/s of one device in bfloat16; None if it is unknown."""
     if kind in TPU_KINDS:
         return CHIPS[TPU_KINDS[kind]].flops_per_s
     return next((peak for gpu, peak in PEAK_FLOPS.items() if gpu in kind), None)
 
 
 def predict(job: list[str], machine: Mapping[str, object]) -> str | None:
-    """What the plan for this slice says; None for other devices than TPUs."""
+    """The plan's prediction for this slice; None unless the devices are TPUs."""
     chip = TPU_KINDS.get(str(machine["kind"]))
     if chip is None:
         return None
@@ -200,8 +202,8 @@ def report(machine: Mapping[str, object], compared: list[tuple[str, float, float
         f"{machine['devices']} x {machine['kind']}{memory}; jax {machine['jax']}, Python {platform.python_version()}, "
         f"{os.cpu_count()} host cores; {time.strftime('%Y-%m-%d')}.",
         "",
-        *header("compared", "greatest relative error of a layer", "bound", "verdict"),
-        *(row(what, f"{e:.1e}", f"{bound:.0e}", "right" if e <= bound else "WRONG") for what, e, bound in compared),
+        *header("compared", "largest relative error of a layer", "bound", "verdict"),
+        *(row(what, f"{e:.1e}", f"{bound:.0e}", "correct" if e <= bound else "WRONG") for what, e, bound in compared),
         "",
         *header("model", "tokens/s", "MFU", "device idle", "longest stages", "start", "predicted"),
     ]
@@ -228,15 +230,15 @@ def row(*cells: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="Qwen2.5-0.5B", help="names of scripts/bench/published_shapes.py")
-    parser.add_argument("--steps", type=int, default=100, help="of each run that is timed")
+    parser.add_argument("--models", default="Qwen2.5-0.5B", help="names from scripts/bench/published_shapes.py")
+    parser.add_argument("--steps", type=int, default=100, help="steps of each timed run")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     shutil.rmtree(BUILD, ignore_errors=True)
     make_text = ["scripts/demo/make_demo_text.py", "--out", str(BUILD / "text")]
     subprocess.run([sys.executable, *make_text], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    found = subprocess.run([sys.executable, "-c", DEVICES], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    machine = json.loads(found.stdout.splitlines()[-1])
+    done = subprocess.run([sys.executable, "-c", DEVICES], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    machine = json.loads(done.stdout.splitlines()[-1])
     compared = check(machine, options.smoke)
     speeds: list[dict] = []
     for name in [None, *options.models.split(",")]:

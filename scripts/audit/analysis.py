@@ -1,7 +1,8 @@
-"""What an optimised program does, counted in its HLO text: loops, collectives, copies, HBM traffic, estimated cycles.
+"""Analyses the HLO text of an optimised program: loops, collectives, copies, HBM traffic, estimated cycles.
 
-Pure functions of the text. Everything in a loop counts as often as the loop's body runs. A program whose entry has a
-loop of unknown length, as that over decoding steps, is counted for one iteration, without what is outside of the loop.
+Pure functions of the text. Everything in a loop counts as often as the loop's body runs. If the entry of a program has
+a loop of unknown length, such as the loop over decoding steps, one iteration of it is counted, and nothing outside of
+it.
 """
 
 import math
@@ -24,51 +25,49 @@ _KERNEL = "tpu_custom_call"  # Pallas: libtpu does not estimate it
 
 @dataclass(frozen=True)
 class Loop:
-    """A `while`. `trips` is None where the text does not tell how often its body runs."""
+    """A `while`. `trips` is None if the text does not contain the number of iterations."""
 
     op_name: str
     trips: int | None
-    runs: float  # how often the loop itself is run
-    cycles: int  # estimated, of one iteration without the loops in it
+    runs: float  # how often the loop itself runs
+    cycles: int  # estimated, for one iteration without inner loops
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """Those of one kind. A collective that is fused with computations occurs several times and counts once."""
+    """The collectives of one kind. A collective fused with computation occurs several times but counts once."""
 
     count: float
-    received_bytes: (
-        int  # by each chip, if every byte takes the shortest way: (n-1)/n of a gathered array, twice of a sum
-    )
+    received_bytes: int  # per chip, at least: (n-1)/n of a gathered array, twice that for an all-reduce
 
 
 @dataclass(frozen=True)
 class Move:
-    """Copies and transposes of one shape and place, with their bytes in HBM, padded."""
+    """Copies and transposes of one shape and operation, with their padded bytes in HBM."""
 
     op_name: str
     shape: str
     count: float
-    num_bytes: int  # of all of them, read and written
+    num_bytes: int  # total, read and written
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """Bytes are of one chip, with the padding of layouts."""
+    """The analysis of a program. Bytes are per chip, including the padding of layouts."""
 
-    is_of_one_iteration: bool  # of the loop of unknown length in the entry
+    is_of_one_iteration: bool  # whether one iteration of a loop of unknown length is counted
     cycles: int  # estimated by the compiler, without collectives and Pallas kernels
     loops: tuple[Loop, ...]
     collectives: Mapping[str, Collectives]
     large_moves: tuple[Move, ...]
     large_float32: tuple[str, ...]  # arrays of 8 MiB and more in HBM
-    remat: tuple[str, ...]  # instructions that are computed again, to save memory
+    remat: tuple[str, ...]  # instructions that are rematerialised to save memory
     kernels: Mapping[str, float]  # Pallas kernels
     hbm_bytes: int  # read and written
 
 
 def analyse(text: str) -> Analysis:
-    """Counts. Raises ValueError for a text that is not an HLO module."""
+    """Analyses the text of a program. Raises ValueError if it is not an HLO module."""
     module = parse(text)
     counts, loops = executions(module)
     steps = [
@@ -84,19 +83,19 @@ def analyse(text: str) -> Analysis:
         loops=tuple(loops),
         collectives=_by_kind(collectives),
         large_moves=_large_moves(module, steps),
-        large_float32=tuple(sorted({each for instruction, *_ in steps for each in _float32(instruction)})),
+        large_float32=tuple(sorted({shape for instruction, *_ in steps for shape in _float32(instruction)})),
         remat=tuple(sorted({instruction.name for instruction, *_ in steps if ".remat" in instruction.name})),
         kernels=_kernels(steps),
         hbm_bytes=round(
             sum(count * _hbm_bytes(module, instruction, computation) for instruction, computation, count in steps)
-            + sum(each.count * each.hbm_bytes for each in collectives)
+            + sum(collective.count * collective.hbm_bytes for collective in collectives)
         ),
     )
 
 
 def _unknown_loop(module: Module) -> list[Computation] | None:
-    """Condition and body of the entry's loop of unknown length; None where it has none or several."""
-    loops = [each for each in module.entry.instructions.values() if each.opcode == "while"]
+    """Condition and body of the entry's loop of unknown length; None if there is no such loop, or more than one."""
+    loops = [instruction for instruction in module.entry.instructions.values() if instruction.opcode == "while"]
     unknown = [loop for loop in loops if trip_count(module, loop, module.entry) is None]
     return (
         [module.computations[unknown[0].called(name)] for name in ("condition", "body")] if len(unknown) == 1 else None
@@ -104,8 +103,8 @@ def _unknown_loop(module: Module) -> list[Computation] | None:
 
 
 def executions(module: Module) -> tuple[dict[str, float], list[Loop]]:
-    """How often each computation runs that is not fused into an instruction, and the loops, as the whole module is
-    counted: of an entry with a loop of unknown length, one iteration."""
+    """How often each computation that is not fused into an instruction runs, and the loops. If the entry has a loop of
+    unknown length, for one iteration of it."""
     iterated = _unknown_loop(module)
     return _executions(module, [module.entry] if iterated is None else iterated)
 
@@ -115,9 +114,8 @@ def is_kernel(instruction: Instruction) -> bool:
     return instruction.attribute(r'custom_call_target="(\w+)"') == _KERNEL
 
 
-def _executions(module: Module, begins: list[Computation]) -> tuple[dict[str, float], list[Loop]]:
-    """How often each computation runs that is not fused into an instruction, and the loops, where those that it begins
-    with run once."""
+def _executions(module: Module, roots: list[Computation]) -> tuple[dict[str, float], list[Loop]]:
+    """How often each computation that is not fused into an instruction runs, and the loops, if `roots` run once."""
     counts: dict[str, float] = defaultdict(float)
     loops: list[Loop] = []
 
@@ -127,18 +125,18 @@ def _executions(module: Module, begins: list[Computation]) -> tuple[dict[str, fl
             if instruction.opcode == "while":
                 trips = trip_count(module, instruction, computation)
                 body = module.computations[instruction.called("body")]
-                cycles = sum(_cycles(each) for each in body.instructions.values())
+                cycles = sum(map(_cycles, body.instructions.values()))
                 loops.append(Loop(instruction.op_name, trips, count, cycles))
                 for name in ("body", "condition"):
                     visit(module.computations[instruction.called(name)], count * (1 if trips is None else trips))
             elif instruction.opcode == "conditional":
                 branches = _branches(instruction)
-                for name in branches:  # the text does not tell how often each is taken
+                for name in branches:  # the text does not contain how often each is taken
                     visit(module.computations[name], count / len(branches))
             elif instruction.opcode == "call":
                 visit(module.computations[instruction.called("to_apply")], count)
 
-    for computation in begins:
+    for computation in roots:
         visit(computation, 1)
     return counts, loops
 
@@ -185,7 +183,7 @@ def _constant(instruction: Instruction) -> int | None:
 
 
 def _step(body: Computation, index: int) -> int | None:
-    """What one iteration adds to the counter, which must be greater than 0."""
+    """The positive constant that one iteration adds to the counter; None if there is no such constant."""
     if body.root.opcode != "tuple":
         return None
     add = _source(body, body.root.operands[index])
@@ -209,7 +207,7 @@ class _Collective:
 
 
 def _collectives(module: Module, counts: Mapping[str, float]) -> list[_Collective]:
-    """One for each channel."""
+    """The collectives, one per channel."""
     channels: dict[str, _Collective] = {}
     for computation, count in _with_fused(module, counts):
         for instruction in computation.instructions.values():
@@ -219,13 +217,14 @@ def _collectives(module: Module, counts: Mapping[str, float]) -> list[_Collectiv
             channel = instruction.attribute(r"channel_id=(\d+)") or instruction.name
             operands = [computation.instructions[name] for name in instruction.operands]
             results = instruction.arrays
-            if instruction.opcode.endswith("-start") and len(results) > len(operands):  # they begin with the operands
+            if instruction.opcode.endswith("-start") and len(results) > len(operands):  # starts with the operands
                 results = results[len(operands) : 2 * len(operands)]
-            sizes = sum(each.data_bytes for each in operands), sum(array.data_bytes for array in results)
+            sizes = sum(operand.data_bytes for operand in operands), sum(array.data_bytes for array in results)
             received = _received(kind, *sizes, group_size(instruction.attributes))
-            hbm = sum(each.hbm_bytes for each in operands) + sum(each.num_bytes for each in results if each.is_in_hbm)
-            before = channels.get(channel)
-            if before is None or before.count < count:
+            hbm = sum(operand.hbm_bytes for operand in operands)
+            hbm += sum(array.num_bytes for array in results if array.is_in_hbm)
+            known = channels.get(channel)
+            if known is None or known.count < count:
                 channels[channel] = _Collective(kind, count, received, hbm)
     return list(channels.values())
 
@@ -235,7 +234,7 @@ def _is_collective(instruction: Instruction) -> bool:
 
 
 def _with_fused(module: Module, counts: Mapping[str, float]) -> Iterator[tuple[Computation, float]]:
-    """Every computation that runs, fused ones too."""
+    """Every computation that runs, including fused ones."""
 
     def visit(computation: Computation, count: float) -> Iterator[tuple[Computation, float]]:
         yield computation, count
@@ -262,7 +261,7 @@ def _received(kind: str, operand_bytes: int, result_bytes: int, group: int) -> i
 
 
 def group_size(attributes: str) -> int:
-    """Of a collective: how many devices exchange with each other. Raises ValueError for an unknown notation."""
+    """The number of devices in a group of a collective. Raises ValueError for an unknown notation."""
     if lists := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
         return len(lists[1].split(","))
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
@@ -273,25 +272,23 @@ def group_size(attributes: str) -> int:
         return math.prod(int(part or sizes[name]) for name, part in axes)
     if "source_target_pairs=" in attributes:
         return 2
-    raise ValueError(f"a collective without groups that are known here: {attributes[:300]}")
+    raise ValueError(f"unknown notation of a collective's groups: {attributes[:300]}")
 
 
 def _by_kind(collectives: list[_Collective]) -> dict[str, Collectives]:
-    kinds = sorted({each.kind for each in collectives})
-    groups = {kind: [each for each in collectives if each.kind == kind] for kind in kinds}
-    return {
-        kind: Collectives(
-            sum(each.count for each in group), round(sum(each.count * each.received_bytes for each in group))
-        )
-        for kind, group in groups.items()
-    }
+    counts: Counter[str] = Counter()
+    received: Counter[str] = Counter()
+    for collective in collectives:
+        counts[collective.kind] += collective.count
+        received[collective.kind] += collective.count * collective.received_bytes
+    return {kind: Collectives(counts[kind], round(received[kind])) for kind in sorted(counts)}
 
 
 _Steps = list[tuple[Instruction, Computation, float]]
 
 
 def _large_moves(module: Module, steps: _Steps) -> tuple[Move, ...]:
-    """Large copies and transposes that read or write HBM, and fusions that do nothing else."""
+    """Large copies and transposes that read or write HBM, including fusions that only copy or transpose."""
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for instruction, computation, count in steps:
@@ -312,12 +309,12 @@ def _is_move(module: Module, instruction: Instruction) -> bool:
     called = instruction.called("calls")
     if called is None:
         return instruction.opcode in _MOVES
-    opcodes = {each.opcode for each in module.computations[called].instructions.values()}
+    opcodes = {inner.opcode for inner in module.computations[called].instructions.values()}
     return bool(opcodes & _MOVES) and opcodes <= _MOVES | _VIEWS
 
 
 def _float32(instruction: Instruction) -> Iterator[str]:
-    """The large float32 arrays in HBM that an instruction makes."""
+    """The large float32 arrays that an instruction writes to HBM."""
     if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
         return
     for array in instruction.arrays:
@@ -334,8 +331,8 @@ def _kernels(steps: _Steps) -> dict[str, float]:
 
 
 def _hbm_bytes(module: Module, instruction: Instruction, computation: Computation) -> int:
-    """Bytes that an instruction reads from HBM and writes to it. A slice reads what it takes, an update writes what it
-    changes, and a Pallas kernel reads each operand once. Collectives count elsewhere."""
+    """Bytes that an instruction reads from and writes to HBM. A slice reads only its result, an update writes only what
+    it changes, and a Pallas kernel reads each operand once. Collectives are counted separately."""
     opcode = instruction.opcode
     if opcode in _FREE or opcode.endswith("-done") or _is_collective(instruction):
         return 0
@@ -354,7 +351,7 @@ def _hbm_bytes(module: Module, instruction: Instruction, computation: Computatio
         return reads + _written(module, fused)
     if opcode in _SLICES:
         return (instruction.num_bytes if operands[0].hbm_bytes else 0) + instruction.hbm_bytes
-    if opcode.endswith("-start"):  # of a copy or a slice, whose tuple has the source or the result first
+    if opcode.endswith("-start"):  # a copy or slice; its tuple starts with source and result, in either order
         taken = min(array.num_bytes for array in instruction.arrays[:2])
         return taken * sum(array.is_in_hbm for array in instruction.arrays[:2])
     if opcode in ("dynamic-update-slice", "scatter"):
@@ -365,24 +362,24 @@ def _hbm_bytes(module: Module, instruction: Instruction, computation: Computatio
 
 def _read(module: Module, fused: Computation, parameter: Instruction, whole: int) -> int:
     """Bytes that a fusion reads of one of its operands, which has `whole` bytes."""
-    taken = 0
+    num_bytes = 0
     for user in fused.users.get(parameter.name, ()):
-        place = user.operands.index(parameter.name)
+        index = user.operands.index(parameter.name)
         called = user.called("calls")
         inner = None if called is None else module.computations[called]
-        if user.opcode == "bitcast" or (inner and _viewed(inner) is inner.parameters[place]):
-            taken += _read(module, fused, user, whole)
+        if user.opcode == "bitcast" or (inner and _viewed(inner) is inner.parameters[index]):
+            num_bytes += _read(module, fused, user, whole)
         elif inner:
-            taken += _read(module, inner, inner.parameters[place], whole)
-        elif user.opcode in _SLICES and place == 0:
-            taken += user.num_bytes
-        elif not _passes_on(user) and not (user.opcode in ("dynamic-update-slice", "scatter") and place == 0):
+            num_bytes += _read(module, inner, inner.parameters[index], whole)
+        elif user.opcode in _SLICES and index == 0:
+            num_bytes += user.num_bytes
+        elif not _passes_on(user) and not (user.opcode in ("dynamic-update-slice", "scatter") and index == 0):
             return whole
-    return min(taken, whole)
+    return min(num_bytes, whole)
 
 
 def _viewed(computation: Computation) -> Instruction:
-    """The instruction whose result a computation returns, perhaps as another shape."""
+    """The instruction whose result a computation returns, before bitcasts."""
     instruction = computation.root
     while instruction.opcode == "bitcast":
         instruction = computation.instructions[instruction.operands[0]]
@@ -390,7 +387,7 @@ def _viewed(computation: Computation) -> Instruction:
 
 
 def _passes_on(instruction: Instruction) -> bool:
-    """Whether an instruction in a fusion leaves its operands as they are, or is part of a collective."""
+    """Whether an instruction in a fusion only forwards its operands, or is part of a collective."""
     target = instruction.attribute(r'custom_call_target="(\w+)"') or ""
     return instruction.opcode == "tuple" or _is_collective(instruction) or target.startswith("AsyncCollective")
 

@@ -1,17 +1,21 @@
-"""Audits the programs that the compiler makes for TPU slices, without a TPU, and compares them with those before.
+"""Audits the programs that the compiler makes for TPU slices, without a TPU, and compares them with recorded ones.
 
     python -m scripts.audit.audit_tpu [--cases NAME ...] [--write]
 
-Compiles the step of each case, or its prefill and decoding, in a process of its own. Prints what the optimised programs
-do, and every difference from docs/audit-tpu.json; `--write` writes that file. Needs libtpu (the extra `tpu`) and 6
-minutes of two cores. The programs' texts stay in build/audit.
+Compiles each case's step, or its prefill and decoding, in a separate process. Prints an analysis of the optimised
+programs, and every difference from docs/audit-tpu.json; `--write` writes that file. Needs libtpu (the extra `tpu`) and
+6 minutes on two cores. The programs' texts stay in build/audit.
 
-Memory is the compiler's. The rest is counted in the program's text, per chip: `received` is what it gets from the
-others; `HBM` what instructions read and write, in bytes and at the chip's published rate; `ideal` weights read once,
-rows in and outputs out (of decoding, weights and caches). E is XLA's own estimate (`estimated_cycles`), which lacks
-collectives and Pallas kernels (attention). B is the larger of HBM's time and of the bundles that a core issues
-(`bundles.py`), one a cycle, without Pallas kernels too; it ignores stalls. None of these times is a measurement.
-Figures of decoding are those of one step for all rows: one token of each.
+Memory is reported by the compiler. The other figures are counted in the program's text, per chip:
+
+* `received`: bytes from other chips.
+* `HBM`: what instructions read and write, in bytes, and in ms at the chip's published rate.
+* `ideal`: weights read once, rows in and outputs out; for decoding, weights and caches.
+* E: XLA's estimate (`estimated_cycles`), without collectives and Pallas kernels (attention).
+* B: the larger of the time for HBM and the time to issue all bundles (`bundles.py`), one per cycle, also without Pallas
+  kernels. It ignores stalls.
+
+None of these times is a measurement. Figures of decoding are for one step of all rows, which makes a token per row.
 """
 
 import argparse
@@ -37,9 +41,10 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD, TABLE = ROOT / "build" / "audit", ROOT / "docs" / "audit-tpu.json"
 GIB, MB = 1 << 30, 1_000_000
 
-# To read cycles as milliseconds. v5e: 197 TFLOP/s are four arrays of 128 x 128 at 1.5 GHz (docs.cloud.google.com/tpu,
-# v5e). v6e is assumed: 918 TFLOP/s are 1.75 GHz at 2^19 operations per cycle, the power of two above the most that the
-# compiler estimates for products of large matrices, 456,000; for v5e it estimates up to 127,000 of 2^17.
+# To convert cycles to milliseconds. v5e: 197 TFLOP/s are four arrays of 128 x 128 at 1.5 GHz
+# (docs.cloud.google.com/tpu, v5e). v6e is assumed: 918 TFLOP/s are 1.75 GHz at 2^19 operations per cycle. The compiler
+# estimates up to 456,000 operations per cycle for products of large matrices, just below 2^19; for v5e, up to 127,000,
+# just below 2^17.
 CLOCK_HZ = {"v5e": 1.5e9, "v6e": 1.75e9}
 
 Record = dict[str, Any]
@@ -47,7 +52,7 @@ Records = Mapping[str, Record]
 
 
 def audit(name: str, build: Path = BUILD) -> Records:
-    """The programs of one case, by name. Raises CalledProcessError where it does not compile."""
+    """The programs of one case, by name. Raises CalledProcessError if it does not compile."""
     directory = build / re.sub(r"\W+", "_", name)
     shutil.rmtree(directory, ignore_errors=True)
     flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {LLO_FLAGS.format(directory / 'llo')}"
@@ -59,7 +64,7 @@ def audit(name: str, build: Path = BUILD) -> Records:
 
 
 def records(name: str, directory: Path) -> Iterator[tuple[str, Record]]:
-    """Of programs that `cases` has written to a directory, with what libtpu dumped in `llo`."""
+    """The records of the programs that `cases` wrote to a directory, with libtpu's dump in `llo`."""
     for path in sorted(directory.glob("*.json")):
         text = path.with_suffix(".txt").read_text()
         bundles = program_bundles(text, directory / "llo")
@@ -67,12 +72,12 @@ def records(name: str, directory: Path) -> Iterator[tuple[str, Record]]:
 
 
 def record(facts: Record, analysis: Analysis, bundles: Bundles) -> Record:
-    """What the table has of one program, as JSON has it. Equal loops are one entry."""
-    known = json.loads(json.dumps(asdict(analysis)))
+    """A program's record in docs/audit-tpu.json. Equal loops are one entry."""
+    counted = json.loads(json.dumps(asdict(analysis)))
     loops = Counter(
-        (re.sub(r"\d+_to_\d+", "N", each.op_name), each.trips, each.runs, each.cycles) for each in analysis.loops
+        (re.sub(r"\d+_to_\d+", "N", loop.op_name), loop.trips, loop.runs, loop.cycles) for loop in analysis.loops
     )
-    known["loops"] = [
+    counted["loops"] = [
         {"op_name": op_name, "number": number, "trips": trips, "runs": runs, "cycles": cycles}
         for (op_name, trips, runs, cycles), number in loops.items()
     ]
@@ -84,7 +89,7 @@ def record(facts: Record, analysis: Analysis, bundles: Bundles) -> Record:
         "kernel_bundles": bundles.kernels,
         "bound_ms": round(max(hbm_ms, bundles.program / clock_hz * 1e3), 3),
     }
-    return facts | known | times
+    return facts | counted | times
 
 
 HEADER = (
@@ -94,19 +99,19 @@ HEADER = (
 
 
 def table(programs: Records) -> str:
-    """A line for each program, with aligned columns."""
+    """A line per program, with aligned columns."""
     lines = [HEADER, *(_row(name, program) for name, program in programs.items())]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(width) if place < 2 else cell.rjust(width) for place, (cell, width) in enumerate(row))
+        "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(row))
         for row in (list(zip(line, widths, strict=True)) for line in lines)
     )
 
 
 def _row(name: str, program: Record) -> tuple[str, ...]:
-    received = sum(each["received_bytes"] for each in program["collectives"].values())
-    moved = sum(each["num_bytes"] for each in program["large_moves"])
-    loops = sum(each["number"] * each["runs"] for each in program["loops"])
+    received = sum(collectives["received_bytes"] for collectives in program["collectives"].values())
+    moved = sum(move["num_bytes"] for move in program["large_moves"])
+    loops = sum(loop["number"] * loop["runs"] for loop in program["loops"])
     memory = ("argument_bytes", "output_bytes", "temporary_bytes", "peak_bytes")
     return (
         *(name, f"{program['weights']}, {program['mesh']}"),
@@ -118,45 +123,46 @@ def _row(name: str, program: Record) -> tuple[str, ...]:
 
 
 def details(programs: Records) -> Iterator[str]:
-    """What is behind the table: collectives, kernels, loops, copies, large arrays."""
+    """Details of the table: collectives, kernels, loops, copies, large arrays."""
     for name, program in programs.items():
         yield name
-        for kind, each in program["collectives"].items():
-            yield f"    collectives: {each['count']:g} {kind}, {each['received_bytes'] / MB:,.1f} MB received"
+        for kind, collectives in program["collectives"].items():
+            received = collectives["received_bytes"] / MB
+            yield f"    collectives: {collectives['count']:g} {kind}, {received:,.1f} MB received"
         for kernel, count in program["kernels"].items():
             yield f"    kernel, not in E and B: {count:g} x {kernel}"
         if program["kernel_bundles"]:
             ms = program["kernel_bundles"] / CLOCK_HZ[program["chip"]] * 1e3
-            yield f"    kernels: {ms:,.2f} ms of bundles at most, if they skipped no block"
+            yield f"    kernels: at most {ms:,.2f} ms of bundles, without skipped blocks"
         for loop in program["loops"]:
             ms = loop["cycles"] / CLOCK_HZ[program["chip"]] * 1e3
-            yield f"    loops: {loop['number']} of {loop['trips']} x {ms:.3f} ms (E), {_place(loop)}"
+            yield f"    loops: {loop['number']} of {loop['trips']} x {ms:.3f} ms (E), {_operation(loop)}"
         for move in program["large_moves"]:
             size = f"{move['count']:g} of {move['shape']}, {move['num_bytes'] / MB:,.0f} MB"
-            yield f"    copies: {size}, {_place(move)}"
+            yield f"    copies: {size}, {_operation(move)}"
         for title, key in (("float32 in HBM", "large_float32"), ("computed again", "remat")):
             if program[key]:
                 yield f"    {title}: {', '.join(program[key])}"
 
 
-def _place(part: Record) -> str:
+def _operation(part: Record) -> str:
     """The end of the traced operation's name."""
     return "/".join(part["op_name"].split("/")[-4:]) or "inserted by the compiler"
 
 
 def differences(before: Record, after: Record, path: str = "") -> Iterator[str]:
-    """The values that differ between two records, with their change in per cent where they are numbers; of lists, the
-    elements that only one has."""
+    """The differences between two records: changed values, with the change of numbers in per cent, and the elements
+    that only one of two lists has."""
     for key in dict.fromkeys([*before, *after]):
-        old, new, place = before.get(key), after.get(key), f"{path}{key}"
+        old, new, name = before.get(key), after.get(key), f"{path}{key}"
         if isinstance(old, dict) and isinstance(new, dict):
-            yield from differences(old, new, f"{place}.")
+            yield from differences(old, new, f"{name}.")
         elif isinstance(old, list) and isinstance(new, list):
-            yield from (f"{place}: no longer {json.dumps(each)}" for each in old if each not in new)
-            yield from (f"{place}: now {json.dumps(each)}" for each in new if each not in old)
+            yield from (f"{name}: no longer {json.dumps(item)}" for item in old if item not in new)
+            yield from (f"{name}: now {json.dumps(item)}" for item in new if item not in old)
         elif old != new:
-            is_ratio = all(isinstance(each, int | float) for each in (old, new)) and old
-            yield f"{place}: {_shown(old)} -> {_shown(new)}" + (f" ({new / old - 1:+.1%})" if is_ratio else "")
+            is_ratio = all(isinstance(value, int | float) for value in (old, new)) and old
+            yield f"{name}: {_shown(old)} -> {_shown(new)}" + (f" ({new / old - 1:+.1%})" if is_ratio else "")
 
 
 def _shown(value: Any) -> str:
@@ -164,7 +170,7 @@ def _shown(value: Any) -> str:
 
 
 def compare(before: Record, after: Record) -> str:
-    """The differences of the programs that `after` has, and of the versions they were compiled with."""
+    """The differences in the programs of `after`, and in the versions that they were compiled with."""
     lines = list(differences(before["versions"], after["versions"]))
     for name, program in after["programs"].items():
         if name not in before["programs"]:
@@ -189,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             programs |= audit(name)
         except subprocess.CalledProcessError as error:
-            sys.exit(f"{name} does not compile, for the reason above. Exit code {error.returncode}.")
+            sys.exit(f"{name} does not compile (exit code {error.returncode}). See the message above.")
     print(table(programs), *details(programs), sep="\n")
     before = json.loads(TABLE.read_text()) if TABLE.exists() else {"versions": {}, "programs": {}}
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}

@@ -1,10 +1,10 @@
-"""Counts the bundles of a program that libtpu dumps: long instruction words, of which a core issues one a cycle.
+"""Counts the bundles of a program from libtpu's dump. A bundle is a long instruction word; a core issues one per cycle.
 
-libtpu writes a file of final bundles for each instruction of the optimised program, and marks its loops and their exit
-tests. Bundles in a loop count as often as it runs; a loop whose exit is no constant counts once. Every branch counts as
-taken, so in Pallas kernels, which skip masked blocks by branches, the count is a bound from above; so is that of what
-waits for collectives. Stalls do not count, those of a product that waits for the matrix units neither, so that large
-products take a few per cent less than at the chip's peak: this is an estimate, no measurement.
+libtpu writes a file of final bundles for each instruction of the optimised program, and marks loops and their exit
+tests. Bundles in a loop count as often as it runs; a loop without a constant exit counts once. Every branch counts as
+taken, so the count is an upper bound for Pallas kernels, which skip masked blocks by branches, and for waits for
+collectives. Stalls do not count, not even those of products that wait for the matrix units, so large products seem to
+take a few per cent less than at the chip's peak. This is an estimate, not a measurement.
 """
 
 import re
@@ -20,10 +20,10 @@ LLO_FLAGS = (
     "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_use_subdirectories=true "
     "--xla_jf_dump_llo_pass_label_regex=^(final_bundles|deduplication-map)$"
 )
-"""Of LIBTPU_INIT_ARGS, to be formatted with a folder: 16 MB for two layers, where all stages are 562 MB."""
+"""For LIBTPU_INIT_ARGS, to be formatted with a folder. Writes 16 MB for two layers; all stages would be 562 MB."""
 
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s+((?:> ?)*)(\{.*)")
-_UNMARKED = re.compile(r"\{\}|\{ %\S+ = sbr\.rel [^;]*$")  # empty, or a branch alone: without the marks of their loop
+_UNMARKED = re.compile(r"\{\}|\{ %\S+ = sbr\.rel [^;]*$")  # empty or only a branch: without their loop's marks
 _EXIT = re.compile(r"scmp\.ge\.\S+ %\S+, (\d+) /\* loop exit test")
 
 
@@ -31,11 +31,12 @@ _EXIT = re.compile(r"scmp\.ge\.\S+ %\S+, (\d+) /\* loop exit test")
 class _Loop:
     depth: int
     trips: int = 1
-    bundles: int = 0  # of one iteration, inner loops included
+    bundles: int = 0  # per iteration, including inner loops
 
 
 def count_bundles(text: str) -> int:
-    """Of the text of final bundles of one instruction: bundles issued, with the iterations of its loops."""
+    """The number of bundles that one instruction issues, over all iterations of its loops. `text` are its final
+    bundles."""
     stack = [_Loop(depth=0)]
 
     def leave() -> None:
@@ -62,16 +63,16 @@ def count_bundles(text: str) -> int:
 
 @dataclass(frozen=True)
 class Bundles:
-    """Of a program, or of one iteration of its decoding loop, without the few between its instructions."""
+    """The bundles of a program, or of one iteration of its decoding loop, without the few between instructions."""
 
     program: int
-    kernels: int  # Pallas: at most
+    kernels: int  # Pallas kernels, upper bound
 
 
 def program_bundles(text: str, directory: Path) -> Bundles:
-    """Of a program's optimised HLO, and what libtpu dumped in a folder when it compiled it.
+    """Counts a program's bundles, from its optimised HLO and the folder into which libtpu dumped when compiling it.
 
-    Raises FileNotFoundError where there is nothing of this program.
+    Raises FileNotFoundError if the folder has no bundles of this program.
     """
     module = parse(text)
     dumped = read_dump(directory, re.match(r"HloModule ([^\s,]+)", text)[1])
@@ -83,8 +84,7 @@ def program_bundles(text: str, directory: Path) -> Bundles:
 
 
 def read_dump(directory: Path, module: str) -> Mapping[str, int]:
-    """Bundles of a module's instructions, by name. Equal ones share the file of one of them. Raises
-    FileNotFoundError."""
+    """The bundles of a module's instructions, by name. Equal instructions share a file. Raises FileNotFoundError."""
     bundles: dict[str, int] = {}
     for folder in directory.glob(f"{module}.*.deduplicated"):
         for path in folder.glob("*-final_bundles.txt"):

@@ -1,9 +1,9 @@
-"""Compiles the programs of one audited case for its slice: what a run with these settings would compile.
+"""Compiles the programs of one audited case for its slice, as a run with these settings would.
 
     python -m scripts.audit.cases CASE DIRECTORY
 
-One process per case: libtpu is loaded once, and memory returns to the machine. Writes each program's optimised HLO to
-`DIRECTORY/PROGRAM.txt` and its memory, with the bytes that it could not do without, to `DIRECTORY/PROGRAM.json`.
+Each case has its own process, which loads libtpu once and frees all memory at its end. Writes each program's optimised
+HLO to `DIRECTORY/PROGRAM.txt`, and its memory and minimal HBM traffic to `DIRECTORY/PROGRAM.json`.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from pipeline.step.compiled_step import compile_step, make_partition
 from pipeline.store.format.layout import ITEM_BYTES
 from scripts.bench.published_shapes import SHAPES
 
-_INPUT_BYTES = 3 * 4  # of a token slot: token, segment, position
+_INPUT_BYTES = 3 * 4  # per token slot: token, segment, position
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ CASES: Mapping[str, Case] = {
         "Qwen2.5-0.5B", "v5e-4", 8, 512, "capture.layers=[1] model.weights=fsdp", layers=2
     ),
 }
-"""By name: rows x length per chip, and the slice. Those that generate have 256 rows of 1024 + 1024 tokens in all. The
-last one is small, for the tests."""
+"""Names contain rows x length per chip, and the slice. The generation cases have 256 rows of 1024 + 1024 tokens over
+all chips. The last case is small, for the tests."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a compiled program besides its text. Bytes are of one chip."""
+    """Facts about a compiled program, in addition to its text. Bytes are per chip."""
 
     chip: str
     mesh: str
@@ -100,7 +100,7 @@ class Facts:
 
 
 def compile_case(case: Case) -> Iterator[tuple[str, str, Facts]]:
-    """Of each program of the case its name, its optimised HLO and its facts. Raises ConfigError."""
+    """Compiles a case: name, optimised HLO and facts of each program. Raises ConfigError."""
     with tempfile.TemporaryDirectory() as path:
         shape = SHAPES[case.shape] | ({} if case.layers is None else {"num_hidden_layers": case.layers})
         Path(path, "config.json").write_text(json.dumps(shape))
@@ -157,12 +157,12 @@ def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
 
 
 def _embedding_bytes(leaves: LeafTree, dtype: str, tensor: int) -> int:
-    """Bytes of the embedding on a chip: a lookup reads few of them."""
+    """Bytes of the embedding on a chip. A lookup reads few of them."""
     return leaves["embed"].size * ITEM_BYTES[dtype] // tensor
 
 
 def _described(partition: Partition, config: RunConfig, weights: str, attention: str) -> dict[str, Any]:
-    """The facts that the programs of one case share."""
+    """The facts that are the same for all programs of a case."""
     return {
         "chip": parse_slice(config.topology).chip.name,
         "mesh": " ".join(f"{name} {size}" for name, size in partition.mesh.shape.items()),

@@ -1,4 +1,4 @@
-"""Reads the text of an optimised HLO module: computations, instructions, arrays. Nothing is interpreted here."""
+"""Parses the text of an optimised HLO module into computations, instructions and arrays, without interpreting them."""
 
 import math
 import re
@@ -15,12 +15,12 @@ _BITS = re.compile(r"[a-z]+?(\d+)")
 
 @dataclass(frozen=True)
 class Array:
-    """The type and layout of one array. Its memory is HBM unless the layout names another, such as S(1), VMEM."""
+    """The type and layout of an array. It is in HBM unless the layout names a different memory, such as S(1), VMEM."""
 
     dtype: str
     shape: tuple[int, ...]
     minor_to_major: tuple[int, ...]
-    tiling: str  # with the memory, e.g. T(8,128)(2,1)S(1)
+    tiling: str  # including the memory, e.g. T(8,128)(2,1)S(1)
 
     @property
     def is_in_hbm(self) -> bool:
@@ -28,7 +28,7 @@ class Array:
 
     @property
     def num_bytes(self) -> int:
-        """With the padding of the first tile."""
+        """The bytes including the padding of the first tile."""
         physical = [self.shape[axis] for axis in reversed(self.minor_to_major)]
         tile = re.match(r"T\(([\d,]+)\)", self.tiling)
         sizes = [int(size) for size in tile[1].split(",")] if tile and physical else []
@@ -39,7 +39,7 @@ class Array:
 
     @property
     def data_bytes(self) -> int:
-        """Without padding."""
+        """The bytes without padding."""
         return math.prod(self.shape) * _bits(self.dtype) // 8
 
 
@@ -47,12 +47,12 @@ def _bits(dtype: str) -> int:
     if dtype == "pred":
         return 8
     match = _BITS.match(dtype)
-    return int(match[1]) if match else 0  # a token has none
+    return int(match[1]) if match else 0  # tokens have no size
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line. `arrays` are those of the result; a tuple's are in order, nested ones flattened."""
+    """An instruction. `arrays` are the arrays of its result; tuples are flattened."""
 
     name: str
     opcode: str
@@ -76,7 +76,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Where in the traced program it comes from."""
+        """The operation in the traced program that it comes from."""
         return self.attribute(r'op_name="([^"]*)"') or ""
 
     @property
@@ -101,21 +101,21 @@ class Computation:
 
     @cached_property
     def root(self) -> Instruction:
-        return next(each for each in self.instructions.values() if each.is_root)
+        return next(instruction for instruction in self.instructions.values() if instruction.is_root)
 
     @cached_property
     def parameters(self) -> tuple[Instruction, ...]:
-        parameters = [each for each in self.instructions.values() if each.opcode == "parameter"]
-        return tuple(sorted(parameters, key=lambda each: int(each.argument)))
+        parameters = [instruction for instruction in self.instructions.values() if instruction.opcode == "parameter"]
+        return tuple(sorted(parameters, key=lambda parameter: int(parameter.argument)))
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """Of each instruction those that take its result."""
+        """Instruction name -> the instructions that use its result."""
         users: dict[str, list[Instruction]] = {}
         for instruction in self.instructions.values():
             for name in dict.fromkeys(instruction.operands):
                 users.setdefault(name, []).append(instruction)
-        return {name: tuple(each) for name, each in users.items()}
+        return {name: tuple(instructions) for name, instructions in users.items()}
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,12 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """The module. Raises ValueError for a text that has no entry computation."""
+    """Parses a module. Raises ValueError for a text without an entry computation."""
     computations: dict[str, Computation] = {}
     entry = None
     for is_entry, name, lines in _blocks(text):
         parsed = (_instruction(line) for line in lines)
-        computations[name] = Computation(name, {each.name: each for each in parsed})
+        computations[name] = Computation(name, {instruction.name: instruction for instruction in parsed})
         entry = computations[name] if is_entry else entry
     if entry is None:
         raise ValueError("the text has no line `ENTRY %name (...) -> ... {`: expected an HLO module")
@@ -140,7 +140,7 @@ def parse(text: str) -> Module:
 
 
 def _blocks(text: str) -> Iterator[tuple[bool, str, list[str]]]:
-    """Of each computation whether it is the entry, its name, and its instructions, each in one line."""
+    """For each computation: whether it is the entry, its name, and its instructions, one line each."""
     header, lines = None, []
     for line in text.splitlines():
         if header is None:
@@ -151,7 +151,7 @@ def _blocks(text: str) -> Iterator[tuple[bool, str, list[str]]]:
         elif _INSTRUCTION.match(line):
             lines.append(line)
         else:
-            lines[-1] += line  # an attribute of several lines, such as a kernel's metadata
+            lines[-1] += line  # an attribute with several lines, such as a kernel's metadata
 
 
 def _instruction(line: str) -> Instruction:
@@ -163,7 +163,7 @@ def _instruction(line: str) -> Instruction:
     return Instruction(
         name=match[2],
         opcode=rest[:opening],
-        arrays=tuple(_array(*each) for each in _ARRAY.findall(shape)),
+        arrays=tuple(_array(*parts) for parts in _ARRAY.findall(shape)),
         argument=rest[opening + 1 : closing],
         attributes=rest[closing + 1 :],
         is_root=bool(match[1]),

@@ -1,4 +1,4 @@
-"""The first ten minutes for whoever knows TransformerLens or SAELens: activations in memory, a probe, a store.
+"""The first ten minutes for users of TransformerLens or SAELens: activations in memory, a probe, a store.
 
 python scripts/examples/first_ten_minutes.py [--model Qwen/Qwen2.5-0.5B --layer 12]
 
@@ -19,7 +19,7 @@ TINY = "${assets:tiny-qwen2}"  # the bundled model: six layers, trained on Pytho
 
 
 def paragraphs() -> tuple[list[str], np.ndarray]:
-    """Paragraphs of Python's language reference, and which of them are examples of code."""
+    """Paragraphs of Python's language reference, and which of them contain code."""
     text = "\n\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))
     chosen = [part for part in re.split(r"\n\s*\n", text) if 40 <= len(part) <= 400]
     is_code = np.array([">>>" in part or "def " in part or " = " in part for part in chosen])
@@ -27,8 +27,8 @@ def paragraphs() -> tuple[list[str], np.ndarray]:
 
 
 def probe_accuracy(features: np.ndarray, labels: np.ndarray) -> float:
-    """Of a linear probe, the difference of the two means: fitted on the even rows, tested on the odd ones; the mean of
-    the accuracies for both labels."""
+    """The accuracy of a linear probe (difference of means), fitted on even rows and tested on odd rows, averaged over
+    both labels."""
     fit, fit_labels, test, test_labels = features[::2], labels[::2], features[1::2], labels[1::2]
     means = fit[fit_labels].mean(axis=0), fit[~fit_labels].mean(axis=0)
     scores = (test - (means[0] + means[1]) / 2) @ (means[0] - means[1])
@@ -36,7 +36,7 @@ def probe_accuracy(features: np.ndarray, labels: np.ndarray) -> float:
 
 
 def main(model: str, layer: int, num_paragraphs: int) -> float:
-    """The accuracy of a probe for code in prose."""
+    """The accuracy of a probe that distinguishes code from prose."""
     texts, is_code = paragraphs()
     texts, is_code = texts[:num_paragraphs], is_code[:num_paragraphs]
 
@@ -50,10 +50,10 @@ def main(model: str, layer: int, num_paragraphs: int) -> float:
     print(f"{len(results)} paragraphs; the first: {extractor.tokenizer.decode(results[0].tokens)!r:.60}")
     features = np.stack([result.activations[key].mean(axis=0) for result in results])
     accuracy = probe_accuracy(features, is_code)
-    print(f"a linear probe tells code from prose: accuracy {accuracy:.3f}, {is_code.mean():.0%} are code")
+    print(f"a linear probe distinguishes code from prose: accuracy {accuracy:.3f}, {is_code.mean():.0%} are code")
 
     with tempfile.TemporaryDirectory() as folder:
-        store = extractor.save(Path(folder) / "store", texts)  # on disk, for what does not fit into memory
+        store = extractor.save(Path(folder) / "store", texts)  # on disk, for data that does not fit in memory
         total = sum(batch.activations.sum(axis=0) for batch in store.batches(key, 1024, shuffle=True, seed=0))
         np.testing.assert_allclose(
             total / store.num_tokens, np.concatenate([r.activations[key] for r in results]).mean(axis=0), atol=1e-3

@@ -2,14 +2,14 @@
 
     python scripts/examples/probe_arc.py [--tasks DIR] [--model Qwen/Qwen2.5-0.5B] [--plot probe.png]
 
-A prompt shows a task's examples and its test input, each grid after the label `input:` or `output:`. The job stores the
-activations of the labels' colons only (`capture.positions=regex`). From them, ridge regression predicts the numbers of
-rows and columns of the grid that follows, which the model has not seen: each third of the tasks by a probe that is
-fitted on the others. An output follows from its input and the examples; how large an input will be can only be guessed.
-The embedding, the first place, is the same for every colon and can say nothing. The last line is the share of the
-variance of the outputs' sizes that the best layer explains.
+A prompt contains a task's examples and its test input, each grid after the label `input:` or `output:`. The job stores
+activations of the labels' colons only (`capture.positions=regex`). From these, ridge regression predicts the numbers of
+rows and columns of the following grid, which the model has not seen yet. Each third of the tasks is predicted by a
+probe fitted on the other two. An output's size follows from its input and the examples; an input's size can only be
+guessed. The embedding, which comes first, is the same for every colon, so it predicts nothing. The last line printed is
+the share of the variance of the outputs' sizes that the best layer explains.
 
-By default: the bundled model on tasks that the demo makes, in a minute. N: labels, D: width of an activation.
+By default, runs the bundled model on the demo's tasks, in a minute. N: labels, D: width of an activation.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from pipeline.store import ActivationStore
 
 MAKE_TASKS = Path(__file__).parents[1] / "demo" / "make_demo_tasks.py"
 TINY = "${assets:tiny-qwen2}"
-RIDGE = 30.0  # of standardised activations
+RIDGE = 30.0  # for standardised activations
 FOLDS = 3
 
 
 def fill_store(path: Path, tasks: Path, model: str, length: int) -> ActivationStore:
-    """A store of all layers, at the labels of all prompts. Prompts longer than a row are cut."""
+    """Fills a store with all layers' activations at the labels of all prompts. Prompts longer than a row are cut."""
     overrides = [
         *("data=arc", f"data.path={tasks}", f"model.path={model}", f"store.path={path}"),
         *(f"batch.length={length}", "batch.long_documents=cut", "capture.positions=regex", "capture.regex=':'"),
@@ -43,8 +43,8 @@ def fill_store(path: Path, tasks: Path, model: str, length: int) -> ActivationSt
 
 
 def grid_sizes(document: dict, tasks: Path) -> list[tuple[int, int]]:
-    """Rows and columns of the prompt's grids, in its order: inputs and outputs in turn, the test's last. NaN where the
-    task does not say."""
+    """Rows and columns of the prompt's grids, in its order: input and output of each example, then of the test. NaN if
+    the task does not contain the grid."""
     task = json.loads((tasks / f"{document['task']}.json").read_text())
     examples = [task["train"][int(number)] for number in document["order"].split(",")]
     pairs = [*examples, task["test"][document["test"]]]
@@ -53,8 +53,8 @@ def grid_sizes(document: dict, tasks: Path) -> list[tuple[int, int]]:
 
 
 def explained(x: np.ndarray, y: np.ndarray, fold: np.ndarray) -> float:
-    """The share of the variance of y [N, 2] that ridge regressions on x [N, D] predict, each fitted on the other folds
-    [N]; below 0 where their means predict better."""
+    """The share of the variance of y [N, 2] that ridge regressions on x [N, D] explain. Each fold [N] is predicted by a
+    regression on the others. Negative if their means predict better."""
     errors = np.zeros(2)
     for test in (fold == number for number in range(FOLDS)):
         mean, scale, centre = x[~test].mean(axis=0), x[~test].std(axis=0) + 1e-6, y[~test].mean(axis=0)
@@ -65,11 +65,11 @@ def explained(x: np.ndarray, y: np.ndarray, fold: np.ndarray) -> float:
     return 1 - errors[0] / errors[1]
 
 
-def draw(path: Path, places: list[str], shares: np.ndarray) -> None:
-    """shares: [places, 2]."""
+def draw(path: Path, arrays: list[str], shares: np.ndarray) -> None:
+    """Draws the shares, [arrays, 2]."""
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot(places, shares, marker="o", label=["inputs", "outputs"])
+    axes.plot(arrays, shares, marker="o", label=["inputs", "outputs"])
     axes.set(title="Size of the next grid, unseen tasks", ylabel="variance explained", ylim=(-0.1, 1.0))
     axes.tick_params(axis="x", rotation=45)
     axes.legend()
@@ -97,21 +97,21 @@ def main(tasks: Path | None, model: str, length: int, plot: Path | None) -> floa
     print(f"{outputs.sum()} outputs and {inputs.sum()} inputs of {task.max() + 1} tasks")
 
     shares = {}
-    for place, x in labels.activations.items():
-        shares[place] = [explained(x[chosen], size[chosen], task[chosen] % FOLDS) for chosen in (inputs, outputs)]
-        print(f"{place:20} inputs {shares[place][0]:6.3f}   outputs {shares[place][1]:6.3f}")
+    for array, x in labels.activations.items():
+        shares[array] = [explained(x[chosen], size[chosen], task[chosen] % FOLDS) for chosen in (inputs, outputs)]
+        print(f"{array:20} inputs {shares[array][0]:6.3f}   outputs {shares[array][1]:6.3f}")
     if plot is not None:
         draw(plot, list(shares), np.array(list(shares.values())))
-    best = max(shares, key=lambda place: shares[place][1])
+    best = max(shares, key=lambda array: shares[array][1])
     print(f"{best} explains {shares[best][1]:.2f} of the variance of the outputs' sizes")
     return shares[best][1]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", type=Path, help="folder of tasks, one file each")
+    parser.add_argument("--tasks", type=Path, help="folder with a file per task")
     parser.add_argument("--model", default=TINY)
-    parser.add_argument("--length", type=int, default=1024, help="of rows; longer prompts are cut")
-    parser.add_argument("--plot", type=Path, help="file of the figure")
+    parser.add_argument("--length", type=int, default=1024, help="length of rows; longer prompts are cut")
+    parser.add_argument("--plot", type=Path, help="file for the figure")
     options = parser.parse_args()
     main(options.tasks, options.model, options.length, options.plot)

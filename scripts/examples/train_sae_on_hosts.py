@@ -1,12 +1,12 @@
-"""One SAE, trained by all processes of a slice on activations that they compute meanwhile: an example of `Stream`.
+"""All processes of a slice train one SAE on activations that they compute at the same time: an example of `Stream`.
 
     python scripts/examples/train_sae_on_hosts.py --slice                      # on every host of a TPU slice
     python scripts/examples/train_sae_on_hosts.py --coordinator localhost:9000 --processes 2 --process 0     # and 1
 
-Each process computes the activations of its share of the data on its own devices, so that none waits for another there.
-A step of the training takes a batch of each: one array, divided by tokens over all devices of all processes. The SAE is
-on every device, and XLA adds up its gradients. The memory that it takes there is left to it by the stream's plan. The
-last line is the loss of the last steps, which all processes have.
+Each process computes activations for its share of the data on its own devices, so that processes do not wait for each
+other. A training step uses a batch from each process, as one array divided by tokens over all devices of all processes.
+The SAE is on every device, and XLA sums its gradients. The stream's plan reserves the memory for training. The last
+line is the loss of the last steps, which is the same in all processes.
 
 Shapes: B tokens of all processes, D features.
 """
@@ -28,14 +28,14 @@ TRAINING_BYTES = 4 * 4 * (2 * EXPANSION * WIDTH**2 + WIDTH)  # float32: the SAE,
 
 
 def replicate(training: Training, mesh: Mesh) -> None:
-    """Puts what every process has made from the same seed on all devices."""
+    """Puts the state, which every process has made from the same seed, on all devices."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     state = jax.tree.map(np.asarray, nnx.state(training))
     nnx.update(training, jax.tree.map(lambda x: jax.make_array_from_process_local_data(everywhere, x), state))
 
 
 def main(steps: int) -> float:
-    """The mean loss of the last ten steps; predicting the mean activation gives 1."""
+    """The mean loss of the last ten steps. Predicting the mean activation would give 1."""
     mesh = Mesh(jax.devices(), ("data",))
     by_tokens = NamedSharding(mesh, PartitionSpec("data"))
     with tempfile.TemporaryDirectory() as folder:
@@ -44,11 +44,11 @@ def main(steps: int) -> float:
         stream = Stream(TINY, layers=[3], data=data, **options)
         normalisation = stream.normalisation(num_tokens=8192)  # the same in all processes
         options = {"shuffle_buffer_tokens": BUFFER, "seed": 0, "dtype": "float32", "normalisation": normalisation}
-        batches = stream.batches(BATCH, **options)  # by default of rank process_index of process_count
+        batches = stream.batches(BATCH, **options)  # the default rank is process_index, out of process_count
 
         training, losses = Training(WIDTH), []
         replicate(training, mesh)
-        for _, batch in zip(range(steps), batches, strict=False):  # ranks have unlike numbers: stop before the end
+        for _, batch in zip(range(steps), batches, strict=False):  # ranks have different numbers: stop before the end
             x = jax.make_array_from_process_local_data(by_tokens, np.ascontiguousarray(batch.activations))
             losses.append(float(step(training, x)))
         batches.close()

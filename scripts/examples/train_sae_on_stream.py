@@ -3,12 +3,13 @@
     pip install flax optax
     python scripts/examples/train_sae_on_stream.py [--steps 200]
 
-A training on activations takes a model, data and a shuffle buffer in memory, but no disk. What it must keep to go on
-after a crash is its parameters and `batches.state()`, a few numbers. Here a training is stopped halfway, what it keeps
-is written and read again, and a new reader goes on: it ends with the parameters of a training that was never stopped,
-bit for bit. The last line is the share of the activations' variance that the SAE explains, of batches it has not seen.
+Training on a stream needs a model, data and a shuffle buffer in memory, but no disk. To continue after a crash, it
+needs its parameters and `batches.state()`, a few numbers. Here, training stops halfway, saves both, and a new reader
+continues: it ends with the same parameters, bit for bit, as training that never stopped. The last line is the share of
+the activations' variance that the SAE explains, on batches that it was not trained on.
 
-By default: the bundled model on Python's language reference, in seconds. Shapes: B tokens, D features, F latents.
+By default, uses the bundled model and Python's language reference, and takes seconds. Shapes: B tokens, D features, F
+latents.
 """
 
 import argparse
@@ -49,26 +50,26 @@ class SAE(nnx.Module):
 
 
 class Training(nnx.Module):
-    """All that a training keeps, besides where it is in its data."""
+    """The state of a training, except its position in the data."""
 
     def __init__(self, width: int) -> None:
         self.sae = SAE(width, nnx.Rngs(0))
         self.optimizer = nnx.Optimizer(self.sae, optax.adam(LEARNING_RATE), wrt=nnx.Param)
 
 
-def loss_of(sae: SAE, x: jax.Array) -> jax.Array:
+def mean_squared_error(sae: SAE, x: jax.Array) -> jax.Array:
     return jnp.square(sae(x) - x).mean()
 
 
 @nnx.jit
 def step(training: Training, x: jax.Array) -> jax.Array:
-    loss, gradients = nnx.value_and_grad(loss_of)(training.sae, x)
+    loss, gradients = nnx.value_and_grad(mean_squared_error)(training.sae, x)
     training.optimizer.update(training.sae, gradients)
     return loss
 
 
 def train(batches, training: Training, first: int, last: int) -> Training:
-    """Steps `first` to `last` - 1."""
+    """Runs steps `first` to `last` - 1."""
     for count in range(first, last):
         loss = step(training, next(batches).activations)
         if count % 50 == 0:
@@ -101,7 +102,7 @@ def write_text(folder: Path) -> str:
 
 
 def main(steps: int) -> float:
-    """The share of variance explained."""
+    """The share of the variance that the SAE explains."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         stream = Stream(TINY, layers=[3], data=write_text(folder), model_dtype="float32", progress=False)
@@ -117,17 +118,16 @@ def main(steps: int) -> float:
         stopped.close()
         training, state = load(folder, width)  # as a new process would
         resumed = train(stream.batches(BATCH, **options, state=state), training, steps // 2, steps)
-        for one, other in zip(arrays(whole), arrays(resumed), strict=True):
-            assert one.tobytes() == other.tobytes()
+        for expected, got in zip(arrays(whole), arrays(resumed), strict=True):
+            assert expected.tobytes() == got.tobytes()
         print(f"stopped after {steps // 2} steps and resumed from {len(json.dumps(state))} bytes: the same parameters")
-        print(
-            f"seconds that the training waited: {batches.waits.consumer:.1f}, the devices: {batches.waits.devices:.1f}"
-        )
+        print(f"seconds of waiting: training {batches.waits.consumer:.1f}, devices {batches.waits.devices:.1f}")
 
         held_out = [next(batches).activations for _ in range(HELD_OUT)]
-        explained = 1 - float(np.mean([loss_of(whole.sae, x) for x in held_out]) / np.mean(np.square(held_out)))
+        held_out_loss = np.mean([mean_squared_error(whole.sae, x) for x in held_out])
+        explained = 1 - float(held_out_loss / np.mean(np.square(held_out)))
     assert explained > 0.65, explained
-    print(f"the SAE explains {explained:.3f} of the variance of {HELD_OUT * BATCH} tokens that it has not seen")
+    print(f"the SAE explains {explained:.3f} of the variance of {HELD_OUT * BATCH} tokens that it was not trained on")
     return explained
 
 

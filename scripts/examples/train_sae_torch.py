@@ -1,4 +1,4 @@
-"""A top-k sparse autoencoder on a store's activations, in PyTorch: an example of reading, not a trainer.
+"""Trains a top-k sparse autoencoder on a store's activations, in PyTorch: an example of reading, not a trainer.
 
 python scripts/examples/train_sae_torch.py build/demo/stores/text blocks.2.resid_post [--steps 200]
 """
@@ -29,7 +29,7 @@ class SparseAutoencoder(nn.Module):
 
 
 def train(path: str, key: str, steps: int, batch_size: int = 1024) -> list[float]:
-    """The mean squared error of each step; activations are normalised, so that predicting nothing gives 1."""
+    """The mean squared error of each step. Activations are normalised so that predicting the mean has an error of 1."""
     torch.manual_seed(0)
     store = ActivationStore.open(path)
     batches = store.batches(

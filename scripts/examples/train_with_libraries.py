@@ -1,14 +1,19 @@
-"""SAELens, dictionary_learning and sparsify train a top-k SAE each, on activations that are computed meanwhile.
+"""SAELens, dictionary_learning and sparsify each train a top-k SAE on activations that are computed at the same time.
 
     make test-saes      # the libraries and this package, in .venv-saes
     .venv-saes/bin/python scripts/examples/train_with_libraries.py [--steps 300] [--data stream store cached memory]
 
-Each library trains with its own trainer on an iterator of tensors [n, D]. Where they come from (`--data`): a `Stream`;
-`batches` of the store that the stream has filled; SAELens' own loader, on what `pipeline.export` makes of the store;
-one batch in memory, again and again, which says how fast the trainer is alone. Prints the loss of the first and the
-last steps, as the library computes it, and tokens/s from the first batch to the last, of the clock and of a core.
+Each library's trainer gets an iterator of tensors [n, D]. `--data` selects its source:
 
-By default: the bundled model on Python's language reference, layer 3. Shapes: n tokens of a batch, D features.
+* stream: a `Stream`
+* store: `batches` of the store that the stream has filled
+* cached: SAELens' loader, on the output of `pipeline.export`
+* memory: the same batch every time, which shows the speed of the trainer alone
+
+Prints the loss of the first and last steps, as the library computes it, and tokens/s from the first batch to the last,
+by wall-clock time and by core time.
+
+By default, uses the bundled model on Python's language reference, layer 3. Shapes: n tokens of a batch, D features.
 """
 
 import argparse
@@ -71,10 +76,11 @@ def dictionary_learning(data: Data, steps: int, folder: Path) -> list[float]:
 
 
 class Replayed(torch.nn.Module):
-    """In place of the model that sparsify's trainer hooks: its module `activations` puts out the batches of `data`."""
+    """Replaces the model that sparsify's trainer hooks. The outputs of its module `activations` are batches of
+    `data`."""
 
     device = torch.device("cpu")
-    dummy_inputs = {"input_ids": torch.zeros(1, 1)}  # noqa: RUF012  to find the width
+    dummy_inputs = {"input_ids": torch.zeros(1, 1)}  # noqa: RUF012  for the trainer to determine the width
 
     def __init__(self, data: Data) -> None:
         super().__init__()
@@ -95,7 +101,7 @@ def sparsify(data: Data, steps: int, folder: Path) -> list[float]:
     coder = SparseCoderConfig(expansion_factor=EXPANSION, k=ACTIVE)
     config = TrainConfig(coder, batch_size=1, hookpoints=["activations"], optimizer="adam", lr=LEARNING_RATE)
     config.lr_warmup_steps, config.log_to_wandb, config.save_dir = 10, False, str(folder)
-    rows = [{"input_ids": torch.ones(BATCH)}] * steps  # stand for tokens that the trainer does not leave out
+    rows = [{"input_ids": torch.ones(BATCH)}] * steps  # placeholders that the trainer does not mask
     trainer = Trainer(config, rows, Replayed(data))
     trainer.saes["activations"].register_forward_hook(lambda *called: losses.append(called[-1].fvu.item()))
     trainer.fit()
@@ -103,7 +109,7 @@ def sparsify(data: Data, steps: int, folder: Path) -> list[float]:
 
 
 def cached(store: ActivationStore, folder: Path, steps: int) -> ActivationsStore:
-    """SAELens' loader, on the store's activations in its format."""
+    """SAELens' loader, reading the store's activations after export to its format."""
     if not folder.exists():
         assert export([f"store.path={store.path}", f"export.path={folder}", f"export.arrays={KEY}"]) == 0
     return ActivationsStore(
@@ -127,7 +133,7 @@ def cached(store: ActivationStore, folder: Path, steps: int) -> ActivationsStore
 
 
 class Timed(Iterator[torch.Tensor]):
-    """The batches, and the seconds from asking for the first to having the last: by the clock, and of all cores."""
+    """The batches, and the seconds from before the first to after the last: wall-clock time, and time of all cores."""
 
     def __init__(self, data: Data) -> None:
         self._data = data
@@ -143,7 +149,7 @@ TRAINERS: tuple[Callable[[Data, int, Path], list[float]], ...] = (sae_lens, dict
 
 
 def main(steps: int, sources: list[str]) -> None:
-    torch.set_num_threads(1)  # small steps: with more, threads mostly wait for each other
+    torch.set_num_threads(1)  # steps are small, so more threads would mostly wait for each other
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "text").mkdir()

@@ -1,4 +1,4 @@
-"""Every name that scripts and tests import from the package exists there: python scripts/lint/check_imports.py."""
+"""Checks that every name imported from the package exists: python scripts/lint/check_imports.py."""
 
 import ast
 import sys
@@ -25,10 +25,10 @@ def missing_names(path: Path) -> Iterator[str]:
 
 def exists(module: str, name: str) -> bool:
     """Whether a module or package has a name, or a module of that name."""
-    place = ROOT.joinpath(*module.split("."))
-    if (place / name).with_suffix(".py").exists() or (place / name / "__init__.py").exists():
+    path = ROOT.joinpath(*module.split("."))
+    if (path / name).with_suffix(".py").exists() or (path / name / "__init__.py").exists():
         return True
-    source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return source.exists() and name in top_level_names(ast.parse(source.read_text()))
 
 

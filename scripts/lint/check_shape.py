@@ -1,7 +1,7 @@
-"""Keeps the package readable: python scripts/lint/check_shape.py counts, and ends with 1 where a limit is passed.
+"""Checks the sizes of the package's parts: python scripts/lint/check_shape.py. Exits with 1 if a limit is exceeded.
 
-Limits: modules beside each other, lines of a function, public methods of a class, parameters of a function; and no two
-modules import each other, whatever the way round and wherever the import stands.
+Limits: modules in a package, lines and parameters of a function, public methods of a class. Circular imports are not
+allowed either, including imports inside functions.
 """
 
 import ast
@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "pipeline"
-MAX_COMMANDS = 10  # files directly in the package
-MAX_MODULES = 15  # of a room
-MAX_LINES = 60  # of a function
-MAX_METHODS = 15  # public ones of a class
-MAX_PARAMETERS = 8  # of a function, without self
-EXCEPTIONS: Mapping[str, str] = {  # by name, with the reason
-    "pipeline.models.families": "a file for each family and its relatives; none grows with the others",
-    "pipeline.store.read.reader:ActivationStore": "all that one asks of a store; each method is one question",
+MAX_COMMANDS = 10  # files directly in `pipeline`
+MAX_MODULES = 15  # per package
+MAX_LINES = 60  # per function
+MAX_METHODS = 15  # public methods per class
+MAX_PARAMETERS = 8  # per function, without self
+EXCEPTIONS: Mapping[str, str] = {  # name -> reason
+    "pipeline.models.families": "a file per family; they do not depend on each other's size",
+    "pipeline.store.read.reader:ActivationStore": "the whole interface of a store; each method answers one question",
 }
 
 
@@ -25,12 +25,12 @@ def main() -> int:
     files = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
     trees = {name: ast.parse(path.read_text()) for name, path in files.items()}
     problems = {
-        **crowded_rooms(),
+        **crowded_packages(),
         **{name: what for module, tree in trees.items() for name, what in large_parts(module, tree)},
     }
     lines = [f"{name} {what}" for name, what in problems.items() if name not in EXCEPTIONS]
-    lines += [f"{name} is an exception that nothing needs" for name in EXCEPTIONS.keys() - problems.keys()]
-    lines += [f"these modules import each other: {', '.join(circle)}" for circle in circles(import_graph(trees))]
+    lines += [f"{name} does not need an exception" for name in EXCEPTIONS.keys() - problems.keys()]
+    lines += [f"these modules import each other: {', '.join(cycle)}" for cycle in cycles(import_graph(trees))]
     print("\n".join(lines) or f"{len(files)} modules: all within the limits")
     return bool(lines)
 
@@ -40,19 +40,19 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def crowded_rooms() -> dict[str, str]:
-    """Rooms with more modules than their limit: what is wrong, by name."""
-    rooms = {PACKAGE: MAX_COMMANDS} | {path.parent: MAX_MODULES for path in PACKAGE.glob("*/**/__init__.py")}
-    counts = {room: len([path for path in room.glob("*.py") if path.name != "__init__.py"]) for room in rooms}
+def crowded_packages() -> dict[str, str]:
+    """Packages with too many modules: name -> problem."""
+    packages = {PACKAGE: MAX_COMMANDS} | {path.parent: MAX_MODULES for path in PACKAGE.glob("*/**/__init__.py")}
+    counts = {folder: len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) for folder in packages}
     return {
-        module_name(room / "__init__.py"): f"has {counts[room]} modules, at most {limit} are allowed"
-        for room, limit in rooms.items()
-        if counts[room] > limit
+        module_name(folder / "__init__.py"): f"has {counts[folder]} modules, at most {limit} are allowed"
+        for folder, limit in packages.items()
+        if counts[folder] > limit
     }
 
 
 def large_parts(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Functions and classes beyond the limits: their names, and what is wrong."""
+    """Functions and classes that exceed a limit: name and problem."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines, parameters = node.end_lineno - node.lineno + 1, num_parameters(node.args)
@@ -67,13 +67,13 @@ def large_parts(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def num_parameters(arguments: ast.arguments) -> int:
-    """Without self."""
+    """The number of parameters, without self or cls."""
     named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     return len(named) - (bool(named) and named[0].arg in ("self", "cls"))
 
 
 def import_graph(trees: Mapping[str, ast.Module]) -> dict[str, set[str]]:
-    """Which modules each module imports, also inside functions."""
+    """The modules that each module imports, including imports inside functions."""
     graph: dict[str, set[str]] = {}
     for name, tree in trees.items():
         imported = graph[name] = set()
@@ -88,8 +88,8 @@ def import_graph(trees: Mapping[str, ast.Module]) -> dict[str, set[str]]:
     return graph
 
 
-def circles(graph: Mapping[str, set[str]]) -> Iterator[list[str]]:
-    """The strongly connected components of more than one module, by Tarjan's algorithm."""
+def cycles(graph: Mapping[str, set[str]]) -> Iterator[list[str]]:
+    """The strongly connected components with more than one module, by Tarjan's algorithm."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -104,9 +104,9 @@ def circles(graph: Mapping[str, set[str]]) -> Iterator[list[str]]:
             elif other in stack:
                 low[name] = min(low[name], index[other])
         if low[name] == index[name]:
-            place = stack.index(name)
-            component = stack[place:]
-            del stack[place:]
+            start = stack.index(name)
+            component = stack[start:]
+            del stack[start:]
             if len(component) > 1:
                 yield sorted(component)
 

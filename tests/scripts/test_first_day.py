@@ -18,5 +18,5 @@ def test_the_report_of_a_cpu() -> None:
     report = (ROOT / "build" / "first-day" / "report.md").read_text()
     assert report in done.stdout
     assert "2 x cpu" in report
-    assert (report.count("| right |"), report.count("WRONG")) == (3, 0)
+    assert (report.count("| correct |"), report.count("WRONG")) == (3, 0)
     assert "| Qwen2.5-0.5B |" in report
