@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A job on a TPU slice of a GKE cluster with JobSet, by kubectl. Settings: launch/tpu.env (see tpu.env.example).
+# Runs a job on a TPU slice of a GKE cluster, with JobSet and kubectl. Settings: launch/tpu.env (see tpu.env.example).
 #
 #   launch/gke.sh image                build and push IMAGE
-#   launch/gke.sh create [overrides]   start the job: launch/jobset.yaml says what restarts it
+#   launch/gke.sh create [overrides]   start the job; launch/jobset.yaml describes when it is restarted
 #   launch/gke.sh status
 #   launch/gke.sh logs [worker]        follow a worker's log (default 0)
-#   launch/gke.sh delete               the job, not the store
+#   launch/gke.sh delete               delete the job, but not the store
 #
 # --dry-run (or DRY_RUN=1) prints every command and executes none.
 set -euo pipefail
@@ -19,10 +19,10 @@ image() {
     cmd docker push "$IMAGE"
 }
 
-# launch/jobset.yaml with the settings put in.
+# Fills the settings into launch/jobset.yaml and applies it.
 create() {
     local text name OVERRIDES
-    # shellcheck disable=SC2034 # by its name, below
+    # shellcheck disable=SC2034 # used by name below
     OVERRIDES=$(json_list "store.path=$BUCKET/stores/$NAME" "run.compilation_cache=$BUCKET/compilation-cache" \
         "run.progress=false" "$@")
     text=$(<launch/jobset.yaml)

@@ -1,15 +1,15 @@
 # shellcheck shell=bash
-# What the launch scripts share. To be sourced, from the repository's root.
+# Functions of the launch scripts. Source it from the repository's root.
 
 die() {
     echo "$0: $*" >&2
     exit 2
 }
 
-BUILD=${BUILD:-build/launch} # for what is made here
+BUILD=${BUILD:-build/launch} # output folder
 exec 3>&2
 
-# The command, printed; with DRY_RUN=1 it is not executed.
+# Prints a command, and executes it unless DRY_RUN is set.
 cmd() {
     printf '+ %s\n' "$*" >&3
     [[ -n ${DRY_RUN:-} ]] || "$@"
@@ -31,8 +31,8 @@ begin() {
     arguments=("${@:2}")
     [[ $command != *help ]] || usage
     local argument
-    for argument in "${arguments[@]}"; do # --dry-run here would be an override of the job, and the commands executed
-        [[ $argument != --* ]] || die "$argument stands after $command: expected launch/${0##*/} --dry-run $command ..."
+    for argument in "${arguments[@]}"; do # otherwise --dry-run would be an override of the job, and commands would run
+        [[ $argument != --* ]] || die "$argument comes after $command: expected launch/${0##*/} --dry-run $command ..."
     done
     local file=${TPU_ENV:-launch/tpu.env}
     [[ -f $file ]] || die "no $file: copy launch/tpu.env.example and fill it in"
@@ -40,8 +40,8 @@ begin() {
     source "$file"
 }
 
-# Puts into DIRECTORY what a job needs of this checkout: the package as a wheel, which carries the configs, and the
-# versions that it was tested with.
+# Writes to DIRECTORY what a job needs from this checkout: the package as a wheel, which contains the configs, and the
+# constraints with tested versions.
 build_wheel() {
     local directory=$1
     cmd rm -rf "$directory" build/lib

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Runs the job in several processes on this machine, as a pod would: for development and tests, on the CPU.
+"""Runs the job in several processes on this machine's CPU, as on a pod, for development and tests.
 
     python launch/local.py --processes 2 --devices 2 run.max_tokens=100000 store.path=/tmp/store
 
-starts as many `python -m pipeline.run` with these overrides, joined through a free local port. Lines of output are
-prefixed with the process's number. SIGTERM and SIGINT are forwarded. The exit code is the worst: 2 (wrong configuration
-or input), 1 (any other failure), 42 (interrupted), 0.
+Starts `python -m pipeline.run` with these overrides in each process; they join through a free local port. Lines of
+output are prefixed with the process's number. SIGTERM and SIGINT are forwarded. The exit code is the worst of all
+processes: 2 (invalid configuration or input), 1 (any other failure), 42 (interrupted), 0.
 """
 
 import argparse
@@ -17,13 +17,13 @@ import sys
 import threading
 import time
 
-GRACE_S = 25  # for the others, after one has failed: longer than their heartbeats take to notice
+GRACE_S = 25  # for the others after a failure; longer than their heartbeats take to notice
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--devices", type=int, default=1, help="CPU devices of each process")
+    parser.add_argument("--devices", type=int, default=1, help="CPU devices per process")
     args, overrides = parser.parse_known_args()
 
     processes = start_all(args.processes, args.devices, overrides)
@@ -60,7 +60,7 @@ def start_all(num_processes: int, devices: int, overrides: list[str]) -> list[su
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # the terminal's Ctrl-C reaches them once, from here
+            start_new_session=True,  # so that the terminal's Ctrl-C reaches them only from here
         )
         for i in range(num_processes)
     ]
@@ -81,7 +81,8 @@ def print_prefixed(i: int, process: subprocess.Popen) -> None:
 
 
 def say(text: str) -> None:
-    """Where nobody reads any more, the job goes on: its processes would wait for ever to say what they have to."""
+    """Prints text. If the reader of stdout is gone, the job continues; otherwise its processes would wait forever for
+    their output to be read."""
     try:
         print(text, end="", flush=True)
     except OSError:
@@ -89,15 +90,16 @@ def say(text: str) -> None:
 
 
 def wait(processes: list[subprocess.Popen]) -> int:
-    """The worst exit code, once all have ended; those that outlive a failed one by GRACE_S are killed.
+    """Waits for all processes, and returns the worst exit code. GRACE_S after a failure, the others are killed.
 
-    An interrupted process has told the others, unless it had not joined them yet: then they would wait for it.
+    An interrupted process notifies the others only if it has joined them. Otherwise they would wait for it, so all get
+    SIGTERM.
     """
-    told = False
+    is_notified = False
     failed_at = None
     while any(process.poll() is None for process in processes):
-        if not told and any(process.returncode == 42 for process in processes):
-            told = True
+        if not is_notified and any(process.returncode == 42 for process in processes):
+            is_notified = True
             send(processes, signal.SIGTERM)
         if failed_at is None and any(process.returncode not in (None, 0, 42) for process in processes):
             failed_at = time.monotonic()
@@ -105,7 +107,8 @@ def wait(processes: list[subprocess.Popen]) -> int:
             send(processes, signal.SIGKILL)
         time.sleep(0.05)
     codes = [process.returncode for process in processes]
-    return worst([42 if told and code == -signal.SIGTERM else code for code in codes])  # told before it could say so
+    # A process without a signal handler yet dies of SIGTERM, and counts as interrupted.
+    return worst([42 if is_notified and code == -signal.SIGTERM else code for code in codes])
 
 
 def worst(codes: list[int]) -> int:

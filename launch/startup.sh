@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# Runs on every worker of a TPU slice, at each boot: installs the job that lies at JOB in the bucket, and runs it until
-# it is finished. launch/tpu.sh puts the settings (JOB and others) above this text.
+# Runs on every worker of a TPU slice, at each boot: installs the job from JOB in the bucket, and runs it until it is
+# finished. launch/tpu.sh inserts the settings (JOB and others) above this text.
 #
-# The job's exit codes: 0 and 2 end it, and are written to JOB/exit-codes/ID, where the other workers and `tpu.sh
-# babysit` find them; JOB/run-id has the ID of the upload that is to be run. 42 (interrupted) and 1 (failed) start it
-# again, the latter at most MAX_FAILURES times. SIGTERM to this script stops the job, which then exits with 42, and does
-# not start it again.
+# The job's exit codes: 0 and 2 end it, and are written to JOB/exit-codes/ID for the other workers and `tpu.sh babysit`;
+# JOB/run-id has the ID of the upload to run. After 42 (interrupted) and 1 (failed) it is restarted, after 1 at most
+# MAX_FAILURES times. SIGTERM to this script stops the job, which then exits with 42 and is not restarted.
 # shellcheck disable=SC2329 # functions that `attend` calls
 set -euo pipefail
 
@@ -21,7 +20,7 @@ export TPU_PREMAPPED_BUFFER_SIZE=${TPU_PREMAPPED_BUFFER_SIZE:-17179869184} # byt
 mkdir -p "$WORK"
 cd "$WORK"
 exec 9>>lock
-until flock --nonblock 9; do # an earlier start of the job: it gives way
+until flock --nonblock 9; do # held by an earlier start of the job, which is stopped
     kill "$(<pid)" || true
     sleep 1
 done
@@ -32,14 +31,14 @@ child=
 stopping=
 trap 'stopping=1; [[ -z $child ]] || kill "$child" || true' TERM INT
 
-# Runs a command that the trap can end; its exit code is left in $code.
+# Runs a command that the trap can end, and sets $code to its exit code.
 attend() {
     "$@" 9>&- &
     child=$!
     while true; do
         code=0
         wait "$child" || code=$?
-        kill -0 "$child" 2>/dev/null || break # else a signal has ended `wait`, not the command
+        kill -0 "$child" 2>/dev/null || break # otherwise a signal ended `wait`, not the command
     done
     child=
 }
@@ -88,7 +87,7 @@ extract() {
     exec venv/bin/python -m pipeline.run "${overrides[@]}"
 }
 
-# What JAX advises from v5e on: without it the TPU's runtime starts slowly.
+# As JAX recommends for v5e and later; otherwise the TPU runtime starts slowly.
 echo always >"$HUGEPAGES" || say "transparent hugepages stay as they are"
 
 failures=0

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# A job on a TPU slice, through gcloud's queued resources. Settings: launch/tpu.env (see tpu.env.example).
+# Runs a job on a TPU slice, through gcloud's queued resources. Settings: launch/tpu.env (see tpu.env.example).
 #
-#   launch/tpu.sh create [overrides]   upload the job, ask for the slice; its workers start the job at each boot
-#   launch/tpu.sh run [overrides]      upload the job, (re)start it on all workers of a slice that is there, over ssh
-#   launch/tpu.sh status               of the slice and of the job
+#   launch/tpu.sh create [overrides]   upload the job and request the slice; its workers start the job at each boot
+#   launch/tpu.sh run [overrides]      upload the job and (re)start it on all workers of an existing slice, over ssh
+#   launch/tpu.sh status               show the status of the slice and of the job
 #   launch/tpu.sh logs [worker|all]    follow a worker's log (default 0); `all`: the last lines of each
-#   launch/tpu.sh babysit              ask for the slice again whenever it is lost; delete it when the job has ended
-#   launch/tpu.sh delete               the slice, not the store
+#   launch/tpu.sh babysit              request the slice again whenever it is lost; delete it when the job has ended
+#   launch/tpu.sh delete               delete the slice, but not the store
 #
 # --dry-run (or DRY_RUN=1) prints every command and executes none.
 set -euo pipefail
@@ -43,8 +43,8 @@ upload() {
     cmd write_lines "$files/overrides" "${defaults[@]}" "$@"
     cmd write_startup
     cmd gcloud storage rsync --recursive --delete-unmatched-destination-objects "$files" "$JOB/files"
-    # Last, so that a worker that reads a new id finds the new files. An exit code is that of one upload: workers that
-    # are still busy with an earlier one write theirs elsewhere.
+    # Last, so that a worker that reads a new id finds the new files. Exit codes are kept per upload, so that workers that
+    # still run an earlier upload do not end this one.
     cmd gcloud storage cp - "$JOB/run-id" <<<"$(date -u +%Y%m%dT%H%M%SZ)-$RANDOM$RANDOM"
 }
 
@@ -54,7 +54,7 @@ write_lines() {
     printf '%s\n' "$@" >"$file"
 }
 
-# startup.sh with this job's settings: what a worker needs to find the rest.
+# startup.sh with this job's settings, with which a worker finds the other files.
 write_startup() {
     {
         head -n 1 launch/startup.sh
@@ -97,7 +97,7 @@ request() {
         --metadata-from-file=startup-script="$files/startup.sh"
 }
 
-# What gcloud says of the state of something: ABSENT if there is no such thing, UNKNOWN if it cannot be asked.
+# The state of a resource according to gcloud: ABSENT if it does not exist, UNKNOWN if the request fails.
 state_of() {
     local errors
     errors=$(mktemp)
@@ -145,7 +145,7 @@ babysit() {
             [0-9]*) delete ;;
             /ABSENT) request ;;
             /FAILED | /SUSPENDED | /ACTIVE:PREEMPTED | /ACTIVE:TERMINATED) delete && request ;;
-        esac || echo "that failed; it is tried again" >&2
+        esac || echo "that failed and will be tried again" >&2
         [[ -z ${DRY_RUN:-} ]] || break
         sleep "${POLL_S:-60}"
     done

@@ -4,16 +4,17 @@
 
 INPUT is either
 
-* a folder of dictionary_learning (https://github.com/saprmarks/dictionary_learning): ae.pt and config.json, of the
-  classes AutoEncoder, AutoEncoderNew, AutoEncoderTopK, BatchTopKSAE, MatryoshkaBatchTopKSAE, JumpReluAutoEncoder and
-  GatedAutoEncoder; or
-* a layer of Qwen-Scope (https://huggingface.co/collections/Qwen/qwen-scope): layerN.sae.pt. Its k is the number behind
-  "L0_" in the repository's name: give it with --k, or keep that name as the folder's.
+* a folder from dictionary_learning (https://github.com/saprmarks/dictionary_learning) with ae.pt and config.json, for
+one
+  of the classes AutoEncoder, AutoEncoderNew, AutoEncoderTopK, BatchTopKSAE, MatryoshkaBatchTopKSAE, JumpReluAutoEncoder
+  and GatedAutoEncoder; or
+* a layer of Qwen-Scope (https://huggingface.co/collections/Qwen/qwen-scope): layerN.sae.pt. Its k is the number after
+  "L0_" in the repository's name: set it with --k, or keep that name for the folder.
 
-Run it in an environment of your own with torch, numpy and safetensors. Weights are loaded with `weights_only=True`: a
-pickle that would run code is refused. Features fire where `encode` of the original class says, with its values. With
---unit-decoder, they are multiplied by the norms of the decoder's rows, which become 1. `load_dictionary` does so with
-an AutoEncoder, and versions of dictionary_learning before 0.1 did with JumpReluAutoEncoder and GatedAutoEncoder.
+Run it in an environment with torch, numpy and safetensors. Weights are loaded with `weights_only=True`, so a pickle
+that would run code is refused. Features fire with the same values as in `encode` of the original class. With
+--unit-decoder, they are multiplied by the norms of the decoder's rows, which become 1; `load_dictionary` does this for
+AutoEncoder, and versions of dictionary_learning before 0.1 also did it for JumpReluAutoEncoder and GatedAutoEncoder.
 """
 
 import argparse
@@ -29,13 +30,13 @@ import torch
 from safetensors.numpy import save_file
 
 Arrays = dict[str, np.ndarray]
-Converted = tuple[dict[str, object], Arrays]  # what cfg.json says of the architecture, and SAELens's tensors
+Converted = tuple[dict[str, object], Arrays]  # the architecture in cfg.json, and SAELens's tensors
 
 _AUTO_ENCODER = ("encoder.weight", "encoder.bias", "decoder.weight", "bias")
 _TOP_K = ("encoder.weight", "encoder.bias", "decoder.weight", "b_dec", "k", "threshold")
 _MATRYOSHKA = ("W_enc", "b_enc", "W_dec", "b_dec", "k", "threshold", "group_sizes")
 _GATED = ("encoder.weight", "decoder.weight", "decoder_bias", "r_mag", "gate_bias", "mag_bias")
-_OPTIONAL = ("k", "threshold")  # which the first versions of AutoEncoderTopK did not save
+_OPTIONAL = ("k", "threshold")  # not saved by the first versions of AutoEncoderTopK
 
 
 def auto_encoder(state: Arrays) -> Converted:
@@ -49,13 +50,14 @@ def auto_encoder_new(state: Arrays) -> Converted:
 
 
 def top_k(state: Arrays) -> Converted:
-    """Its threshold is not used, unless `encode` is asked to."""
+    """Drops the threshold, which `encode` does not use by default."""
     tensors = {**_linear(state), "b_dec": state["b_dec"]}
     return {"architecture": "topk", "apply_b_dec_to_input": True, "rescale_acts_by_decoder_norm": False}, tensors
 
 
 def batch_top_k(state: Arrays) -> Converted:
-    """At inference a JumpReLU with one threshold; one below 0 was never set, and lets all positive features pass."""
+    """At inference, this is a JumpReLU with a single threshold. A negative threshold was never set, and keeps all
+    positive features."""
     tensors = {**_linear(state), "b_dec": state["b_dec"]}
     tensors["threshold"] = np.full_like(tensors["b_enc"], state["threshold"])
     return {"architecture": "jumprelu", "apply_b_dec_to_input": True}, tensors
@@ -101,7 +103,7 @@ _CLASSES: Mapping[str, tuple[Callable[[Arrays], Converted], tuple[str, ...]]] = 
 
 
 def _linear(state: Arrays) -> Arrays:
-    """torch.nn.Linear keeps a row for each output."""
+    """Transposes the weights of torch.nn.Linear, which have a row per output."""
     return {
         "W_enc": state["encoder.weight"].T,
         "b_enc": state["encoder.bias"],
@@ -110,12 +112,12 @@ def _linear(state: Arrays) -> Arrays:
 
 
 def with_unit_decoder(config: Mapping[str, object], tensors: Arrays) -> Arrays:
-    """The same SAE with rows of norm 1 in its decoder, whose former norms its features are multiplied by."""
+    """The same SAE with decoder rows of norm 1. Its features are multiplied by the original norms."""
     if config["architecture"] == "topk":
-        sys.exit("--unit-decoder would change which features of a TopK SAE fire. Leave it out.")
+        sys.exit("--unit-decoder would change which features of a TopK SAE fire. Do not use it.")
     norms = np.linalg.norm(tensors["W_dec"], axis=1)
     if not norms.all():
-        sys.exit("--unit-decoder: the decoder has rows of zeros. Leave it out.")
+        sys.exit("--unit-decoder: the decoder has rows of zeros. Do not use it.")
     scaled = {
         name: tensors[name] * norms for name in ("W_enc", "b_enc", "b_mag", "b_gate", "threshold") if name in tensors
     }
@@ -123,7 +125,7 @@ def with_unit_decoder(config: Mapping[str, object], tensors: Arrays) -> Arrays:
 
 
 def read_trainer(path: Path) -> Mapping[str, object]:
-    """What dictionary_learning's config.json says of the training."""
+    """The section `trainer` of dictionary_learning's config.json."""
     try:
         trainer = json.loads(path.read_text())["trainer"]
         return {"k": None, **trainer, "dict_class": str(trainer["dict_class"])}
@@ -146,7 +148,7 @@ def load_state(path: Path) -> Arrays:
 
 def convert(kind: str, state: Arrays, k: int | None, where: Path) -> Converted:
     if kind not in _CLASSES:
-        sys.exit(f"{where}: the class {kind} is not implemented; implemented: {', '.join(_CLASSES)}.")
+        sys.exit(f"{where}: the class {kind} is not implemented (implemented: {', '.join(_CLASSES)}).")
     function, names = _CLASSES[kind]
     needed = {*names} - ({*_OPTIONAL} if function is top_k else {"k"})
     if not needed <= state.keys() <= {*names}:
@@ -155,7 +157,7 @@ def convert(kind: str, state: Arrays, k: int | None, where: Path) -> Converted:
     if config["architecture"] == "topk":
         saved = int(state["k"]) if "k" in state else k
         if saved is None or k not in (None, saved):
-            sys.exit(f"{where}: k is {saved} in the file and {k} beside it. Give the right one with --k.")
+            sys.exit(f"{where}: k is {saved} in the file and {k} in the configuration. Set the correct one with --k.")
         config["k"] = saved
     return config, tensors
 
@@ -163,7 +165,7 @@ def convert(kind: str, state: Arrays, k: int | None, where: Path) -> Converted:
 def save(folder: Path, config: Mapping[str, object], tensors: Arrays, metadata: Mapping[str, object]) -> None:
     d_in, d_sae = tensors["W_enc"].shape
     if tensors["W_dec"].shape != (d_sae, d_in):
-        sys.exit(f"W_dec has shape {tensors['W_dec'].shape}, expected {(d_sae, d_in)}, as of W_enc transposed.")
+        sys.exit(f"W_dec has shape {tensors['W_dec'].shape}, expected {(d_sae, d_in)}, the transpose of W_enc's.")
     values = {
         **config,
         "d_in": d_in,
@@ -184,8 +186,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("input", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--k", type=int, help="features of a token, of TopK SAEs whose file does not say it")
-    parser.add_argument("--hook-name", help="where it was trained, as blocks.12.hook_resid_post")
+    parser.add_argument("--k", type=int, help="features per token, for TopK SAEs whose file does not contain it")
+    parser.add_argument("--hook-name", help="the hook it was trained on, such as blocks.12.hook_resid_post")
     parser.add_argument("--unit-decoder", action="store_true", help="fold the norms of the decoder's rows")
     options = parser.parse_args()
     if options.input.is_dir():

@@ -20,8 +20,8 @@ def skip_absent_tpu() -> bool:
     """Makes JAX use the CPU on a machine with libtpu, which plans need, but without a TPU. Otherwise libtpu would log
     errors. Returns whether it changed JAX's configuration.
 
-    Does nothing if JAX has another plugin, such as CUDA's. `jax_platforms` is set if JAX has detected a TPU or JAX_PLATFORMS
-    is set.
+    Does nothing if JAX has another plugin, such as CUDA's. `jax_platforms` is set if JAX has detected a TPU or
+    JAX_PLATFORMS is set.
     """
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     if jax.config.jax_platforms is None and importlib.util.find_spec("libtpu") and not plugins:
@@ -31,7 +31,7 @@ def skip_absent_tpu() -> bool:
 
 
 def open_devices() -> None:
-    """Has JAX open its devices, but no TPU that is absent (`skip_absent_tpu`). JAX's configuration stays as it was."""
+    """Makes JAX open its devices, but no absent TPU (`skip_absent_tpu`). JAX's configuration does not change."""
     if skip_absent_tpu():
         jax.devices()
         jax.config.update("jax_platforms", None)

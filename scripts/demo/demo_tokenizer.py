@@ -1,4 +1,4 @@
-"""The tokenizer of the bundled model: byte-level BPE of two thousand entries, otherwise Qwen2's."""
+"""The tokenizer of the bundled model: like Qwen2's byte-level BPE, but with two thousand entries."""
 
 import json
 from pathlib import Path
@@ -23,16 +23,16 @@ TOKENIZER_CONFIG = {
     "errors": "replace",
     "chat_template": CHAT_TEMPLATE,
 }
-# How Qwen2's tokenizer cuts text into words: every digit is a token, which suits grids.
+# How Qwen2's tokenizer splits text into words. Every digit is a token, which suits grids.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
 def write_tokenizer(texts: list[str], out: Path, max_length: int) -> None:
-    """Trains a byte-level BPE tokenizer, Qwen2's in everything but the vocabulary, and writes its two files.
+    """Trains a byte-level BPE tokenizer that is like Qwen2's except for the vocabulary, and writes its two files.
 
-    `max_length` is the number of positions of the model that it is for.
+    `max_length` is the number of positions of its model.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()

@@ -4,9 +4,10 @@
 
     {"train": [{"input": grid, "output": grid}, ...], "test": [...]}      grid: rows of colours 0..9
 
-A kind of task is a function from a random generator to a `Rule`: how to draw an input grid, and what to do to it. The
-generator settles what all pairs of one task share (the colour map, the direction); the transformation itself is a pure
-function of the input, so that every puzzle has an answer. Grids are int8 [height, width], both 3..20; 0 is background.
+A kind of task is a function from a random generator to a `Rule`: how to draw an input grid, and how to transform it.
+The generator determines what all pairs of a task have in common (the colour map, the direction); the transformation is
+a pure function of the input, so that every puzzle has an answer. Grids are int8 [height, width], both 3..20; 0 is
+background.
 """
 
 import argparse
@@ -27,7 +28,7 @@ MIN_SIDE, MAX_SIDE = 3, 20
 
 @dataclass(frozen=True)
 class Rule:
-    """What one task asks: `transform(draw(rng))` is the output that belongs to an input."""
+    """A task's rule: `draw` makes an input, and `transform` its output."""
 
     draw: Callable[[Rng], Grid]
     transform: Callable[[Grid], Grid]
@@ -52,7 +53,7 @@ def noise(rng: Rng, low: int = 3, high: int = 8) -> Grid:
 
 
 def pixels(rng: Rng) -> Grid:
-    """Two to five single cells, no two in one row or column, each of its own colour."""
+    """Two to five single cells in different rows, columns and colours."""
     grid = empty(rng)
     count = int(rng.integers(2, 6))
     rows, columns = (rng.permutation(side)[:count] for side in grid.shape)
@@ -61,7 +62,7 @@ def pixels(rng: Rng) -> Grid:
 
 
 def boxes(rng: Rng, hollow: bool = False, sides: tuple[int, int] = (3, 5)) -> Grid:
-    """Up to four rectangles that do not touch, each of its own colour, inside a margin of one cell."""
+    """Up to four rectangles of different colours that do not touch each other, with a margin of one cell."""
     grid = empty(rng, 10, 18)
     for colour in pick_colours(rng, 4):
         height, width = rng.integers(sides[0], sides[1] + 1, size=2)
@@ -82,7 +83,7 @@ def sprite(rng: Rng) -> Grid:
     return grid
 
 
-# Kinds, by what they do.
+# Kinds of tasks.
 
 
 def rotate(rng: Rng) -> Rule:
@@ -139,8 +140,8 @@ def outline(rng: Rng) -> Rule:
     (colour,) = pick_colours(rng, 1)
 
     def transform(grid: Grid) -> Grid:
-        around = ndimage.binary_dilation(grid != 0, np.ones((3, 3))) & (grid == 0)
-        return np.where(around, np.int8(colour), grid)
+        border = ndimage.binary_dilation(grid != 0, np.ones((3, 3))) & (grid == 0)
+        return np.where(border, np.int8(colour), grid)
 
     return Rule(boxes, transform)
 
@@ -276,7 +277,7 @@ KINDS: tuple[Callable[[Rng], Rule], ...] = (
 
 
 def make_task(kind: Callable[[Rng], Rule], rng: Rng) -> dict[str, list[dict[str, list[list[int]]]]]:
-    """A task of 3-5 train and 1-2 test pairs. Inputs differ, and no output equals its input."""
+    """Makes a task of 3-5 train and 1-2 test pairs. Inputs are different, and no output equals its input."""
     rule = kind(rng)
     num_train, num_test = int(rng.integers(3, 6)), int(rng.integers(1, 3))
     pairs: list[dict[str, list[list[int]]]] = []
@@ -290,7 +291,7 @@ def make_task(kind: Callable[[Rng], Rule], rng: Rng) -> dict[str, list[dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the task files")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the task files")
     parser.add_argument("--tasks", type=int, default=120, help="number of tasks, divided among the kinds")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Writes the English prose that every CPython carries as parquet shards in FineWeb's schema.
+"""Writes the English text that comes with every CPython as parquet shards in FineWeb's schema.
 
     python scripts/demo/make_demo_text.py --out DIR [--shards 6]
 
 Three to four megabytes without a download: the language reference's help topics, the docstrings and block comments of
-the standard library (read with `ast`; nothing is imported or run), and the text files beside it. The same Python
-version gives the same documents with the same ids. `token_count` is the number of words between white space.
+the standard library (read with `ast`; nothing is imported or run), and its text files. The same Python version gives
+the same documents with the same ids. `token_count` is the number of words separated by white space.
 """
 
 import argparse
@@ -32,9 +32,9 @@ SCHEMA = pa.schema(
         "token_count": pa.int64(),
     }
 )
-MIN_CHARACTERS = 120  # a heading with one line below it is not worth a document
+MIN_CHARACTERS = 120  # skips a heading with a single line below it
 ROWS_PER_GROUP = 100
-# Tests, generated tables, and what a distribution or the user has put beside the standard library.
+# Tests, generated tables, and additions to the standard library by a distribution or the user.
 SKIPPED_FOLDERS = {"dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -42,7 +42,7 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, order=True)
 class Text:
-    """One document. `name` is a dotted path (of a class or module) or a topic, `file` relative to the library."""
+    """One document. `name` is a topic, or the dotted path of a class or module; `file` is relative to the library."""
 
     name: str
     file: str
@@ -64,7 +64,7 @@ class Text:
 
 
 def documents() -> list[Text]:
-    """Every document of this Python, sorted by name. Names are unique."""
+    """All documents from this Python, sorted by name. Names are unique."""
     library = Path(sysconfig.get_path("stdlib"))
     texts = [Text(f"topics.{name}", "pydoc_data/topics.py", text.strip()) for name, text in topics.items()]
     for path in sorted(library.rglob("*")):
@@ -83,7 +83,7 @@ def module_texts(source: bytes, file: Path) -> Iterator[Text]:
     module = ".".join(part for part in file.with_suffix("").parts if part != "__init__")
     tree = ast.parse(source)
     comments = block_comments(source, tree)
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}  # the last of two wins
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}  # the last of a name wins
     for node in classes.values():
         inside = {line: text for line, text in comments.items() if node.lineno <= line <= node.end_lineno}
         yield Text(f"{module}.{node.name}", file.as_posix(), render(list(definitions(node, "")), inside))
@@ -94,7 +94,7 @@ def module_texts(source: bytes, file: Path) -> Iterator[Text]:
 
 
 def definitions(node: ast.AST, prefix: str) -> Iterator[tuple[int, str]]:
-    """(line, heading and docstring) of each documented class and function in `node`, itself included."""
+    """(line, heading and docstring) of each documented class and function in `node`, including `node`."""
     if isinstance(node, Definition):
         name = prefix + node.name
         if docstring := ast.get_docstring(node):
@@ -107,7 +107,7 @@ def definitions(node: ast.AST, prefix: str) -> Iterator[tuple[int, str]]:
 
 
 def block_comments(source: bytes, tree: ast.Module) -> dict[int, str]:
-    """First line -> text of each run of two or more comment lines: prose more often than not."""
+    """First line -> text, for each run of two or more comment lines, which are mostly prose."""
     strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant | ast.JoinedStr))
     inside = {line for node in strings for line in range(node.lineno + 1, node.end_lineno + 1)}
     blocks: dict[int, list[str]] = {}
@@ -130,7 +130,7 @@ def render(headed: list[tuple[int, str]], comments: dict[int, str]) -> str:
 
 
 def write_shards(texts: list[Text], out: Path, num_shards: int) -> None:
-    """Writes text i to shard i mod `num_shards`, so that all shards are of one size and kind."""
+    """Writes text i to shard i mod `num_shards`, so that all shards have similar sizes and contents."""
     out.mkdir(parents=True, exist_ok=True)
     for shard in range(num_shards):
         table = pa.Table.from_pylist([text.row() for text in texts[shard::num_shards]], schema=SCHEMA)
@@ -139,7 +139,7 @@ def write_shards(texts: list[Text], out: Path, num_shards: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the parquet files")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the parquet files")
     parser.add_argument("--shards", type=int, default=6, help="number of parquet files")
     args = parser.parse_args()
     texts = documents()

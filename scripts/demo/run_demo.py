@@ -1,6 +1,6 @@
-"""The demo: the main job on text and on ARC tasks, verified; where it went and how fast, and what features fire on.
+"""The demo: runs the main job on text and on ARC tasks, verifies the stores, and shows their contents and features.
 
-Needs no network. Everything it makes is under build/demo, and made anew each time.
+Needs no network. Everything is written to build/demo, which is deleted first.
 """
 
 import shutil
@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = Path("build/demo")
 
 JOBS = {
-    "text": "FineWeb-schema documents made from this Python's own documentation",
-    "arc": "ARC-AGI-format tasks, each once as it is and once augmented",
+    "text": "FineWeb-schema documents made from this Python's documentation",
+    "arc": "ARC-AGI-format tasks, each in its original and an augmented version",
 }
 
-SAE = "blocks.4.resid_post"  # what the bundled SAE encodes
-SHOWN_FREQUENCIES = (0.004, 0.006, 0.01, 0.02)  # about, of the features that are shown
-SHOWN_FIRINGS = 3  # of each
+SAE = "blocks.4.resid_post"  # the array that the bundled SAE encodes
+SHOWN_FREQUENCIES = (0.004, 0.006, 0.01, 0.02)  # approximate frequencies of the features shown
+SHOWN_FIRINGS = 3  # per feature
 TOKENS_BEFORE, TOKENS_AFTER = 8, 4
 
 
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def show(path: Path) -> None:
-    """What a store holds, and the lines that read it back: the lines are run, not only printed."""
+    """Prints a store's contents and the lines that read it. These lines are also run here."""
     store = ActivationStore.open(str(ROOT / path))
     size_mib = sum(file.stat().st_size for file in (ROOT / path).rglob("*") if file.is_file()) / (1 << 20)
     layer, site = store.layers[0], str(store.sites[0])
@@ -65,14 +65,14 @@ def show(path: Path) -> None:
 
 
 def show_features(path: Path) -> None:
-    """What some features of the bundled SAE fire on: the firings of each that are its strongest, with text around."""
+    """Prints what some features of the bundled SAE fire on: their strongest firings with the surrounding text."""
     store, tokenizer = ActivationStore.open(str(ROOT / path)), load_tokenizer(str(ROOT / "pipeline/assets/tiny-qwen2"))
     statistics = store.feature_statistics(SAE)
     frequency = statistics.count / statistics.tokens
     explained = f"which explain {statistics.explained_variance:.1%} of its variance"
-    print(f"\n{path}: {len(frequency)} features of {SAE}, {statistics.l0:.0f} in each token, {explained}")
-    print(f'  store.feature_statistics("{SAE}")  # how often each fires, mean, maximum')
-    print(f'  store.feature("{SAE}", 12, top=2)  # its strongest firings')
+    print(f"\n{path}: {len(frequency)} features of {SAE}, {statistics.l0:.0f} per token, {explained}")
+    print(f'  store.feature_statistics("{SAE}")  # how often each feature fires, mean, maximum')
+    print(f'  store.feature("{SAE}", 12, top=2)  # the strongest firings of feature 12')
     for share in SHOWN_FREQUENCIES:
         feature = int(abs(frequency - share).argmin())
         firings = store.feature(SAE, feature, top=SHOWN_FIRINGS)
@@ -82,7 +82,7 @@ def show_features(path: Path) -> None:
 
 
 def marked(store: ActivationStore, tokenizer: TextTokenizer, row: int, slot: int) -> str:
-    """The text around a token of a row, the token in brackets."""
+    """The text around a token in a row, with the token in brackets."""
     rows = store.read_tokens(row)
     window = [
         t for t in range(max(0, slot - 8), min(slot + 5, store.length)) if rows.segments[t] == rows.segments[slot]

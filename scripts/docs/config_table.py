@@ -1,6 +1,6 @@
 """Writes the README's table of configuration keys from pipeline/config/schema.py: `make readme`.
 
-`--check` writes nothing and ends with 1 if the README's table does not fit the schema.
+`--check` writes nothing, and exits with 1 if the README's table does not match the schema.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pipeline.config.schema import REQUIRED, ArcData, DataConfig, GenerateData, 
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 TABLE = re.compile(r"(?<=<!-- written by make readme -->\n).*?(?=<!-- end -->)", re.DOTALL)
-SOURCES = {  # by the choices of data; the table has the defaults of the first
+SOURCES = {  # by choices of `data`; the table has the defaults of the first choice
     ("fineweb", "fineweb_edu", "demo"): ParquetData,
     ("arc",): ArcData,
     ("hf", "ai2_arc"): HfData,
@@ -28,7 +28,7 @@ SOURCES = {  # by the choices of data; the table has the defaults of the first
 
 
 def table() -> str:
-    """Markdown: each key, what it means, and its default in `python -m pipeline.run`."""
+    """The table as Markdown: each key, its meaning, and its default in `python -m pipeline.run`."""
     composing.prepare()
     with hydra.initialize_config_dir(str(composing.CONFIGS), version_base="1.3"):
         lines = ["| key | meaning | default |", "|---|---|---|", *_rows(RunConfig, "", _composed())]
@@ -53,7 +53,7 @@ def _rows(cls: type, prefix: str, composed: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _data_rows() -> Iterator[str]:
-    """The keys of every source, then the other keys of each."""
+    """The keys that all sources have, then the other keys of each source."""
     common = fields(DataConfig)
     for f in common:
         yield _row(f"data.{f.name}", f.metadata["doc"], f.default)
@@ -86,9 +86,9 @@ def main() -> int:
     text = README.read_text()
     written, tables = TABLE.subn(lambda _: table(), text)
     if tables != 1:
-        sys.exit(f"{README} has {tables} places for the table, expected 1: {TABLE.pattern}")
+        sys.exit(f"{README} has {tables} matches for the table, expected 1: {TABLE.pattern}")
     if args.check and written != text:
-        print("The README's table of keys is not that of pipeline/config/schema.py. Run make readme.", file=sys.stderr)
+        print("The README's table of keys does not match pipeline/config/schema.py. Run make readme.", file=sys.stderr)
         return 1
     README.write_text(written)
     return 0

@@ -1,4 +1,4 @@
-"""Which of the demo's documents no bundled weights have learned: one in twenty, by name."""
+"""The demo's documents that are held out from training the bundled weights: one in twenty, by name."""
 
 import hashlib
 

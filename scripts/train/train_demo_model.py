@@ -2,9 +2,9 @@
 
     python -m scripts.train.train_demo_model --out pipeline/assets/tiny-qwen2 [--steps 1500]
 
-It learns the demo's text and tasks (make_demo_text.py, make_demo_tasks.py), read, tokenised and packed by the pipeline
-itself, through the pipeline's own forward pass. One document in twenty is held out, and so is each kind's first task.
-What it writes is an ordinary Hugging Face checkpoint in bfloat16, and a README.md with the losses.
+It is trained on the demo's text and tasks (make_demo_text.py, make_demo_tasks.py), which the pipeline reads, tokenises
+and packs, with the pipeline's forward pass. One document in twenty is held out, and so is each kind's first task.
+Writes an ordinary Hugging Face checkpoint in bfloat16, and a README.md with the losses.
 
 Letters: R rows, T positions, B rows of a step, V vocabulary.
 """
@@ -49,7 +49,7 @@ SEED = 0
 TASKS_PER_KIND = 6  # the first of each kind is held out
 STEP_TOKENS = 2048
 REPORTED_STEPS = 50
-# Rows of a step are short for most of the training, since attention costs their square, and long at its end.
+# Rows are short for most of the training, since the cost of attention is quadratic, and long at its end.
 SHORT, LONG, LONG_SHARE = 256, 1024, 0.15
 PEAK_RATE, WEIGHT_DECAY = 0.02, 0.1
 KEYS = (FINAL_NORM,)
@@ -83,7 +83,7 @@ A toy that makes examples and tests run without a network, trained by `scripts/t
 
 
 class Rows(NamedTuple):
-    """Packed token rows, as the pipeline feeds them to a model; `segments` is 0 at padding."""
+    """Packed token rows, as the pipeline passes them to a model. `segments` is 0 at padding."""
 
     tokens: Int32[np.ndarray, "R T"]
     segments: Int32[np.ndarray, "R T"]
@@ -91,7 +91,7 @@ class Rows(NamedTuple):
 
 
 def write_corpus(work: Path) -> list[str]:
-    """Writes text and tasks, to learn and held out, into four folders of `work`. Returns the texts to learn."""
+    """Writes text and tasks, for training and held out, to four folders in `work`. Returns the texts for training."""
     learned: list[Text] = []
     held_out: list[Text] = []
     for text in documents():
@@ -102,13 +102,13 @@ def write_corpus(work: Path) -> list[str]:
         kind, version = KINDS[number % len(KINDS)], number // len(KINDS)
         folder = work / ("held_out_tasks" if version == 0 else "tasks")
         folder.mkdir(exist_ok=True)
-        task = make_task(kind, np.random.default_rng([SEED, number, 1]))  # the demo's are of [seed, number]
+        task = make_task(kind, np.random.default_rng([SEED, number, 1]))  # the demo's tasks use [seed, number]
         (folder / f"{kind.__name__}-{version:03}.json").write_text(json.dumps(task))
     return [text.text for text in learned]
 
 
 def packed_rows(config: DataConfig, tokenizer: TextTokenizer, length: int) -> Rows:
-    """All documents of a source, each ended by <|endoftext|>, in rows of `length`."""
+    """All documents of a source, each followed by <|endoftext|>, in rows of `length`."""
     source = open_source(config, tokenizer)
     documents = TokenisedDocuments(source, tokenizer, range(len(source.shards)), on_error=OnError.fail, vocab_size=None)
     blocks = list(TokenStream(documents, stream=0, num_streams=1, rows_per_block=64, length=length).blocks())
@@ -124,7 +124,7 @@ def task_rows(folder: Path, tokenizer: TextTokenizer, length: int) -> Rows:
 
 
 def step_rows(work: Path, tokenizer: TextTokenizer, steps: int) -> Iterator[Rows]:
-    """The rows of each step, in random order, epoch after epoch: short ones, and at the end long ones."""
+    """The rows of each step, in random order, for several epochs: first short rows, then long ones."""
     rng = np.random.default_rng(SEED)
     num_long = round(steps * LONG_SHARE)
     for length, count in ((SHORT, steps - num_long), (LONG, num_long)):
@@ -138,7 +138,7 @@ def step_rows(work: Path, tokenizer: TextTokenizer, steps: int) -> Iterator[Rows
 
 
 def write_weights(leaves: LeafTree, params: Params, out: Path) -> None:
-    """model.safetensors in bfloat16, with the names and shapes that transformers gives."""
+    """Writes model.safetensors in bfloat16, with transformers' names and shapes."""
     tensors = {}
     for leaf, array in zip(jax.tree.leaves(leaves), jax.tree.leaves(params), strict=True):
         stack = np.asarray(array).astype(ml_dtypes.bfloat16).reshape(len(leaf.tensors), *leaf.hf_shape)
@@ -147,12 +147,13 @@ def write_weights(leaves: LeafTree, params: Params, out: Path) -> None:
 
 
 def load(model: Model) -> Params:
-    """All of a model's weights on the first device, in float32."""
+    """Loads all weights of a model onto the first device, in float32."""
     return model.load(KEYS, "float32", SingleDeviceSharding(jax.devices()[0]))
 
 
 def loss_sum(model: Model, params: Params, rows: Rows) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Cross-entropy in nats, summed over the tokens that follow another of their document, and how many these are."""
+    """The cross-entropy in nats, summed over all tokens except each document's first, and the number of these
+    tokens."""
     (hidden,) = model.apply(params, *rows, KEYS).values()
     logits = jnp.einsum("BTD,VD->BTV", hidden[:, :-1], params["embed"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, rows.tokens[:, 1:])
@@ -161,7 +162,7 @@ def loss_sum(model: Model, params: Params, rows: Rows) -> tuple[Float[Array, ""]
 
 
 def matrix_axes(leaf: Leaf) -> MuonDimensionNumbers | None:
-    """Which axes of a stack of layers' matrices are inputs and which are outputs; None for anything else."""
+    """The input and output axes of a stack of matrices, without the layer axis; None for other weights."""
     if not leaf.is_stacked or len(leaf.hf_shape) != 2:
         return None
     axes = range(1, 1 + len(leaf.layer_shape))
@@ -171,10 +172,11 @@ def matrix_axes(leaf: Leaf) -> MuonDimensionNumbers | None:
 
 
 def train(model: Model, leaves: LeafTree, batches: Iterator[Rows], steps: int) -> Params:
-    """Muon (Jordan et al., 2024) on the layers' matrices, Adam on the rest; the rate rises, then falls to zero."""
+    """Trains with Muon (Jordan et al., 2024) for the layers' matrices and Adam for the rest. The learning rate rises,
+    then falls to zero."""
 
     def initial(leaf: Leaf, array: Array) -> Array:
-        """Random, but what a layer adds to the residual stream begins at zero."""
+        """Random weights, but zeros for the matrices that write to the residual stream."""
         return jnp.zeros_like(array) if leaf.key in ("attention.o", "mlp.down") else array
 
     def mean_loss(params: Params, rows: Rows) -> Float[Array, ""]:
@@ -204,7 +206,7 @@ def train(model: Model, leaves: LeafTree, batches: Iterator[Rows], steps: int) -
 
 
 def held_out_loss(model: Model, rows: Rows) -> float:
-    """Nats per token, computed in float32."""
+    """The loss in nats per token, computed in float32."""
     params, evaluate = load(model), jax.jit(partial(loss_sum, model))
     size = STEP_TOKENS // rows.tokens.shape[1]
     total = count = 0.0
@@ -215,7 +217,7 @@ def held_out_loss(model: Model, rows: Rows) -> float:
 
 
 def summary(model: Model, untrained: Model, work: Path, tokenizer: TextTokenizer) -> str:
-    """What the model has learnt, measured on documents that it has not seen."""
+    """The model's losses on held-out documents, as text."""
     text = text_rows(work / "held_out_text", tokenizer, SHORT)
     tasks = task_rows(work / "held_out_tasks", tokenizer, LONG)
     num_bytes = sum(len(text.encode()) for text in pq.read_table(work / "held_out_text")["text"].to_pylist())
@@ -229,7 +231,7 @@ def summary(model: Model, untrained: Model, work: Path, tokenizer: TextTokenizer
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--steps", type=int, default=1500, help=f"steps of {STEP_TOKENS} tokens")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -247,9 +249,9 @@ def main() -> None:
             f"cores; seed {SEED}, Python {platform.python_version()}"
         )
         write_weights(leaves, params, args.out)
-        learnt = summary(open_model(str(args.out)), untrained, work, tokenizer)
-    (args.out / "README.md").write_text(f"{README}\n{learnt}; {effort}.\n")
-    print(learnt)
+        losses = summary(open_model(str(args.out)), untrained, work, tokenizer)
+    (args.out / "README.md").write_text(f"{README}\n{losses}; {effort}.\n")
+    print(losses)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Trains the bundled SAE: a top-k one on the bundled model's activations, on two CPU cores in minutes.
+"""Trains the bundled SAE: a top-k SAE on the bundled model's activations, on two CPU cores in minutes.
 
     python -m scripts.train.train_demo_sae --out pipeline/assets/tiny-sae [--steps 2500]
 
-The main job stores the activations of the demo's text; the store's reader gives them normalised, in random order. The
-documents that the model has not seen are held out. What it writes is in SAELens' format (cfg.json and
-sae_weights.safetensors), for activations as they are: the normalisation is folded into the weights. The main job
-encodes the held-out documents with that, and the figures in cfg.json's metadata and README.md come from this store.
+The main job stores the activations of the demo's text, and the store's reader returns them normalised, in random order.
+The documents held out from the model are held out here, too. The output is in SAELens' format (cfg.json and
+sae_weights.safetensors), with the normalisation folded into the weights. The main job then encodes the held-out
+documents with it; the figures in cfg.json's metadata and README.md come from that store.
 
 Letters: n tokens, D width of an activation, F features.
 """
@@ -40,7 +40,8 @@ KEY = ActivationKey(4, Site.resid_post)
 WIDTH, K = 768, 16
 BATCH_TOKENS = 1024
 PEAK_RATE = 3e-3
-# A feature that has not fired for so many tokens is dead. The largest values of dead ones learn what the others leave.
+# A feature is dead if it has not fired for DEAD_TOKENS tokens. The DEAD_K largest dead features are trained to
+# reconstruct the residual error.
 DEAD_TOKENS, DEAD_K, DEAD_WEIGHT = 100_000, 32, 1 / 32
 REPORTED_STEPS = 250
 HELD_OUT_BATCH = 8192
@@ -63,7 +64,7 @@ class Weights(NamedTuple):
 
 
 def make_store(work: Path, name: str, *overrides: str) -> ActivationStore:
-    """The main job on a folder of texts in `work`, with the bundled model."""
+    """Runs the main job with the bundled model on a folder of texts in `work`."""
     path = work / f"{name}-store"
     capture = [f"capture.layers=[{KEY.layer}]", f"capture.sites=[{KEY.site}]", "capture.dtype=float32"]
     texts = ["data=demo", f"data.path={work / name}", "model=tiny", "run.progress=false"]
@@ -72,14 +73,14 @@ def make_store(work: Path, name: str, *overrides: str) -> ActivationStore:
 
 
 def initial_weights(width: int) -> Weights:
-    """Random directions, the decoder's those of the encoder."""
+    """Random directions, the same in encoder and decoder."""
     rows = jax.random.normal(jax.random.key(SEED), (WIDTH, width))
     w_dec = rows / jnp.linalg.norm(rows, axis=1, keepdims=True)
     return Weights(w_dec.T.copy(), jnp.zeros(WIDTH), w_dec, jnp.zeros(width))
 
 
 def largest(values: Float[Array, "n F"], k: int) -> Float[Array, "n F"]:
-    """The k largest values of each token where they are positive, else 0. The choice has no gradient."""
+    """Keeps each token's k largest values if they are positive; all others are 0. The choice has no gradient."""
     kth = jax.lax.top_k(jax.lax.stop_gradient(values), k)[0][:, -1:]
     return jnp.where(values >= kth, jax.nn.relu(values), 0)
 
@@ -87,7 +88,7 @@ def largest(values: Float[Array, "n F"], k: int) -> Float[Array, "n F"]:
 def loss_of(
     weights: Weights, x: Float[Array, "n D"], is_dead: Bool[Array, " F"]
 ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Bool[Array, " F"]]]:
-    """The loss of Gao et al. (2024), and beside it the share of x that is unexplained, and which features fired."""
+    """The loss of Gao et al. (2024); also the unexplained share of x, and which features fired."""
     pre = (x - weights.b_dec) @ weights.w_enc + weights.b_enc
     values = largest(pre, K)
     error = x - weights.b_dec - values @ weights.w_dec
@@ -102,7 +103,7 @@ def loss_of(
 
 
 def train(store: ActivationStore, steps: int) -> Weights:
-    """Adam, whose rate rises and then falls to a twentieth."""
+    """Trains with Adam. The learning rate rises, then falls to a twentieth."""
 
     @partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(
@@ -132,7 +133,7 @@ def train(store: ActivationStore, steps: int) -> Weights:
 
 
 def folded(weights: Weights, normalisation: Normalisation) -> dict[str, np.ndarray]:
-    """SAELens' tensors, for activations as they are. Values become those of the activations' own scale."""
+    """SAELens' tensors for activations that are not normalised. Features have the scale of these activations."""
     scale = np.float32(normalisation.scale)
     return {
         "W_enc": np.asarray(weights.w_enc),
@@ -143,7 +144,7 @@ def folded(weights: Weights, normalisation: Normalisation) -> dict[str, np.ndarr
 
 
 def write_config(out: Path, width: int, measured: Mapping[str, float]) -> None:
-    """cfg.json of SAELens 6. `measured`: figures for its metadata."""
+    """Writes cfg.json in the format of SAELens 6. `measured` is added to its metadata."""
     config = {
         "architecture": "topk",
         "d_in": width,
@@ -167,7 +168,7 @@ def write_config(out: Path, width: int, measured: Mapping[str, float]) -> None:
 
 
 def measure(store: ActivationStore, out: Path) -> dict[str, float]:
-    """What the features in a store of held-out documents explain of its activations, decoded with `out`."""
+    """How much of the activations in a store of held-out documents its features explain, decoded with `out`."""
     tensors = load_file(out / "sae_weights.safetensors")
     mean = store.statistics(KEY.layer, KEY.site).mean
     unexplained = total = num_active = num_tokens = 0.0
@@ -190,7 +191,7 @@ def measure(store: ActivationStore, out: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the SAE")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the SAE")
     parser.add_argument("--steps", type=int, default=2500, help=f"steps of {BATCH_TOKENS} tokens")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -211,7 +212,7 @@ def main() -> None:
         encoding = [f'capture.encode={{{KEY.name}: "{args.out}"}}', f"capture.encode_top={K}", "capture.keep=both"]
         measured = measure(make_store(work, "held_out", *encoding, "capture.encode_dtype=float32"), args.out)
     write_config(args.out, width, measured)
-    learnt = (
+    result = (
         f"It explains {measured['explained_variance']:.1%} of the variance of {measured['held_out_tokens']:,} held-out "
         f"tokens with {measured['l0']:g} of {WIDTH} features per token; {measured['features_that_fire']} of them fire "
         f"there"
@@ -221,8 +222,8 @@ def main() -> None:
         f"{minutes:.0f} minutes of CPU time; seed {SEED}, Python {platform.python_version()}"
     )
     readme = README.format(layer=KEY.layer, array=KEY.name)
-    (args.out / "README.md").write_text(f"{readme}\n{learnt}; {effort}.\n")
-    print(learnt)
+    (args.out / "README.md").write_text(f"{readme}\n{result}; {effort}.\n")
+    print(result)
 
 
 if __name__ == "__main__":

@@ -486,7 +486,7 @@ def test_a_wildcard_gives_each_layer_its_own_sae(folder, overrides, tmp_path) ->
 
 def test_a_pattern_of_several_sites_is_refused(folder, overrides, tmp_path) -> None:
     sites = ["capture.layers=all", "capture.sites=[attn_in,resid_post]", encode(str(folder / "gated"), "blocks.*")]
-    with pytest.raises(ConfigError, match=r"one SAE\. Write a \* for the layer alone"):
+    with pytest.raises(ConfigError, match=r"which matches several sites.*Use \* only for the layer"):
         open_job(composing.compose([*overrides, *sites, f"store.path={tmp_path}/store"]))
 
 

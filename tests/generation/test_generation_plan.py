@@ -114,7 +114,7 @@ def test_rows_that_are_shorter_than_documents_may_be_are_noted():
 
 def test_what_does_not_fit_is_refused():
     topology = Topology(devices=1, device_bytes=4 << 20)
-    with pytest.raises(ConfigError, match="weights, keys and values, and logits take 3 . 3 . 0 MiB .* Lower data.rows"):
+    with pytest.raises(ConfigError, match="generation needs 3 . 3 . 0 MiB .*, and logits. Lower data.rows"):
         plan_generation(CONFIG, MODEL, width=0, tensor=1, topology=topology)
 
 

@@ -30,9 +30,9 @@ REFUSED = {
     "v7x-64": "Set it to a TPU slice.*v4, v5e, v5p, v6e",
     "h100-8": "Set it to a TPU slice",
     "v5e": "Set it to a TPU slice",
-    "v5e-0": "Name its shape, e.g. v5e:4x4",
-    "v5e-12": "Name its shape",
-    "v5p-7": "Name its shape, e.g. v5p:4x4x4",
+    "v5e-0": "Give the shape, e.g. v5e:4x4",
+    "v5e-12": "Give the shape",
+    "v5p-7": "Give the shape, e.g. v5p:4x4x4",
     "v5e:4x4x4": "have 2 dimensions",
     "v4:8x8": "have 3 dimensions",
 }

@@ -103,7 +103,7 @@ def test_a_job_that_does_not_fit_is_refused_with_a_remedy(shapes, rows: int, inf
     done = plan(shapes, "Llama-3-8B", *LONG_ROWS, f"batch.rows={rows}", f"run.max_inflight_mib={inflight_mib}")
     assert done.returncode == EXIT_INVALID
     assert message in done.stderr
-    assert "Lower batch.rows (plan.search=true finds the most that fit)" in done.stderr
+    assert "Lower batch.rows (plan.search=true finds the largest that fits)" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -322,10 +322,13 @@ REFUSED = {
     ),
     "a list for a compiler option": (
         dict(run=RunOptions(compiler_options={"a": [1]})),
-        "expected true, false",
+        "expected booleans, numbers",
     ),
     "worker beyond the count": (dict(run=RunOptions(worker_index=2, worker_count=2)), "run.worker_index is 2"),
-    "claims and a fixed share": (dict(run=RunOptions(claim=True, worker_count=2)), "run.worker_count is 2: either"),
+    "claims and a fixed share": (
+        dict(run=RunOptions(claim=True, worker_count=2)),
+        "run.worker_count is 2: workers either",
+    ),
     "more streams than source shards": (dict(data=ParquetData(num_streams=9)), "data.num_streams is 9.*8 source"),
     "a tensor axis": (dict(mesh=MeshConfig(tensor=2)), r"mesh.data \* mesh.tensor = 1 \* 2 .* devices, 1\."),
     "an empty tensor axis": (dict(mesh=MeshConfig(tensor=0)), "mesh.tensor is 0"),

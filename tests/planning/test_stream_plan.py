@@ -49,14 +49,14 @@ def test_with_claims_every_process_may_claim_every_stream(topology):
     plan = plan_streams(config, 1000, topology, stored=None)
     assert plan.count == MAX_AUTO_STREAMS
     assert plan.local == tuple(range(MAX_AUTO_STREAMS))
-    assert any("64 can work at once" in note for note in plan.notes)
+    assert any("up to 64 processes can work at the same time" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize(
     ("streams", "processes", "shards", "note"),
     [
-        (100, 64, 1000, "busy for 78% of the time; for a new store set data.num_streams=128"),
-        (100, 64, 100, "busy for 78% of the time; for a new store set data.num_streams=64"),
+        (100, 64, 1000, "busy for 78% of the time; in a new store, set data.num_streams=128"),
+        (100, 64, 100, "busy for 78% of the time; in a new store, set data.num_streams=64"),
         (128, 64, 1000, None),
     ],
 )

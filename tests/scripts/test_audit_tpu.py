@@ -111,7 +111,7 @@ def test_group_sizes(notation: str, size: int) -> None:
 
 
 def test_unknown_notations_are_refused() -> None:
-    with pytest.raises(ValueError, match="a collective without groups"):
+    with pytest.raises(ValueError, match="unknown notation of a collective's groups"):
         group_size(", channel_id=1, replica_groups=some")
     with pytest.raises(ValueError, match="expected an HLO module"):
         parse("HloModule nothing")
