@@ -275,9 +275,9 @@ WRONG_FEATURES = {
         StoreError,
         "it has: blocks.1.attn_in",
     ),
-    "no feature": (lambda store: store.feature(ARRAY, 40), StoreError, "the features 0 to 39"),
-    "negative": (lambda store: store.feature(ARRAY, -1), StoreError, "the features 0 to 39"),
-    "top": (lambda store: store.feature(ARRAY, 0, top=0), ValueError, "at least one firing"),
+    "no feature": (lambda store: store.feature(ARRAY, 40), StoreError, "the SAE has features 0 to 39"),
+    "negative": (lambda store: store.feature(ARRAY, -1), StoreError, "the SAE has features 0 to 39"),
+    "top": (lambda store: store.feature(ARRAY, 0, top=0), ValueError, "must be at least 1, or None for all firings"),
     "statistics": (lambda store: store.feature_statistics("x"), StoreError, "no features of 'x'"),
 }
 
@@ -433,14 +433,14 @@ def test_features_of_selected_tokens(folder, overrides, tmp_path) -> None:
     (view,) = view_features(store, FeatureChoice(features=(feature,), contexts=1000)).features
     assert view.contexts
     stored = sum(int(np.isfinite(context.values).sum()) for context in view.contexts)
-    assert stored == sum(context.values[context.place] > 0 for context in view.contexts)  # the others are not selected
+    assert stored == sum(context.values[context.strongest] > 0 for context in view.contexts)  # others are unselected
     assert sum(len(context.tokens) for context in view.contexts) > stored
 
 
 WRONG = {
-    "number": ("capture.encode=5", "by captured array"),
-    "list": ("capture.encode=[a]", "by captured array"),
-    "not captured": ("capture.encode={blocks.2.attn_in: a}", "none of the captured arrays"),
+    "number": ("capture.encode=5", "a mapping from captured arrays to SAEs"),
+    "list": ("capture.encode=[a]", "a mapping from captured arrays to SAEs"),
+    "not captured": ("capture.encode={blocks.2.attn_in: a}", "which is not a captured array"),
     "twice": (f"capture.encode={{{ARRAY}: a, blocks.*.attn_in: a}}", "Give several SAEs of an array as a list"),
     "no address": (f"capture.encode={{{ARRAY}: 7}}", "Set it to an address"),
     "empty": (f"capture.encode={{{ARRAY}: []}}", "Set it to an address"),
@@ -465,7 +465,7 @@ def test_saes_that_do_not_fit_are_refused(folder, overrides, tmp_path) -> None:
     gated = str(folder / "gated")
     with pytest.raises(ConfigError, match="reads activations of 12 numbers, but blocks.1.mlp_post has 24"):
         opened("capture.sites=[mlp_post]", encode(gated, "blocks.1.mlp_post"))
-    with pytest.raises(ConfigError, match="the one SAE"):
+    with pytest.raises(ConfigError, match="has the same SAE"):
         opened("capture.layers=all", encode(gated, "blocks.*.attn_in"))
     with pytest.raises(ConfigError, match="capture.when=document"):
         opened("capture.when=decode", "data=generate", "data@data.prompts=fineweb", encode(gated))

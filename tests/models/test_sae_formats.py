@@ -718,7 +718,7 @@ class Command:
         ("AutoEncoder", {"extra": np.zeros(3)}, "expected the tensors encoder.weight"),
         ("AutoEncoder", {"bias": "text"}, "expected a dict of tensors"),
         ("AutoEncoder", {"bias": Command()}, "expected a pickled dict of tensors and nothing else"),
-        ("AutoEncoderTopK", {"k": np.int32(K + 1)}, "k is 6 in the file and 5 beside it"),
+        ("AutoEncoderTopK", {"k": np.int32(K + 1)}, "k is 6 in the file and 5 in the configuration"),
         ("Qwen-Scope", {"W_dec": np.zeros((WIDTH, D_IN), np.float32)}, r"W_dec has shape \(12, 40\)"),
     ],
 )
