@@ -1,4 +1,4 @@
-"""Prints docs/performance.md's table of the blocks that splash attention skips in packed rows. Arithmetic alone.
+"""Prints docs/performance.md's table of the blocks that splash attention skips in packed rows. Only does arithmetic.
 
 python -m scripts.bench.attention_blocks
 """
@@ -8,7 +8,7 @@ from pipeline.planning.slice.packed_rows import computed_share, packed_segments
 
 
 def table(lengths: tuple[int, ...] = (2048, 4096, 8192, 32768)) -> list[str]:
-    """A line for each length of rows and size of blocks."""
+    """Returns one line per row length and block size."""
     lines = []
     for length in lengths:
         for block in sorted({512, block_size(length, item_bytes=2)}):

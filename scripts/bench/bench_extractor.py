@@ -1,9 +1,9 @@
-"""What a call of an Extractor costs beyond its forward pass: python -m scripts.bench.bench_extractor [--repetitions 5]
+"""Measures an Extractor's overhead over its forward pass: python -m scripts.bench.bench_extractor [--repetitions 5]
 
-GPT-2's shape with random weights, `resid_post` of two layers in bfloat16, documents of 256 tokens. For calls with one
-document, with those of a step and of four: the time of a call, from token lists to arrays of documents, over that of
-the bare compiled steps on rows that are already on the devices. Both in turn, the median of each; the first call, which
-compiles, is left out.
+The model has GPT-2's shape and random weights; `resid_post` of two layers is captured in bfloat16, from documents of
+256 tokens. For calls with one document, with the documents of one step, and of four steps, this divides the time of a
+call, from token lists to arrays of documents, by the time of the compiled steps alone on rows that are already on the
+devices. The two alternate, and the medians are compared, without the first call, which compiles.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def bare_steps(extractor: Extractor, num_steps: int) -> Callable[[], StepOutputs]:
-    """Runs the step that was compiled last, on documents side by side."""
+    """Returns a function that runs the step that was compiled last, on packed documents."""
     shape = extractor.compiled_shapes[-1]
     step = extractor._loaded(shape)
     tokens = np.ones(shape, np.int32)

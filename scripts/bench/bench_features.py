@@ -1,8 +1,8 @@
-"""Reading one feature of a store of many blocks, against reading all features: local files, and a bucket.
+"""Compares reading one feature of a store with many blocks to reading all features, from local files and a bucket.
 
     python -m scripts.bench.bench_features [--blocks 1000]
 
-Each block has 2,048 tokens, for which 64 of 16,384 features fire, some of them a thousand times as often as others. The
+Each block has 2,048 tokens, for each of which 64 of 16,384 features fire, some a thousand times as often as others. The
 bucket is `gcs_standin` with 50 ms per request, which serves the local files.
 """
 
@@ -45,7 +45,7 @@ class Files:
 
 
 def write_store(num_blocks: int) -> None:
-    """Random features: how often they fire follows Zipf's law."""
+    """Writes random features, whose frequencies follow Zipf's law."""
     shutil.rmtree(PATH, ignore_errors=True)
     encoder = {"features": FEATURES, "array": ARRAY, "width": WIDTH, "top": TOP, "dtype": "bfloat16"}
     metadata = StoreMetadata(
@@ -63,7 +63,7 @@ def write_store(num_blocks: int) -> None:
         index = np.minimum(rng.zipf(1.2, (*shape, TOP)) - 1, WIDTH - 1)
         index = ((index + np.arange(TOP)) % WIDTH).astype(
             np.int32
-        )  # a token has a feature twice now and then: no matter
+        )  # a token occasionally has a feature twice, which does not matter here
         value = -np.sort(-np.abs(rng.normal(size=(*shape, TOP))), axis=2)
         parts = {"index": index, "value": value.astype("bfloat16"), "n_active": np.full(shape, TOP, np.int32)}
         matrix, key = by_feature(index, parts["value"], WIDTH), index_key(FEATURES, 0, block)

@@ -1,7 +1,8 @@
-"""Generation on this machine: tokens/s with and without a cache, compiled and not, and transformers' `generate`.
+"""Measures generation on this machine: tokens/s with and without a cache, compiled or not, and with transformers.
 
-A GPT-2-small-shaped model with random weights in float32, 8 prompts, greedy, nothing ends early. Writes
-build/bench-generate.json. transformers and torch come with the test environment (`make setup-test`).
+The model has the shape of GPT-2 small and random weights in float32. 8 prompts are continued greedily, and no
+continuation ends early. Writes build/bench-generate.json. transformers (its `generate` is measured) and torch come with
+the test environment (`make setup-test`).
 """
 
 import argparse
@@ -42,7 +43,7 @@ def tokens() -> np.ndarray:
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:
-    """The median of some runs, after one that is not counted."""
+    """The median time of `repeats` runs, after a run that is not counted."""
     work()
     measured = []
     for _ in range(repeats):
@@ -66,8 +67,8 @@ def cached_compiled(generator: Generator) -> Callable[[], object]:
 
 
 def uncached_step(model: Model, params: Params, length: int) -> Callable[[], object]:
-    """One token for each row, by the compiled forward pass over rows of `length`: what each token costs without a
-    cache in a program of one shape."""
+    """Returns a function that computes one token per row by the compiled forward pass over rows of `length`, as each
+    token would be computed without a cache in a program with fixed shapes."""
 
     @jax.jit
     def step(params: Params, ids: jax.Array) -> jax.Array:
@@ -80,7 +81,7 @@ def uncached_step(model: Model, params: Params, length: int) -> Callable[[], obj
 
 
 def eager_step(model: Model, params: Params, length: int) -> Callable[[], object]:
-    """One token for each row with a cache, operation by operation."""
+    """Returns a function that computes one token per row with a cache, without compilation."""
     arch = model.arch
     empty = jnp.zeros((ROWS, arch.num_kv_heads, length, arch.head_dim))
     ids, positions = jnp.zeros((ROWS, 1), jnp.int32), jnp.full((ROWS, 1), length - 1, jnp.int32)
@@ -123,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--without-hf", action="store_true", help="where torch is not installed")
+    parser.add_argument("--without-hf", action="store_true", help="if torch is not installed")
     parser.add_argument("--out", type=Path, default=Path("build/bench-generate.json"))
     options = parser.parse_args()
 

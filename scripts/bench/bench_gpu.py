@@ -1,13 +1,14 @@
-"""The job on one GPU, its bare forward pass, and torch with SDPA: `make bench-gpu` writes build/bench-gpu.json.
+"""Compares the job on one GPU with its forward pass and with torch: `make bench-gpu` writes build/bench-gpu.json.
 
     python scripts/bench/bench_gpu.py [--models GPT-2,Qwen2.5-0.5B,Llama-3-8B] [--tokens 400000] [--repetitions 3]
-    python scripts/bench/bench_gpu.py --smoke     # tiny shapes, to see on a CPU that it works; the figures mean nothing
+    python scripts/bench/bench_gpu.py --smoke     # tiny shapes, to check on a CPU that it works; ignore the results
 
-Random weights of published shapes in bfloat16, 16 rows of 1024, `resid_post` at two thirds of the depth. "forward" is
-the compiled step alone, without statistics; "job" is from text to a durable store. torch runs transformers' model, with
-a hook that stops it after the layer, on full rows, and copies the layer to pinned memory; it stores nothing. JAX and
-torch have a process each (JAX does not reserve the GPU's memory), and the three alternate. MFU is by the operations of
-the layers that run. "device idle" is of steps in the middle of one more job, by scripts/bench/device_idle.py.
+The models have published shapes and random weights in bfloat16; 16 rows of 1024 tokens, `resid_post` at two thirds of
+the depth. "forward" is the compiled step alone, without statistics; "job" is from text to a durable store. torch runs
+transformers' model with SDPA on full rows, with a hook that stops it after the layer, and copies the layer to pinned
+memory; it stores nothing. JAX and torch have separate processes (JAX does not reserve the GPU's memory), and the three
+measurements alternate. MFU counts the operations of the layers that run. "device idle" is measured by
+scripts/bench/device_idle.py for steps in the middle of another job.
 """
 
 import argparse
@@ -39,12 +40,12 @@ PEAK_FLOPS = {
 
 
 def captured_layer(shape: dict) -> int:
-    """The last of the first two thirds."""
+    """The last layer of the first two thirds."""
     return shape.get("num_hidden_layers", shape.get("n_layer")) * 2 // 3 - 1
 
 
 class Worker:
-    """A process that answers each line with the result of one measurement."""
+    """A process that does one measurement per line of input, and answers with its result."""
 
     def __init__(self, command: list[str]) -> None:
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": "."}
@@ -74,7 +75,7 @@ def answer(value: float | dict | str) -> None:
 
 
 def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
-    """The JAX side: forward, job and trace, for each line of the standard input."""
+    """Measures the JAX side (forward, job or trace) for each line of the standard input."""
     from dataclasses import replace
 
     import jax
@@ -145,7 +146,7 @@ def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
 
 
 def measure(name: str, shape: dict, options: argparse.Namespace) -> dict:
-    """Of one model."""
+    """Measures one model."""
     model = BUILD / name
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(shape))

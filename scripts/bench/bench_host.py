@@ -1,11 +1,12 @@
-"""Everything but the model, on this machine: `make bench-host` writes build/bench-host.json.
+"""Measures every stage except the model on this machine: `make bench-host` writes build/bench-host.json.
 
     python scripts/bench/bench_host.py [--tokens 300000] [--repetitions 3]
 
-The job of Qwen2.5-0.5B's shape, three layers in bfloat16, rows of 1024, with a step that only broadcasts its tokens.
-Each stage runs by itself, then all together as in `pipeline.run`. Rates are per core: tokens, or bytes, by CPU seconds
-of all threads, which other users of the machine change little. A floor is the same work by the library alone, measured
-in the same run: `tokenizers` for the feed, a copy in memory for the copies, TensorStore for the writes.
+The job captures three layers in bfloat16 from a model with Qwen2.5-0.5B's shape, in rows of 1024, with a step that only
+broadcasts its tokens. Each stage runs alone, then all together as in `pipeline.run`. Rates are per core: tokens or
+bytes per CPU second of all threads, which other users of the machine affect little. A floor is the same work by the
+library alone, measured in the same run: `tokenizers` for the feed, a copy in memory for the copies, TensorStore for the
+writes.
 """
 
 import argparse
@@ -47,13 +48,13 @@ from pipeline.store.write.store_writer import StoreWriter
 BUILD = Path("build/bench-host")
 TOKENIZER = composing.PACKAGE / "assets/tiny-qwen2"
 ROWS, LENGTH, LAYERS = 8, 1024, (5, 11, 17)
-# A v5e host has 112 virtual cores and 4 chips, which compute so many tokens of this job per second at best.
+# A v5e host has 112 virtual cores and 4 chips, which compute at most this many tokens of this job per second.
 HOST_CORES, NEEDED_TOKENS_PER_S, NEEDED_BYTES_PER_S = 112, 415_000, 2.2e9
 
 
 @dataclass
 class Stage:
-    """A stage of the job, or a floor. `num_tokens` and `num_bytes` are of one run."""
+    """A stage of the job, or a floor. `num_tokens` and `num_bytes` are per run."""
 
     name: str
     run: Callable[[], None]
@@ -83,7 +84,7 @@ class Stage:
 
 
 def open_broadcast_job(max_tokens: int | None, *overrides: str) -> Job:
-    """The job, whose model has no weights here: only its shape is used."""
+    """Opens the job. Its model has no weights; only its shape is used."""
     return open_job(
         composing.compose(
             [
@@ -106,7 +107,7 @@ def open_broadcast_job(max_tokens: int | None, *overrides: str) -> Job:
 
 
 def broadcast_step(job: Job) -> CompiledStep:
-    """A step of the job's shapes that puts each token's id into all of its activations."""
+    """A step with the job's shapes that sets all activations of a token to its id."""
     plan = job.plan
     mesh = sharding.make_mesh()
     by_rows = sharding.row_sharding(mesh)
@@ -128,7 +129,7 @@ def broadcast_step(job: Job) -> CompiledStep:
 
 
 def run_job(job: Job, step: CompiledStep) -> None:
-    """The job with all its threads, into a new store."""
+    """Runs the job with all its threads, into a new store."""
     store = new_store(job)
     with preemption.stop_on_signals() as stop:
         fill(job, store, work_left(job, store), stop, LoadedStep(step, ModelWeights(None), job.plan.mesh.process_rows))
@@ -140,7 +141,7 @@ def new_store(job: Job) -> StoreWriter:
 
 
 def write_blocks(job: Job, blocks: Sequence[TokenBlock], buffers: Sequence[np.ndarray]) -> None:
-    """Writes and commits blocks, whose activations are all `buffers`."""
+    """Writes and commits blocks, each with the activations in `buffers`."""
     store = new_store(job)
     for block in blocks:
         arrays = {spec.name: getattr(block, spec.name) for spec in SIDE_ARRAYS}
@@ -150,7 +151,7 @@ def write_blocks(job: Job, blocks: Sequence[TokenBlock], buffers: Sequence[np.nd
 
 
 def write_arrays(job: Job, num_blocks: int, buffers: Sequence[np.ndarray]) -> None:
-    """The same activations through TensorStore alone, with the same chunks and checksums."""
+    """Writes the same activations by TensorStore alone, with the same chunks and checksums."""
     directory = BUILD / "floor"
     shutil.rmtree(directory, ignore_errors=True)
     for spec, values in zip(job.layout.arrays, buffers, strict=True):
@@ -215,7 +216,7 @@ def stages(job: Job) -> list[Stage]:
 
 
 def cores_needed(results: dict[str, dict]) -> dict[str, float]:
-    """Cores of a v5e host that each stage takes at the rate that its four chips could compute at best."""
+    """Cores of a v5e host that each stage needs at the highest rate of the host's four chips."""
     stages_in_bytes = ("device to buffers", "write and commit")
     needed = {"feed": NEEDED_TOKENS_PER_S / results["feed"]["tokens_per_core_s"]}
     needed |= {name: NEEDED_BYTES_PER_S / 1e9 / results[name]["gb_per_core_s"] for name in stages_in_bytes}

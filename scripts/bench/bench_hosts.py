@@ -1,11 +1,11 @@
-"""Many hosts that are killed at random fill one store: is it, at the end, the store of one that nothing disturbed?
+"""Checks that many hosts, killed at random, fill a store as one undisturbed process would.
 
     python -m scripts.bench.bench_hosts [--blocks 100000] [--streams 1000] [--hosts 64] [--kills 200]
 
 Each host is a process that claims streams. It reads, tokenises and packs real documents; only the step is fake: the
-activations are a function of the tokens. Everything after it is the job's: blocks, statistics, records, claims, and
-completing the store. A host that was killed, or failed, is started again. At the end the table of all blocks and the
-merged statistics are compared, byte for byte, with those that one process computes from the documents without any
+activations are a function of the tokens. Everything after the step is the job's code: blocks, statistics, records,
+claims, and completing the store. A host that is killed or fails is restarted. At the end, the table of all blocks and
+the merged statistics are compared, byte for byte, with those that one process computes from the documents without a
 store. Writes build/bench-hosts.json.
 """
 
@@ -55,16 +55,16 @@ from pipeline.store.write.claims import Claims
 from pipeline.store.write.store_writer import StoreWriter
 
 RESULTS = Path("build/bench-hosts.json")
-LENGTH = 8  # tokens of a row, which is a block: room for one document
+LENGTH = 8  # tokens per row; a row is a block with one document
 POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How much is to be done: `blocks` in `streams`, by `hosts`, of which `kills` are killed.
+    """The amount of work: `blocks` in `streams`, by `hosts`, with `kills` kills.
 
-    only_records: blocks have statistics and a commit record, but neither arrays nor a document table: a million of them
-    take 14 GB instead of 50, in memory.
+    only_records: blocks have statistics and a commit record, but neither arrays nor a document table. A million blocks
+    then take 14 GB of memory instead of 50.
     """
 
     blocks: int
@@ -77,7 +77,7 @@ class Shape:
 
 @dataclass
 class Figures:
-    """What it took. computed: blocks, those that were computed twice counted twice. killed, failed: hosts."""
+    """Results. computed: number of blocks, counting repetitions. killed, failed: numbers of hosts."""
 
     seconds: float
     killed: int = 0
@@ -86,7 +86,7 @@ class Figures:
 
 
 def make_text(folder: Path, shape: Shape) -> None:
-    """A file for each stream, with a document for each of its blocks: five to eight words."""
+    """Writes a file per stream, with a document of five to eight words for each of its blocks."""
     folder.mkdir(parents=True)
     numbers = np.arange(shape.blocks // shape.streams)
     for stream in range(shape.streams):
@@ -95,7 +95,7 @@ def make_text(folder: Path, shape: Shape) -> None:
 
 
 def open_hosts_job(folder: Path, path: Path, shape: Shape) -> Job:
-    """The job whose documents `make_text` has written."""
+    """Opens the job that reads the documents of `make_text`."""
     overrides = {
         "data.path": folder,
         "data.num_streams": shape.streams,
@@ -126,7 +126,7 @@ def fake_step(job: Job, block: TokenBlock) -> tuple[dict[str, np.ndarray], Block
 
 
 def run_host(folder: Path, path: Path, shape: Shape, computed: Sequence[int], number: int) -> None:
-    """One host, to its end. Counts its blocks in its place of `computed`. Exits with 1 after an error."""
+    """Runs one host to its end. Counts its blocks in `computed[number]`. Exits with 1 after an error."""
     try:
         job = open_hosts_job(folder, path, shape)
         store = open_store(job)
@@ -143,7 +143,7 @@ def run_host(folder: Path, path: Path, shape: Shape, computed: Sequence[int], nu
 
 
 def _write(job: Job, store: StoreWriter, claimed: ClaimedStreams, block: TokenBlock, only_records: bool) -> None:
-    """As the job's writer does: nothing of a stream that this host holds no more."""
+    """Writes a block like the job's writer, which writes nothing of a stream that this host no longer holds."""
     arrays, statistics = fake_step(job, block)
     if claimed.holds(block.stream):
         if only_records:
@@ -169,13 +169,13 @@ def _write_statistics(store: StoreWriter, block: TokenBlock, statistics: BlockSt
 
 
 def run_hosts(folder: Path, path: Path, shape: Shape, seed: int = 0) -> Figures:
-    """Starts the hosts, and starts each again that ends before the store is complete.
+    """Starts the hosts, and restarts each host that ends before the store is complete.
 
-    One of those that run is killed whenever they have computed so many more blocks: the numbers are random.
+    One of the running hosts is killed after every random number of computed blocks.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    computed = context.RawArray("q", shape.hosts)  # no lock, which a host that is killed might hold
+    computed = context.RawArray("q", shape.hosts)  # without a lock, which a killed host might hold
     rng = random.Random(seed)
     kill_at = sorted(rng.sample(range(1, shape.blocks * 9 // 10), shape.kills), reverse=True)
     hosts: dict[int, BaseProcess] = {}
@@ -199,7 +199,7 @@ def run_hosts(folder: Path, path: Path, shape: Shape, seed: int = 0) -> Figures:
                 code = hosts.pop(number).exitcode
                 if number in doomed:
                     doomed.remove(number)
-                    kill_at += [0] * (code != -signal.SIGKILL)  # it was faster: another one is killed
+                    kill_at += [0] * (code != -signal.SIGKILL)  # it ended before the kill, so another host is killed
                 if code not in (0, EXIT_FAILED, -signal.SIGKILL):
                     raise RuntimeError(f"host {number} has ended with exit code {code}")
                 figures.killed += code < 0
@@ -214,7 +214,7 @@ def run_hosts(folder: Path, path: Path, shape: Shape, seed: int = 0) -> Figures:
 
 
 def differences(job: Job) -> list[str]:
-    """The summaries of the store that are not those of one run without a store, by key."""
+    """Keys of the store's summaries that differ from those of a run without a store."""
     storage, root = job.storage, require_root(job.storage)
     streams, statistics = {}, []
     for stream in range(job.plan.streams.count):

@@ -1,10 +1,10 @@
-"""The job against its own bare forward pass, on this machine: writes build/bench.json.
+"""Compares the job with its forward pass alone, on this machine. Writes build/bench.json.
 
-A 12-layer, d=768, float32, Qwen2-shaped model with random weights, 8 rows of 256 tokens, on the demo's text. Bare
-forward, without statistics, and whole job (text to durable store, start-up excluded) alternate in one process over the
-same tokens, and the ratios are medians over pairs of neighbours, because a shared machine drifts. So do the job of one
-layer and the same job that stores the features of an SAE instead, as wide as GPT-2's published ones. Memory is measured
-in processes of their own.
+The model is Qwen2-shaped with 12 layers, d=768 and random weights in float32; it runs 8 rows of 256 tokens of the
+demo's text. The forward pass, without statistics, and the whole job (text to durable store, without start-up) alternate
+in one process over the same tokens. Ratios are medians over neighbouring pairs, because the speed of a shared machine
+drifts. The job of one layer is compared in the same way with a job that instead stores the features of an SAE, as wide
+as GPT-2's published ones. Memory is measured in separate processes.
 """
 
 import argparse
@@ -55,7 +55,7 @@ FEATURES, MEAN_ACTIVE = 24576, 50
 
 @dataclass
 class Case:
-    """One set of captured layers: a compiled step, and the tokens/s of its bare forward and of its job, in pairs."""
+    """A set of captured layers, with a compiled step and the tokens/s of its forward pass and of its job, in pairs."""
 
     name: str
     layers: str
@@ -105,7 +105,7 @@ def case_of(name: str, layers: str, job: Job, step: LoadedStep) -> Case:
 
 
 def bare_forward(case: Case) -> float:
-    """Valid tokens per second of the forward pass alone, over the job's own batches, results left on the device."""
+    """Valid tokens per second of the forward pass alone over the job's batches; results stay on the device."""
     by_rows = sharding.row_sharding(case.step.compiled.mesh)
     blocks = [block for item in case.job.work() for block in item.blocks(lambda: False)]
     batches = [
@@ -132,7 +132,7 @@ def whole_job(case: Case) -> float:
 
 
 def write_sae(folder: Path) -> None:
-    """A JumpReLU SAE with random weights, of which about MEAN_ACTIVE features fire for a token."""
+    """Writes a JumpReLU SAE with random weights, of which about MEAN_ACTIVE features fire per token."""
     width, rng = MODEL["hidden_size"], np.random.default_rng(0)
     encoder = rng.normal(size=(width, FEATURES)).astype(np.float32)
     encoder /= np.linalg.norm(encoder, axis=0)
@@ -148,7 +148,7 @@ def write_sae(folder: Path) -> None:
 
 
 def measure_features(case: Case, one: Case, repeats: int) -> dict[str, float]:
-    """What features cost, against the activations of the same layer, and the share of the product in the FLOPs."""
+    """The cost of features compared with activations of the same layer, and the matrix product's share of the FLOPs."""
     for number in range(repeats + 1):
         pair = whole_job(one), whole_job(case)
         if number:  # the first one is slower
@@ -177,7 +177,7 @@ def reader_gib_per_s(path: Path) -> float:
 
 
 def peak_memory_mib(max_tokens: int) -> int:
-    """Peak resident memory of a process of its own that captures layer 0 of so many tokens."""
+    """Peak resident memory of a separate process that captures layer 0 of `max_tokens` tokens."""
     command = [sys.executable, __file__, "--memory-of", str(max_tokens)]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
@@ -198,7 +198,7 @@ def prepare() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=40_000, help="valid tokens of one run")
+    parser.add_argument("--tokens", type=int, default=40_000, help="valid tokens per run")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,8 +1,9 @@
-"""A job's peak host memory against what its plan says; writes build/bench-memory.json.
+"""Compares a job's peak host memory with its plan. Writes build/bench-memory.json.
 
-The job of bench_host.py, whose step is faster than the writer, so that every buffer is in use, with one thing changed
-at a time. Each in a process of its own, the second run of the process: "measured" is the peak of its resident memory,
-less what was resident before. The plan does not count the step's own memory, or what the text takes.
+Runs the job of bench_host.py, whose step is faster than the writer, so that every buffer is in use, with one setting
+changed at a time. Each case has a separate process, and its second run there is measured: "measured" is the peak of
+resident memory minus the memory that was resident before. The plan excludes the memory of the step itself and of the
+text.
 """
 
 import argparse
@@ -31,13 +32,13 @@ CASES: dict[str, list[str]] = {
 
 
 def measure(overrides: list[str]) -> tuple[int, int]:
-    """Bytes that the plan says, and that the run took."""
-    shutil.rmtree(BUILD / "store", ignore_errors=True)  # its blocks' shape would be this one's
+    """The planned and the measured bytes."""
+    shutil.rmtree(BUILD / "store", ignore_errors=True)  # its block shape would be used again
     warm = open_broadcast_job(TOKENS // 4, *overrides)
-    run_job(warm, broadcast_step(warm))  # libraries and the tokenizer are loaded then
+    run_job(warm, broadcast_step(warm))  # loads libraries and the tokenizer
     job = open_broadcast_job(TOKENS, *overrides)
     step = broadcast_step(job)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident("VmRSS")
     run_job(job, step)
     return job.plan.memory.host_bytes, resident("VmHWM") - before

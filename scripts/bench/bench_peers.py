@@ -1,14 +1,14 @@
-"""This project and other ways to get the same activations, on the same checkpoint, text, rows and layers.
+"""Compares this project with other ways to get the same activations from the same checkpoint, text, rows and layers.
 
-    make bench-peers                     # everything: about 35 minutes on two free cores
+    make bench-peers                     # everything; about 35 minutes on two free cores
     python scripts/bench/bench_peers.py --workloads W1 --peers ours,hf_hook --repetitions 3
     python scripts/bench/bench_peers.py --docs # also writes the table and the plot into docs/
 
 W1: GPT-2's shape, long documents, rows of 256, block 5. W2: the same, all 12 blocks. W3: documents of 20 to 250 tokens,
-block 5. W4: Qwen2.5-0.5B's shape, rows of 1024, layer 15 of 24. All float32. Each tool has a process of its own, which
-loads and compiles, runs once unmeasured, and then runs in turn with the others, from the text to files. A run from
-which the hypervisor took more than 2 % of the cores is repeated, at most twice; the least disturbed counts. Peak memory
-is of the process, over all its runs. Writes build/bench-peers.json.
+block 5. W4: Qwen2.5-0.5B's shape, rows of 1024, layer 15 of 24. All float32. Each tool has a separate process, which
+loads and compiles, runs once unmeasured, and then takes turns with the others; runs go from the text to files. If the
+hypervisor took more than 2 % of the cores during a run, it is repeated up to twice, and the least disturbed run counts.
+Peak memory is the process's peak over all its runs. Writes build/bench-peers.json.
 """
 
 import argparse
@@ -46,7 +46,7 @@ PEERS = (
 )
 RESULT = Path("build/bench-peers.json")
 ATTEMPTS = 3
-MOST_STOLEN = 0.02  # of the cores' time, by other guests of the same host; a run that loses more is repeated
+MOST_STOLEN = 0.02  # share of the cores' time taken by other guests of the host; a run that loses more is repeated
 
 
 def takes_part(peer: str, workload: Workload) -> bool:
@@ -77,11 +77,11 @@ class Worker:
         self.facts = self._answer()
 
     def run(self) -> None:
-        """One measured run: the least disturbed of up to `ATTEMPTS`."""
+        """Measures a run: the least disturbed of up to `ATTEMPTS`."""
         attempts: list[dict] = []
         while len(attempts) < ATTEMPTS and (not attempts or attempts[-1]["stolen"] > MOST_STOLEN):
-            os.sync()  # or who syncs its files would wait for those that others left to the kernel
-            time.sleep(1)  # OpenMP's threads spin for a while after a run, which may have been another's
+            os.sync()  # otherwise, a run that syncs its files would also wait for those of others
+            time.sleep(1)  # OpenMP's threads spin for a while after a run, also of another process
             began, before = time.monotonic(), stolen_core_s()
             self._process.stdin.write(f"{BUILD / 'out'}\n")
             self._process.stdin.flush()
@@ -91,7 +91,7 @@ class Worker:
         self.runs.append(min(attempts, key=lambda attempt: attempt["stolen"]))
 
     def close(self) -> None:
-        """Waits for what it writes to be compared."""
+        """Waits until the process has written its files for comparison."""
         self._process.stdin.close()
         if self._process.wait():
             self._fail()
@@ -125,13 +125,13 @@ class Worker:
 
 
 def stolen_core_s() -> float:
-    """Core seconds that the hypervisor gave to others while this system had work; 0 on real hardware."""
+    """Core seconds that the hypervisor gave to other guests while this system had work; 0 on real hardware."""
     stolen = Path("/proc/stat").read_text().split(maxsplit=9)[8]
     return int(stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def difference(workload: Workload, peer: str) -> float | None:
-    """The largest of |stored - stored by the HF hook|; None where other rows were stored, or there is no reference."""
+    """The largest absolute difference from the HF hook's values; None if rows differ or there is no reference."""
     largest = 0.0
     for layer in workload.layers:
         files = [Path(f"{workload.directory}-{name}") / f"compare-{layer}.npy" for name in (peer, REFERENCE)]
@@ -172,7 +172,7 @@ def prepare(workloads: Sequence[str]) -> None:
 
 
 def machine() -> dict[str, object]:
-    """Where and with what this was measured."""
+    """The machine and the versions used."""
     command = [str(PEERS_PYTHON), "-m", "pip", "list", "--format=json", "--disable-pip-version-check"]
     theirs = {item["name"].lower(): item["version"] for item in json.loads(subprocess.check_output(command))}
     names = ("torch", "transformers", "transformer-lens", "sae-lens", "nnsight")
@@ -198,7 +198,7 @@ def main() -> None:
     if unknown := (set(workloads) - set(WORKLOADS)) | (set(peers) - set(PEERS)):
         parser.error(f"unknown: {', '.join(sorted(unknown))}. There are {', '.join((*WORKLOADS, *PEERS))}.")
     if not PEERS_PYTHON.exists():
-        parser.error("there is no .venv-peers; `make bench-peers` makes it")
+        parser.error(".venv-peers is missing; `make bench-peers` creates it")
     prepare(workloads)
     measured = {name: measure(WORKLOADS[name], peers, options.repetitions) for name in workloads}
     result = {"machine": machine(), "repetitions": options.repetitions, "workloads": measured}

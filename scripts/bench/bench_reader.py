@@ -1,18 +1,17 @@
-"""The reader against numpy, on this machine: shuffled batches of 4096 tokens from a store in the page cache.
+"""Compares the reader with numpy on this machine: shuffled batches of 4096 tokens from a store in the page cache.
 
     python scripts/bench/bench_reader.py [--tokens 300000] [--repeats 5] [--epochs 12]
 
-A store of three layers, d=768, bfloat16, rows of 256 tokens, written first. numpy reads the store shards as files,
-whole and unchecked (`np.fromfile`); the reader reads, checks crc32c, shuffles and gathers. They alternate in one
-process, because a shared machine drifts; the ratio is the median over neighbours. On a machine that others load, the
-CPU seconds tell more than the speed. Writes build/bench-reader.json.
+First writes a store with three layers, d=768, bfloat16, and rows of 256 tokens. numpy reads the store's shards as whole
+files without checks (`np.fromfile`); the reader reads, checks crc32c, shuffles and gathers. They alternate in one
+process, because the speed of a shared machine drifts; the ratio is the median over neighbouring pairs. On a busy
+machine, the CPU seconds are more reliable than the speed. Writes build/bench-reader.json.
 
     PYTHONPATH=. python scripts/bench/bench_reader.py --slowdown 20 --tokens 600000
 
-instead reads stores of 3 and of 26 layers from `gcs_standin`, where a request takes 50 ms and has 100 MB/s, and prints
-MiB/s. The server
-does both 20 times more slowly, since a small machine could not serve this speed; what is printed is 20 times what was
-measured.
+instead reads stores with 3 and 26 layers from `gcs_standin`, where a request takes 50 ms and is served at 100 MB/s, and
+prints MiB/s. The server does both 20 times more slowly, since a small machine could not serve this speed; the printed
+speed is 20 times the measured one.
 """
 
 import argparse
@@ -45,7 +44,7 @@ GIB = 1 << 30
 
 
 def write_store(num_tokens: int, path: str = str(PATH), layers: Sequence[int] = LAYERS) -> None:
-    """A store of random activations. A block of a layer has 15 MiB, 3 % of its slots are padding."""
+    """Writes a store of random activations. A layer's blocks have 15 MiB each; 3 % of their slots are padding."""
     shutil.rmtree(PATH, ignore_errors=True)
     hooks = {f"blocks.{layer}.resid_post": f"blocks.{layer}.hook_resid_post" for layer in layers}
     arrays = tuple(ArraySpec(name, "bfloat16", WIDTH, {"hook_name": hook, "d": WIDTH}) for name, hook in hooks.items())
@@ -79,7 +78,7 @@ def numpy_bytes(layers: tuple[int, ...], epochs: int) -> int:
 
 
 def reader_bytes(store: ActivationStore, layers: tuple[int, ...], epochs: int, stack: bool) -> int:
-    """From the call of `batches` to the last batch, threads and memory included."""
+    """Reads from the call of `batches` to the last batch, including threads and memory. Returns the bytes."""
     num_bytes = 0
     keys = [(layer, "resid_post") for layer in layers]
     for batch in store.batches(keys, BATCH_SIZE, shuffle=True, seed=0, epochs=epochs, stack=stack):
@@ -96,7 +95,7 @@ def timed(read: Callable[[], int]) -> tuple[float, float]:
 
 
 def read_remote(num_tokens: int, slowdown: float) -> None:
-    """Prints the speed of one epoch of each case, and how many requests it took."""
+    """Prints the speed and the number of requests of one epoch for each case."""
     from scripts.bench.gcs_standin import Behaviour, control, environment, serve_process
 
     spawn = multiprocessing.get_context("spawn")
@@ -129,8 +128,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=300_000)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=12, help="of one layer; a third of it of three")
-    parser.add_argument("--slowdown", type=float, help="read from a bucket, this much slower than a real one")
+    parser.add_argument("--epochs", type=int, default=12, help="epochs of one layer; with three layers, a third of it")
+    parser.add_argument(
+        "--slowdown", type=float, help="read from a bucket that is slower than a real one by this factor"
+    )
     options = parser.parse_args()
     if options.slowdown is not None:
         read_remote(options.tokens, options.slowdown)

@@ -1,10 +1,10 @@
-"""SAELens' loader of cached activations against this reader, on the same activations. Needs sae-lens.
+"""Compares SAELens' loader of cached activations with this reader, on the same activations. Needs sae-lens.
 
     python scripts/bench/bench_saelens.py [--tokens 300000] [--repeats 3]
 
-SAELens' cache is written by pipeline.export, in float16 (Arrow has no bfloat16): two bytes, as in the store. Both give
-shuffled batches of 4096 tokens as torch tensors, alternate in one process, and are timed over one epoch from the page
-cache, start included.
+SAELens' cache is written by pipeline.export, in float16 (Arrow has no bfloat16), which has two bytes, as in the store.
+Both yield shuffled batches of 4096 tokens as torch tensors, alternate in one process, and are timed over one epoch from
+the page cache, including the start.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""What a store's bookkeeping costs as the store grows: requests, seconds, CPU and memory against the number of blocks.
+"""Measures how the cost of a store's bookkeeping grows with its blocks: requests, seconds, CPU and memory.
 
     python -m scripts.bench.bench_scale [--blocks 10000 100000] [--streams 100] [--paths start finish ...]
 
-Each path runs in a process of its own against `gcs_standin` with 50 ms per request, on stores that `scale_store` makes.
-All processes of a job do what "start of one process" does; the other paths run once. A path is ended after `--limit-s`;
-its line then has the requests until then. The exponents in B are those of requests and seconds, against the size
-before. All of it takes an hour, and of a million blocks the stores alone take minutes, once. Writes
+Each path runs in a separate process against `gcs_standin` with 50 ms per request, on stores made by `scale_store`.
+"start of one process" is done by every process of a job; the other paths run once. A path is stopped after `--limit-s`,
+and its line then shows the requests until then. Exponents in B are of requests and of seconds, relative to the next
+smaller size. All paths take an hour; for a million blocks, making the stores alone takes minutes. Writes
 build/bench-scale.json.
 """
 
@@ -27,13 +27,13 @@ from scripts.bench.scale_paths import PATHS, shape_and_target
 from scripts.bench.scale_store import BUILD, make_store
 
 RESULTS = Path("build/bench-scale.json")
-CLAIM_STREAMS = 10_000  # a claim is an object for each stream
+CLAIM_STREAMS = 10_000  # each stream has an object for its claim
 KINDS = ("list", "get", "put", "delete")
 
 
 @contextmanager
 def server(provider: Provider | None) -> Iterator[str]:
-    """The URL of a stand-in in a process of its own, without latency at first."""
+    """The URL of a stand-in in a separate process, initially without latency."""
     context = get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=serve_process, args=(provider, Behaviour(latency_s=0), sending), daemon=True)
@@ -46,7 +46,7 @@ def server(provider: Provider | None) -> Iterator[str]:
 
 
 def measure(name: str, blocks: int, streams: int, latency_s: float = 0.05, limit_s: float = 300) -> dict[str, Any]:
-    """The results of one path on one store. Raises CalledProcessError where it fails."""
+    """The results of one path on one store. Raises CalledProcessError if it fails."""
     shape, target = shape_and_target(name, blocks, streams)
     result = BUILD / f"result-{os.getpid()}.json"
     with server(make_store(shape, target)) as url:
@@ -59,7 +59,7 @@ def measure(name: str, blocks: int, streams: int, latency_s: float = 0.05, limit
 
 
 def exponent(smaller: dict[str, Any], larger: dict[str, Any], key: str) -> float | None:
-    """x in cost ~ B ** x; None where one of them was not measured to its end."""
+    """x in cost ~ B ** x; None if one of the two was stopped early."""
     if smaller["is_over_limit"] or larger["is_over_limit"]:
         return None
     costs = [_cost(cell, key) for cell in (smaller, larger)]
@@ -73,7 +73,7 @@ def _cost(cell: dict[str, Any], key: str) -> float:
 
 
 def markdown(cells: Sequence[dict[str, Any]]) -> str:
-    """The table: one line for each path and size, with the exponents against the size before."""
+    """The table, with one line per path and size, and exponents relative to the next smaller size."""
     lines = [
         "| path | B | S | seconds | list | get | put | delete | CPU s | peak MiB | requests ~ B^ | seconds ~ B^ |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=100, help=f"but {CLAIM_STREAMS} where streams are claimed")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     parser.add_argument("--latency-s", type=float, default=0.05)
-    parser.add_argument("--limit-s", type=float, default=300, help="of one path on one store")
+    parser.add_argument("--limit-s", type=float, default=300, help="per path and store")
     options = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     cells = []

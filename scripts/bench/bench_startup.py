@@ -1,10 +1,10 @@
-"""Seconds from the command to the first committed block, and what they are spent on: writes build/bench-startup.json.
+"""Measures the seconds from the command to the first committed block, by part. Writes build/bench-startup.json.
 
     python scripts/bench/bench_startup.py [--repetitions 3] [overrides of pipeline.run ...]
 
-Every run is a process of its own, on the bundled model and the demo's text unless overrides say otherwise, into a new
-store: without a compilation cache, with an empty one, and with that one again. "import" begins with the process;
-"data and model" opens what the run reads and plans; the rest are the weights, the step's compilation, and everything
+Every run is a separate process that writes a new store, with the bundled model and the demo's text unless overrides
+differ: without a compilation cache, with an empty one, and with the same cache again. "import" begins with the process;
+"data and model" opens the inputs and plans; the other parts are the weights, the step's compilation, and everything
 until the first block is committed.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 BUILD = Path("build/bench-startup")
 PARTS = ("import", "data and model", "weights", "compilation", "first block")
-# `pipeline.run`, with a clock read where one part ends.
+# `pipeline.run`, which records the time at the end of each part.
 PROGRAM = """
 import json, sys, time
 marks = [float(sys.argv[1])]

@@ -1,8 +1,8 @@
-"""How clients come back after a service has refused every request for a while: python -m scripts.bench.bench_storm
+"""Measures how clients return after a service refused every request for a while: python -m scripts.bench.bench_storm
 
-Clients with requests of their own write small objects, one after the other, to `gcs_standin`, with the store's defaults
-for retries. It then answers 429 for `--refuse-s`. Prints how long after that each client had its first success, and how
-many requests arrived per second: clients that all wait equally long return in bursts. Writes build/bench-storm.json.
+Each client writes small objects, one at a time, to `gcs_standin`, with the store's defaults for retries. The server
+then answers 429 for `--refuse-s`. Prints how long afterwards each client had its first success, and how many requests
+arrived per second: clients that all wait equally long return in bursts. Writes build/bench-storm.json.
 """
 
 import argparse
@@ -25,7 +25,7 @@ WARM_UP_S = 3
 
 
 def write_until(client: int, recovered: list[float | None], is_over: threading.Event, refused: threading.Event) -> int:
-    """Writes until all is over; notes the first success after the refusals. Returns how many writes failed."""
+    """Writes until `is_over`. Records the first success after the refusals. Returns the number of failed writes."""
     storage, failures = Storage.open("gs://bench-storm/store", StorageOptions(concurrency=32)), 0
     while not is_over.is_set():
         try:

@@ -1,20 +1,22 @@
-"""Training on a stream: what it costs beyond its forward pass, how well it shuffles, and what an SAE learns from it.
+"""Measures training on a stream: its overhead over the forward pass, how well it shuffles, and an SAE's loss.
 
     python -m scripts.bench.bench_stream speed [--repetitions 3] [--tokens 9000]
     python -m scripts.bench.bench_stream shuffle [--tokens 100000]
     python -m scripts.bench.bench_stream loss [--repetitions 5] [--tokens 100000]
 
-speed: bench_job's model (d=768, float32, random weights, steps of 8 x 256 tokens) and text, layers 2 and 5 captured.
-The same tokens through the bare forward pass, whose results stay on the device, and through `Stream.batches`, from
-making the reader to the last batch: with a consumer that does nothing, with one that does nothing while a store is
-filled, and with one that trains a top-k SAE, which is compared with the forward pass and the training on a batch in
-memory, one after the other. All in turn in one process; the ratios are medians.
+speed: captures layers 2 and 5 with bench_job's model (d=768, float32, random weights, steps of 8 x 256 tokens) and
+text. The same tokens go through the forward pass alone, whose results stay on the device, and through `Stream.batches`,
+from making the reader to the last batch: with a consumer that does nothing, with one that does nothing while a store is
+filled, and with one that trains a top-k SAE, which is compared with the sum of the forward pass and of training on a
+batch in memory. All alternate in one process; the ratios are medians.
 
-shuffle: the share of a batch's pairs of tokens that come from one document, of a stream and of `store.batches` with as
-much memory, on the demo's text with the bundled model. Pieces of the store have 1,024 tokens, as with d = 4096. In
-.venv-saes (`make test-saes`) also of SAELens' buffer, which keeps half of its tokens and mixes new ones with them.
+shuffle: the share of pairs of tokens in a batch that come from the same document, for a stream and for `store.batches`
+with the same memory, on the demo's text with the bundled model. Pieces of the store have 1,024 tokens, as with
+d = 4096. In .venv-saes (`make test-saes`), also for SAELens' buffer, which keeps half of its tokens and mixes new ones
+with them.
 
-loss: an SAE from a stream and from a store, with other seeds in every repetition; the loss of the last tenth.
+loss: trains an SAE from a stream and from a store, with different seeds in every repetition, and compares the losses
+of the last tenth.
 """
 
 import argparse
@@ -40,13 +42,13 @@ from scripts.examples import train_sae_on_stream as sae
 LAYERS, SPEED_KEY, WIDTH = "[2,5]", "blocks.5.resid_post", 768
 SPEED_BATCH, SPEED_BUFFER = 1024, 8192
 KEY = "blocks.3.resid_post"
-TOKEN_BYTES = 256  # of the bundled model's activations in bfloat16
+TOKEN_BYTES = 256  # for the bundled model's activations in bfloat16
 BATCH = 1024
 SEEDS = 3
 
 
 class Cost(NamedTuple):
-    """What some work took. Seconds of all cores tell how much there was to do, also on a machine that others use."""
+    """The cost of some work. Core seconds measure the amount of work even on a busy machine."""
 
     wall_s: float
     cpu_s: float
@@ -97,7 +99,7 @@ def measure_speed(folder: Path, repetitions: int, tokens: int) -> None:
 
 
 def same_document(batches: Iterable[Batch | np.ndarray]) -> float:
-    """The share of a batch's pairs of tokens that come from one document; the mean over batches. Of an array, the
+    """The share of pairs of tokens in a batch that come from the same document; the mean over batches. An array has the
     numbers of the tokens' documents."""
     shares = []
     for batch in batches:
@@ -108,7 +110,7 @@ def same_document(batches: Iterable[Batch | np.ndarray]) -> float:
 
 
 def mixed_by_saelens(documents: np.ndarray, buffer: int) -> Iterable[np.ndarray]:
-    """The documents of the tokens of batches that SAELens makes of tokens in this order."""
+    """The documents of the tokens in SAELens' batches, from tokens in this order."""
     import torch
     from sae_lens.training.mixing_buffer import mixing_buffer
 
@@ -123,7 +125,7 @@ def demo_overrides(tokens: int) -> list[str]:
 
 
 def demo_store(folder: Path, tokens: int) -> ActivationStore:
-    """Of the demo's text; a piece has 1,024 tokens."""
+    """Writes a store of the demo's text. A piece has 1,024 tokens."""
     bench_job.prepare()
     job_run.run(composing.compose([*demo_overrides(tokens), f"store.path={folder / 'store'}"]))
     return ActivationStore.open(str(folder / "store"))
@@ -133,7 +135,7 @@ def measure_shuffle(folder: Path, tokens: int) -> None:
     store = demo_store(folder, tokens)
     has_saelens = importlib.util.find_spec("sae_lens") is not None
     streams = {count: Stream.from_config([*demo_overrides(tokens), f"data.num_streams={count}"]) for count in (1, 6)}
-    in_order = list(store.batches(KEY, BATCH))  # of a stream with shuffle=False, too
+    in_order = list(store.batches(KEY, BATCH))  # the order of a stream with shuffle=False, too
     documents = np.mean([len(np.unique(batch.documents)) for batch in in_order])
     print(f"{store.num_tokens} tokens, batches of {BATCH}")
     print(f"in order, a batch has {documents:.1f} documents: {same_document(in_order):.4f}")

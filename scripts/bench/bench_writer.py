@@ -1,12 +1,12 @@
-"""The write path against raw writes of the same bytes, on this machine: writes build/bench-writer.json.
+"""Compares the write path with raw writes of the same bytes, on this machine. Writes build/bench-writer.json.
 
     python scripts/bench/bench_writer.py [--blocks 8] [--repeats 5]
 
-Blocks of three layers, d=768, bfloat16, 128 rows of 256 tokens: 48 MiB for each object. "Store" is what the job's
-writer thread does with a block that is in its buffers: `begin_block`, `write_tables` and `commit`, with crc32c,
-document table and record, two blocks under way. "TensorStore" writes the same objects by its key-value store, and
-"files" by write, fsync and rename in as many threads as there are cores. All three end when everything is synced to the
-disk. They alternate in one process, because a shared machine drifts; the ratios are medians over neighbours.
+Blocks have three layers, d=768, bfloat16, and 128 rows of 256 tokens: 48 MiB per object. "Store" does what the job's
+writer thread does with a block in its buffers: `begin_block`, `write_tables` and `commit`, with crc32c, document table
+and record, and two blocks in progress. "TensorStore" writes the same objects by its key-value store; "files" by write,
+fsync and rename in one thread per core. All three end when everything is synced to the disk. They alternate in one
+process, because the speed of a shared machine drifts; the ratios are medians over neighbouring pairs.
 """
 
 import argparse
@@ -40,7 +40,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def make_block() -> Arrays:
-    """The arrays of a block, all of its slots with tokens."""
+    """The arrays of a block without padding."""
     rng = np.random.default_rng(0)
     shape = (ROWS, LENGTH)
     values = rng.standard_normal((*shape, WIDTH), np.float32).astype(ml_dtypes.bfloat16)
@@ -97,7 +97,7 @@ def write_files(buffers: Sequence[Arrays], blocks: int) -> None:
 
 
 def timed(write: Callable[[int], None], blocks: int, gib: float) -> tuple[float, float]:
-    """Of so many GiB: GiB/s, and the CPU seconds of all threads per GiB. What was there is deleted and synced first."""
+    """GiB/s, and the CPU seconds of all threads per GiB. Earlier output is deleted and synced first."""
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     os.sync()

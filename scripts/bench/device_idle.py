@@ -1,8 +1,8 @@
-"""The part of a trace's time in which a device did nothing:
+"""Prints the share of a trace's time in which each device was idle:
 python scripts/bench/device_idle.py DIRECTORY (as run.profile).
 
-Of the time from the first to the last thing that a device did in the trace. A TPU or GPU is busy while one of its
-operations runs; the CPU backend, while any program does.
+The share is of the time from a device's first to its last event in the trace. A TPU or GPU is busy while one of its
+operations runs, the CPU backend while any program runs.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jax.profiler import ProfileData
 
-_HOST_THREADS = "tf_XLA"  # of the CPU backend: they compute, or wait for the threads that do
+_HOST_THREADS = "tf_XLA"  # threads of the CPU backend; they compute, or wait for threads that compute
 _HOST_EVENT = "ThunkExecutor::Execute"
 
 
@@ -26,7 +26,7 @@ def idle_fraction(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def device_idle(directory: Path) -> dict[str, float]:
-    """The idle fraction of each device of every process whose trace lies below `directory`, by name."""
+    """The idle fraction of each device of every process with a trace below `directory`, by name."""
     by_plane: dict[str, list[tuple[float, float]]] = {}
     for file in sorted(directory.rglob("*.xplane.pb")):
         for plane in ProfileData.from_file(str(file)).planes:

@@ -1,12 +1,12 @@
-"""A server of Google Cloud Storage's JSON API for measurements and tests: objects in memory, costs as in a real bucket.
+"""A server of Google Cloud Storage's JSON API for benchmarks and tests: objects in memory, costs like a real bucket's.
 
     python -m scripts.bench.gcs_standin --port 9000 [--latency-s 0.05]
 
-Every request takes `latency_s`, by a timer: any number of them wait at the same time. Conditions on generations are
-honoured, listings come in pages of 1,000, and requests beyond a rate, or during an outage, are answered by 429. The
-server counts requests by kind, and can note when each arrived. It speaks what TensorStore's `gcs` driver and gcsfs use:
-point TENSORSTORE_GCS_HTTP_URL and STORAGE_EMULATOR_HOST at its URL. Objects that are computed when they are asked for
-(`Provider`) make large stores cheap.
+Every request takes `latency_s`, by a timer, so any number of them can wait at the same time. The server checks
+conditions on generations, lists pages of 1,000 objects, and answers 429 to requests beyond a rate or during an outage.
+It counts requests by kind, and can record when each arrived. It implements the part of the API that TensorStore's `gcs`
+driver and gcsfs use: set TENSORSTORE_GCS_HTTP_URL and STORAGE_EMULATOR_HOST to its URL. Objects that are computed on
+request (`Provider`) make large stores cheap.
 """
 
 import argparse
@@ -53,22 +53,22 @@ _SAME_METADATA = {
 
 
 class Provider(Protocol):
-    """Objects that exist from the start, and are computed when they are asked for. Keys are `bucket/name`."""
+    """Objects that exist from the start and are computed on request. Keys are `bucket/name`."""
 
     def content(self, key: str) -> bytes | None:
-        """The object's bytes; None where there is no such object."""
+        """The object's bytes; None if it does not exist."""
 
     def keys_from(self, start: str) -> Iterator[str]:
-        """The keys from `start` on, ascending."""
+        """The keys from `start`, ascending."""
 
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What the server does to requests.
+    """How the server treats requests.
 
-    latency_s: of every request. bytes_per_s: of one request's body, either way. requests_per_s: of all clients
-    together; more are answered by 429. refuse_s: so is every request of the next seconds. log_arrivals: note when
-    requests arrive.
+    latency_s: of every request. bytes_per_s: speed of a request's or an answer's body. requests_per_s: limit for all
+    clients together; the server answers 429 to more. refuse_s: it answers 429 to every request for this many seconds.
+    log_arrivals: record when requests arrive.
     """
 
     latency_s: float = 0.05
@@ -79,18 +79,18 @@ class Behaviour:
 
 
 class Objects:
-    """The objects by key, `bucket/name`: those that were written, and those of a provider that were not deleted."""
+    """The objects by key, `bucket/name`: written ones, and a provider's, except for deleted ones."""
 
     def __init__(self, provider: Provider | None = None) -> None:
         self._provider = provider
         self._written: dict[str, tuple[bytes, int]] = {}
-        self._sorted: list[str] = []  # the keys of the written ones
-        self._hidden: set[str] = set()  # of the provider's: those that were deleted
-        self._large: dict[bytes, bytes] = {}  # benchmarks write the same activations again and again: kept once
+        self._sorted: list[str] = []  # keys of written objects
+        self._hidden: set[str] = set()  # deleted keys of the provider
+        self._large: dict[bytes, bytes] = {}  # kept once, since benchmarks write the same activations repeatedly
         self._generations = itertools.count(_PROVIDED_GENERATION + 1)
 
     def get(self, key: str) -> tuple[bytes, int] | None:
-        """Content and generation."""
+        """The object's content and generation; None if it does not exist."""
         written = self._written.get(key)
         if written is not None or self._provider is None or key in self._hidden:
             return written
@@ -98,7 +98,7 @@ class Objects:
         return None if content is None else (content, _PROVIDED_GENERATION)
 
     def put(self, key: str, content: bytes) -> int:
-        """Returns the new generation."""
+        """Writes an object. Returns the new generation."""
         if key not in self._written:
             bisect.insort(self._sorted, key)
         generation = next(self._generations)
@@ -114,12 +114,12 @@ class Objects:
             self._hidden.add(key)
 
     def size(self, key: str) -> int | None:
-        """None for a provider's object, which would have to be made."""
+        """The object's size; None for a provider's object, which would have to be computed."""
         written = self._written.get(key)
         return None if written is None else len(written[0])
 
     def keys_from(self, start: str) -> Iterator[str]:
-        """The keys from `start` on, ascending."""
+        """The keys from `start`, ascending."""
         written = itertools.islice(self._sorted, bisect.bisect_left(self._sorted, start), None)
         if self._provider is None:
             yield from written
@@ -129,14 +129,14 @@ class Objects:
 
 
 class StandIn:
-    """The server's state: objects, behaviour, and the counters of requests since they were reset."""
+    """The server's state: objects, behaviour, and counters of requests since the last reset."""
 
     def __init__(self, provider: Provider | None = None, behaviour: Behaviour | None = None) -> None:
         self.objects = Objects(provider)
         self.set_behaviour(behaviour or Behaviour())
 
     def set_behaviour(self, behaviour: Behaviour) -> None:
-        """Also sets the counters to zero."""
+        """Sets the behaviour, and resets the counters."""
         self.behaviour = behaviour
         self.counters: Counter[str] = Counter()
         self.arrivals: list[float] = []
@@ -144,7 +144,7 @@ class StandIn:
         self._allowance, self._allowed_at = 1.0, time.monotonic()
 
     def admits(self) -> bool:
-        """Whether a request that arrives now is carried out: the rate allows it, and there is no outage."""
+        """Whether a request is executed if it arrives now, given the rate and outages."""
         now, rate = time.monotonic(), self.behaviour.requests_per_s
         if self.behaviour.log_arrivals:
             self.arrivals.append(now)
@@ -221,7 +221,7 @@ class StandIn:
         return _json({"error": {"code": 412, "message": f"{key} does not have generation {wanted}"}}, 412)
 
     def _page(self, bucket: str, query: Mapping[str, str]) -> dict[str, Any]:
-        """One page of a listing: at most PAGE_KEYS objects and common prefixes, and where the next page begins."""
+        """One page of a listing: at most PAGE_KEYS objects and common prefixes, and the start of the next page."""
         prefix, delimiter, end = query.get("prefix", ""), query.get("delimiter"), query.get("endOffset")
         limit = min(int(query.get("maxResults", PAGE_KEYS)), PAGE_KEYS)
         token = query.get("pageToken")
@@ -257,7 +257,7 @@ def _kind(method: str, name: str) -> str:
 
 
 def _uploaded(query: Mapping[str, str], content_type: str, body: bytes) -> tuple[str, bytes]:
-    """Name and content of an uploaded object. Raises ValueError for a kind of upload that is not spoken here."""
+    """Name and content of an uploaded object. Raises ValueError for a kind of upload that is not implemented."""
     if query.get("uploadType") == "media":
         return query["name"], body
     if query.get("uploadType") != "multipart":
@@ -290,7 +290,7 @@ def _content(content: bytes, wanted: str | None, generation: int) -> web.Respons
 
 
 def _resource(bucket: str, name: str, size: int | None, generation: int | None) -> dict[str, Any]:
-    """An object's metadata, with the fields that make a page of the real service about 0.8 MB."""
+    """An object's metadata, with as many fields as in the real service, where a page has about 0.8 MB."""
     resource = {
         "kind": "storage#object",
         "id": f"{bucket}/{name}/1700000000000000",
@@ -333,7 +333,7 @@ async def _start(stand_in: StandIn, port: int) -> tuple[web.ServerRunner, str]:
 
 @contextmanager
 def serving(stand_in: StandIn) -> Iterator[str]:
-    """The URL of the server, which runs in a thread of this process."""
+    """Runs the server in a thread of this process. Yields its URL."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="gcs-stand-in")
     thread.start()
@@ -348,7 +348,7 @@ def serving(stand_in: StandIn) -> Iterator[str]:
 
 
 def serve_process(provider: Provider | None, behaviour: Behaviour, ready: Connection) -> None:
-    """The body of a process that serves as long as the one that started it; sends its URL through `ready`."""
+    """The main function of a server process, which ends with its parent. Sends its URL through `ready`."""
 
     async def serve() -> None:
         _, url = await _start(StandIn(provider, behaviour), 0)
@@ -361,7 +361,7 @@ def serve_process(provider: Provider | None, behaviour: Behaviour, ready: Connec
 
 
 def control(url: str, **behaviour: Any) -> dict[str, Any]:
-    """Counters (and arrivals, in seconds) since the last change of the behaviour, which `behaviour` makes, if given."""
+    """The counters (and arrivals, in seconds) since the behaviour last changed. Sets `behaviour` if given."""
     unknown = behaviour.keys() - {field.name for field in fields(Behaviour)}
     if unknown:
         raise ValueError(f"the stand-in has no {sorted(unknown)}")
@@ -371,7 +371,8 @@ def control(url: str, **behaviour: Any) -> dict[str, Any]:
 
 
 def environment(url: str) -> dict[str, str]:
-    """The variables that lead TensorStore and gcsfs to the server. TensorStore reads its own once in a process."""
+    """Environment variables that make TensorStore and gcsfs use the server. TensorStore reads its variable once per
+    process."""
     return {
         "TENSORSTORE_GCS_HTTP_URL": url,
         "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",

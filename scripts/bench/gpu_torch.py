@@ -1,4 +1,4 @@
-"""The torch side of bench_gpu.py: python gpu_torch.py MODEL TOKENS ROWS. Each line of input is one measurement."""
+"""The torch side of bench_gpu.py: python gpu_torch.py MODEL TOKENS ROWS. Does one measurement per line of input."""
 
 import sys
 import time

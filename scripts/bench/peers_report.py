@@ -1,4 +1,4 @@
-"""The result of bench_peers.py as a Markdown table and as a plot. Run, it writes the docs again."""
+"""The results of bench_peers.py as a Markdown table and a plot. As a script, it rewrites the docs."""
 
 import json
 import re
@@ -21,7 +21,7 @@ BAR, GAP, LEFT, WIDTH = 16, 26, 250, 800
 
 
 def write_table(result: dict) -> str:
-    """One line per workload and tool; the ratio is this project's rate by the tool's."""
+    """One line per workload and tool; the ratio is this project's rate divided by the tool's."""
     lines = [
         "| | tool | tokens/s | all runs | ours / theirs | CPU s per 1000 tokens | peak, MiB | bytes per token "
         "| kept beside | isolated | max difference |",
@@ -44,14 +44,14 @@ def write_table(result: dict) -> str:
 
 
 def _ratio(ours: dict, theirs: dict) -> float:
-    """Median over the repetitions, each of which has neighbours in time."""
+    """The median over the repetitions, whose runs are close in time."""
     ratios = sorted(a / b for a, b in zip(ours["tokens_per_s_all"], theirs["tokens_per_s_all"], strict=True))
     middle = len(ratios) // 2
     return ratios[middle] if len(ratios) % 2 else (ratios[middle - 1] + ratios[middle]) / 2
 
 
 def plot(result: dict) -> str:
-    """Bars of the medians, a tick for each run; every workload has its own scale."""
+    """Draws bars for the medians and ticks for the runs. Every workload has its own scale."""
     parts, y = [], 10
     for name, peers in result["workloads"].items():
         most = max(max(measured["tokens_per_s_all"]) for measured in peers.values())

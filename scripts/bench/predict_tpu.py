@@ -1,4 +1,4 @@
-"""Prints docs/performance.md's table of predictions: what bounds published models on TPU slices. Arithmetic alone.
+"""Prints docs/performance.md's table of predicted bounds for published models on TPU slices. Only does arithmetic.
 
 python scripts/bench/predict_tpu.py
 """
@@ -14,7 +14,7 @@ from pipeline.planning.slice.chips import parse_slice
 from pipeline.planning.slice.roofline import BUCKET_WRITES_PER_S, Cost, throughput_limits
 
 LENGTH, MFU, FILL, SHARD_BYTES = 2048, 0.4, 0.95, 128 << 20
-SMALL_OBJECTS = 7  # of a block: side arrays, document table, statistics, commit record
+SMALL_OBJECTS = 7  # per block: side arrays, document table, statistics, commit record
 
 
 def rows() -> list[str]:

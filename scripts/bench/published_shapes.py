@@ -1,4 +1,4 @@
-"""Writes a config.json for each of some published models, for planning without their checkpoints (model.init=random).
+"""Writes config.json files of some published models, for plans without their checkpoints (model.init=random).
 
 python scripts/bench/published_shapes.py build/shapes
 python -m pipeline.plan topology=v5e-64 model.path=build/shapes/Qwen2.5-7B model.init=random ...
@@ -55,7 +55,7 @@ SHAPES = {
 
 
 def write_shapes(directory: Path) -> None:
-    """One directory with a config.json per model."""
+    """Writes a directory with a config.json for each model."""
     for name, shape in SHAPES.items():
         path = directory / name
         path.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
-"""How many requests each path of a store's bookkeeping sends, for small stores: python -m scripts.bench.scale_growth
+"""Counts the requests of each path of a store's bookkeeping, for small stores: python -m scripts.bench.scale_growth
 
-One process and no latency, so that the tests can afford it. Prints JSON: by path and number of blocks, the requests.
+Uses one process and no latency, so that it is fast enough for tests. Prints the requests by path and number of blocks,
+as JSON.
 """
 
 import json
@@ -18,7 +19,7 @@ KINDS = ("list", "get", "put", "delete")
 
 
 def requests(names: Sequence[str], blocks: Sequence[int]) -> dict[str, dict[int, int]]:
-    """By path and number of blocks. TensorStore must not have been used for `gs://` before in this process."""
+    """Requests by path and number of blocks. TensorStore must not have been used for `gs://` before in this process."""
     stand_in = StandIn(behaviour=Behaviour(latency_s=0))
     counts: dict[str, dict[int, int]] = {name: {} for name in names}
     with serving(stand_in) as url:

@@ -1,6 +1,6 @@
-"""What `bench_scale` measures: each path of a store's bookkeeping, in a process of its own, against `gcs_standin`.
+"""Measures a path of a store's bookkeeping against `gcs_standin`, in a separate process.
 
-A path is set up without latency; only what it then does is measured. Run by `bench_scale`, which starts the server.
+A path is prepared without latency; only the path itself is measured. Run by `bench_scale`, which starts the server.
 """
 
 import argparse
@@ -34,8 +34,8 @@ from scripts.bench.gcs_standin import control
 from scripts.bench.scale_store import BLOCK_TOKENS, LENGTH, ROWS, URL, WIDTH, State, StoreShape, open_bench_job
 
 PROCESSES = 64
-# Of a store with d=2048 in bfloat16 and blocks of 64 MiB: blocks whose side arrays a shuffled reader holds, and blocks
-# of activations in one of its buffers.
+# For a store with d=2048 in bfloat16 and blocks of 64 MiB: the number of blocks whose side arrays a shuffled reader
+# holds, and the blocks of activations in one of its buffers.
 WINDOW_BLOCKS, BUFFER_BLOCKS = 200, 4
 Measured = Callable[[], object]
 
@@ -44,9 +44,9 @@ Measured = Callable[[], object]
 class MeasuredPath:
     """One measured path.
 
-    title: for the table. state: of the store. prepare: does what comes before, and returns what is measured; it is
-    given B and S. stored: the share of the B blocks that the store has. wanted: its target, as a multiple of B blocks.
-    has_ids: the store has indexes of ids.
+    title: for the table. state: the store's. prepare: is called with B and S, makes preparations, and returns the
+    function to measure. stored: the share of the B blocks that the store has. wanted: its target, as a multiple of B
+    blocks. has_ids: the store has indexes of ids.
     """
 
     title: str
@@ -58,7 +58,7 @@ class MeasuredPath:
 
 
 def prepare_start(blocks: int, streams: int, wanted: float) -> Measured:
-    """What `pipeline.run` does before its first step: reads the store, and what is left of its own streams."""
+    """What `pipeline.run` does before its first step: it reads the store, and finds what is left of its streams."""
     job = open_bench_job(streams, int(wanted * blocks) * BLOCK_TOKENS, worker_index=0, worker_count=PROCESSES)
 
     def start() -> None:
@@ -69,7 +69,7 @@ def prepare_start(blocks: int, streams: int, wanted: float) -> Measured:
 
 
 def prepare_starts(blocks: int, streams: int, wanted: float) -> Measured:
-    """What PROCESSES processes do at the same time, each with requests of its own; here they are threads."""
+    """PROCESSES processes start at the same time and send separate requests; here they are threads."""
     job = open_bench_job(streams, int(wanted * blocks) * BLOCK_TOKENS)
     options = StorageOptions(concurrency=32)
     jobs = [replace(job, storage=Storage.open(URL, options)) for _ in range(PROCESSES)]
@@ -82,7 +82,7 @@ def prepare_starts(blocks: int, streams: int, wanted: float) -> Measured:
 
 
 def prepare_finish(blocks: int, streams: int) -> Measured:
-    """The last process of a job completes the store; it has read the records before."""
+    """The last process of a job completes the store, and has already read the records."""
     job = open_bench_job(streams, blocks * BLOCK_TOKENS)
     store = open_store(job)
 
@@ -107,7 +107,7 @@ def prepare_document(blocks: int, streams: int) -> Measured:
 
 
 def prepare_document_id(blocks: int, streams: int) -> Measured:
-    """The same document by its id: the first of a reader, so that it reads the indexes' headers, too."""
+    """The same document by its id. It is a reader's first, so the indexes' headers are also read."""
     store, number = ActivationStore.open(URL), blocks * ROWS // 2
     id = store.document(number).id
 
@@ -124,7 +124,7 @@ def prepare_index(blocks: int, streams: int) -> Measured:
 
 
 def prepare_batches(blocks: int, streams: int) -> Measured:
-    """To the first batch of an epoch in random order, with as many blocks in memory as with blocks of real sizes."""
+    """Reads the first batch of a shuffled epoch, with as many blocks in memory as with blocks of real sizes."""
     store = ActivationStore.open(URL)
     side_bytes = sum(spec.position_bytes for spec in SIDE_ARRAYS)
     batches.WINDOW_MIB = WINDOW_BLOCKS * BLOCK_TOKENS * side_bytes / MIB
@@ -138,7 +138,7 @@ def prepare_batches(blocks: int, streams: int) -> Measured:
 
 
 def prepare_claim(blocks: int, streams: int, wanted: int) -> Measured:
-    """With `run.claim`: until this process has its first block to compute, or sees that no stream needs it."""
+    """With `run.claim`, until this process has its first block to compute, or finds that no stream needs it."""
     job = open_bench_job(streams, wanted * blocks * BLOCK_TOKENS, claim="true")
     store = open_store(job)
 
@@ -169,7 +169,7 @@ def prepare_verify_records(blocks: int, streams: int) -> Measured:
 
 
 def prepare_inspect(blocks: int, streams: int) -> Measured:
-    """A sample of 64 rows."""
+    """Inspects a sample of 64 rows."""
 
     def inspect_quietly() -> None:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -233,19 +233,19 @@ PATHS: Mapping[str, MeasuredPath] = {
 
 
 def shape_and_target(name: str, blocks: int, streams: int) -> tuple[StoreShape, int]:
-    """The store that a path is measured on, and its target in tokens."""
+    """The shape of the store for a path, and its target in tokens."""
     path = PATHS[name]
     stored = int(path.stored * blocks) // streams * streams
     return StoreShape(stored, streams, path.state, path.has_ids), int(path.wanted * blocks) * BLOCK_TOKENS
 
 
 class Measurement:
-    """Seconds, CPU seconds, growth of the peak memory and requests since it was made."""
+    """Seconds, CPU seconds, growth of peak memory, and requests since its creation."""
 
     def __init__(self, server: str, latency_s: float) -> None:
         self._server = server
         control(server, latency_s=latency_s)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
         self._resident_mib = _status_mib("VmRSS")
         self._began, self._cpu = time.perf_counter(), time.process_time()
 

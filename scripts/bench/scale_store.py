@@ -1,8 +1,8 @@
-"""Stores of any number of blocks for `gcs_standin`: the project's encoders make an object when it is read.
+"""Stores of any number of blocks for `gcs_standin`: objects are encoded by the project's code when they are read.
 
 All blocks hold the same tiny activations, one document per row; only numbers differ. So a store of a million blocks is
 an array of digests, and its objects are those that `StoreWriter` would write (`tests/scripts/test_scale_store.py`
-compares them). What a change of the store's format touches is in `SyntheticStore.record`, `content` and `make_store`.
+compares them). A change of the store's format affects `SyntheticStore.record`, `content` and `make_store`.
 """
 
 import bisect
@@ -56,7 +56,7 @@ PLACE = "bench-scale/store"  # bucket and store
 URL = f"gs://{PLACE}"
 ROWS, LENGTH, WIDTH = 4, 8, 128  # the bundled model's width
 BLOCK_TOKENS = ROWS * LENGTH
-SOURCE, DOCUMENTS = "part-{:05d}.parquet", 64  # of a stream: its file, and the documents in it
+SOURCE, DOCUMENTS = "part-{:05d}.parquet", 64  # a stream's file, and the documents in it
 
 
 class State(StrEnum):
@@ -66,7 +66,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class StoreShape:
-    """B blocks in S streams, which all have the same number. has_ids: the store has indexes of ids."""
+    """B blocks in S streams with equal numbers of blocks. has_ids: the store has indexes of ids."""
 
     blocks: int
     streams: int
@@ -83,9 +83,10 @@ class StoreShape:
 
 
 class SyntheticStore:
-    """The objects of a store: a `gcs_standin.Provider`. Keys are relative to the store, but for `content`, `keys_from`.
+    """The objects of a store: a `gcs_standin.Provider`. Keys are relative to the store, except in `content` and
+    `keys_from`.
 
-    layout: of its arrays. fixed: the objects that are there once, by key.
+    layout: the layout of its arrays. fixed: the objects that do not depend on a block, by key.
     """
 
     def __init__(self, shape: StoreShape, layout: StoreLayout, fixed: Mapping[str, bytes]) -> None:
@@ -97,7 +98,7 @@ class SyntheticStore:
     # The Provider.
 
     def content(self, key: str) -> bytes | None:
-        """The bytes of an object, `bucket/store/key`."""
+        """The bytes of the object `bucket/store/key`."""
         if key in self._fixed:
             return self._fixed[key]
         kind = next((kind for kind in self._kinds if key.startswith(f"{PLACE}/{kind}")), None)
@@ -129,7 +130,7 @@ class SyntheticStore:
 
     @cached_property
     def _kinds(self) -> list[str]:
-        """The prefixes of the objects that each block has one of, ascending."""
+        """The prefixes of objects of which each block has one, ascending."""
         return sorted(["_commits/", "_documents/", "_stats/", *(f"{spec.name}/c/" for spec in self.layout.all_arrays)])
 
     def _key(self, kind: str, i: int) -> str:
@@ -153,7 +154,7 @@ class SyntheticStore:
         """The numbers of the store shards in the order of their keys: "/" comes before any digit."""
         return np.array(sorted(range(self.shape.blocks), key=str), np.int32)
 
-    # What the blocks hold.
+    # The content of blocks.
 
     def record(self, stream: int, block: int) -> CommitRecord:
         """A block's commit record."""
@@ -185,7 +186,7 @@ class SyntheticStore:
         return IndexHeader.of(table, len(entries), ids_key(stream)).encode(sorted_entries([entries]))
 
     def merged_statistics(self) -> BlockStatistics:
-        """Of all blocks."""
+        """The statistics of all blocks."""
         return reduce(merge_arrays, [self._statistics.running(self.shape.stream_blocks - 1)] * self.shape.streams)
 
     @cached_property
@@ -194,7 +195,7 @@ class SyntheticStore:
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        """The digests of a block's arrays: all blocks have the same, but for `documents`."""
+        """The digests of a block's arrays. All blocks have the same ones, except for `documents`."""
         block = arrays(self.shape, self.layout, 0, 0)
         return {s.name: values_digest(block[s.name], self.layout.chunk_shape(s)) for s in self.layout.all_arrays}
 
@@ -247,7 +248,7 @@ def _common_arrays(name: str) -> dict[str, np.ndarray]:
 
 
 def statistics(layout: StoreLayout) -> BlockStatistics:
-    """Of each block."""
+    """The statistics of every block."""
     name = layout.arrays[0].name
     return {name: token_statistics(_common_arrays(name)[name].reshape(-1, WIDTH).astype(np.float32))}
 
@@ -270,7 +271,7 @@ def table(shape: StoreShape, stream: int, block: int) -> pa.Table:
 
 
 def record(block: int, stream: int) -> CommitRecord:
-    """A block's record as the job hands it to the writer, which fills in the digests."""
+    """A block's record as the job passes it to the writer, which adds the digests."""
     start, after = (
         {"shard": 0, "document": (block + k) * ROWS, "token": 0, "ordinal": (block + k) * ROWS} for k in (0, 1)
     )
@@ -278,7 +279,7 @@ def record(block: int, stream: int) -> CommitRecord:
 
 
 def open_bench_job(streams: int, max_tokens: int, path: str = URL, **run: object) -> Job:
-    """The job whose store this is. `run`: keys of the configuration's `run`."""
+    """Opens the job of the store. `run`: keys of the configuration's `run`."""
     folder = BUILD / f"data-{streams}"
     if not folder.exists():
         folder.mkdir(parents=True)
@@ -302,7 +303,7 @@ def open_bench_job(streams: int, max_tokens: int, path: str = URL, **run: object
 
 @lru_cache(maxsize=4)
 def make_store(shape: StoreShape, target: int) -> SyntheticStore:
-    """A store whose root says that it is to hold `target` tokens."""
+    """Makes a store whose target in the root is `target` tokens."""
     if shape.blocks % shape.streams:
         raise ValueError(f"{shape.blocks} blocks do not divide into {shape.streams} streams")
     path = f"memory://bench-scale-{shape.blocks}-{shape.streams}-{shape.state}-{shape.has_ids}"
@@ -325,7 +326,7 @@ def make_store(shape: StoreShape, target: int) -> SyntheticStore:
 
 
 def _complete(storage: Storage, store: SyntheticStore) -> None:
-    """Writes what `finish_store` would, without reading the blocks' objects."""
+    """Writes what `finish_store` would write, without reading the blocks' objects."""
     shape, layout = store.shape, store.layout
     streams = range(shape.streams)
     tables = (StreamBlocks(store.stream_table(stream, shape.stream_blocks), None) for stream in streams)

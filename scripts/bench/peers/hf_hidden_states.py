@@ -1,4 +1,4 @@
-"""transformers with output_hidden_states=True. Its last entry is after the final norm, unlike what a hook sees."""
+"""transformers with output_hidden_states=True. Its last entry is after the final norm, unlike a hook's value."""
 
 from collections.abc import Iterator
 from pathlib import Path

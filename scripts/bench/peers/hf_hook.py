@@ -1,4 +1,4 @@
-"""transformers with forward hooks, the last of which stops the model: the strongest simple script."""
+"""transformers with forward hooks, the last of which stops the model: the fastest simple script."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""The script of hf_hook.py, with all documents sorted by length first, so that little is padded."""
+"""The script of hf_hook.py, with all documents sorted by length first, so that there is little padding."""
 
 import hf_hook
 

@@ -1,4 +1,4 @@
-"""Writes what all extractors read: checkpoints with random weights of published shapes, and the texts.
+"""Writes the inputs of all extractors: checkpoints with published shapes and random weights, and the texts.
 
 python scripts/bench/peers/prepare.py DEMO_TEXT TOKENIZER WORKLOAD...
 
@@ -43,7 +43,7 @@ def write_checkpoint(directory: Path, config: PretrainedConfig, tokenizer: Path)
 
 
 def documents(texts: list[str], tokenizer: Tokenizer, workload: Workload) -> Iterator[tuple[str, int]]:
-    """Texts and their numbers of tokens: short documents as they are, long ones cut to whole rows."""
+    """Texts and their numbers of tokens: short documents unchanged, long ones cut to whole rows."""
     left = workload.num_tokens
     for text, encoding in zip(texts, tokenizer.encode_batch(texts), strict=True):
         if left <= 0:

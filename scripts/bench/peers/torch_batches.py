@@ -1,4 +1,4 @@
-"""What the torch scripts have in common: text to batches, and a safetensors file of each batch's activations."""
+"""Functions shared by the torch scripts: text to batches, and a safetensors file of each batch's activations."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,7 +30,7 @@ def batches(
 
 
 def save(out: Path, number: int, activations: Mapping[int, torch.Tensor], ids: torch.Tensor, mask: torch.Tensor) -> int:
-    """Writes the valid tokens of a batch, {layer: [rows, T, d]} and their ids. Returns how many they are."""
+    """Writes the valid tokens of a batch, {layer: [rows, T, d]} and their ids. Returns their number."""
     if mask.all():
         kept = {f"layer.{layer}": values.flatten(0, 1) for layer, values in activations.items()}
     else:
@@ -41,12 +41,12 @@ def save(out: Path, number: int, activations: Mapping[int, torch.Tensor], ids: t
 
 
 def saved(out: Path, workload: Workload) -> Iterator[np.ndarray]:
-    """What `save` has written, of one layer after the other."""
+    """The activations that `save` has written, one layer at a time."""
     files = sorted(out.glob("*.safetensors"))
     for layer in workload.layers:
         yield np.concatenate([load_file(file)[f"layer.{layer}"] for file in files])
 
 
 def blocks(model: torch.nn.Module) -> torch.nn.ModuleList:
-    """The layers of a transformers model without head."""
+    """The layers of a transformers model without a head."""
     return model.h if hasattr(model, "h") else model.layers

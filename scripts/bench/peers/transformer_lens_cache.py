@@ -1,7 +1,7 @@
-"""TransformerLens: run_with_cache with stop_at_layer, weights as they are.
+"""TransformerLens: run_with_cache with stop_at_layer, and unprocessed weights.
 
 HookedTransformer, which is deprecated, is 1.5 times as fast here as TransformerBridge, its successor. It opens models
-by their names on the Hub only, and takes a directory of that name where there is one.
+only by their names on the Hub, and uses a directory with that name if there is one.
 """
 
 import contextlib

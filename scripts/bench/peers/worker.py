@@ -1,8 +1,8 @@
-"""One extractor in a process of its own: python scripts/bench/peers/worker.py MODULE WORKLOAD.
+"""Runs one extractor in a separate process: python scripts/bench/peers/worker.py MODULE WORKLOAD.
 
-Loads the model and runs once, unmeasured. Then each line of the standard input, the name of a directory to make, is
-one measured run, answered by a line of JSON; the first line of output is the answer to the unmeasured run. At the end
-it writes what the first run stored to files that can be compared.
+Loads the model, and runs once unmeasured, with a line of JSON as output. Then each line of the standard input, the name
+of a directory to create, starts a measured run, which also outputs a line of JSON. At the end, writes the first run's
+activations to files for comparison.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from workload import WORKLOADS
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # so that output of libraries is not taken for an answer
     name, workload = sys.argv[1], WORKLOADS[sys.argv[2]]
     extractor = importlib.import_module(name).Extractor(workload)
 
@@ -37,7 +37,7 @@ def main() -> None:
     print(json.dumps(measure(first) | facts), file=answers)
     for line in sys.stdin:
         print(json.dumps(measure(Path(line.strip()))), file=answers)
-    for layer, values in zip(workload.layers, extractor.stored(first), strict=True):  # last: it takes memory, too
+    for layer, values in zip(workload.layers, extractor.stored(first), strict=True):  # last, since it takes memory
         np.save(first / f"compare-{layer}.npy", values)
 
 

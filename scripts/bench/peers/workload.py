@@ -1,4 +1,4 @@
-"""The workloads, and the interface that every extractor of this comparison has. Imports nothing heavy."""
+"""The workloads, and the interface of every extractor in the comparison. Imports nothing slow."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Workload:
-    """One model, one text, one set of layers. `batch_rows` rows of `length` tokens go through the model at once."""
+    """A model, a text and a set of layers. The model runs `batch_rows` rows of `length` tokens at once."""
 
     name: str
     model: str  # its name on the Hub, and the directory below MODELS
     layers: tuple[int, ...]
     batch_rows: int
     length: int
-    num_tokens: int  # about, since documents are whole; such that a run has whole steps, as nearly all of a long one
+    num_tokens: int  # approximate, since documents are whole; a run has whole steps, like almost all of a long run
     short_documents: bool = False  # 20-250 tokens each; otherwise whole multiples of `length`
 
     @property
@@ -43,15 +43,15 @@ WORKLOADS = {
 
 
 class Extractor(Protocol):
-    """A tool under comparison, made ready: model loaded, nothing computed."""
+    """A tool in the comparison, with the model loaded and nothing computed."""
 
-    alignment: ClassVar[str]  # what of the text is kept beside the activations
+    alignment: ClassVar[str]  # what is stored about the text, apart from activations
     isolates: ClassVar[bool]  # whether documents cannot attend to each other
 
     def run(self, out: Path) -> int:
-        """From the text to files in `out`, which is empty. Returns the valid tokens whose activations are there."""
+        """Writes activations of the text to files in the empty folder `out`. Returns the number of valid tokens."""
         ...
 
     def stored(self, out: Path) -> Iterator[np.ndarray]:
-        """Of each layer what `run` has put into `out`: float32 [tokens, d], valid tokens in the text's order."""
+        """Each layer's activations from `run` in `out`: float32 [tokens, d], valid tokens in the text's order."""
         ...
