@@ -15,6 +15,7 @@ from tests.jobs import HASTE, HASTY_FLAGS, ROOT, run, run_here, write_text
 from tests.store.emulators import gcs_emulator, s3_emulator
 from tests.store.fault_proxy import FaultProxy
 
+collect_seldom()  # importing the tests would spend a sixth of its time in the garbage collector
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # even if libtpu is installed: JAX would try it and log errors
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads spin while they wait for each other
 # Not in a fixture: TensorStore reads it at the process's first request, whichever test makes it.
