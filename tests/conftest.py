@@ -78,6 +78,10 @@ SLOW = (  # files that compile many or large programs, or run whole jobs
     *("store/test_all_zero_blocks.py", "store/test_verifying_in_parts.py", "scripts/test_attention_blocks.py"),
     *("library/test_training_stream.py", "library/test_stream_store.py", "library/test_stream_processes.py"),
     *("scripts/test_train_examples.py", "scripts/test_train_with_libraries.py", "models/test_delta_net.py"),
+    *("commands/test_export.py", "commands/test_feature_page.py", "commands/test_merge.py"),
+    *("scripts/test_tiny_qwen2.py", "scripts/test_tiny_sae.py", "store/test_stores_made_before.py"),
+    *("store/test_torch_dataset.py", "models/test_attention_pattern.py", "models/test_sae_encoding.py"),
+    *("models/test_loading_memory.py", "step/test_storage_cast.py", "extraction/test_many_streams.py"),
 )
 
 
