@@ -1,1 +1,1 @@
-"""Writes a store: blocks, claims, completing, merging and deleting."""
+"""Writes stores: blocks, claims on streams, completion, merging and deletion."""

@@ -1,15 +1,16 @@
 """Claims: which process computes which stream, decided by conditional writes in the store.
 
-`_claims/stream-00003.json` names the stream's owner. The owner renews its claim by writing it again, on the condition
-that nobody else has written it since. Another process may take a claim over that it has seen unchanged for the length
-of the lease, on the same condition. Each process measures with its own clock; clocks are never compared. An owner that
-could not renew its claim for half of the lease gives it up, before another process may take it over. The claim on a
-stream that has work left is released by marking it as such, not by deletion: S3 has no conditional deletion.
+`_claims/stream-00003.json` names the stream's owner. The owner renews its claim with a conditional write, which
+succeeds only if no other process has written the object since. A process that has seen a claim unchanged for the whole
+lease may take it over, also with a conditional write. Each process uses its own clock; clocks are never compared. An
+owner that could not renew its claim for half of the lease gives it up, before another process may take it over. To
+release a stream that has work left, the owner marks the claim as released. It does not delete it, because S3 has no
+conditional deletion.
 
 `_claims/stream-00003.done-1000000` says that the stream holds its share of a target of 1,000,000 tokens (`all`: of all
-tokens). So one listing, a request per 1,000 keys, tells finished, claimed and free streams apart. A mark replaces the
-stream's claim (on S3 without a condition: nothing is left to do there that two owners could both begin), and only saves
-requests: the commit records say what the store contains.
+tokens). One listing, at one request per 1,000 keys, therefore distinguishes finished, claimed and free streams. This
+mark replaces the stream's claim. On S3 the claim is then deleted without a condition, which is safe because the stream
+has no work left. Marks only save requests: the commit records say what the store contains.
 """
 
 import itertools
@@ -34,19 +35,19 @@ from pipeline.store.io.storage import NO_OBJECT, Storage, StorageLike
 log = logging.getLogger("pipeline")
 
 CLAIMS_PREFIX = "_claims/"
-COMPLETION = -1  # in place of a stream's number: the claim of the worker that completes the store
-TEST_PREFIX = "_claims_test/"  # apart from the claims, which another worker may be deleting
+COMPLETION = -1  # used as a stream number: the claim of the worker that completes the store
+TEST_PREFIX = "_claims_test/"  # not below CLAIMS_PREFIX, where another worker may be deleting objects
 _COMPLETION_KEY = f"{CLAIMS_PREFIX}completion.json"
 _KEY = re.compile(r"_claims/stream-(\d{5,})\.json")
 _MARK = re.compile(rf"_claims/stream-(\d{{5,}})\.done-(\d+|{ALL})")
 _RENEWALS_PER_LEASE = 6  # two may fail before the owner gives up
-_RENEWAL_REQUESTS = 4  # at once, so that renewals wait neither behind the blocks nor behind the search for a stream
+_RENEWAL_REQUESTS = 4  # concurrent; separate, so that renewals do not queue behind blocks or the search for a stream
 _SEARCH_REQUESTS = 16
-_DELETED_AT_ONCE = 256
+_DELETIONS_AT_ONCE = 256
 
 
 class _Claim(NamedTuple):
-    """The content of a claim's object. `number` counts its owner's writes, so that no two of them are equal."""
+    """The content of a claim's object. `number` counts the owner's writes, so that each write differs."""
 
     owner: str
     held: bool
@@ -76,15 +77,15 @@ _CLAIM_REMEDY = "Delete it."
 
 
 class Vacancy(NamedTuple):
-    """A stream that may be claimed while its claim has this generation. `expired`: its owner, if that has died."""
+    """A stream that may be claimed while its claim object has this generation."""
 
     stream: int
     generation: bytes = NO_OBJECT
-    expired: str | None = None
+    expired: str | None = None  # the previous owner, if its lease expired
 
 
 class ListedStreams(NamedTuple):
-    """What the names of the objects in `_claims/` say: streams that have a claim, held or not, and finished ones."""
+    """The streams with a claim, held or released, and the finished streams, as the object names in `_claims/` say."""
 
     claimed: set[int]
     finished: set[int]
@@ -92,30 +93,31 @@ class ListedStreams(NamedTuple):
 
 @dataclass
 class _Lease:
-    """A claim of this process. `renewed_at`: monotonic seconds before the write that renewed it last was sent."""
+    """A claim of this process."""
 
     generation: bytes
-    renewed_at: float
-    is_lost: bool = False  # once and for all
-    lock: threading.Lock = field(default_factory=threading.Lock)  # while it is renewed or released
+    renewed_at: float  # monotonic seconds, taken before the last successful renewal was sent
+    is_lost: bool = False  # never reset
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while the claim is renewed or released
 
 
 class Claims:
-    """This process's claims on the streams of one store, renewed by a thread until they are released or lost.
+    """This process's claims on the streams of one store. A thread renews them until they are released or lost.
 
-    `owner` names this process in them. `lease_s`: seconds that other processes wait after it stops renewing;
-    theirs may differ.
+    owner: the name of this process in its claims. lease_s: seconds after the last renewal until other processes may
+    take a claim over. Processes may use different leases.
     """
 
     def __init__(self, place: StorageLike, lease_s: float) -> None:
-        """Raises StoreInvalid for storage that ignores the conditions of a write, and StoreError."""
+        """Raises StoreInvalid if the storage ignores write conditions, and StoreError."""
         self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.lease_s = lease_s
         storage = Storage.open(place)
         self._storage = storage.with_own_requests(_RENEWAL_REQUESTS)
         self._search_storage = storage.with_own_requests(_SEARCH_REQUESTS)
         self._numbers = itertools.count()
-        self._seen: dict[int, tuple[bytes, float]] = {}  # of others' claims: the generation, and since when
+        # The generation of each claim of another process, and when this process first saw it (monotonic seconds).
+        self._seen: dict[int, tuple[bytes, float]] = {}
         self._leases: dict[int, _Lease] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -124,12 +126,14 @@ class Claims:
         self._thread.start()
 
     def list_streams(self, target: Target) -> ListedStreams:
-        """`list_streams` of the store."""
+        """Lists the claimed and the finished streams; see the function `list_streams`."""
         return list_streams(self._search_storage, target)
 
     def vacancies(self, streams: Sequence[int]) -> list[Vacancy]:
-        """The streams that no process holds, not this one either. A dead owner is noticed by two calls that are at
-        least its lease apart.
+        """The streams among `streams` that no process holds, this one included.
+
+        Detecting a dead owner takes two calls that are at least its lease apart. Raises StoreInvalid for an object that
+        is not a claim, and StoreError.
         """
         streams = [stream for stream in streams if stream not in self._leases]
         claims = self._search_storage.retry_read(lambda: self._read(streams))
@@ -147,7 +151,7 @@ class Claims:
         return vacant
 
     def _read(self, streams: Sequence[int]) -> list[tuple[_Claim | None, bytes]]:
-        """Each stream's claim, if it has one, and its generation. Raises StoreInvalid for another object."""
+        """Each stream's claim, or None, and its generation. Raises StoreInvalid for an object that is not a claim."""
         keys = [claim_key(stream) for stream in streams]
         return [
             (None if text is None else _Claim.from_json(text, f"{self._storage.path}/{key}"), generation)
@@ -155,7 +159,7 @@ class Claims:
         ]
 
     def claim(self, vacancy: Vacancy) -> bool:
-        """Claims the stream; returns whether this process holds it now. Raises StoreError."""
+        """Tries to claim the stream. Returns whether this process holds it now. Raises StoreError."""
         began = time.monotonic()
         generation = self._write(vacancy.stream, vacancy.generation)
         if generation is None:
@@ -171,7 +175,7 @@ class Claims:
         return True
 
     def holds(self, stream: int) -> bool:
-        """Whether this process still holds the stream. A lost claim stays lost until `release`."""
+        """Whether this process still holds the stream. A lost claim stays lost until `release` removes it."""
         lease = self._leases.get(stream)
         if lease is None:
             return False
@@ -180,11 +184,11 @@ class Claims:
         return not lease.is_lost
 
     def release(self, stream: int) -> None:
-        """Gives the stream up. Another process may claim it, at once if this one still held it."""
+        """Gives the stream up. If this process still held it, another one may claim it at once."""
         self._give_up(stream, lambda generation: self._write(stream, generation, held=False))
 
     def finish(self, stream: int, target: Target) -> None:
-        """Gives up a stream that holds its share of this target, marks it as finished, and deletes the claim."""
+        """Marks a stream that holds its share of this target as finished, and deletes the claim."""
 
         def write(generation: bytes) -> None:
             self._storage.write(_mark_key(stream, target), f"{self.owner}\n".encode())
@@ -193,11 +197,11 @@ class Claims:
         self._give_up(stream, write)
 
     def withdraw(self, stream: int) -> None:
-        """Gives the stream up, and deletes the claim."""
+        """Gives the stream up and deletes the claim."""
         self._give_up(stream, lambda generation: self._storage.write_if_unchanged(claim_key(stream), None, generation))
 
     def _give_up(self, stream: int, write: Callable[[bytes], object]) -> None:
-        """Ends the lease. `write` tells other processes, given the claim's generation; without it the claim expires."""
+        """Ends the lease. `write(generation)` tells other processes; if it fails, the claim expires later."""
         with self._lock:
             lease = self._leases.pop(stream, None)
         if lease is None:
@@ -241,10 +245,10 @@ class Claims:
         log.warning("the claim on %s %s: its uncommitted blocks are discarded", _claim_name(stream), why)
 
     def _write(self, stream: int, generation: bytes, held: bool = True) -> bytes | None:
-        """Writes the claim if it still has this generation; returns the new generation, or None."""
+        """Writes the claim if it still has this generation. Returns the new generation, or None if it has changed."""
         key, text = claim_key(stream), _Claim(self.owner, held, self.lease_s, next(self._numbers)).to_json()
         written = self._storage.write_if_unchanged(key, text, generation)
-        if written is None:  # perhaps the request was sent twice, and the second found what the first had written
+        if written is None:  # a retried request may find what its first attempt wrote
             [(stored, stored_generation)] = self._storage.read_with_generations([key])
             written = stored_generation if stored == text else None
         return written
@@ -255,7 +259,7 @@ def claim_key(stream: int) -> str:
 
 
 def _claim_name(stream: int) -> str:
-    """What messages call a claimed stream."""
+    """The name of a claimed stream in messages."""
     return "the completion of the store" if stream == COMPLETION else f"stream {stream}"
 
 
@@ -264,9 +268,9 @@ def _mark_key(stream: int, target: Target) -> str:
 
 
 def list_streams(storage: Storage, target: Target) -> ListedStreams:
-    """The streams that have a claim, and those that are marked as finished for this target, or for a larger one.
+    """The streams that have a claim, and those marked as finished for this target or a larger one.
 
-    Takes one request per 1,000 claims and marks, however many streams there are. Raises StoreError.
+    Takes one request per 1,000 claims and marks. Raises StoreError.
     """
     keys = storage.list_keys(CLAIMS_PREFIX)
     marks = [(int(match[1]), match[2]) for key in keys if (match := _MARK.fullmatch(key))]
@@ -275,13 +279,16 @@ def list_streams(storage: Storage, target: Target) -> ListedStreams:
 
 
 def delete_marks(storage: Storage, stream: int) -> None:
-    """Deletes the marks that say that a stream is finished. Raises StoreError."""
+    """Deletes the marks of a finished stream. Raises StoreError."""
     for key in storage.list_keys(f"{CLAIMS_PREFIX}stream-{stream:05d}.done-"):
         storage.write(key, None)
 
 
 def held_claims(place: StorageLike) -> dict[int, str]:
-    """The owners of claimed streams and of the claim on the COMPLETION, alive or not. Raises StoreError."""
+    """The owner of each claimed stream and of the claim on COMPLETION, by stream; owners may be dead.
+
+    Raises StoreInvalid for an object that is not a claim, and StoreError.
+    """
     storage = Storage.open(place)
     listed = storage.list_keys(CLAIMS_PREFIX)
     keys = {key: int(match[1]) for key in listed if (match := _KEY.fullmatch(key))}
@@ -295,14 +302,14 @@ def held_claims(place: StorageLike) -> dict[int, str]:
 
 
 def named_holders(holders: Mapping[int, str]) -> str:
-    """What `held_claims` returned, for messages: "stream 0 by host-1-..., stream 3 by host-2-..."."""
+    """The claims from `held_claims` as text for messages: "stream 0 by host-1-..., stream 3 by host-2-..."."""
     return ", ".join(f"{_claim_name(stream)} by {owner}" for stream, owner in holders.items())
 
 
 def read_claims(storage: Storage) -> dict[str, bytes | None]:
     """The generation of every claim on a stream (None for a mark), by key, for `delete_claims`. Raises StoreError.
 
-    The claim on the COMPLETION is withdrawn by the worker that completes the store.
+    Leaves out the claim on COMPLETION, which the worker that completes the store withdraws itself.
     """
     keys = storage.list_keys(CLAIMS_PREFIX)
     marks = [key for key in keys if _MARK.fullmatch(key)]
@@ -314,12 +321,12 @@ def read_claims(storage: Storage) -> dict[str, bytes | None]:
 def delete_claims(storage: Storage, claims: Mapping[str, bytes | None]) -> None:
     """Deletes the marks, and the claims that no process has renewed since they were read. Raises StoreError.
 
-    Several processes that do so at once each begin with other objects, and leave out what the others have deleted.
+    Several processes may call this at the same time: each starts at different objects and skips those already deleted.
     """
     left = random.sample(sorted(claims), len(claims))
     while left and (listed := set(storage.list_keys(CLAIMS_PREFIX))):
         left = [key for key in left if key in listed]
-        batch, left = left[:_DELETED_AT_ONCE], left[_DELETED_AT_ONCE:]
+        batch, left = left[:_DELETIONS_AT_ONCE], left[_DELETIONS_AT_ONCE:]
         deletions = {key: storage.start_write(key, None, claims[key]) for key in batch}
         for key, deletion in deletions.items():
             with storage.errors(key):

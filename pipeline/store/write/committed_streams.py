@@ -1,4 +1,4 @@
-"""What a writer knows of the streams' committed blocks: only of those that it is asked about."""
+"""The committed blocks of a store's streams, read on demand by its writer."""
 
 from collections.abc import Sequence
 
@@ -7,44 +7,45 @@ from pipeline.store.format.commits import CommitRecord, read_commit_records
 from pipeline.store.format.statistics import BlockStatistics, merge_arrays, read_running
 from pipeline.store.io.storage import Storage
 
-RUNNING_KEPT = 32  # streams whose running statistics are kept; those of others are read again
+RUNNING_KEPT = 32  # streams whose running statistics stay in memory; others are read again
 
 
 class CommittedStreams:
-    """The committed blocks of the streams: those that a stream had when it was read, and those that this process has
-    committed since. Methods raise StoreInvalid for a damaged record, or a gap among them, and StoreError.
+    """The committed blocks of each stream: those stored when the stream was read, and those committed here since then.
+
+    Methods raise StoreInvalid for a damaged record or a gap between records, and StoreError.
     """
 
     def __init__(self, storage: Storage, num_streams: int) -> None:
         self._storage = storage
         self._all = range(num_streams)
         self._read: dict[int, StreamBlocks] = {}
-        self._running: dict[tuple[int, int], BlockStatistics] = {}  # through block (stream, block)
+        self._running: dict[tuple[int, int], BlockStatistics] = {}  # (stream, block): of blocks 0..block
 
     def __getitem__(self, stream: int) -> StreamBlocks:
         return self._read[stream] if stream in self._read else self.read_again(stream)
 
     def some(self, streams: Sequence[int]) -> dict[int, StreamBlocks]:
-        """Several streams, many read at once."""
+        """Several streams; those not read yet are read in parallel."""
         self._read |= read_streams(self._storage, [stream for stream in streams if stream not in self._read])
         return {stream: self._read[stream] for stream in streams}
 
     def all(self) -> dict[int, StreamBlocks]:
-        """All streams, in their order."""
+        """All streams, in order."""
         return self.some(self._all)
 
     def read_again(self, stream: int) -> StreamBlocks:
-        """A stream as it is stored now. Any thread may ask, while no block of the stream is under way here."""
+        """A stream as it is stored now. Any thread may call this unless a block of the stream is being written."""
         self._read[stream] = read_stream(self._storage, stream)
         return self._read[stream]
 
     def read_all_again(self) -> dict[int, StreamBlocks]:
-        """All streams as they are stored now; each record is looked for, so that a gap is noticed."""
+        """All streams as they are stored now. Lists every record, so that gaps are detected."""
         self._read = read_streams(self._storage, self._all, list_all=True)
         return self.all()
 
     def append(self, record: CommitRecord) -> None:
-        """A block has been committed, the next one of its stream. Writes the stream's own block table now and then."""
+        """Adds the next committed block of a stream. Writes the stream's block table after every few blocks."""
         blocks = self[record.stream].with_record(record)
         num_blocks = len(blocks.to_index)
         num_new, step = num_blocks - blocks.num_indexed, index_step(num_blocks)
@@ -55,11 +56,14 @@ class CommittedStreams:
         self._read[record.stream] = blocks
 
     def withdraw_last(self, stream: int) -> None:
-        """The record of the stream's last block has been deleted."""
+        """Drops the stream's last block, whose record has been deleted."""
         self._read[stream] = self[stream].without_last()
 
     def add_statistics(self, stream: int, block: int, statistics: BlockStatistics) -> BlockStatistics | None:
-        """The running statistics through a block, given its own; None where an earlier block of the stream has none."""
+        """Merges a block's statistics into those of the blocks before it.
+
+        Returns the statistics of blocks 0..block, or None if an earlier block of the stream has none.
+        """
         running: BlockStatistics | None = statistics
         if block:
             before = self._running.pop((stream, block - 1), None) or self._running_through(stream, block - 1)

@@ -1,4 +1,4 @@
-"""Deleting a store's own objects, and nothing else at its place."""
+"""Deletes a store's objects, and no other objects under the same path."""
 
 import os
 import stat
@@ -24,11 +24,13 @@ _FOLDERS_AT_ONCE = 8
 
 
 def delete_store(place: StorageLike, root: StoreRoot) -> Iterator[str]:
-    """Deletes a store's objects, by their exact names; yields the names of the files that are left at its place.
+    """Deletes a store's objects by their exact names. Yields the names of the files that remain under its path.
 
-    The commit records go first, so that no block is left, and the root last: what an interruption leaves is a store,
-    whose deletion can be repeated. No symbolic link is followed or removed. Raises StoreInvalid, before anything is
-    deleted, where the root names arrays that no store has, or is a link, and StoreError.
+    Commit records are deleted first, so that the store has no blocks. The root is deleted last, so that an interrupted
+    deletion leaves a store and can be repeated. Symbolic links are neither followed nor removed.
+
+    Raises StoreInvalid before anything is deleted if the root names arrays that no store has, or is a link, and
+    StoreError.
     """
     storage = Storage.open(place)
     path = storage.path
@@ -52,29 +54,31 @@ def delete_store(place: StorageLike, root: StoreRoot) -> Iterator[str]:
 def _delete_objects(storage: Storage, keys: StoreKeys) -> Iterator[str]:
     deleting = storage.with_own_requests(_DELETIONS_AT_ONCE)
     storage.write(CONSOLIDATED_KEY, None)
-    _delete_in_turn(partial(_delete_prefix, deleting, keys), keys.prefixes, _LISTINGS_AT_ONCE)
+    _delete_prefixes(partial(_delete_prefix, deleting, keys), keys.prefixes, _LISTINGS_AT_ONCE)
     storage.write(ROOT_KEY, None)
     return iter(storage.list_keys())
 
 
-def _delete_in_turn(delete: Callable[[str, Event], None], prefixes: Sequence[str], at_once: int) -> None:
-    """Deletes what is under the first prefix, then what is under the others, several at once. After an error, or an
-    interruption, `delete` finds its event set, and ends."""
-    is_over = Event()
-    delete(prefixes[0], is_over)
+def _delete_prefixes(delete: Callable[[str, Event], None], prefixes: Sequence[str], at_once: int) -> None:
+    """Deletes what is under the first prefix, then what is under the others, several in parallel.
+
+    After an error or an interruption the event is set, and the calls of `delete` that still run return.
+    """
+    should_stop = Event()
+    delete(prefixes[0], should_stop)
     with ThreadPoolExecutor(at_once, thread_name_prefix="delete") as pool:
         try:
-            for future in [pool.submit(delete, prefix, is_over) for prefix in prefixes[1:]]:
+            for future in [pool.submit(delete, prefix, should_stop) for prefix in prefixes[1:]]:
                 future.result()
         finally:
-            is_over.set()
+            should_stop.set()
 
 
-def _delete_prefix(storage: Storage, keys: StoreKeys, prefix: str, is_over: Event) -> None:
+def _delete_prefix(storage: Storage, keys: StoreKeys, prefix: str, should_stop: Event) -> None:
     under_way: deque[tuple[str, ts.Future]] = deque()
-    own = [] if is_over.is_set() else filter(keys.is_own, storage.list_keys(prefix))
-    for key in own:
-        if is_over.is_set():
+    keys_to_delete = [] if should_stop.is_set() else filter(keys.is_own, storage.list_keys(prefix))
+    for key in keys_to_delete:
+        if should_stop.is_set():
             return
         under_way.append((key, storage.start_write(key, None)))
         if len(under_way) > _DELETIONS_AT_ONCE:
@@ -92,7 +96,7 @@ def _delete_files(folder: str, keys: StoreKeys) -> Iterator[str]:
     with suppress(FileNotFoundError):
         if not os.path.islink(folder + COMMITS_PREFIX.rstrip("/")):
             os.unlink(folder + CONSOLIDATED_KEY)
-    _delete_in_turn(partial(_delete_folder, folder, keys), keys.prefixes, _FOLDERS_AT_ONCE)
+    _delete_prefixes(partial(_delete_folder, folder, keys), keys.prefixes, _FOLDERS_AT_ONCE)
     for name in (ROOT_KEY, ROOT_KEY + LOCK_SUFFIX):
         with suppress(FileNotFoundError):
             os.unlink(folder + name)
@@ -101,17 +105,17 @@ def _delete_files(folder: str, keys: StoreKeys) -> Iterator[str]:
     return _files_in(folder)
 
 
-def _delete_folder(folder: str, keys: StoreKeys, prefix: str, is_over: Event) -> None:
+def _delete_folder(folder: str, keys: StoreKeys, prefix: str, should_stop: Event) -> None:
     """Deletes the store's files in one of its folders, and the folders that are then empty.
 
-    By descriptors of the folders: one that is exchanged for a link meanwhile is not followed.
+    Works on descriptors of the folders, so that a folder that is replaced by a link meanwhile is not followed.
     """
     name = prefix.rstrip("/")
     if not os.path.isdir(folder + name) or os.path.islink(folder + name):
         return
-    for at, folders, files, descriptor in os.fwalk(folder + name, topdown=False, onerror=raise_unless_gone):
-        inner = os.path.relpath(at, folder)
-        if is_over.is_set():
+    for directory, folders, files, descriptor in os.fwalk(folder + name, topdown=False, onerror=raise_unless_gone):
+        inner = os.path.relpath(directory, folder)
+        if should_stop.is_set():
             return
         for file in files:
             if keys.is_own(f"{inner}/{file}") and not _is_link(file, descriptor):
@@ -129,6 +133,6 @@ def _is_link(file: str, descriptor: int) -> bool:
 
 
 def _files_in(folder: str) -> Iterator[str]:
-    for at, folders, files in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(at, name))]
-        yield from (os.path.relpath(os.path.join(at, name), folder) for name in (*files, *links))
+    for directory, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
+        yield from (os.path.relpath(os.path.join(directory, name), folder) for name in (*files, *links))

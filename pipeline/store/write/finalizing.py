@@ -1,4 +1,4 @@
-"""Marking a store complete that several workers have filled."""
+"""Marks a store complete that several workers have filled."""
 
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.target import has_share, stream_share, target_of
@@ -7,7 +7,7 @@ from pipeline.store.write.store_writer import StoreWriter
 
 
 def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
-    """Prints what each stream holds and marks the store complete; or says why not. Raises StoreError."""
+    """Prints what each stream holds and marks the store complete. Returns None, or why it cannot. Raises StoreError."""
     streams = store.streams.all()
     unfinished = [stream for stream in streams if not _print_stream(store, stream, streams[stream].table)]
     if unfinished and not (is_forced or store.complete):
@@ -32,7 +32,7 @@ def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
 def _print_stream(store: StoreWriter, stream: int, blocks: BlockTable) -> bool:
     """Prints what a stream holds; returns whether it is at its end."""
     target = store.target
-    if target is None:  # an earlier program's store has none: take what the run that created it wanted
+    if target is None:  # the store of an earlier version has none: use the config of the run that created it
         share = stream_share(target_of(store.metadata.config), store.metadata.num_streams, stream)
         end = _end_of_old_stream(blocks, share, store.layout.length)
     else:
@@ -42,14 +42,14 @@ def _print_stream(store: StoreWriter, stream: int, blocks: BlockTable) -> bool:
 
 
 def end_of(blocks: BlockTable, share: int | None) -> str | None:
-    """Why a stream ends where it does, or None if it does not hold its share of the store's target."""
+    """Why a stream ends where it does; None if it holds less than its share of the store's target."""
     if not has_share(blocks, share):
         return None
     return "the end of its data" if len(blocks) and blocks[-1].exhausted else "the end of its share of run.max_tokens"
 
 
 def _end_of_old_stream(blocks: BlockTable, share: int | None, length: int) -> str | None:
-    """Without a truncated block a share is reached by the last row, of at most `length` tokens, of the last block."""
+    """As `end_of`. If no block is truncated, the last row, of at most `length` tokens, reaches the share."""
     if len(blocks) and blocks[-1].exhausted:
         return "the end of its data"
     reached = share is not None and 0 <= blocks.total("tokens") - share < length

@@ -1,9 +1,9 @@
-"""Finishing a store: marking it complete once every stream holds its share of the target.
+"""Finishes a store: marks it complete once every stream holds its share of the target.
 
-Several processes may finish a store at the same time, and one may be late: the store has been opened for more blocks
-meanwhile, and is perhaps complete again. So each object is written on the condition that it is unchanged since
-finishing began, except the streams' block tables, of which any version is right. The root is read after all of them:
-whoever extends the store changes it before anything else.
+Several processes may finish a store at the same time, and a slow one may find that the store has been reopened for more
+blocks meanwhile, or has even been completed again. Each object is therefore written on the condition that it has not
+changed since finishing began, except the streams' block tables, which are valid in any version. The root is read after
+all other objects, because a process that extends the store changes the root first.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ _ATTEMPTS = 20
 
 
 class _ChangedMeanwhile(Exception):
-    """Another process wrote what was about to be written."""
+    """Another process has changed the object that was about to be written."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,22 @@ class _InitialState:
     kept: list[str]
 
 
-Streams = Mapping[int, StreamBlocks]  # all of a store, in their order
+Streams = Mapping[int, StreamBlocks]  # all streams of a store, in order
 
 
 def finish_store(
     storage: Storage, layout: StoreLayout, read: Callable[[], Streams], force: bool = False
 ) -> StoreRoot | None:
-    """Writes the table of the blocks that `read` gives, merges the statistics of the streams, marks the store complete,
-    and trims the arrays to the last committed row. Of a complete store only the steps that an interruption left undone
-    are done.
+    """Writes the table of the blocks that `read` returns, merges the statistics of the streams, marks the store
+    complete, and trims the arrays to the last committed row. If the store is already complete, only the steps that an
+    interruption left undone are repeated.
 
-    Returns None, and changes nothing, where the root's target is not reached, since another run is extending the store,
-    or where a complete store has lost records. `force` completes it all the same.
+    Returns None and changes nothing if the root's target is not reached, because another run is extending the store, or
+    if a complete store has lost records. `force` completes it anyway.
 
-    Kept activations are deleted and, once the target is reached, the claims that no process renews. Nothing else is:
-    objects without a commit record may belong to a block that a worker is about to commit. Those that a killed run left
-    behind stay, and `verify_store` names them. Raises StoreError.
+    Deletes kept activations and, once the target is reached, the claims that no process renews. Nothing else is
+    deleted, because an object without a commit record may belong to a block that a worker is about to commit. Objects
+    that a killed run left behind stay, and `verify_store` names them. Raises StoreError.
     """
     for _ in range(_ATTEMPTS):
         try:
@@ -89,11 +89,11 @@ def _try_to_finish(storage: Storage, layout: StoreLayout, read: Callable[[], Str
             return None
         objects, digests = _summaries(storage, layout, root, streams, initial)
     except StoreInvalid:
-        if read_root_generation(storage)[1] != generation:  # another run has begun to write a block again
+        if read_root_generation(storage)[1] != generation:  # another run has started to rewrite a block
             raise _ChangedMeanwhile from None
         raise
-    behind = [stream for stream, stored in streams.items() if len(stored.to_index) != stored.num_indexed]
-    write_many(storage, ((stream_table_key(stream), streams[stream].to_index.encode()) for stream in behind))
+    outdated = [stream for stream, stored in streams.items() if len(stored.to_index) != stored.num_indexed]
+    write_many(storage, ((stream_table_key(stream), streams[stream].to_index.encode()) for stream in outdated))
     for key, content in objects.items():
         _write(storage, key, content, initial)
     finished = replace(
@@ -105,9 +105,9 @@ def _try_to_finish(storage: Storage, layout: StoreLayout, read: Callable[[], Str
         statistics_digests=digests or None,
     )
     is_written = finished == root or storage.write_if_unchanged(ROOT_KEY, finished.to_json(), generation) is not None
-    if not is_written and read_root(storage) != finished:  # else another process wrote the same
+    if not is_written and read_root(storage) != finished:  # else another process wrote an equal root
         raise _ChangedMeanwhile
-    if is_reached(tables, root.target):  # else a worker may be extending the store under its claim
+    if is_reached(tables, root.target):  # otherwise a worker may be extending the store under its claim
         delete_claims(storage, initial.claims)
     _settle_rows(storage, layout, read)
     write_many(storage, ((key, None) for key in initial.kept))
@@ -119,8 +119,8 @@ def _try_to_finish(storage: Storage, layout: StoreLayout, read: Callable[[], Str
 def _summaries(
     storage: Storage, layout: StoreLayout, root: StoreRoot, streams: Streams, initial: _InitialState
 ) -> tuple[dict[str, bytes], dict[str, str]]:
-    """The objects to write, by key: the block table and, unless the store has them already, the merged statistics; and
-    the digests of these by array."""
+    """The objects to write, by key: the block table and, unless the store already has them, the merged statistics.
+    Also returns the digests of the merged statistics, by array."""
     table, digests = join_streams(streams), _merged_digests(initial.objects, layout)
     objects = {TABLE_KEY: table.encode()}
     is_same = root.complete and root.blocks == tuple(len(stream.table) for stream in streams.values())
@@ -139,7 +139,7 @@ def _read_initial_state(storage: Storage, layout: StoreLayout) -> _InitialState:
 
 
 def _merged_digests(objects: Mapping[str, bytes | None], layout: StoreLayout) -> dict[str, str]:
-    """By array, the digests of the merged statistics that are among the objects."""
+    """The digests of those merged statistics that are in `objects`, by array."""
     digests = {name: merged_digest(objects, name) for name in layout.summarised}
     return {name: digest for name, digest in digests.items() if digest is not None}
 
@@ -152,8 +152,8 @@ def _write(storage: Storage, key: str, content: bytes, initial: _InitialState) -
 
 
 def _settle_rows(storage: Storage, layout: StoreLayout, read: Callable[[], Streams]) -> None:
-    """Gives the arrays the rows that the root asks for, whoever changes it meanwhile: those up to the last committed
-    one of a complete store, and room for any block of one that was opened for more."""
+    """Sets the number of rows of the arrays as the root requires: up to the last committed row if the store is
+    complete, else MAX_ROWS. Repeats if another process changes the root meanwhile."""
     names = [spec.name for spec in layout.all_arrays]
     for _ in range(_ATTEMPTS):
         root, generation = read_root_generation(storage)

@@ -1,4 +1,4 @@
-"""Writes the indexes of a store's ids, from its document tables. `pipeline.index` does so once a store is filled."""
+"""Writes the indexes of a store's document ids from its document tables, for the command `pipeline.index`."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -11,14 +11,14 @@ from pipeline.store.format.tables import read_tables
 from pipeline.store.ids.index_file import IndexHeader, block_entries, decode_index, ids_key, sorted_entries
 from pipeline.store.io.storage import Storage
 
-_STREAMS_AT_ONCE = 4  # 24 bytes of memory for each document of these
+_STREAMS_AT_ONCE = 4  # takes 24 bytes of memory per document of these streams
 
 
 def index_ids(storage: Storage, streams: Iterable[int], progress: Callable[[int], None] | None = None) -> None:
-    """Writes the index of each stream's ids. The same blocks give the same bytes. What an earlier index has is not read
-    from the tables again; one that is damaged, or of other blocks, is replaced.
+    """Writes the index of each stream's document ids. The same blocks give the same bytes.
 
-    `progress` is called with the number of blocks that are done since it was called before. Raises StoreInvalid for a
+    Blocks that an existing index covers are not read again. An index that is damaged or covers different blocks is
+    replaced. `progress` is called with the number of blocks done since the previous call. Raises StoreInvalid for a
     damaged record or document table, and StoreError.
     """
     with ThreadPoolExecutor(_STREAMS_AT_ONCE, thread_name_prefix="index") as pool:

@@ -1,6 +1,6 @@
-"""Merging stores of one configuration: the blocks of each are copied, object by object, into one store.
+"""Merges stores of the same configuration: copies the blocks of each, object by object, into one store.
 
-A block has the same place in every store of a fingerprint, so objects keep their keys and are not decoded.
+A block has the same keys in every store with the same fingerprint, so objects are copied without decoding them.
 """
 
 import json
@@ -32,24 +32,24 @@ from pipeline.store.write.claims import held_claims, named_holders
 from pipeline.store.write.store_writer import StoreWriter, create_root
 from pipeline.store.write.vacancy import require_vacant
 
-# Objects under way at once, each of which is held in memory whole: as many as this memory has room for.
+# Memory for the objects that are copied at the same time; each is held in memory whole.
 COPIES_MIB = 1024
 MIN_COPIES, MAX_COPIES = 4, 32
-BLOCKS_AHEAD = 8  # of the one that is committed next
-_STREAMS_AT_ONCE = 8  # whose records are compared
+BLOCKS_AHEAD = 8  # blocks whose copying starts before the next commit
+_STREAMS_AT_ONCE = 8  # streams whose records are compared in parallel
 _RECORDS_AT_ONCE = 256
 
 
 def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int], None] | None = None) -> StoreWriter:
-    """Copies the committed blocks of the `sources` that the store at `path` lacks into it; it is created where absent.
+    """Copies committed blocks of the `sources` that the store at `path` lacks into it. Creates the store if necessary.
 
-    Several blocks are copied at once, and committed one by one in the order of their streams, so an interrupted merge
-    goes on where it was. The store is not finished. `progress` is called with the number of blocks that are committed
-    and of all to copy.
+    Several blocks are copied in parallel and committed one by one in stream order, so an interrupted merge continues
+    where it stopped. The store is not finished. `progress` is called with the number of committed blocks and the number
+    of all blocks to copy.
 
-    Raises StoreMismatch when a store has a different configuration, or two hold different versions of a block; then
-    nothing is copied. Raises StoreInvalid for a source that is not a store, or that has lost objects of a block,
-    which is then not committed; and StoreError, also where workers hold streams of the store at `path`.
+    Raises StoreMismatch, before anything is copied, if a store has a different configuration or two stores hold
+    different versions of a block. Raises StoreInvalid for a source that is not a store, or that has lost objects of a
+    block, which is then not committed. Raises StoreError, also if workers hold streams of the store at `path`.
     """
     opened = [StoreWriter.open_existing(source) for source in sources]
     for other in opened[1:]:
@@ -81,7 +81,7 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
 
 
 def _copy_errors(sources: Sequence[StoreRoot], target: StoreWriter) -> None:
-    """What int8 costs, as the first source says that has measured it."""
+    """Copies the measured errors of int8 from the first source that has them, unless the target has its own."""
     weights = next((root.weights_error for root in sources if root.weights_error is not None), None)
     if weights is not None and target.root.weights_error is None:
         target.record_weights_error(weights)
@@ -91,8 +91,8 @@ def _copy_errors(sources: Sequence[StoreRoot], target: StoreWriter) -> None:
 
 
 def _is_cut_short(source: StoreWriter, record: CommitRecord, target: StoreWriter) -> bool:
-    """Whether a truncated block is not the last one of its stream in a store that a longer run is extending: that run
-    computes the whole block, and may be writing it."""
+    """Whether a block is truncated in the source, but will be whole in a target that a longer run is extending. That
+    run computes the whole block, and may be writing it now."""
     if target.complete or not record.truncated:
         return False
     share = stream_share(target.target, target.metadata.num_streams, record.stream)
@@ -100,7 +100,7 @@ def _is_cut_short(source: StoreWriter, record: CommitRecord, target: StoreWriter
 
 
 def _require_fit(first: StoreWriter, other: StoreWriter) -> None:
-    """Raises StoreMismatch unless the two have one configuration and objects of one format."""
+    """Raises StoreMismatch unless both stores have the same configuration and array format."""
     different = [f"{d.key}: {d.stored!r} and {d.asked!r}" for d in first.metadata.differences(other.metadata)] or [
         f"{name}/zarr.json: {left} and {right}"
         for (name, left), right in zip(_formats(first).items(), _formats(other).values(), strict=True)
@@ -112,7 +112,7 @@ def _require_fit(first: StoreWriter, other: StoreWriter) -> None:
 
 
 def _formats(store: StoreWriter) -> dict[str, dict]:
-    """The zarr.json of every array, but for the number of rows."""
+    """The zarr.json of every array, by name, with the number of rows set to MAX_ROWS."""
     names = [spec.name for spec in store.layout.all_arrays]
     texts = store.storage.read_many([f"{name}/zarr.json" for name in names])
     zarr_jsons = {name: json.loads(text) for name, text in zip(names, texts, strict=True)}
@@ -122,9 +122,9 @@ def _formats(store: StoreWriter) -> dict[str, dict]:
 
 
 def _missing(existing: Sequence[StoreWriter], sources: Sequence[StoreWriter]) -> Int64[np.ndarray, "n 3"]:
-    """The blocks to copy, by stream and block: stream, block, and the number of the first source that has it.
+    """The blocks to copy, sorted: stream, block, and the index of the first source that has the block.
 
-    Records are read for a few streams at a time, and again when their blocks are copied.
+    Reads the records of a few streams at a time; `_read_records` reads them again when the blocks are copied.
     """
     parts, num_streams = [np.empty((0, 3), np.int64)], sources[0].metadata.num_streams
     with ThreadPoolExecutor(_STREAMS_AT_ONCE, thread_name_prefix="records") as pool:
@@ -158,7 +158,7 @@ def _missing_in_stream(
 def _read_records(
     sources: Sequence[StoreWriter], missing: Int64[np.ndarray, "n 3"]
 ) -> Iterator[tuple[StoreWriter, CommitRecord]]:
-    """The source and the record of each block to copy, read a little ahead."""
+    """The source and the record of each block to copy, read in batches ahead of the copying."""
     for first in range(0, len(missing), _RECORDS_AT_ONCE):
         part = missing[first : first + _RECORDS_AT_ONCE].tolist()
         for number, blocks in groupby(part, key=itemgetter(2)):
@@ -168,7 +168,7 @@ def _read_records(
 
 
 def _create(storage: Storage, like: StoreWriter) -> StoreWriter:
-    """An empty store of the same configuration. One whose creation was interrupted is completed."""
+    """Creates an empty store of the same configuration, or completes an interrupted creation."""
     require_vacant(storage)  # before anything is written
     for name, zarr_json in _formats(like).items():
         storage.write_if_absent(f"{name}/zarr.json", json.dumps(zarr_json).encode())
@@ -182,7 +182,7 @@ def _num_copies(layout: StoreLayout) -> int:
 
 
 def _copy_blocks(missing: Iterable[tuple[StoreWriter, CommitRecord]], target: StoreWriter) -> Iterator[None]:
-    """Copies and commits the blocks; yields after each. Those after it may be under way."""
+    """Copies and commits the blocks, and yields after each commit. Later blocks may already be being copied."""
     under_way: deque[tuple[CommitRecord, list[Future[None]] | None]] = deque()
 
     def commit_first() -> None:
@@ -208,11 +208,11 @@ def _copy_blocks(missing: Iterable[tuple[StoreWriter, CommitRecord]], target: St
 def _start_block(
     source: StoreWriter, target: StoreWriter, record: CommitRecord, pool: ThreadPoolExecutor
 ) -> list[Future[None]] | None:
-    """Starts copying a block's objects. None where the target has the block: a job on it was faster.
+    """Starts copying a block's objects. Returns None if the target has the block, because another job wrote it first.
 
-    A store shard that Zarr does not store, since all of its values are the fill value, is deleted in the target, where
-    an earlier job may have left an object. Raises StoreInvalid for a symbolic link, whose target need not be the
-    store's. The copies raise StoreInvalid for an object that the source has lost.
+    Zarr does not store a shard whose values all are the fill value. Such a shard is deleted in the target, where an
+    earlier job may have left an object. Raises StoreInvalid for a symbolic link, which may point outside the store. The
+    copies raise StoreInvalid for an object that the source has lost.
     """
     if target.storage.read(record.key) is not None:
         return None
@@ -241,17 +241,17 @@ def _start_block(
 
 
 def _is_fill(source: StoreWriter, record: CommitRecord, name: str) -> bool:
-    """Whether all of a block's values of an array may be the fill value. A record without digests does not tell."""
+    """Whether all of a block's values of an array may be the fill value; always true for a record without digests."""
     return record.digests is None or record.digests.get(name) == fill_digest(source.arrays[name])
 
 
 def _copy_metrics_and_groups(source: StoreWriter, target: StoreWriter) -> None:
-    """Copies what the runs measured (each under a name of its own) and the groups of generated documents, which are the
-    same in every store."""
+    """Copies the logs of the runs, whose names are unique, and the groups of generated documents, which are equal in
+    all stores."""
     for prefix in ("_metrics/", GENERATED_PREFIX):
         known = set(target.storage.list_keys(prefix))
         keys = [key for key in source.storage.list_keys(prefix) if key not in known]
         require_no_links(source.storage.directory, keys)
         for key, content in zip(keys, source.storage.read_many(keys), strict=True):
-            if content is not None:  # else it was deleted since it was listed
+            if content is not None:  # None: deleted after it was listed
                 target.storage.write_if_absent(key, content)

@@ -1,7 +1,7 @@
-"""Writing a store: blocks are written whole, then committed; a store is created, resumed, extended and finished.
+"""Writes a store: creates, resumes, extends and finishes it. Blocks are written whole, then committed.
 
-Several processes may hold a writer of one store at the same time, each for its own streams. `finish` and `reopen` may
-be called by any of them, or by several. Should two write the same block all the same, the first record stays.
+Several processes may have a writer for the same store, each for its own streams. Any of them, or several, may call
+`finish` and `reopen`. If two processes write the same block nevertheless, the first commit record stays.
 """
 
 import concurrent.futures
@@ -56,30 +56,31 @@ Written = ts.Future | ts.WriteFutures | Future[str]
 
 @dataclass(frozen=True)
 class PendingBlock:
-    """A block whose objects are being written: its arrays, and from `write_tables` on its tables. `futures` are by the
-    object's URL."""
+    """A block whose objects are being written: its arrays and, after `write_tables`, its tables."""
 
     stream: int
     block: int
-    is_committed: bool  # by another run: nothing is written
-    futures: Mapping[str, Written]
-    digests: Mapping[str, Future[str]]  # by array; none where it is committed
+    is_committed: bool  # another run has committed it: nothing is written
+    futures: Mapping[str, Written]  # by URL of the object
+    digests: Mapping[str, Future[str]]  # by array; empty if `is_committed`
     table_sha256: str = ""
     statistics_sha256: str = ""
 
     @property
     def has_tables(self) -> bool:
-        """Whether they are written, too: the block can be committed."""
+        """Whether `write_tables` was called, so that the block can be committed."""
         return bool(self.table_sha256)
 
     @property
     def done(self) -> bool:
-        """Whether every object is durable (or has failed): `commit` will not wait."""
+        """Whether every object is durable or has failed, so that `commit` will not wait."""
         return all(future.done() for future in (*self.futures.values(), *self.digests.values()))
 
     def wait(self) -> None:
-        """Waits until every object is durable, or has failed. Raises StoreError for the first that has, naming it;
-        nothing reads the block's arrays any more then."""
+        """Waits until every object is durable or has failed. The block's arrays may be overwritten afterwards.
+
+        Raises StoreError, naming the object, for the first object that failed.
+        """
         failed = None
         for url, future in self.futures.items():
             try:
@@ -93,10 +94,10 @@ class PendingBlock:
 
 
 class StoreWriter:
-    """The writing side of one store. Not thread-safe: one thread per writer, but for `streams.read_again`.
+    """Writes one store. Not thread-safe, except for `streams.read_again`.
 
-    storage: where the store's objects are. layout: of its arrays. arrays: these by name, as TensorStore opened them.
-    root: as it was read or written last. streams: their committed blocks.
+    storage: holds the store's objects. layout: the geometry of its arrays. arrays: the open TensorStore arrays by name.
+    root: the store's root as last read or written. streams: the committed blocks.
     """
 
     def __init__(
@@ -106,12 +107,12 @@ class StoreWriter:
         self.layout = layout
         self.streams = CommittedStreams(storage, layout.num_streams)
         self.storage = storage
-        self._records_storage = storage.with_own_requests(1)  # a look at a record does not wait for the shards
+        self._records_storage = storage.with_own_requests(1)  # so that reading a record does not queue behind shards
         self._files: ShardFiles | None = None
         if is_plain_files(storage.path, layout.compression):
             self._files = ShardFiles(Path(storage.directory), storage.file_threads)
-        # `memory://` would keep the arrays themselves, which the caller fills again, and free them under its own lock
-        # while it waits for the interpreter's: a deadlock.
+        # `memory://` would keep references to the arrays, which the caller reuses. It would also release them while it
+        # holds its lock and waits for the GIL: a deadlock.
         self._may_reference = not storage.path.startswith("memory://")
         self.root = root
         self.arrays = arrays
@@ -120,9 +121,9 @@ class StoreWriter:
     def open(cls, place: StorageLike, metadata: StoreMetadata, layout: StoreLayout) -> "StoreWriter":
         """Opens the store at `place` (a local path, `gs://`, `s3://`, `memory://`, or a Storage), or creates it.
 
-        A store whose creation was interrupted is completed. Raises StoreMismatch when the store's fingerprint is not
-        `metadata`'s, StoreInvalid when it is damaged or its records have gaps, and StoreError when it cannot be read or
-        written.
+        Completes an interrupted creation. Raises StoreMismatch if the store's fingerprint differs from that of
+        `metadata`, StoreInvalid if the store is damaged or its records have gaps, and StoreError if it cannot be read
+        or written.
         """
         if (metadata.num_streams, metadata.rows_per_block) != (layout.num_streams, layout.rows_per_block):
             raise ValueError(f"metadata and layout disagree: {metadata} {layout}")
@@ -136,7 +137,7 @@ class StoreWriter:
 
     @classmethod
     def open_existing(cls, place: StorageLike) -> "StoreWriter":
-        """Opens a store as it is, to finish it. Raises StoreInvalid where it is missing or damaged."""
+        """Opens an existing store. Raises StoreInvalid if it is missing or damaged, and StoreError."""
         storage = Storage.open(place)
         root = require_root(storage)
         arrays = open_existing(storage, root.array_names)
@@ -152,28 +153,31 @@ class StoreWriter:
 
     @property
     def target(self) -> Target | None:
-        """How many tokens the store is to hold, as of its root when that was read last; None where it does not say."""
+        """How many tokens the store shall hold, according to the root as last read; None if the root does not say."""
         return self.root.target
 
     def record_weights_error(self, errors: Json) -> None:
-        """Writes the relative error of each array that int8 weights cause into the store's attributes."""
+        """Records the relative error that int8 weights cause, by array, in the store's attributes."""
         self._change_root(weights_error=errors)
 
     def record_cache_error(self, errors: Json) -> None:
-        """Likewise, what int8 keys and values of generation cause."""
+        """Records the relative error that int8 keys and values of generation cause, by array."""
         self._change_root(cache_error=errors)
 
     def allow_not_finite(self) -> None:
-        """Writes into the store's attributes that its activations need not be finite."""
+        """Records in the store's attributes that activations may be not finite."""
         self._change_root(may_be_not_finite=True)
 
     def begin_block(self, stream: int, block: int, arrays: Mapping[str, np.ndarray]) -> PendingBlock:
-        """Starts writing a block's arrays; does not wait. Its tables are next: `write_tables`.
+        """Starts writing a block's arrays; does not wait. Call `write_tables` next.
 
-        `arrays` holds every array of the layout by name, each of its full shard shape, with zeros (documents, selected:
-        -1) where padded. The arrays are not copied: leave them untouched until `commit` or `PendingBlock.wait` returns.
-        A committed block that was truncated loses its record here, since its objects are about to be replaced. Nothing
-        is written where another run has committed the block meanwhile.
+        `arrays` contains every array of the layout by name, with its full shard shape, padded with zeros (documents and
+        selected: -1). The arrays are not copied: do not change them until `commit` or `PendingBlock.wait` returns. If
+        the block is committed but truncated, its record is deleted, because its objects are about to be replaced. If
+        another run has committed the block meanwhile, nothing is written.
+
+        Raises StoreInvalid for a block beyond the last row that a store can have, StoreError, and ValueError for arrays
+        that do not match the layout, a complete store, or a committed block that is not truncated.
         """
         if self.complete:
             raise ValueError(f"the store {self.path} is complete: reopen() it first")
@@ -197,10 +201,10 @@ class StoreWriter:
         statistics: BlockStatistics | None = None,
         indexes: Mapping[str, bytes] | None = None,
     ) -> PendingBlock:
-        """Starts writing what else a block has: its document table, its statistics (if any) and, by key, its indexes by
-        feature (where the store has them); does not wait. Call it for the blocks of a stream in their order.
+        """Starts writing a block's document table, its statistics (if any) and its feature indexes, which are given by
+        key (empty if the store has none). Does not wait. Call it for the blocks of a stream in order.
 
-        Raises StoreError; the arrays are under way then: `pending.wait()` before they are filled again.
+        Raises StoreError. The arrays are then still being written: call `pending.wait()` before you reuse them.
         """
         stream, block, indexes = pending.stream, pending.block, indexes or {}
         if set(indexes) != (needed := set(index_keys(self.metadata, stream, block))):
@@ -222,9 +226,8 @@ class StoreWriter:
     def commit(self, pending: PendingBlock, record: CommitRecord) -> None:
         """Waits until every object of the block is durable, then writes the record.
 
-        Raises StoreError, naming the object, when one could not be written; the block is then not in the store. A
-        record that the store has already stays: the block is then committed if the two are the same; else it is a
-        StoreError.
+        Raises StoreError, naming the object, if one could not be written; the block is then not in the store. If the
+        store already has a record of the block, that record stays. Raises StoreError if the two records differ.
         """
         if (record.stream, record.block) != (pending.stream, pending.block):
             raise ValueError(f"record of {record.stream, record.block} for {pending.stream, pending.block}")
@@ -241,9 +244,9 @@ class StoreWriter:
         self.commit_written(record, pending.is_committed)
 
     def commit_written(self, record: CommitRecord, is_committed: bool = False) -> None:
-        """Commits a block whose objects are durable. `is_committed`: it has its record. Raises as `commit` does."""
+        """Commits a block whose objects are durable. is_committed: the store has its record. Raises as `commit`."""
         num_blocks = len(self.streams[record.stream].table)
-        if record.block < num_blocks:  # by another run, before this one read the stream
+        if record.block < num_blocks:  # committed by another run before this one read the stream
             self._require_committed(record)
             return
         if record.block > num_blocks:
@@ -253,7 +256,7 @@ class StoreWriter:
         self.streams.append(record)
 
     def _require_committed(self, record: CommitRecord) -> CommitRecord:
-        """The stored record, which another run wrote. Raises StoreError unless it says the same."""
+        """The stored record, which another run wrote. Raises StoreError unless it equals `record`."""
         [stored] = self.storage.read_checked([record.key], partial(parse_record, self.storage))
         if stored is None or not (stored.is_same_block(record) and stored.names_same_files(record)):
             raise StoreError(
@@ -263,13 +266,14 @@ class StoreWriter:
         return stored
 
     def reopen(self, target: Target | None = None) -> None:
-        """Opens a store, complete or not, for more blocks: no process completes it before it holds `target` tokens."""
-        # In this order, and when finishing in the other: a store that is not complete never lacks room for a block.
+        """Opens a store, complete or not, for more blocks. No process completes it before it holds `target` tokens."""
+        # Grow the arrays first, then change the root; finishing does the reverse. So an incomplete store always has
+        # room for a block.
         set_rows(self.storage, self._array_names(), MAX_ROWS)
 
         def reopened(root: StoreRoot) -> StoreRoot:
             before = root.target
-            if before is None and not root.complete:  # of an earlier program
+            if before is None and not root.complete:  # written by an earlier version
                 before = target_of(root.metadata.config)
             wanted = root.target if target is None else larger(before, target)
             return replace(root.unfinished(), target=wanted)
@@ -278,20 +282,22 @@ class StoreWriter:
             self.storage.write(CONSOLIDATED_KEY, None)
         self.root = change_root(self.storage, reopened)
         while any(array.shape[0] != MAX_ROWS for array in self.arrays.values()):
-            set_rows(self.storage, self._array_names(), MAX_ROWS)  # another process was late to trim them
+            # A process that was still finishing the store has trimmed them.
+            set_rows(self.storage, self._array_names(), MAX_ROWS)
             self.arrays = open_or_create(self.storage, self.layout)
 
     def finish(self, force: bool = False) -> bool:
-        """Marks the store complete, unless it holds less than its target; says whether it is. See `finish_store`.
+        """Marks the store complete unless it holds less than its target. Returns whether it is complete.
 
-        Call it only once no process has a block to commit. All streams are read again, since others wrote some.
+        Call it only when no process has a block left to commit. Reads all streams again, since other processes wrote
+        some. See `finish_store`. Raises StoreError.
         """
         root = finish_store(self.storage, self.layout, self.streams.read_all_again, force)
         self.root = self.root if root is None else root
         return root is not None
 
     def write_metrics(self, name: str, text: bytes) -> None:
-        """Writes (or replaces) `_metrics/<name>`. Raises StoreError, and nothing else; the store is then as before."""
+        """Writes or replaces `_metrics/<name>`. Raises only StoreError; the store is then unchanged."""
         self.storage.write(metrics_key(name), text)
 
     def _change_root(self, **changes: object) -> None:
@@ -315,7 +321,7 @@ class StoreWriter:
         stored, generation = self.storage.retry_read(read)
         is_same = stored is None or stored == record
         if is_same and stored is not None and not self.storage.write_if_unchanged(record.key, None, generation):
-            is_same = self.storage.read(record.key) is None  # by this request, whose answer was lost
+            is_same = self.storage.read(record.key) is None  # this request deleted it, but its answer was lost
         if not is_same:
             raise StoreError(
                 f"{self.path}/{record.key} was replaced by another run on this store. Run the same command again."
@@ -325,7 +331,7 @@ class StoreWriter:
     def _write_shard(
         self, spec: ArraySpec, key: str, stream: int, block: int, values: np.ndarray
     ) -> tuple[Written, Future[str]]:
-        """Starts writing a block of one array. The second future gives the digest of its values."""
+        """Starts writing one array's part of a block. The second future returns the digest of its values."""
         chunk_shape = self.layout.chunk_shape(spec)
         if self._files is not None:
             written = self._files.write(key, values, chunk_shape, spec.fill)
@@ -343,7 +349,7 @@ class StoreWriter:
 
 
 def metrics_key(name: str) -> str:
-    """The key of a run's log."""
+    """The key of a run's log in the store."""
     return f"_metrics/{name}"
 
 
@@ -355,9 +361,10 @@ def _read_root(storage: Storage) -> StoreRoot:
 
 
 def create_root(storage: Storage, metadata: StoreMetadata, layout: StoreLayout) -> StoreRoot | None:
-    """Creates the root where there is none; None where there is one, or another process was faster.
+    """Creates the root of a new store. Returns None if there is a root already, or another process creates it first.
 
-    The root is written first, so that whatever else is missing can be told from it.
+    The root is written before all other objects, so that an interrupted creation can be completed from it. Raises
+    StoreInvalid if the path is not empty, and StoreError.
     """
     if storage.read(ROOT_KEY) is not None or not require_vacant(storage):
         return None

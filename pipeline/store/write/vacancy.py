@@ -1,4 +1,4 @@
-"""Whether a store may be made at a place: a store never mixes with other objects, nor replaces them."""
+"""Checks that a store may be created under a path: a store never mixes with other objects or replaces them."""
 
 import os
 from collections.abc import Iterator
@@ -11,18 +11,17 @@ from pipeline.store.format.metadata import ROOT_KEY
 from pipeline.store.io.directories import raise_unless_gone
 from pipeline.store.io.storage import Storage
 
-_NAMED = 3  # foreign files, in the message
+_MAX_NAMED = 3  # foreign files that the message names
 
 
 def require_vacant(storage: Storage) -> bool:
-    """Whether a store can be created at a place whose root was not found: False where there is a root after all, which
-    another process may have written meanwhile.
+    """Whether a store can be created under a path where no root was found. False if there is a root now, which another
+    process may have written meanwhile.
 
-    What an interrupted creation leaves is not in the way, nor what a worker wrote when the store was deleted already,
-    empty folders, and what tools and file systems put everywhere: names that begin with a dot, and lost+found. Raises
-    StoreInvalid for anything else, and StoreError.
+    These may exist: the objects of an interrupted creation, objects that a worker wrote after the store was deleted,
+    empty folders, names that begin with a dot, and lost+found. Raises StoreInvalid for others, and StoreError.
     """
-    foreign = list(islice((key for key in _keys(storage) if not _may_stay(key)), _NAMED + 1))
+    foreign = list(islice((key for key in _keys(storage) if not _may_stay(key)), _MAX_NAMED + 1))
     if not foreign:
         return True
 
@@ -34,7 +33,7 @@ def require_vacant(storage: Storage) -> bool:
                 f"{storage.path} has commit records, but its {ROOT_KEY} is missing. Restore it, or choose another "
                 "store.path."
             )
-        named = ", ".join(foreign[:_NAMED]) + (", ..." if len(foreign) > _NAMED else "")
+        named = ", ".join(foreign[:_MAX_NAMED]) + (", ..." if len(foreign) > _MAX_NAMED else "")
         raise StoreInvalid(
             f"{storage.path} is not empty and is not a store: {named}. A new store needs an empty or a new "
             "place: choose another store.path."
@@ -44,19 +43,20 @@ def require_vacant(storage: Storage) -> bool:
 
 
 def _may_stay(key: str) -> bool:
-    """Whether a store may be made where this key exists."""
-    if not key or key.endswith("/"):  # a console's or a mounted bucket's sign for an empty folder
+    """Whether a store may be created while this key exists."""
+    if not key or key.endswith("/"):  # stands for an empty folder in web consoles and mounted buckets
         return True
     first, *rest = key.split("/")
     if is_worker_key(key.removesuffix(LOCK_SUFFIX)) or first.startswith(".") or first == "lost+found":
         return True
     if not rest:
         return key in (ROOT_KEY, ROOT_KEY + LOCK_SUFFIX)
-    return is_array_name(first) and "/".join(rest) in ("zarr.json", f"zarr.json{LOCK_SUFFIX}")  # merging begins so
+    # A merge writes these first.
+    return is_array_name(first) and "/".join(rest) in ("zarr.json", f"zarr.json{LOCK_SUFFIX}")
 
 
 def _keys(storage: Storage) -> Iterator[str]:
-    """All keys, commit records first. Local files come as they are listed: a large folder is not read to its end."""
+    """All keys, commit records first. Local files are listed lazily, since a folder may be large."""
     folder = storage.directory
     if folder is not None:
         yield from _files(folder)
@@ -65,15 +65,15 @@ def _keys(storage: Storage) -> Iterator[str]:
 
 
 def _files(folder: str) -> Iterator[str]:
-    """The files and links in a folder and in the folders below it, the deepest last."""
+    """The files and links in a folder and in the folders below it, top-down."""
     try:
-        for at, folders, files in os.walk(folder, onerror=raise_unless_gone):
-            inner = os.path.relpath(at, folder)
+        for directory, folders, files in os.walk(folder, onerror=raise_unless_gone):
+            inner = os.path.relpath(directory, folder)
             if inner == ".":
                 folders[:] = sorted(
                     (f for f in folders if _may_have_foreign(f)), key=lambda f: f + "/" != COMMITS_PREFIX
                 )
-            links = [name for name in folders if os.path.islink(os.path.join(at, name))]
+            links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
             yield from (os.path.normpath(os.path.join(inner, name)) for name in (*links, *files))
     except OSError as error:
         raise StoreError(
