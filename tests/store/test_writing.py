@@ -530,7 +530,7 @@ def test_a_store_without_its_root_is_not_taken_for_a_new_one(tmp_path):
 
 def test_a_path_with_a_file_in_its_way(tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StoreInvalid, match=r"hoose another store\.path"):
+    with pytest.raises(StoreInvalid, match=r"hoose a different store\.path"):
         StoreWriter.open(str(tmp_path / "file" / "store"), metadata(), layout())
 
 
@@ -609,7 +609,7 @@ def test_a_read_only_file_system(small_disk):
     writer = StoreWriter.open(path, metadata(), layout())
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     block = next(blocks(0))
-    with pytest.raises(StoreError, match=r"Choose another store\.path"):
+    with pytest.raises(StoreError, match=r"Choose a different store\.path"):
         commit_block(writer, block)
 
 
